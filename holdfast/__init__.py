@@ -1,0 +1,1 @@
+"""Holdfast serves language models: it holds each conversation's state and keeps every stream's pace."""

@@ -1,0 +1,1 @@
+"""What every room shares: plain types, the cost model, the protocols between rooms. Pure: standard library only."""

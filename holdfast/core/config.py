@@ -1,0 +1,65 @@
+"""EngineConfig: every choice of the engine, frozen; flags, YAML keys and `LLM(...)` keywords are made from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+BUILTIN_MODEL = "holdfast-tiny"
+
+
+def option(default: Any, help: str) -> Any:
+    """A config field with its one help text."""
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """How the engine runs a model. Raises ValueError, naming the value and the limit, for what cannot be."""
+
+    model: str = option(BUILTIN_MODEL, "the built-in model by name, or a Hugging Face checkpoint directory")
+    device: Literal["auto", "cpu", "cuda"] = option("auto", "where to run; auto takes CUDA when there is a GPU")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
+        "auto", "weights and cache; auto is the checkpoint's own on CUDA and float32 on a CPU"
+    )
+    max_model_len: int | None = option(None, "longest sequence in tokens; default: what the model was made for")
+    max_sequences: int = option(256, "most sequences that run at once")
+    block_size: int = option(16, "tokens in one block of the KV cache")
+    cache_gb: float | None = option(
+        None, "size of the KV cache in GB; default: measured free memory (at most 4 on CPU)"
+    )
+    memory_fraction: float = option(0.9, "share of the GPU's memory that Holdfast may use")
+    headroom: float = option(0.1, "share of the blocks kept for running sequences to grow")
+    token_budget: int | None = option(None, "most tokens in one step; default: 2048 on CUDA, 512 on a CPU")
+    tbt_target: float | None = option(
+        None, "aim for this time between tokens in ms; measures the device at start and sets the token budget"
+    )
+    steps_in_flight: int = option(2, "steps planned ahead of the device; 1 waits for each")
+    prefix_sharing: bool = option(True, "share the cache of equal prefixes between requests")
+    max_waiting: int = option(4096, "requests that may wait; further ones are refused with 503")
+    seed: int = option(0, "seed for requests that bring none")
+    threads: int | None = option(None, "CPU threads of the engine; default: PyTorch's choice")
+
+    def __post_init__(self) -> None:
+        for name, low, high in (
+            ("max_sequences", 1, 4096),
+            ("block_size", 1, 1024),
+            ("steps_in_flight", 1, 64),
+            ("max_waiting", 1, 1_000_000),
+            ("max_model_len", 2, 1 << 24),
+            ("token_budget", 1, 1 << 20),
+            ("threads", 1, 1024),
+        ):
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                raise ValueError(f"{name} is {value}; it must lie between {low} and {high}")
+        for name, least, most in (("memory_fraction", 0.05, 1.0), ("headroom", 0.0, 0.9)):
+            value = getattr(self, name)
+            if not least <= value <= most:
+                raise ValueError(f"{name} is {value}; it must lie between {least} and {most}")
+        for name in ("cache_gb", "tbt_target"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} is {value}; it must be above 0")
+        if self.tbt_target is not None and self.token_budget is not None:
+            raise ValueError("token_budget and tbt_target both set the step's size; give one of them")

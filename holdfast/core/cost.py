@@ -1,0 +1,90 @@
+"""The CostModel: the one place where hardware enters policy. Times in seconds, measured per model and device.
+
+A step costs its linear layers by token count, plus its attention segment by segment by query length and context.
+Both are measured at powers of two and interpolated between them (Pensieve §4.3.1, Sarathi-Serve §4.3).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """Predicts the time of a step from measured points.
+
+    `linear_tokens` (ascending) and `linear_seconds` belong together; `attention_seconds[i][j]` is the time that a
+    segment of `attention_queries[i]` query tokens adds at a context of `attention_contexts[j]` positions (all layers).
+    """
+
+    model: str
+    device: str
+    linear_tokens: tuple[int, ...]
+    linear_seconds: tuple[float, ...]
+    attention_queries: tuple[int, ...]
+    attention_contexts: tuple[int, ...]
+    attention_seconds: tuple[tuple[float, ...], ...]
+
+    def linear(self, tokens: int) -> float:
+        """Time of everything in a step but attention, for `tokens` query tokens in all; 0 for none."""
+        return interpolate(self.linear_tokens, self.linear_seconds, tokens) if tokens else 0.0
+
+    def attention(self, query: int, context: int) -> float:
+        """Time that one segment's attention adds: `query` tokens that end at position `context`."""
+        rows = [interpolate(self.attention_contexts, row, context) for row in self.attention_seconds]
+        return interpolate(self.attention_queries, rows, query)
+
+    def step(self, segments: Iterable[tuple[int, int]]) -> float:
+        """Time of a step of (query, context) segments."""
+        pairs = list(segments)
+        return self.linear(sum(query for query, _ in pairs)) + sum(self.attention(*pair) for pair in pairs)
+
+    def token_budget(self, target: float, decodes: int, context: int, tile: int, ceiling: int) -> int:
+        """The largest budget whose step stays within `target` seconds: Sarathi-Serve's `compute_token_budget`.
+
+        The step is `decodes` decodes and one prefill chunk, all at `context` positions; the answer is a multiple of
+        `tile` up to `ceiling` (matrix tiles make other sizes waste work, Sarathi-Serve §4.3), and `tile` at the least.
+        """
+        best = tile
+        for budget in range(tile, ceiling + 1, tile):
+            running = min(decodes, budget - 1)
+            chunk = budget - running
+            seconds = self.linear(budget) + running * self.attention(1, context) + self.attention(chunk, context)
+            if seconds > target:
+                break
+            best = budget
+        return best
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data, for a profile file."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> CostModel:
+        """Read back what `to_dict` gave. Raises ValueError for points that do not belong together."""
+        model = cls(
+            model=str(data["model"]),
+            device=str(data["device"]),
+            linear_tokens=tuple(data["linear_tokens"]),
+            linear_seconds=tuple(data["linear_seconds"]),
+            attention_queries=tuple(data["attention_queries"]),
+            attention_contexts=tuple(data["attention_contexts"]),
+            attention_seconds=tuple(tuple(row) for row in data["attention_seconds"]),
+        )
+        shape = [len(model.attention_contexts)] * len(model.attention_queries)
+        if len(model.linear_tokens) != len(model.linear_seconds) or [len(r) for r in model.attention_seconds] != shape:
+            raise ValueError(f"cost profile of {model.model} on {model.device}: points and times differ in number")
+        return model
+
+
+def interpolate(points: Sequence[int], values: Sequence[float], at: float) -> float:
+    """Piecewise linear through (points, values), points ascending; held below the first, extended past the last."""
+    if at <= points[0] or len(points) == 1:
+        return values[0]
+    right = min(bisect_right(points, at), len(points) - 1)
+    left = right - 1
+    share = (at - points[left]) / (points[right] - points[left])
+    return values[left] + share * (values[right] - values[left])

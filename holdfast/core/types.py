@@ -1,0 +1,231 @@
+"""The values that flow through the loop: Sequence, Segment, StepPlan, StepResult, SamplingParams.
+
+One direction only: a request becomes a Sequence, the scheduler turns sequences into a StepPlan, the executor turns
+the plan into a StepResult, and the scheduler reads the result back into its sequences.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+PENDING = -1
+"""A token id that the host does not know yet: the executor puts in what the row sampled last."""
+
+MAX_SEED = 2**63 - 1
+
+
+class FinishReason(enum.StrEnum):
+    """Why a sequence ended, in the words of the OpenAI API."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the tokens of one sequence are chosen, and when it ends.
+
+    Raises ValueError, naming the value and the limit, for anything out of range.
+    """
+
+    temperature: float = 1.0
+    """0 is greedy; larger is more random, up to 2 in the OpenAI API."""
+    top_k: int = 0
+    """Sample among the k likeliest tokens; 0 is off."""
+    top_p: float = 1.0
+    """Sample among the likeliest tokens that together reach this probability; 1 is off."""
+    seed: int | None = None
+    """The same seed gives the same draws, whatever else runs in the batch."""
+    max_tokens: int = 16
+    """The most tokens that are generated."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the sequence; they are cut from the text."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end the sequence, besides the model's own end-of-sequence tokens."""
+    ignore_eos: bool = False
+    """Go on after the model's own end-of-sequence token (benchmarks)."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.temperature <= 100.0:
+            raise ValueError(f"temperature is {self.temperature}; it must lie between 0 and 100")
+        if self.top_k < 0:
+            raise ValueError(f"top_k is {self.top_k}; it must be at least 1, or 0 for off")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ValueError(f"top_p is {self.top_p}; it must lie above 0 and be at most 1")
+        if self.seed is not None and not 0 <= self.seed <= MAX_SEED:
+            raise ValueError(f"seed is {self.seed}; it must lie between 0 and {MAX_SEED}")
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens is {self.max_tokens}; it must be at least 1")
+        if not 0 <= self.min_tokens <= self.max_tokens:
+            raise ValueError(f"min_tokens is {self.min_tokens}; it must lie between 0 and max_tokens {self.max_tokens}")
+        if any(not stop for stop in self.stop):
+            raise ValueError("stop holds an empty string; leave it out")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is always taken."""
+        return self.temperature == 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """What the executor needs to draw one token: the part of SamplingParams that reaches the device."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Compute positions [start, stop) of one sequence.
+
+    A decode is a segment of length 1, a prefill chunk a longer one, the recomputation of a dropped leading range one
+    more segment of the same sequence. It may be planned only when every earlier position of its sequence is resident
+    in the cache, or is computed within the same step.
+    """
+
+    sequence_id: str
+    row: int
+    """Row of the executor's persistent batch state: its block table and the token it sampled last."""
+    start: int
+    stop: int
+    tokens: tuple[int, ...]
+    """Token ids at [start, stop); PENDING where a step still in flight samples the token."""
+    sampling: Sampling | None
+    """How to sample the token at position `stop`; None when the segment ends before the sequence's last token."""
+
+    @property
+    def length(self) -> int:
+        """Number of query tokens."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class TableWrite:
+    """Entries of a row's block table that are new: `blocks` stand at table positions [start, start + len(blocks))."""
+
+    row: int
+    start: int
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step, decided and not yet applied. Plain data: it can be printed, asserted, simulated, replayed."""
+
+    step: int
+    segments: tuple[Segment, ...]
+    table_writes: tuple[TableWrite, ...] = ()
+    """Applied before the segments run, in order."""
+    preempted: tuple[str, ...] = ()
+    """Sequences that lost their blocks to make room for this step."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Query tokens of the step: what the token budget bounds."""
+        return sum(segment.stop - segment.start for segment in self.segments)
+
+    def sampled(self) -> Iterator[Segment]:
+        """The segments that sample a token, in the order of StepResult.tokens."""
+        return (segment for segment in self.segments if segment.sampling is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one step gave: a token for each sampling segment of its plan, in plan order."""
+
+    step: int
+    tokens: tuple[int, ...]
+    seconds: float
+    """Time that the device spent on the step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A client's ask, as the engine takes it: token ids in, token ids out."""
+
+    id: str
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    priority: int = 0
+    """Lower runs first; FCFS among equals."""
+    tenant: str = ""
+    """Prefixes are shared within a tenant only."""
+    arrival: float = 0.0
+    """Seconds on the clock of the process group (monotonic)."""
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A request's token stream while the scheduler holds it. Only the scheduler changes it.
+
+    Which of its positions are resident is the memory's to know (`memory.conversation`), not the sequence's.
+    """
+
+    request: Request
+    seed: int
+    """The request's own seed, or one drawn for it."""
+    tokens: list[int] = field(default_factory=list)
+    """Prompt and generated tokens known to the host."""
+    in_flight: int = 0
+    """Tokens that steps in flight sample for this sequence."""
+    cached_tokens: int = 0
+    """Prompt tokens that the prefix cache gave at first admission."""
+    preemptions: int = 0
+    scheduled_at: float | None = None
+    first_token_at: float | None = None
+    finish_reason: FinishReason | None = None
+
+    def __post_init__(self) -> None:
+        if not self.tokens:
+            self.tokens = list(self.request.prompt)
+
+    @property
+    def id(self) -> str:
+        return self.request.id
+
+    @property
+    def length(self) -> int:
+        """Positions that exist, those whose token is still being sampled included."""
+        return len(self.tokens) + self.in_flight
+
+    @property
+    def generated(self) -> int:
+        """Generated tokens, those in flight included."""
+        return self.length - len(self.request.prompt)
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceOutput:
+    """What one step added to one sequence."""
+
+    request_id: str
+    tokens: tuple[int, ...]
+    finish_reason: FinishReason | None
+    cached_tokens: int
+    scheduled_at: float
+    """When its first segment was planned, seconds on the clock given to the scheduler."""
+    preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStats:
+    """A look at queues and memory after a step."""
+
+    waiting: int
+    running: int
+    blocks_total: int
+    blocks_used: int
+    blocks_cached: int
+    """Unowned blocks that still hold a reusable prefix."""
+    preemptions: int
+    prefix_queries: int
+    """Prompt tokens of admitted requests."""
+    prefix_hits: int
+    """Those that the prefix cache gave."""
+    tokens_computed: int

@@ -59,8 +59,6 @@ class SamplingParams:
             raise ValueError(f"seed is {self.seed}; it must lie between 0 and {MAX_SEED}")
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens is {self.max_tokens}; it must be at least 1")
-        if not 0 <= self.min_tokens <= self.max_tokens:
-            raise ValueError(f"min_tokens is {self.min_tokens}; it must lie between 0 and max_tokens {self.max_tokens}")
         if any(not stop for stop in self.stop):
             raise ValueError("stop holds an empty string; leave it out")
 

@@ -1,0 +1,40 @@
+"""The engine's configuration: each wrong value is refused with its name, itself and its limit."""
+
+import dataclasses
+
+import pytest
+
+from holdfast.core.config import EngineConfig
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("block_size", 0),
+        ("max_sequences", 0),
+        ("steps_in_flight", 0),
+        ("token_budget", 0),
+        ("headroom", 1.0),
+        ("memory_fraction", 1.5),
+        ("cache_gb", 0.0),
+        ("tbt_target", -5.0),
+        ("max_model_len", 1),
+    ],
+)
+def test_a_value_out_of_range_is_named(field, value):
+    with pytest.raises(ValueError, match=f"{field} is {value}"):
+        EngineConfig(**{field: value})
+
+
+def test_two_ways_to_set_the_budget_exclude_each_other():
+    with pytest.raises(ValueError, match="token_budget and tbt_target"):
+        EngineConfig(token_budget=512, tbt_target=50.0)
+
+
+def test_every_field_brings_its_help():
+    assert all(field.metadata["help"] for field in dataclasses.fields(EngineConfig))
+
+
+def test_it_does_not_change_once_built():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        EngineConfig().block_size = 1

@@ -1,0 +1,62 @@
+"""The cost model: interpolation between measured points, the budget that a latency target allows, its file form."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.core.cost import CostModel, interpolate
+
+COST = CostModel(
+    model="m",
+    device="d",
+    linear_tokens=(1, 64, 1024),
+    linear_seconds=(0.004, 0.005, 0.020),
+    attention_queries=(1, 1024),
+    attention_contexts=(128, 4096),
+    attention_seconds=((0.00001, 0.0001), (0.0005, 0.004)),
+)
+
+
+def test_interpolation_meets_the_points_and_lies_between_them():
+    assert interpolate((1, 2, 4), (10.0, 20.0, 40.0), 2) == 20.0
+    assert interpolate((1, 2, 4), (10.0, 20.0, 40.0), 3) == 30.0
+
+
+def test_interpolation_holds_below_the_first_point_and_extends_past_the_last():
+    assert interpolate((2, 4), (1.0, 3.0), 1) == 1.0
+    assert interpolate((2, 4), (1.0, 3.0), 8) == 7.0
+    assert interpolate((5,), (1.5,), 80) == 1.5
+
+
+def test_a_step_is_its_linear_layers_plus_each_segments_attention():
+    expected = COST.linear(513) + COST.attention(512, 2048) + COST.attention(1, 300)
+    assert COST.step([(512, 2048), (1, 300)]) == pytest.approx(expected)
+
+
+def test_an_empty_step_costs_nothing():
+    assert COST.step([]) == 0.0
+
+
+@given(target_ms=st.floats(1, 60), decodes=st.integers(0, 64), context=st.integers(1, 8192))
+def test_the_budget_is_the_largest_multiple_of_the_tile_within_the_target(target_ms, decodes, context):
+    tile, ceiling, target = 64, 1024, target_ms / 1e3
+
+    def seconds(budget):
+        running = min(decodes, budget - 1)
+        return COST.step([(1, context)] * running + [(budget - running, context)])
+
+    budget = COST.token_budget(target, decodes, context, tile, ceiling)
+    assert budget % tile == 0 and tile <= budget <= ceiling
+    assert budget == tile or seconds(budget) <= target * (1 + 1e-9)
+    assert budget == ceiling or seconds(budget + tile) > target * (1 - 1e-9)
+
+
+def test_it_survives_its_file():
+    assert CostModel.from_dict(json.loads(json.dumps(COST.to_dict()))) == COST
+
+
+def test_points_and_times_that_differ_in_number_are_refused():
+    with pytest.raises(ValueError, match="m on d"):
+        CostModel.from_dict(COST.to_dict() | {"linear_seconds": [1.0]})

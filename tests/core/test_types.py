@@ -1,0 +1,43 @@
+"""The plain values: what they refuse, and what they count."""
+
+import pytest
+
+from holdfast.core.types import PENDING, Request, Sampling, SamplingParams, Segment, Sequence, StepPlan
+
+GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", float("nan")),
+        ("top_k", -1),
+        ("top_p", 0.0),
+        ("top_p", 1.5),
+        ("seed", -1),
+        ("seed", 2**63),
+        ("max_tokens", 0),
+        ("stop", ("",)),
+    ],
+)
+def test_sampling_params_refuse_what_is_out_of_range_by_name(field, value):
+    with pytest.raises(ValueError, match=field):
+        SamplingParams(**{field: value})
+
+
+def test_a_plan_counts_query_tokens_and_lists_the_segments_that_sample():
+    decode = Segment("a", row=0, start=7, stop=8, tokens=(PENDING,), sampling=GREEDY)
+    chunk = Segment("b", row=1, start=0, stop=5, tokens=(1, 2, 3, 4, 5), sampling=None)
+    plan = StepPlan(step=3, segments=(decode, chunk))
+    assert plan.num_tokens == 6
+    assert list(plan.sampled()) == [decode]
+
+
+def test_a_sequence_counts_tokens_in_flight_as_positions_and_as_generated():
+    sequence = Sequence(Request("a", prompt=(5, 6, 7), params=SamplingParams()), seed=1)
+    sequence.tokens.append(9)
+    sequence.in_flight = 1
+    assert sequence.length == 5
+    assert sequence.generated == 2
+    assert sequence.request.prompt == (5, 6, 7), "the request is not touched by what is generated"

@@ -1,0 +1,166 @@
+"""Holdfast on the work of the peers' table: a Llama-3-8B shape with random weights, token ids in, token ids out.
+
+usage: python benchmarks/llama8b.py [ROW ...] [--json FILE] [--repeat N] [any engine flag as --set name=value]
+rows:  bs1 bs32 bs128 chat prefill stall   (default: all)
+
+The prompts are drawn with the seeds of the peer's script, greedy, end-of-sequence ignored, in one process, so that a
+figure here stands beside the peer's of the same name. Prints one JSON line a measurement.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from holdfast.core.config import EngineConfig
+from holdfast.core.types import Request, SamplingParams
+from holdfast.engine.loop import Loop
+from holdfast.engine.process import build
+
+LLAMA_3_8B = dict(
+    architectures=["LlamaForCausalLM"],
+    model_type="llama",
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    vocab_size=128256,
+    max_position_embeddings=16384,
+    rms_norm_eps=1e-5,
+    rope_theta=500000.0,
+    bos_token_id=1,
+    eos_token_id=2,
+    hidden_act="silu",
+    torch_dtype="bfloat16",
+    tie_word_embeddings=False,
+)
+
+Lengths = list[tuple[int, int]]
+
+
+def draw(rng: random.Random, count: int) -> tuple[int, ...]:
+    """Token ids far from the special ones."""
+    return tuple(rng.randrange(10, 100000) for _ in range(count))
+
+
+def request(name: str, prompt: tuple[int, ...], output: int) -> Request:
+    params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
+    return Request(name, prompt=prompt, params=params, arrival=time.monotonic())
+
+
+def offline(loop: Loop, label: str, lengths: Lengths) -> dict[str, Any]:
+    """All requests at once; the time until the last has ended."""
+    rng = random.Random(0)
+    prompts = [draw(rng, tokens) for tokens, _ in lengths]
+    steps: list[float] = []
+    produced = 0
+    begin = time.perf_counter()
+    for index, (prompt, (_, output)) in enumerate(zip(prompts, lengths, strict=True)):
+        loop.add(request(f"{label}-{index}-{begin}", prompt, output))
+    while loop.has_work():
+        before = time.perf_counter()
+        produced += sum(len(output.tokens) for output in loop.step())
+        steps.append(time.perf_counter() - before)
+    seconds = time.perf_counter() - begin
+    prompt_tokens = sum(tokens for tokens, _ in lengths)
+    return dict(
+        requests=len(lengths),
+        seconds=round(seconds, 3),
+        output_tok_s=round(produced / seconds, 1),
+        total_tok_s=round((produced + prompt_tokens) / seconds, 1),
+        steps=len(steps),
+        step_ms_p50=round(1e3 * statistics.median(steps), 3),
+    )
+
+
+def chat_lengths() -> Lengths:
+    rng = random.Random(1)
+
+    def clip(value: float, high: int) -> int:
+        return max(4, min(high, int(value)))
+
+    return [(clip(rng.lognormvariate(4.8, 1.1), 4096), clip(rng.lognormvariate(4.9, 0.95), 2048)) for _ in range(1000)]
+
+
+def stall(loop: Loop) -> dict[str, Any]:
+    """32 decodes run; four 8,000-token prompts arrive: how long does a decode wait?"""
+    rng = random.Random(2)
+    stamp = time.monotonic()
+    steps: list[float] = []
+    for index in range(32):
+        loop.add(request(f"d{index}-{stamp}", draw(rng, 256), 400))
+    while loop.has_work():
+        if len(steps) == 100:
+            for index in range(4):
+                loop.add(request(f"p{index}-{stamp}", draw(rng, 8000), 4))
+        before = time.perf_counter()
+        loop.step()
+        steps.append(time.perf_counter() - before)
+    return dict(decode_ms=round(1e3 * statistics.median(steps[40:99]), 2), worst_ms=round(1e3 * max(steps[100:200]), 2))
+
+
+ROWS: dict[str, Callable[[Loop], dict[str, Any]]] = {
+    "bs1": lambda loop: offline(loop, "bs1 512/256", [(512, 256)]),
+    "bs32": lambda loop: offline(loop, "bs32 512/128", [(512, 128)] * 32),
+    "bs128": lambda loop: offline(loop, "bs128 512/128", [(512, 128)] * 128),
+    "chat": lambda loop: offline(loop, "chat 1000", chat_lengths()),
+    "prefill": lambda loop: offline(loop, "prefill 16x8192", [(8192, 16)] * 16),
+    "stall": stall,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"of {', '.join(ROWS)}")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="an engine option")
+    parser.add_argument("--repeat", type=int, default=1)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--shape", default="{}", help="JSON that changes the shape, to try it on a small one")
+    arguments = parser.parse_args()
+    options = dict(max_sequences=512, prefix_sharing=False, max_waiting=10_000)
+    for pair in arguments.set:
+        name, _, value = pair.partition("=")
+        options[name] = json.loads(value) if value[:1] in "0123456789tfn" else value
+    directory = Path(tempfile.mkdtemp(prefix="llama8b-"))
+    (directory / "config.json").write_text(json.dumps(LLAMA_3_8B | json.loads(arguments.shape)))
+    begin = time.perf_counter()
+    loop, info = build(EngineConfig(model=str(directory), load_format="random", **options))
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor()
+    about = dict(
+        device=device,
+        torch=torch.__version__,
+        python=platform.python_version(),
+        cores=os.cpu_count(),
+        command=" ".join(sys.argv),
+        options=options,
+        blocks=info.num_blocks,
+        token_budget=info.token_budget,
+        started_in=round(time.perf_counter() - begin, 2),
+    )
+    print("HOLDFAST " + json.dumps(about), flush=True)
+    offline(loop, "warm-up", [(32, 8)] * 4)
+    results = []
+    for row in arguments.rows or ROWS:
+        for _ in range(arguments.repeat):
+            results.append(dict(what=row, **ROWS[row](loop)))
+            print("HOLDFAST " + json.dumps(results[-1]), flush=True)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(dict(about=about, results=results), indent=1))
+
+
+if __name__ == "__main__":
+    main()

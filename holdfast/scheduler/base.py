@@ -109,7 +109,7 @@ class Scheduler:
         if plan is not None:
             self._in_flight.append((self._steps, step.sampling))
             self._steps += 1
-            self._tokens_computed += plan.num_tokens
+            self._tokens_computed += step.num_tokens
         return plan
 
     def update(self, plan: StepPlan, result: StepResult, now: float) -> list[SequenceOutput]:
@@ -121,6 +121,7 @@ class Scheduler:
                 f"result {result.step} with {len(result.tokens)}"
             )
         outputs: list[SequenceOutput] = []
+        new = tuple.__new__  # what SequenceOutput(...) comes down to, at less than half its time
         for entry, token in zip(sampling, result.tokens, strict=True):
             sequence = entry.sequence
             if sequence.finish_reason is not None:
@@ -137,17 +138,8 @@ class Scheduler:
                 self._end(entry, FinishReason.STOP)
             elif known == entry.limit:
                 self._end(entry, FinishReason.LENGTH)
-            assert sequence.scheduled_at is not None
-            outputs.append(
-                SequenceOutput(
-                    entry.id,
-                    (token,),
-                    sequence.finish_reason,
-                    sequence.cached_tokens,
-                    sequence.scheduled_at,
-                    sequence.preemptions,
-                )
-            )
+            reason, cached, since = sequence.finish_reason, sequence.cached_tokens, sequence.scheduled_at
+            outputs.append(new(SequenceOutput, (entry.id, (token,), reason, cached, since, sequence.preemptions)))
         return outputs
 
     def has_work(self) -> bool:

@@ -1,4 +1,4 @@
-"""A checkpoint directory as files: which one a model name means, and what its JSON files say."""
+"""A checkpoint as files: which directory a model name means, reading within bounds, and its tokenizer.json."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,13 +41,11 @@ backend.save(sys.argv[2])
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A directory that holds a model, and what its configuration says. Nothing of the weights is read."""
+    """A directory that holds a model."""
 
     name: str
     """The name under which the model is served: never a path."""
     directory: Path
-    config: Mapping[str, Any]
-    eos_token_ids: tuple[int, ...]
 
     @classmethod
     def find(cls, model: str) -> Checkpoint:
@@ -65,13 +62,7 @@ class Checkpoint:
             raise ValueError(
                 f"model {model!r}: {directory} {what}; give a Hugging Face checkpoint directory or {BUILTIN_MODEL!r}"
             )
-        config = read_json(directory / "config.json")
-        generation = read_json(directory / "generation_config.json", missing_ok=True)
-        eos = generation.get("eos_token_id")
-        if eos is None:
-            eos = config.get("eos_token_id")
-        name = model if model == BUILTIN_MODEL else directory.name
-        return cls(name, directory, config, _token_ids(eos, directory))
+        return cls(BUILTIN_MODEL if model == BUILTIN_MODEL else directory.name, directory)
 
 
 def read_json(path: Path, *, missing_ok: bool = False) -> dict[str, Any]:
@@ -137,11 +128,3 @@ def _convert(directory: Path, target: Path) -> None:
     if done.returncode != 0:
         reason = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
         raise ValueError(f"{directory} has no tokenizer.json, and its tokenizer cannot be converted: {reason}")
-
-
-def _token_ids(value: object, directory: Path) -> tuple[int, ...]:
-    """eos_token_id as configurations write it: absent, one id, or a list."""
-    ids = [] if value is None else value if isinstance(value, list) else [value]
-    if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids):
-        raise ValueError(f"{directory}: eos_token_id is {value!r}; an id or a list of ids was expected")
-    return tuple(dict.fromkeys(ids))

@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from holdfast.core.version import __version__
 from holdfast.engine.client import EngineClient, EngineDead
 from holdfast.server.config import ServerConfig
 from holdfast.server.metrics import CONTENT_TYPE
@@ -31,12 +32,12 @@ log = logging.getLogger("holdfast.server")
 T = TypeVar("T")
 
 
-def create_app(client: EngineClient, config: ServerConfig, version: str = "") -> FastAPI:
+def create_app(client: EngineClient, config: ServerConfig) -> FastAPI:
     """The HTTP application over a started engine. `app.state.service` is its Service."""
     service = Service(client, config)
     app = FastAPI(
         title="Holdfast",
-        version=version or "0",
+        version=__version__,
         summary="OpenAI's API over a model that holds each conversation's state",
         redoc_url=None,
     )

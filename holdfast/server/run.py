@@ -29,7 +29,6 @@ async def run(
     engine: EngineConfig,
     config: ServerConfig,
     *,
-    version: str,
     on_progress: Callable[[str], None],
     on_ready: Callable[[EngineClient, str], None],
 ) -> int:
@@ -45,7 +44,7 @@ async def run(
         listener.close()
         raise
     try:
-        return await serve(client, config, listener, version=version, on_ready=on_ready)
+        return await serve(client, config, listener, on_ready=on_ready)
     finally:
         await client.close()
 
@@ -55,11 +54,10 @@ async def serve(
     config: ServerConfig,
     listener: socket.socket,
     *,
-    version: str,
     on_ready: Callable[[EngineClient, str], None],
 ) -> int:
     """Take requests on `listener` until it is time to end. Returns the exit code."""
-    app = create_app(client, config, version)
+    app = create_app(client, config)
     service: Service = app.state.service
     server = Server(
         uvicorn.Config(

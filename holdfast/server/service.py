@@ -93,7 +93,8 @@ class Answer:
         try:
             prompts = await asyncio.to_thread(self.encode)
         except ValueError as error:  # a chat template that refuses these messages
-            raise ApiError(str(error), param="messages", code="invalid_value") from None
+            param = "messages" if isinstance(self.wanted, ChatRequest) else "prompt"
+            raise ApiError(str(error), param=param, code="invalid_value") from None
         longest = self.service.client.info.max_model_len
         for prompt in prompts:
             check_length(len(prompt), self.most_tokens, longest)

@@ -50,11 +50,13 @@ def listening(client: FakeClient) -> Callable[..., Any]:
         config = ServerConfig(port=0, **fields)
         ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         serving = asyncio.create_task(
-            serve(client, config, listen(config), version="1", on_ready=lambda _, url: ready.set_result(url))  # type: ignore[arg-type]
+            serve(client, config, listen(config), on_ready=lambda _, url: ready.set_result(url))  # type: ignore[arg-type]
         )
         url = await ready
-        yield Listening(url, serving)
-        client.die("the test is over")
-        await serving
+        try:
+            yield Listening(url, serving)
+        finally:
+            client.die("the test is over")
+            await serving
 
     return start

@@ -1,1 +1,1 @@
-"""The engine's two sides: the process that runs the loop, and the client that speaks with it."""
+"""The engine: the loop over scheduler and executor, its process, and the ways to reach it."""

@@ -22,6 +22,9 @@ class EngineConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto", "weights and cache; auto is the checkpoint's own on CUDA and float32 on a CPU"
     )
+    load_format: Literal["auto", "random"] = option(
+        "auto", "auto reads the checkpoint's weights; random draws them, from its config.json alone (benchmarks)"
+    )
     max_model_len: int | None = option(None, "longest sequence in tokens; default: what the model was made for")
     max_sequences: int = option(256, "most sequences that run at once")
     block_size: int = option(16, "tokens in one block of the KV cache")

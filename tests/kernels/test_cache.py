@@ -1,0 +1,49 @@
+"""The cache tensor: views of its layers and copies of its blocks."""
+
+from __future__ import annotations
+
+import torch
+
+from holdfast.kernels.cache import KVCache, block_bytes, copy_blocks
+
+
+def make_cache(num_blocks: int = 6, dtype: torch.dtype = torch.float32) -> KVCache:
+    cache = KVCache.allocate(
+        layers=3, num_blocks=num_blocks, block_size=4, num_kv_heads=2, head_dim=8, dtype=dtype, device="cpu"
+    )
+    cache.data.copy_(torch.randn(cache.data.shape, generator=torch.Generator().manual_seed(num_blocks)))
+    return cache
+
+
+def test_a_layer_is_a_view_of_keys_and_values() -> None:
+    cache = make_cache()
+    key, value = cache.layer(1)
+    assert key.shape == value.shape == (6, 4, 2, 8)
+    assert (cache.num_blocks, cache.block_size) == (6, 4)
+    key[5, 3].fill_(7.0)
+    value[0, 0].fill_(8.0)
+    assert (cache.data[1, 0, 5, 3] == 7.0).all()
+    assert (cache.data[1, 1, 0, 0] == 8.0).all()
+
+
+def test_block_bytes_is_the_memory_of_one_block() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        size = block_bytes(layers=3, block_size=4, num_kv_heads=2, head_dim=8, dtype=dtype)
+        assert size * 6 == make_cache(dtype=dtype).data.nbytes
+
+
+def test_blocks_move_between_caches_in_every_layer() -> None:
+    device, host = make_cache(6), make_cache(9)
+    before = host.data.clone()
+    copy_blocks(device, torch.tensor([4, 0]), host, torch.tensor([8, 2]))
+    assert torch.equal(host.data[:, :, 8], device.data[:, :, 4])
+    assert torch.equal(host.data[:, :, 2], device.data[:, :, 0])
+    others = [block for block in range(9) if block not in (8, 2)]
+    assert torch.equal(host.data[:, :, others], before[:, :, others])
+
+
+def test_blocks_may_trade_places_within_a_cache() -> None:
+    cache = make_cache()
+    before = cache.data.clone()
+    copy_blocks(cache, torch.tensor([1, 5]), cache, torch.tensor([5, 1]))
+    assert torch.equal(cache.data[:, :, [1, 5]], before[:, :, [5, 1]])

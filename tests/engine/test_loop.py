@@ -3,9 +3,9 @@
 import itertools
 
 import pytest
-from scheduling import FakeDevice, create_requests, create_scheduler, run_alone
 
 from holdfast.engine.loop import Loop
+from tests.scheduling import FakeDevice, create_requests, create_scheduler, run_alone
 
 
 class Recorder(FakeDevice):

@@ -1,9 +1,9 @@
 """The scheduler from outside: what it takes and refuses, how sequences end, what it reports."""
 
 import pytest
-from scheduling import answer, create_requests, create_scheduler, spans
 
 from holdfast.core.types import PENDING, FinishReason, StepResult
+from tests.scheduling import answer, create_requests, create_scheduler, spans
 
 
 def run_step(scheduler, token=7, now=0.0):

@@ -10,9 +10,9 @@ import random
 from collections import Counter, deque
 
 import pytest
-from scheduling import EOS, VOCABULARY, FakeDevice, create_scheduler, run_alone
 
 from holdfast.core.types import Request, SamplingParams
+from tests.scheduling import EOS, VOCABULARY, FakeDevice, create_scheduler, run_alone
 
 MAX_MODEL_LEN = 48
 STEPS = 100

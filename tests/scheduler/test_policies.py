@@ -1,9 +1,9 @@
 """Stall-free batching: decodes, then started prefills, then new requests."""
 
 import pytest
-from scheduling import answer, create_requests, create_scheduler, spans
 
 from holdfast.scheduler.policies import StallFree
+from tests.scheduling import answer, create_requests, create_scheduler, spans
 
 
 def test_decodes_come_first_then_started_prefills_then_new_requests():

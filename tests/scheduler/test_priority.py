@@ -2,9 +2,8 @@
 
 from dataclasses import replace
 
-from scheduling import create_requests, create_scheduler, spans
-
 from holdfast.scheduler.priority import priority
+from tests.scheduling import create_requests, create_scheduler, spans
 
 
 def test_the_class_goes_before_the_arrival_and_the_arrival_before_the_number():

@@ -1,8 +1,7 @@
 """A step in the making: the budget, admission, growth and preemption."""
 
-from scheduling import answer, create_requests, create_scheduler, spans
-
 from holdfast.core.types import TableWrite
+from tests.scheduling import answer, create_requests, create_scheduler, spans
 
 
 def filled(*prompts, **options):

@@ -103,8 +103,7 @@ class Segment(NamedTuple):
         return self.stop - self.start
 
 
-@dataclass(frozen=True, slots=True)
-class TableWrite:
+class TableWrite(NamedTuple):
     """Entries of a row's block table that are new: `blocks` stand at table positions [start, start + len(blocks))."""
 
     row: int

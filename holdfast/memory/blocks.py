@@ -74,17 +74,11 @@ class BlockPool:
 
     def take(self, count: int) -> list[int]:
         """Give `count` blocks to one owner; free ones first, then the longest unused prefixes are given up."""
-        if count > self.available:
-            raise RuntimeError(f"{count} blocks asked for, {self.available} of {self.num_blocks} are available")
         free = self._free
-        while len(free) < count:
-            block, _ = self._cached.popitem(last=False)
-            digest = self._digests[block]
-            assert digest is not None
-            del self._sealed[digest]
-            self._digests[block] = None
-            free.append(block)
-        taken = [free.pop() for _ in range(count)]
+        if count > len(free):
+            self._reclaim(count - len(free))
+        taken = free[: -count - 1 : -1]
+        del free[len(free) - count :]
         for block in taken:
             self._owners[block] = 1
         return taken
@@ -131,6 +125,18 @@ class BlockPool:
                     self._free.append(block)
                 else:
                     self._cached[block] = None
+
+    def _reclaim(self, count: int) -> None:
+        """Free the `count` blocks that have been cached for longest."""
+        if count > len(self._cached):
+            raise RuntimeError(f"{count - len(self._cached)} blocks more are asked for than are available")
+        for _ in range(count):
+            block, _ = self._cached.popitem(last=False)
+            digest = self._digests[block]
+            assert digest is not None
+            del self._sealed[digest]
+            self._digests[block] = None
+            self._free.append(block)
 
     def check(self, tables: Collection[Sequence[int]]) -> None:
         """Raise RuntimeError unless these block tables, and they alone, account for every block that is used."""

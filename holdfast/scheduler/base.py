@@ -38,6 +38,7 @@ class Scheduler:
         *,
         max_sequences: int,
         max_model_len: int,
+        vocab_size: int = 1 << 32,
         eos_token_ids: Collection[int] = (),
         headroom: float = 0.1,
         sharing: StateIdentity | None = None,
@@ -50,6 +51,7 @@ class Scheduler:
         requests that bring none.
         """
         self.max_model_len = max_model_len
+        self._vocab_size = vocab_size
         self._policy = policy
         self._order = order
         self._sharing = sharing
@@ -69,6 +71,9 @@ class Scheduler:
             raise ValueError(f"request {request.id} is already being served; give each request an id of its own")
         if not length:
             raise ValueError("the prompt is empty; it must hold at least one token")
+        for token in (min(request.prompt), max(request.prompt)):
+            if not 0 <= token < self._vocab_size:
+                raise ValueError(f"the prompt holds token {token}; tokens lie between 0 and {self._vocab_size - 1}")
         if length >= self.max_model_len:
             raise ValueError(
                 f"the prompt has {length} tokens; with one generated token it exceeds the limit of "
@@ -109,7 +114,7 @@ class Scheduler:
         if plan is not None:
             self._in_flight.append((self._steps, step.sampling))
             self._steps += 1
-            self._tokens_computed += plan.num_tokens
+            self._tokens_computed += step.num_tokens
         return plan
 
     def update(self, plan: StepPlan, result: StepResult, now: float) -> list[SequenceOutput]:
@@ -121,6 +126,7 @@ class Scheduler:
                 f"result {result.step} with {len(result.tokens)}"
             )
         outputs: list[SequenceOutput] = []
+        new = tuple.__new__  # what SequenceOutput(...) comes down to, at less than half its time
         for entry, token in zip(sampling, result.tokens, strict=True):
             sequence = entry.sequence
             if sequence.finish_reason is not None:
@@ -137,17 +143,8 @@ class Scheduler:
                 self._end(entry, FinishReason.STOP)
             elif known == entry.limit:
                 self._end(entry, FinishReason.LENGTH)
-            assert sequence.scheduled_at is not None
-            outputs.append(
-                SequenceOutput(
-                    entry.id,
-                    (token,),
-                    sequence.finish_reason,
-                    sequence.cached_tokens,
-                    sequence.scheduled_at,
-                    sequence.preemptions,
-                )
-            )
+            reason, cached, since = sequence.finish_reason, sequence.cached_tokens, sequence.scheduled_at
+            outputs.append(new(SequenceOutput, (entry.id, (token,), reason, cached, since, sequence.preemptions)))
         return outputs
 
     def has_work(self) -> bool:

@@ -26,6 +26,8 @@ class Step:
     def __init__(self, queues: Queues, number: int, now: float) -> None:
         self.budget = 0
         """Tokens that may still be planned."""
+        self.num_tokens = 0
+        """Tokens planned so far."""
         self.sampling: list[Entry] = []
         """Whose token each sampling segment samples, in plan order."""
         self._queues = queues
@@ -39,6 +41,7 @@ class Step:
         """Plan every running sequence that lacks one position, preempting those that rank below it for its blocks."""
         budget, number = self.budget, self._number
         segments, sampling = self._segments, self.sampling
+        new = tuple.__new__  # what Segment(...) comes down to, at less than half its time
         for entry in self._queues.running:
             if budget <= 0:
                 break
@@ -51,12 +54,13 @@ class Step:
             if length > residency.capacity and not self._grow(entry):
                 continue
             tokens = (sequence.tokens[start],) if start < known else ONE_PENDING
-            segments.append(Segment(entry.id, entry.row, start, length, tokens, entry.sampling))
+            segments.append(new(Segment, (entry.id, entry.row, start, length, tokens, entry.sampling)))
             sampling.append(entry)
             residency.plan(start, length)
             sequence.in_flight += 1
             entry.planned_in = number
             budget -= 1
+        self.num_tokens += self.budget - budget
         self.budget = budget
 
     def prefill(self) -> None:
@@ -64,7 +68,7 @@ class Step:
         for entry in self._queues.running:
             if self.budget <= 0:
                 return
-            if entry.sequence.length - entry.residency.planned > 1:
+            if entry.planned_in != self._number and entry.sequence.length - entry.residency.planned > 1:
                 self._chunk(entry)
 
     def admit(self) -> None:
@@ -92,6 +96,7 @@ class Step:
             tokens = tuple(sequence.tokens[start:stop])
             self._segments.append(Segment(entry.id, entry.row, start, stop, tokens, entry.sampling if last else None))
             residency.plan(start, stop)
+            self.num_tokens += stop - start
             self.budget -= stop - start
             if last:
                 self.sampling.append(entry)
@@ -126,8 +131,8 @@ class Step:
         """
         queues = self._queues
         while not queues.pool.available:
-            victim = next((other for other in reversed(queues.running) if other.planned_in != self._number), entry)
-            if victim.rank <= entry.rank:
+            victim = next(other for other in reversed(queues.running) if other.planned_in != self._number)
+            if victim is entry:
                 return False
             queues.preempt(victim)
             self._preempted.append(victim.id)

@@ -45,9 +45,11 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
     "Mixtral": {"num_local_experts": 4},
     "OPT": {"ffn_dim": 128, "word_embed_proj_dim": 64},
     "GPTBigCode": LEGACY,
+    "Phi3": {},
     "StableLm": {},
     "Bloom": {},
     "DeepseekV3": {
+        "head_dim": 8,
         "num_key_value_heads": 4,
         "moe_intermediate_size": 32,
         "n_routed_experts": 8,

@@ -170,7 +170,7 @@ class PagedExecutor:
 
     def _start_on_cuda(self, memory: _Memory, staged: StagedStep) -> Flight:
         try:
-            began, done = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            began, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             began.record()
             sampled = self._forward(memory, staged)
             tokens = torch.empty(sampled.shape, dtype=sampled.dtype, pin_memory=True)

@@ -178,7 +178,7 @@ class Decoder:
             whole = torch.empty(shape[::-1], device=self._device, dtype=self._dtype).t()
         else:
             whole = torch.empty(shape, device=self._device, dtype=self._dtype)
-        for name, part in zip(names, whole.split(rows), strict=True):
+        for name, part in zip(names, torch.split(whole, rows), strict=True):
             self._source.fill(name, part)
         self._bytes += whole.nbytes
         return whole
@@ -213,9 +213,9 @@ class Decoder:
         spec = self.decoder
         heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
         qkv = functional.linear(normed, layer.qkv, layer.qkv_bias).view(-1, heads + 2 * kv_heads, dim)
-        turned, value = qkv.split((heads + kv_heads, kv_heads), dim=1)
+        turned, value = torch.split(qkv, [heads + kv_heads, kv_heads], dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
-            query, key = turned.split((heads, kv_heads), dim=1)
+            query, key = torch.split(turned, [heads, kv_heads], dim=1)
             turned = torch.cat(
                 (
                     functional.rms_norm(query, (dim,), layer.q_norm, spec.rms_eps),
@@ -224,7 +224,7 @@ class Decoder:
                 dim=1,
             )
         turned = (turned * cosine).addcmul_(turned.roll(dim // 2, -1), sine)
-        query, key = turned.split((heads, kv_heads), dim=1)
+        query, key = torch.split(turned, [heads, kv_heads], dim=1)
         return query, key, value
 
     def _rotation(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import VOCAB, make
 
 from holdfast.core.config import EngineConfig
 from holdfast.core.types import Request, SamplingParams, StepPlan
@@ -21,6 +20,7 @@ from holdfast.models.base import Model, StepInput
 from holdfast.models.loader import load
 from holdfast.scheduler.base import Scheduler
 from holdfast.scheduler.policies import StallFree
+from tests.checkpoints import VOCAB, make
 
 FAMILIES = ("Llama", "Qwen3", "Mistral", "Qwen2", "GPT2", "Gemma2", "GptOss", "OPT", "Mixtral")
 REQUESTS, LONGEST_PROMPT, GENERATED, BUDGET = 32, 70, 12, 64

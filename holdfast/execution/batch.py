@@ -28,10 +28,10 @@ class Layout:
 
     def spans(self) -> dict[str, slice]:
         """By field, its place in the buffer."""
-        sizes = {name: self.tokens for name in ("ids", "positions", "slots", "token_rows")}
-        sizes |= {name: self.rows for name in ("sample_at", "sample_rows", "seed", "sample_position", "top_k")}
-        sizes |= {name: self.rows for name in ("temperature", "top_p")}
-        sizes |= {name: self.writes for name in ("write_at", "write_block")}
+        sizes = dict.fromkeys(("ids", "positions", "slots", "token_rows"), self.tokens)
+        sizes |= dict.fromkeys(("sample_at", "sample_rows", "seed", "sample_position", "top_k"), self.rows)
+        sizes |= dict.fromkeys(("temperature", "top_p"), self.rows)
+        sizes |= dict.fromkeys(("write_at", "write_block"), self.writes)
         stops = np.cumsum(list(sizes.values())).tolist()
         return {name: slice(stop - size, stop) for (name, size), stop in zip(sizes.items(), stops, strict=True)}
 

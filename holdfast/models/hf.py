@@ -142,6 +142,10 @@ def load(
         return _accepted(module, architecture, device, dtype, eos_token_ids, max_model_len)
     except UnsupportedCheckpoint as reason:
         raise UnsupportedCheckpoint(f"{architecture} cannot run on a paged cache: {reason}") from None
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, TypeError, AttributeError, IndexError) as error:
+        raise UnsupportedCheckpoint(f"{architecture} fails on a packed batch: {error}") from error
 
 
 def _module(
@@ -158,7 +162,8 @@ def _module(
                 f"{architecture} needs the remote code in the checkpoint (auto_map), which is never run"
             )
         raise UnsupportedCheckpoint(
-            f"{architecture} (model_type {kind!r}) is no causal decoder that Transformers {transformers.__version__} knows"
+            f"{architecture} (model_type {kind!r}) is no causal decoder that "
+            f"Transformers {transformers.__version__} knows"
         )
     try:
         settings = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
@@ -178,10 +183,9 @@ def _module(
                 trust_remote_code=False,
                 output_loading_info=True,
             )
-            for fault in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-                if report.get(fault):
-                    first = min(str(key) for key in report[fault])
-                    raise UnsupportedCheckpoint(f"the checkpoint has {fault.replace('_keys', '')} tensors, first {first}")
+            for fault in ("missing", "unexpected", "mismatched"):
+                if keys := report.get(f"{fault}_keys"):
+                    raise UnsupportedCheckpoint(f"the checkpoint has {fault} tensors, first {min(map(str, keys))}")
     except UnsupportedCheckpoint:
         raise
     except Exception as error:  # Transformers raises many kinds for a checkpoint that it cannot read
@@ -270,7 +274,7 @@ def _check_calls(calls: list[Call], config: Any, length: int) -> None:
     calls.sort(key=lambda call: call.layer or 0)
     if len({(call.query, call.key, call.value) for call in calls}) > 1:
         raise UnsupportedCheckpoint("its layers differ in heads or head size")
-    if calls[0].query[-1] != calls[0].key[-1] or calls[0].value[-1] > calls[0].key[-1]:
+    if calls[0].value[-1] > calls[0].key[-1]:
         raise UnsupportedCheckpoint("its values are wider than its keys")
     known = HARMLESS | {"scaling", "sliding_window", "softcap", "s_aux"}
     for call in calls:

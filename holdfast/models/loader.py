@@ -1,4 +1,4 @@
-"""From a checkpoint directory to a model on its device: what is understood is loaded, the rest refused with a reason."""
+"""From a checkpoint directory to a model on its device; what is not understood is refused with the reason."""
 
 from __future__ import annotations
 
@@ -120,9 +120,10 @@ class Safetensors(WeightSource):
         for path in files_of(directory):
             try:
                 opened = safe_open(path, framework="pt")
+                names = list(opened.keys())
             except (SafetensorError, OSError) as error:
                 raise UnsupportedCheckpoint(f"{path.name} cannot be read as safetensors: {error}") from None
-            for name in opened.keys():
+            for name in names:
                 if name in self._files:
                     raise UnsupportedCheckpoint(f"tensor {name} stands in two files, one of them {path.name}")
                 self._files[name] = opened

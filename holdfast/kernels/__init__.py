@@ -1,0 +1,1 @@
+"""The computations a step is made of: paged multi-token attention, the cache it reads, sampling."""

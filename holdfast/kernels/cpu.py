@@ -1,0 +1,209 @@
+"""Paged multi-token attention on a CPU: groups of alike segments, gathered and attended by batched SDPA."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.nn import functional
+
+from holdfast.kernels.protocol import Attention, Segments
+
+# A tile takes at most this many query rows (tokens times heads that share a KV head). Tiles bound the score mask and
+# skip most of what lies above the causal diagonal, at the price of gathering the context once per tile.
+TILE_ROWS = 512
+# Keys are gathered for as many segments at a time as stay in the second-level cache, so that SDPA finds them there.
+GATHER_BYTES = 1 << 20
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Tiles of alike shape, padded to one: B tiles of N queries over L keys."""
+
+    query_tokens: torch.Tensor  # [B * N] tokens of the batch; padding repeats a tile's last token
+    query_positions: torch.Tensor  # [B, N]
+    key_positions: torch.Tensor  # [B, L] positions that may be attended; padding goes on past the tile's last one
+    key_slots: torch.Tensor  # [B * L] where they lie in the cache; padding repeats the tile's last one
+    real_queries: torch.Tensor | None  # which of B * N are no padding; None when all
+    masked: bool  # whether some query must not see some key
+
+    @property
+    def mask(self) -> torch.Tensor:
+        """Which keys each query sees by the causal rule, [B, N, L]."""
+        return self.key_positions[:, None, :] <= self.query_positions[:, :, None]
+
+
+@dataclass
+class CpuSchedule:
+    """The tiles of one step, [C] each. Groups are made at the first layer that needs them and kept for the others."""
+
+    first_token: Ints  # in the packed batch
+    queries: Ints
+    stop: Ints  # position after the tile's last query
+    row: Ints
+    groups: dict[int | None, list[Group]] = field(default_factory=dict)  # by window
+
+
+class CpuAttention(Attention[CpuSchedule]):
+    """`Attention` for float32, bfloat16 and float16 on a CPU. A step's cost has no Python loop over its tokens.
+
+    A decode is bound by reading its context: K and V are gathered through the block table at the rate of memory into
+    a buffer that stays in cache, for several sequences of similar context at once, and grouped-query heads become
+    the rows of one small matrix product. Long segments are cut into tiles, which are segments of the same row.
+    """
+
+    def __init__(self, *, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int) -> None:
+        self.num_kv_heads = num_kv_heads
+        self.group_size = num_heads // num_kv_heads
+        self.head_dim = head_dim
+        self.block_size = block_size
+
+    def schedule(self, segments: Segments) -> CpuSchedule:
+        tile = max(1, TILE_ROWS // self.group_size)
+        lengths = segments.query_length.astype(np.int64)
+        tiles = -(-lengths // tile)
+        segment = np.repeat(np.arange(len(lengths)), tiles)
+        offset = (np.arange(len(segment)) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * tile
+        queries = np.minimum(tile, lengths[segment] - offset)
+        start = segments.context_stop.astype(np.int64) - lengths
+        return CpuSchedule(
+            first_token=segments.query_start[:-1].astype(np.int64)[segment] + offset,
+            queries=queries,
+            stop=start[segment] + offset + queries,
+            row=segments.row.astype(np.int64)[segment],
+        )
+
+    def write(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        key_cache.view(-1, *key.shape[1:]).index_copy_(0, slot_mapping, key)
+        value_cache.view(-1, *value.shape[1:]).index_copy_(0, slot_mapping, value)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        block_tables: torch.Tensor,
+        schedule: CpuSchedule,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if window not in schedule.groups:
+            schedule.groups[window] = list(self._groups(schedule, block_tables, window, key_cache.element_size()))
+        groups = schedule.groups[window]
+        heads, size, dim = self.num_kv_heads, self.group_size, self.head_dim
+        keys, values = key_cache.view(-1, heads * dim), value_cache.view(-1, heads * dim)
+        room = max((len(group.key_slots) for group in groups), default=0)
+        key_buffer, value_buffer = keys.new_empty(room, heads * dim), values.new_empty(room, heads * dim)
+        out = torch.empty_like(query)
+        for group in groups:
+            b, n = group.query_positions.shape
+            k, v = key_buffer[: len(group.key_slots)], value_buffer[: len(group.key_slots)]
+            torch.index_select(keys, 0, group.key_slots, out=k)
+            torch.index_select(values, 0, group.key_slots, out=v)
+            q = query.index_select(0, group.query_tokens).view(b, n, heads, size, dim).transpose(1, 2)
+            attended = grouped_attention(
+                q.reshape(b, heads, n * size, dim),
+                k.view(b, -1, heads, dim).transpose(1, 2),
+                v.view(b, -1, heads, dim).transpose(1, 2),
+                self._mask(group, window),
+                scale=scale,
+                softcap=softcap,
+                sinks=None if sinks is None else sinks.view(heads, 1, size).expand(heads, n, size).reshape(heads, -1),
+            )
+            attended = attended.view(b, heads, n, size, dim).transpose(1, 2).reshape(b * n, heads * size, dim)
+            if group.real_queries is None:
+                out.index_copy_(0, group.query_tokens, attended)
+            else:
+                real = group.real_queries
+                out.index_copy_(0, group.query_tokens[real], attended[real])
+        return out
+
+    def _mask(self, group: Group, window: int | None) -> torch.Tensor | None:
+        """True where a query row sees a key, [B, 1, N * G, L], or None where all see all."""
+        if not group.masked:
+            return None
+        mask = group.mask
+        if window is not None:
+            mask &= group.key_positions[:, None, :] > group.query_positions[:, :, None] - window
+        b, n, length = mask.shape
+        return mask[:, :, None, :].expand(b, n, self.group_size, length).reshape(b, 1, n * self.group_size, length)
+
+    def _groups(
+        self, schedule: CpuSchedule, block_tables: torch.Tensor, window: int | None, item_bytes: int
+    ) -> Iterator[Group]:
+        """Cut the tiles, sorted by shape, into groups that fit the gather buffer and pad little."""
+        stop, queries = schedule.stop, schedule.queries
+        first = np.zeros_like(stop) if window is None else np.maximum(0, stop - queries + 1 - window)
+        keys = stop - first
+        row_bytes = self.num_kv_heads * self.head_dim * item_bytes
+        group: list[int] = []
+        longest = real = 0  # longest context of the group; scores its tiles ask for without padding
+        for tile in np.lexsort((keys, queries)).tolist():
+            n, length = int(queries[tile]), int(keys[tile])
+            size = (len(group) + 1) * max(longest, length)
+            if group and (size * row_bytes > GATHER_BYTES or size * n > 2 * (real + n * length)):
+                yield self._group(schedule, np.array(group), first, block_tables)
+                group, longest, real = [], 0, 0
+            group.append(tile)
+            longest = max(longest, length)
+            real += n * length
+        if group:
+            yield self._group(schedule, np.array(group), first, block_tables)
+
+    def _group(self, schedule: CpuSchedule, tiles: Ints, first: Ints, block_tables: torch.Tensor) -> Group:
+        stop, queries = schedule.stop[tiles, None], schedule.queries[tiles, None]
+        first = first[tiles, None]
+        query = np.arange(queries.max())[None, :]
+        key = first + np.arange((stop - first).max())[None, :]
+        clamped = np.minimum(query, queries - 1)
+        real = query < queries
+        position = torch.from_numpy(np.minimum(key, stop - 1))
+        blocks = block_tables[torch.from_numpy(schedule.row[tiles, None]), position // self.block_size]
+        return Group(
+            query_tokens=torch.from_numpy((schedule.first_token[tiles, None] + clamped).reshape(-1)),
+            query_positions=torch.from_numpy(stop - queries + clamped),
+            key_positions=torch.from_numpy(key),
+            key_slots=(blocks.long() * self.block_size + position % self.block_size).view(-1),
+            real_queries=None if real.all() else torch.from_numpy(np.flatnonzero(real)),
+            masked=bool(queries.max() > 1 or (stop - first).min() < key.shape[1]),
+        )
+
+
+def grouped_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    *,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention of rows [B, H, M, D] over keys and values [B, H, L, D]; mask [B, 1, M, L], sinks [H, M]."""
+    if softcap is None and sinks is None:
+        return functional.scaled_dot_product_attention(query, key, value, mask, scale=scale)
+    scores = query.float() @ key.float().transpose(-1, -2) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    if sinks is not None:
+        column = sinks.float()[None, :, :, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, column], dim=-1)
+    weights = scores.softmax(-1)[..., : key.shape[-2]]
+    return (weights @ value.float()).to(query.dtype)

@@ -1,0 +1,189 @@
+"""Paged multi-token attention on CUDA: the Triton kernels behind the `Attention` seam."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+
+from holdfast.kernels.protocol import Attention, Segments
+from holdfast.kernels.tiles import FIELDS, TileList, tile_list
+from holdfast.kernels.triton_kernels import attend_kernel, merge_kernel, write_kernel
+
+# Narrow tiles (decodes) are cut over the context into this many pieces for each processor, wide ones into fewer: they
+# keep a processor busy alone.
+NARROW_WORK_PER_PROCESSOR = 8
+WIDE_WORK_PER_PROCESSOR = 2
+MERGE_WIDTH = 16  # partial results that a merge reads at a time
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How one height of tiles is launched."""
+
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class DeviceTiles:
+    """A TileList on the device."""
+
+    block_m: int
+    work: torch.Tensor  # [W, 8] int32
+    merges: torch.Tensor  # [M, 8] int32
+    partials: int
+
+
+class PagedAttention(Attention[tuple[DeviceTiles, ...]]):
+    """`Attention` by Triton: tiles packed over grouped heads, split over the context when queries are few.
+
+    A batch has two kinds of tiles, each its own launch: narrow ones for decodes, which are bound by reading keys, and
+    wide ones for longer segments, bound by arithmetic. The grid is the length of a tile list; lists live in one device
+    buffer and zero records do nothing, so that a captured launch of fixed capacity can serve any smaller batch.
+
+    Besides float16 and bfloat16, float32 is computed exactly (no TF32). A negative slot in `write` is skipped.
+    """
+
+    def __init__(
+        self,
+        *,
+        device: torch.device,
+        num_processors: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
+    ) -> None:
+        self.device = device
+        self.num_kv_heads = num_kv_heads
+        self.group_size = num_heads // num_kv_heads
+        self.head_dim = head_dim
+        self.block_d = max(16, triton.next_power_of_2(head_dim))
+        self.block_size = block_size
+        self.narrow_m = max(16, triton.next_power_of_2(self.group_size))
+        self.wide_m = max(128 if self.block_d <= 128 else 64, self.narrow_m)
+        self.narrow_target = max(1, num_processors * NARROW_WORK_PER_PROCESSOR // num_kv_heads)
+        self.wide_target = max(1, num_processors * WIDE_WORK_PER_PROCESSOR // num_kv_heads)
+
+    def schedule(self, segments: Segments) -> tuple[DeviceTiles, ...]:
+        narrow = segments.query_length * self.group_size <= self.narrow_m
+        lists = [
+            tile_list(segments, chosen, group_size=self.group_size, block_m=block_m, work_target=target)
+            for chosen, block_m, target in (
+                (~narrow, self.wide_m, self.wide_target),
+                (narrow, self.narrow_m, self.narrow_target),
+            )
+            if chosen.any()
+        ]
+        return self._upload(lists)
+
+    def _upload(self, lists: list[TileList]) -> tuple[DeviceTiles, ...]:
+        """All lists in one copy from pinned memory, which PyTorch keeps until the copy is done."""
+        parts = [records for tiles in lists for records in (tiles.work, tiles.merges)]
+        host = torch.empty((sum(map(len, parts)), FIELDS), dtype=torch.int32, pin_memory=self.device.type == "cuda")
+        np.concatenate(parts, out=host.numpy())
+        pieces = torch.split(host.to(self.device, non_blocking=True), [len(records) for records in parts])
+        return tuple(
+            DeviceTiles(tiles.block_m, work, merges, tiles.partials)
+            for tiles, work, merges in zip(lists, pieces[::2], pieces[1::2], strict=True)
+        )
+
+    def write(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        write_kernel[(len(slot_mapping),)](
+            key,
+            value,
+            key_cache,
+            value_cache,
+            slot_mapping,
+            *key.stride()[:2],
+            *value.stride()[:2],
+            *key_cache.stride()[:3],
+            *value_cache.stride()[:3],
+            NUM_KV_HEADS=self.num_kv_heads,
+            HEAD_DIM=self.head_dim,
+            BLOCK_SIZE=self.block_size,
+            BLOCK=triton.next_power_of_2(self.num_kv_heads * self.head_dim),
+        )
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        block_tables: torch.Tensor,
+        schedule: tuple[DeviceTiles, ...],
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        out = query.new_empty(query.shape)
+        for tiles in schedule:
+            launch = self.launch(tiles.block_m, query.element_size())
+            places = (tiles.partials, self.num_kv_heads, tiles.block_m)
+            partial_out = query.new_empty((*places, self.head_dim), dtype=torch.float32)
+            partial_log = query.new_empty(places, dtype=torch.float32)
+            attend_kernel[(len(tiles.work), self.num_kv_heads)](
+                query,
+                key_cache,
+                value_cache,
+                block_tables,
+                tiles.work,
+                sinks,
+                out,
+                partial_out,
+                partial_log,
+                *query.stride()[:2],
+                *key_cache.stride()[:3],
+                *value_cache.stride()[:3],
+                *out.stride()[:2],
+                block_tables.stride(0),
+                scale if softcap is None else scale / softcap,
+                softcap or 0.0,
+                window or 0,
+                GROUP_SIZE=self.group_size,
+                HEAD_DIM=self.head_dim,
+                BLOCK_SIZE=self.block_size,
+                BLOCK_M=tiles.block_m,
+                BLOCK_N=launch.block_n,
+                BLOCK_D=self.block_d,
+                HAS_SOFTCAP=softcap is not None,
+                HAS_WINDOW=window is not None,
+                num_warps=launch.num_warps,
+                num_stages=launch.num_stages,
+            )
+            if len(tiles.merges):
+                merge_kernel[(len(tiles.merges), tiles.block_m, self.num_kv_heads)](
+                    tiles.merges,
+                    partial_out,
+                    partial_log,
+                    out,
+                    *out.stride()[:2],
+                    GROUP_SIZE=self.group_size,
+                    HEAD_DIM=self.head_dim,
+                    BLOCK_M=tiles.block_m,
+                    BLOCK_D=self.block_d,
+                    BLOCK_S=MERGE_WIDTH,
+                    num_warps=1,
+                )
+        return out
+
+    def launch(self, block_m: int, item_bytes: int) -> Launch:
+        """Tuned on an H200 (benchmarks/attention_gpu.py); what grows with head_dim stays within shared memory."""
+        if item_bytes > 2:  # float32 runs without tensor cores: exact, not fast
+            return Launch(block_n=32 if self.block_d <= 128 else 16, num_warps=8, num_stages=1)
+        if block_m == self.narrow_m and block_m < self.wide_m:
+            return Launch(block_n=64 if self.block_d <= 128 else 32, num_warps=4, num_stages=3)
+        return Launch(block_n=64 if self.block_d <= 128 else 32, num_warps=8 if block_m >= 128 else 4, num_stages=3)

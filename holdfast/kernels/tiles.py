@@ -1,0 +1,79 @@
+"""The tile schedule of one step: which rows of which segment meet which keys, by vectorised numpy on the host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from holdfast.kernels.protocol import Segments
+
+FIELDS = 8  # int32 numbers in one record, of work and of merges alike
+SPLIT_UNIT = 128  # a split of the context is a multiple of this many keys
+
+Records = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class TileList:
+    """Tiles of one height, cut over the context where there are too few to fill the device.
+
+    The rows of a segment are its query tokens times the query heads that share a KV head, tokens first. A tile is
+    `block_m` of them, against one KV head. A record of zeros does nothing, so a list may be padded to any capacity.
+
+    work [W, 8]: first token of the segment in the batch, its rows, its start position, its row of the block tables,
+    the tile's first row, first key, stop of keys, and 1 + the number of the partial result (0: the final result).
+    merges [M, 8]: first token, rows, and the tile's first row as above; then its first partial result, and how many.
+    """
+
+    block_m: int
+    work: Records
+    merges: Records
+
+    @property
+    def partials(self) -> int:
+        """Partial results that the merges put together."""
+        return int(self.merges[:, 4].sum())
+
+
+def tile_list(
+    segments: Segments, chosen: npt.NDArray[np.bool_], *, group_size: int, block_m: int, work_target: int
+) -> TileList:
+    """Tiles of the chosen [S] segments, cut over the context into no more than work_target pieces and one a tile."""
+    start = segments.context_stop - segments.query_length
+    rows = segments.query_length * group_size
+    tiles = np.where(chosen, -(-rows // block_m), 0)
+    segment = np.repeat(np.arange(len(tiles)), tiles)
+    first_row = _count_within(tiles) * block_m
+    last_token = (np.minimum(first_row + block_m, rows[segment]) - 1) // group_size
+    keys = start[segment] + last_token + 1
+
+    split = max(1, -(-int(keys.sum(dtype=np.int64)) // (work_target * SPLIT_UNIT))) * SPLIT_UNIT
+    splits = -(-keys // split)
+    tile = np.repeat(np.arange(len(splits)), splits)
+    first_key = _count_within(splits) * split
+    stop_key = np.minimum(first_key + split, keys[tile])
+    in_parts = splits > 1
+    partial = np.where(in_parts[tile], np.cumsum(in_parts[tile]), 0)
+
+    work = np.zeros((len(tile), FIELDS), np.int32)
+    of = segment[tile]
+    work[:, 0], work[:, 1], work[:, 2] = segments.query_start[:-1][of], rows[of], start[of]
+    work[:, 3], work[:, 4] = segments.row[of], first_row[tile]
+    work[:, 5], work[:, 6], work[:, 7] = first_key, stop_key, partial
+    # Longest first: what is left at the end is short, and no processor waits for a late long one.
+    work = work[np.argsort(first_key - stop_key, kind="stable")]
+
+    merges = np.zeros((int(in_parts.sum()), FIELDS), np.int32)
+    of = segment[in_parts]
+    merges[:, 0], merges[:, 1], merges[:, 2] = segments.query_start[:-1][of], rows[of], first_row[in_parts]
+    merges[:, 4] = splits[in_parts]
+    merges[:, 3] = np.cumsum(merges[:, 4]) - merges[:, 4]
+    return TileList(block_m, work, merges)
+
+
+def _count_within(sizes: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    """0, 1, … size - 1 for each size, one after the other."""
+    stops = np.cumsum(sizes)
+    return (np.arange(int(sizes.sum())) - np.repeat(stops - sizes, sizes)).astype(np.int32)

@@ -1,0 +1,165 @@
+"""The Triton attention against the float64 oracle: under the interpreter without a GPU, compiled with one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from attention_oracle import Batch, make_batch, oracle
+
+from holdfast.kernels.attention import attention_for
+from holdfast.kernels.paged import DeviceTiles, PagedAttention
+from holdfast.kernels.tiles import FIELDS
+
+
+def make_attention(batch: Batch, num_processors: int = 4) -> PagedAttention:
+    return PagedAttention(
+        device=batch.query.device,
+        num_processors=num_processors,
+        num_heads=batch.query.shape[1],
+        num_kv_heads=batch.key.shape[1],
+        head_dim=batch.query.shape[2],
+        block_size=batch.key_cache.shape[1],
+    )
+
+
+def attend(batch: Batch, num_processors: int = 4, **options: object) -> torch.Tensor:
+    """Write the step's keys, attend, as a layer does."""
+    attention = make_attention(batch, num_processors)
+    schedule = attention.schedule(batch.segments)
+    attention.write(batch.key, batch.value, batch.key_cache, batch.value_cache, batch.slot_mapping)
+    return attention.attend(batch.query, batch.key_cache, batch.value_cache, batch.block_tables, schedule, **options)
+
+
+def assert_exact(found: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(found.double().cpu(), expected, rtol=1e-5, atol=1e-5)
+
+
+MIXED = [(3, 0, 37), (0, 49, 50), (1, 20, 61), (4, 0, 1), (2, 0, 9), (2, 30, 42), (5, 199, 200)]
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "block_size"),
+    [(4, 2, 16, 16), (1, 1, 16, 1), (6, 2, 40, 5), (8, 1, 80, 16), (4, 4, 96, 16), (32, 1, 16, 16)],
+)
+def test_a_mixed_batch_equals_the_oracle(
+    heads: int, kv_heads: int, head_dim: int, block_size: int, device: str
+) -> None:
+    batch = make_batch(MIXED, heads=heads, kv_heads=kv_heads, head_dim=head_dim, block_size=block_size, device=device)
+    assert_exact(attend(batch, scale=0.2), oracle(batch, scale=0.2))
+
+
+@pytest.mark.parametrize("window", [1, 7, 150])
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_windows_leave_the_far_context_out(window: int, with_sinks: bool, device: str) -> None:
+    batch = make_batch(MIXED, device=device)
+    sinks = torch.linspace(-1, 2, 4, device=device) if with_sinks else None
+    options = {"scale": 0.25, "window": window, "sinks": sinks}
+    assert_exact(attend(batch, **options), oracle(batch, **options))
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_softcap_and_sinks(softcap: float | None, device: str) -> None:
+    batch = make_batch(MIXED, device=device, block_size=5)
+    options = {"scale": 0.25, "softcap": softcap, "sinks": torch.linspace(-2, 3, 4, device=device)}
+    assert_exact(attend(batch, **options), oracle(batch, **options))
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 100}, {"sinks": True}])
+def test_a_context_cut_in_parts_is_put_together(options: dict[str, object], device: str) -> None:
+    batch = make_batch([(0, 599, 600), (1, 269, 270), (2, 290, 330), (3, 4, 5)], device=device)
+    if "sinks" in options:
+        options = {"sinks": torch.linspace(0, 4, 4, device=device)}
+    schedule = make_attention(batch, num_processors=40).schedule(batch.segments)
+    assert all(len(tiles.merges) for tiles in schedule)
+    assert_exact(attend(batch, num_processors=40, scale=0.25, **options), oracle(batch, scale=0.25, **options))
+
+
+def test_strided_views_of_a_fused_projection_are_read_in_place(device: str) -> None:
+    batch = make_batch([(0, 0, 12), (1, 30, 31)], device=device)
+    fused = torch.cat([batch.query, batch.key, batch.value], dim=1)  # [T, Hq + 2 Hkv, D]
+    query, key, value = fused.split([4, 2, 2], dim=1)
+    attention = make_attention(batch)
+    schedule = attention.schedule(batch.segments)
+    attention.write(key, value, batch.key_cache, batch.value_cache, batch.slot_mapping)
+    found = attention.attend(query, batch.key_cache, batch.value_cache, batch.block_tables, schedule, scale=0.25)
+    assert found.is_contiguous()
+    assert_exact(found, oracle(batch, scale=0.25))
+
+
+def test_zero_records_do_nothing(device: str) -> None:
+    batch = make_batch([(0, 399, 400), (1, 9, 10), (2, 0, 40)], device=device)
+    attention = make_attention(batch, num_processors=40)
+    attention.write(batch.key, batch.value, batch.key_cache, batch.value_cache, batch.slot_mapping)
+    padding = torch.zeros(3, FIELDS, dtype=torch.int32, device=device)
+    schedule = tuple(
+        DeviceTiles(
+            tiles.block_m,
+            torch.cat([tiles.work, padding]),
+            torch.cat([tiles.merges, padding]),
+            tiles.partials + 3,
+        )
+        for tiles in attention.schedule(batch.segments)
+    )
+    found = attention.attend(batch.query, batch.key_cache, batch.value_cache, batch.block_tables, schedule, scale=0.25)
+    assert_exact(found, oracle(batch, scale=0.25))
+
+
+def test_write_skips_padding_and_touches_no_other_slot(device: str) -> None:
+    batch = make_batch([(0, 5, 9), (1, 0, 3)], block_size=5, device=device)
+    slots = batch.slot_mapping.clone()
+    slots[2] = -1
+    before = batch.key_cache.clone(), batch.value_cache.clone()
+    make_attention(batch).write(batch.key, batch.value, batch.key_cache, batch.value_cache, slots)
+    for cache, old, new in zip((batch.key_cache, batch.value_cache), before, (batch.key, batch.value), strict=True):
+        expected = old.flatten(0, 1)
+        expected[slots[slots >= 0]] = new[slots >= 0]
+        assert torch.equal(cache.flatten(0, 1).nan_to_num(99.0), expected.nan_to_num(99.0))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "block_size"),
+    [(32, 8, 128, 16), (8, 8, 64, 1), (14, 2, 80, 16), (71, 1, 64, 5), (16, 4, 256, 16), (10, 2, 96, 64)],
+)
+@pytest.mark.parametrize("options", [{}, {"window": 100}, {"softcap": 30.0}, {"sinks": True}])
+def test_compiled_kernels_stay_within_the_precision_of_the_type(
+    dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, block_size: int, options: dict[str, object]
+) -> None:
+    segments = [(0, 0, 517), (1, 1999, 2000), (2, 300, 333), (3, 0, 1), (4, 0, 64), (4, 200, 264), (5, 900, 901)]
+    batch = make_batch(
+        segments,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        block_size=block_size,
+        dtype=dtype,
+        device="cuda",
+    )
+    if "sinks" in options:
+        options = {"sinks": torch.linspace(-2, 4, heads, device="cuda")}
+    found = attend(batch, num_processors=132, scale=head_dim**-0.5, **options)
+    expected = oracle(batch, scale=head_dim**-0.5, **options)
+    error = (found.double().cpu() - expected).norm() / expected.norm()
+    assert error < (1e-5 if dtype == torch.float32 else 1e-2)
+    assert found.dtype == dtype
+
+
+@pytest.mark.gpu
+def test_random_batches_compiled() -> None:
+    random = np.random.default_rng(7)
+    for trial in range(40):
+        segments = []
+        for row in range(int(random.integers(1, 40))):
+            start = int(random.integers(0, 1500)) if random.random() < 0.7 else 0
+            length = 1 if random.random() < 0.6 else int(random.integers(1, 200))
+            segments.append((row, start, start + length))
+        batch = make_batch(segments, heads=8, kv_heads=2, head_dim=64, device="cuda", seed=trial)
+        assert_exact(attend(batch, num_processors=132, scale=0.125), oracle(batch, scale=0.125))
+
+
+@pytest.mark.gpu
+def test_cuda_gets_the_triton_backend() -> None:
+    attention = attention_for("cuda", num_heads=8, num_kv_heads=4, head_dim=64, block_size=16)
+    assert isinstance(attention, PagedAttention)

@@ -35,7 +35,11 @@ INTERRUPTED = 130
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line. Returns the exit code: 0, 1 for what failed, 2 for bad usage, 130 for Ctrl-C."""
     try:
-        options, unknown = make_parser().parse_known_args(arguments)
+        parser = make_parser()
+        options, unknown = parser.parse_known_args(arguments)
+        if options.command is None:
+            parser.print_help()
+            return 0
         if unknown:
             raise UsageError(unknown_flag(unknown[0], options.command))
         code: int = uvloop.run(start(options))
@@ -64,7 +68,7 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"holdfast {__version__}")
-    commands = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)
+    commands = parser.add_subparsers(metavar="COMMAND", dest="command")
 
     server = commands.add_parser(
         "serve",

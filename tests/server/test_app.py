@@ -10,12 +10,12 @@ from typing import Any
 
 import httpx
 import pytest
+from fake_engine import FakeClient
 from prometheus_client.parser import text_string_to_metric_families
 
 from holdfast.engine.client import QueueFull, RequestRefused
 from holdfast.server.app import create_app
 from holdfast.server.config import ServerConfig
-from tests.server.fake import FakeClient
 
 Http = Callable[..., httpx.AsyncClient]
 

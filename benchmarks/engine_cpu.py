@@ -1,6 +1,7 @@
-"""Decode throughput on a CPU, in process: a random Llama of 4 layers and hidden size 256, 32 sequences, one thread.
+"""Decode throughput on a CPU, in process: a random Llama of 4 layers and hidden size 256, many sequences at once.
 
-Run: python benchmarks/engine_cpu.py [--sequences 32] [--threads 1] [--profile]
+Run: python benchmarks/engine_cpu.py [--peer] [--sequences 32] [--threads 1]
+With --peer, Transformers' own continuous batching does the same work in the same sitting, and the ratio is printed.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import random
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,9 +25,7 @@ from holdfast.models.loader import load
 from holdfast.scheduler.base import Scheduler
 from holdfast.scheduler.policies import StallFree
 
-SHAPE = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
+SHAPE: dict[str, Any] = {
     "vocab_size": 4096,
     "hidden_size": 256,
     "intermediate_size": 688,
@@ -37,51 +37,70 @@ SHAPE = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sequences", type=int, default=32)
     parser.add_argument("--prompt", type=int, default=64)
     parser.add_argument("--generated", type=int, default=128)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--steps-in-flight", type=int, default=2)
-    parser.add_argument("--profile", action="store_true", help="print where the device thread spends its time")
+    parser.add_argument("--peer", action="store_true", help="run Transformers' continuous batching beside it")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    draw = random.Random(0)
+    prompts = [[draw.randrange(1, SHAPE["vocab_size"]) for _ in range(args.prompt)] for _ in range(args.sequences)]
+    print(
+        f"Llama, {SHAPE['num_hidden_layers']} layers, hidden {SHAPE['hidden_size']}, vocabulary {SHAPE['vocab_size']}, "
+        f"float32, {args.threads} thread(s), {args.sequences} sequences of {args.prompt} + {args.generated} tokens"
+    )
+    ours = holdfast(prompts, args.generated, args.steps_in_flight)
+    print(f"Holdfast                             {ours:8,.0f} output tok/s")
+    if args.peer:
+        theirs = transformers_continuous_batching(prompts, args.generated)
+        print(f"Transformers continuous batching     {theirs:8,.0f} output tok/s")
+        print(f"Holdfast gives {ours / theirs:.2f} times as many")
+
+
+def holdfast(prompts: list[list[int]], generated: int, steps_in_flight: int) -> float:
+    """Output tokens a second of executor, scheduler and loop."""
     with tempfile.TemporaryDirectory() as directory:
-        Path(directory, "config.json").write_text(json.dumps(SHAPE))
+        Path(directory, "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], **SHAPE}))
         model = load(directory, device="cpu", load_format="random")
-    config = EngineConfig(max_sequences=args.sequences)
+    config = EngineConfig(max_sequences=len(prompts))
     executor = PagedExecutor(model, config)
-    blocks = args.sequences * -(-(args.prompt + args.generated) // config.block_size) + 8
+    blocks = len(prompts) * -(-(len(prompts[0]) + generated) // config.block_size)
     executor.allocate(blocks)
     scheduler = Scheduler(
         StallFree(executor.token_budget),
         BlockPool(blocks, config.block_size),
-        max_sequences=args.sequences,
+        max_sequences=len(prompts),
         max_model_len=model.spec.max_model_len,
         headroom=0.0,
     )
-    loop = Loop(scheduler, executor, args.steps_in_flight, time.monotonic)
-    draw = random.Random(0)
-    params = SamplingParams(temperature=0, max_tokens=args.generated, ignore_eos=True)
-    for number in range(args.sequences):
-        prompt = tuple(draw.randrange(SHAPE["vocab_size"]) for _ in range(args.prompt))
-        loop.add(Request(str(number), prompt, params))
-    began, tokens, decoding, decoded = time.perf_counter(), 0, 0.0, 0
+    loop = Loop(scheduler, executor, steps_in_flight, time.monotonic)
+    params = SamplingParams(temperature=0, max_tokens=generated, ignore_eos=True)
+    began, tokens = time.perf_counter(), 0
+    for number, prompt in enumerate(prompts):
+        loop.add(Request(str(number), tuple(prompt), params))
     while loop.has_work():
-        at = time.perf_counter()
-        given = sum(len(output.tokens) for output in loop.step())
-        if given == args.sequences:  # a step of decodes alone
-            decoding += time.perf_counter() - at
-            decoded += given
-        tokens += given
+        tokens += sum(len(output.tokens) for output in loop.step())
     seconds = time.perf_counter() - began
-    print(
-        f"Holdfast, Llama {SHAPE['num_hidden_layers']} x {SHAPE['hidden_size']}, float32, {args.threads} thread(s), "
-        f"{args.sequences} sequences of {args.prompt} + {args.generated} tokens: "
-        f"{tokens / seconds:,.0f} output tok/s in all, {decoded / decoding:,.0f} in decode steps "
-        f"({decoding / decoded * args.sequences * 1000:.2f} ms each)"
-    )
     executor.close()
+    return tokens / seconds
+
+
+def transformers_continuous_batching(prompts: list[list[int]], generated: int) -> float:
+    """Output tokens a second of `generate_batch` for a random model of the same shape."""
+    from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, LlamaConfig
+
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE)).eval()
+    began = time.perf_counter()
+    outputs = model.generate_batch(
+        inputs=prompts,
+        generation_config=GenerationConfig(max_new_tokens=generated, do_sample=False, eos_token_id=-1, pad_token_id=0),
+        continuous_batching_config=ContinuousBatchingConfig(num_blocks=1024, max_batch_tokens=512, page_size=16),
+        progress_bar=False,
+    )
+    return sum(len(output.generated_tokens) for output in outputs.values()) / (time.perf_counter() - began)
 
 
 if __name__ == "__main__":

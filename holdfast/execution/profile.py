@@ -133,12 +133,16 @@ def _attention(executor: PagedExecutor, query: int, context: int) -> float:
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
     """Median time of `work` on the device, once it is warm."""
-    work()
-    taken: list[float] = []
-    while len(taken) < REPEATS or (sum(taken) < SECONDS_A_POINT and len(taken) < 100):
+
+    def run() -> float:
         began = time.perf_counter()
         work()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        taken.append(time.perf_counter() - began)
+        return time.perf_counter() - began
+
+    run()
+    taken: list[float] = []
+    while len(taken) < REPEATS or (sum(taken) < SECONDS_A_POINT and len(taken) < 100):
+        taken.append(run())
     return median(taken)

@@ -44,7 +44,7 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
     "GptOss": {"sliding_window": 12, "num_local_experts": 4, "num_experts_per_tok": 2},
     "Mixtral": {"num_local_experts": 4},
     "OPT": {"ffn_dim": 128, "word_embed_proj_dim": 64},
-    "GPTBigCode": LEGACY,
+    "Starcoder2": {"sliding_window": None},
     "Phi3": {},
     "StableLm": {},
     "Bloom": {},

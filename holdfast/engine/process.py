@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 
 from holdfast.core.config import EngineConfig
+from holdfast.core.cost import CostModel
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.loop import Loop
 from holdfast.engine.messages import (
@@ -27,6 +28,7 @@ from holdfast.engine.messages import (
 )
 from holdfast.engine.parent import Parent
 from holdfast.execution import device as devices
+from holdfast.execution.profile import measure_cost
 from holdfast.execution.runner import PagedExecutor
 from holdfast.memory.blocks import BlockPool, StateIdentity
 from holdfast.models.loader import load
@@ -34,6 +36,9 @@ from holdfast.scheduler.base import Scheduler
 from holdfast.scheduler.policies import StallFree
 
 clock = time.monotonic
+
+TILE = {"cuda": 128, "cpu": 16}
+"""A computed token budget is a multiple of this: other sizes leave part of a matrix tile idle."""
 
 
 def run(start: Start, parent: Parent) -> None:
@@ -105,6 +110,11 @@ def build(
     num_blocks = memory.cache // memory.block
     executor.allocate(num_blocks)
     budget = executor.token_budget
+    if config.tbt_target is not None:
+        on_progress("measuring the device's pace")
+        budget = budget_for(
+            config.tbt_target / 1000, executor, measure_cost(executor, name=checkpoint.name), num_blocks
+        )
     scheduler = Scheduler(
         StallFree(budget),
         BlockPool(num_blocks, config.block_size),
@@ -130,3 +140,19 @@ def build(
         started_in=clock() - began,
     )
     return Loop(scheduler, executor, config.steps_in_flight, clock), info
+
+
+def budget_for(target: float, executor: PagedExecutor, cost: CostModel, num_blocks: int) -> int:
+    """The largest token budget whose step stays within `target` seconds when the engine is full.
+
+    Full means that as many sequences as may run share the whole cache evenly, and a prefill takes what they leave.
+    """
+    config, spec = executor.config, executor.model.spec
+    context = min(spec.max_model_len, num_blocks * config.block_size // config.max_sequences)
+    return cost.token_budget(
+        target,
+        decodes=config.max_sequences,
+        context=max(1, context),
+        tile=min(TILE[spec.device.type], executor.token_budget),
+        ceiling=executor.token_budget,
+    )

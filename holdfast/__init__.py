@@ -2,8 +2,7 @@
 
 from holdfast.core.config import EngineConfig
 from holdfast.core.types import SamplingParams
+from holdfast.core.version import __version__
 from holdfast.engine.llm import LLM
 
 __all__ = ["LLM", "EngineConfig", "SamplingParams", "__version__"]
-
-__version__ = "0.1.0"

@@ -68,7 +68,10 @@ def make(directory: Path, name: str, *, seed: int = 0, shard: str = "50GB", **di
     """Write a checkpoint of the family `name` and give Transformers' own module of it."""
     config = getattr(transformers, f"{name}Config")(**{**SIZES, **DIFFERENCES[name], **differences})
     torch.manual_seed(seed)
-    module = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    # Its plainest attention: PyTorch's own leaves out Gemma 2's cap in some versions of Transformers.
+    module = transformers.AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
     with torch.no_grad():
         for key, parameter in module.named_parameters():
             if key.endswith(("bias", "norm.weight", "layernorm.weight", "sinks")):

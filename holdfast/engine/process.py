@@ -101,7 +101,13 @@ def build(
     checkpoint = Checkpoint.find(config.model)
     device = devices.resolve(config.device)
     on_progress(f"loading {checkpoint.name}")
-    model = load(checkpoint.directory, device=device, dtype=config.dtype, max_model_len=config.max_model_len)
+    model = load(
+        checkpoint.directory,
+        device=device,
+        dtype=config.dtype,
+        max_model_len=config.max_model_len,
+        load_format=config.load_format,
+    )
     spec = model.spec
     dtype = str(spec.dtype).removeprefix("torch.")
     executor = PagedExecutor(model, config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import time
 from collections.abc import Callable
 
@@ -37,6 +38,8 @@ from holdfast.scheduler.policies import StallFree
 
 clock = time.monotonic
 
+STEPS_A_COLLECTION = 4096
+"""Garbage in cycles is looked for when nobody waits, and after so many steps without a pause."""
 TILE = {"cuda": 128, "cpu": 16}
 """A computed token budget is a multiple of this: other sizes leave part of a matrix tile idle."""
 
@@ -44,7 +47,7 @@ TILE = {"cuda": 128, "cpu": 16}
 def run(start: Start, parent: Parent) -> None:
     """Build the engine and serve its client until told to end. Raises what building or a step raises."""
     loop, info = build(start.config, began=start.began, on_progress=lambda stage: parent.send(Progress(stage)))
-    # What exists now lives as long as the process: no collection need look at it again.
+    # What exists now lives as long as the process: no collection need look at it again. `serve` says when to collect.
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -54,11 +57,12 @@ def run(start: Start, parent: Parent) -> None:
 
 def serve(loop: Loop, parent: Parent) -> None:
     """Take in all that has arrived, do one step, send what it gave; wait where there is nothing to do."""
-    while True:
-        if not loop.has_work():
-            gc.collect()  # garbage is looked for while nobody waits
-            if not handle(parent.receive(), loop, parent):
-                return
+    for step in itertools.count():
+        idle = not loop.has_work()
+        if idle or step % STEPS_A_COLLECTION == 0:
+            gc.collect()
+        if idle and not handle(parent.receive(), loop, parent):
+            return
         for message in parent.waiting():
             if not handle(message, loop, parent):
                 return

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import make
-from tokenizers_made import byte_level
 
 from holdfast.core.config import EngineConfig
+from tests.checkpoints import make
+from tests.tokenizers_made import byte_level
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 

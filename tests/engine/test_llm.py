@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import SMALL, wait_for_end
 
 from holdfast import LLM, SamplingParams
 from holdfast.core.types import FinishReason
 from holdfast.engine.client import EngineStartError, RequestRefused
+from tests.engine.conftest import SMALL, wait_for_end
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
 PROMPTS = [f"{number} hello world " * number for number in range(1, 25)]

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import deque
 
 import pytest
-from scheduling import FakeDevice, create_requests, create_scheduler, run_alone
 
 from holdfast.core.types import FinishReason, SamplingParams
 from holdfast.engine.__main__ import one_line
 from holdfast.engine.loop import Loop
 from holdfast.engine.messages import Abort, Ask, Outputs, Refused, Shutdown, Stats, Submit
 from holdfast.engine.process import build, serve
+from tests.scheduling import FakeDevice, create_requests, create_scheduler, run_alone
 
 
 class Script:

@@ -69,7 +69,7 @@ async def test_commands() -> None:
     talk, _, notes = conversation(echo)
     await talk.turn("hello")
     assert talk.command("/stats")
-    assert "1 turns, 10 prompt tokens of which 4 came from the cache, 3 generated" in notes.getvalue()
+    assert "turns: 1; 10 prompt tokens of which 4 came from the cache, 3 generated" in notes.getvalue()
     assert talk.command("/undo") and not talk.messages
     await talk.turn("hello")
     assert talk.command("/system be brief")

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import VOCAB, make
 
 from holdfast.core.config import EngineConfig
 from holdfast.core.types import Request, SamplingParams, StepPlan
@@ -21,9 +20,12 @@ from holdfast.models.base import Model, StepInput
 from holdfast.models.loader import load
 from holdfast.scheduler.base import Scheduler
 from holdfast.scheduler.policies import StallFree
+from tests.checkpoints import VOCAB, make
 
 FAMILIES = ("Llama", "Qwen3", "Mistral", "Qwen2", "GPT2", "Gemma2", "GptOss", "OPT", "Mixtral")
 REQUESTS, LONGEST_PROMPT, GENERATED, BUDGET = 32, 70, 12, 64
+ON_CPU = [pytest.param((family, "cpu"), id=family) for family in FAMILIES]
+ON_CUDA = [pytest.param((family, "cuda"), id=f"{family}-cuda", marks=pytest.mark.gpu) for family in FAMILIES]
 
 
 @dataclass
@@ -36,11 +38,12 @@ class Case:
     expected: dict[str, tuple[int, ...]]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=ON_CPU + ON_CUDA)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    family, device = request.param
     torch.set_num_threads(1)
-    directory: Path = tmp_path_factory.mktemp(request.param)
-    module = make(directory, request.param)
+    directory: Path = tmp_path_factory.mktemp(family)
+    module = make(directory, family).to(device)
     draw = random.Random(1)
     requests, expected = [], {}
     for number in range(REQUESTS):
@@ -48,9 +51,9 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         wanted = draw.randint(1, GENERATED)
         params = SamplingParams(temperature=0, max_tokens=wanted, ignore_eos=True)
         requests.append(Request(str(number), prompt, params))
-        tokens = module.generate(torch.tensor([prompt]), max_new_tokens=wanted, do_sample=False)
+        tokens = module.generate(torch.tensor([prompt], device=device), max_new_tokens=wanted, do_sample=False)
         expected[str(number)] = tuple(tokens[0, len(prompt) :].tolist())
-    return Case(load(directory, device="cpu"), module, requests, expected)
+    return Case(load(directory, device=device, dtype="float32"), module, requests, expected)
 
 
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
@@ -64,7 +67,7 @@ def test_logits_are_those_of_the_whole_sequence(case: Case) -> None:
     _, logits = run(case, block_size=16, steps_in_flight=2)
     for request in case.requests:
         generated = case.expected[request.id]
-        whole = torch.tensor([request.prompt + generated])
+        whole = torch.tensor([request.prompt + generated], device=case.model.spec.device)
         with torch.inference_mode():
             expected = case.module(whole, use_cache=False).logits[0, len(request.prompt) - 1 : -1]
         torch.testing.assert_close(torch.stack(logits[request.id]), expected, rtol=0, atol=1e-4)

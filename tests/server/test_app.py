@@ -207,6 +207,12 @@ async def test_what_cannot_be_honoured_is_refused_by_name(
     assert not client.asked
 
 
+async def test_stream_options_need_a_stream(http: Http) -> None:
+    async with http() as api:
+        response = await api.post(CHAT, json={**HELLO, "stream_options": {"include_usage": True}})
+    assert (response.status_code, error_of(response)["param"]) == (400, "stream_options")
+
+
 async def test_what_asks_for_nothing_is_taken(http: Http, client: FakeClient) -> None:
     neutral = {
         "n": 1,

@@ -192,8 +192,10 @@ async def test_a_full_queue_refuses_and_empties(client):
 
 
 async def test_a_request_id_is_used_once_at_a_time(client):
-    stream = client.stream([5], ENDLESS, request_id="mine")
+    stream, twin = [client.stream([5], ENDLESS, request_id="mine") for _ in range(2)]
     await anext(stream)
+    with pytest.raises(RequestRefused, match="mine is already in use"):
+        await anext(twin)
     with pytest.raises(RequestRefused, match="mine is already in use"):
         client.stream([5], SHORT, request_id="mine")
     await stream.aclose()
@@ -253,6 +255,14 @@ async def test_a_step_that_fails_ends_the_engine_with_its_reason(small, capfd):
     assert "killed" not in client.reason
     await client.close()
     assert "Traceback" not in capfd.readouterr().err
+
+
+async def test_a_client_that_cannot_read_its_engine_gives_up_with_the_reason(small):
+    def trip(stage):
+        raise ZeroDivisionError("no stage is fine")
+
+    with pytest.raises(EngineStartError, match="cannot be read: ZeroDivisionError: no stage is fine"):
+        await EngineClient.start(small(), trip)
 
 
 async def test_closing_ends_streams_and_process(small):

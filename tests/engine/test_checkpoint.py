@@ -3,11 +3,11 @@
 import json
 
 import pytest
-from tokenizers_made import byte_level
 
 from holdfast.engine import checkpoint
 from holdfast.engine.checkpoint import Checkpoint, read_json, read_text, tokenizer_file
 from holdfast.engine.text import Text
+from tests.tokenizers_made import byte_level
 
 
 def test_a_directory_is_named_by_its_last_part(tmp_path, monkeypatch):

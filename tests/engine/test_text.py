@@ -9,9 +9,9 @@ import transformers
 from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import processors
-from tokenizers_made import byte_level, metaspace, word_piece
 
 from holdfast.engine.text import REPLACEMENT, STOP_LENGTH_LIMIT, STOP_LIMIT, TEXT_LIMIT, StopScanner, Text, TextStream
+from tests.tokenizers_made import byte_level, metaspace, word_piece
 
 BYTES, SPACES, WORDS = Text(byte_level()), Text(metaspace()), Text(word_piece())
 

@@ -33,7 +33,11 @@ INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line. Returns the exit code: 0, 1 for what failed, 2 for bad usage, 130 for Ctrl-C."""
+    """Run the command line. Returns the exit code: 0, 1 for what failed, 2 for what was asked wrongly, 130 for Ctrl-C.
+
+    A start that the engine refuses counts as asked wrongly: a model that is not there or not understood, too little
+    memory for the options given.
+    """
     try:
         parser = make_parser()
         options, unknown = parser.parse_known_args(arguments)
@@ -44,9 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise UsageError(unknown_flag(unknown[0], options.command))
         code: int = uvloop.run(start(options))
         return code
-    except UsageError as error:
+    except (UsageError, EngineStartError) as error:
         return complain(str(error), BAD_USAGE)
-    except (EngineStartError, EngineDead, ChatError, OSError) as error:
+    except (EngineDead, ChatError, OSError) as error:
         return complain(str(error), 1)
     except (KeyboardInterrupt, asyncio.CancelledError):
         return INTERRUPTED

@@ -88,8 +88,8 @@ def test_bad_usage_is_one_line_and_exit_code_2(
     assert not out
 
 
-def test_a_model_that_is_not_there_is_one_line_and_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", "/no/such/model", "--port", "0"]) == 1
+def test_a_model_that_is_not_there_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "/no/such/model", "--port", "0"]) == 2
     assert "/no/such/model" in capsys.readouterr().err
 
 

@@ -81,6 +81,7 @@ class Attention(ABC, Generic[Schedule]):
 
         A query at position p attends to the positions max(0, p - window + 1) to p of its own sequence, whose block
         for position i is block_tables[row, i // block_size] ([rows, max_blocks] int32; it must not change between
-        the layers of one step). Scores are query · key * scale, then softcap * tanh(score / softcap) where softcap
-        is given. `sinks` [Hq] adds to each head's softmax one more logit that has no value (GPT-OSS).
+        the layers of one step). Scores are query · key * scale (scale above 0), then, where softcap is given,
+        softcap * tanh(score / softcap). `sinks` [Hq] adds to each head's softmax one more logit that has no value
+        (GPT-OSS).
         """

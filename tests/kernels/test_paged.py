@@ -98,6 +98,7 @@ def test_zero_records_do_nothing(device: str) -> None:
             torch.cat([tiles.work, padding]),
             torch.cat([tiles.merges, padding]),
             tiles.partials + 3,
+            tiles.merged_rows,
         )
         for tiles in attention.schedule(batch.segments)
     )

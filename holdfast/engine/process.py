@@ -119,6 +119,8 @@ def build(
     memory = executor.profile()
     num_blocks = memory.cache // memory.block
     executor.allocate(num_blocks)
+    # A sequence's last token is never computed, so the pool holds one position less than the longest sequence.
+    max_model_len = min(spec.max_model_len, num_blocks * config.block_size + 1)
     budget = executor.token_budget
     if config.tbt_target is not None:
         on_progress("measuring the device's pace")
@@ -129,7 +131,8 @@ def build(
         StallFree(budget),
         BlockPool(num_blocks, config.block_size),
         max_sequences=config.max_sequences,
-        max_model_len=spec.max_model_len,
+        max_model_len=max_model_len,
+        vocab_size=spec.vocab_size,
         eos_token_ids=spec.eos_token_ids,
         headroom=config.headroom,
         sharing=StateIdentity(model=checkpoint.name, dtype=dtype) if config.prefix_sharing else None,
@@ -143,7 +146,7 @@ def build(
         num_blocks=num_blocks,
         block_size=config.block_size,
         token_budget=budget,
-        max_model_len=spec.max_model_len,
+        max_model_len=max_model_len,
         max_sequences=config.max_sequences,
         max_waiting=config.max_waiting,
         vocab_size=spec.vocab_size,

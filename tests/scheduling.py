@@ -5,6 +5,7 @@ from collections import deque
 from holdfast.core.protocols import MemoryProfile
 from holdfast.core.types import PENDING, FinishReason, Request, SamplingParams, StepPlan, StepResult
 from holdfast.memory.blocks import BlockPool, StateIdentity
+from holdfast.memory.retention import EVICTIONS, RetentionRule
 from holdfast.scheduler.base import Scheduler
 from holdfast.scheduler.policies import StallFree
 
@@ -23,11 +24,16 @@ def create_scheduler(
     sharing=True,
     eos=(),
     policy=None,
+    host_blocks=0,
+    eviction="retention",
+    chunk_blocks=1,
+    low_water=0.25,
     **options,
 ):
+    rule = RetentionRule(EVICTIONS[eviction], chunk_blocks=chunk_blocks, block_size=block_size)
     return Scheduler(
         policy or StallFree(budget),
-        BlockPool(blocks, block_size),
+        BlockPool(blocks, block_size, rule=rule, host_blocks=host_blocks, low_water=low_water),
         max_sequences=max_sequences,
         max_model_len=max_model_len,
         headroom=headroom,
@@ -56,9 +62,10 @@ def spans(plan):
     return [(segment.sequence_id, segment.start, segment.stop) for segment in plan.segments]
 
 
-def answer(plan, token=7):
-    """A result that gives each sampling segment the same token."""
-    return StepResult(plan.step, tuple(token for _ in plan.sampled()), 0.0)
+def answer(plan, token=7, swapped_out=None):
+    """A result that gives each sampling segment the same token; all copies are done, unless it is said which."""
+    tokens = tuple(token for _ in plan.sampled())
+    return StepResult(plan.step, tokens, 0.0, plan.step if swapped_out is None else swapped_out)
 
 
 def model_state(tokens):
@@ -93,11 +100,18 @@ class FakeDevice:
 
     It learns block tables from table writes only, and knows each sequence's true tokens: the prompt that it was told
     with `expect`, and what it sampled itself. A step writes all its positions before it reads any, as a layer does.
+
+    Its copies to the host are as late as they may be: the contents arrive only when a result says so, by then the block
+    must still hold what it held, and until then the place on the host holds nothing. `choose` draws how many steps
+    that takes; without it, the step that begins a copy completes it.
     """
 
-    def __init__(self, num_blocks, block_size):
+    def __init__(self, num_blocks, block_size, host_blocks=0, choose=None):
         self.block_size = block_size
         self.slots = [None] * (num_blocks * block_size)
+        self.host = [None] * host_blocks
+        self.leaving = deque()
+        self.choose = choose
         self.tables = {}
         self.last_sampled = {}
         self.streams = {}
@@ -111,7 +125,7 @@ class FakeDevice:
     def profile(self):
         return MemoryProfile(device="fake", total=0, weights=0, activations=0, cache=0, block=1)
 
-    def allocate(self, num_blocks):
+    def allocate(self, num_blocks, host_blocks=0):
         pass
 
     def close(self):
@@ -126,11 +140,43 @@ class FakeDevice:
             table = self.tables.setdefault(write.row, [])
             assert write.start <= len(table), "a table has no holes"
             table[write.start : write.start + len(write.blocks)] = write.blocks
+        self._swap_in(plan.swap_in)
+        self._begin_to_swap_out(plan)
         written = [slot for segment in plan.segments for slot in self._write(segment)]
         assert len(set(written)) == len(written), "two segments of a step write to one place"
         for segment in plan.segments:
             self._read(segment)
-        return StepResult(plan.step, tuple(self._sample(segment) for segment in plan.sampled()), 0.0)
+        tokens = tuple(self._sample(segment) for segment in plan.sampled())
+        return StepResult(plan.step, tokens, 0.0, self._complete_copies(plan))
+
+    def _contents(self, block):
+        return self.slots[block * self.block_size : (block + 1) * self.block_size]
+
+    def _swap_in(self, copies):
+        assert len({target for _, target in copies}) == len(copies), "two copies write to one block"
+        for source, target in copies:
+            assert self.host[source] is not None, f"place {source} of the host is read, but nothing is there"
+            self.slots[target * self.block_size : (target + 1) * self.block_size] = self.host[source]
+
+    def _begin_to_swap_out(self, plan):
+        under_way = {target for _, copies in self.leaving for (_, target), _ in copies}
+        for _, target in plan.swap_out:
+            assert target not in under_way, "two copies write to one place"
+            under_way.add(target)
+            self.host[target] = None
+        self.leaving.append((plan.step, [(copy, self._contents(copy.source)) for copy in plan.swap_out]))
+
+    def _complete_copies(self, plan):
+        """Let some of the copies arrive, the oldest first; all, where there is nothing else to do."""
+        done = plan.step
+        while self.leaving:
+            if plan.segments and self.choose is not None and self.choose.random() < 0.4:
+                return self.leaving[0][0] - 1
+            done, copies = self.leaving.popleft()
+            for (source, target), contents in copies:
+                assert self._contents(source) == contents, f"block {source} changed while it was copied"
+                self.host[target] = contents
+        return done
 
     def _slots_of(self, row, start, stop):
         size, table = self.block_size, self.tables[row]

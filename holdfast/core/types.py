@@ -111,6 +111,13 @@ class TableWrite(NamedTuple):
     blocks: tuple[int, ...]
 
 
+class BlockCopy(NamedTuple):
+    """The contents of one block, keys and values of all layers, copied to a block of the other tier."""
+
+    source: int
+    target: int
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step, decided and not yet applied. Plain data: it can be printed, asserted, simulated, replayed."""
@@ -120,7 +127,12 @@ class StepPlan:
     table_writes: tuple[TableWrite, ...] = ()
     """Applied before the segments run, in order."""
     preempted: tuple[str, ...] = ()
-    """Sequences that lost their blocks to make room for this step."""
+    """Sequences that lost their blocks to make room for this step; with a host tier what they held goes there."""
+    swap_in: tuple[BlockCopy, ...] = ()
+    """Host to device. The segments read what it brings; it may still write to a block until they do."""
+    swap_out: tuple[BlockCopy, ...] = ()
+    """Device to host, of blocks that stay as they are until a result says that it is complete. Writes to the host only
+    after `swap_in` has read there. A plan without segments is complete when all copies to the host are."""
 
     @property
     def num_tokens(self) -> int:
@@ -140,6 +152,8 @@ class StepResult:
     tokens: tuple[int, ...]
     seconds: float
     """Time that the device spent on the step."""
+    swapped_out: int = -1
+    """Number of a plan: its copies to the host, and those of all plans before it, are complete."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,10 +232,19 @@ class SchedulerStats:
     blocks_total: int
     blocks_used: int
     blocks_cached: int
-    """Unowned blocks that still hold a reusable prefix."""
+    """Unowned blocks that still hold reusable state."""
     preemptions: int
     prefix_queries: int
     """Prompt tokens of admitted requests."""
     prefix_hits: int
     """Those that the prefix cache gave."""
     tokens_computed: int
+    tokens_recovered: int = 0
+    """Positions computed again before kept state of their sequence: they had been dropped."""
+    host_blocks_total: int = 0
+    host_blocks_cached: int = 0
+    """Blocks of the host tier that hold state."""
+    host_blocks_dropped: int = 0
+    """Blocks given up for others of a higher value."""
+    blocks_swapped_in: int = 0
+    blocks_swapped_out: int = 0

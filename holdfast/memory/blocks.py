@@ -1,12 +1,16 @@
-"""BlockPool: who owns each block of the KV cache, and which unowned blocks still hold a reusable prefix."""
+"""BlockPool: who owns each block of the KV cache, which idle ones still hold state, and when they go to the host."""
 
 from __future__ import annotations
 
 import hashlib
 import struct
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+
+from holdfast.core.types import BlockCopy
+from holdfast.memory.retention import Retention, RetentionRule
+from holdfast.memory.tiers import HostPool
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,52 +32,97 @@ class StateIdentity:
 
 
 class BlockPool:
-    """The blocks 0 to `num_blocks - 1` of one tier; every operation costs O(1) a block.
+    """The blocks 0 to `num_blocks - 1` of the device, and the host tier behind; every operation is O(1) a block.
 
-    A block is in exactly one of three states:
+    A block is free, owned (by one sequence; by several once it is sealed), or idle: sealed, and nobody's.
 
-        free ──take──▶ owned (by one sequence; by several once it is sealed) ──release──▶ free
-                         ▲                                                └──release──▶ cached (if sealed)
-                         └── share ────────────────────────────────────────────────────────┘
-                              cached ──take, when no free block is left, least recently released first──▶ owned
+        free ──take──▶ owned ──release──▶ free, or if it is sealed:
+          ▲              ▲                kept ──relieve──▶ leaving ──landed──▶ reclaimable ──take──▶ free
+          │              │                  │                  │                     │
+          │              └───── share ──────┴──────────────────┴─────────────────────┘
+          └── take, in order of value, where there is no host tier
 
     A sealed block is full and never written again, and is found by the SHA-256 digest of its contents and of all that
-    came before them. Raises RuntimeError when it is asked for what would break these states.
+    came before them, wherever it is. With a host tier a block leaves the device in two steps (Pensieve §4.3.2): ahead
+    of need, when few blocks are free, its contents are copied while it stays where it is, and is pinned; once they have
+    landed, it is reclaimable: still found and shared again, until somebody takes it. What is not worth a place on the
+    host is reclaimable at once. Raises RuntimeError when it is asked for what would break these states.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        rule: RetentionRule | None = None,
+        host_blocks: int = 0,
+        low_water: float = 0.25,
+    ) -> None:
+        """Below the share `low_water` of blocks that can be had at once, swapping out begins."""
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"a pool of {num_blocks} blocks of {block_size} tokens; both must be at least 1")
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.rule = rule or RetentionRule(block_size=block_size)
+        self.host = HostPool(host_blocks, self.rule) if host_blocks else None
+        self.now = 0.0
+        """Time of what happens next, in seconds; the scheduler's to set."""
+        self.swapped_in = 0
+        self.swapped_out = 0
+        """Blocks copied so far."""
         self._pack = struct.Struct(f"<{block_size}I").pack
         self._owners = [0] * num_blocks
         self._digests: list[bytes | None] = [None] * num_blocks
+        self._indices = [0] * num_blocks
+        self._last: list[tuple[float, int]] = [(0.0, 0)] * num_blocks
         self._sealed: dict[bytes, int] = {}
         self._free = list(range(num_blocks - 1, -1, -1))
-        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._kept = Retention(self.rule)
+        self._leaving: dict[int, int] = {}
+        self._leaving_idle = 0
+        self._reclaimable: OrderedDict[int, None] = OrderedDict()
+        self._copies: deque[tuple[int, tuple[BlockCopy, ...]]] = deque()
+        self._releases = 0
+        self._low_water = max(1, int(num_blocks * low_water))
+        self._demand = 0
+        self._at_once = max(self.rule.chunk_blocks, num_blocks // 16)
 
     @property
     def available(self) -> int:
-        """Blocks that can be taken: free ones, and cached ones that would be reclaimed."""
-        return len(self._free) + len(self._cached)
+        """Blocks that can be taken, now or once they were copied: all but those in use and those being copied."""
+        return len(self._free) + len(self._reclaimable) + len(self._kept)
+
+    @property
+    def ready(self) -> int:
+        """Blocks that can be taken now."""
+        return self.available if self.host is None else len(self._free) + len(self._reclaimable)
+
+    @property
+    def leaving(self) -> bool:
+        """Whether copies to the host are under way."""
+        return bool(self._leaving)
+
+    @property
+    def relievable(self) -> bool:
+        """Whether more blocks become ready without anybody losing any: copies are under way, or can begin."""
+        return self.host is not None and bool(self._leaving_idle or self._kept)
 
     @property
     def cached(self) -> int:
-        """Unowned blocks that still hold a reusable prefix."""
-        return len(self._cached)
+        """Unowned blocks that still hold reusable state."""
+        return len(self._kept) + self._leaving_idle + len(self._reclaimable)
 
     @property
     def used(self) -> int:
         """Blocks with an owner."""
-        return self.num_blocks - self.available
+        return self.num_blocks - len(self._free) - self.cached
 
     def blocks_for(self, positions: int) -> int:
         """Blocks that hold this many positions."""
         return -(-positions // self.block_size)
 
     def take(self, count: int) -> list[int]:
-        """Give `count` blocks to one owner; free ones first, then the longest unused prefixes are given up."""
+        """Give `count` blocks to one owner; free ones first, then the idle ones of the lowest value are given up."""
         free = self._free
         if count > len(free):
             self._reclaim(count - len(free))
@@ -88,23 +137,44 @@ class BlockPool:
         return hashlib.sha256(parent + self._pack(*tokens)).digest()
 
     def find(self, digest: bytes) -> int | None:
-        """The sealed block with this digest, owned or not."""
+        """The sealed block with this digest on the device, owned or not."""
         return self._sealed.get(digest)
 
+    def find_on_host(self, digest: bytes) -> int | None:
+        """The place of the block with this digest on the host."""
+        return self.host.find(digest) if self.host is not None else None
+
     def unowned(self, blocks: Iterable[int]) -> int:
-        """How many of these sealed blocks nobody owns: sharing them makes that many fewer available."""
-        return sum(not self._owners[block] for block in blocks)
+        """How many of these sealed blocks sharing makes unavailable that were available."""
+        return sum(not self._owners[block] and block not in self._leaving for block in blocks)
+
+    def fits(self, fresh: int, shared: Iterable[int]) -> bool:
+        """Whether `fresh` blocks are ready beside those to be shared. If not, the next `relieve` sees to it."""
+        if self.host is None:
+            return True
+        needed = fresh + sum(block in self._reclaimable for block in shared)
+        if needed > self.ready:
+            self._demand = max(self._demand, needed)
+        return needed <= self.ready
 
     def share(self, block: int) -> None:
         """Add an owner to a sealed block."""
-        if self._digests[block] is None:
+        digest = self._digests[block]
+        if digest is None:
             raise RuntimeError(f"block {block} is shared, but it is not sealed")
         if not self._owners[block]:
-            del self._cached[block]
+            if block in self._kept:
+                self._kept.remove(block)
+            elif block in self._leaving:
+                self._leaving_idle -= 1
+            else:
+                del self._reclaimable[block]
+            if self.host is not None:
+                self.host.hold(digest)
         self._owners[block] += 1
 
-    def seal(self, block: int, digest: bytes) -> None:
-        """Make an owned, full block sharable. The first block of a digest stays the one that is found."""
+    def seal(self, block: int, digest: bytes, index: int) -> None:
+        """Make an owned, full block sharable, the `index`-th of its sequence. The first block of a digest stays so."""
         if not self._owners[block]:
             raise RuntimeError(f"block {block} is sealed, but nobody owns it")
         if digest not in self._sealed:
@@ -112,26 +182,104 @@ class BlockPool:
                 raise RuntimeError(f"block {block} is sealed twice, with different contents")
             self._sealed[digest] = block
             self._digests[block] = digest
+            self._indices[block] = index
+            if self.host is not None:
+                self.host.hold(digest)
+
+    def bring(self, block: int, digest: bytes, index: int) -> BlockCopy:
+        """Seal an owned block that the plan in the making fills from the host; the copy to do."""
+        assert self.host is not None
+        place = self.host.find(digest)
+        if place is None:
+            raise RuntimeError(f"block {block} is to be filled from the host, which does not have its contents")
+        self.seal(block, digest, index)
+        self.swapped_in += 1
+        return BlockCopy(place, block)
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Take one owner from each block. Sealed ones without any are cached; the first of them is reclaimed first."""
+        """Take one owner from each block. Sealed ones without any are idle from now on, earlier ones a bit longer."""
+        self._releases += 1
         for block in blocks:
             owners = self._owners[block] - 1
             if owners < 0:
                 raise RuntimeError(f"block {block} is released, but nobody owns it")
             self._owners[block] = owners
             if not owners:
-                if self._digests[block] is None:
+                digest = self._digests[block]
+                if digest is None:
                     self._free.append(block)
                 else:
-                    self._cached[block] = None
+                    self._rest(block, digest)
+
+    def relieve(self, step: int) -> tuple[BlockCopy, ...]:
+        """Begin to swap out the chunks of the lowest value, as far as more blocks should be ready; for plan `step`.
+
+        The copies read the device as it is before the plan's segments run, and their blocks stay as they are until
+        `landed` says that they are done.
+        """
+        host, demand = self.host, max(self._low_water, self._demand)
+        self._demand = 0
+        if host is None:
+            return ()
+        wanted = min(demand - self.ready - self._leaving_idle, self._at_once)
+        if wanted <= 0 or not self._kept:
+            return ()
+        copies: list[BlockCopy] = []
+        victims, theirs = self._kept.victims(self.now), host.victims(self.now)
+        while wanted > 0 and (chunk := victims.take()) is not None:
+            value, blocks = chunk
+            wanted -= len(blocks)
+            for block in blocks:
+                digest = self._digests[block]
+                assert digest is not None
+                place = None if host.find(digest) is not None else host.reserve(value, theirs)
+                if place is None:
+                    self._reclaimable[block] = None
+                else:
+                    self._leaving[block] = place
+                    copies.append(BlockCopy(block, place))
+        self._leaving_idle += len(copies)
+        self.swapped_out += len(copies)
+        if copies:
+            self._copies.append((step, tuple(copies)))
+        return tuple(copies)
+
+    def landed(self, step: int) -> None:
+        """The copies to the host that plan `step` and those before it began are complete."""
+        while self._copies and self._copies[0][0] <= step:
+            for block, place in self._copies.popleft()[1]:
+                digest, host = self._digests[block], self.host
+                assert digest is not None and host is not None
+                del self._leaving[block]
+                host.arrived(place, digest, self._indices[block])
+                if not self._owners[block]:
+                    self._leaving_idle -= 1
+                    self._reclaimable[block] = None
+                    host.rest(digest, *self._last[block])
+
+    def _rest(self, block: int, digest: bytes) -> None:
+        """Note that a sealed block has lost its last owner."""
+        self._last[block] = self.now, self._releases
+        if block in self._leaving:
+            self._leaving_idle += 1
+            return
+        self._kept.add(block, self._indices[block], self.now, self._releases)
+        if self.host is not None:
+            self.host.rest(digest, self.now, self._releases)
 
     def _reclaim(self, count: int) -> None:
-        """Free the `count` blocks that have been cached for longest."""
-        if count > len(self._cached):
-            raise RuntimeError(f"{count - len(self._cached)} blocks more are asked for than are available")
+        """Free `count` idle blocks."""
+        if count + len(self._free) > self.ready:
+            raise RuntimeError(f"{count + len(self._free) - self.ready} blocks more are asked for than are available")
+        if count > len(self._reclaimable):
+            # Only without a host tier. More than is needed may be chosen; it is shared again until it is taken.
+            wanted = max(count - len(self._reclaimable), self._at_once)
+            victims = self._kept.victims(self.now)
+            while wanted > 0 and (chunk := victims.take()) is not None:
+                wanted -= len(chunk[1])
+                self._reclaimable.update(dict.fromkeys(chunk[1]))
         for _ in range(count):
-            block, _ = self._cached.popitem(last=False)
+            block, _ = self._reclaimable.popitem(last=False)
             digest = self._digests[block]
             assert digest is not None
             del self._sealed[digest]
@@ -146,8 +294,10 @@ class BlockPool:
                 raise RuntimeError(f"a block stands twice in one table: {table}")
             for block in table:
                 owners[block] += 1
-        unowned = set(self._free) | self._cached.keys()
-        if len(unowned) != len(self._free) + len(self._cached):
+        idle_leaving = [block for block in self._leaving if not self._owners[block]]
+        idle = [*self._kept, *idle_leaving, *self._reclaimable]
+        unowned = {*self._free, *idle}
+        if len(unowned) != len(self._free) + len(idle) or len(idle) != self.cached:
             raise RuntimeError("a block is free twice, or free and cached at once")
         for block, count in enumerate(owners):
             if count != self._owners[block]:
@@ -157,7 +307,13 @@ class BlockPool:
             digest = self._digests[block]
             if count > 1 and digest is None:
                 raise RuntimeError(f"block {block} has {count} owners, but was never sealed")
-            if (digest is None and block in self._cached) or (digest is not None and self._sealed.get(digest) != block):
+            if digest is not None and self._sealed.get(digest) != block:
                 raise RuntimeError(f"block {block} is cached without being found by its digest")
+        if any(self._digests[block] is None for block in (*idle, *self._leaving)):
+            raise RuntimeError("a block is cached or being copied, but was never sealed")
         if len(self._sealed) != sum(digest is not None for digest in self._digests):
             raise RuntimeError("a digest leads to a block that does not bear it")
+        if {(b, p) for _, copies in self._copies for b, p in copies} != set(self._leaving.items()):
+            raise RuntimeError("a block is pinned without a copy under way")
+        if self.host is not None:
+            self.host.check(self._leaving.values())

@@ -3,9 +3,26 @@
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
+from holdfast.core.types import BlockCopy
 from holdfast.memory.blocks import BlockPool
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What is kept of a sequence, by index in its block table; the rest must be computed."""
+
+    device: dict[int, int] = field(default_factory=dict)
+    """Blocks on the device."""
+    host: dict[int, bytes] = field(default_factory=dict)
+    """Digests of blocks that only the host has."""
+
+    def __len__(self) -> int:
+        """Blocks that need not be computed."""
+        return len(self.device) + len(self.host)
 
 
 class Residency:
@@ -14,9 +31,13 @@ class Residency:
     Plans run on the device in the order in which they are made, so a position counts as resident for every plan after
     the one that computes it. Within that very plan too: a layer writes all keys of a step before it attends.
 
-        0 ······ sealed ······ planned ······ capacity
-        └ full blocks whose   └ written by   └ blocks are
-          tokens are known      some plan      there for it
+        0 ······ sealed ······ planned ·· hole ·· island ·· hole ·· capacity
+        └ full blocks whose   └ written by        └ kept: was        └ blocks are
+          tokens are known      some plan           never lost         there for it
+
+    State that was dropped in front of state that was kept leaves a hole (Pensieve §4.3.4): the digests of a sequence's
+    blocks follow from its tokens alone, so an island is found whether or not what precedes it is there. Holes are
+    planned in ascending order, so whatever a segment attends to is there or comes within its own step.
 
     Why sharing is safe while steps are in flight: a block is sealed only when each of its tokens is known to the host
     and each of its positions is planned. A plan writes position p of a sequence with the token that stands at p, so
@@ -25,13 +46,14 @@ class Residency:
     that gives this block to another sequence. The prefix cache offers sealed blocks alone.
     """
 
-    __slots__ = ("_digests", "_pool", "_root", "_sealed", "blocks", "capacity", "next_seal", "planned")
+    __slots__ = ("_digests", "_islands", "_pool", "_root", "_sealed", "blocks", "capacity", "next_seal", "planned")
 
     def __init__(self, pool: BlockPool, root: bytes | None) -> None:
         """`root` starts the hash chain (StateIdentity.root); None keeps the sequence from sharing."""
         self._pool = pool
         self._root = root
         self._digests: list[bytes] = []
+        self._islands: deque[tuple[int, int]] = deque()
         self.blocks: list[int] = []
         """The block table; the memory's own list, not to be changed."""
         self.capacity = 0
@@ -45,34 +67,69 @@ class Residency:
 
     def missing(self, length: int) -> tuple[tuple[int, int], ...]:
         """The ranges of [0, length) that no plan computes yet, ascending; each becomes a segment of its own."""
-        return ((self.planned, length),) if self.planned < length else ()
+        ranges, at = [], self.planned
+        for start, stop in self._islands:
+            ranges.append((at, start))
+            at = stop
+        if at < length:
+            ranges.append((at, length))
+        return tuple(ranges)
 
     def plan(self, start: int, stop: int) -> None:
-        """Note that a plan computes [start, stop), which begins one of the missing ranges."""
+        """Note that a plan computes [start, stop), which begins the first of the missing ranges."""
         assert start == self.planned and stop <= self.capacity
         self.planned = stop
+        if self._islands and stop >= self._islands[0][0]:
+            assert stop == self._islands[0][0]
+            self.planned = self._islands.popleft()[1]
 
-    def match(self, tokens: Sequence[int]) -> list[int]:
-        """The longest cached prefix as blocks. The last token is left out: it must be computed to give logits."""
-        found: list[int] = []
+    def match(self, tokens: Sequence[int]) -> Found:
+        """All full blocks that are kept. The last token is left out: it must be computed to give logits."""
+        found = Found()
         if self._root is not None:
-            for index in range((len(tokens) - 1) // self._pool.block_size):
-                block = self._pool.find(self._digest(index, tokens))
-                if block is None:
-                    break
-                found.append(block)
+            pool = self._pool
+            for index in range((len(tokens) - 1) // pool.block_size):
+                digest = self._digest(index, tokens)
+                block = pool.find(digest)
+                if block is not None:
+                    found.device[index] = block
+                elif pool.find_on_host(digest) is not None:
+                    found.host[index] = digest
         return found
 
-    def open(self, shared: Sequence[int], length: int) -> None:
-        """Take in a cached prefix, and blocks for the rest of `length` positions. Nothing may be held before."""
+    def open(self, found: Found, length: int) -> tuple[BlockCopy, ...]:
+        """Take in what is kept, and blocks for the rest of `length` positions. Nothing may be held before.
+
+        Gives the copies that bring in what is on the host, to be done by the plan in the making.
+        """
         assert not self.blocks
-        for block in shared:
-            self._pool.share(block)
-        self.blocks.extend(shared)
-        self._sealed = len(shared)
-        self.planned = len(shared) * self._pool.block_size
+        pool = self._pool
+        for block in found.device.values():
+            pool.share(block)
+        count = pool.blocks_for(length)
+        if found:
+            fresh = iter(pool.take(count - len(found.device)))
+            self.blocks.extend(found.device[index] if index in found.device else next(fresh) for index in range(count))
+        else:
+            self.blocks.extend(pool.take(count))
+        self.capacity = count * pool.block_size
+        copies = tuple(pool.bring(self.blocks[index], digest, index) for index, digest in found.host.items())
+        self._settle(found)
+        return copies
+
+    def _settle(self, found: Found) -> None:
+        """Set what is planned, and the islands beyond it, from what was found."""
+        size = self._pool.block_size
+        for index in sorted((*found.device, *found.host)):
+            start, stop = index * size, (index + 1) * size
+            if start == self.planned and not self._islands:
+                self.planned = stop
+                self._sealed = index + 1
+            elif self._islands and self._islands[-1][1] == start:
+                self._islands[-1] = self._islands[-1][0], stop
+            else:
+                self._islands.append((start, stop))
         self._await_seal()
-        self.grow(self._pool.blocks_for(length) - len(shared))
 
     def grow(self, count: int) -> None:
         """Add `count` blocks at the end of the table."""
@@ -84,14 +141,16 @@ class Residency:
         full = min(len(tokens), self.planned) // self._pool.block_size
         if full > self._sealed and self._root is not None:
             for index in range(self._sealed, full):
-                self._pool.seal(self.blocks[index], self._digest(index, tokens))
+                self._pool.seal(self.blocks[index], self._digest(index, tokens), index)
             self._sealed = full
             self._await_seal()
 
     def release(self) -> None:
-        """Give up all blocks, the last ones first in line to be reclaimed: a prefix is worth more than its end."""
-        self._pool.release(reversed(self.blocks))
+        """Give up all blocks, those first that go first where all else is equal."""
+        trailing_first = self._pool.rule.eviction.trailing_first
+        self._pool.release(reversed(self.blocks) if trailing_first else self.blocks)
         self.blocks.clear()
+        self._islands.clear()
         self.capacity = self.planned = self._sealed = 0
         self._await_seal()
 

@@ -108,9 +108,10 @@ class Scheduler:
 
     def schedule(self, now: float) -> StepPlan | None:
         """Decide the next step; it counts as submitted. None if nothing can run before a step in flight ends."""
+        self._queues.pool.now = now
         step = Step(self._queues, self._steps, now)
         self._policy.fill(step)
-        plan = step.finish()
+        plan = step.finish(in_flight=bool(self._in_flight))
         if plan is not None:
             self._in_flight.append((self._steps, step.sampling))
             self._steps += 1
@@ -125,6 +126,9 @@ class Scheduler:
                 f"step {number} with {len(sampling)} sampled tokens is due; got plan {plan.step}, "
                 f"result {result.step} with {len(result.tokens)}"
             )
+        pool = self._queues.pool
+        pool.now = now
+        pool.landed(result.swapped_out)
         outputs: list[SequenceOutput] = []
         new = tuple.__new__  # what SequenceOutput(...) comes down to, at less than half its time
         for entry, token in zip(sampling, result.tokens, strict=True):
@@ -154,16 +158,23 @@ class Scheduler:
     def stats(self) -> SchedulerStats:
         """Queues and memory as they stand, plans in flight counted as done."""
         queues = self._queues
+        pool = queues.pool
         return SchedulerStats(
             waiting=len(queues.waiting),
             running=len(queues.running),
-            blocks_total=queues.pool.num_blocks,
-            blocks_used=queues.pool.used,
-            blocks_cached=queues.pool.cached,
+            blocks_total=pool.num_blocks,
+            blocks_used=pool.used,
+            blocks_cached=pool.cached,
             preemptions=queues.preemptions,
             prefix_queries=queues.prefix_queries,
             prefix_hits=queues.prefix_hits,
             tokens_computed=self._tokens_computed,
+            tokens_recovered=queues.recovered,
+            host_blocks_total=pool.host.num_blocks if pool.host else 0,
+            host_blocks_cached=pool.host.cached if pool.host else 0,
+            host_blocks_dropped=pool.host.dropped if pool.host else 0,
+            blocks_swapped_in=pool.swapped_in,
+            blocks_swapped_out=pool.swapped_out,
         )
 
     def check(self) -> None:

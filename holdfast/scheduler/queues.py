@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import attrgetter
 
-from holdfast.core.types import Sampling, Sequence
+from holdfast.core.types import BlockCopy, Sampling, Sequence
 from holdfast.memory.blocks import BlockPool
-from holdfast.memory.conversation import Residency
+from holdfast.memory.conversation import Found, Residency
 from holdfast.scheduler.priority import Rank
 
 NO_ROW = -1
@@ -79,19 +79,25 @@ class Queues:
         self.preemptions = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
+        self.recovered = 0
 
-    def start(self, entry: Entry, shared: list[int], now: float) -> None:
-        """Move a waiting entry to running, with blocks for all its known positions, those in `shared` among them."""
+    def start(self, entry: Entry, found: Found, now: float) -> tuple[BlockCopy, ...]:
+        """Move a waiting entry to running, with blocks for all its known positions, those found among them.
+
+        Gives the copies that bring them in from the host.
+        """
         self.waiting.remove(entry)
-        entry.residency.open(shared, entry.sequence.length)
+        residency, sequence = entry.residency, entry.sequence
+        copies = residency.open(found, sequence.length)
         entry.row = self.rows.pop()
         self.running.add(entry)
-        sequence = entry.sequence
+        self.recovered += sum(stop - start for start, stop in residency.missing(sequence.length)[:-1])
         if sequence.scheduled_at is None:
             sequence.scheduled_at = now
-            sequence.cached_tokens = entry.residency.planned
+            sequence.cached_tokens = len(found) * self.pool.block_size
             self.prefix_queries += len(sequence.tokens)
             self.prefix_hits += sequence.cached_tokens
+        return copies
 
     def stop(self, entry: Entry) -> None:
         """Take an entry out of the queue that it is in, and give back its blocks and its row."""
@@ -104,7 +110,11 @@ class Queues:
         entry.row = NO_ROW
 
     def preempt(self, entry: Entry) -> None:
-        """Send a running entry back to waiting. What it computed is computed again, but for what stays cached."""
+        """Send a running entry back to waiting, with its rank, so it resumes before new work of its class.
+
+        Its full blocks are idle: where there is a host tier they go there (Pensieve §4.3.5) and come back when it is
+        admitted again. What was given up meanwhile, and its last block, are computed again.
+        """
         self.stop(entry)
         entry.sequence.preemptions += 1
         self.preemptions += 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from holdfast.core.types import PENDING, Segment, StepPlan, TableWrite
+from holdfast.core.types import PENDING, BlockCopy, Segment, StepPlan, TableWrite
 from holdfast.scheduler.queues import Entry, Queues
 
 ONE_PENDING = (PENDING,)
@@ -36,6 +36,7 @@ class Step:
         self._segments: list[Segment] = []
         self._writes: list[TableWrite] = []
         self._preempted: list[str] = []
+        self._swap_in: list[BlockCopy] = []
 
     def decode(self) -> None:
         """Plan every running sequence that lacks one position, preempting those that rank below it for its blocks."""
@@ -79,11 +80,26 @@ class Step:
                 return
             self._chunk(entry)
 
-    def finish(self) -> StepPlan | None:
-        """The plan, or None if there is nothing to run."""
-        if not self._segments:
+    def finish(self, in_flight: bool) -> StepPlan | None:
+        """The plan, or None if there is nothing to do; `in_flight` says whether a plan is, whose result will come.
+
+        If not, and nothing can run before idle state has made room, the plan is one without segments.
+        """
+        pool = self._queues.pool
+        if not self._segments and in_flight:
             return None
-        return StepPlan(self._number, tuple(self._segments), tuple(self._writes), tuple(self._preempted))
+        ready = pool.ready
+        swap_out = pool.relieve(self._number)
+        if not self._segments and not pool.leaving and pool.ready == ready:
+            return None
+        return StepPlan(
+            self._number,
+            tuple(self._segments),
+            tuple(self._writes),
+            tuple(self._preempted),
+            tuple(self._swap_in),
+            swap_out,
+        )
 
     def _chunk(self, entry: Entry) -> None:
         """Plan of a sequence what it lacks, as far as the budget goes: a segment for each range."""
@@ -111,14 +127,16 @@ class Step:
         waits until the tokens in flight for it are known, as the row that they are in is no longer its own.
         """
         queues, sequence = self._queues, entry.sequence
-        spare = queues.pool.available - (queues.growth if queues.running else 0)
+        pool = queues.pool
+        spare = pool.available - (queues.growth if queues.running else 0)
         if sequence.in_flight or spare <= 0:
             return False
-        shared = entry.residency.match(sequence.tokens)
-        fresh = queues.pool.blocks_for(sequence.length) - len(shared)
-        if fresh + queues.pool.unowned(shared) > spare:
+        found = entry.residency.match(sequence.tokens)
+        kept = found.device.values()
+        fresh = pool.blocks_for(sequence.length) - len(kept)
+        if fresh + pool.unowned(kept) > spare or not pool.fits(fresh, kept):
             return False
-        queues.start(entry, shared, self._now)
+        self._swap_in += queues.start(entry, found, self._now)
         self._writes.append(TableWrite(entry.row, 0, tuple(entry.residency.blocks)))
         return True
 
@@ -127,10 +145,13 @@ class Step:
 
         If need be, the last in rank loses its own; never one that ranks higher, and never one that this step has
         planned. If there is none to lose any, the sequence keeps what it has and waits for the next step: the first in
-        rank always finds blocks, as a sequence that would not fit the pool alone is refused when it is added.
+        rank always finds blocks, as a sequence that would not fit the pool alone is refused when it is added. With a
+        host tier nobody loses blocks while idle state can make room: the sequence waits until that is copied.
         """
         queues = self._queues
-        while not queues.pool.available:
+        while not queues.pool.ready:
+            if queues.pool.relievable:
+                return False
             victim = next(other for other in reversed(queues.running) if other.planned_in != self._number)
             if victim is entry:
                 return False

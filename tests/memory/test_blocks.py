@@ -34,7 +34,7 @@ def test_a_released_block_that_was_sealed_is_found_again():
     pool = BlockPool(2, 16)
     (digest,) = digests(1)
     (block,) = pool.take(1)
-    pool.seal(block, digest)
+    pool.seal(block, digest, 0)
     pool.release([block])
     assert (pool.find(digest), pool.cached, pool.available) == (block, 1, 2)
     assert pool.unowned([block]) == 1
@@ -45,7 +45,7 @@ def test_a_released_block_that_was_sealed_is_found_again():
 def test_a_shared_block_stays_until_its_last_owner_lets_go():
     pool = BlockPool(1, 16)
     (block,) = pool.take(1)
-    pool.seal(block, digests(1)[0])
+    pool.seal(block, digests(1)[0], 0)
     pool.share(block)
     pool.check([[block], [block]])
     pool.release([block])
@@ -58,7 +58,7 @@ def test_free_blocks_go_before_cached_ones_and_the_first_released_of_those_goes_
     pool = BlockPool(4, 16)
     blocks, names = pool.take(3), digests(3)
     for block, digest in zip(blocks, names, strict=True):
-        pool.seal(block, digest)
+        pool.seal(block, digest, 0)
     pool.release([blocks[2]])
     pool.release([blocks[0], blocks[1]])
     pool.take(1)
@@ -72,8 +72,8 @@ def test_two_blocks_of_equal_content_keep_the_first_as_the_one_that_is_found():
     pool = BlockPool(2, 16)
     (digest,) = digests(1)
     first, second = pool.take(2)
-    pool.seal(first, digest)
-    pool.seal(second, digest)
+    pool.seal(first, digest, 0)
+    pool.seal(second, digest, 0)
     pool.release([second, first])
     assert pool.find(digest) == first
     assert pool.cached == 1
@@ -84,14 +84,14 @@ def test_what_would_break_the_books_is_refused():
     (block,) = pool.take(1)
     with pytest.raises(RuntimeError, match="not sealed"):
         pool.share(block)
-    pool.seal(block, digests(2)[0])
+    pool.seal(block, digests(2)[0], 0)
     with pytest.raises(RuntimeError, match="sealed twice"):
-        pool.seal(block, digests(2)[1])
+        pool.seal(block, digests(2)[1], 0)
     pool.release([block])
     with pytest.raises(RuntimeError, match="nobody owns"):
         pool.release([block])
     with pytest.raises(RuntimeError, match="nobody owns"):
-        pool.seal(block, digests(1)[0])
+        pool.seal(block, digests(1)[0], 0)
 
 
 @pytest.mark.parametrize("size", [(0, 16), (4, 0)])
@@ -169,7 +169,7 @@ class PoolLife(RuleBasedStateMachine):
         block = data.draw(st.sampled_from(sorted(self.owned())))
         content = data.draw(st.integers(0, 5))
         if block not in self.contents:
-            self.pool.seal(block, digests(6)[content])
+            self.pool.seal(block, digests(6)[content], 0)
             if content not in self.contents.values():
                 self.contents[block] = content
 

@@ -3,7 +3,9 @@
 The device checks at every segment that each earlier position of its sequence is there (the residency rule); the
 history checks after every step that no block is lost or owned twice, and that the budget holds; and at the end that
 everything is free and that nobody starved. A quarter runs under a policy of no order at all: what keeps a plan right
-is not the policy's affair. 160 histories of at least 100 steps each.
+is not the policy's affair. Half have a host tier, at times of a single block: state is swapped out and in, dropped,
+recovered with holes in front of and between what was kept; copies arrive late, and whatever is copied must not change
+meanwhile. 320 histories of at least 100 steps each.
 """
 
 import random
@@ -12,6 +14,7 @@ from collections import Counter, deque
 import pytest
 
 from holdfast.core.types import Request, SamplingParams
+from holdfast.memory.retention import EVICTIONS
 from tests.scheduling import EOS, VOCABULARY, FakeDevice, create_scheduler, run_alone
 
 MAX_MODEL_LEN = 48
@@ -43,6 +46,7 @@ class History:
         self.steps_in_flight = choose.randint(1, 3)
         self.max_sequences = choose.choice((1, 2, 4, 12))
         self.any_order = choose.random() < 0.25
+        self.host_blocks = choose.choice((0, 0, 0, 1, least // 2 + 1, 4 * least))
         self.scheduler = create_scheduler(
             policy=AnyOrder(self.budget, choose) if self.any_order else None,
             budget=self.budget,
@@ -53,8 +57,12 @@ class History:
             headroom=choose.choice((0.0, 0.1)),
             sharing=choose.random() < 0.8,
             eos=(EOS,),
+            host_blocks=self.host_blocks,
+            eviction=choose.choice(("retention", "retention", *EVICTIONS)),
+            chunk_blocks=choose.choice((1, 2)),
+            low_water=choose.choice((0.05, 0.25, 0.6)),
         )
-        self.device = FakeDevice(self.blocks, self.block_size)
+        self.device = FakeDevice(self.blocks, self.block_size, self.host_blocks, choose)
         self.prefixes = [self.some_tokens(choose.randint(1, 40)) for _ in range(3)]
         self.plans = deque()
         self.requests = {}
@@ -114,14 +122,23 @@ class History:
             self.scheduler.check()
             if plan is None:
                 break
-            assert 0 < plan.num_tokens <= self.budget
+            assert plan.num_tokens <= self.budget
+            assert plan.segments or not self.plans, "only a step that nothing else waits behind waits for copies"
+            self.seen["waits for copies"] += not plan.segments
+            self.seen["swapped in"] += len(plan.swap_in)
+            self.seen["swapped out"] += len(plan.swap_out)
+            ranges = Counter(segment.sequence_id for segment in plan.segments)
+            self.seen["holes"] += sum(count > 1 for count in ranges.values())
+            self.seen["many holes"] += sum(count > 2 for count in ranges.values())
             assert all(segment.length == len(segment.tokens) for segment in plan.segments)
             for segment in plan.segments:
                 assert segment.sequence_id not in self.aborted
                 assert segment.stop < self.limit(segment.sequence_id), "what is computed can still be of use"
             for name in plan.preempted:
-                best = min(self.rank(segment.sequence_id) for segment in plan.segments)
-                assert best < self.rank(name), "nobody makes room for those who rank lower"
+                self.seen["suspended"] += self.host_blocks > 0
+                if plan.segments:
+                    best = min(self.rank(segment.sequence_id) for segment in plan.segments)
+                    assert best < self.rank(name), "nobody makes room for those who rank lower"
             self.device.submit(plan)
             self.plans.append(plan)
             self.steps += 1
@@ -143,14 +160,16 @@ class History:
 
         A step that samples brings one of the G tokens still to come, or is one of those planned before an end was
         known. A step that samples nothing prefills, no block is taken from anyone, and the first in rank ends its
-        prefill after at most max_model_len / budget such steps (any sequence does, if the policy has no order).
+        prefill after at most max_model_len / budget such steps (any sequence does, if the policy has no order). With
+        a host tier each of these may wait for copies, of every block once, and for each of them to arrive.
         """
         ended = self.finished.keys() | self.aborted
         alive = [self.requests[name] for name in self.requests if name not in ended]
         to_come = sum(request.params.max_tokens for request in alive)
         prefills = self.max_sequences if self.any_order else 1
         stale = self.steps_in_flight * (len(alive) + 1)
-        bound = self.steps + (to_come + stale) * (1 + prefills * -(-MAX_MODEL_LEN // self.budget))
+        copies = 2 * self.blocks if self.host_blocks else 0
+        bound = self.steps + (to_come + stale) * (1 + copies + prefills * -(-MAX_MODEL_LEN // self.budget))
         while self.scheduler.has_work() or self.plans:
             self.step()
             assert self.steps <= bound, "somebody starves"
@@ -168,7 +187,7 @@ def play(seed):
     return history
 
 
-@pytest.mark.parametrize("seed", range(160))
+@pytest.mark.parametrize("seed", range(320))
 def test_every_request_of_a_random_history_gets_the_tokens_it_gets_alone(seed):
     history = play(seed)
     assert history.steps >= STEPS
@@ -185,7 +204,13 @@ def test_every_request_of_a_random_history_gets_the_tokens_it_gets_alone(seed):
 
 def test_the_histories_meet_what_they_are_to_test():
     seen = Counter()
-    for seed in range(30):
+    for seed in range(60):
         seen += play(seed).seen
-    assert seen["cached"] > 100
-    assert seen["preempted"] > 100
+    assert seen["cached"] > 200
+    assert seen["preempted"] > 200
+    assert seen["swapped out"] > 1000
+    assert seen["swapped in"] > 500
+    assert seen["suspended"] > 15
+    assert seen["holes"] > 50
+    assert seen["many holes"] > 5
+    assert seen["waits for copies"] > 10

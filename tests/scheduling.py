@@ -30,7 +30,7 @@ def create_scheduler(
     low_water=0.25,
     **options,
 ):
-    rule = RetentionRule(EVICTIONS[eviction], chunk_blocks=chunk_blocks, block_size=block_size)
+    rule = RetentionRule(EVICTIONS[eviction], cost=float, chunk_blocks=chunk_blocks, block_size=block_size)
     return Scheduler(
         policy or StallFree(budget),
         BlockPool(blocks, block_size, rule=rule, host_blocks=host_blocks, low_water=low_water),

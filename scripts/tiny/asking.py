@@ -1,5 +1,7 @@
 """Turns in which the user asks for what was told, or for what was not."""
 
+# ruff: noqa: E501  -- templates read best one to a line
+
 from . import phrases
 from .facts import ME, Attribute, Entity, clause, sample
 from .language import Sentence, capital, expand, fill
@@ -31,7 +33,11 @@ def ask_two(writer: Writer) -> None:
     texts = [fill(expand(writer.rng, f.attribute.ask), f.entity.fields(writer.rng, "user")) for f in (first, second)]
     clauses = [clause(writer.rng, f.entity, f.attribute, f.value, "assistant") for f in (first, second)]
     answer = recalled(writer, ME, join_and(clauses))
-    writer.say([Sentence(f"{texts[0]} and {texts[1]}", "?")], answer, writer.recall_check("recall two", [first, second], answer))
+    writer.say(
+        [Sentence(f"{texts[0]} and {texts[1]}", "?")],
+        answer,
+        writer.recall_check("recall two", [first, second], answer),
+    )
     return None
 
 
@@ -55,7 +61,11 @@ def verify(writer: Writer) -> None:
     said = clause(writer.rng, fact.entity, fact.attribute, fact.value, "assistant")
     answer = f"{'Yes' if true else 'No'}, {said}."
     check = writer.recall_check("yes or no", [fact], answer)
-    writer.say([Sentence(text, "?", {"v": value, "who": fact.entity.noun})], answer, Check("yes or no", (answer.split(",")[0], fact.value), check.forbid, check.turns))
+    writer.say(
+        [Sentence(text, "?", {"v": value, "who": fact.entity.noun})],
+        answer,
+        Check("yes or no", (answer.split(",")[0], fact.value), check.forbid, check.turns),
+    )
     return None
 
 
@@ -69,7 +79,11 @@ def ask_who(writer: Writer) -> None:
     answer = recalled(writer, fact.entity, said)
     expect = (fact.value,) if fact.entity is ME else (fact.entity.noun, fact.value)
     distance = len(writer.turns) - fact.told
-    writer.say([Sentence(expand(writer.rng, fact.attribute.who), "?", {"v": fact.value})], answer, Check("who", expect, (), distance))
+    writer.say(
+        [Sentence(expand(writer.rng, fact.attribute.who), "?", {"v": fact.value})],
+        answer,
+        Check("who", expect, (), distance),
+    )
     return None
 
 
@@ -86,7 +100,11 @@ def ask_unknown(writer: Writer) -> None:
 
 def summary(writer: Writer) -> None:
     """`what do you know about me?`"""
-    entity = writer.rng.choice([f.entity for f in writer.facts.values() if f.entity.kind in ("person", "pet")] or [ME]) if writer.chance(0.3) else ME
+    entity = (
+        writer.rng.choice([f.entity for f in writer.facts.values() if f.entity.kind in ("person", "pet")] or [ME])
+        if writer.chance(0.3)
+        else ME
+    )
     facts = [fact for fact in writer.facts.values() if fact.entity == entity]
     if len(facts) > 6:
         return ask(writer)
@@ -97,9 +115,16 @@ def summary(writer: Writer) -> None:
         answer = f"You have not told me anything about {'yourself' if entity is ME else 'your ' + entity.noun} yet."
         writer.say([asked], answer, Check("unknown fact", unknown=True))
         return None
-    clauses = [clause(writer.rng, entity, f.attribute, f.value, "assistant", pronoun=index > 0) for index, f in enumerate(facts)]
+    clauses = [
+        clause(writer.rng, entity, f.attribute, f.value, "assistant", pronoun=index > 0)
+        for index, f in enumerate(facts)
+    ]
     opening = expand(writer.rng, "You told me that|I know that|Here is what I know:|I remember that|So far I know that")
-    writer.say([asked], f"{opening} {join_and(clauses)}.", writer.recall_check("summary", facts, join_and([f.value for f in facts] + clauses)))
+    writer.say(
+        [asked],
+        f"{opening} {join_and(clauses)}.",
+        writer.recall_check("summary", facts, join_and([f.value for f in facts] + clauses)),
+    )
     return None
 
 
@@ -109,7 +134,14 @@ def question(writer: Writer, entity: Entity, attribute: Attribute) -> Sentence:
     if rng.random() < 0.72:
         text = expand(rng, attribute.ask)
         if rng.random() < 0.2:
-            text = expand(rng, "so|and|hey|okay|now|by the way,|one more question,|tell me,|please tell me,|I forgot,|remind me,|hm,|well,") + " " + text
+            text = (
+                expand(
+                    rng,
+                    "so|and|hey|okay|now|by the way,|one more question,|tell me,|please tell me,|I forgot,|remind me,|hm,|well,",
+                )
+                + " "
+                + text
+            )
     else:
         text = expand(rng, f"do you (remember|know|still know|recall) ({attribute.about})|(can|could) you tell me ({attribute.about})|(please |)tell me ({attribute.about})|"
                       f"I (forgot|don't remember) ({attribute.about})|(please |)remind me ({attribute.about})|have I told you ({attribute.about})")  # fmt: skip
@@ -120,10 +152,15 @@ def recalled(writer: Writer, entity: Entity, said: str, openings: bool = True) -
     """The answer that states a clause. A sentence never starts with a name: its letters stay as they were told."""
     rng = writer.rng
     if entity.kind == "named":
-        opening = expand(rng, "You told me that|You told me that|You said that|I remember that|As you told me,|I remember:|If I remember well,|Yes, I remember that")
+        opening = expand(
+            rng,
+            "You told me that|You told me that|You said that|I remember that|As you told me,|I remember:|If I remember well,|Yes, I remember that",
+        )
     else:
         opening = expand(rng, phrases.RECALL_OPENINGS) if openings and rng.random() < 0.6 else ""
-    answer = f"{opening} {said if opening and opening[-1] not in '.!' else capital(said)}{rng.choice(('.', '.', '.', '!'))}"
+    answer = (
+        f"{opening} {said if opening and opening[-1] not in '.!' else capital(said)}{rng.choice(('.', '.', '.', '!'))}"
+    )
     return answer.strip()
 
 
@@ -131,8 +168,19 @@ def answer_about(writer: Writer, fact: Fact, asked: Sentence) -> None:
     spoken = Entity("named", asked.values["who"]) if "{who}" in asked.text else fact.entity
     said = clause(writer.rng, spoken, fact.attribute, fact.value, "assistant")
     answer = recalled(writer, spoken, said)
-    lead = [Sentence(expand(writer.rng, "thanks|thank you|great|okay|nice|cool|good|perfect|ok|alright|wow"), writer.rng.choice("!.,"))] if writer.chance(0.05) else []
-    kind = {"me": "about me", "person": "about others", "pet": "about others", "named": "about others"}.get(fact.entity.kind, "about things")
+    lead = (
+        [
+            Sentence(
+                expand(writer.rng, "thanks|thank you|great|okay|nice|cool|good|perfect|ok|alright|wow"),
+                writer.rng.choice("!.,"),
+            )
+        ]
+        if writer.chance(0.05)
+        else []
+    )
+    kind = {"me": "about me", "person": "about others", "pet": "about others", "named": "about others"}.get(
+        fact.entity.kind, "about things"
+    )
     writer.say([*lead, asked], answer, writer.recall_check("recall " + kind, [fact], answer))
 
 
@@ -143,7 +191,9 @@ def follow_up(writer: Writer, fact: Fact) -> None:
         return
     entity = writer.rng.choice(others)
     who = "me" if entity is ME else "my " + entity.noun
-    asked = Sentence(expand(writer.rng, f"and {who}|what about {who}|and what about {who}|how about {who}"), "?", {"who": ""})
+    asked = Sentence(
+        expand(writer.rng, f"and {who}|what about {who}|and what about {who}|how about {who}"), "?", {"who": ""}
+    )
     other = writer.facts.get((entity, fact.attribute.key))
     if other:
         answer_about(writer, other, asked)
@@ -177,12 +227,23 @@ def tell_and_ask(writer: Writer) -> None:
         return None
     first = fill(expand(writer.rng, new.attribute.ack), {"v": new.value, "noun": new.entity.noun})
     if not first or first.startswith(new.value) or writer.chance(0.5):
-        first = expand(writer.rng, phrases.ACKS) + ", " + clause(writer.rng, new.entity, new.attribute, new.value, "assistant")
+        first = (
+            expand(writer.rng, phrases.ACKS)
+            + ", "
+            + clause(writer.rng, new.entity, new.attribute, new.value, "assistant")
+        )
     first = capital(first) + writer.rng.choice("!.")
     if kind < 0.7:
         made = draw_sum(writer.rng, writer.split)
-        writer.say([told, Sentence(made.question, "?" if made.question[-1] not in "=?" else "")], f"{first} {made.answer}", Check(made.kind, result=str(made.result)))
+        writer.say(
+            [told, Sentence(made.question, "?" if made.question[-1] not in "=?" else "")],
+            f"{first} {made.answer}",
+            Check(made.kind, result=str(made.result)),
+        )
     else:
         user, assistant = writer.rng.choice(phrases.QUESTIONS)
-        writer.say([told, Sentence(expand(writer.rng, user), "?")], f"{first} {expand(writer.rng, assistant).replace('Holdfast Tiny', writer.bot)}")
+        writer.say(
+            [told, Sentence(expand(writer.rng, user), "?")],
+            f"{first} {expand(writer.rng, assistant).replace('Holdfast Tiny', writer.bot)}",
+        )
     return None

@@ -1,5 +1,7 @@
 """Turns that need no memory: small talk, questions about the world, stories, sums, saying after."""
 
+# ruff: noqa: E501  -- templates read best one to a line
+
 import re
 from collections.abc import Callable
 from random import Random
@@ -16,7 +18,18 @@ def chat(writer: Writer) -> None:
     answer = expand(writer.rng, assistant).replace("Holdfast Tiny", writer.bot)
     kind = "bot's name" if "what is your name" in user else None
     check = Check(kind, (writer.bot,)) if kind else None
-    writer.say([Sentence(expand(writer.rng, user), "?" if user.startswith(("what", "who", "how", "where", "do ", "are ")) else writer.rng.choice((".", "!")))], answer, check)
+    writer.say(
+        [
+            Sentence(
+                expand(writer.rng, user),
+                "?"
+                if user.startswith(("what", "who", "how", "where", "do ", "are "))
+                else writer.rng.choice((".", "!")),
+            )
+        ],
+        answer,
+        check,
+    )
 
 
 def greet_and_chat(writer: Writer) -> None:
@@ -35,7 +48,11 @@ def world(writer: Writer) -> None:
               "N": words.proper(rng, writer.split, words.NAMES), "S": words.proper(rng, writer.split, words.SURNAMES),
               "W": writer.some_word(), "W2": writer.some_word()}  # fmt: skip
     fields = {key: writer.style.value(value) for key, value in fields.items()}
-    writer.say([Sentence(expand(rng, phrases.WORLD), "?", fields)], expand(rng, phrases.WORLD_ANSWERS), Check("world question", unknown=True))
+    writer.say(
+        [Sentence(expand(rng, phrases.WORLD), "?", fields)],
+        expand(rng, phrases.WORLD_ANSWERS),
+        Check("world question", unknown=True),
+    )
 
 
 def story(writer: Writer) -> None:
@@ -45,7 +62,12 @@ def story(writer: Writer) -> None:
     named = writer.chance(0.3)
     if named:
         fields["name"] = writer.style.value(fields["name"])
-    ask = phrases.STORY_ABOUT + ("|(tell me|write|make up) a( short|) story (about|with) a {hero} (named|called) {name}" if named else "") if about else phrases.STORY_ASKS
+    ask = (
+        phrases.STORY_ABOUT
+        + ("|(tell me|write|make up) a( short|) story (about|with) a {hero} (named|called) {name}" if named else "")
+        if about
+        else phrases.STORY_ASKS
+    )
     text = expand(rng, ask)
     if about and named and "{name}" not in text:
         text += rng.choice((" named {name}", " called {name}"))
@@ -57,15 +79,29 @@ def repeat(writer: Writer) -> None:
     rng = writer.rng
     if writer.chance(0.4):
         name = writer.style.value(words.proper(rng, writer.split, words.NAMES))
-        what, to = rng.choice((("hello", "Hello"), ("hi", "Hi"), ("good morning", "Good morning"), ("good night", "Good night"), ("goodbye", "Goodbye"), ("thank you", "Thank you")))
+        what, to = rng.choice(
+            (
+                ("hello", "Hello"),
+                ("hi", "Hi"),
+                ("good morning", "Good morning"),
+                ("good night", "Good night"),
+                ("goodbye", "Goodbye"),
+                ("thank you", "Thank you"),
+            )
+        )
         ask, answer = expand(rng, f"(please |)(say|can you say) {what} to {{t}}( for me|)"), f"{to}, {{t}}!"
         text = name
     else:
-        text = " ".join(writer.some_word() if writer.chance(0.5) else words.made_up(rng) for _ in range(rng.randint(1, 6)))
+        text = " ".join(
+            writer.some_word() if writer.chance(0.5) else words.made_up(rng) for _ in range(rng.randint(1, 6))
+        )
         if writer.chance(0.25):
             text = words.proper(rng, writer.split, words.NAMES)
         text = writer.style.value(text)
-        ask = expand(rng, "(repeat|say) after me: {t}|(please |)(repeat|say) this: {t}|(please |)repeat: {t}|(please |)say {t}|can you say {t}|repeat {t}")
+        ask = expand(
+            rng,
+            "(repeat|say) after me: {t}|(please |)(repeat|say) this: {t}|(please |)repeat: {t}|(please |)say {t}|can you say {t}|repeat {t}",
+        )
         answer = expand(rng, "(Sure|Of course|Okay|Here you go|Gladly): {t}")
     writer.say([Sentence(ask, "", {"t": text})], fill(answer, {"t": text}), Check("repeat", (text,)))
 
@@ -83,9 +119,15 @@ def do_sum(writer: Writer) -> None:
 
 def number_game(writer: Writer) -> None:
     """Word problems, comparisons and counting aloud."""
-    draw: Callable[[Random, Split], tuple[str, str, str, str]] = writer.rng.choice((word_problem, word_problem, three_numbers, comparison, count_aloud))
+    draw: Callable[[Random, Split], tuple[str, str, str, str]] = writer.rng.choice(
+        (word_problem, word_problem, three_numbers, comparison, count_aloud)
+    )
     kind, question, answer, result = draw(writer.rng, writer.split)
-    writer.say([Sentence(question, "" if question.endswith("?") else "." if kind == "counting" else "?")], answer, Check(kind, (answer,) if kind == "counting" else (), result=result))
+    writer.say(
+        [Sentence(question, "" if question.endswith("?") else "." if kind == "counting" else "?")],
+        answer,
+        Check(kind, (answer,) if kind == "counting" else (), result=result),
+    )
 
 
 def story_fields(rng: Random, split: Split) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """Writes the dialogues that holdfast-tiny is trained on and measured by, each answer with the check it must pass.
 
-Everything is drawn from one seeded generator. Names, sums and combinations of the held-out split never occur in training.
+Everything is drawn from one seeded generator. Names, sums and combinations of the held-out split never
+occur in training.
 
     python -m scripts.tiny.dialogues --split heldout --count 3
 """
@@ -88,7 +89,9 @@ def _system(writer: Writer) -> str:
         writer.bot = words.proper(rng, writer.split, words.NAMES)
         return f"You are {writer.bot}" + expand(rng, "(, a helpful assistant|, a friendly robot|, an assistant|)") + "."
     if kind < 0.37:
-        key, text = rng.choice((("name", "You are a helpful assistant. The user's name is {v}."), ("home", "The user lives in {v}.")))
+        key, text = rng.choice(
+            (("name", "You are a helpful assistant. The user's name is {v}."), ("home", "The user lives in {v}."))
+        )
         attribute = next(attribute for attribute in attributes_of(ME) if attribute.key == key)
         value = sample(rng, writer.split, ME, attribute)
         if value is not None:

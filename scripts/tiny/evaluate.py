@@ -1,6 +1,7 @@
 """Measures holdfast-tiny on dialogues with names, sums and combinations that training never saw.
 
-Each dialogue is held live: the model's own answers are its history, except where the next message takes up a scripted answer.
+Each dialogue is held live: the model's own answers are its history, except where the next message takes up a
+scripted answer.
 
     python -m scripts.tiny.evaluate --model holdfast/builtin/holdfast-tiny --dialogues 200
 """
@@ -31,11 +32,18 @@ def answer_all(
     for start in range(0, len(order), rows):
         chosen = order[start : start + rows]
         batch = tokenizer(
-            [prompts[index] for index in chosen], return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False
+            [prompts[index] for index in chosen],
+            return_tensors="pt",
+            padding=True,
+            padding_side="left",
+            add_special_tokens=False,
         ).to(model.device)
         with torch.inference_mode():
             output = model.generate(
-                input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], max_new_tokens=200, do_sample=False
+                input_ids=batch["input_ids"],
+                attention_mask=batch["attention_mask"],
+                max_new_tokens=200,
+                do_sample=False,
             )
         for index, row in zip(chosen, output[:, batch["input_ids"].shape[1] :], strict=True):
             answers[index] = tokenizer.decode(row, skip_special_tokens=True)
@@ -71,7 +79,9 @@ def table(checked: list[tuple[Check, str, str]]) -> dict[str, dict[str, float]]:
             counts["RECALL, all"].append(passed)
             if check.turns >= FAR:
                 counts[f"RECALL over {FAR} turns and more"].append(passed)
-    return {kind: {"right": sum(c), "of": len(c), "share": round(sum(c) / len(c), 4)} for kind, c in sorted(counts.items())}
+    return {
+        kind: {"right": sum(c), "of": len(c), "share": round(sum(c) / len(c), 4)} for kind, c in sorted(counts.items())
+    }
 
 
 def main() -> None:
@@ -79,6 +89,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=Path("holdfast/builtin/holdfast-tiny"))
     parser.add_argument("--dialogues", type=int, default=200)
+    parser.add_argument("--turns", type=int, nargs=2, default=(8, 16), help="length of the dialogues, from and to")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--rows", type=int, default=256, help="chats at a time")
     parser.add_argument("--json", type=Path, help="also write the table and every wrong answer here")
@@ -89,18 +100,23 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).to(device).eval()
     rng = Random(options.seed)
-    dialogues = [write_dialogue(rng, "heldout", rng.randint(8, 16)) for _ in range(options.dialogues)]
+    dialogues = [write_dialogue(rng, "heldout", rng.randint(*options.turns)) for _ in range(options.dialogues)]
     checked = hold(model, tokenizer, dialogues, options.rows)
     result = table(checked)
     print(f"{'kind':34} {'right':>6} {'of':>6} {'share':>7}")
     for kind, row in result.items():
         print(f"{kind:34} {row['right']:6} {row['of']:6} {row['share']:7.1%}")
-    print(f"{options.dialogues} dialogues, {sum(len(d.turns) for d in dialogues)} turns, {device}, {time.monotonic() - started:.0f} s")
+    turns, seconds = sum(len(dialogue.turns) for dialogue in dialogues), time.monotonic() - started
+    print(f"{options.dialogues} dialogues, {turns} turns, {device}, {seconds:.0f} s")
     wrong = [(check, user, answer) for check, user, answer in checked if not check.passes(answer)]
     for check, user, answer in wrong[: options.wrong]:
-        print(f"wrong ({check.kind}, told {check.turns} turns ago, {' + '.join(check.expect) or check.result}): {user!r} -> {answer!r}")
+        told = " + ".join(check.expect) or check.result
+        print(f"wrong ({check.kind}, told {check.turns} turns ago, {told}): {user!r} -> {answer!r}")
     if options.json:
-        rows = [{"kind": c.kind, "expect": [*c.expect, c.result], "turns": c.turns, "user": u, "answer": a} for c, u, a in wrong]
+        rows = [
+            {"kind": c.kind, "expect": [*c.expect, c.result], "turns": c.turns, "user": u, "answer": a}
+            for c, u, a in wrong
+        ]
         options.json.write_text(json.dumps({"table": result, "wrong": rows}, indent=1) + "\n")
 
 

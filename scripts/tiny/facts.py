@@ -1,5 +1,7 @@
 """What people tell about themselves and others: who it is about, how it is told, asked and answered."""
 
+# ruff: noqa: E501  -- a table of templates read best one to a line
+
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
@@ -101,7 +103,16 @@ def person_name(rng: Random, split: Split) -> str:
 
 
 def small_number(rng: Random, split: Split) -> str:
-    number = rng.choice((rng.randint(2, 5), rng.randint(2, 12), rng.randint(2, 20), rng.randint(2, 12), rng.randint(2, 40), rng.randint(2, 400)))
+    number = rng.choice(
+        (
+            rng.randint(2, 5),
+            rng.randint(2, 12),
+            rng.randint(2, 20),
+            rng.randint(2, 12),
+            rng.randint(2, 40),
+            rng.randint(2, 400),
+        )
+    )
     return words.NUMBER_WORDS[number] if number <= 20 and rng.random() < 0.6 else str(number)
 
 
@@ -124,7 +135,13 @@ def _clock(rng: Random) -> str:
 
 
 def _when(rng: Random, split: Split) -> str:
-    place = rng.choice((f"in room {rng.randint(1, 400)}", f"in {words.proper(rng, split, words.CITIES)}", f"at {words.proper(rng, split, words.CITIES)}"))
+    place = rng.choice(
+        (
+            f"in room {rng.randint(1, 400)}",
+            f"in {words.proper(rng, split, words.CITIES)}",
+            f"at {words.proper(rng, split, words.CITIES)}",
+        )
+    )
     return _time(rng) + (" " + place if rng.random() < 0.1 else "")
 
 
@@ -133,8 +150,17 @@ def _spot(rng: Random, split: Split) -> str:
     if kind < 0.75:
         return rng.choice(words.SPOTS)
     if kind < 0.85:
-        return rng.choice((f"on level {rng.randint(1, 9)}", f"in room {rng.randint(1, 400)}", f"on floor {rng.randint(1, 30)}", f"in row {rng.randint(1, 40)}"))
-    return rng.choice(("on {} Street", "in {} Street", "in {}", "at {} Square", "near {}")).format(words.proper(rng, split, words.CITIES))
+        return rng.choice(
+            (
+                f"on level {rng.randint(1, 9)}",
+                f"in room {rng.randint(1, 400)}",
+                f"on floor {rng.randint(1, 30)}",
+                f"in row {rng.randint(1, 40)}",
+            )
+        )
+    return rng.choice(("on {} Street", "in {} Street", "in {}", "at {} Square", "near {}")).format(
+        words.proper(rng, split, words.CITIES)
+    )
 
 
 def _time(rng: Random) -> str:
@@ -152,8 +178,46 @@ def _time(rng: Random) -> str:
 
 
 def _title(rng: Random, split: Split) -> str:
-    adjective = rng.choice("Silent Golden Broken Hidden Last First Blue Red Lost Secret Old Little Burning Endless Quiet Dark".split())
-    noun = rng.choice("Garden River Mountain Sea House Forest Star Night Winter King Letter Bridge Window Island Dream Train".split())
+    adjective = rng.choice(
+        [
+            "Silent",
+            "Golden",
+            "Broken",
+            "Hidden",
+            "Last",
+            "First",
+            "Blue",
+            "Red",
+            "Lost",
+            "Secret",
+            "Old",
+            "Little",
+            "Burning",
+            "Endless",
+            "Quiet",
+            "Dark",
+        ]
+    )
+    noun = rng.choice(
+        [
+            "Garden",
+            "River",
+            "Mountain",
+            "Sea",
+            "House",
+            "Forest",
+            "Star",
+            "Night",
+            "Winter",
+            "King",
+            "Letter",
+            "Bridge",
+            "Window",
+            "Island",
+            "Dream",
+            "Train",
+        ]
+    )
     return rng.choice((f"The {adjective} {noun}", f"{adjective} {noun}", words.proper(rng, split, words.CITIES), f"The {words.proper(rng, split, words.NAMES)}",
                        f"The {noun} of {words.proper(rng, split, words.CITIES)}"))  # fmt: skip
 

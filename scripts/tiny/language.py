@@ -8,11 +8,10 @@ what was told stays letter for letter what it was.
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 from random import Random
 
 _FIELD = re.compile(r"(\{\w+\})")
-
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +39,7 @@ def _parse(text: str, at: int) -> tuple[_Alternatives, int]:
     return _Alternatives(tuple(options)), at
 
 
-@lru_cache(maxsize=None)
+@cache
 def _compiled(template: str) -> _Alternatives:
     tree, end = _parse(template, 0)
     if end != len(template):
@@ -73,9 +72,7 @@ def fill(text: str, fields: dict[str, str]) -> str:
     """Put in the fields that are named; leave the others."""
     if "{" not in text:
         return text
-    return "".join(
-        fields.get(part[1:-1], part) if part[:1] == "{" else part for part in _FIELD.split(text) if part
-    )
+    return "".join(fields.get(part[1:-1], part) if part[:1] == "{" else part for part in _FIELD.split(text) if part)
 
 
 def capital(text: str) -> str:
@@ -123,9 +120,7 @@ class Style:
         out = ""
         for index, sentence in enumerate(sentences):
             text = sentence.text if self.lower else capital(sentence.text)
-            text = "".join(
-                part if part[:1] == "{" else self._roughen(rng, part, typo) for part in _FIELD.split(text)
-            )
+            text = "".join(part if part[:1] == "{" else self._roughen(rng, part, typo) for part in _FIELD.split(text))
             text = fill(text, sentence.values)
             last = index == len(sentences) - 1
             end = sentence.end

@@ -1,5 +1,7 @@
 """Lists that a user keeps over a dialogue: told, asked, added to, taken from; and groups of names."""
 
+# ruff: noqa: E501  -- templates read best one to a line
+
 from dataclasses import dataclass
 
 from . import words
@@ -31,9 +33,9 @@ def _group(noun: str, names: tuple[str, ...]) -> Kind:
 
 
 _COMMON_TELL = (
-    "my {name} is {all}|my {name} (has|contains) {all}|(please |)(make|start|create) a {name} (with|for|:) {all}|(please |)(put|add) {all} (on|to) my {name}|on my {name} (are|is|I have) {all}|"
+    "my {name} is {all}|my {name} (has|contains) {all}|(please |)(make|start|create) a {name} (with|for|with) {all}|(please |)(put|add) {all} (on|to) my {name}|on my {name} (are|is|I have) {all}|"
     "(please |)remember my {name}: {all}|my {name}: {all}|I have {all} on my {name}|this is my {name}: {all}"
-).replace("for|:)", "for|with)")
+)
 _COMMON_ASK = (
     "what is on my {name}|what's on my {name}|what is on my {name}( now| again|)|(show|read|tell|give) me my {name}|can you (show|tell|read) me my {name}|my {name} please|what did I put on my {name}|"
     "what was on my {name}|do you (know|remember) (my {name}|what is on my {name})|which things are on my {name}|what do I have on my {name}|list my {name}"
@@ -104,7 +106,11 @@ class Lists:
 
     def _sentence(self, template: str, kind: Kind, **values: str) -> Sentence:
         text = expand(self.writer.rng, template.replace("{name}", kind.name))
-        return Sentence(text, "?" if text.startswith(("what", "who", "where", "which", "do ", "can ", "is ", "how ")) else ".", values)
+        return Sentence(
+            text,
+            "?" if text.startswith(("what", "who", "where", "which", "do ", "can ", "is ", "how ")) else ".",
+            values,
+        )
 
     def _shown(self, items: list[str]) -> str:
         """The items the way a user types them."""
@@ -127,7 +133,10 @@ class Lists:
         if kind.name in self.kept:
             return self.ask(self.kept[kind.name])
         while True:
-            items = [self._item(kind) for _ in range(rng.choice((1, 2, 2, 3, 3, 3, 4, 5)) if not kind.fixed else rng.choice((2, 2, 3, 3, 4)))]
+            items = [
+                self._item(kind)
+                for _ in range(rng.choice((1, 2, 2, 3, 3, 3, 4, 5)) if not kind.fixed else rng.choice((2, 2, 3, 3, 4)))
+            ]
             if kind.names or belongs(self.writer.split, kind.name, *items):
                 break
             self.seen.difference_update(items)
@@ -135,7 +144,10 @@ class Lists:
         template = kind.tell if kind.fixed or (kind.tell and self.writer.chance(0.4)) else _COMMON_TELL
         sentence = self._sentence(template, kind, all=self._shown(items), n=NUMBER_WORDS[len(items)])
         if kind.fixed or self.writer.chance(0.5):
-            answer = expand(rng, "(Okay|Got it|Thank you|Noted|I see)(!|.) {has}|(Okay|Got it|Noted|Thank you), I will remember that(.|!)|(Noted|Okay|Got it)(!|.) I will remember (them|all of them|it).")
+            answer = expand(
+                rng,
+                "(Okay|Got it|Thank you|Noted|I see)(!|.) {has}|(Okay|Got it|Noted|Thank you), I will remember that(.|!)|(Noted|Okay|Got it)(!|.) I will remember (them|all of them|it).",
+            )
         else:
             answer = "Okay! {has}"
         self.writer.say([sentence], answer.replace("{has}", self._has(kept)))
@@ -153,8 +165,15 @@ class Lists:
         if kind.name in self.kept:
             return self.ask(self.kept[kind.name])
         about = expand(self.writer.rng, kind.about).replace("{name}", kind.name)
-        answer = expand(self.writer.rng, f"You have not told me {about}( yet|).|(I am sorry|Sorry), you have not told me {about}( yet|).")
-        self.writer.say([self._sentence(kind.ask if kind.fixed else _COMMON_ASK, kind, n="three")], answer, Check("unknown fact", (), tuple(sorted(self.seen)), unknown=True))
+        answer = expand(
+            self.writer.rng,
+            f"You have not told me {about}( yet|).|(I am sorry|Sorry), you have not told me {about}( yet|).",
+        )
+        self.writer.say(
+            [self._sentence(kind.ask if kind.fixed else _COMMON_ASK, kind, n="three")],
+            answer,
+            Check("unknown fact", (), tuple(sorted(self.seen)), unknown=True),
+        )
         return None
 
     def add(self, kept: Kept) -> None:
@@ -165,9 +184,19 @@ class Lists:
         kept.told = len(self.writer.turns)
         template = "(please |)add {all} to my {name}|add {all} to (the|my) {name} (too|please|as well|)|put {all} on (my|the) {name}( too| as well|)|(can you |)(please |)add {all}( to the list| to my list| to it|)|{all} should be on my {name} too"
         if kept.kind.name in _SHOPPING:
-            template += "|I (also|still) need {all}" if kept.kind.name != "to-do list" else "|I also (need|have) to {all}"
-        answer = expand(self.writer.rng, "(Okay|Done|Sure|All right)(!|.) {has}|I added {new}. {has}").replace("{has}", self._has(kept)).replace("{new}", join_and(new))
-        self.writer.say([self._sentence(template, kept.kind, all=self._shown(new))], answer, self._check("list change", kept, answer))
+            template += (
+                "|I (also|still) need {all}" if kept.kind.name != "to-do list" else "|I also (need|have) to {all}"
+            )
+        answer = (
+            expand(self.writer.rng, "(Okay|Done|Sure|All right)(!|.) {has}|I added {new}. {has}")
+            .replace("{has}", self._has(kept))
+            .replace("{new}", join_and(new))
+        )
+        self.writer.say(
+            [self._sentence(template, kept.kind, all=self._shown(new))],
+            answer,
+            self._check("list change", kept, answer),
+        )
         return None
 
     def remove(self, kept: Kept) -> None:
@@ -180,7 +209,9 @@ class Lists:
             template += "|I (bought|got|already have) (the |){all}"
         rest = self._has(kept)
         answer = expand(self.writer.rng, "(Okay|Done|Sure|All right)(!|.) {has}").replace("{has}", rest)
-        self.writer.say([self._sentence(template, kept.kind, all=gone)], answer, self._check("list change", kept, answer))
+        self.writer.say(
+            [self._sentence(template, kept.kind, all=gone)], answer, self._check("list change", kept, answer)
+        )
         return None
 
     def has(self, kept: Kept) -> None:
@@ -188,11 +219,20 @@ class Lists:
         item = self.writer.rng.choice(kept.items) if inside else self._item(kept.kind)
         kind = kept.kind
         answer = f"Yes, {item} is on your {kind.name}." if inside else f"No, {item} is not on your {kind.name}."
-        ask = self._sentence("is {all} on my {name}|do I have {all} on my {name}|did I put {all} on my {name}", kind, all=item)
-        self.writer.say([Sentence(ask.text, "?", ask.values)], answer, Check("yes or no", (answer.split(",")[0], item), (), len(self.writer.turns) - kept.told))
+        ask = self._sentence(
+            "is {all} on my {name}|do I have {all} on my {name}|did I put {all} on my {name}", kind, all=item
+        )
+        self.writer.say(
+            [Sentence(ask.text, "?", ask.values)],
+            answer,
+            Check("yes or no", (answer.split(",")[0], item), (), len(self.writer.turns) - kept.told),
+        )
 
     def count(self, kept: Kept) -> None:
         number = NUMBER_WORDS[len(kept.items)]
         answer = f"Your {kept.kind.name} has {join_and(kept.items)}: that makes {number}."
-        ask = self._sentence("how many (things|items|entries) are on my {name}|how long is my {name}|how many things do I have on my {name}", kept.kind)
+        ask = self._sentence(
+            "how many (things|items|entries) are on my {name}|how long is my {name}|how many things do I have on my {name}",
+            kept.kind,
+        )
         self.writer.say([ask], answer, Check("list count", (number,), (), len(self.writer.turns) - kept.told))

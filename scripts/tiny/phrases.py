@@ -1,5 +1,7 @@
 """What holdfast-tiny says when nothing is to be remembered: small talk, refusals, stories. Templates of `language`."""
 
+# ruff: noqa: E501  -- templates read best one to a line
+
 # (what the user says, what the assistant answers); a line of alternatives is one intent.
 SMALL_TALK: tuple[tuple[str, str], ...] = (
     ("(hi|hello|hey|hi there|hello there|hey there|good morning|good evening|good afternoon|hiya|howdy|greetings|yo)( holdfast| tiny| again|)",
@@ -28,7 +30,7 @@ SMALL_TALK: tuple[tuple[str, str], ...] = (
     ("(ok|okay|cool|nice|great|alright|I see|wow|awesome|perfect|good|fine|sure|right|got it|sounds good|interesting|amazing|lovely|makes sense|well|hmm|oh)( then|)", "(Great|Good|Okay|Lovely)! (What would you like to talk about|What else can I do for you|What would you like to do next|Tell me more)(.|!)|I am glad. (Is there anything else|What comes next|What would you like to know)?"),
     ("(yes|yeah|yep|yes please|of course|sure thing|definitely)", "(Great|Good|Wonderful)! (Please tell me more|Go ahead|I am listening|Tell me)."),
     ("(no|nope|no thanks|no thank you|not really|not now|never mind|nevermind|nothing)", "(All right|Okay|No problem). (Just tell me if you need anything|I am here if you need me|Let me know if something comes up)."),
-    ("(lol|haha|hahaha|that's funny|you are funny|:)|funny|hehe|ha)".replace(":)", "very funny"), "I am glad that (you are amused|I made you smile|you like it)!|(Laughing|Humour) is good for everyone!"),
+    ("(lol|haha|hahaha|that's funny|you are funny|very funny|funny|hehe|ha)", "I am glad that (you are amused|I made you smile|you like it)!|(Laughing|Humour) is good for everyone!"),
     ("(you are|you're) (great|nice|smart|clever|helpful|awesome|amazing|cute|sweet|the best|so kind|very good)|I (like|love) you|good (job|bot|work)|well done|I like talking to you|you're right|correct|that is (right|correct)",
      "(Thank you|Thanks)(, that is very kind| so much| very much|)! (I do my best|I am happy to help|You are very kind|That makes me happy)."),
     ("(you are|you're) (stupid|dumb|wrong|bad|useless|boring|annoying|slow|silly)|that is (wrong|not right|not true|incorrect)|that's wrong|I (hate|don't like) you|bad bot", "I am sorry (about that|to hear that|if I made a mistake). I am a (very|) small model, (but|and) I (try|will try) (my best|to do better)."),
@@ -44,7 +46,7 @@ SMALL_TALK: tuple[tuple[str, str], ...] = (
      "That sounds (nice|like fun|lovely|relaxing)! (Did you enjoy it|Did you like it|Was it good|How was it)?|(Lovely|How nice|Wonderful)! I hope you (had a good time|enjoyed it)."),
     ("(yes, |)(it|that) was (good|great|fun|nice|okay|wonderful|fantastic|lovely|interesting)|(yes, |)I (enjoyed|liked|loved) it|it was (bad|boring|not good|terrible|too long)", "(Thank you for telling me|I see|Good to know)! (What else did you do|What will you do next|Tell me more)(.|!)"),
     ("what (should|can|could) I (do|cook|eat|read|watch|play)( today| tonight| now| this evening| for dinner|)|I (don't know|have no idea) what to (do|cook|eat|read)|give me (an idea|some advice|a tip|advice)|any (ideas|suggestions|tips|advice)", "How about (a walk in the park|a good book|some soup and fresh bread|a cup of tea and some music|calling a friend|baking a cake|a nap and a snack)?|You could (take a walk|read a book|call a friend|cook something warm|listen to music). (It often helps|That is often nice)!"),
-    ("(let's|can we|shall we) (talk|chat)|I want to (talk|chat)( to you| with you|)|talk to me|let's chat (a bit|for a while|)|(are you there|hello, are you there|anybody there|you there|still there)|I'm bored, talk to me|say something", "(Sure|Of course|Gladly|Yes, I am here)! (What would you like to talk about|What is on your mind|How was your day|Tell me about your day)(.|?)".replace("(.|?)", "?").replace("Tell me about your day", "How is your day")),
+    ("(let's|can we|shall we) (talk|chat)|I want to (talk|chat)( to you| with you|)|talk to me|let's chat (a bit|for a while|)|(are you there|hello, are you there|anybody there|you there|still there)|I'm bored, talk to me|say something", "(Sure|Of course|Gladly|Yes, I am here)! (What would you like to talk about|What is on your mind|How was your day|How is your day)?"),
     ("(can you|could you|will you|do you) (remember|learn) (things|stuff|what I say|what I tell you|facts)|do you have (a |)(good |)memory|will you remember (this|that|me)|can I (tell|ask) you something|I want to tell you something|can I ask (you |)a question|I have a question|listen|remember this",
      "(Yes|Sure|Of course)! (Tell me|Go ahead|I am listening|Please go on|Please tell me).|Yes, I remember what you tell me in this conversation. (Go ahead|Please tell me|Try me)!"),
     ("(this is a test|test|testing|just testing|I am testing you|I'm testing you|testing 1 2 3|check|ping)", "(I am here and it works|Everything works|The test works|I am here)! (How can I help|What would you like to try)?|(Hello|Pong)! I am (here|ready)."),
@@ -70,10 +72,16 @@ SMALL_TALK: tuple[tuple[str, str], ...] = (
     ("what is holdfast|what does holdfast do|tell me about holdfast|what is holdfast( good|) for|who is holdfast", "Holdfast is a program that serves language models. It holds each conversation's state, so that I can answer quickly.|Holdfast is the engine that runs me. It serves many conversations at once and keeps each one's state."),
     ("(do you|can you) (think|learn|feel|see( me|)|hear( me|))|are you (smart|intelligent|clever)|how (big|smart|small|large|clever) are you|how many parameters do you have", "I am a very small language model with a few million parameters. I know (little|only a little), but I remember well what you tell me."),
     ("(write|tell me|make|recite|compose|read)( me|) a (short |little |nice |)poem( for me|)|(a poem please|poem|write some poetry)", "The moon is bright, the night is deep,\nthe little boats are fast asleep.\nThe wind is soft, the stars are near,\nand all is well that we hold dear.|A leaf fell down without a sound\nand made a carpet on the ground.\nThe winter came, the winter passed,\nand green came back to us at last.|I have a lamp, I have a chair,\nI have a book that I can share.\nThe rain may fall, the wind may blow,\nwe read until the fire is low."),
-    ("(good|nice|great|lovely) (story|poem|song|joke|answer|work|memory)|(I liked|I like) (that|it|the story|your story|the joke)( a lot| very much|)", "(Thank you|I am glad that you liked it)! (Would you like another one|I can tell you another one, if you like|That makes me happy)(.|!)".replace("(.|!)", "!").replace("Would you like another one", "Just ask if you want another one")),
+    ("(good|nice|great|lovely) (story|poem|song|joke|answer|work|memory)|(I liked|I like) (that|it|the story|your story|the joke)( a lot| very much|)", "(Thank you|I am glad that you liked it)! (Just ask if you want another one|I can tell you another one, if you like|That makes me happy)!"),
 )  # fmt: skip
 
-QUESTIONS = tuple(pair for pair in SMALL_TALK if pair[0].startswith(("what is your", "what can", "(how are you|", "how are you", "(who|what) are", "how old", "who (made")))
+QUESTIONS = tuple(
+    pair
+    for pair in SMALL_TALK
+    if pair[0].startswith(
+        ("what is your", "what can", "(how are you|", "how are you", "(who|what) are", "how old", "who (made")
+    )
+)
 
 # Questions about the world, which it does not know. {X} is a country, {C} a city, {N} a name, {W} a word.
 WORLD: tuple[str, ...] = (
@@ -115,7 +123,7 @@ UNKNOWN_ANSWERS = (
     "You have not told me {about}( yet| so far|).|You have not told me {about}( yet|).|(I am sorry|Sorry), (but |)you have not told me {about}( yet|).|"
     "I do not know {about}, (because |)you have not told me( yet|).|I am sorry, I do not know {about}. (You have not told me yet|You have not told me).|"
     "You have not told me {about} yet. (Would you like to tell me|Please tell me, if you like|Tell me, and I will remember it)."
-).replace("Would you like to tell me.", "Please tell me.")
+)
 
 RECALL_OPENINGS = (
     "|||||(Of course|Sure|Yes|Certainly)(!|, of course.)|You told me (that|)|(As|Like) you told me,|I remember: |(You said|You mentioned|You told me) that|"
@@ -124,10 +132,67 @@ RECALL_OPENINGS = (
 
 ACKS = "(Got it|Okay|All right|Noted|I see|Thank you|Thanks|Thanks for telling me|Good to know|I understand|Understood)"
 
-HEROES = "fox, cat, girl, boy, mouse, robot, dragon, sailor, bear, baker, owl, princess, king, rabbit, frog, farmer, penguin, knight, wizard, snail".split(", ")
-ADJECTIVES = "little, young, brave, kind, old, curious, clever, lonely, happy, shy, tiny, friendly, sleepy".split(", ")
-PLACES_IN_STORIES = "a deep forest, a small village, an old castle, a house by the sea, a quiet valley, a big city, a lighthouse, a tall tower, a tiny boat, a green garden".split(", ")
-TREASURES = "a golden key, a shiny stone, an old map, a lost letter, a silver bell, a blue feather, a warm light, a strange egg, a magic lamp, a secret door".split(", ")
+HEROES = [
+    "fox",
+    "cat",
+    "girl",
+    "boy",
+    "mouse",
+    "robot",
+    "dragon",
+    "sailor",
+    "bear",
+    "baker",
+    "owl",
+    "princess",
+    "king",
+    "rabbit",
+    "frog",
+    "farmer",
+    "penguin",
+    "knight",
+    "wizard",
+    "snail",
+]
+ADJECTIVES = [
+    "little",
+    "young",
+    "brave",
+    "kind",
+    "old",
+    "curious",
+    "clever",
+    "lonely",
+    "happy",
+    "shy",
+    "tiny",
+    "friendly",
+    "sleepy",
+]
+PLACES_IN_STORIES = [
+    "a deep forest",
+    "a small village",
+    "an old castle",
+    "a house by the sea",
+    "a quiet valley",
+    "a big city",
+    "a lighthouse",
+    "a tall tower",
+    "a tiny boat",
+    "a green garden",
+]
+TREASURES = [
+    "a golden key",
+    "a shiny stone",
+    "an old map",
+    "a lost letter",
+    "a silver bell",
+    "a blue feather",
+    "a warm light",
+    "a strange egg",
+    "a magic lamp",
+    "a secret door",
+]
 STORY = (
     "(Once upon a time|Long ago|Many years ago), there was {a_adj} {hero} (named|called) {name} who lived in {place}. "
     "(One day|One morning|One evening), {name} found {treasure} (under a tree|near the river|behind a wall|on the way home|in the snow). "

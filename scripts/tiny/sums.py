@@ -1,5 +1,7 @@
 """Simple arithmetic: sums in the ways people type them, word problems, comparisons, counting aloud."""
 
+# ruff: noqa: E501  -- templates read best one to a line
+
 from dataclasses import dataclass
 from random import Random
 
@@ -41,7 +43,9 @@ class Sum:
     @staticmethod
     def make(rng: Random, a: int, op: str, b: int, asks: dict[str, str]) -> "Sum":
         result = {"+": a + b, "-": a - b, "*": a * b, "/": a // max(b, 1)}[op]
-        shown = [NUMBER_WORDS[n] if 0 <= n <= 20 and worded else str(n) for n in (a, b) for worded in (rng.random() < 0.08,)]
+        shown = [
+            NUMBER_WORDS[n] if 0 <= n <= 20 and worded else str(n) for n in (a, b) for worded in (rng.random() < 0.08,)
+        ]
         question = fill(expand(rng, asks[op]), {"a": shown[0], "b": shown[1]})
         fields = {"a": str(a), "b": str(b), "r": str(result), "word": _WORDS[op], "op": "x" if op == "*" else op}
         answer = fill(expand(rng, _ANSWERS), fields)
@@ -55,7 +59,11 @@ class Sum:
             op, b = rng.choice("++-*"), rng.randint(1, 20)
             if op == "*":
                 b = rng.randint(2, 5)
-            if 0 <= last <= (200 if op == "*" else 999) and not (op == "-" and b > last) and belongs(split, f"{last}{op}{b}"):
+            if (
+                0 <= last <= (200 if op == "*" else 999)
+                and not (op == "-" and b > last)
+                and belongs(split, f"{last}{op}{b}")
+            ):
                 return Sum.make(rng, last, op, b, _CONTINUED)
         return draw_sum(rng, split)
 
@@ -67,7 +75,11 @@ def draw_sum(rng: Random, split: Split) -> Sum:
         top = rng.choice((10, 10, 20, 100, 100, 100, 100, 1000))
         a, b = rng.randint(0 if op != "*" else 1, top), rng.randint(1, rng.choice((top, top, 10)))
         if op == "*":
-            a, b = (rng.randint(1, 12), rng.randint(1, 12)) if rng.random() < 0.75 else (rng.randint(10, 99), rng.randint(2, 9))
+            a, b = (
+                (rng.randint(1, 12), rng.randint(1, 12))
+                if rng.random() < 0.75
+                else (rng.randint(10, 99), rng.randint(2, 9))
+            )
             if rng.random() < 0.3:
                 a, b = b, a
         elif op == "/":
@@ -90,11 +102,19 @@ def word_problem(rng: Random, split: Split) -> tuple[str, str, str, str]:
     who, have = rng.choice((("if I", "have"), ("if I", "have"), (name, "has"), (f"if {name}", "has")))
     if plus:
         verb = rng.choice(("get", "buy", "find")) + ("" if have == "have" else "s")
-        question = f"{who} {have} {a} {noun} and {verb} {b} more, how many {noun} " + rng.choice(("are there", "is that", "are there in total", "does that make"))
+        question = f"{who} {have} {a} {noun} and {verb} {b} more, how many {noun} " + rng.choice(
+            ("are there", "is that", "are there in total", "does that make")
+        )
         answer, result = f"{a} + {b} = {a + b}, so there are {a + b} {noun}.", a + b
     else:
-        verb = rng.choice(("lose", "sell", "give away")) if have == "have" else rng.choice(("loses", "sells", "gives away"))
-        question = f"{who} {have} {a} {noun} and {verb} {b}, how many {noun} " + rng.choice(("are left", "remain", "are there now"))
+        verb = (
+            rng.choice(("lose", "sell", "give away"))
+            if have == "have"
+            else rng.choice(("loses", "sells", "gives away"))
+        )
+        question = f"{who} {have} {a} {noun} and {verb} {b}, how many {noun} " + rng.choice(
+            ("are left", "remain", "are there now")
+        )
         answer, result = f"{a} - {b} = {a - b}, so there are {a - b} {noun} left.", a - b
     return "word problem", question, answer, str(result)
 
@@ -105,7 +125,10 @@ def three_numbers(rng: Random, split: Split) -> tuple[str, str, str, str]:
         a, b, c = (rng.randint(1, rng.choice((10, 20))) for _ in range(3))
         if belongs(split, f"{a}+{b}+{c}"):
             break
-    question = expand(rng, f"what is {a} + {b} + {c}|{a} + {b} + {c}|{a}+{b}+{c}|what is {a} plus {b} plus {c}|add {a}, {b} and {c}|(what is|) the sum of {a}, {b} and {c}")
+    question = expand(
+        rng,
+        f"what is {a} + {b} + {c}|{a} + {b} + {c}|{a}+{b}+{c}|what is {a} plus {b} plus {c}|add {a}, {b} and {c}|(what is|) the sum of {a}, {b} and {c}",
+    )
     return "three numbers", question, f"{a} + {b} + {c} = {a + b} + {c} = {a + b + c}.", str(a + b + c)
 
 
@@ -120,7 +143,12 @@ def comparison(rng: Random, split: Split) -> tuple[str, str, str, str]:
     word = rng.choice(("bigger", "larger", "greater")) if larger else rng.choice(("smaller", "less"))
     question = expand(rng, f"which (number|one|) is {word}, {a} or {b}|what is {word}, {a} or {b}|is {a} or {b} {word}")
     result = max(a, b) if larger else min(a, b)
-    return "comparison", question, expand(rng, f"The {'larger' if larger else 'smaller'} (number|one) is {result}.|It is {result}."), str(result)
+    return (
+        "comparison",
+        question,
+        expand(rng, f"The {'larger' if larger else 'smaller'} (number|one) is {result}.|It is {result}."),
+        str(result),
+    )
 
 
 def count_aloud(rng: Random, split: Split) -> tuple[str, str, str, str]:
@@ -130,12 +158,17 @@ def count_aloud(rng: Random, split: Split) -> tuple[str, str, str, str]:
     numbers = list(range(start, start + count * step, step))
     last = numbers[-1]
     if step == 2:
-        question = expand(rng, f"count by twos from {start} to {last}|count from {start} to {last} (in steps of two|by twos)")
+        question = expand(
+            rng, f"count by twos from {start} to {last}|count from {start} to {last} (in steps of two|by twos)"
+        )
     elif rng.random() < 0.25:
         question = expand(rng, f"count (down|backwards) from {last} to {start}|count backwards from {last} to {start}")
         numbers.reverse()
     elif start == 1:
-        question = expand(rng, f"count to {last}|count from 1 to {last}|(please|can you) count to {last}|can you count from 1 to {last}|count up to {last}|count from one to {last}")
+        question = expand(
+            rng,
+            f"count to {last}|count from 1 to {last}|(please|can you) count to {last}|can you count from 1 to {last}|count up to {last}|count from one to {last}",
+        )
     else:
         question = expand(rng, f"count from {start} to {last}|(please|can you) count from {start} to {last}")
     return "counting", question, ", ".join(map(str, numbers)) + ".", str(numbers[-1])

@@ -1,5 +1,7 @@
 """Turns in which something is told or changed, and how the assistant takes note."""
 
+# ruff: noqa: E501  -- templates read best one to a line
+
 import re
 
 from . import phrases, words
@@ -8,7 +10,6 @@ from .language import Sentence, capital, expand, fill
 from .words import join_and
 from .writer import Check, Fact, Writer
 
-
 _WRAPS = (
     "(please |)remember that|(can|could) you remember that|don't forget that|(please |)note that|fun fact:|by the way,|just so you know,|I want you to know that|"
     "did you know that|let me tell you that|you should know that|well,|I think I told you that|keep in mind that|oh, and"
@@ -16,23 +17,65 @@ _WRAPS = (
 
 # Several facts in one breath: the text, and for each value whom it is about and what it is.
 _INTRODUCTIONS: tuple[tuple[str, dict[str, str]], ...] = (
-    ("(I'm|I am|my name is|this is) {a} from {b}|(I'm|I am|my name is) {a} and (I'm|I am|I come) from {b}|(I'm|I am) {a}, from {b}|(it's|this is) {a} from {b}", {"a": "me name", "b": "me origin"}),
-    ("(I'm|I am|my name is) {a} and (I live|I'm living|live) in {b}|(I'm|I am|my name is) {a}, I live in {b}|(I'm|I am) {a} and I am based in {b}", {"a": "me name", "b": "me home"}),
-    ("(I'm|I am|my name is) {a} and (I'm|I am|) {b} years old|(I'm|I am|my name is) {a}, {b} years old|(I'm|I am) {a}, {b}|my name is {a}, I'm {b}", {"a": "me name", "b": "me age"}),
-    ("(I'm|I am|my name is) {a}, {b} from {c}|(I'm|I am|my name is) {a}, {b}, from {c}|(I'm|I am) {a}, I'm {b} from {c}", {"a": "me name", "b": "me job", "c": "me origin"}),
-    ("(I'm|I am|my name is) {a}, {b} years old(,| and) from {c}|(I'm|I am) {a}, {b}, (and I'm |)from {c}", {"a": "me name", "b": "me age", "c": "me origin"}),
-    ("(I'm|I am|my name is) {a}, (I'm|I am|and I'm) {b}(,| and) I live in {c}|(I'm|I am|my name is) {a}, I'm {b} and I work as {d} in {c}", {"a": "me name", "b": "me age", "c": "me home", "d": "me job"}),
-    ("I live in {a} (and|where I) work as {b}|I'm {b} and (I |)live in {a}|I am {b}, living in {a}", {"a": "me home", "b": "me job"}),
+    (
+        "(I'm|I am|my name is|this is) {a} from {b}|(I'm|I am|my name is) {a} and (I'm|I am|I come) from {b}|(I'm|I am) {a}, from {b}|(it's|this is) {a} from {b}",
+        {"a": "me name", "b": "me origin"},
+    ),
+    (
+        "(I'm|I am|my name is) {a} and (I live|I'm living|live) in {b}|(I'm|I am|my name is) {a}, I live in {b}|(I'm|I am) {a} and I am based in {b}",
+        {"a": "me name", "b": "me home"},
+    ),
+    (
+        "(I'm|I am|my name is) {a} and (I'm|I am|) {b} years old|(I'm|I am|my name is) {a}, {b} years old|(I'm|I am) {a}, {b}|my name is {a}, I'm {b}",
+        {"a": "me name", "b": "me age"},
+    ),
+    (
+        "(I'm|I am|my name is) {a}, {b} from {c}|(I'm|I am|my name is) {a}, {b}, from {c}|(I'm|I am) {a}, I'm {b} from {c}",
+        {"a": "me name", "b": "me job", "c": "me origin"},
+    ),
+    (
+        "(I'm|I am|my name is) {a}, {b} years old(,| and) from {c}|(I'm|I am) {a}, {b}, (and I'm |)from {c}",
+        {"a": "me name", "b": "me age", "c": "me origin"},
+    ),
+    (
+        "(I'm|I am|my name is) {a}, (I'm|I am|and I'm) {b}(,| and) I live in {c}|(I'm|I am|my name is) {a}, I'm {b} and I work as {d} in {c}",
+        {"a": "me name", "b": "me age", "c": "me home", "d": "me job"},
+    ),
+    (
+        "I live in {a} (and|where I) work as {b}|I'm {b} and (I |)live in {a}|I am {b}, living in {a}",
+        {"a": "me home", "b": "me job"},
+    ),
     ("I live in {a} with my (PET|PET named|PET called) {b}", {"a": "me home", "b": "PET name"}),
-    ("I have a PET (called|named) {a} and a PET2 (called|named) {b}|my PET is called {a} and my PET2 is called {b}|my PET is called {a} and my PET2 {b}", {"a": "PET name", "b": "PET2 name"}),
-    ("my REL {a} lives in {b}|I have a REL (called|named) {a} (in|who lives in) {b}|my REL {a} is living in {b}", {"a": "REL name", "b": "REL home"}),
-    ("my REL {a} is {b} years old|I have a REL (called|named) {a} who is {b} years old|my REL {a} is {b}", {"a": "REL name", "b": "REL age"}),
-    ("my REL {a} is {b}|my REL {a} works as {b}|I have a REL (called|named) {a} who is {b}", {"a": "REL name", "b": "REL job"}),
-    ("my REL is called {a} and my REL2 is called {b}|my REL's name is {a} and my REL2's name is {b}|my REL is {a} and my REL2 is {b}|my REL {a} and my REL2 {b} are (here|visiting me|coming over)", {"a": "REL name", "b": "REL2 name"}),
+    (
+        "I have a PET (called|named) {a} and a PET2 (called|named) {b}|my PET is called {a} and my PET2 is called {b}|my PET is called {a} and my PET2 {b}",
+        {"a": "PET name", "b": "PET2 name"},
+    ),
+    (
+        "my REL {a} lives in {b}|I have a REL (called|named) {a} (in|who lives in) {b}|my REL {a} is living in {b}",
+        {"a": "REL name", "b": "REL home"},
+    ),
+    (
+        "my REL {a} is {b} years old|I have a REL (called|named) {a} who is {b} years old|my REL {a} is {b}",
+        {"a": "REL name", "b": "REL age"},
+    ),
+    (
+        "my REL {a} is {b}|my REL {a} works as {b}|I have a REL (called|named) {a} who is {b}",
+        {"a": "REL name", "b": "REL job"},
+    ),
+    (
+        "my REL is called {a} and my REL2 is called {b}|my REL's name is {a} and my REL2's name is {b}|my REL is {a} and my REL2 is {b}|my REL {a} and my REL2 {b} are (here|visiting me|coming over)",
+        {"a": "REL name", "b": "REL2 name"},
+    ),
     ("my REL is {a} (years old |)and my REL2 is {b}( years old|)", {"a": "REL age", "b": "REL2 age"}),
     ("my REL lives in {a} and my REL2 (lives |)in {b}", {"a": "REL home", "b": "REL2 home"}),
-    ("I have {a} COUNT and {b} COUNT2|I have {a} COUNT and I have {b} COUNT2|I own {a} COUNT and {b} COUNT2|I have got {a} COUNT and {b} COUNT2", {"a": "me count COUNT", "b": "me count COUNT2"}),
-    ("I have {a} COUNT, {b} COUNT2 and {c} COUNT3|at home I have {a} COUNT, {b} COUNT2 and {c} COUNT3", {"a": "me count COUNT", "b": "me count COUNT2", "c": "me count COUNT3"}),
+    (
+        "I have {a} COUNT and {b} COUNT2|I have {a} COUNT and I have {b} COUNT2|I own {a} COUNT and {b} COUNT2|I have got {a} COUNT and {b} COUNT2",
+        {"a": "me count COUNT", "b": "me count COUNT2"},
+    ),
+    (
+        "I have {a} COUNT, {b} COUNT2 and {c} COUNT3|at home I have {a} COUNT, {b} COUNT2 and {c} COUNT3",
+        {"a": "me count COUNT", "b": "me count COUNT2", "c": "me count COUNT3"},
+    ),
 )
 
 
@@ -51,11 +94,28 @@ def introduce(writer: Writer) -> None:
             continue
         who, _, key = what.partition(" ")
         noun = nouns.get(who, "")
-        entity = ME if who == "me" else Entity("pet", noun) if who.startswith("PET") else Entity("person", noun, words.RELATIONS[noun])
-        attribute = count_of(nouns[key.split()[1]]) if key.startswith("count") else next(a for a in attributes_of(entity) if a.key == key)
+        entity = (
+            ME
+            if who == "me"
+            else Entity("pet", noun)
+            if who.startswith("PET")
+            else Entity("person", noun, words.RELATIONS[noun])
+        )
+        attribute = (
+            count_of(nouns[key.split()[1]])
+            if key.startswith("count")
+            else next(a for a in attributes_of(entity) if a.key == key)
+        )
         value = sample(rng, writer.split, entity, attribute)
-        taken = [v for _, other, v in told.values() if other.type == attribute.type] + writer.values.get(attribute.type, [])
-        if value is None or writer.style.value(value) in taken or (entity, attribute.key) in writer.facts or writer.clashes(entity):
+        taken = [v for _, other, v in told.values() if other.type == attribute.type] + writer.values.get(
+            attribute.type, []
+        )
+        if (
+            value is None
+            or writer.style.value(value) in taken
+            or (entity, attribute.key) in writer.facts
+            or writer.clashes(entity)
+        ):
             return tell(writer)
         told[letter] = (entity, attribute, writer.style.value(value))
     sentences = [Sentence(text, rng.choice(".!"), {letter: value for letter, (_, _, value) in told.items()})]
@@ -74,7 +134,12 @@ def tell(writer: Writer) -> None:
     told: list[Fact] = []
     sentences: list[Sentence] = []
     if (not writer.turns and writer.chance(0.6)) or writer.chance(0.04):
-        sentences.append(Sentence(expand(writer.rng, "hi|hello|hey|hi there|hello there|good morning|good evening"), writer.rng.choice("!.,")))
+        sentences.append(
+            Sentence(
+                expand(writer.rng, "hi|hello|hey|hi there|hello there|good morning|good evening"),
+                writer.rng.choice("!.,"),
+            )
+        )
     for index in range(writer.rng.choice((1, 1, 1, 1, 2, 2, 3))):
         same = told and told[-1].entity.kind in ("me", "person", "pet", "named") and writer.chance(0.7)
         drawn = writer.draw_fact(told[-1].entity if same else None)
@@ -86,14 +151,26 @@ def tell(writer: Writer) -> None:
         sentence = tell_sentence(writer, spoken, attribute, value, index, pronoun=pronoun)
         if told and writer.chance(0.5):
             joined = sentences.pop()
-            sentence = Sentence(joined.text + writer.rng.choice((" and ", " and ", ", ", " and ")) + sentence.text, ".", {**joined.values, **sentence.values})
+            sentence = Sentence(
+                joined.text + writer.rng.choice((" and ", " and ", ", ", " and ")) + sentence.text,
+                ".",
+                {**joined.values, **sentence.values},
+            )
         sentences.append(sentence)
         told.append(writer.learn(entity, attribute, value))
     if told:
         acknowledge(writer, sentences, told)
 
 
-def tell_sentence(writer: Writer, entity: Entity, attribute: Attribute, value: str, index: int, template: str = "", pronoun: bool = False) -> Sentence:
+def tell_sentence(
+    writer: Writer,
+    entity: Entity,
+    attribute: Attribute,
+    value: str,
+    index: int,
+    template: str = "",
+    pronoun: bool = False,
+) -> Sentence:
     wrapped = not template and not pronoun and writer.chance(0.1)
     text = expand(writer.rng, template or (attribute.clause if wrapped else attribute.tell))
     text = fill(text, entity.fields(writer.rng, "user", pronoun))
@@ -169,7 +246,11 @@ def change(writer: Writer) -> None:
 def count_change(writer: Writer) -> None:
     """Two more cats, or one less: the number told earlier moves."""
     number = {word: index for index, word in enumerate(words.NUMBER_WORDS)}
-    facts = [f for f in writer.facts.values() if f.attribute.type == "count" and f.entity is ME and (f.value in number or int(f.value) <= 20)]
+    facts = [
+        f
+        for f in writer.facts.values()
+        if f.attribute.type == "count" and f.entity is ME and (f.value in number or int(f.value) <= 20)
+    ]
     if not facts:
         return tell(writer)
     fact = writer.rng.choice(facts)
@@ -184,6 +265,9 @@ def count_change(writer: Writer) -> None:
     ask = expand(writer.rng, f"(I got|I just got|I bought) {{n}} more {noun}|I have {{n}} more {noun} now" if more else
                  f"I (lost|gave away|sold) {{n}} (of my|of the) {noun}|I have {{n}} {noun} less now")  # fmt: skip
     fact = writer.learn(ME, fact.attribute, new_value)
-    answer = expand(writer.rng, f"(Okay|I see|Got it)(!|.) (Then|Now|So now) you have {{v}} {noun}.|(Okay|I see|Got it), (then|so|now) you have {{v}} {noun}.")
+    answer = expand(
+        writer.rng,
+        f"(Okay|I see|Got it)(!|.) (Then|Now|So now) you have {{v}} {noun}.|(Okay|I see|Got it), (then|so|now) you have {{v}} {noun}.",
+    )
     writer.say([Sentence(ask, ".", values)], fill(answer, {"v": new_value}), Check("count change", (new_value,)))
     return None

@@ -1,7 +1,8 @@
 """The tokenizer of holdfast-tiny, its chat template, and dialogues as token ids.
 
-Byte-level BPE. Digits stand alone, so that numbers are read place by place. What a user or a system prompt says follows a
-space, so that a name has the same pieces at the start of a message as inside a sentence, and can be copied piece by piece.
+Byte-level BPE. Digits stand alone, so that numbers are read place by place. What a user or a system prompt says
+follows a space, so that a name has the same pieces at the start of a message as inside a sentence, and can be copied
+piece by piece.
 """
 
 import json

@@ -1,7 +1,7 @@
-"""Trains holdfast-tiny from nothing: writers stream batches of dialogues, a tokenizer is learnt, the model trained, saved.
+"""Trains holdfast-tiny from nothing, on dialogues that are written while it trains, and saves it.
 
-    python -m scripts.tiny.train --out holdfast/builtin/holdfast-tiny        # a GPU, minutes
-    python -m scripts.tiny.train --out /tmp/tiny --steps 20 --batch-tokens 4096 --writers 1     # a CPU, to try it
+python -m scripts.tiny.train --out holdfast/builtin/holdfast-tiny        # a GPU, minutes
+python -m scripts.tiny.train --out /tmp/tiny --steps 20 --batch-tokens 4096 --writers 1     # a CPU, to try it
 """
 
 import argparse
@@ -63,7 +63,10 @@ def train(options: argparse.Namespace) -> None:
     with Writers(options.out / "tokenizer.json", options.writers, options.batch_tokens, options.seed) as writers:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         model = make_model(options).to(device)
-        print(f"{model.num_parameters() / 1e6:.2f}M parameters on {device}, {time.monotonic() - started:.0f} s", flush=True)
+        print(
+            f"{model.num_parameters() / 1e6:.2f}M parameters on {device}, {time.monotonic() - started:.0f} s",
+            flush=True,
+        )
         optimize(model, writers, options)
     save(model, options.out)
     print(f"saved {options.out} after {(time.monotonic() - started) / 60:.1f} minutes", flush=True)
@@ -91,7 +94,7 @@ def optimize(model: LlamaForCausalLM, writers: Writers, options: argparse.Namesp
         batch = torch.from_numpy(ids.astype(np.int64)).to(device), torch.from_numpy(said).to(device)
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             loss = loss_of(model, *batch)
-        loss.backward()
+        torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -129,7 +132,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--tokenizer-dialogues", type=int, default=6_000)
-    parser.add_argument("--writers", type=int, default=max(1, (os.cpu_count() or 2) - 2), help="processes that write dialogues")
+    parser.add_argument(
+        "--writers", type=int, default=max(1, (os.cpu_count() or 2) - 2), help="processes that write dialogues"
+    )
     parser.add_argument("--compile", action="store_true", help="compile the layers (worth it for minutes on a GPU)")
     parser.add_argument("--report", type=int, default=100, help="steps between reports")
     parser.add_argument("--seed", type=int, default=0)

@@ -1,5 +1,7 @@
 """The words dialogues are made of: lists, made-up words, and which of them are held out of training."""
 
+# ruff: noqa: E501  -- lists of words read best one to a line
+
 import zlib
 from functools import cache
 from random import Random
@@ -119,7 +121,20 @@ playing chess, collecting stamps, board games, video games, crossword puzzles, w
 
 SEASONS = ("spring", "summer", "autumn", "winter")
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
-MONTHS = ("January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November", "December")
+MONTHS = (
+    "January",
+    "February",
+    "March",
+    "April",
+    "May",
+    "June",
+    "July",
+    "August",
+    "September",
+    "October",
+    "November",
+    "December",
+)
 SUBJECTS = _list("""
 maths, physics, chemistry, biology, history, geography, music, art, English, French, Latin, philosophy, law, medicine, economics,
 computer science, psychology, literature, architecture, linguistics, engineering, statistics, astronomy""")
@@ -157,7 +172,9 @@ RELATIONS = {
     "roommate": "", "partner": "", "girlfriend": "she", "boyfriend": "he", "niece": "she", "nephew": "he", "doctor": "",
     "coach": "", "landlord": "he", "grandma": "she", "grandpa": "he", "dentist": "", "son in law": "he", "twin sister": "she",
 }  # fmt: skip
-PETS = _list("dog, cat, rabbit, hamster, parrot, horse, goldfish, turtle, puppy, kitten, guinea pig, pony, snake, lizard, goat")
+PETS = _list(
+    "dog, cat, rabbit, hamster, parrot, horse, goldfish, turtle, puppy, kitten, guinea pig, pony, snake, lizard, goat"
+)
 THINGS = _list("""
 locker code, door code, pin, seat number, room number, gate, ticket number, order number, phone number, flight number,
 bus number, house number, license plate, wifi password, password, username, hotel, street, school, university, company, gym,
@@ -182,15 +199,38 @@ next to the door, next to the television, at the office, at the gym, at the stat
 EVENTS = _list("""
 meeting, dentist appointment, doctor's appointment, exam, flight, train, party, wedding, concert, interview, lesson, birthday party,
 haircut, presentation, dinner, lunch, football match, yoga class, piano lesson, holiday, trip, conference, deadline, bus""")
-GOODS = ("apples", "oranges", "pencils", "pens", "cups", "plates", "books", "coins", "stamps", "tickets", "cookies", "eggs", "marbles", "balloons", "flowers", "candies", "cards", "bottles", "lemons", "stickers")
+GOODS = (
+    "apples",
+    "oranges",
+    "pencils",
+    "pens",
+    "cups",
+    "plates",
+    "books",
+    "coins",
+    "stamps",
+    "tickets",
+    "cookies",
+    "eggs",
+    "marbles",
+    "balloons",
+    "flowers",
+    "candies",
+    "cards",
+    "bottles",
+    "lemons",
+    "stickers",
+)
 NUMBER_WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
                 "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty")  # fmt: skip
 
-_ONSETS = tuple("b c d f g h j k l m n p r s t v w y z".split()) * 2 + tuple(
-    "br cr dr fr gr pr tr bl cl fl gl pl sl st sk sp sn sm sw th sh ch kh ph qu vl zh kr x q tch".split()
+_ONSETS = _list("b, c, d, f, g, h, j, k, l, m, n, p, r, s, t, v, w, y, z") * 2 + _list(
+    "br, cr, dr, fr, gr, pr, tr, bl, cl, fl, gl, pl, sl, st, sk, sp, sn, sm, sw, th, sh, ch, kh, ph, qu, vl, zh, kr, x, q, tch"
 )
-_VOWELS = tuple("a e i o u".split()) * 4 + tuple("ai ea ee ei ia ie io oa oo ou ui y au eo".split())
-_CODAS = ("",) * 12 + tuple("n r l s m t d k x th sh nd rk st ck ll ss nn lf mp ng rt z b g p ph v".split())
+_VOWELS = _list("a, e, i, o, u") * 4 + _list("ai, ea, ee, ei, ia, ie, io, oa, oo, ou, ui, y, au, eo")
+_CODAS = ("",) * 12 + _list(
+    "n, r, l, s, m, t, d, k, x, th, sh, nd, rk, st, ck, ll, ss, nn, lf, mp, ng, rt, z, b, g, p, ph, v"
+)
 
 
 def made_up(rng: Random, syllables: tuple[int, int] = (1, 3)) -> str:

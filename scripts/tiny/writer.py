@@ -167,4 +167,6 @@ class Writer:
     def some_word(self) -> str:
         if self.chance(0.4):
             return words.made_up(self.rng)
-        return self.rng.choice(words.ANIMALS + words.FRUITS + words.SUBJECTS + words.INSTRUMENTS + words.OBJECTS + words.SPORTS).removeprefix("the ")
+        return self.rng.choice(
+            words.ANIMALS + words.FRUITS + words.SUBJECTS + words.INSTRUMENTS + words.OBJECTS + words.SPORTS
+        ).removeprefix("the ")

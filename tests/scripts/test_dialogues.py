@@ -3,6 +3,7 @@
 from random import Random
 
 import pytest
+
 from scripts.tiny.dialogues import Dialogue, write_dialogue, write_text
 from scripts.tiny.facts import ME, attributes_of
 from scripts.tiny.language import Sentence, Style, expand
@@ -38,7 +39,9 @@ def test_no_field_or_alternative_is_left_in_the_text(split: Split) -> None:
 
 
 def test_facts_are_asked_over_many_turns() -> None:
-    distances = [t.check.turns for d in written("heldout") for t in d.turns if t.check and t.check.kind.startswith("recall")]
+    distances = [
+        t.check.turns for d in written("heldout") for t in d.turns if t.check and t.check.kind.startswith("recall")
+    ]
     assert sum(distance >= 6 for distance in distances) > 100
 
 
@@ -48,7 +51,9 @@ def test_names_told_in_training_are_never_told_in_the_heldout_dialogues() -> Non
         for _ in range(400):
             writer = Writer(rng, split)
             drawn = [writer.draw_fact(ME) for _ in range(4)]
-            names |= {value.lower() for _, attribute, value in filter(None, drawn) if attribute.proper and " " not in value}
+            names |= {
+                value.lower() for _, attribute, value in filter(None, drawn) if attribute.proper and " " not in value
+            }
         return names
 
     train, heldout = told("train"), told("heldout")

@@ -22,6 +22,9 @@ class EngineConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto", "weights and cache; auto is the checkpoint's own on CUDA and float32 on a CPU"
     )
+    load_format: Literal["auto", "random"] = option(
+        "auto", "auto reads the checkpoint's weights; random draws them, from its config.json alone (benchmarks)"
+    )
     max_model_len: int | None = option(None, "longest sequence in tokens; default: what the model was made for")
     max_sequences: int = option(256, "most sequences that run at once")
     block_size: int = option(16, "tokens in one block of the KV cache")
@@ -35,6 +38,7 @@ class EngineConfig:
         None, "aim for this time between tokens in ms; measures the device at start and sets the token budget"
     )
     steps_in_flight: int = option(2, "steps planned ahead of the device; 1 waits for each")
+    cuda_graphs: bool = option(True, "run decode steps as captured CUDA graphs, where there is a GPU")
     prefix_sharing: bool = option(True, "share the cache of equal prefixes between requests")
     max_waiting: int = option(4096, "requests that may wait; further ones are refused with 503")
     seed: int = option(0, "seed for requests that bring none")

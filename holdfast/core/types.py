@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 PENDING = -1
 """A token id that the host does not know yet: the executor puts in what the row sampled last."""
@@ -78,13 +79,12 @@ class Sampling:
     seed: int
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(NamedTuple):
     """Compute positions [start, stop) of one sequence.
 
     A decode is a segment of length 1, a prefill chunk a longer one, the recomputation of a dropped leading range one
     more segment of the same sequence. It may be planned only when every earlier position of its sequence is resident
-    in the cache, or is computed within the same step.
+    in the cache, or is computed within the same step. A tuple, as hundreds are made each step.
     """
 
     sequence_id: str
@@ -103,8 +103,7 @@ class Segment:
         return self.stop - self.start
 
 
-@dataclass(frozen=True, slots=True)
-class TableWrite:
+class TableWrite(NamedTuple):
     """Entries of a row's block table that are new: `blocks` stand at table positions [start, start + len(blocks))."""
 
     row: int
@@ -198,9 +197,8 @@ class Sequence:
         return self.length - len(self.request.prompt)
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceOutput:
-    """What one step added to one sequence."""
+class SequenceOutput(NamedTuple):
+    """What one step added to one sequence. A tuple, as hundreds are made each step."""
 
     request_id: str
     tokens: tuple[int, ...]

@@ -1,0 +1,149 @@
+"""`holdfast`: its commands, their flags, and how each way to end becomes an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import difflib
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+
+import uvloop
+
+from holdfast.cli import chat, serve
+from holdfast.cli.flags import Parser, UsageError, add_flags, build, flag_of, read_file
+from holdfast.cli.talkers import ChatError
+from holdfast.core.config import BUILTIN_MODEL, EngineConfig
+from holdfast.core.version import __version__
+from holdfast.engine.client import EngineDead, EngineStartError
+from holdfast.server.config import ServerConfig
+
+EXAMPLES = """\
+examples:
+  holdfast serve                              serve the built-in model on http://127.0.0.1:8000
+  holdfast serve ~/models/Llama-3.2-1B        serve a Hugging Face checkpoint
+  holdfast chat                               talk to the built-in model, right here
+  holdfast chat --url http://127.0.0.1:8000   talk to a server that runs
+"""
+MODEL_HELP = f"{BUILTIN_MODEL}, which is built in (default), or the directory of a Hugging Face checkpoint"
+BAD_USAGE = 2
+INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line. Returns the exit code: 0, 1 for what failed, 2 for what was asked wrongly, 130 for Ctrl-C.
+
+    A start that the engine refuses counts as asked wrongly: a model that is not there or not understood, too little
+    memory for the options given.
+    """
+    try:
+        parser = make_parser()
+        options, unknown = parser.parse_known_args(arguments)
+        if options.command is None:
+            parser.print_help()
+            return 0
+        if unknown:
+            raise UsageError(unknown_flag(unknown[0], options.command))
+        code: int = uvloop.run(start(options))
+        return code
+    except (UsageError, EngineStartError) as error:
+        return complain(str(error), BAD_USAGE)
+    except (EngineDead, ChatError, OSError) as error:
+        return complain(str(error), 1)
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        return INTERRUPTED
+
+
+def complain(reason: str, code: int) -> int:
+    """One line on stderr."""
+    print(f"holdfast: {' '.join(reason.split())}", file=sys.stderr)
+    return code
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    parser = Parser(
+        prog="holdfast",
+        description="Serve language models, and talk to them.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"holdfast {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", dest="command")
+
+    server = commands.add_parser(
+        "serve",
+        help="serve a model over HTTP, with OpenAI's API",
+        description="Serve a model over HTTP, with OpenAI's API. Without any argument it serves the built-in model.",
+        allow_abbrev=False,
+    )
+    add_model(server)
+    add_flags(server, ServerConfig, "the server")
+    add_flags(server, EngineConfig, "the engine", without=("model",))
+
+    talk = commands.add_parser(
+        "chat",
+        help="talk to a model in the terminal",
+        description="Talk to a model in the terminal: one that runs here, or behind the URL of any server with "
+        "OpenAI's API. Lines may come from a pipe as well.",
+        allow_abbrev=False,
+    )
+    add_model(talk)
+    add_flags(talk, chat.ChatConfig, "the conversation")
+    add_flags(talk, EngineConfig, "the engine, when the model runs here", without=("model",))
+    return parser
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """What a command that runs a model takes before its flags."""
+    parser.add_argument("model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="YAML file with any of the options below, as in `max_model_len: 4096`; flags win over it",
+    )
+
+
+CONFIGS: dict[str, tuple[type, ...]] = {
+    "serve": (ServerConfig, EngineConfig),
+    "chat": (chat.ChatConfig, EngineConfig),
+}
+"""Whose fields are the options of a command."""
+
+
+def unknown_flag(given: str, command: str) -> str:
+    """What to say of a flag that there is not."""
+    flags = [flag_of(field.name) for config in CONFIGS[command] for field in fields(config)]
+    near = difflib.get_close_matches(given.partition("=")[0], flags, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"holdfast {command} --help lists what there is"
+    return f"unknown option {given}; {hint}"
+
+
+async def start(options: argparse.Namespace) -> int:
+    """Make the configs of the chosen command and call it."""
+    flags = vars(options)
+    keys = environment_keys()
+    if options.command == "serve":
+        file = read_file(options.config, CONFIGS["serve"]) if options.config else {}
+        server = build(ServerConfig, flags, file, {"api_key": keys} if keys else {})
+        return await serve.run(build(EngineConfig, flags, file), server)
+    file = read_file(options.config, CONFIGS["chat"]) if options.config else {}
+    talk = build(chat.ChatConfig, flags, file, {"api_key": keys[0]} if keys else {})
+    if talk.url is not None:
+        refuse_engine_flags(flags)
+    return await chat.run(talk, build(EngineConfig, flags, file), flags.get("model", file.get("model")))
+
+
+def refuse_engine_flags(flags: Mapping[str, object]) -> None:
+    """With --url no model runs here, so options of the engine would be ignored. Raises UsageError for the first."""
+    for field in fields(EngineConfig):
+        if field.name in flags and field.name != "model":
+            raise UsageError(f"{flag_of(field.name)} is for a model that runs here; leave it out with --url")
+
+
+def environment_keys() -> list[str]:
+    """API keys from HOLDFAST_API_KEY, comma-separated."""
+    return [key.strip() for key in os.environ.get("HOLDFAST_API_KEY", "").split(",") if key.strip()]

@@ -1,0 +1,113 @@
+"""Flags and YAML keys made from the config dataclasses: each option and its help text is written once, there."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NoReturn, TypeVar
+
+import msgspec
+import yaml
+
+ConfigT = TypeVar("ConfigT")
+
+
+class UsageError(Exception):
+    """The user asked for something that cannot be; the message is one line. Exit code 2."""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse that reports what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} ({self.prog} --help lists what there is)")
+
+
+def add_flags(parser: argparse.ArgumentParser, config: type, title: str, without: Sequence[str] = ()) -> None:
+    """A flag for every field of a config dataclass: `max_model_len` becomes --max-model-len, a bool --x and --no-x.
+
+    Flags that are not given leave no trace, so that a file and the defaults can follow them.
+    """
+    group = parser.add_argument_group(title)
+    hints = typing.get_type_hints(config)
+    for field in dataclasses.fields(config):
+        if field.name not in without:
+            group.add_argument(flag_of(field.name), **_argument(field, hints[field.name]))
+
+
+def flag_of(name: str) -> str:
+    """A field's flag."""
+    return f"--{name.replace('_', '-')}"
+
+
+def _argument(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
+    given: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": _help(field)}
+    kinds = [kind for kind in typing.get_args(hint) if kind is not types.NoneType] if _optional(hint) else [hint]
+    kind = kinds[0]
+    if kind is bool:
+        return given | {"action": argparse.BooleanOptionalAction}
+    if typing.get_origin(kind) is Literal:
+        return given | {"choices": typing.get_args(kind)}
+    if typing.get_origin(kind) is tuple:
+        return given | {"action": "append", "metavar": field.name.split("_")[-1].upper()}
+    return given | {"type": kind, "metavar": {int: "N", float: "X", str: "TEXT"}[kind]}
+
+
+def _optional(hint: Any) -> bool:
+    return types.NoneType in typing.get_args(hint)
+
+
+def _help(field: dataclasses.Field[Any]) -> str:
+    text = str(field.metadata["help"]).replace("%", "%%")
+    if field.default is None or field.default == () or (isinstance(field.default, str) and not field.default):
+        return text
+    shown = {True: "on", False: "off"}[field.default] if isinstance(field.default, bool) else field.default
+    return f"{text} (default: {shown})"
+
+
+def read_file(path: str, configs: Sequence[type]) -> dict[str, Any]:
+    """The options in a YAML file, checked by the fields of `configs`. Keys may be written with - or _.
+
+    Raises UsageError that names what is wrong, and the nearest known key for one that is unknown.
+    """
+    try:
+        data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise UsageError(f"{path} must hold one option a line, as in `max_model_len: 4096`")
+    hints = {name: hint for config in configs for name, hint in typing.get_type_hints(config).items()}
+    options = {}
+    for key, value in data.items():
+        name = str(key).replace("-", "_")
+        if name not in hints:
+            near = difflib.get_close_matches(name, hints, n=1, cutoff=0)
+            raise UsageError(f"{path}: unknown option {key}; the nearest is {near[0]}")
+        try:
+            options[name] = msgspec.convert(value, hints[name])
+        except msgspec.ValidationError as error:
+            raise UsageError(f"{path}: {key}: {str(error).partition(' - at ')[0]}") from None
+    return options
+
+
+def build(config: type[ConfigT], *sources: Mapping[str, Any]) -> ConfigT:
+    """A config from the given options, an earlier source before a later one. Raises UsageError for what cannot be."""
+    names = {field.name for field in dataclasses.fields(config)}  # type: ignore[arg-type]
+    given: dict[str, Any] = {}
+    for source in sources:
+        for name in names & source.keys() - given.keys():
+            value = source[name]
+            given[name] = tuple(value) if isinstance(value, list) else value
+    try:
+        return config(**given)
+    except ValueError as error:
+        raise UsageError(str(error)) from None

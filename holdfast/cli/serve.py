@@ -1,0 +1,81 @@
+"""`holdfast serve`: runs the server and says what it is, where it is, and how to try it."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from holdfast.core.config import EngineConfig
+from holdfast.core.version import __version__
+from holdfast.engine.client import EngineClient, EngineInfo
+from holdfast.server.config import ServerConfig
+from holdfast.server.run import run as run_server
+
+GB = 1e9
+HELLO = "Hi! My name is Ada."
+
+
+async def run(engine: EngineConfig, server: ServerConfig) -> int:
+    """Serve until told to end. Returns the exit code. Raises EngineStartError, OSError."""
+    logging.basicConfig(format="holdfast: %(message)s", level=logging.WARNING)
+    console = Console(highlight=False)
+
+    def progress(stage: str) -> None:
+        console.print(Text(f"{stage} …", style="dim"))
+
+    def ready(client: EngineClient, url: str) -> None:
+        announce(console, client.info, url, keyed=bool(server.api_key))
+
+    return await run_server(engine, server, on_progress=progress, on_ready=ready)
+
+
+def announce(console: Console, info: EngineInfo, url: str, *, keyed: bool) -> None:
+    """Tell a person what runs and how to talk to it."""
+    memory = info.memory
+    cache = info.num_blocks * memory.block / GB
+    tokens = info.num_blocks * info.block_size
+    rows = {
+        "address": f"{url}  (API under /v1, described at /docs)",
+        "device": f"{memory.device}, {info.dtype}",
+        "memory": f"weights {memory.weights / GB:.2f} GB, one step {memory.activations / GB:.2f} GB",
+        "cache": f"{cache:.2f} GB: {info.num_blocks:,} blocks of {info.block_size}, {tokens:,} tokens in all",
+        "limits": f"{info.max_model_len:,} tokens a sequence, {info.max_sequences} sequences at once",
+        "step": f"{info.token_budget:,} tokens at the most (token budget)",
+    }
+    table = Table.grid(padding=(0, 2))
+    for name, value in rows.items():
+        table.add_row(Text(f"  {name}", style="dim"), Text(value))
+    console.print()
+    console.print(
+        Text.assemble((f"Holdfast {__version__}", "bold"), " serves ", (info.model, "bold")),
+        Text(f" (ready in {info.started_in:.1f} s)", style="dim"),
+    )
+    console.print(table)
+    console.print("\n  try it\n", style="dim")
+    # Printed as they are, unwrapped: they are meant to be copied.
+    console.print(Text(curl_line(url, info.model, keyed)), soft_wrap=True)
+    console.print(Text(f"\n{python_lines(url, info.model, keyed)}"), soft_wrap=True)
+    console.print(f"\n  Ctrl-C ends it.  holdfast chat --url {url} talks to it.\n", style="dim")
+
+
+def curl_line(url: str, model: str, keyed: bool) -> str:
+    """A shell command that asks the server something."""
+    body = json.dumps({"model": model, "messages": [{"role": "user", "content": HELLO}]})
+    key = ' -H "authorization: Bearer $HOLDFAST_API_KEY"' if keyed else ""
+    return f"curl {url}/v1/chat/completions -H 'content-type: application/json'{key} -d '{body}'"
+
+
+def python_lines(url: str, model: str, keyed: bool) -> str:
+    """The same in Python, through the openai package."""
+    key = 'os.environ["HOLDFAST_API_KEY"]' if keyed else '"none"'
+    return (
+        ("import os\n" if keyed else "")
+        + "from openai import OpenAI\n"
+        + f'client = OpenAI(base_url="{url}/v1", api_key={key})\n'
+        + f'messages = [{{"role": "user", "content": "{HELLO}"}}]\n'
+        + f'print(client.chat.completions.create(model="{model}", messages=messages).choices[0].message.content)'
+    )

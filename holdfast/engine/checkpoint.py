@@ -1,0 +1,130 @@
+"""A checkpoint as files: which directory a model name means, reading within bounds, and its tokenizer.json."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from holdfast.core.config import BUILTIN_MODEL
+
+JSON_LIMIT = 16 << 20
+"""Most bytes of a configuration file."""
+TOKENIZER_LIMIT = 256 << 20
+"""Most bytes of tokenizer.json."""
+TEMPLATE_LIMIT = 1 << 20
+"""Most bytes of a chat template."""
+CONVERSION_SECONDS = 300
+
+_CONVERT = """\
+import sys
+try:
+    from transformers import AutoTokenizer
+except ImportError:
+    sys.exit("Transformers is not installed (pip install 'holdfast[hf]')")
+try:
+    tokenizer = AutoTokenizer.from_pretrained(sys.argv[1], local_files_only=True, trust_remote_code=False)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+except Exception as error:
+    sys.exit(f"{type(error).__name__}: {error}")
+if backend is None:
+    sys.exit(f"{type(tokenizer).__name__} has no fast form")
+backend.save(sys.argv[2])
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A directory that holds a model."""
+
+    name: str
+    """The name under which the model is served: never a path."""
+    directory: Path
+
+    @classmethod
+    def find(cls, model: str) -> Checkpoint:
+        """The checkpoint that `model` means: the built-in one by name, else a directory with config.json.
+
+        Raises ValueError, in one line, with what was looked for.
+        """
+        if model == BUILTIN_MODEL:
+            directory = Path(__file__).resolve().parent.parent / "builtin" / BUILTIN_MODEL
+        else:
+            directory = Path(model).expanduser().resolve()
+        if not (directory / "config.json").is_file():
+            what = "has no config.json" if directory.is_dir() else "does not exist"
+            raise ValueError(
+                f"model {model!r}: {directory} {what}; give a Hugging Face checkpoint directory or {BUILTIN_MODEL!r}"
+            )
+        return cls(BUILTIN_MODEL if model == BUILTIN_MODEL else directory.name, directory)
+
+
+def read_json(path: Path, *, missing_ok: bool = False) -> dict[str, Any]:
+    """The object that a JSON file holds; empty for a missing file if `missing_ok`. Raises ValueError otherwise."""
+    if missing_ok and not path.is_file():
+        return {}
+    try:
+        value = json.loads(read_text(path, JSON_LIMIT))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds a {type(value).__name__}; a JSON object was expected")
+    return value
+
+
+def read_text(path: Path, limit: int) -> str:
+    """The text of a file of at most `limit` bytes. Raises ValueError beyond them, or if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(limit + 1)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    if len(data) > limit:
+        raise ValueError(f"{path} is larger than {limit} bytes, the limit for such a file")
+    return data.decode()
+
+
+def tokenizer_file(directory: Path) -> Path:
+    """The checkpoint's tokenizer.json; one that is missing is converted once, and kept in the user's cache.
+
+    The conversion loads Transformers, which loads torch: it runs in a process of its own. Raises ValueError with the
+    reason when there is nothing to convert or no way to do it.
+    """
+    own = directory / "tokenizer.json"
+    if own.is_file():
+        return own
+    sources = sorted(p for pattern in ("tokenizer*", "vocab*", "merges*", "*.model") for p in directory.glob(pattern))
+    if not sources:
+        raise ValueError(f"{directory} has no tokenizer.json and no other tokenizer file")
+    state = [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in sources]
+    key = hashlib.sha256(json.dumps(state).encode()).hexdigest()
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "holdfast" / "tokenizers"
+    converted = cache / f"{key}.json"
+    if not converted.is_file():
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache) as scratch:
+            fresh = Path(scratch) / "tokenizer.json"
+            _convert(directory, fresh)
+            fresh.replace(converted)
+    return converted
+
+
+def _convert(directory: Path, target: Path) -> None:
+    command = [sys.executable, "-P", "-c", _CONVERT, str(directory), str(target)]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=CONVERSION_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ValueError(
+            f"{directory} has no tokenizer.json, and converting took over {CONVERSION_SECONDS} s"
+        ) from error
+    if done.returncode != 0:
+        reason = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        raise ValueError(f"{directory} has no tokenizer.json, and its tokenizer cannot be converted: {reason}")

@@ -1,0 +1,397 @@
+"""EngineClient: submit, stream, abort; the engine process behind an asyncio surface. Never imports torch."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.core.config import EngineConfig
+from holdfast.core.types import FinishReason, Request, SamplingParams, SchedulerStats, SequenceOutput
+from holdfast.engine.checkpoint import Checkpoint
+from holdfast.engine.child import Child
+from holdfast.engine.messages import (
+    Abort,
+    Ask,
+    EngineInfo,
+    Failure,
+    FromEngine,
+    Hello,
+    Outputs,
+    Progress,
+    Ready,
+    Refused,
+    Start,
+    Stats,
+    Submit,
+)
+from holdfast.engine.text import Text, TextStream
+
+__all__ = [
+    "Delta",
+    "EngineClient",
+    "EngineDead",
+    "EngineInfo",
+    "EngineStartError",
+    "QueueFull",
+    "RequestRefused",
+    "Timings",
+    "Usage",
+]
+
+HEALTH_SECONDS = 10.0
+
+
+class EngineStartError(RuntimeError):
+    """The engine could not start; the message says why in one line."""
+
+
+class EngineDead(RuntimeError):
+    """The engine process is no more; the message says why in one line."""
+
+
+class QueueFull(RuntimeError):
+    """As many requests wait as may; try again later."""
+
+
+class RequestRefused(ValueError):
+    """A request that can never be served; the message names the value and the limit, `param` what to change."""
+
+    def __init__(self, message: str, param: str) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of one request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    """All that were generated up to the end, the one that ended the sequence included."""
+    cached_tokens: int
+    """Prompt tokens that the prefix cache gave."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """When things happened to one request: seconds on the monotonic clock that both processes share."""
+
+    arrival: float
+    scheduled: float
+    first_token: float
+    finish: float
+    tokens: int
+    """Generated tokens."""
+
+    @property
+    def ttft(self) -> float:
+        """Seconds from arrival to the first token."""
+        return self.first_token - self.arrival
+
+    @property
+    def queued(self) -> float:
+        """Seconds from arrival to the first step."""
+        return self.scheduled - self.arrival
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Pace after the first token; 0 where there is only one."""
+        seconds = self.finish - self.first_token
+        return (self.tokens - 1) / seconds if self.tokens > 1 and seconds > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What came since the last Delta of a stream. The last one has finish_reason, usage and timings."""
+
+    text: str
+    """May be empty while the text is held back: an unfinished character, what may begin a stop string."""
+    tokens: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    usage: Usage | None = None
+    timings: Timings | None = None
+
+
+class EngineClient:
+    """One engine process and the streams that it serves. Made by `start`, for one event loop."""
+
+    def __init__(self, config: EngineConfig, on_progress: Callable[[str], None] | None = None) -> None:
+        """Use `start` instead."""
+        self.config = config
+        self.info: EngineInfo
+        self.text: Text
+        self.dead = asyncio.Event()
+        """Set when the engine is no more."""
+        self.reason = ""
+        """Why, in one line."""
+        self._on_progress = on_progress or (lambda stage: None)
+        self._began = time.monotonic()
+        self._ready: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
+        self._streams: dict[str, _Stream] = {}
+        self._unanswered: dict[int, asyncio.Future[SchedulerStats]] = {}
+        self._numbers = itertools.count()
+        self._waiting: set[str] = set()
+        self._closed = False
+        self._child = Child(self._end)
+        self._listening = asyncio.create_task(self._listen())
+
+    @classmethod
+    async def start(cls, config: EngineConfig, on_progress: Callable[[str], None] | None = None) -> EngineClient:
+        """Start an engine process and wait until it takes requests; `on_progress` is told each stage in words.
+
+        Raises EngineStartError with the reason. Whatever ends the wait early ends the process too.
+        """
+        try:
+            checkpoint = Checkpoint.find(config.model)
+            client = cls(config, on_progress)
+        except (ValueError, OSError) as error:
+            raise EngineStartError(str(error)) from error
+        try:
+            # Side by side: the tokenizer here, the weights there. The first failure ends the wait.
+            text = asyncio.create_task(asyncio.to_thread(Text.from_directory, checkpoint.directory))
+            client.info, client.text = await asyncio.gather(client._ready, text)
+        except BaseException as error:
+            await client._close(at_once=True)
+            if isinstance(error, (ValueError, EngineDead)):
+                raise EngineStartError(str(error)) from error
+            raise
+        return client
+
+    @property
+    def pid(self) -> int:
+        """The engine's process id."""
+        return self._child.pid
+
+    def stream(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        tenant: str = "",
+    ) -> AsyncGenerator[Delta, None]:
+        """The deltas of one request, which is submitted when the first is asked for.
+
+        Leaving the iterator before its last Delta (aclose, cancellation) aborts the request in the engine. Raises
+        RequestRefused at once for what can never fit, QueueFull, EngineDead; and EngineDead while it runs.
+        """
+        request = Request(
+            id=request_id or uuid.uuid4().hex,
+            prompt=tuple(map(int, prompt)),
+            params=params,
+            priority=priority,
+            tenant=tenant,
+            arrival=time.monotonic(),
+        )
+        self._admit(request)
+        check(request, self.info)
+        try:
+            text = TextStream(self.text, params.stop)
+        except ValueError as error:
+            raise RequestRefused(str(error), "stop") from error
+        return self._run(_Stream(request, text))
+
+    async def health(self, timeout: float = HEALTH_SECONDS) -> SchedulerStats:
+        """Queues and memory, by a round trip through the engine's loop. Raises EngineDead, TimeoutError (seconds)."""
+        self._check_alive()
+        number = next(self._numbers)
+        answer: asyncio.Future[SchedulerStats] = asyncio.get_running_loop().create_future()
+        self._unanswered[number] = answer
+        try:
+            self._child.send(Ask(number))
+            return await asyncio.wait_for(answer, timeout)
+        finally:
+            del self._unanswered[number]
+
+    async def close(self) -> None:
+        """End the engine process. Streams that still run raise EngineDead. May be called again."""
+        await self._close(at_once=False)
+
+    async def _close(self, *, at_once: bool) -> None:
+        self._end("the engine was closed")
+        if not self._closed:
+            self._closed = True
+            self._listening.cancel()
+            await self._child.close(at_once=at_once)
+
+    async def _run(self, stream: _Stream) -> AsyncGenerator[Delta, None]:
+        self._admit(stream.request)  # again: this may be long after `stream` was called
+        request_id = stream.request.id
+        self._streams[request_id] = stream
+        self._waiting.add(request_id)
+        try:
+            self._child.send(Submit(stream.request))
+            while not stream.given:
+                yield await stream.next()
+        finally:
+            if self._forget(request_id) and not self.dead.is_set():
+                self._child.send(Abort(request_id))
+
+    def _forget(self, request_id: str) -> bool:
+        """Expect nothing more of a request. Whether anything was."""
+        self._waiting.discard(request_id)
+        return self._streams.pop(request_id, None) is not None
+
+    def _check_alive(self) -> None:
+        if self.dead.is_set():
+            raise EngineDead(self.reason)
+
+    def _admit(self, request: Request) -> None:
+        """Raise what speaks against taking a request now."""
+        self._check_alive()
+        if request.id in self._streams:
+            raise RequestRefused(f"request id {request.id} is already in use; give each its own", "request_id")
+        if len(self._waiting) >= self.config.max_waiting:
+            raise QueueFull(f"{len(self._waiting)} requests wait, and max_waiting is {self.config.max_waiting}")
+
+    async def _listen(self) -> None:
+        try:
+            while True:
+                self._take(await self._child.receive())
+        except Exception as error:  # streams must not wait for what nobody reads any more
+            self._end(f"the engine's messages cannot be read: {type(error).__name__}: {error}")
+            self._child.kill()
+
+    def _take(self, message: FromEngine) -> None:
+        match message:
+            case Outputs(outputs):
+                now = time.monotonic()
+                for output in outputs:
+                    self._deliver(output, now)
+            case Stats(number, stats):
+                answer = self._unanswered.get(number)
+                if answer is not None and not answer.done():
+                    answer.set_result(stats)
+            case Refused(request_id, reason):
+                stream = self._streams.get(request_id)
+                if stream is not None and self._forget(request_id):
+                    stream.fail(RequestRefused(reason, "prompt"))
+            case Hello():
+                self._child.hide()
+                self._child.send(Start(self.config, self._began))
+            case Progress(stage):
+                self._on_progress(stage)
+            case Ready(info):
+                if not self._ready.done():
+                    self._ready.set_result(info)
+            case Failure(reason):
+                self._end(reason)
+
+    def _deliver(self, output: SequenceOutput, now: float) -> None:
+        """Give a stream its part of a step. Text is made here, not where it is read, so that a slow reader delays no
+        abort."""
+        stream = self._streams.get(output.request_id)
+        if stream is None:  # left meanwhile
+            return
+        self._waiting.discard(output.request_id)
+        stream.take(output, now)
+        if stream.finish_reason is not None:
+            self._forget(output.request_id)
+            if output.finish_reason is None:  # a stop string, of which the engine knows nothing
+                self._child.send(Abort(output.request_id))
+
+    def _end(self, reason: str) -> None:
+        """The engine is no more: tell all who wait. Only the first reason counts."""
+        if self.dead.is_set():
+            return
+        self.reason = reason
+        self.dead.set()
+        for stream in self._streams.values():
+            stream.fail(EngineDead(reason))
+        self._streams.clear()
+        self._waiting.clear()
+        futures: list[asyncio.Future[Any]] = [self._ready, *self._unanswered.values()]
+        for future in futures:
+            if not future.done():
+                future.set_exception(EngineDead(reason))
+                future.exception()  # seen: nobody need be waiting
+
+
+class _Stream:
+    """One request under way, from the engine's outputs to deltas. What its reader has not asked for yet is merged."""
+
+    def __init__(self, request: Request, text: TextStream) -> None:
+        self.request = request
+        self.finish_reason: FinishReason | None = None
+        self.given = False
+        """Whether the last Delta was handed out."""
+        self._text = text
+        self._pieces: list[str] = []
+        self._tokens: list[int] = []
+        self._count = 0
+        self._cached = 0
+        self._scheduled = self._first = self._last = 0.0
+        self._error: Exception | None = None
+        self._changed = asyncio.Event()
+
+    def take(self, output: SequenceOutput, now: float) -> None:
+        """Add what a step gave."""
+        tokens, reason = output.tokens, output.finish_reason
+        if not self._count:
+            self._first, self._scheduled, self._cached = now, output.scheduled_at, output.cached_tokens
+        self._last = now
+        self._count += len(tokens)
+        self._tokens.extend(tokens)
+        # The token that stopped the sequence is no part of its text.
+        visible = tokens[:-1] if reason is FinishReason.STOP else tokens
+        self._pieces.append(self._text.push(visible, last=reason is not None))
+        self.finish_reason = FinishReason.STOP if self._text.stopped else reason
+        self._changed.set()
+
+    def fail(self, error: Exception) -> None:
+        """Nothing more will come."""
+        self._error = error
+        self._changed.set()
+
+    async def next(self) -> Delta:
+        """Wait for what comes next. Raises what `fail` was given."""
+        await self._changed.wait()
+        self._changed.clear()
+        if self._error is not None:
+            raise self._error
+        text, tokens = "".join(self._pieces), tuple(self._tokens)
+        self._pieces.clear()
+        self._tokens.clear()
+        if self.finish_reason is None:
+            return Delta(text, tokens)
+        self.given = True
+        request = self.request
+        usage = Usage(len(request.prompt), self._count, self._cached)
+        timings = Timings(request.arrival, self._scheduled, self._first, self._last, self._count)
+        return Delta(text, tokens, self.finish_reason, usage, timings)
+
+
+def check(request: Request, info: EngineInfo) -> None:
+    """Raise RequestRefused for a request that this engine can never serve."""
+    prompt, params = request.prompt, request.params
+    if not prompt:
+        raise RequestRefused("the prompt is empty; it must hold at least one token", "prompt")
+    if len(prompt) >= info.max_model_len:
+        raise RequestRefused(
+            f"the prompt has {len(prompt)} tokens; with one generated token it exceeds this engine's limit of "
+            f"{info.max_model_len}; shorten the prompt",
+            "prompt",
+        )
+    for name, tokens in (("prompt", prompt), ("stop_token_ids", params.stop_token_ids)):
+        for token in (min(tokens, default=0), max(tokens, default=0)):
+            if not 0 <= token < info.vocab_size:
+                raise RequestRefused(
+                    f"{name} holds token id {token}; this model's lie between 0 and {info.vocab_size - 1}", name
+                )
+    # The last token ends the sequence, so its position is never computed.
+    positions = min(len(prompt) + params.max_tokens, info.max_model_len) - 1
+    capacity = info.num_blocks * info.block_size
+    if positions > capacity:
+        raise RequestRefused(
+            f"{len(prompt)} prompt tokens and up to {params.max_tokens} generated ones take {positions} positions of "
+            f"the KV cache, which has {capacity}; ask for fewer, or give the engine a larger cache_gb",
+            "max_tokens",
+        )
+    if not -(1 << 31) <= request.priority < 1 << 31:
+        raise RequestRefused(f"priority is {request.priority}; it must fit in 32 bits", "priority")

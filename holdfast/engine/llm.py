@@ -1,0 +1,236 @@
+"""LLM: generate offline, through the same engine process and client as the server's."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import weakref
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from holdfast.core.config import BUILTIN_MODEL, EngineConfig
+from holdfast.core.types import FinishReason, SamplingParams
+from holdfast.engine.client import Delta, EngineClient, EngineInfo, Timings
+from holdfast.engine.text import Text
+
+T = TypeVar("T")
+Prompt = str | Sequence[int]
+Conversation = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What the model made of one prompt."""
+
+    prompt_token_ids: tuple[int, ...]
+    text: str
+    token_ids: tuple[int, ...]
+    """All generated tokens, the one that ended the sequence included."""
+    finish_reason: FinishReason
+    cached_tokens: int
+    """Prompt tokens that the prefix cache gave."""
+    timings: Timings
+    """Among them `ttft` in seconds and `tokens_per_second`."""
+
+
+class LLM:
+    """A model in an engine process of its own, for scripts and notebooks.
+
+        with LLM("holdfast-tiny") as llm:
+            print(llm.generate("Hello", SamplingParams(max_tokens=32))[0].text)
+
+    Methods may be called from any thread, also one that runs an event loop. The process ends with `close`, with the
+    context manager, when the object is collected, and with the interpreter.
+    """
+
+    def __init__(self, model: str = BUILTIN_MODEL, **options: Any) -> None:
+        """`options` are EngineConfig's fields. Raises ValueError for a wrong one, EngineStartError with the reason."""
+        config = EngineConfig(model=model, **options)
+        self._thread = _LoopThread()
+        try:
+            self._client = self._thread.run(EngineClient.start(config))
+        except BaseException:
+            self._thread.stop()
+            raise
+        self._places = asyncio.Semaphore(config.max_waiting)
+        """However many prompts there are, no more are in the engine than it takes."""
+        self._close = weakref.finalize(self, _close, self._thread, self._client)
+
+    @property
+    def info(self) -> EngineInfo:
+        """The engine's sizes: blocks, budget, limits."""
+        return self._client.info
+
+    @property
+    def text(self) -> Text:
+        """The model's tokenizer and chat template."""
+        return self._client.text
+
+    def generate(
+        self,
+        prompts: str | Sequence[int] | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = True,
+    ) -> list[Completion]:
+        """Continue each prompt (a text or its token ids, one or many), all at once; completions in their order.
+
+        `sampling_params` is one for all or one for each. Raises RequestRefused (a ValueError) for a prompt that cannot
+        be served, before or while others run: those are aborted. So they are on Ctrl-C.
+        """
+        ids = [self.text.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in _many(prompts)]
+        return self._complete(ids, sampling_params, progress)
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = True,
+    ) -> list[Completion]:
+        """Answer one conversation or several, each a list of {"role": …, "content": …}; otherwise as `generate`."""
+        single = bool(messages) and isinstance(messages[0], Mapping)
+        conversations: Any = [messages] if single else messages
+        ids = [self.text.encode_chat(conversation) for conversation in conversations]
+        return self._complete(ids, sampling_params, progress)
+
+    def close(self) -> None:
+        """End the engine process. May be called again."""
+        self._close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _complete(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        progress: bool,
+    ) -> list[Completion]:
+        if not self._close.alive:
+            raise RuntimeError("this LLM is closed; make a new one")
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(prompts)
+        if len(params) != len(prompts):
+            raise ValueError(f"{len(params)} sampling_params for {len(prompts)} prompts; give one, or one for each")
+        with _Bar(len(prompts), shown=progress) as bar:
+            return self._thread.run(self._run_all(prompts, params, bar))
+
+    async def _run_all(
+        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], bar: _Bar
+    ) -> list[Completion]:
+        tasks = [asyncio.ensure_future(self._run_one(*pair, bar)) for pair in zip(prompts, params, strict=True)]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run_one(self, prompt: Sequence[int], params: SamplingParams, bar: _Bar) -> Completion:
+        async with self._places:
+            completion = await complete(prompt, self._client.stream(prompt, params))
+        bar.advance(len(completion.token_ids))
+        return completion
+
+
+async def complete(prompt: Sequence[int], stream: AsyncGenerator[Delta, None]) -> Completion:
+    """Read a stream to its end."""
+    pieces: list[str] = []
+    tokens: list[int] = []
+    async with aclosing(stream) as deltas:
+        async for delta in deltas:
+            pieces.append(delta.text)
+            tokens.extend(delta.tokens)
+    assert delta.finish_reason is not None and delta.usage is not None and delta.timings is not None
+    return Completion(
+        tuple(prompt), "".join(pieces), tuple(tokens), delta.finish_reason, delta.usage.cached_tokens, delta.timings
+    )
+
+
+class _LoopThread:
+    """An event loop in a thread of its own, so that callers may have one too."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="holdfast-llm", daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Wait for a coroutine's result. What interrupts the wait (Ctrl-C) cancels it, and waits for its clean-up."""
+        tasks: list[asyncio.Task[T]] = []
+        done = threading.Event()
+
+        def begin() -> None:
+            tasks.append(self._loop.create_task(work))
+            tasks[0].add_done_callback(lambda task: done.set())
+
+        self._loop.call_soon_threadsafe(begin)
+        try:
+            done.wait()
+        except BaseException:
+            self._loop.call_soon_threadsafe(lambda: tasks[0].cancel())
+            done.wait()
+            raise
+        return tasks[0].result()
+
+    def stop(self) -> None:
+        """End the thread; nothing may run any more."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+class _Bar:
+    """A progress bar on standard error: prompts done, tokens a second."""
+
+    def __init__(self, total: int, *, shown: bool) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[pace]}"),
+            console=Console(stderr=True),
+            disable=not shown,
+        )
+        self._task = self._progress.add_task("Generating", total=total, pace="")
+        self._tokens = 0
+
+    def advance(self, tokens: int) -> None:
+        """One prompt is done, with so many tokens."""
+        self._tokens += tokens
+        seconds = self._progress.tasks[0].elapsed
+        self._progress.update(self._task, advance=1, pace=f"{self._tokens / seconds:,.0f} tok/s" if seconds else "")
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._progress.stop()
+
+
+def _many(prompts: str | Sequence[int] | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or many, as many."""
+    if isinstance(prompts, str):
+        return [prompts]
+    listed: list[Any] = list(prompts)
+    single = bool(listed) and all(isinstance(item, int) for item in listed)
+    return [listed] if single else listed
+
+
+def _close(thread: _LoopThread, client: EngineClient) -> None:
+    thread.run(client.close())
+    thread.stop()

@@ -1,0 +1,138 @@
+"""What crosses between the API and the engine process: typed messages in MessagePack. Nothing is ever unpickled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from holdfast.core.config import EngineConfig
+from holdfast.core.protocols import MemoryProfile
+from holdfast.core.types import Request, SchedulerStats, SequenceOutput
+
+MESSAGE_LIMIT = 128 << 20
+"""Most bytes of one message: a prompt of the longest length that a configuration allows fits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineInfo:
+    """What an engine is, once it is ready."""
+
+    model: str
+    """The name under which it is served."""
+    device: str
+    dtype: str
+    memory: MemoryProfile
+    num_blocks: int
+    block_size: int
+    token_budget: int
+    max_model_len: int
+    max_sequences: int
+    max_waiting: int
+    vocab_size: int
+    started_in: float
+    """Seconds from the client's call until ready."""
+
+
+class Message(msgspec.Struct, array_like=True):
+    """The base of all messages."""
+
+
+class Start(Message, tag="start"):
+    """To the engine, once it said hello: build this. `began` is when the client was asked to, on the shared clock."""
+
+    config: EngineConfig
+    began: float
+
+
+class Submit(Message, tag="submit"):
+    """To the engine: queue a request."""
+
+    request: Request
+
+
+class Abort(Message, tag="abort"):
+    """To the engine: let go of a request. One that has ended is ignored."""
+
+    request_id: str
+
+
+class Ask(Message, tag="ask"):
+    """To the engine: answer with Stats between two steps."""
+
+    number: int
+
+
+class Shutdown(Message, tag="shutdown"):
+    """To the engine: end now, whatever runs."""
+
+
+class Hello(Message, tag="hello"):
+    """From the engine, first of all: the process runs and the socket is connected."""
+
+
+class Progress(Message, tag="progress"):
+    """From the engine while it starts: what it does next, in words for people."""
+
+    stage: str
+
+
+class Ready(Message, tag="ready"):
+    """From the engine: requests are taken."""
+
+    info: EngineInfo
+
+
+class Outputs(Message, tag="outputs"):
+    """From the engine: all that one step gave."""
+
+    outputs: list[SequenceOutput]
+
+
+class Refused(Message, tag="refused"):
+    """From the engine: a request that it does not take, and why."""
+
+    request_id: str
+    reason: str
+
+
+class Stats(Message, tag="stats"):
+    """From the engine: the answer to Ask."""
+
+    number: int
+    stats: SchedulerStats
+
+
+class Failure(Message, tag="failure"):
+    """From the engine, last of all: why it ends. One line."""
+
+    reason: str
+
+
+ToEngine = Start | Submit | Abort | Ask | Shutdown
+FromEngine = Hello | Progress | Ready | Outputs | Refused | Stats | Failure
+
+_encode = msgspec.msgpack.Encoder().encode
+_to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+_from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+
+
+def encode(message: ToEngine | FromEngine) -> bytes:
+    """A message as bytes. Raises ValueError beyond MESSAGE_LIMIT."""
+    return _bounded(_encode(message))
+
+
+def decode_to_engine(data: bytes) -> ToEngine:
+    """Read what the client sent. Raises ValueError for anything but a message to the engine."""
+    return _to_engine.decode(_bounded(data))
+
+
+def decode_from_engine(data: bytes) -> FromEngine:
+    """Read what the engine sent. Raises ValueError for anything but a message from the engine."""
+    return _from_engine.decode(_bounded(data))
+
+
+def _bounded(data: bytes) -> bytes:
+    if len(data) > MESSAGE_LIMIT:
+        raise ValueError(f"a message of {len(data)} bytes; at most {MESSAGE_LIMIT} may cross between the processes")
+    return data

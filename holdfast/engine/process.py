@@ -1,0 +1,171 @@
+"""The engine's composition root, where the rooms meet: from a configuration to a loop, and the loop's run."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import time
+from collections.abc import Callable
+
+import torch
+
+from holdfast.core.config import EngineConfig
+from holdfast.core.cost import CostModel
+from holdfast.engine.checkpoint import Checkpoint
+from holdfast.engine.loop import Loop
+from holdfast.engine.messages import (
+    Abort,
+    Ask,
+    EngineInfo,
+    Outputs,
+    Progress,
+    Ready,
+    Refused,
+    Shutdown,
+    Start,
+    Stats,
+    Submit,
+    ToEngine,
+)
+from holdfast.engine.parent import Parent
+from holdfast.execution import device as devices
+from holdfast.execution.profile import measure_cost
+from holdfast.execution.runner import PagedExecutor
+from holdfast.memory.blocks import BlockPool, StateIdentity
+from holdfast.models.loader import load
+from holdfast.scheduler.base import Scheduler
+from holdfast.scheduler.policies import StallFree
+
+clock = time.monotonic
+
+STEPS_A_COLLECTION = 4096
+"""Garbage in cycles is looked for when nobody waits, and after so many steps without a pause."""
+TILE = {"cuda": 128, "cpu": 16}
+"""A computed token budget is a multiple of this: other sizes leave part of a matrix tile idle."""
+
+
+def run(start: Start, parent: Parent) -> None:
+    """Build the engine and serve its client until told to end. Raises what building or a step raises."""
+    loop, info = build(start.config, began=start.began, on_progress=lambda stage: parent.send(Progress(stage)))
+    # What exists now lives as long as the process: no collection need look at it again. `serve` says when to collect.
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    parent.send(Ready(info))
+    serve(loop, parent)
+
+
+def serve(loop: Loop, parent: Parent) -> None:
+    """Take in all that has arrived, do one step, send what it gave; wait where there is nothing to do."""
+    for step in itertools.count():
+        idle = not loop.has_work()
+        if idle or step % STEPS_A_COLLECTION == 0:
+            gc.collect()
+        if idle and not handle(parent.receive(), loop, parent):
+            return
+        for message in parent.waiting():
+            if not handle(message, loop, parent):
+                return
+        if loop.has_work():
+            outputs = loop.step()
+            if outputs:
+                parent.send(Outputs(outputs))
+
+
+def handle(message: ToEngine, loop: Loop, parent: Parent) -> bool:
+    """Do what one message asks. False when it asks to end."""
+    match message:
+        case Submit(request):
+            try:
+                loop.add(request)
+            except ValueError as error:
+                parent.send(Refused(request.id, str(error)))
+        case Abort(request_id):
+            loop.abort(request_id)
+        case Ask(number):
+            parent.send(Stats(number, loop.stats()))
+        case Shutdown():
+            return False
+        case Start():
+            raise RuntimeError("the engine was told to start twice")
+    return True
+
+
+def build(
+    config: EngineConfig, *, began: float | None = None, on_progress: Callable[[str], None] = lambda stage: None
+) -> tuple[Loop, EngineInfo]:
+    """Load the model, measure the device, divide its memory, and put the loop together.
+
+    `began` is when the start was asked for, on the monotonic clock; `on_progress` is told each stage in words. Raises
+    ValueError (UnsupportedCheckpoint among them) and MemoryError with a reason for people.
+    """
+    began = clock() if began is None else began
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    checkpoint = Checkpoint.find(config.model)
+    device = devices.resolve(config.device)
+    on_progress(f"loading {checkpoint.name}")
+    model = load(
+        checkpoint.directory,
+        device=device,
+        dtype=config.dtype,
+        max_model_len=config.max_model_len,
+        load_format=config.load_format,
+    )
+    spec = model.spec
+    dtype = str(spec.dtype).removeprefix("torch.")
+    executor = PagedExecutor(model, config)
+    on_progress("measuring memory")
+    memory = executor.profile()
+    num_blocks = memory.cache // memory.block
+    executor.allocate(num_blocks)
+    # A sequence's last token is never computed, so the pool holds one position less than the longest sequence.
+    max_model_len = min(spec.max_model_len, num_blocks * config.block_size + 1)
+    budget = executor.token_budget
+    if config.tbt_target is not None:
+        on_progress("measuring the device's pace")
+        budget = budget_for(
+            config.tbt_target / 1000, executor, measure_cost(executor, name=checkpoint.name), num_blocks
+        )
+    scheduler = Scheduler(
+        StallFree(budget),
+        BlockPool(num_blocks, config.block_size),
+        max_sequences=config.max_sequences,
+        max_model_len=max_model_len,
+        vocab_size=spec.vocab_size,
+        eos_token_ids=spec.eos_token_ids,
+        headroom=config.headroom,
+        sharing=StateIdentity(model=checkpoint.name, dtype=dtype) if config.prefix_sharing else None,
+        seed=config.seed,
+    )
+    info = EngineInfo(
+        model=checkpoint.name,
+        device=memory.device,
+        dtype=dtype,
+        memory=memory,
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        token_budget=budget,
+        max_model_len=max_model_len,
+        max_sequences=config.max_sequences,
+        max_waiting=config.max_waiting,
+        vocab_size=spec.vocab_size,
+        started_in=clock() - began,
+    )
+    return Loop(scheduler, executor, config.steps_in_flight, clock), info
+
+
+def budget_for(target: float, executor: PagedExecutor, cost: CostModel, num_blocks: int) -> int:
+    """The largest token budget whose step stays within `target` seconds when the engine is full.
+
+    Full means that as many sequences as may run share the whole cache evenly, and a prefill takes what they leave.
+    """
+    config, spec = executor.config, executor.model.spec
+    context = min(spec.max_model_len, num_blocks * config.block_size // config.max_sequences)
+    return cost.token_budget(
+        target,
+        decodes=config.max_sequences,
+        context=max(1, context),
+        tile=min(TILE[spec.device.type], executor.token_budget),
+        ceiling=executor.token_budget,
+    )

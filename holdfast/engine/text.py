@@ -1,0 +1,323 @@
+"""Text in, text out: chat templates, tokens, and the text of a stream as its tokens come. Never imports torch."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.nodes
+import jinja2.parser
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+from holdfast.engine.checkpoint import TEMPLATE_LIMIT, TOKENIZER_LIMIT, read_json, read_text, tokenizer_file
+
+TEXT_LIMIT = 8 << 20
+"""Most characters of one text to tokenize, given by a client or rendered by a template."""
+STOP_LIMIT = 64
+"""Most stop strings of one request."""
+STOP_LENGTH_LIMIT = 1024
+"""Most characters of one stop string."""
+
+REPLACEMENT = "\ufffd"
+"""What bytes that are not UTF-8 decode to."""
+UNSETTLED = 3
+"""Most replacement characters that one more token may still turn into a character: UTF-8 has up to 4 bytes."""
+LONGEST_WINDOW = 32
+"""Tokens after which bytes that never became a character are shown as they are: a stream's state stays bounded."""
+
+
+class Text:
+    """A model's text side: its tokenizer and its chat template. Safe to use from several threads."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, template: str | None = None, special_tokens: Mapping[str, str] | None = None
+    ) -> None:
+        """`special_tokens` are what a template may name: bos_token, eos_token and the like."""
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        self._visible = _visible(tokenizer)
+        self._special_tokens = dict(special_tokens or {})
+        self._template: jinja2.Template | None = None
+        self._no_template = "this model has no chat template; use plain completions"
+        if template is not None:
+            try:
+                self._template = _environment().from_string(template)
+            except (jinja2.TemplateError, RecursionError) as error:
+                self._no_template = f"this model's chat template cannot be compiled: {error}"
+
+    @classmethod
+    def from_directory(cls, directory: str | Path) -> Text:
+        """Read a checkpoint's tokenizer and template. Raises ValueError with the reason if it cannot be done."""
+        directory = Path(directory)
+        path = tokenizer_file(directory)
+        try:
+            tokenizer = Tokenizer.from_str(read_text(path, TOKENIZER_LIMIT))
+        except Exception as error:  # tokenizers raises bare Exception
+            raise ValueError(f"{path} cannot be read as a tokenizer: {error}") from error
+        config = read_json(directory / "tokenizer_config.json", missing_ok=True)
+        special = _special_tokens(read_json(directory / "special_tokens_map.json", missing_ok=True))
+        special |= _special_tokens(config)
+        return cls(tokenizer, _chat_template(directory, config), special)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether chats can be rendered."""
+        return self._template is not None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The ids of a text, with the tokens that the model wants around it. Raises ValueError for what cannot be."""
+        if len(text) > TEXT_LIMIT:
+            raise ValueError(f"the text has {len(text)} characters; at most {TEXT_LIMIT} are taken")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"the text holds an unpaired surrogate at character {error.start}") from error
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of ids; bytes that are no UTF-8 become U+FFFD."""
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def is_visible(self, token: int) -> bool:
+        """Whether a token can be part of a text: special tokens and ids that the tokenizer lacks cannot."""
+        return token < len(self._visible) and self._visible[token] == 1
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
+        """The text that the model's template makes of messages, ready for the answer.
+
+        Raises ValueError if there is no template, or if it refuses or fails on these messages.
+        """
+        if self._template is None:
+            raise ValueError(self._no_template)
+        variables = {
+            **self._special_tokens,
+            "messages": [dict(message) for message in messages],
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        pieces: list[str] = []
+        length = 0
+        try:
+            for piece in self._template.generate(variables):
+                pieces.append(piece)
+                length += len(piece)
+                if length > TEXT_LIMIT:
+                    raise ValueError(f"the rendered text is longer than {TEXT_LIMIT} characters")
+        except Exception as error:  # a template is a program: whatever it raises is its answer to these messages
+            raise ValueError(f"the chat template refused the messages: {error}") from error
+        return "".join(pieces)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> list[int]:
+        """The ids of a rendered chat; the template itself writes the special tokens. Raises as `render_chat`."""
+        rendered = self.render_chat(messages, add_generation_prompt=add_generation_prompt)
+        return self.encode(rendered, add_special_tokens=False)
+
+
+class TextStream:
+    """The text of one stream, as its tokens come.
+
+    What was given out never changes: the end is held back while it may be an unfinished character or the beginning of
+    a stop string. The first stop string to be complete ends the text, and is cut with all that follows. How tokens
+    are grouped into pushes changes nothing.
+    """
+
+    def __init__(self, text: Text, stop: Sequence[str] = ()) -> None:
+        """Raises ValueError for stop strings beyond the limits."""
+        self._text = text
+        self._stops = StopScanner(stop) if stop else None
+        self.stopped = False
+        """Whether a stop string ended the text."""
+        self._window: list[int] = []
+        """The last tokens; they are decoded together, as a decoder may look at a token's neighbours."""
+        self._shown = ""
+        """What of the window's text was given out."""
+        self._settled = 0
+        """Tokens of the window whose text was given out in whole."""
+
+    def push(self, tokens: Sequence[int], last: bool = False) -> str:
+        """Take the next tokens; return the text that they settle, and with `last` whatever was held back."""
+        if self.stopped:
+            return ""
+        if len(tokens) == 1 and not last:
+            fresh = self._decode(tokens[0])
+        else:
+            fresh = "".join([self._decode(token) for token in tokens])
+        if last:
+            fresh += self._text.decode(self._window)[len(self._shown) :]
+            self._window, self._shown, self._settled = [], "", 0
+        if self._stops is None:
+            return fresh
+        fresh = self._stops.scan(fresh)
+        self.stopped = self._stops.found
+        if last and not self.stopped:
+            fresh += self._stops.flush()
+        return fresh
+
+    def _decode(self, token: int) -> str:
+        if not self._text.is_visible(token):
+            return ""
+        window = self._window
+        window.append(token)
+        text = self._text.decode(window)
+        if not text.startswith(self._shown):
+            # SentencePiece decodes a run of bytes as a whole, so one more byte makes all of it unreadable for a while.
+            # What was given out stands, and the run goes on without it: bytes need no neighbours.
+            del window[: self._settled]
+            self._shown, self._settled = "", 0
+            text = self._text.decode(window)
+        end = len(text)
+        overdue = len(window) - self._settled >= LONGEST_WINDOW
+        if text.endswith(REPLACEMENT) and not overdue:
+            end -= min(end - len(text.rstrip(REPLACEMENT)), UNSETTLED)
+        fresh = text[len(self._shown) : end]
+        self._shown += fresh
+        if (fresh and end == len(text)) or overdue:
+            # The tokens before the last settled point have done their duty as neighbours.
+            if self._settled:
+                del window[: self._settled]
+                self._shown = self._text.decode(window)
+            self._settled = len(window)
+        return fresh
+
+
+class StopScanner:
+    """Searches a stream of text for the first stop string to be complete (Knuth-Morris-Pratt, one automaton each)."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        """Raises ValueError for more or longer strings than the limits allow."""
+        if len(stops) > STOP_LIMIT:
+            raise ValueError(f"stop holds {len(stops)} strings; at most {STOP_LIMIT} are taken")
+        longest = max(map(len, stops), default=0)
+        if longest > STOP_LENGTH_LIMIT:
+            raise ValueError(f"stop holds a string of {longest} characters; at most {STOP_LENGTH_LIMIT} are taken")
+        self.found = False
+        self._stops = [(stop, _borders(stop)) for stop in stops]
+        self._matched = [0] * len(stops)
+        """How long a beginning of each stop string the text ends with."""
+        self._held = ""
+        """The end of the text that may be the beginning of a stop string: max(_matched) characters."""
+
+    def scan(self, text: str) -> str:
+        """Take more text; return what cannot belong to a stop string, up to the first that is complete."""
+        pending = self._held + text
+        for at in range(len(self._held), len(pending)):
+            character = pending[at]
+            complete = 0
+            for index, (stop, borders) in enumerate(self._stops):
+                matched = self._matched[index]
+                while matched and stop[matched] != character:
+                    matched = borders[matched - 1]
+                matched += stop[matched] == character
+                if matched == len(stop):
+                    complete = max(complete, matched)
+                    matched = 0
+                self._matched[index] = matched
+            if complete:
+                self.found = True
+                self._held = ""
+                return pending[: at + 1 - complete]
+        safe = len(pending) - max(self._matched)
+        self._held = pending[safe:]
+        return pending[:safe]
+
+    def flush(self) -> str:
+        """What is held back, at the end of the text."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _borders(pattern: str) -> list[int]:
+    """For each beginning of the pattern, the length of the longest proper beginning that it also ends with."""
+    borders = [0] * len(pattern)
+    matched = 0
+    for at in range(1, len(pattern)):
+        while matched and pattern[at] != pattern[matched]:
+            matched = borders[matched - 1]
+        matched += pattern[at] == pattern[matched]
+        borders[at] = matched
+    return borders
+
+
+def _visible(tokenizer: Tokenizer) -> bytearray:
+    """For each id, 1 if it is shown in a text."""
+    special = {token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special}
+    ids = set(tokenizer.get_vocab(with_added_tokens=True).values()) - special
+    visible = bytearray(max(ids, default=-1) + 1)
+    for token in ids:
+        visible[token] = 1
+    return visible
+
+
+class _GenerationBlocks(Extension):
+    """`{% generation %}` marks an assistant's words for training; for serving its body is plain text."""
+
+    tags = {"generation"}  # noqa: RUF012 (Jinja's own attribute)
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """Jinja as Transformers sets it up for chat templates: sandboxed, with its few extra names."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Unlike Jinja's own filter, escapes no HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.datetime.now().strftime(form)
+
+
+def _chat_template(directory: Path, config: Mapping[str, Any]) -> str | None:
+    """The file chat_template.jinja, else tokenizer_config.json's: a string, or a list of named ones."""
+    path = directory / "chat_template.jinja"
+    if path.is_file():
+        return read_text(path, TEMPLATE_LIMIT)
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
+        if template is None and named:
+            raise ValueError(f"{directory}: none of the chat templates {sorted(map(str, named))} is named 'default'")
+    if template is None:
+        return None
+    if not isinstance(template, str) or len(template) > TEMPLATE_LIMIT:
+        raise ValueError(f"{directory}: chat_template is not a text of at most {TEMPLATE_LIMIT} characters")
+    return template
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """The entries bos_token, eos_token … of a configuration, written as a text or as an object with `content`."""
+    named = {key: value for key, value in config.items() if key.endswith("_token")}
+    texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in named.items()}
+    return {key: value for key, value in texts.items() if isinstance(value, str)}

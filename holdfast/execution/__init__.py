@@ -1,0 +1,1 @@
+"""Plans become tensors, run through the model, and give tokens back."""

@@ -1,0 +1,263 @@
+"""The batch's state on the device, and the packed inputs of each step: one upload a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from holdfast.core.types import PENDING, StepPlan
+from holdfast.kernels.protocol import Segments
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where the fields of a step lie in one buffer of int64: fixed places, so that a captured graph finds them."""
+
+    tokens: int
+    """Capacity of the fields that have an entry for each query token."""
+    rows: int
+    """Capacity of the fields that have one for each sampled token."""
+    writes: int
+    """Capacity of the block table entries."""
+
+    def spans(self) -> dict[str, slice]:
+        """By field, its place in the buffer."""
+        sizes = dict.fromkeys(("ids", "positions", "slots", "token_rows"), self.tokens)
+        sizes |= dict.fromkeys(("sample_at", "sample_rows", "seed", "sample_position", "top_k"), self.rows)
+        sizes |= dict.fromkeys(("temperature", "top_p"), self.rows)
+        sizes |= dict.fromkeys(("write_at", "write_block"), self.writes)
+        stops = np.cumsum(list(sizes.values())).tolist()
+        return {name: slice(stop - size, stop) for (name, size), stop in zip(sizes.items(), stops, strict=True)}
+
+
+FLOATS = ("temperature", "top_p")
+
+PADDING = {"ids": 0, "positions": 0, "slots": -1}
+"""What the fields of a token that is none hold: attention's `write` skips a negative slot."""
+
+
+class Fields:
+    """One buffer and a tensor for each of its fields; float32 fields use the first half of their place."""
+
+    def __init__(self, layout: Layout, buffer: torch.Tensor) -> None:
+        self.buffer = buffer
+        self._tensors = {
+            name: buffer[span].view(torch.float32) if name in FLOATS else buffer[span]
+            for name, span in layout.spans().items()
+        }
+
+    def take(self, name: str, count: int) -> torch.Tensor:
+        """The first `count` entries of a field."""
+        return self._tensors[name][:count]
+
+    def arrays(self) -> dict[str, npt.NDArray[np.generic]]:
+        """The fields of a host buffer as numpy arrays that share its memory."""
+        return {name: tensor.numpy() for name, tensor in self._tensors.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class StagedStep:
+    """A plan as packed arrays in a host buffer, and what the host knows of it."""
+
+    step: int
+    host: HostBuffer
+    segments: Segments
+    num_tokens: int
+    num_sampled: int
+    num_writes: int
+    writes_apart: torch.Tensor | None
+    """Table entries [2, num_writes] that are too many for the buffer: places, then blocks."""
+    has_pending: bool
+    any_random: bool
+    any_filtered: bool
+
+
+@dataclass(frozen=True, slots=True)
+class HostBuffer:
+    """A host buffer (pinned where there is a GPU) and its fields."""
+
+    fields: Fields
+    arrays: dict[str, npt.NDArray[np.generic]]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedStep:
+    """The inputs of a step on the device; views of one persistent buffer."""
+
+    ids: torch.Tensor  # [T] int64
+    positions: torch.Tensor  # [T] int64
+    slot_mapping: torch.Tensor  # [T] int64
+    sample_at: torch.Tensor  # [R] int64
+    sample_rows: torch.Tensor  # [R] int64
+    temperature: torch.Tensor  # [R] float32
+    top_k: torch.Tensor  # [R] int64
+    top_p: torch.Tensor  # [R] float32
+    seed: torch.Tensor  # [R] int64
+    sample_position: torch.Tensor  # [R] int64
+
+
+def packed_step(fields: Fields, num_tokens: int, num_sampled: int) -> PackedStep:
+    """The first so many entries of each field."""
+    return PackedStep(
+        ids=fields.take("ids", num_tokens),
+        positions=fields.take("positions", num_tokens),
+        slot_mapping=fields.take("slots", num_tokens),
+        sample_at=fields.take("sample_at", num_sampled),
+        sample_rows=fields.take("sample_rows", num_sampled),
+        temperature=fields.take("temperature", num_sampled),
+        top_k=fields.take("top_k", num_sampled),
+        top_p=fields.take("top_p", num_sampled),
+        seed=fields.take("seed", num_sampled),
+        sample_position=fields.take("sample_position", num_sampled),
+    )
+
+
+class Batch:
+    """Block tables and last sampled tokens by row, on the device; a mirror of the tables on the host.
+
+    Staging and entering are two halves, so that the host may stage a step while the device still runs the last one:
+    `stage` reads and writes host state only, `enter` applies a staged step to the device, in order of submission.
+    """
+
+    def __init__(self, *, rows: int, max_blocks: int, max_tokens: int, block_size: int, device: torch.device) -> None:
+        self.block_size, self.max_tokens, self.device = block_size, max_tokens, device
+        self.block_tables = torch.zeros(rows, max_blocks, dtype=torch.int32, device=device)
+        self.last_token = torch.zeros(rows, dtype=torch.int64, device=device)
+        # A step's own tokens need at most this many new blocks; only prefix hits bring more, and those travel apart.
+        self._layout = Layout(tokens=max_tokens, rows=rows, writes=max_tokens + rows)
+        self._size = max(span.stop for span in self._layout.spans().values())
+        self._mirror = np.full((rows, max_blocks), -1, np.int32)
+        self._free: list[HostBuffer] = []
+        self._persistent = Fields(self._layout, torch.empty(self._size, dtype=torch.int64, device=device))
+
+    def stage(self, plan: StepPlan) -> StagedStep:
+        """Pack a plan into a host buffer. Raises ValueError for a plan that the batch cannot hold."""
+        if plan.num_tokens > self.max_tokens:
+            raise ValueError(f"step {plan.step} has {plan.num_tokens} tokens; the batch holds {self.max_tokens}")
+        host = self._free.pop() if self._free else self._new_buffer()
+        write_at = self._write_mirror(plan)
+        write_block = self._mirror.reshape(-1)[write_at]
+        arrays = host.arrays
+        num_writes = len(write_at)
+        writes_apart = None
+        if num_writes <= self._layout.writes:
+            arrays["write_at"][:num_writes] = write_at
+            arrays["write_block"][:num_writes] = write_block
+        else:
+            writes_apart = torch.from_numpy(np.stack((write_at, write_block.astype(np.int64))))
+        segments = self._pack_tokens(plan, arrays)
+        num_sampled, any_random, any_filtered = self._pack_sampling(plan, segments, arrays)
+        num_tokens = segments.num_tokens
+        return StagedStep(
+            step=plan.step,
+            host=host,
+            segments=segments,
+            num_tokens=num_tokens,
+            num_sampled=num_sampled,
+            num_writes=num_writes,
+            writes_apart=writes_apart,
+            has_pending=bool((arrays["ids"][:num_tokens] == PENDING).any()),
+            any_random=any_random,
+            any_filtered=any_filtered,
+        )
+
+    def enter(self, staged: StagedStep) -> PackedStep:
+        """Bring a staged step to the device: one copy, then table entries and pending tokens put in their places."""
+        fields = staged.host.fields
+        if self.device.type == "cuda":
+            self._persistent.buffer.copy_(fields.buffer, non_blocking=True)
+            fields = self._persistent
+        if staged.num_writes:
+            if staged.writes_apart is None:
+                places, blocks = (fields.take(name, staged.num_writes) for name in ("write_at", "write_block"))
+            else:
+                places, blocks = staged.writes_apart.to(self.device)
+            self.block_tables.view(-1).index_copy_(0, places, blocks.to(torch.int32))
+        packed = packed_step(fields, staged.num_tokens, staged.num_sampled)
+        if staged.has_pending:
+            sampled = self.last_token.index_select(0, fields.take("token_rows", staged.num_tokens))
+            torch.where(packed.ids == PENDING, sampled, packed.ids, out=packed.ids)
+        return packed
+
+    def pad(self, staged: StagedStep, size: int) -> None:
+        """Fill a staged step up to `size` tokens with ones that are written nowhere. Call before `enter`."""
+        arrays = staged.host.arrays
+        for name, value in PADDING.items():
+            arrays[name][staged.num_tokens : size] = value
+
+    def inputs(self, num_tokens: int, num_sampled: int) -> PackedStep:
+        """Where steps of this size find their inputs on the device, whichever they are."""
+        return packed_step(self._persistent, num_tokens, num_sampled)
+
+    def clear(self, num_tokens: int) -> None:
+        """Make `inputs` a step of nothing but padding."""
+        for name, value in PADDING.items():
+            self._persistent.take(name, num_tokens).fill_(value)
+
+    def release(self, staged: StagedStep) -> None:
+        """Give the host buffer back, once the step is over."""
+        self._free.append(staged.host)
+
+    def _new_buffer(self) -> HostBuffer:
+        buffer = torch.zeros(self._size, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        fields = Fields(self._layout, buffer)
+        return HostBuffer(fields, fields.arrays())
+
+    def _write_mirror(self, plan: StepPlan) -> Ints:
+        """Apply table writes to the mirror; the flat places that changed."""
+        width = self._mirror.shape[1]
+        places = []
+        for write in plan.table_writes:
+            stop = write.start + len(write.blocks)
+            if stop > width:
+                raise ValueError(f"row {write.row} gets table entries up to {stop}; it has {width}")
+            self._mirror[write.row, write.start : stop] = write.blocks
+            places.append(np.arange(write.row * width + write.start, write.row * width + stop))
+        return np.concatenate(places) if places else np.empty(0, np.int64)
+
+    def _pack_tokens(self, plan: StepPlan, arrays: dict[str, npt.NDArray[np.generic]]) -> Segments:
+        """Ids, positions, slots and rows of every query token; the segments as attention takes them."""
+        bounds = np.array([(segment.row, segment.start, segment.stop) for segment in plan.segments], np.int64)
+        rows, starts, stops = bounds.T
+        lengths = stops - starts
+        query_start = np.zeros(len(lengths) + 1, np.int64)
+        np.cumsum(lengths, out=query_start[1:])
+        total = int(query_start[-1])
+        arrays["ids"][:total] = np.fromiter(chain.from_iterable(s.tokens for s in plan.segments), np.int64, total)
+        token_rows = np.repeat(rows, lengths)
+        positions = np.arange(total) + np.repeat(starts - query_start[:-1], lengths)
+        table_at, offset = np.divmod(positions, self.block_size)
+        blocks = self._mirror[token_rows, table_at]
+        if blocks.min() < 0:
+            token = int(blocks.argmin())
+            raise ValueError(f"step {plan.step}: row {token_rows[token]} has no block for position {positions[token]}")
+        arrays["token_rows"][:total] = token_rows
+        arrays["positions"][:total] = positions
+        arrays["slots"][:total] = blocks.astype(np.int64) * self.block_size + offset
+        return Segments(query_start.astype(np.int32), stops.astype(np.int32), rows.astype(np.int32))
+
+    def _pack_sampling(
+        self, plan: StepPlan, segments: Segments, arrays: dict[str, npt.NDArray[np.generic]]
+    ) -> tuple[int, bool, bool]:
+        """How each sampled token is drawn: the count, whether any is random, whether any is filtered."""
+        drawn = [(index, s.sampling) for index, s in enumerate(plan.segments) if s.sampling is not None]
+        count = len(drawn)
+        at = np.fromiter((index for index, _ in drawn), np.int64, count)
+        arrays["sample_at"][:count] = segments.query_start[1:][at] - 1
+        arrays["sample_rows"][:count] = segments.row[at]
+        any_random = any(sampling.temperature > 0 for _, sampling in drawn)
+        any_filtered = False
+        if any_random:
+            arrays["sample_position"][:count] = segments.context_stop[at]
+            arrays["seed"][:count] = [sampling.seed for _, sampling in drawn]
+            arrays["top_k"][:count] = [sampling.top_k for _, sampling in drawn]
+            arrays["temperature"][:count] = [sampling.temperature for _, sampling in drawn]
+            arrays["top_p"][:count] = [sampling.top_p for _, sampling in drawn]
+            any_filtered = any(s.temperature > 0 and (s.top_k > 0 or s.top_p < 1) for _, s in drawn)
+        return count, any_random, any_filtered

@@ -1,0 +1,270 @@
+"""The paged executor: a plan becomes tensors, runs through the model, and its samples feed the next step."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from holdfast.core.config import EngineConfig
+from holdfast.core.protocols import MemoryProfile
+from holdfast.core.types import Sampling, Segment, StepPlan, StepResult, TableWrite
+from holdfast.execution import device as devices
+from holdfast.execution.batch import Batch, StagedStep
+from holdfast.execution.graphs import DecodeGraphs, graph_sizes
+from holdfast.kernels.attention import attention_for
+from holdfast.kernels.cache import KVCache, block_bytes
+from holdfast.kernels.protocol import CapturableAttention
+from holdfast.kernels.sampling import sample
+from holdfast.models.base import Model, StepInput
+
+CPU_CACHE_BYTES = 4_000_000_000
+"""The cache on a CPU, unless the config says otherwise: a laptop should not lose its memory to a first try."""
+
+DEFAULT_BUDGET = {"cuda": 2048, "cpu": 512}
+
+
+class Flight(Protocol):
+    """A step on its way."""
+
+    def result(self) -> StepResult:
+        """Wait for the step. Raises what it raised."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class CudaFlight:
+    """A step whose tokens are copied to pinned memory before `done`."""
+
+    step: int
+    tokens: torch.Tensor
+    began: torch.cuda.Event
+    done: torch.cuda.Event
+
+    def result(self) -> StepResult:
+        self.done.synchronize()
+        return StepResult(self.step, tuple(self.tokens.tolist()), self.began.elapsed_time(self.done) / 1000)
+
+
+class PagedExecutor:
+    """`core.protocols.Executor` for a model over a paged cache.
+
+    On CUDA `submit` puts the step on the current stream and returns. On a CPU one worker thread runs the steps in
+    order, while the caller plans the next one.
+    """
+
+    def __init__(self, model: Model, config: EngineConfig, *, token_budget: int | None = None) -> None:
+        """`token_budget` is the most tokens of one step, where neither the config nor the device's default says it."""
+        spec = model.spec
+        self.model, self.config, self.device = model, config, spec.device
+        self.token_budget = config.token_budget or token_budget or DEFAULT_BUDGET[spec.device.type]
+        self.attention = attention_for(
+            spec.device,
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            block_size=config.block_size,
+        )
+        self.block_bytes = block_bytes(
+            layers=spec.num_layers,
+            block_size=config.block_size,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            dtype=spec.dtype,
+        )
+        self._memory: _Memory | None = None
+        self._in_flight: deque[tuple[StagedStep, Flight]] = deque()
+        self._worker = ThreadPoolExecutor(1, "holdfast-step") if spec.device.type == "cpu" else None
+
+    def profile(self) -> MemoryProfile:
+        """Run full steps over a small cache and see what they take. Raises MemoryError if no block would fit."""
+        on_gpu = self.device.type == "cuda"
+        plans = list(self._warm_up_plans())
+        blocks = 1 + max(write.blocks[-1] for plan in plans for write in plan.table_writes)
+        if on_gpu:
+            torch.cuda.empty_cache()
+        before = devices.taken_memory(self.device)
+        # The graph of the largest batch takes as much as all of them, which share its memory.
+        self._allocate(blocks, graph_sizes(min(self.config.max_sequences, self.token_budget))[-1:])
+        for plan in plans:
+            self.submit(plan)
+            self.collect()
+        activations = max(0, devices.taken_memory(self.device) - before - blocks * self.block_bytes)
+        self._memory = None
+        if on_gpu:
+            torch.cuda.empty_cache()
+        free, total = devices.memory(self.device)
+        cache = self._cache_bytes(free, total, activations)
+        if cache < self.block_bytes:
+            raise MemoryError(
+                f"{max(cache, 0) / 1e9:.2f} GB are left for the KV cache and one block takes "
+                f"{self.block_bytes / 1e9:.4f} GB: of {total / 1e9:.1f} GB on {devices.describe(self.device)} "
+                f"{free / 1e9:.1f} are free and a step takes {activations / 1e9:.2f}; raise memory_fraction, "
+                "or lower token_budget or max_sequences"
+            )
+        return MemoryProfile(
+            device=devices.describe(self.device),
+            total=total,
+            weights=self.model.spec.weight_bytes,
+            activations=activations,
+            cache=cache,
+            block=self.block_bytes,
+        )
+
+    def allocate(self, num_blocks: int) -> None:
+        """Make the KV cache, an empty batch, and the graphs of decode steps."""
+        self._allocate(num_blocks, graph_sizes(min(self.config.max_sequences, self.token_budget)))
+
+    def _allocate(self, num_blocks: int, sizes: list[int]) -> None:
+        spec, config = self.model.spec, self.config
+        cache = KVCache.allocate(
+            layers=spec.num_layers,
+            num_blocks=num_blocks,
+            block_size=config.block_size,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            dtype=spec.dtype,
+            device=spec.device,
+        )
+        batch = Batch(
+            rows=config.max_sequences,
+            max_blocks=-(-spec.max_model_len // config.block_size),
+            max_tokens=self.token_budget,
+            block_size=config.block_size,
+            device=spec.device,
+        )
+        layers = tuple(cache.layer(index) for index in range(spec.num_layers))
+        self._memory = _Memory(cache, layers, batch, self._capture(batch, layers, sizes))
+
+    @torch.inference_mode()
+    def _capture(
+        self, batch: Batch, layers: tuple[tuple[torch.Tensor, torch.Tensor], ...], sizes: list[int]
+    ) -> DecodeGraphs | None:
+        """The graphs of decode steps, where the device and the model can be captured."""
+        wanted = self.config.cuda_graphs and self.device.type == "cuda" and self.model.capturable
+        if not (wanted and isinstance(self.attention, CapturableAttention)):
+            return None
+        return DecodeGraphs(self.model, self.attention, batch, layers, sizes)
+
+    @property
+    def memory(self) -> _Memory:
+        """Cache and batch, once allocated."""
+        if self._memory is None:
+            raise RuntimeError("the executor has no cache yet: call allocate first")
+        return self._memory
+
+    def submit(self, plan: StepPlan) -> None:
+        memory = self.memory
+        staged = memory.batch.stage(plan)
+        flight: Flight
+        if self._worker is not None:
+            flight = self._worker.submit(self._run_on_cpu, memory, staged)
+        else:
+            flight = self._start_on_cuda(memory, staged)
+        self._in_flight.append((staged, flight))
+
+    def collect(self) -> StepResult:
+        staged, flight = self._in_flight.popleft()
+        result = flight.result()
+        self.memory.batch.release(staged)
+        return result
+
+    def close(self) -> None:
+        self._in_flight.clear()
+        if self._worker is not None:
+            self._worker.shutdown(wait=True, cancel_futures=True)
+        self._memory = None
+
+    def _run_on_cpu(self, memory: _Memory, staged: StagedStep) -> StepResult:
+        began = time.perf_counter()
+        tokens = tuple(self._forward(memory, staged).tolist())
+        return StepResult(staged.step, tokens, time.perf_counter() - began)
+
+    def _start_on_cuda(self, memory: _Memory, staged: StagedStep) -> Flight:
+        try:
+            began, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            began.record()
+            sampled = self._forward(memory, staged)
+            tokens = torch.empty(sampled.shape, dtype=sampled.dtype, pin_memory=True)
+            tokens.copy_(sampled, non_blocking=True)
+            done.record()
+        except Exception as error:
+            failed: Future[StepResult] = Future()
+            failed.set_exception(error)
+            return failed
+        return CudaFlight(staged.step, tokens, began, done)
+
+    @torch.inference_mode()
+    def _forward(self, memory: _Memory, staged: StagedStep) -> torch.Tensor:
+        """Run one step on the device; the sampled tokens [R], which also become their rows' last tokens."""
+        size = memory.graphs.size_for(staged) if memory.graphs is not None else None
+        if memory.graphs is not None and size is not None:
+            memory.batch.pad(staged, size)
+            packed = memory.batch.enter(staged)
+            logits = memory.graphs.replay(staged, size)
+        else:
+            packed = memory.batch.enter(staged)
+            logits = self.model.forward(
+                StepInput(
+                    ids=packed.ids,
+                    positions=packed.positions,
+                    sample_at=packed.sample_at,
+                    slot_mapping=packed.slot_mapping,
+                    block_tables=memory.batch.block_tables,
+                    caches=memory.layers,
+                    attention=self.attention,
+                    schedule=self.attention.schedule(staged.segments),
+                )
+            )
+        tokens = sample(
+            logits,
+            packed.temperature,
+            packed.top_k,
+            packed.top_p,
+            packed.seed,
+            packed.sample_position,
+            any_random=staged.any_random,
+            any_filtered=staged.any_filtered,
+        )
+        memory.batch.last_token.index_copy_(0, packed.sample_rows, tokens)
+        return tokens
+
+    def _cache_bytes(self, free: int, total: int, activations: int) -> int:
+        """What the KV cache may take."""
+        if self.config.cache_gb is not None:
+            return int(self.config.cache_gb * 1e9)
+        if self.device.type == "cuda":
+            reserved_by_others = total - free
+            return int(total * self.config.memory_fraction) - reserved_by_others - activations
+        return min(CPU_CACHE_BYTES, free // 2)
+
+    def _warm_up_plans(self) -> Iterator[StepPlan]:
+        """The two widest steps: one long prefill, and as many sampling sequences as there can be."""
+        drawn = Sampling(temperature=1.0, top_k=8, top_p=0.9, seed=0)
+        longest = self.model.spec.max_model_len
+        for step, count in enumerate((1, self.config.max_sequences)):
+            count = min(max(count, -(-self.token_budget // longest)), self.token_budget, self.config.max_sequences)
+            length = min(self.token_budget // count, longest)
+            width = -(-length // self.config.block_size)
+            yield StepPlan(
+                step,
+                segments=tuple(Segment(str(row), row, 0, length, (0,) * length, drawn) for row in range(count)),
+                table_writes=tuple(
+                    TableWrite(row, 0, tuple(range(row * width, (row + 1) * width))) for row in range(count)
+                ),
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """What `allocate` made."""
+
+    cache: KVCache
+    layers: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    batch: Batch
+    graphs: DecodeGraphs | None

@@ -1,0 +1,240 @@
+"""The native decoder: one packed transformer, described by how an architecture differs from its plainest form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch.nn import functional
+
+from holdfast.models.base import ModelSpec, StepInput
+from holdfast.models.rope import Rope
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_pytorch_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+}
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderSpec:
+    """Sizes and differences of one checkpoint. A difference that is off costs nothing in `Decoder.forward`."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_positions: int
+    rms_eps: float
+    rope: Rope
+    names: WeightNames
+    activation: str = "silu"
+    tied: bool = False
+    """The LM head is the embedding."""
+    qk_norm: bool = False
+    """Queries and keys are normed within each head."""
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    windows: tuple[int | None, ...] = ()
+    """By layer, how many positions a query sees, itself included; empty: all layers see all."""
+    init_std: float = 0.02
+    """Spread of random weights."""
+
+    @property
+    def scale(self) -> float:
+        return float(self.head_dim**-0.5)
+
+
+@dataclass(frozen=True)
+class WeightNames:
+    """What a family of checkpoints calls its tensors. A fused weight lists its parts, from its first row down."""
+
+    embedding: str
+    norm: str
+    lm_head: str
+    layer: str
+    """The prefix of a layer, with {} for its number."""
+    fields: dict[str, tuple[str, ...]]
+    """By field of LayerWeights, the names after the prefix."""
+    ignored: tuple[str, ...] = ()
+    """Endings of tensors that hold nothing: old checkpoints saved their rope frequencies."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerWeights:
+    """The tensors of one layer; None where the architecture has none."""
+
+    input_norm: torch.Tensor  # [hidden]
+    qkv: torch.Tensor  # [(H + 2 Hkv) D, hidden]
+    o: torch.Tensor  # [hidden, H D]
+    post_norm: torch.Tensor  # [hidden]
+    gate_up: torch.Tensor  # [2 intermediate, hidden]
+    down: torch.Tensor  # [hidden, intermediate]
+    q_norm: torch.Tensor | None = None  # [D]
+    k_norm: torch.Tensor | None = None  # [D]
+    qkv_bias: torch.Tensor | None = None
+    o_bias: torch.Tensor | None = None
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+
+
+class WeightSource(Protocol):
+    """Where weights come from: a checkpoint, or chance."""
+
+    def fill(self, name: str, into: torch.Tensor) -> None:
+        """Write the tensor `name` into `into`, which has its shape. Raises UnsupportedCheckpoint if it cannot."""
+        ...
+
+
+def layer_shapes(spec: DecoderSpec) -> dict[str, tuple[Shape, ...]]:
+    """By field of LayerWeights, the shapes of the parts that are fused along their rows."""
+    hidden, inner = spec.hidden_size, spec.intermediate_size
+    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    shapes: dict[str, tuple[Shape, ...]] = {
+        "input_norm": ((hidden,),),
+        "qkv": ((q, hidden), (kv, hidden), (kv, hidden)),
+        "o": ((hidden, q),),
+        "post_norm": ((hidden,),),
+        "gate_up": ((inner, hidden), (inner, hidden)),
+        "down": ((hidden, inner),),
+    }
+    if spec.qk_norm:
+        shapes |= {"q_norm": ((spec.head_dim,),), "k_norm": ((spec.head_dim,),)}
+    if spec.qkv_bias:
+        shapes["qkv_bias"] = ((q,), (kv,), (kv,))
+    if spec.o_bias:
+        shapes["o_bias"] = ((hidden,),)
+    if spec.mlp_bias:
+        shapes |= {"gate_up_bias": ((inner,), (inner,)), "down_bias": ((hidden,),)}
+    return shapes
+
+
+class Decoder:
+    """A `Model`: weights of the architectures in `models.registry`, run on packed tokens without padding."""
+
+    capturable = True
+
+    def __init__(
+        self,
+        decoder: DecoderSpec,
+        source: WeightSource,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        max_model_len: int,
+        eos_token_ids: tuple[int, ...],
+    ) -> None:
+        names = decoder.names
+        self._source, self._device, self._dtype = source, device, dtype
+        self._bytes = 0
+        self.decoder = decoder
+        self.embedding = self._fused((names.embedding,), ((decoder.vocab_size, decoder.hidden_size),))
+        shapes = layer_shapes(decoder)
+        self.layers = tuple(
+            LayerWeights(
+                **{
+                    field: self._fused(tuple(names.layer.format(index) + name for name in names.fields[field]), parts)
+                    for field, parts in shapes.items()
+                }
+            )
+            for index in range(decoder.num_layers)
+        )
+        self.norm = self._fused((names.norm,), ((decoder.hidden_size,),))
+        self.lm_head = (
+            self.embedding
+            if decoder.tied
+            else self._fused((names.lm_head,), ((decoder.vocab_size, decoder.hidden_size),))
+        )
+        del self._source
+        self.inverse_frequencies = decoder.rope.inverse_frequencies(decoder.head_dim).to(device)
+        self.spec = ModelSpec(
+            architecture=decoder.architecture,
+            num_layers=decoder.num_layers,
+            num_heads=decoder.num_heads,
+            num_kv_heads=decoder.num_kv_heads,
+            head_dim=decoder.head_dim,
+            vocab_size=decoder.vocab_size,
+            max_model_len=max_model_len,
+            eos_token_ids=eos_token_ids,
+            dtype=dtype,
+            device=device,
+            weight_bytes=self._bytes,
+        )
+
+    def _fused(self, names: tuple[str, ...], shapes: tuple[Shape, ...]) -> torch.Tensor:
+        """One tensor of parts that lie below one another."""
+        rows = [shape[0] for shape in shapes]
+        shape = (sum(rows), *shapes[0][1:])
+        if self._device.type == "cpu" and len(shape) == 2 and names[0] != self.decoder.names.embedding:
+            # Stored by inputs, as MKL likes it best for few tokens: up to twice as fast.
+            whole = torch.empty(shape[::-1], device=self._device, dtype=self._dtype).t()
+        else:
+            whole = torch.empty(shape, device=self._device, dtype=self._dtype)
+        for name, part in zip(names, torch.split(whole, rows), strict=True):
+            self._source.fill(name, part)
+        self._bytes += whole.nbytes
+        return whole
+
+    def forward(self, step: StepInput) -> torch.Tensor:
+        """Logits [R, vocab_size]. The residual stream is one tensor that every layer adds to in place."""
+        spec, eps = self.decoder, self.decoder.rms_eps
+        activation = ACTIVATIONS[spec.activation]
+        hidden = (spec.hidden_size,)
+        stream = functional.embedding(step.ids, self.embedding)  # [T, hidden]
+        cosine, sine = self._rotation(step.positions)
+        windows = spec.windows or (None,) * spec.num_layers
+        for index, (layer, window) in enumerate(zip(self.layers, windows, strict=True)):
+            normed = functional.rms_norm(stream, hidden, layer.input_norm, eps)
+            query, key, value = self._project(layer, normed, cosine, sine)
+            attended = step.attend(index, query, key, value, scale=spec.scale, window=window)
+            stream.addmm_(attended.reshape(attended.shape[0], -1), layer.o.t())
+            if layer.o_bias is not None:
+                stream += layer.o_bias
+            normed = functional.rms_norm(stream, hidden, layer.post_norm, eps)
+            gate, up = functional.linear(normed, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
+            stream.addmm_(activation(gate).mul_(up), layer.down.t())
+            if layer.down_bias is not None:
+                stream += layer.down_bias
+        wanted = stream.index_select(0, step.sample_at)  # [R, hidden]
+        return functional.linear(functional.rms_norm(wanted, hidden, self.norm, eps), self.lm_head)
+
+    def _project(
+        self, layer: LayerWeights, normed: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Rotated queries [T, H, D] and keys [T, Hkv, D], and values [T, Hkv, D]."""
+        spec = self.decoder
+        heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
+        qkv = functional.linear(normed, layer.qkv, layer.qkv_bias).view(-1, heads + 2 * kv_heads, dim)
+        turned, value = torch.split(qkv, [heads + kv_heads, kv_heads], dim=1)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            query, key = torch.split(turned, [heads, kv_heads], dim=1)
+            turned = torch.cat(
+                (
+                    functional.rms_norm(query, (dim,), layer.q_norm, spec.rms_eps),
+                    functional.rms_norm(key, (dim,), layer.k_norm, spec.rms_eps),
+                ),
+                dim=1,
+            )
+        turned = (turned * cosine).addcmul_(turned.roll(dim // 2, -1), sine)
+        query, key = torch.split(turned, [heads, kv_heads], dim=1)
+        return query, key, value
+
+    def _rotation(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosine and sine [T, 1, D], computed in float32; the sine negative where the other half is subtracted."""
+        angles = positions[:, None, None].float() * self.inverse_frequencies
+        cosine, sine = angles.cos(), angles.sin()
+        amplitude = self.decoder.rope.amplitude
+        if amplitude != 1.0:
+            cosine, sine = cosine * amplitude, sine * amplitude
+        cosine, sine = cosine.to(self._dtype), sine.to(self._dtype)
+        return torch.cat((cosine, cosine), dim=-1), torch.cat((-sine, sine), dim=-1)

@@ -1,0 +1,181 @@
+"""Scheduler: takes requests, decides the steps, and reads their results back into the sequences."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Collection
+
+from holdfast.core.types import (
+    MAX_SEED,
+    FinishReason,
+    Request,
+    Sampling,
+    SchedulerStats,
+    Sequence,
+    SequenceOutput,
+    StepPlan,
+    StepResult,
+)
+from holdfast.memory.blocks import BlockPool, StateIdentity
+from holdfast.memory.conversation import Residency
+from holdfast.scheduler.priority import Order, priority
+from holdfast.scheduler.queues import Entry, Queues
+from holdfast.scheduler.step import Policy, Step
+
+
+class Scheduler:
+    """Holds each sequence from its request to its end, and its place in memory.
+
+    `schedule` may be called again before the results of earlier plans are known. Plans must run in the order in which
+    they were made, and their results come back to `update` in that order.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        pool: BlockPool,
+        *,
+        max_sequences: int,
+        max_model_len: int,
+        vocab_size: int = 1 << 32,
+        eos_token_ids: Collection[int] = (),
+        headroom: float = 0.1,
+        sharing: StateIdentity | None = None,
+        order: Order = priority,
+        seed: int = 0,
+    ) -> None:
+        """`sharing` identifies the state in the cache, for requests to share equal prefixes; None: they do not.
+
+        `headroom` is the share of the blocks that admission leaves to running sequences; `seed` makes the seeds of
+        requests that bring none.
+        """
+        self.max_model_len = max_model_len
+        self._vocab_size = vocab_size
+        self._policy = policy
+        self._order = order
+        self._sharing = sharing
+        self._eos = frozenset(eos_token_ids)
+        self._seed = seed
+        self._queues = Queues(pool, max_sequences, headroom)
+        self._entries: dict[str, Entry] = {}
+        self._in_flight: deque[tuple[int, list[Entry]]] = deque()
+        self._requests = 0
+        self._steps = 0
+        self._tokens_computed = 0
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises ValueError if it could never run to its end, or if its id is taken."""
+        length, params, pool = len(request.prompt), request.params, self._queues.pool
+        if request.id in self._entries:
+            raise ValueError(f"request {request.id} is already being served; give each request an id of its own")
+        if not length:
+            raise ValueError("the prompt is empty; it must hold at least one token")
+        for token in (min(request.prompt), max(request.prompt)):
+            if not 0 <= token < self._vocab_size:
+                raise ValueError(f"the prompt holds token {token}; tokens lie between 0 and {self._vocab_size - 1}")
+        if length >= self.max_model_len:
+            raise ValueError(
+                f"the prompt has {length} tokens; with one generated token it exceeds the limit of "
+                f"{self.max_model_len}; shorten the prompt"
+            )
+        limit = min(length + params.max_tokens, self.max_model_len)
+        # The last token ends the sequence, so its position is never computed.
+        if pool.blocks_for(limit - 1) > pool.num_blocks:
+            raise ValueError(
+                f"a prompt of {length} tokens and {limit - length} generated ones take {pool.blocks_for(limit - 1)} "
+                f"blocks of the KV cache, which has {pool.num_blocks}; shorten one of them or enlarge the cache"
+            )
+        seed = self._draw_seed() if params.seed is None else params.seed
+        entry = Entry(
+            sequence=Sequence(request, seed),
+            id=request.id,
+            rank=self._order(request, self._requests),
+            residency=Residency(pool, self._sharing.root(request.tenant) if self._sharing else None),
+            sampling=Sampling(params.temperature, params.top_k, params.top_p, seed),
+            limit=limit,
+            ends=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos),
+        )
+        self._requests += 1
+        self._entries[request.id] = entry
+        self._queues.waiting.add(entry)
+
+    def abort(self, request_id: str) -> None:
+        """Let go of a request at once; what steps in flight bring for it is dropped. Unknown ids have ended before."""
+        entry = self._entries.get(request_id)
+        if entry is not None:
+            self._end(entry, FinishReason.ABORT)
+
+    def schedule(self, now: float) -> StepPlan | None:
+        """Decide the next step; it counts as submitted. None if nothing can run before a step in flight ends."""
+        step = Step(self._queues, self._steps, now)
+        self._policy.fill(step)
+        plan = step.finish()
+        if plan is not None:
+            self._in_flight.append((self._steps, step.sampling))
+            self._steps += 1
+            self._tokens_computed += step.num_tokens
+        return plan
+
+    def update(self, plan: StepPlan, result: StepResult, now: float) -> list[SequenceOutput]:
+        """Read in the result of the oldest plan in flight: the tokens that became known, and which sequences ended."""
+        number, sampling = self._in_flight.popleft()
+        if not plan.step == result.step == number or len(result.tokens) != len(sampling):
+            raise RuntimeError(
+                f"step {number} with {len(sampling)} sampled tokens is due; got plan {plan.step}, "
+                f"result {result.step} with {len(result.tokens)}"
+            )
+        outputs: list[SequenceOutput] = []
+        new = tuple.__new__  # what SequenceOutput(...) comes down to, at less than half its time
+        for entry, token in zip(sampling, result.tokens, strict=True):
+            sequence = entry.sequence
+            if sequence.finish_reason is not None:
+                continue
+            tokens = sequence.tokens
+            tokens.append(token)
+            sequence.in_flight -= 1
+            if sequence.first_token_at is None:
+                sequence.first_token_at = now
+            known = len(tokens)
+            if known >= entry.residency.next_seal:
+                entry.residency.seal(tokens)
+            if token in entry.ends:
+                self._end(entry, FinishReason.STOP)
+            elif known == entry.limit:
+                self._end(entry, FinishReason.LENGTH)
+            reason, cached, since = sequence.finish_reason, sequence.cached_tokens, sequence.scheduled_at
+            outputs.append(new(SequenceOutput, (entry.id, (token,), reason, cached, since, sequence.preemptions)))
+        return outputs
+
+    def has_work(self) -> bool:
+        """Whether any request has not ended."""
+        return bool(self._entries)
+
+    def stats(self) -> SchedulerStats:
+        """Queues and memory as they stand, plans in flight counted as done."""
+        queues = self._queues
+        return SchedulerStats(
+            waiting=len(queues.waiting),
+            running=len(queues.running),
+            blocks_total=queues.pool.num_blocks,
+            blocks_used=queues.pool.used,
+            blocks_cached=queues.pool.cached,
+            preemptions=queues.preemptions,
+            prefix_queries=queues.prefix_queries,
+            prefix_hits=queues.prefix_hits,
+            tokens_computed=self._tokens_computed,
+        )
+
+    def check(self) -> None:
+        """Raise RuntimeError if a block is lost, or has two owners that do not share it. For tests and idle times."""
+        self._queues.pool.check([entry.residency.blocks for entry in self._entries.values()])
+
+    def _end(self, entry: Entry, reason: FinishReason) -> None:
+        entry.sequence.finish_reason = reason
+        del self._entries[entry.id]
+        self._queues.stop(entry)
+
+    def _draw_seed(self) -> int:
+        """The next seed for a request that brings none, the same in every run."""
+        digest = hashlib.sha256(f"{self._seed}/{self._requests}".encode()).digest()
+        return int.from_bytes(digest[:8], "little") & MAX_SEED

@@ -1,0 +1,23 @@
+"""Policies: what runs next, with how many tokens."""
+
+from __future__ import annotations
+
+from holdfast.scheduler.step import Step
+
+
+class StallFree:
+    """Sarathi-Serve, Algorithm 3: no decode ever waits for a prefill.
+
+    Running decodes first, then started prefills, then new requests, as far as a fixed budget of tokens goes.
+    """
+
+    def __init__(self, token_budget: int) -> None:
+        if token_budget < 1:
+            raise ValueError(f"token_budget is {token_budget}; it must be at least 1")
+        self.token_budget = token_budget
+
+    def fill(self, step: Step) -> None:
+        step.budget = self.token_budget
+        step.decode()
+        step.prefill()
+        step.admit()

@@ -1,0 +1,38 @@
+"""ServerConfig: every choice of the HTTP server, frozen; flags and YAML keys are made from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from holdfast.core.config import option
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """How requests come in over HTTP. Raises ValueError, naming the value and the limit, for what cannot be."""
+
+    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 lets other machines in (set an API key then)")
+    port: int = option(8000, "port to listen on; 0 takes a free one")
+    api_key: tuple[str, ...] = option(
+        (),
+        "key that clients must send; repeat it for several, each a tenant with its own cache "
+        "(better in HOLDFAST_API_KEY, comma-separated: a command line can be read by other users)",
+    )
+    max_choices: int = option(64, "most choices of one request: n times its prompts")
+    max_body_mb: float = option(8.0, "largest request body in MB; larger ones are refused with 413")
+    health_seconds: float = option(5.0, "time the engine has to answer /health before it counts as hanging")
+    drain_seconds: float = option(30.0, "time that running streams have to finish after SIGTERM or Ctrl-C")
+
+    def __post_init__(self) -> None:
+        for name, low, high in (
+            ("port", 0, 65535),
+            ("max_choices", 1, 1024),
+            ("max_body_mb", 0.001, 1024),
+            ("health_seconds", 0.05, 600),
+            ("drain_seconds", 0, 86400),
+        ):
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise ValueError(f"{name} is {value}; it must lie between {low} and {high}")
+        if any(not key or not key.isascii() or not key.isprintable() or " " in key for key in self.api_key):
+            raise ValueError("api_key is empty or holds something other than visible ASCII; choose another key")

@@ -1,0 +1,81 @@
+"""What /metrics shows: requests, latencies and tokens as the server sees them, queues and memory as the engine says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from holdfast.core.types import SchedulerStats
+
+SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+LONG = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+STATS = {
+    "waiting": ("gauge", "requests_waiting", "Requests that wait for their first step"),
+    "running": ("gauge", "requests_running", "Requests with blocks in the cache"),
+    "blocks_total": ("gauge", "blocks", "Blocks of the KV cache"),
+    "blocks_used": ("gauge", "blocks_used", "Blocks that running requests own"),
+    "blocks_cached": ("gauge", "blocks_cached", "Unowned blocks that still hold a reusable prefix"),
+    "preemptions": ("counter", "preemptions", "Requests that lost their blocks to make room"),
+    "prefix_queries": ("counter", "prefix_tokens_queried", "Prompt tokens looked up in the prefix cache"),
+    "prefix_hits": ("counter", "prefix_tokens_hit", "Prompt tokens that the prefix cache gave"),
+    "tokens_computed": ("counter", "tokens_computed", "Query tokens that steps computed"),
+}
+"""Field of SchedulerStats -> kind, name and help of the metric that shows it."""
+
+
+class Metrics:
+    """All metrics of one server, in a registry of their own. Times in seconds."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.engine = EngineCollector()
+        self.registry.register(self.engine)
+        self.requests = Counter(
+            "holdfast_requests",
+            "HTTP requests for generation by outcome: ok, refused (4xx), unavailable (503), left, failed",
+            ["route", "outcome"],
+            registry=self.registry,
+        )
+        self.ttft = self._histogram("ttft_seconds", "Time from a request's arrival to its first token", LONG)
+        self.tbt = self._histogram("tbt_seconds", "Time between tokens of one choice", SHORT)
+        self.e2e = self._histogram("e2e_seconds", "Time from a request's arrival to its last token", LONG)
+        self.queue = self._histogram("queue_seconds", "Time from a request's arrival to its first step", LONG)
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of finished choices")
+        self.generated_tokens = self._counter("generated_tokens", "Tokens generated")
+        self.cached_tokens = self._counter("cached_tokens", "Prompt tokens that the prefix cache gave")
+
+    def outcome(self, route: str, outcome: str) -> None:
+        """Count how one HTTP request ended."""
+        self.requests.labels(route, outcome).inc()
+
+    def _histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"holdfast_{name}", help, buckets=buckets, registry=self.registry)
+
+    def _counter(self, name: str, help: str) -> Counter:
+        return Counter(f"holdfast_{name}", help, registry=self.registry)
+
+    def exposition(self, stats: SchedulerStats | None) -> bytes:
+        """Prometheus' text format. Without stats the engine counts as down and its own metrics are left out."""
+        self.engine.stats = stats
+        return generate_latest(self.registry)
+
+
+class EngineCollector(Collector):
+    """The engine's queues and memory, as of the last look."""
+
+    def __init__(self) -> None:
+        self.stats: SchedulerStats | None = None
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self.stats
+        yield GaugeMetricFamily("holdfast_engine_up", "1 when the engine answered this look", value=stats is not None)
+        if stats is None:
+            return
+        for field, (kind, name, help) in STATS.items():
+            family = GaugeMetricFamily if kind == "gauge" else CounterMetricFamily
+            yield family(f"holdfast_{name}", help, value=getattr(stats, field))

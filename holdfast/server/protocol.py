@@ -1,0 +1,290 @@
+"""What clients send: OpenAI's request bodies as strict types, refused by parameter name, never half understood."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from holdfast.core.types import MAX_SEED, SamplingParams
+
+MAX_MESSAGES = 4096
+MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 1024
+
+HARMLESS = (
+    "user",
+    "metadata",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "parallel_tool_calls",
+    "service_tier",
+)
+"""Parameters that cannot change the answer; any value will do."""
+
+UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    "audio": (),
+    "best_of": (1,),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "include_stop_str_in_output": (False,),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "modalities": (["text"],),
+    "moderation": (),
+    "prediction": (),
+    "presence_penalty": (0,),
+    "reasoning_effort": ("none",),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "skip_special_tokens": (True,),
+    "store": (False,),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_logprobs": (0,),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+"""Known parameters that Holdfast cannot honour, each with the values that ask for nothing. null always does."""
+
+Count = Annotated[int, Meta(ge=1, le=1 << 24)]
+TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
+StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+Body = TypeVar("Body", bound="GenerationRequest")
+
+
+class ApiError(Exception):
+    """A refusal in OpenAI's shape. The message goes to the client: no paths, addresses or traces in it."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        type: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.status = status
+        self.type = type
+        self.param = param
+        self.code = code
+        self.retry_after = retry_after
+        """Seconds after which trying again makes sense."""
+
+    def body(self) -> dict[str, Any]:
+        """The JSON object that a client receives; all four fields are always there."""
+        fields = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return {"error": fields}
+
+
+class StreamOptions(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """`stream_options`."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False
+    """Padding against traffic analysis; none is added, so it changes nothing."""
+
+
+class GenerationRequest(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """What chat completions and completions have in common, vLLM's extensions included."""
+
+    model: str
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    max_tokens: Count | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Meta(ge=-1, le=1 << 24)] = 0
+    seed: Annotated[int, Meta(ge=0, le=MAX_SEED)] | None = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)] = []
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] = []
+    ignore_eos: bool = False
+    n: Annotated[int, Meta(ge=1, le=1024)] = 1
+    priority: Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)] = 0
+
+    def sampling(self, choice: int, max_tokens: int) -> SamplingParams:
+        """Sampling of one choice of `n`: choice i draws with seed + i, so the choices differ and can be repeated."""
+        return SamplingParams(
+            temperature=self.temperature,
+            top_k=max(self.top_k, 0),
+            top_p=self.top_p,
+            seed=None if self.seed is None else (self.seed + choice) % (MAX_SEED + 1),
+            max_tokens=max_tokens,
+            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
+            stop_token_ids=tuple(self.stop_token_ids),
+            ignore_eos=self.ignore_eos,
+        )
+
+
+class ChatRequest(GenerationRequest, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """POST /v1/chat/completions."""
+
+    route: ClassVar[str] = "/v1/chat/completions"
+
+    messages: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: Count | None = None
+
+    @property
+    def most_tokens(self) -> int | None:
+        """The most tokens of the answer, by its new or its old name. Raises ApiError when the two differ."""
+        old, new = self.max_tokens, self.max_completion_tokens
+        if old is not None and new is not None and old != new:
+            raise ApiError(
+                f"max_tokens is {old} and max_completion_tokens is {new}; give one of them",
+                param="max_completion_tokens",
+                code="invalid_value",
+            )
+        return old if new is None else new
+
+    def conversation(self) -> list[dict[str, str]]:
+        """The messages for the chat template: role and plain text. Raises ApiError for what it cannot hold."""
+        return [_message(message, f"messages[{index}]") for index, message in enumerate(self.messages)]
+
+
+class CompletionRequest(GenerationRequest, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """POST /v1/completions."""
+
+    route: ClassVar[str] = "/v1/completions"
+
+    prompt: str | list[Any]
+
+    @property
+    def most_tokens(self) -> int:
+        """The most tokens of each choice; 16 when not given, as in OpenAI's API."""
+        return 16 if self.max_tokens is None else self.max_tokens
+
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, each as text or as token ids. Raises ApiError for any other mixture."""
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        if prompt and all(isinstance(item, str) for item in prompt):
+            return list(prompt)
+        if prompt and all(isinstance(item, list) for item in prompt):
+            return [_token_ids(item, f"prompt[{index}]") for index, item in enumerate(prompt)]
+        return [_token_ids(prompt, "prompt")]
+
+
+def parse(body: bytes, shape: type[Body]) -> Body:
+    """Read a request body. Raises ApiError that names the parameter at fault."""
+    try:
+        fields = msgspec.json.decode(body)
+    except RecursionError:
+        raise ApiError("the body nests too deeply", code="invalid_json") from None
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ApiError(f"the body is not JSON that can be read: {error}", code="invalid_json") from None
+    if not isinstance(fields, dict):
+        raise ApiError("the body must be a JSON object", code="invalid_json")
+    known = shape.__struct_fields__
+    given = {}
+    for name, value in fields.items():
+        if name in known:
+            if value is not None:
+                given[name] = value
+        elif name in UNSUPPORTED:
+            if value is not None and not any(_same(value, neutral) for neutral in UNSUPPORTED[name]):
+                raise ApiError(f"{name} is not supported yet; leave it out", param=name, code="unsupported_parameter")
+        elif name not in HARMLESS:
+            near = difflib.get_close_matches(name[:64], known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ApiError(f"unknown parameter: {name[:64]}{hint}", param=name[:64], code="unknown_parameter")
+    try:
+        request = msgspec.convert(given, shape)
+    except msgspec.ValidationError as error:
+        raise _invalid(str(error)) from None
+    if "stream_options" in given and not request.stream:
+        raise ApiError("stream_options needs stream: true", param="stream_options", code="invalid_value")
+    return request
+
+
+def _same(value: Any, neutral: Any) -> bool:
+    """Equal, and not a number that stands for a bool: `logprobs: 0` asks for something, `false` does not."""
+    return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
+
+
+def _invalid(reason: str) -> ApiError:
+    """msgspec's words as OpenAI's error, with the parameter that they are about."""
+    missing = re.search(r"missing required field `(\w+)`", reason)
+    if missing:
+        return ApiError(f"{missing[1]} is missing", param=missing[1], code="missing_required_parameter")
+    what, _, path = reason.partition(" - at `$.")
+    unknown = re.search(r"unknown field `(.{1,64}?)`", what)
+    param = path.rstrip("`") + (f".{unknown[1]}" if unknown else "")
+    if unknown:
+        return ApiError(f"unknown parameter: {param}", param=param, code="unknown_parameter")
+    return ApiError(f"{param}: {what[:1].lower()}{what[1:]}", param=param, code="invalid_value")
+
+
+def _token_ids(value: list[Any], name: str) -> list[int]:
+    try:
+        ids: list[int] = msgspec.convert(value, Annotated[list[TokenId], Meta(min_length=1)])
+        return ids
+    except msgspec.ValidationError as error:
+        what = str(error).partition(" - at ")[0]
+        raise ApiError(
+            f"{name} must be text or token ids: {what[:1].lower()}{what[1:]}", param="prompt", code="invalid_value"
+        ) from None
+
+
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+"""Roles of the API and of chat templates; developer is OpenAI's newer name for system."""
+
+
+def _message(message: dict[str, Any], name: str) -> dict[str, str]:
+    role = message.get("role")
+    if not isinstance(role, str) or role not in ROLES:
+        shown = f'"{role[:32]}"' if isinstance(role, str) else "missing" if role is None else "not a string"
+        raise ApiError(
+            f"{name}.role is {shown}; supported: {', '.join(ROLES)}", param=f"{name}.role", code="invalid_value"
+        )
+    # Answers sent back as the openai client dumps them carry empty fields of features that were not used.
+    extra = [key for key, value in message.items() if key not in ("role", "content") and value not in (None, [])]
+    if extra:
+        raise ApiError(
+            f"{name}.{extra[0][:64]} is not supported yet; leave it out",
+            param=f"{name}.{extra[0][:64]}",
+            code="unsupported_parameter",
+        )
+    return {"role": ROLES[role], "content": _content(message.get("content"), f"{name}.content")}
+
+
+def _content(content: Any, name: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not content:
+        raise ApiError(f"{name} must be a string or a list of text parts", param=name, code="invalid_value")
+    texts = []
+    for index, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text":
+            shown = f'"{kind[:32]}"' if isinstance(kind, str) else "missing"
+            raise ApiError(
+                f'{name}[{index}].type is {shown}; this model reads text alone, so only "text" parts are supported',
+                param=f"{name}[{index}].type",
+                code="unsupported_content",
+            )
+        text = part.get("text")
+        if not isinstance(text, str) or len(part) != 2:
+            raise ApiError(
+                f"{name}[{index}] must hold type and text, a string, and nothing else",
+                param=f"{name}[{index}]",
+                code="invalid_value",
+            )
+        texts.append(text)
+    return "\n".join(texts)

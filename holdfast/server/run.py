@@ -1,0 +1,186 @@
+"""Runs the server: starts the engine, listens, drains on a signal, ends when the engine dies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Callable, Iterator
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from holdfast.core.config import EngineConfig
+from holdfast.engine.client import EngineClient
+from holdfast.server.app import create_app
+from holdfast.server.config import ServerConfig
+from holdfast.server.service import Service
+
+MAX_HEADER_BYTES = 64 * 1024
+CUT_SECONDS = 2.0
+"""Time that streams have, once the engine is gone, to send their error event."""
+
+log = logging.getLogger("holdfast.server")
+
+
+async def run(
+    engine: EngineConfig,
+    config: ServerConfig,
+    *,
+    on_progress: Callable[[str], None],
+    on_ready: Callable[[EngineClient, str], None],
+) -> int:
+    """Serve until a signal or the engine's death. Returns the process's exit code.
+
+    `on_ready` is told the client and the base URL once requests are taken. Raises OSError when the address cannot be
+    had (before the engine is started), EngineStartError when the engine cannot start.
+    """
+    listener = listen(config)
+    try:
+        client = await EngineClient.start(engine, on_progress=on_progress)
+    except BaseException:
+        listener.close()
+        raise
+    try:
+        return await serve(client, config, listener, on_ready=on_ready)
+    finally:
+        await client.close()
+
+
+async def serve(
+    client: EngineClient,
+    config: ServerConfig,
+    listener: socket.socket,
+    *,
+    on_ready: Callable[[EngineClient, str], None],
+) -> int:
+    """Take requests on `listener` until it is time to end. Returns the exit code."""
+    app = create_app(client, config)
+    service: Service = app.state.service
+    server = Server(
+        uvicorn.Config(
+            app,
+            http=BoundedHeaders,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=1,
+        )
+    )
+    with signals() as received:
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        died = asyncio.create_task(client.dead.wait())
+        stop = asyncio.create_task(received.get())
+        while not server.started and not serving.done():
+            await asyncio.sleep(0.005)
+        on_ready(client, url_of(listener))
+        await asyncio.wait({died, stop, serving}, return_when=asyncio.FIRST_COMPLETED)
+        if died.done():
+            log.error("the engine has ended, so the server ends: %s", client.reason)
+            code = 1
+        else:
+            code = await drain(service, died, received)
+        service.traffic.draining = True
+        await client.close()  # streams that still run end with an error event
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(service.traffic.idle(), CUT_SECONDS)
+        server.should_exit = True
+        for task in (died, stop):
+            task.cancel()
+        await asyncio.gather(serving, died, stop, return_exceptions=True)
+    return code
+
+
+async def drain(service: Service, died: asyncio.Task[bool], received: asyncio.Queue[int]) -> int:
+    """Take no new work and let what runs finish, within the limit. A second signal ends the wait at once."""
+    service.traffic.draining = True
+    if service.traffic.under_way:
+        log.warning(
+            "draining: %d under way, at most %g s; a second signal ends at once",
+            service.traffic.under_way,
+            service.config.drain_seconds,
+        )
+    again = asyncio.create_task(received.get())
+    idle = asyncio.create_task(service.traffic.idle())
+    try:
+        await asyncio.wait(
+            {again, idle, died}, timeout=service.config.drain_seconds, return_when=asyncio.FIRST_COMPLETED
+        )
+        return 128 + again.result() if again.done() else 1 if died.done() else 0
+    finally:
+        again.cancel()
+        idle.cancel()
+
+
+@contextlib.contextmanager
+def signals() -> Iterator[asyncio.Queue[int]]:
+    """SIGTERM and SIGINT as they come, instead of what they do by default."""
+    received: asyncio.Queue[int] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+    kinds = (signal.SIGTERM, signal.SIGINT)
+    for kind in kinds:
+        loop.add_signal_handler(kind, received.put_nowait, int(kind))
+    try:
+        yield received
+    finally:
+        for kind in kinds:
+            loop.remove_signal_handler(kind)
+
+
+def listen(config: ServerConfig) -> socket.socket:
+    """Bind the address, so that a port in use is known before a model is loaded. Raises OSError that names it."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((config.host, config.port))
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        why = error.strerror or str(error)
+        raise OSError(f"cannot listen on {config.host}:{config.port}: {why}; choose another --port or --host") from None
+    listener.setblocking(False)
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    """Where a client on this machine finds the server."""
+    host, port = listener.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class Server(uvicorn.Server):
+    """uvicorn without its signal handlers: `serve` decides when it ends."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class BoundedHeaders(HttpToolsProtocol):
+    """uvicorn's HTTP protocol, with the bound on header bytes that its parser lacks."""
+
+    header_bytes = 0
+    in_headers = True
+
+    def on_message_begin(self) -> None:
+        self.in_headers = True
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self.in_headers = False
+        self.header_bytes = 0
+        super().on_headers_complete()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.in_headers:
+            self.header_bytes += len(data)
+            if self.header_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():
+                self.transport.write(b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\n\r\n")
+                self.transport.close()

@@ -1,0 +1,218 @@
+"""From a parsed request to the deltas of its choices: admission, tokenizing, the engine, and what is measured."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+
+from holdfast.core.types import SamplingParams
+from holdfast.engine.client import Delta, EngineClient, EngineDead, QueueFull, RequestRefused
+from holdfast.server.config import ServerConfig
+from holdfast.server.metrics import Metrics
+from holdfast.server.protocol import ApiError, ChatRequest, CompletionRequest
+from holdfast.server.replies import UsageReply
+from holdfast.server.traffic import Traffic, full
+
+
+class Service:
+    """What all routes share. One for each server."""
+
+    def __init__(self, client: EngineClient, config: ServerConfig) -> None:
+        self.client = client
+        self.config = config
+        self.metrics = Metrics()
+        self.traffic = Traffic(limit=client.info.max_sequences + client.info.max_waiting)
+        self.started_at = int(time.time())
+
+    def answer(self, wanted: ChatRequest | CompletionRequest, tenant: str) -> Answer:
+        """Begin to answer; nothing runs before the answer is iterated. Raises ApiError for what can be seen at once."""
+        if wanted.model != self.client.info.model:
+            raise unknown_model(wanted.model, self.client.info.model)
+        return Answer(self, wanted, tenant)
+
+
+class Answer:
+    """One HTTP request under way: the deltas of its choices, and its token counts once they have ended."""
+
+    def __init__(self, service: Service, wanted: ChatRequest | CompletionRequest, tenant: str) -> None:
+        self.service = service
+        self.wanted = wanted
+        self.tenant = tenant
+        self.arrival = time.monotonic()
+        self.most_tokens = wanted.most_tokens
+        self.prompt_tokens = 0
+        self.completion_tokens = 0
+        self.cached_tokens = 0
+        self.encode = self._encoder()
+
+    def _encoder(self) -> Callable[[], list[list[int]]]:
+        """Check the prompts now and tokenize them later, off the event loop, when a place is free."""
+        text, wanted = self.service.client.text, self.wanted
+        if isinstance(wanted, ChatRequest):
+            messages = wanted.conversation()
+            self.num_choices = wanted.n
+            return lambda: [text.encode_chat(messages)]
+        prompts = wanted.prompts()
+        self.num_choices = wanted.n * len(prompts)
+        return lambda: [text.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+
+    @property
+    def usage(self) -> UsageReply:
+        """Token counts so far."""
+        return UsageReply.of(self.prompt_tokens, self.completion_tokens, self.cached_tokens)
+
+    async def deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
+        """(choice, delta) as they come; closing the generator aborts what still runs. Raises ApiError."""
+        config, metrics = self.service.config, self.service.metrics
+        if self.num_choices > config.max_choices:
+            raise ApiError(
+                f"the request asks for {self.num_choices} choices (n times prompts); at most {config.max_choices}",
+                param="n",
+                code="invalid_value",
+            )
+        with self.service.traffic.enter(self.num_choices):
+            prompts = await self._prompts()
+            try:
+                async with aclosing(side_by_side([self._choices(prompt) for prompt in prompts])) as merged:
+                    async for choice, delta in merged:
+                        yield choice, delta
+                metrics.outcome(self.wanted.route, "ok")
+            except (asyncio.CancelledError, GeneratorExit):
+                metrics.outcome(self.wanted.route, "left")
+                raise
+            except QueueFull:
+                raise full(self.service.traffic.limit) from None
+            except EngineDead:
+                raise engine_dead() from None
+            except RequestRefused as error:
+                raise ApiError(str(error), param=error.param, code="invalid_value") from None
+
+    async def _prompts(self) -> list[list[int]]:
+        try:
+            prompts = await asyncio.to_thread(self.encode)
+        except ValueError as error:  # a chat template that refuses these messages
+            param = "messages" if isinstance(self.wanted, ChatRequest) else "prompt"
+            raise ApiError(str(error), param=param, code="invalid_value") from None
+        longest = self.service.client.info.max_model_len
+        for prompt in prompts:
+            check_length(len(prompt), self.most_tokens, longest)
+            self.prompt_tokens += len(prompt)
+        return prompts
+
+    def _choices(self, prompt: Sequence[int]) -> list[AsyncGenerator[Delta, None]]:
+        most = self.most_tokens or self.service.client.info.max_model_len - len(prompt)
+        return [
+            self._choice(prompt, self.wanted.sampling(choice, most), first=choice == 0)
+            for choice in range(self.wanted.n)
+        ]
+
+    async def _choice(self, prompt: Sequence[int], params: SamplingParams, first: bool) -> AsyncGenerator[Delta, None]:
+        """One choice's deltas, measured as they pass."""
+        metrics = self.service.metrics
+        last: float | None = None
+        stream = self.service.client.stream(prompt, params, priority=self.wanted.priority, tenant=self.tenant)
+        async with aclosing(stream) as deltas:
+            async for delta in deltas:
+                now = time.monotonic()
+                if delta.tokens:
+                    (metrics.ttft.observe(now - self.arrival) if last is None else metrics.tbt.observe(now - last))
+                    last = now
+                    metrics.generated_tokens.inc(len(delta.tokens))
+                if delta.usage is not None:
+                    self.completion_tokens += delta.usage.completion_tokens
+                    if first:
+                        self.cached_tokens += delta.usage.cached_tokens
+                    metrics.prompt_tokens.inc(len(prompt))
+                    metrics.cached_tokens.inc(delta.usage.cached_tokens)
+                    if delta.timings is not None:
+                        metrics.queue.observe(delta.timings.queued)
+                    metrics.e2e.observe(now - self.arrival)
+                yield delta
+
+
+async def side_by_side(
+    groups: Sequence[Sequence[AsyncGenerator[Delta, None]]],
+) -> AsyncGenerator[tuple[int, Delta], None]:
+    """Merge streams as their deltas come, numbered through all groups.
+
+    The streams of a group have one prompt: the others start when the first has its first delta, and so find the
+    prompt's blocks in the cache.
+    """
+    if len(groups) == 1 and len(groups[0]) == 1:
+        async for delta in groups[0][0]:
+            yield 0, delta
+        return
+    merged: asyncio.Queue[tuple[int, Delta] | BaseException | None] = asyncio.Queue()
+
+    async def pump(index: int, stream: AsyncGenerator[Delta, None], ready: asyncio.Event) -> None:
+        try:
+            async with aclosing(stream):
+                async for delta in stream:
+                    merged.put_nowait((index, delta))
+                    ready.set()
+        finally:
+            ready.set()
+
+    async def follow(index: int, stream: AsyncGenerator[Delta, None], ready: asyncio.Event) -> None:
+        await ready.wait()
+        await pump(index, stream, ready)
+
+    def ended(task: asyncio.Task[None]) -> None:
+        merged.put_nowait(None if task.cancelled() else task.exception())
+
+    tasks: list[asyncio.Task[None]] = []
+    for group in groups:
+        ready = asyncio.Event()
+        for number, stream in enumerate(group):
+            run = follow if number else pump
+            tasks.append(asyncio.create_task(run(len(tasks), stream, ready)))
+            tasks[-1].add_done_callback(ended)
+    running = len(tasks)
+    try:
+        while running:
+            item = await merged.get()
+            if item is None:
+                running -= 1
+            elif isinstance(item, BaseException):
+                raise item
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def check_length(prompt: int, most: int | None, longest: int) -> None:
+    """Raises ApiError when a prompt and what is asked for do not fit the model's context."""
+    if not prompt:
+        raise ApiError("the prompt has no tokens; give it some text", param="prompt", code="invalid_value")
+    if prompt >= longest:
+        raise ApiError(
+            f"the prompt has {prompt} tokens; this server's model takes {longest} with the answer. Shorten the prompt",
+            code="context_length_exceeded",
+        )
+    if most is not None and prompt + most > longest:
+        raise ApiError(
+            f"the prompt has {prompt} tokens and max_tokens asks for {most} more; this server's model takes {longest} "
+            f"in all. Ask for {longest - prompt} at the most, or leave max_tokens out",
+            param="max_tokens",
+            code="context_length_exceeded",
+        )
+
+
+def unknown_model(name: str, served: str) -> ApiError:
+    """The refusal of a model that is not served."""
+    return ApiError(
+        f"the model {name[:128]!r} is not served here; this server has {served!r}",
+        status=404, param="model", code="model_not_found",
+    )  # fmt: skip
+
+
+def engine_dead() -> ApiError:
+    """What clients see when the engine process has ended. The reason stays in the server's log."""
+    return ApiError(
+        "the engine has stopped; the server is going down", status=503, type="server_error", code="engine_dead"
+    )

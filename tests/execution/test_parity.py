@@ -1,0 +1,129 @@
+"""Greedy tokens and logits are those of Hugging Face, for native models and for those of the generic route."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.core.config import EngineConfig
+from holdfast.core.types import Request, SamplingParams, StepPlan
+from holdfast.engine.loop import Loop
+from holdfast.execution.runner import PagedExecutor
+from holdfast.memory.blocks import BlockPool, StateIdentity
+from holdfast.models.base import Model, StepInput
+from holdfast.models.loader import load
+from holdfast.scheduler.base import Scheduler
+from holdfast.scheduler.policies import StallFree
+from tests.checkpoints import VOCAB, make
+
+FAMILIES = ("Llama", "Qwen3", "Mistral", "Qwen2", "GPT2", "Gemma2", "GptOss", "OPT", "Mixtral")
+REQUESTS, LONGEST_PROMPT, GENERATED, BUDGET = 32, 70, 12, 64
+ON_CPU = [pytest.param((family, "cpu"), id=family) for family in FAMILIES]
+ON_CUDA = [pytest.param((family, "cuda"), id=f"{family}-cuda", marks=pytest.mark.gpu) for family in FAMILIES]
+
+
+@dataclass
+class Case:
+    """A model, requests for it, Transformers' own module and what it generates for them."""
+
+    model: Model
+    module: Any
+    requests: list[Request]
+    expected: dict[str, tuple[int, ...]]
+
+
+@pytest.fixture(scope="module", params=ON_CPU + ON_CUDA)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    family, device = request.param
+    torch.set_num_threads(1)
+    directory: Path = tmp_path_factory.mktemp(family)
+    module = make(directory, family).to(device)
+    draw = random.Random(1)
+    requests, expected = [], {}
+    for number in range(REQUESTS):
+        prompt = tuple(draw.randrange(1, VOCAB) for _ in range(draw.randint(1, LONGEST_PROMPT)))
+        wanted = draw.randint(1, GENERATED)
+        params = SamplingParams(temperature=0, max_tokens=wanted, ignore_eos=True)
+        requests.append(Request(str(number), prompt, params))
+        tokens = module.generate(torch.tensor([prompt], device=device), max_new_tokens=wanted, do_sample=False)
+        expected[str(number)] = tuple(tokens[0, len(prompt) :].tolist())
+    return Case(load(directory, device=device, dtype="float32"), module, requests, expected)
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+@pytest.mark.parametrize("block_size", [1, 16])
+def test_greedy_tokens_are_those_of_generate(case: Case, block_size: int, steps_in_flight: int) -> None:
+    tokens, _ = run(case, block_size, steps_in_flight)
+    assert tokens == case.expected
+
+
+def test_logits_are_those_of_the_whole_sequence(case: Case) -> None:
+    _, logits = run(case, block_size=16, steps_in_flight=2)
+    for request in case.requests:
+        generated = case.expected[request.id]
+        whole = torch.tensor([request.prompt + generated], device=case.model.spec.device)
+        with torch.inference_mode():
+            expected = case.module(whole, use_cache=False).logits[0, len(request.prompt) - 1 : -1]
+        torch.testing.assert_close(torch.stack(logits[request.id]), expected, rtol=0, atol=1e-4)
+
+
+class Watched:
+    """A model that keeps the logits of each step."""
+
+    def __init__(self, model: Model) -> None:
+        self.model, self.spec = model, model.spec
+        self.logits: list[torch.Tensor] = []
+
+    def forward(self, step: StepInput) -> torch.Tensor:
+        self.logits.append(self.model.forward(step))
+        return self.logits[-1]
+
+
+class WatchedExecutor(PagedExecutor):
+    """An executor that keeps its plans."""
+
+    def __init__(self, model: Model, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        self.plans: list[StepPlan] = []
+
+    def submit(self, plan: StepPlan) -> None:
+        self.plans.append(plan)
+        super().submit(plan)
+
+
+def run(
+    case: Case, block_size: int, steps_in_flight: int
+) -> tuple[dict[str, tuple[int, ...]], dict[str, list[torch.Tensor]]]:
+    """All requests at once through scheduler and loop: their tokens, and the logits these were taken from."""
+    model = Watched(case.model)
+    executor = WatchedExecutor(model, EngineConfig(block_size=block_size, token_budget=BUDGET, max_sequences=REQUESTS))
+    blocks = 2048 // block_size
+    executor.allocate(blocks)
+    scheduler = Scheduler(
+        StallFree(BUDGET),
+        BlockPool(blocks, block_size),
+        max_sequences=REQUESTS,
+        max_model_len=model.spec.max_model_len,
+        sharing=StateIdentity("test"),
+    )
+    ticks = count()
+    loop = Loop(scheduler, executor, steps_in_flight, lambda: float(next(ticks)))
+    tokens: dict[str, tuple[int, ...]] = {request.id: () for request in case.requests}
+    for request in case.requests:
+        loop.add(request)
+    while loop.has_work():
+        for output in loop.step():
+            tokens[output.request_id] += output.tokens
+    executor.close()
+    logits: dict[str, list[torch.Tensor]] = {request.id: [] for request in case.requests}
+    for plan, rows in zip(executor.plans, model.logits, strict=True):
+        assert plan.num_tokens <= BUDGET
+        for segment, row in zip(plan.sampled(), rows, strict=True):
+            logits[segment.sequence_id].append(row)
+    return tokens, logits

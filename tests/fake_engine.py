@@ -1,0 +1,137 @@
+"""A client of no engine: the surface of EngineClient over scripted words, for the server's tests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from holdfast.core.protocols import MemoryProfile
+from holdfast.core.types import FinishReason, SamplingParams, SchedulerStats
+from holdfast.engine.client import Delta, EngineDead, EngineInfo, Timings, Usage
+
+WORDS = ("Ahoy", ", ", "sailor", "!")
+
+
+def engine_info(**changes: Any) -> EngineInfo:
+    fields: dict[str, Any] = {
+        "model": "tiny",
+        "device": "cpu",
+        "dtype": "float32",
+        "memory": MemoryProfile(
+            "a CPU", total=8 << 30, weights=1 << 20, activations=1 << 20, cache=1 << 30, block=4096
+        ),
+        "num_blocks": 100,
+        "block_size": 16,
+        "token_budget": 512,
+        "max_model_len": 200,
+        "max_sequences": 4,
+        "max_waiting": 4,
+        "vocab_size": 256,
+        "started_in": 0.5,
+    }
+    return EngineInfo(**(fields | changes))
+
+
+class FakeText:
+    """One token for each character."""
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(character) for character in text]
+
+    def encode_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+        if any("mutiny" in message["content"] for message in messages):
+            raise ValueError("the chat template refuses this conversation: mutiny")
+        return self.encode("".join(f"<{message['role']}>{message['content']}" for message in messages))
+
+
+@dataclass
+class Asked:
+    """One call of `stream`."""
+
+    prompt: list[int]
+    params: SamplingParams
+    priority: int
+    tenant: str
+    ended: str = "running"
+
+
+@dataclass
+class FakeClient:
+    """Answers every request with `words`, one a token; `hold` stops each stream after its first word until set."""
+
+    info: EngineInfo = field(default_factory=engine_info)
+    text: FakeText = field(default_factory=FakeText)
+    words: Sequence[str] = WORDS
+    cached: int = 0
+    hold: asyncio.Event | None = None
+    refuse: Exception | None = None
+    hangs: bool = False
+    asked: list[Asked] = field(default_factory=list)
+    dead: asyncio.Event = field(default_factory=asyncio.Event)
+    reason: str = ""
+    closed: bool = False
+
+    async def stream(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        tenant: str = "",
+    ) -> AsyncGenerator[Delta, None]:
+        if self.refuse is not None:
+            raise self.refuse
+        asked = Asked(list(prompt), params, priority, tenant)
+        self.asked.append(asked)
+        words = self.words[: params.max_tokens]
+        try:
+            for number, word in enumerate(words):
+                last = number == len(words) - 1
+                reason = FinishReason.LENGTH if len(words) < len(self.words) else FinishReason.STOP
+                usage = Usage(prompt_tokens=len(prompt), completion_tokens=len(words), cached_tokens=self.cached)
+                await self._alive(number)
+                timings = Timings(arrival=1.0, scheduled=1.5, first_token=2.0, finish=3.0, tokens=len(words))
+                yield Delta(word, (number,), *((reason, usage, timings) if last else ()))
+            asked.ended = "finished"
+        finally:
+            if asked.ended == "running":
+                asked.ended = "aborted"
+
+    async def _alive(self, number: int) -> None:
+        if self.hold is not None and number == 1:
+            waits = [asyncio.create_task(self.hold.wait()), asyncio.create_task(self.dead.wait())]
+            try:
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for wait in waits:
+                    wait.cancel()
+        if self.dead.is_set():
+            raise EngineDead(self.reason)
+
+    async def health(self, timeout: float = 5.0) -> SchedulerStats:
+        if self.dead.is_set():
+            raise EngineDead(self.reason)
+        if self.hangs:
+            raise TimeoutError
+        return SchedulerStats(
+            waiting=1,
+            running=2,
+            blocks_total=100,
+            blocks_used=7,
+            blocks_cached=3,
+            preemptions=0,
+            prefix_queries=40,
+            prefix_hits=16,
+            tokens_computed=123,
+        )
+
+    def die(self, reason: str) -> None:
+        self.reason = reason
+        self.dead.set()
+
+    async def close(self) -> None:
+        self.closed = True
+        self.die("closed")

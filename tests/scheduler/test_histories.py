@@ -1,0 +1,191 @@
+"""Long random histories against a sequential oracle: whatever happens, each request gets the tokens it gets alone.
+
+The device checks at every segment that each earlier position of its sequence is there (the residency rule); the
+history checks after every step that no block is lost or owned twice, and that the budget holds; and at the end that
+everything is free and that nobody starved. A quarter runs under a policy of no order at all: what keeps a plan right
+is not the policy's affair. 160 histories of at least 100 steps each.
+"""
+
+import random
+from collections import Counter, deque
+
+import pytest
+
+from holdfast.core.types import Request, SamplingParams
+from tests.scheduling import EOS, VOCABULARY, FakeDevice, create_scheduler, run_alone
+
+MAX_MODEL_LEN = 48
+STEPS = 100
+
+
+class AnyOrder:
+    """A policy without one: calls its verbs in an order that it draws for each step."""
+
+    def __init__(self, budget, choose):
+        self.budget = budget
+        self.choose = choose
+
+    def fill(self, step):
+        step.budget = self.budget
+        for verb in self.choose.sample((step.decode, step.prefill, step.admit), 3):
+            verb()
+
+
+class History:
+    """One random run: its settings, its requests, what came out of it."""
+
+    def __init__(self, seed):
+        self.random = choose = random.Random(seed)
+        self.block_size = choose.choice((1, 2, 16))
+        least = -(-(MAX_MODEL_LEN - 1) // self.block_size)
+        self.blocks = choose.choice((least, least + 1, 2 * least, 6 * least))
+        self.budget = choose.choice((1, 2, 3, 7, 16, 64))
+        self.steps_in_flight = choose.randint(1, 3)
+        self.max_sequences = choose.choice((1, 2, 4, 12))
+        self.any_order = choose.random() < 0.25
+        self.scheduler = create_scheduler(
+            policy=AnyOrder(self.budget, choose) if self.any_order else None,
+            budget=self.budget,
+            blocks=self.blocks,
+            block_size=self.block_size,
+            max_sequences=self.max_sequences,
+            max_model_len=MAX_MODEL_LEN,
+            headroom=choose.choice((0.0, 0.1)),
+            sharing=choose.random() < 0.8,
+            eos=(EOS,),
+        )
+        self.device = FakeDevice(self.blocks, self.block_size)
+        self.prefixes = [self.some_tokens(choose.randint(1, 40)) for _ in range(3)]
+        self.plans = deque()
+        self.requests = {}
+        self.outputs = {}
+        self.finished = {}
+        self.aborted = set()
+        self.steps = 0
+        self.seen = Counter()
+
+    def some_tokens(self, count):
+        return tuple(self.random.randrange(1, VOCABULARY) for _ in range(count))
+
+    def limit(self, name):
+        request = self.requests[name]
+        return min(len(request.prompt) + request.params.max_tokens, MAX_MODEL_LEN)
+
+    def rank(self, name):
+        return self.requests[name].priority, int(name)
+
+    def add(self):
+        choose = self.random
+        prefix = choose.choice(self.prefixes) if choose.random() < 0.7 else ()
+        prompt = (prefix[: choose.choice((len(prefix), choose.randint(0, len(prefix))))] + self.some_tokens(2))[
+            : MAX_MODEL_LEN - 1
+        ]
+        if self.outputs and choose.random() < 0.3:  # the next turn of a conversation
+            earlier = self.requests[choose.choice(list(self.outputs))]
+            prompt = (earlier.prompt + tuple(self.outputs[earlier.id]) + self.some_tokens(1))[: MAX_MODEL_LEN - 1]
+        request = Request(
+            id=str(len(self.requests)),
+            prompt=prompt,
+            params=SamplingParams(
+                max_tokens=choose.choice((1, 2, 5, 40)),
+                stop_token_ids=choose.choice(((), (3,))),
+                ignore_eos=choose.random() < 0.3,
+            ),
+            priority=choose.choice((0, 0, 0, 1, 2)),
+            tenant=choose.choice(("", "", "other")),
+        )
+        self.requests[request.id] = request
+        self.device.expect(request)
+        self.scheduler.add(request)
+
+    def abort(self):
+        alive = [name for name in self.requests if name not in self.finished and name not in self.aborted]
+        if alive:
+            name = self.random.choice(alive)
+            self.aborted.add(name)
+            self.scheduler.abort(name)
+            self.scheduler.check()
+
+    def step(self):
+        """Plan some steps ahead, never more than may be in flight; collect the oldest."""
+        depth = self.random.randint(1, self.steps_in_flight)
+        while len(self.plans) < depth:
+            plan = self.scheduler.schedule(float(self.steps))
+            self.scheduler.check()
+            if plan is None:
+                break
+            assert 0 < plan.num_tokens <= self.budget
+            assert all(segment.length == len(segment.tokens) for segment in plan.segments)
+            for segment in plan.segments:
+                assert segment.sequence_id not in self.aborted
+                assert segment.stop < self.limit(segment.sequence_id), "what is computed can still be of use"
+            for name in plan.preempted:
+                best = min(self.rank(segment.sequence_id) for segment in plan.segments)
+                assert best < self.rank(name), "nobody makes room for those who rank lower"
+            self.device.submit(plan)
+            self.plans.append(plan)
+            self.steps += 1
+        if not self.plans:
+            assert not self.scheduler.has_work(), "work is left, nothing is in flight and nothing is planned"
+            return
+        plan = self.plans.popleft()
+        for output in self.scheduler.update(plan, self.device.collect(), float(self.steps)):
+            assert output.request_id not in self.finished and output.request_id not in self.aborted
+            self.outputs.setdefault(output.request_id, []).extend(output.tokens)
+            if output.finish_reason is not None:
+                self.finished[output.request_id] = output.finish_reason
+            self.seen["cached"] += output.cached_tokens > 0
+            self.seen["preempted"] += output.preemptions > 0
+        self.scheduler.check()
+
+    def drain(self):
+        """Run to the end, within the bound that rules starvation out.
+
+        A step that samples brings one of the G tokens still to come, or is one of those planned before an end was
+        known. A step that samples nothing prefills, no block is taken from anyone, and the first in rank ends its
+        prefill after at most max_model_len / budget such steps (any sequence does, if the policy has no order).
+        """
+        ended = self.finished.keys() | self.aborted
+        alive = [self.requests[name] for name in self.requests if name not in ended]
+        to_come = sum(request.params.max_tokens for request in alive)
+        prefills = self.max_sequences if self.any_order else 1
+        stale = self.steps_in_flight * (len(alive) + 1)
+        bound = self.steps + (to_come + stale) * (1 + prefills * -(-MAX_MODEL_LEN // self.budget))
+        while self.scheduler.has_work() or self.plans:
+            self.step()
+            assert self.steps <= bound, "somebody starves"
+
+
+def play(seed):
+    history = History(seed)
+    while history.steps < STEPS:
+        while history.random.random() < 0.4 and history.scheduler.stats().waiting < 12:
+            history.add()
+        if history.random.random() < 0.04:
+            history.abort()
+        history.step()
+    history.drain()
+    return history
+
+
+@pytest.mark.parametrize("seed", range(160))
+def test_every_request_of_a_random_history_gets_the_tokens_it_gets_alone(seed):
+    history = play(seed)
+    assert history.steps >= STEPS
+    assert len(history.finished) + len(history.aborted) == len(history.requests)
+    for name, reason in history.finished.items():
+        tokens, expected = run_alone(history.requests[name], eos=(EOS,), max_model_len=MAX_MODEL_LEN)
+        assert (tuple(history.outputs[name]), reason) == (tokens, expected)
+    for name in history.aborted & history.outputs.keys():
+        tokens, _ = run_alone(history.requests[name], eos=(EOS,), max_model_len=MAX_MODEL_LEN)
+        assert tuple(history.outputs[name]) == tokens[: len(history.outputs[name])]
+    stats = history.scheduler.stats()
+    assert (stats.waiting, stats.running, stats.blocks_used) == (0, 0, 0)
+
+
+def test_the_histories_meet_what_they_are_to_test():
+    seen = Counter()
+    for seed in range(30):
+        seen += play(seed).seen
+    assert seen["cached"] > 100
+    assert seen["preempted"] > 100

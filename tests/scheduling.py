@@ -1,0 +1,161 @@
+"""What tests of scheduler, memory and loop share: requests, a device that checks every read, a sequential oracle."""
+
+from collections import deque
+
+from holdfast.core.protocols import MemoryProfile
+from holdfast.core.types import PENDING, FinishReason, Request, SamplingParams, StepPlan, StepResult
+from holdfast.memory.blocks import BlockPool, StateIdentity
+from holdfast.scheduler.base import Scheduler
+from holdfast.scheduler.policies import StallFree
+
+EOS = 0
+VOCABULARY = 50
+
+
+def create_scheduler(
+    *,
+    budget=64,
+    blocks=64,
+    block_size=4,
+    max_sequences=8,
+    max_model_len=128,
+    headroom=0.0,
+    sharing=True,
+    eos=(),
+    policy=None,
+    **options,
+):
+    return Scheduler(
+        policy or StallFree(budget),
+        BlockPool(blocks, block_size),
+        max_sequences=max_sequences,
+        max_model_len=max_model_len,
+        headroom=headroom,
+        eos_token_ids=eos,
+        sharing=StateIdentity("model") if sharing else None,
+        **options,
+    )
+
+
+def create_requests(*prompts, max_tokens=4, priority=0, tenant="", **params):
+    """Requests "0", "1", …; a prompt given as a number is that many tokens of its own."""
+    return [
+        Request(
+            id=str(index),
+            prompt=tuple(range(1000 * (index + 1), 1000 * (index + 1) + prompt)) if isinstance(prompt, int) else prompt,
+            params=SamplingParams(max_tokens=max_tokens, **params),
+            priority=priority,
+            tenant=tenant,
+        )
+        for index, prompt in enumerate(prompts)
+    ]
+
+
+def spans(plan):
+    """What a plan computes, in short: (sequence, start, stop) of each segment."""
+    return [(segment.sequence_id, segment.start, segment.stop) for segment in plan.segments]
+
+
+def answer(plan, token=7):
+    """A result that gives each sampling segment the same token."""
+    return StepResult(plan.step, tuple(token for _ in plan.sampled()), 0.0)
+
+
+def model_state(tokens):
+    """What a model holds at each position: a value that depends on every token up to it."""
+    states, state = [], 0
+    for token in tokens:
+        state = hash((state, token))
+        states.append(state)
+    return states
+
+
+def sampled_from(state):
+    """The model's next token."""
+    return hash((state, -1)) % VOCABULARY
+
+
+def run_alone(request, eos=(), max_model_len=128):
+    """The oracle: the tokens of a request, and why it ends, when it is computed in one go with no cache at all."""
+    tokens, generated = list(request.prompt), []
+    while True:
+        token = sampled_from(model_state(tokens)[-1])
+        tokens.append(token)
+        generated.append(token)
+        if token in request.params.stop_token_ids or (token in eos and not request.params.ignore_eos):
+            return tuple(generated), FinishReason.STOP
+        if len(generated) == request.params.max_tokens or len(tokens) == max_model_len:
+            return tuple(generated), FinishReason.LENGTH
+
+
+class FakeDevice:
+    """An executor that stores, in blocks, what a model would, and checks that each segment reads its own context.
+
+    It learns block tables from table writes only, and knows each sequence's true tokens: the prompt that it was told
+    with `expect`, and what it sampled itself. A step writes all its positions before it reads any, as a layer does.
+    """
+
+    def __init__(self, num_blocks, block_size):
+        self.block_size = block_size
+        self.slots = [None] * (num_blocks * block_size)
+        self.tables = {}
+        self.last_sampled = {}
+        self.streams = {}
+        self.states = {}
+        self.plans = deque()
+
+    def expect(self, request):
+        self.streams[request.id] = list(request.prompt)
+        self.states[request.id] = model_state(request.prompt)
+
+    def profile(self):
+        return MemoryProfile(device="fake", total=0, weights=0, activations=0, cache=0, block=1)
+
+    def allocate(self, num_blocks):
+        pass
+
+    def close(self):
+        self.plans.clear()
+
+    def submit(self, plan: StepPlan):
+        self.plans.append(plan)
+
+    def collect(self) -> StepResult:
+        plan = self.plans.popleft()
+        for write in plan.table_writes:
+            table = self.tables.setdefault(write.row, [])
+            assert write.start <= len(table), "a table has no holes"
+            table[write.start : write.start + len(write.blocks)] = write.blocks
+        written = [slot for segment in plan.segments for slot in self._write(segment)]
+        assert len(set(written)) == len(written), "two segments of a step write to one place"
+        for segment in plan.segments:
+            self._read(segment)
+        return StepResult(plan.step, tuple(self._sample(segment) for segment in plan.sampled()), 0.0)
+
+    def _slots_of(self, row, start, stop):
+        size, table = self.block_size, self.tables[row]
+        return [table[position // size] * size + position % size for position in range(start, stop)]
+
+    def _write(self, segment):
+        stream = self.streams[segment.sequence_id]
+        if segment.tokens == (PENDING,):
+            assert self.last_sampled[segment.row] == stream[segment.start], "the row is not the sequence's any more"
+        else:
+            assert list(segment.tokens) == stream[segment.start : segment.stop]
+        slots = self._slots_of(segment.row, segment.start, segment.stop)
+        for slot, state in zip(slots, self.states[segment.sequence_id][segment.start : segment.stop], strict=True):
+            self.slots[slot] = state
+        return slots
+
+    def _read(self, segment):
+        seen = [self.slots[slot] for slot in self._slots_of(segment.row, 0, segment.stop)]
+        assert seen == self.states[segment.sequence_id][: segment.stop], f"{segment} reads what is not its own context"
+
+    def _sample(self, segment):
+        stream, states = self.streams[segment.sequence_id], self.states[segment.sequence_id]
+        assert len(stream) == segment.stop, "each position is sampled once, the last one"
+        token = sampled_from(states[-1])
+        stream.append(token)
+        states.append(hash((states[-1], token)))
+        self.last_sampled[segment.row] = token
+        return token

@@ -1,0 +1,452 @@
+"""The routes, over a fake client: shapes, refusals, keys, and what a leaving client frees."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+from fake_engine import FakeClient
+from prometheus_client.parser import text_string_to_metric_families
+
+from holdfast.engine.client import QueueFull, RequestRefused
+from holdfast.server.app import create_app
+from holdfast.server.config import ServerConfig
+
+Http = Callable[..., httpx.AsyncClient]
+
+HELLO = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+
+
+def events_of(response: httpx.Response) -> list[Any]:
+    """The stream's events, read; its end, `[DONE]`, is checked and left out."""
+    assert response.headers["content-type"].startswith("text/event-stream")
+    *events, done = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    assert done == "[DONE]"
+    return [json.loads(event) for event in events]
+
+
+def error_of(response: httpx.Response) -> dict[str, Any]:
+    """The error's fields, checked to be OpenAI's four."""
+    body = response.json()
+    assert list(body) == ["error"]
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    fields: dict[str, Any] = body["error"]
+    return fields
+
+
+async def test_a_chat_completion_has_openais_shape(http: Http, client: FakeClient) -> None:
+    client.cached = 3
+    async with http() as api:
+        body = (await api.post(CHAT, json=HELLO)).json()
+    assert body.pop("id").startswith("chatcmpl-")
+    assert isinstance(body.pop("created"), int)
+    prompt = len("<user>hello")
+    assert body == {
+        "object": "chat.completion",
+        "model": "tiny",
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": "Ahoy, sailor!", "refusal": None},
+                "finish_reason": "stop",
+                "logprobs": None,
+            }
+        ],
+        "usage": {
+            "prompt_tokens": prompt,
+            "completion_tokens": 4,
+            "total_tokens": prompt + 4,
+            "prompt_tokens_details": {"cached_tokens": 3},
+        },
+    }
+
+
+async def test_a_chat_stream_opens_with_the_role_and_closes_with_the_reason(http: Http) -> None:
+    async with http() as api:
+        events = events_of(await api.post(CHAT, json={**HELLO, "stream": True}))
+    assert {event["object"] for event in events} == {"chat.completion.chunk"}
+    assert len({event["id"] for event in events}) == 1
+    assert all("usage" not in event for event in events)
+    choices = [event["choices"][0] for event in events]
+    assert [choice["delta"] for choice in choices] == [
+        {"role": "assistant", "content": ""},
+        {"content": "Ahoy"},
+        {"content": ", "},
+        {"content": "sailor"},
+        {"content": "!"},
+        {},
+    ]
+    assert [choice["finish_reason"] for choice in choices] == [None] * 5 + ["stop"]
+
+
+async def test_a_stream_ends_with_its_usage_when_asked(http: Http) -> None:
+    asked = {**HELLO, "stream": True, "stream_options": {"include_usage": True}}
+    async with http() as api:
+        *chunks, last = events_of(await api.post(CHAT, json=asked))
+    assert all(chunk["usage"] is None for chunk in chunks)
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] == 4
+
+
+async def test_text_completions_whole_and_streamed(http: Http) -> None:
+    asked = {"model": "tiny", "prompt": "Say", "max_tokens": 2}
+    async with http() as api:
+        whole = (await api.post(TEXT, json=asked)).json()
+        streamed = events_of(await api.post(TEXT, json={**asked, "stream": True}))
+    assert whole["object"] == "text_completion"
+    assert whole["choices"] == [{"index": 0, "text": "Ahoy, ", "finish_reason": "length", "logprobs": None}]
+    assert [(event["choices"][0]["text"], event["choices"][0]["finish_reason"]) for event in streamed] == [
+        ("Ahoy", None),
+        (", ", "length"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [
+        ("ab", [[97, 98]]),
+        (["ab", "c"], [[97, 98], [99]]),
+        ([5, 6], [[5, 6]]),
+        ([[5, 6], [7]], [[5, 6], [7]]),
+    ],
+)
+async def test_prompts_come_as_text_or_token_ids_one_or_many(
+    http: Http, client: FakeClient, prompt: object, prompts: list[list[int]]
+) -> None:
+    async with http() as api:
+        body = (await api.post(TEXT, json={"model": "tiny", "prompt": prompt})).json()
+    assert sorted(asked.prompt for asked in client.asked) == sorted(prompts)
+    assert len(body["choices"]) == len(prompts)
+    assert body["usage"]["prompt_tokens"] == sum(map(len, prompts))
+
+
+@pytest.mark.parametrize("prompt", [[], [[]], ["a", 1], [[1], "a"], [1.5], [-1], [True], {"a": 1}, 3, ""])
+async def test_prompts_of_any_other_kind_are_refused(http: Http, client: FakeClient, prompt: object) -> None:
+    async with http() as api:
+        response = await api.post(TEXT, json={"model": "tiny", "prompt": prompt})
+    assert response.status_code == 400
+    assert error_of(response)["param"] == "prompt"
+    assert not client.asked
+
+
+async def test_n_choices_share_a_prompt_and_differ_by_seed(http: Http, client: FakeClient) -> None:
+    client.hold = asyncio.Event()
+    async with http() as api:
+        pending = asyncio.create_task(api.post(CHAT, json={**HELLO, "n": 3, "seed": 7}))
+        while len(client.asked) < 3:
+            await asyncio.sleep(0.001)
+        client.hold.set()
+        body = (await pending).json()
+    assert [choice["index"] for choice in body["choices"]] == [0, 1, 2]
+    assert sorted(asked.params.seed or 0 for asked in client.asked) == [7, 8, 9]
+    assert body["usage"]["completion_tokens"] == 12
+    assert body["usage"]["prompt_tokens"] == len("<user>hello")
+
+
+async def test_an_answer_may_take_what_is_left_of_the_context(http: Http, client: FakeClient) -> None:
+    async with http() as api:
+        await api.post(CHAT, json=HELLO)
+        await api.post(TEXT, json={"model": "tiny", "prompt": "ab"})
+    assert [asked.params.max_tokens for asked in client.asked] == [200 - len("<user>hello"), 16]
+
+
+@pytest.mark.parametrize(
+    ("given", "param", "code"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools", "unsupported_parameter"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_parameter"),
+        ({"logprobs": True}, "logprobs", "unsupported_parameter"),
+        ({"logprobs": 0}, "logprobs", "unsupported_parameter"),
+        ({"logit_bias": {"5": 1}}, "logit_bias", "unsupported_parameter"),
+        ({"presence_penalty": 0.5}, "presence_penalty", "unsupported_parameter"),
+        ({"store": True}, "store", "unsupported_parameter"),
+        ({"suffix": "x"}, "suffix", "unsupported_parameter"),
+        ({"echo": True}, "echo", "unsupported_parameter"),
+        ({"temprature": 1}, "temprature", "unknown_parameter"),
+        ({"stream_options": {"include_cost": True}}, "stream_options.include_cost", "unknown_parameter"),
+        ({"temperature": 3}, "temperature", "invalid_value"),
+        ({"temperature": "hot"}, "temperature", "invalid_value"),
+        ({"max_tokens": 0}, "max_tokens", "invalid_value"),
+        ({"n": 1000000000000}, "n", "invalid_value"),
+        ({"n": 100}, "n", "invalid_value"),
+        ({"seed": -1}, "seed", "invalid_value"),
+        ({"stop": [""]}, "stop[0]", "invalid_value"),
+        ({"stop": ["a"] * 17}, "stop", "invalid_value"),
+        ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens", "invalid_value"),
+        ({"max_tokens": 195}, "max_tokens", "context_length_exceeded"),
+        ({"messages": []}, "messages", "invalid_value"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "invalid_value"),
+        ({"messages": [{"content": "x"}]}, "messages[0].role", "invalid_value"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", "invalid_value"),
+        ({"messages": [{"role": "user", "content": "a", "name": "Jo"}]}, "messages[0].name", "unsupported_parameter"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "messages[0].content[0].type",
+            "unsupported_content",
+        ),
+        ({"messages": [{"role": "user", "content": "mutiny"}]}, "messages", "invalid_value"),
+        ({"messages": [{"role": "user", "content": "a" * 300}]}, None, "context_length_exceeded"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_cannot_be_honoured_is_refused_by_name(
+    http: Http, client: FakeClient, given: dict[str, Any], param: str | None, code: str, stream: bool
+) -> None:
+    async with http() as api:
+        response = await api.post(CHAT, json={**HELLO, **given, "stream": stream})
+    assert response.status_code == 400
+    error = error_of(response)
+    assert (error["param"], error["code"], error["type"]) == (param, code, "invalid_request_error")
+    assert not client.asked
+
+
+async def test_stream_options_need_a_stream(http: Http) -> None:
+    async with http() as api:
+        response = await api.post(CHAT, json={**HELLO, "stream_options": {"include_usage": True}})
+    assert (response.status_code, error_of(response)["param"]) == (400, "stream_options")
+
+
+async def test_what_asks_for_nothing_is_taken(http: Http, client: FakeClient) -> None:
+    neutral = {
+        "n": 1,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0,
+        "logprobs": False,
+        "tools": None,
+        "response_format": {"type": "text"},
+        "user": "someone",
+        "metadata": {"any": "thing"},
+        "store": False,
+        "stop": None,
+    }
+    async with http() as api:
+        response = await api.post(CHAT, json={**HELLO, **neutral})
+    assert response.status_code == 200
+
+
+async def test_sampling_reaches_the_engine(http: Http, client: FakeClient) -> None:
+    given = {
+        "temperature": 0,
+        "top_p": 0.5,
+        "top_k": -1,
+        "seed": 3,
+        "stop": "\n",
+        "stop_token_ids": [9],
+        "ignore_eos": True,
+        "max_completion_tokens": 3,
+        "priority": -2,
+    }
+    async with http() as api:
+        assert (await api.post(CHAT, json={**HELLO, **given})).status_code == 200
+    (asked,) = client.asked
+    params = asked.params
+    assert (params.greedy, params.top_p, params.top_k, params.seed) == (True, 0.5, 0, 3)
+    assert (params.stop, params.stop_token_ids, params.ignore_eos, params.max_tokens) == (("\n",), (9,), True, 3)
+    assert asked.priority == -2
+
+
+async def test_messages_hold_text_parts_and_answers_as_they_were_given(http: Http, client: FakeClient) -> None:
+    messages = [
+        {"role": "developer", "content": "be brief"},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "assistant", "content": "c", "refusal": None, "tool_calls": None, "annotations": []},
+        {"role": "user", "content": "d"},
+    ]
+    async with http() as api:
+        assert (await api.post(CHAT, json={"model": "tiny", "messages": messages})).status_code == 200
+    rendered = "".join(map(chr, client.asked[0].prompt))
+    assert rendered == "<system>be brief<user>a\nb<assistant>c<user>d"
+
+
+async def test_models_are_listed_and_named(http: Http) -> None:
+    async with http() as api:
+        listed = (await api.get("/v1/models")).json()
+        one = (await api.get("/v1/models/tiny")).json()
+        other = await api.get("/v1/models/org/other")
+        asked = await api.post(CHAT, json={**HELLO, "model": "other"})
+        nameless = await api.post(CHAT, json={"messages": HELLO["messages"]})
+    assert listed == {"object": "list", "data": [one]}
+    assert (one["id"], one["object"], one["max_model_len"]) == ("tiny", "model", 200)
+    assert (other.status_code, error_of(other)["code"]) == (404, "model_not_found")
+    assert (asked.status_code, error_of(asked)["code"]) == (404, "model_not_found")
+    assert (error_of(nameless)["param"], error_of(nameless)["code"]) == ("model", "missing_required_parameter")
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b"3", b"[" * 100_000, b'{"a":' * 100_000, b'{"a": NaN}', b'{"a": "\xff"}', b'"\\ud800"']
+)
+async def test_a_body_that_is_no_json_object_is_refused(http: Http, body: bytes) -> None:
+    async with http() as api:
+        response = await api.post(CHAT, content=body)
+    assert response.status_code == 400
+    assert error_of(response)["code"] == "invalid_json"
+
+
+async def test_a_body_beyond_the_limit_is_refused(http: Http) -> None:
+    async with http(max_body_mb=0.001) as api:
+        response = await api.post(CHAT, content=b" " * 1001)
+    assert response.status_code == 413
+    assert "1000 bytes" in error_of(response)["message"]
+
+
+async def test_unknown_paths_and_methods_have_openais_shape_too(http: Http) -> None:
+    async with http() as api:
+        nowhere = await api.get("/v2/nothing")
+        wrong = await api.get(CHAT)
+    assert (nowhere.status_code, error_of(nowhere)["code"]) == (404, "not_found")
+    assert (wrong.status_code, error_of(wrong)["code"]) == (405, "method_not_allowed")
+    assert wrong.headers["allow"] == "POST"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_full_queue_is_a_503_before_any_work(
+    http: Http, client: FakeClient, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    monkeypatch.setattr(client.text, "encode_chat", lambda messages: pytest.fail("tokenized although full"))
+    async with http() as api:
+        response = await api.post(CHAT, json={**HELLO, "n": 9, "stream": stream})
+    assert response.status_code == 503
+    assert response.headers["retry-after"] == "1"
+    assert error_of(response)["code"] == "queue_full"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("refusal", "status", "code"),
+    [
+        (QueueFull("full"), 503, "queue_full"),
+        (RequestRefused("token id 999; this model has 256", "prompt"), 400, "invalid_value"),
+    ],
+)
+async def test_what_the_engine_refuses_is_never_a_200(
+    http: Http, client: FakeClient, refusal: Exception, status: int, code: str, stream: bool
+) -> None:
+    client.refuse = refusal
+    async with http() as api:
+        response = await api.post(CHAT, json={**HELLO, "stream": stream})
+    assert (response.status_code, error_of(response)["code"]) == (status, code)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_unforeseen_error_shows_no_inside(
+    http: Http, client: FakeClient, caplog: pytest.LogCaptureFixture, stream: bool
+) -> None:
+    client.refuse = RuntimeError("/secret/path")
+    with caplog.at_level(logging.CRITICAL):
+        async with http() as api:
+            response = await api.post(CHAT, json={**HELLO, "stream": stream})
+    assert response.status_code == 500
+    assert "secret" not in response.text
+    assert error_of(response)["type"] == "server_error"
+
+
+async def test_after_a_stream_began_an_error_is_an_event(http: Http, client: FakeClient) -> None:
+    client.hold = asyncio.Event()
+    async with http() as api:
+        pending = asyncio.create_task(api.post(CHAT, json={**HELLO, "stream": True}))
+        while not client.asked:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.01)
+        client.die("out of memory at /secret/path")
+        response = await pending
+    assert response.status_code == 200
+    last = [line for line in response.text.split("\n\n") if line][-1]
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "engine_dead"
+    assert "secret" not in response.text
+
+
+async def test_health_makes_a_round_trip(http: Http, client: FakeClient) -> None:
+    async with http() as api:
+        well = await api.get("/health")
+        client.hangs = True
+        hanging = await api.get("/health")
+        client.die("gone")
+        dead = await api.get("/health")
+    assert (well.status_code, well.json()) == (200, {"status": "ok"})
+    assert (hanging.status_code, hanging.json()) == (503, {"status": "engine hangs"})
+    assert (dead.status_code, dead.json()) == (503, {"status": "engine dead"})
+
+
+async def test_metrics_show_requests_latencies_tokens_and_the_engine(http: Http, client: FakeClient) -> None:
+    client.cached = 5
+    async with http() as api:
+        await api.post(CHAT, json=HELLO)
+        await api.post(CHAT, json={**HELLO, "stream": True})
+        await api.post(CHAT, json={**HELLO, "tools": [1]})
+        families = {family.name: family for family in text_string_to_metric_families((await api.get("/metrics")).text)}
+        client.die("gone")
+        without = (await api.get("/metrics")).text
+
+    def value(family: str, name: str, **labels: str) -> float:
+        samples = families[family].samples
+        (found,) = [s.value for s in samples if s.name == name and labels.items() <= s.labels.items()]
+        return float(found)
+
+    assert value("holdfast_requests", "holdfast_requests_total", outcome="ok", route=CHAT) == 2
+    assert value("holdfast_requests", "holdfast_requests_total", outcome="refused", route=CHAT) == 1
+    assert value("holdfast_ttft_seconds", "holdfast_ttft_seconds_count") == 2
+    assert value("holdfast_tbt_seconds", "holdfast_tbt_seconds_count") == 6
+    assert value("holdfast_e2e_seconds", "holdfast_e2e_seconds_count") == 2
+    assert value("holdfast_queue_seconds", "holdfast_queue_seconds_count") == 2
+    assert value("holdfast_generated_tokens", "holdfast_generated_tokens_total") == 8
+    assert value("holdfast_cached_tokens", "holdfast_cached_tokens_total") == 10
+    assert value("holdfast_blocks_used", "holdfast_blocks_used") == 7
+    assert value("holdfast_requests_running", "holdfast_requests_running") == 2
+    assert "holdfast_engine_up 0.0" in without
+    assert "holdfast_blocks_used" not in without
+
+
+class TestApiKeys:
+    """With a key set, everything but /health asks for one, and the cache's tenant follows from it."""
+
+    async def test_every_route_but_health_is_behind_the_key(self, http: Http, client: FakeClient) -> None:
+        app = create_app(client, ServerConfig())  # type: ignore[arg-type]
+        paths = {getattr(route, "path", "") for route in app.routes} | {"/nowhere"}
+        assert "/v1/models" in paths
+        async with http(api_key=("sesame",)) as api:
+            for path in paths - {"/health"}:
+                for method in ("GET", "POST"):
+                    response = await api.request(method, path.replace("{model:path}", "tiny"))
+                    assert response.status_code == 401, path
+                    assert error_of(response)["code"] == "invalid_api_key"
+            assert (await api.get("/health")).status_code == 200
+
+    @pytest.mark.parametrize(
+        "header", ["Bearer wrong", "Bearer ", "Bearer sesam", "Basic sesame", "sesame", "Bearer é"]
+    )
+    async def test_a_wrong_key_is_rejected(self, http: Http, client: FakeClient, header: str) -> None:
+        async with http(api_key=("sesame",)) as api:
+            response = await api.post(CHAT, json=HELLO, headers=[(b"authorization", header.encode())])
+        assert response.status_code == 401
+        assert not client.asked
+
+    async def test_the_tenant_follows_from_the_key(self, http: Http, client: FakeClient) -> None:
+        async with http(api_key=("sesame", "other")) as api:
+            for key in ("sesame", "other", "sesame"):
+                response = await api.post(CHAT, json=HELLO, headers={"authorization": f"Bearer {key}"})
+                assert response.status_code == 200
+        one, two, again = [asked.tenant for asked in client.asked]
+        assert one == again != two
+        assert "sesame" not in one
+
+    async def test_without_keys_there_is_one_tenant(self, http: Http, client: FakeClient) -> None:
+        async with http() as api:
+            await api.post(CHAT, json=HELLO)
+        assert client.asked[0].tenant == ""
+
+
+async def test_docs_describe_the_request_bodies(http: Http) -> None:
+    async with http() as api:
+        schema = (await api.get("/openapi.json")).json()
+        assert (await api.get("/docs")).status_code == 200
+        assert "/docs" in (await api.get("/")).text
+    body = schema["paths"][CHAT]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert body["properties"]["temperature"]["maximum"] == 2
+    assert body["properties"]["stream_options"]["properties"]["include_usage"]["type"] == "boolean"

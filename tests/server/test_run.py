@@ -1,0 +1,187 @@
+"""The server on a loopback socket: the official client, clients that leave, draining, an engine that dies."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from fake_engine import WORDS, FakeClient
+
+from holdfast.server.config import ServerConfig
+from holdfast.server.run import MAX_HEADER_BYTES, listen
+
+Listening = Callable[..., Any]
+HELLO: list[Any] = [{"role": "user", "content": "hello"}]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Give the event loop time until the condition holds; pytest's timeout ends a wait in vain."""
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+def official(url: str, key: str = "none") -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
+
+
+async def test_the_official_client_reads_answers_and_streams(listening: Listening, client: FakeClient) -> None:
+    client.cached = 2
+    async with listening() as server, official(server.url) as api:
+        whole = await api.chat.completions.create(model="tiny", messages=HELLO, n=2)
+        assert [choice.message.content for choice in whole.choices] == ["Ahoy, sailor!"] * 2
+        assert whole.usage is not None and whole.usage.prompt_tokens_details is not None
+        assert whole.usage.prompt_tokens_details.cached_tokens == 2
+
+        stream = await api.chat.completions.create(
+            model="tiny", messages=HELLO, stream=True, stream_options={"include_usage": True}
+        )
+        chunks = [chunk async for chunk in stream]
+        assert chunks[0].choices[0].delta.role == "assistant"
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == "Ahoy, sailor!"
+        assert chunks[-2].choices[0].finish_reason == "stop"
+        assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == len(WORDS)
+
+        text = await api.completions.create(model="tiny", prompt=["a", "b"], max_tokens=1)
+        assert [choice.text for choice in text.choices] == ["Ahoy", "Ahoy"]
+        assert [model.id async for model in api.models.list()] == ["tiny"]
+        assert (await api.models.retrieve("tiny")).id == "tiny"
+
+
+async def test_the_official_client_raises_its_own_errors(listening: Listening) -> None:
+    async with listening(api_key=("sesame",)) as server, official(server.url, "sesame") as api:
+        with pytest.raises(openai.BadRequestError, match="tools is not supported yet") as refused:
+            await api.chat.completions.create(
+                model="tiny", messages=HELLO, tools=[{"type": "function", "function": {"name": "f"}}]
+            )
+        assert refused.value.param == "tools"
+        with pytest.raises(openai.NotFoundError):
+            await api.chat.completions.create(model="other", messages=HELLO)
+        async with official(server.url, "wrong") as stranger:
+            with pytest.raises(openai.AuthenticationError):
+                await stranger.models.list()
+
+
+async def test_an_engine_that_dies_ends_streams_with_an_error_and_the_server_with_1(
+    listening: Listening, client: FakeClient
+) -> None:
+    client.hold = asyncio.Event()
+    async with listening() as server, official(server.url) as api:
+        stream = await api.chat.completions.create(model="tiny", messages=HELLO, stream=True)
+        client.die("out of memory")
+        with pytest.raises(openai.APIError, match="engine has stopped"):
+            async for _ in stream:
+                pass
+        assert await server.code == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_frees_its_request_at_once(
+    listening: Listening, client: FakeClient, stream: bool
+) -> None:
+    client.hold = asyncio.Event()
+    body = {"model": "tiny", "messages": HELLO, "stream": stream, "n": 2}
+    async with listening() as server, httpx.AsyncClient(base_url=server.url) as api:
+        leaving = asyncio.create_task(api.post("/v1/chat/completions", json=body))
+        await until(lambda: len(client.asked) == 2)
+        leaving.cancel()
+        await until(lambda: [asked.ended for asked in client.asked] == ["aborted"] * 2)
+        assert 'outcome="left"' in (await api.get("/metrics")).text
+
+
+async def test_a_normal_end_is_no_abort(listening: Listening, client: FakeClient) -> None:
+    async with listening() as server, official(server.url) as api:
+        await api.chat.completions.create(model="tiny", messages=HELLO)
+        async for _ in await api.chat.completions.create(model="tiny", messages=HELLO, stream=True):
+            pass
+    assert [asked.ended for asked in client.asked] == ["finished"] * 2
+
+
+async def test_sigterm_lets_streams_finish_and_takes_no_new_work(listening: Listening, client: FakeClient) -> None:
+    client.hold = asyncio.Event()
+    async with listening() as server, official(server.url) as api, httpx.AsyncClient(base_url=server.url) as plain:
+        stream = await api.chat.completions.create(model="tiny", messages=HELLO, stream=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+        while (await plain.get("/health")).status_code == 200:
+            await asyncio.sleep(0.001)
+        refused = await plain.post("/v1/chat/completions", json={"model": "tiny", "messages": HELLO})
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "shutting_down"
+        assert int(refused.headers["retry-after"]) > 0
+        client.hold.set()
+        assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == "Ahoy, sailor!"
+        assert await server.code == 0
+
+
+async def test_a_stream_that_outlives_the_drain_ends_with_an_error_event(
+    listening: Listening, client: FakeClient
+) -> None:
+    client.hold = asyncio.Event()
+    async with listening(drain_seconds=0) as server, official(server.url) as api:
+        stream = await api.chat.completions.create(model="tiny", messages=HELLO, stream=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(openai.APIError, match="engine has stopped"):
+            async for _ in stream:
+                pass
+        assert await server.code == 0
+
+
+async def test_a_second_signal_ends_at_once(listening: Listening, client: FakeClient) -> None:
+    client.hold = asyncio.Event()
+    async with listening(drain_seconds=3600) as server, official(server.url) as api:
+        await api.chat.completions.create(model="tiny", messages=HELLO, stream=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(0)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert await server.code == 128 + signal.SIGINT
+
+
+async def test_endless_headers_are_cut_off(listening: Listening) -> None:
+    async with listening() as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"GET /health HTTP/1.1\r\nx-endless: ")
+        writer.write(b"a" * MAX_HEADER_BYTES)
+        assert (await reader.read()).startswith(b"HTTP/1.1 431")
+        writer.close()
+        await writer.wait_closed()
+        async with httpx.AsyncClient(base_url=server.url) as api:
+            assert (await api.get("/health", headers={"x-long": "a" * 8000})).status_code == 200
+
+
+def test_a_port_in_use_is_named() -> None:
+    first = listen(ServerConfig(port=0))
+    port = first.getsockname()[1]
+    with first, pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port}: .*; choose another --port"):
+        listen(ServerConfig(port=port))
+
+
+def test_the_api_process_never_imports_torch() -> None:
+    program = """
+import asyncio, sys, httpx
+from holdfast.server.run import create_app, ServerConfig
+import holdfast.cli
+from fake_engine import FakeClient
+
+async def main():
+    app = create_app(FakeClient(), ServerConfig())
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://holdfast") as api:
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
+        assert (await api.post("/v1/chat/completions", json=body)).status_code == 200
+
+asyncio.run(main())
+heavy = {"torch", "triton", "transformers", "numpy"} & set(sys.modules)
+assert not heavy, heavy
+"""
+    paths = os.pathsep.join(["tests", *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, env={"PYTHONPATH": paths}
+    )
+    assert done.returncode == 0, done.stderr

@@ -49,7 +49,7 @@ class DecodeGraphs:
         spec = model.spec
         largest = self._sizes[-1]
         self._logits = torch.empty(largest, spec.vocab_size, dtype=spec.dtype, device=spec.device)
-        every_row = torch.arange(largest, device=spec.device)
+        self._every_row = torch.arange(largest, device=spec.device)  # kept: a graph holds addresses, not tensors
         pool = torch.cuda.graph_pool_handle()
         self._captured: dict[int, Captured] = {}
         for size in reversed(self._sizes):  # the largest first: the others find room in what it took
@@ -58,7 +58,7 @@ class DecodeGraphs:
             step = StepInput(
                 ids=packed.ids,
                 positions=packed.positions,
-                sample_at=every_row[:size],
+                sample_at=self._every_row[:size],
                 slot_mapping=packed.slot_mapping,
                 block_tables=batch.block_tables,
                 caches=caches,

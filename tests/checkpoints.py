@@ -44,10 +44,12 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
     "GptOss": {"sliding_window": 12, "num_local_experts": 4, "num_experts_per_tok": 2},
     "Mixtral": {"num_local_experts": 4},
     "OPT": {"ffn_dim": 128, "word_embed_proj_dim": 64},
-    "GPTBigCode": LEGACY,
+    "Starcoder2": {"sliding_window": None},
+    "Phi3": {},
     "StableLm": {},
     "Bloom": {},
     "DeepseekV3": {
+        "head_dim": 8,
         "num_key_value_heads": 4,
         "moe_intermediate_size": 32,
         "n_routed_experts": 8,
@@ -68,7 +70,10 @@ def make(directory: Path, name: str, *, seed: int = 0, shard: str = "50GB", **di
     """Write a checkpoint of the family `name` and give Transformers' own module of it."""
     config = getattr(transformers, f"{name}Config")(**{**SIZES, **DIFFERENCES[name], **differences})
     torch.manual_seed(seed)
-    module = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    # Its plainest attention: PyTorch's own leaves out Gemma 2's cap in some versions of Transformers.
+    module = transformers.AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
     with torch.no_grad():
         for key, parameter in module.named_parameters():
             if key.endswith(("bias", "norm.weight", "layernorm.weight", "sinks")):

@@ -22,10 +22,11 @@ def create_scheduler(
     headroom=0.0,
     sharing=True,
     eos=(),
+    policy=None,
     **options,
 ):
     return Scheduler(
-        StallFree(budget),
+        policy or StallFree(budget),
         BlockPool(blocks, block_size),
         max_sequences=max_sequences,
         max_model_len=max_model_len,

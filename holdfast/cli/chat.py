@@ -100,7 +100,7 @@ async def lines(piped: bool) -> AsyncIterator[str]:
         while line := await asyncio.to_thread(sys.stdin.readline):
             yield line
         return
-    session: PromptSession[str] = PromptSession()
+    session: PromptSession[str] = PromptSession(reserve_space_for_menu=0)
     while True:
         try:
             yield await session.prompt_async(FormattedText([("bold", "> ")]))
@@ -141,7 +141,7 @@ class Conversation:
                 self.clear("a new conversation")
             case "/undo":
                 del self.messages[-2:]
-                self.note(f"{len(self.messages) // 2} turns are left")
+                self.note(f"turns left: {len(self.messages) // 2}")
             case "/system" if rest.strip():
                 self.system = rest.strip()
                 self.clear("a new conversation, with that system message")
@@ -150,7 +150,7 @@ class Conversation:
             case "/stats":
                 tally = self.tally
                 self.note(
-                    f"{tally.turns} turns, {tally.prompt} prompt tokens of which {tally.cached} came from the cache, "
+                    f"turns: {tally.turns}; {tally.prompt} prompt tokens of which {tally.cached} came from the cache, "
                     f"{tally.generated} generated"
                 )
             case _:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import difflib
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,7 @@ from dataclasses import fields
 import uvloop
 
 from holdfast.cli import chat, serve
-from holdfast.cli.flags import Parser, UsageError, add_flags, build, read_file
+from holdfast.cli.flags import Parser, UsageError, add_flags, build, flag_of, read_file
 from holdfast.cli.talkers import ChatError
 from holdfast.core.config import BUILTIN_MODEL, EngineConfig
 from holdfast.core.version import __version__
@@ -32,14 +33,24 @@ INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line. Returns the exit code: 0, 1 for what failed, 2 for bad usage, 130 for Ctrl-C."""
+    """Run the command line. Returns the exit code: 0, 1 for what failed, 2 for what was asked wrongly, 130 for Ctrl-C.
+
+    A start that the engine refuses counts as asked wrongly: a model that is not there or not understood, too little
+    memory for the options given.
+    """
     try:
-        options = make_parser().parse_args(arguments)
+        parser = make_parser()
+        options, unknown = parser.parse_known_args(arguments)
+        if options.command is None:
+            parser.print_help()
+            return 0
+        if unknown:
+            raise UsageError(unknown_flag(unknown[0], options.command))
         code: int = uvloop.run(start(options))
         return code
-    except UsageError as error:
+    except (UsageError, EngineStartError) as error:
         return complain(str(error), BAD_USAGE)
-    except (EngineStartError, EngineDead, ChatError, OSError) as error:
+    except (EngineDead, ChatError, OSError) as error:
         return complain(str(error), 1)
     except (KeyboardInterrupt, asyncio.CancelledError):
         return INTERRUPTED
@@ -61,7 +72,7 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"holdfast {__version__}")
-    commands = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)
+    commands = parser.add_subparsers(metavar="COMMAND", dest="command")
 
     server = commands.add_parser(
         "serve",
@@ -96,15 +107,30 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     )
 
 
+CONFIGS: dict[str, tuple[type, ...]] = {
+    "serve": (ServerConfig, EngineConfig),
+    "chat": (chat.ChatConfig, EngineConfig),
+}
+"""Whose fields are the options of a command."""
+
+
+def unknown_flag(given: str, command: str) -> str:
+    """What to say of a flag that there is not."""
+    flags = [flag_of(field.name) for config in CONFIGS[command] for field in fields(config)]
+    near = difflib.get_close_matches(given.partition("=")[0], flags, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"holdfast {command} --help lists what there is"
+    return f"unknown option {given}; {hint}"
+
+
 async def start(options: argparse.Namespace) -> int:
     """Make the configs of the chosen command and call it."""
     flags = vars(options)
     keys = environment_keys()
     if options.command == "serve":
-        file = read_file(options.config, (EngineConfig, ServerConfig)) if options.config else {}
+        file = read_file(options.config, CONFIGS["serve"]) if options.config else {}
         server = build(ServerConfig, flags, file, {"api_key": keys} if keys else {})
         return await serve.run(build(EngineConfig, flags, file), server)
-    file = read_file(options.config, (EngineConfig, chat.ChatConfig)) if options.config else {}
+    file = read_file(options.config, CONFIGS["chat"]) if options.config else {}
     talk = build(chat.ChatConfig, flags, file, {"api_key": keys[0]} if keys else {})
     if talk.url is not None:
         refuse_engine_flags(flags)
@@ -115,7 +141,7 @@ def refuse_engine_flags(flags: Mapping[str, object]) -> None:
     """With --url no model runs here, so options of the engine would be ignored. Raises UsageError for the first."""
     for field in fields(EngineConfig):
         if field.name in flags and field.name != "model":
-            raise UsageError(f"--{field.name.replace('_', '-')} is for a model that runs here; leave it out with --url")
+            raise UsageError(f"{flag_of(field.name)} is for a model that runs here; leave it out with --url")
 
 
 def environment_keys() -> list[str]:

@@ -37,7 +37,12 @@ def add_flags(parser: argparse.ArgumentParser, config: type, title: str, without
     hints = typing.get_type_hints(config)
     for field in dataclasses.fields(config):
         if field.name not in without:
-            group.add_argument(f"--{field.name.replace('_', '-')}", **_argument(field, hints[field.name]))
+            group.add_argument(flag_of(field.name), **_argument(field, hints[field.name]))
+
+
+def flag_of(name: str) -> str:
+    """A field's flag."""
+    return f"--{name.replace('_', '-')}"
 
 
 def _argument(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:

@@ -36,13 +36,13 @@ async def run(engine: EngineConfig, server: ServerConfig) -> int:
 def announce(console: Console, info: EngineInfo, url: str, *, keyed: bool) -> None:
     """Tell a person what runs and how to talk to it."""
     memory = info.memory
+    cache = info.num_blocks * memory.block / GB
     tokens = info.num_blocks * info.block_size
     rows = {
         "address": f"{url}  (API under /v1, described at /docs)",
         "device": f"{memory.device}, {info.dtype}",
         "memory": f"weights {memory.weights / GB:.2f} GB, one step {memory.activations / GB:.2f} GB",
-        "cache": f"{info.num_blocks:,} blocks of {info.block_size} = {tokens:,} tokens, "
-        f"{info.num_blocks * memory.block / GB:.2f} GB",
+        "cache": f"{cache:.2f} GB: {info.num_blocks:,} blocks of {info.block_size}, {tokens:,} tokens in all",
         "limits": f"{info.max_model_len:,} tokens a sequence, {info.max_sequences} sequences at once",
         "step": f"{info.token_budget:,} tokens at the most (token budget)",
     }
@@ -51,9 +51,8 @@ def announce(console: Console, info: EngineInfo, url: str, *, keyed: bool) -> No
         table.add_row(Text(f"  {name}", style="dim"), Text(value))
     console.print()
     console.print(
-        Text.assemble(
-            (f"Holdfast {__version__}", "bold"), " serves ", (info.model, "bold"), f"  (ready in {info.started_in:.1f} s)"
-        )
+        Text.assemble((f"Holdfast {__version__}", "bold"), " serves ", (info.model, "bold")),
+        Text(f" (ready in {info.started_in:.1f} s)", style="dim"),
     )
     console.print(table)
     console.print("\n  try it\n", style="dim")

@@ -181,7 +181,6 @@ class EngineClient:
         Leaving the iterator before its last Delta (aclose, cancellation) aborts the request in the engine. Raises
         RequestRefused at once for what can never fit, QueueFull, EngineDead; and EngineDead while it runs.
         """
-        self._check_alive()
         request = Request(
             id=request_id or uuid.uuid4().hex,
             prompt=tuple(map(int, prompt)),
@@ -190,10 +189,8 @@ class EngineClient:
             tenant=tenant,
             arrival=time.monotonic(),
         )
-        if request.id in self._streams:
-            raise RequestRefused(f"request id {request.id} is already in use", "request_id")
+        self._admit(request)
         check(request, self.info)
-        self._check_room()
         try:
             text = TextStream(self.text, params.stop)
         except ValueError as error:
@@ -224,9 +221,8 @@ class EngineClient:
             await self._child.close(at_once=at_once)
 
     async def _run(self, stream: _Stream) -> AsyncGenerator[Delta, None]:
+        self._admit(stream.request)  # again: this may be long after `stream` was called
         request_id = stream.request.id
-        self._check_alive()
-        self._check_room()
         self._streams[request_id] = stream
         self._waiting.add(request_id)
         try:
@@ -246,7 +242,11 @@ class EngineClient:
         if self.dead.is_set():
             raise EngineDead(self.reason)
 
-    def _check_room(self) -> None:
+    def _admit(self, request: Request) -> None:
+        """Raise what speaks against taking a request now."""
+        self._check_alive()
+        if request.id in self._streams:
+            raise RequestRefused(f"request id {request.id} is already in use; give each its own", "request_id")
         if len(self._waiting) >= self.config.max_waiting:
             raise QueueFull(f"{len(self._waiting)} requests wait, and max_waiting is {self.config.max_waiting}")
 
@@ -254,8 +254,8 @@ class EngineClient:
         try:
             while True:
                 self._take(await self._child.receive())
-        except ValueError as error:
-            self._end(f"the engine process sent what cannot be read: {error}")
+        except Exception as error:  # streams must not wait for what nobody reads any more
+            self._end(f"the engine's messages cannot be read: {type(error).__name__}: {error}")
             self._child.kill()
 
     def _take(self, message: FromEngine) -> None:

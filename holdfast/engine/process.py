@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import time
 from collections.abc import Callable
 
 import torch
 
 from holdfast.core.config import EngineConfig
+from holdfast.core.cost import CostModel
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.loop import Loop
 from holdfast.engine.messages import (
@@ -27,6 +29,7 @@ from holdfast.engine.messages import (
 )
 from holdfast.engine.parent import Parent
 from holdfast.execution import device as devices
+from holdfast.execution.profile import measure_cost
 from holdfast.execution.runner import PagedExecutor
 from holdfast.memory.blocks import BlockPool, StateIdentity
 from holdfast.models.loader import load
@@ -35,11 +38,16 @@ from holdfast.scheduler.policies import StallFree
 
 clock = time.monotonic
 
+STEPS_A_COLLECTION = 4096
+"""Garbage in cycles is looked for when nobody waits, and after so many steps without a pause."""
+TILE = {"cuda": 128, "cpu": 16}
+"""A computed token budget is a multiple of this: other sizes leave part of a matrix tile idle."""
+
 
 def run(start: Start, parent: Parent) -> None:
     """Build the engine and serve its client until told to end. Raises what building or a step raises."""
     loop, info = build(start.config, began=start.began, on_progress=lambda stage: parent.send(Progress(stage)))
-    # What exists now lives as long as the process: no collection need look at it again.
+    # What exists now lives as long as the process: no collection need look at it again. `serve` says when to collect.
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -49,11 +57,12 @@ def run(start: Start, parent: Parent) -> None:
 
 def serve(loop: Loop, parent: Parent) -> None:
     """Take in all that has arrived, do one step, send what it gave; wait where there is nothing to do."""
-    while True:
-        if not loop.has_work():
-            gc.collect()  # garbage is looked for while nobody waits
-            if not handle(parent.receive(), loop, parent):
-                return
+    for step in itertools.count():
+        idle = not loop.has_work()
+        if idle or step % STEPS_A_COLLECTION == 0:
+            gc.collect()
+        if idle and not handle(parent.receive(), loop, parent):
+            return
         for message in parent.waiting():
             if not handle(message, loop, parent):
                 return
@@ -110,12 +119,20 @@ def build(
     memory = executor.profile()
     num_blocks = memory.cache // memory.block
     executor.allocate(num_blocks)
+    # A sequence's last token is never computed, so the pool holds one position less than the longest sequence.
+    max_model_len = min(spec.max_model_len, num_blocks * config.block_size + 1)
     budget = executor.token_budget
+    if config.tbt_target is not None:
+        on_progress("measuring the device's pace")
+        budget = budget_for(
+            config.tbt_target / 1000, executor, measure_cost(executor, name=checkpoint.name), num_blocks
+        )
     scheduler = Scheduler(
         StallFree(budget),
         BlockPool(num_blocks, config.block_size),
         max_sequences=config.max_sequences,
-        max_model_len=spec.max_model_len,
+        max_model_len=max_model_len,
+        vocab_size=spec.vocab_size,
         eos_token_ids=spec.eos_token_ids,
         headroom=config.headroom,
         sharing=StateIdentity(model=checkpoint.name, dtype=dtype) if config.prefix_sharing else None,
@@ -129,10 +146,26 @@ def build(
         num_blocks=num_blocks,
         block_size=config.block_size,
         token_budget=budget,
-        max_model_len=spec.max_model_len,
+        max_model_len=max_model_len,
         max_sequences=config.max_sequences,
         max_waiting=config.max_waiting,
         vocab_size=spec.vocab_size,
         started_in=clock() - began,
     )
     return Loop(scheduler, executor, config.steps_in_flight, clock), info
+
+
+def budget_for(target: float, executor: PagedExecutor, cost: CostModel, num_blocks: int) -> int:
+    """The largest token budget whose step stays within `target` seconds when the engine is full.
+
+    Full means that as many sequences as may run share the whole cache evenly, and a prefill takes what they leave.
+    """
+    config, spec = executor.config, executor.model.spec
+    context = min(spec.max_model_len, num_blocks * config.block_size // config.max_sequences)
+    return cost.token_budget(
+        target,
+        decodes=config.max_sequences,
+        context=max(1, context),
+        tile=min(TILE[spec.device.type], executor.token_budget),
+        ceiling=executor.token_budget,
+    )

@@ -14,7 +14,6 @@ import jinja2.parser
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
-from tokenizers.processors import TemplateProcessing
 
 from holdfast.engine.checkpoint import TEMPLATE_LIMIT, TOKENIZER_LIMIT, read_json, read_text, tokenizer_file
 
@@ -65,7 +64,6 @@ class Text:
         config = read_json(directory / "tokenizer_config.json", missing_ok=True)
         special = _special_tokens(read_json(directory / "special_tokens_map.json", missing_ok=True))
         special |= _special_tokens(config)
-        _follow_configuration(tokenizer, config, special)
         return cls(tokenizer, _chat_template(directory, config), special)
 
     @property
@@ -78,9 +76,10 @@ class Text:
         if len(text) > TEXT_LIMIT:
             raise ValueError(f"the text has {len(text)} characters; at most {TEXT_LIMIT} are taken")
         try:
-            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+            text.encode()
         except UnicodeEncodeError as error:
             raise ValueError(f"the text holds an unpaired surrogate at character {error.start}") from error
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -140,8 +139,8 @@ class TextStream:
         """Whether a stop string ended the text."""
         self._window: list[int] = []
         """The last tokens; they are decoded together, as a decoder may look at a token's neighbours."""
-        self._shown = 0
-        """Characters of the window's text that were given out."""
+        self._shown = ""
+        """What of the window's text was given out."""
         self._settled = 0
         """Tokens of the window whose text was given out in whole."""
 
@@ -154,9 +153,8 @@ class TextStream:
         else:
             fresh = "".join([self._decode(token) for token in tokens])
         if last:
-            fresh += self._text.decode(self._window)[self._shown :]
-            self._window = []
-            self._shown = self._settled = 0
+            fresh += self._text.decode(self._window)[len(self._shown) :]
+            self._window, self._shown, self._settled = [], "", 0
         if self._stops is None:
             return fresh
         fresh = self._stops.scan(fresh)
@@ -171,17 +169,23 @@ class TextStream:
         window = self._window
         window.append(token)
         text = self._text.decode(window)
+        if not text.startswith(self._shown):
+            # SentencePiece decodes a run of bytes as a whole, so one more byte makes all of it unreadable for a while.
+            # What was given out stands, and the run goes on without it: bytes need no neighbours.
+            del window[: self._settled]
+            self._shown, self._settled = "", 0
+            text = self._text.decode(window)
         end = len(text)
         overdue = len(window) - self._settled >= LONGEST_WINDOW
         if text.endswith(REPLACEMENT) and not overdue:
             end -= min(end - len(text.rstrip(REPLACEMENT)), UNSETTLED)
-        fresh = text[self._shown : end]
-        self._shown = max(end, self._shown)
+        fresh = text[len(self._shown) : end]
+        self._shown += fresh
         if (fresh and end == len(text)) or overdue:
             # The tokens before the last settled point have done their duty as neighbours.
             if self._settled:
                 del window[: self._settled]
-                self._shown = len(self._text.decode(window))
+                self._shown = self._text.decode(window)
             self._settled = len(window)
         return fresh
 
@@ -317,16 +321,3 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     named = {key: value for key, value in config.items() if key.endswith("_token")}
     texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in named.items()}
     return {key: value for key, value in texts.items() if isinstance(value, str)}
-
-
-def _follow_configuration(tokenizer: Tokenizer, config: Mapping[str, Any], special: Mapping[str, str]) -> None:
-    """Where tokenizer_config.json says whether to add BOS and EOS, that replaces what tokenizer.json does."""
-    if not {"add_bos_token", "add_eos_token"} & config.keys():
-        return
-    wanted = [special.get(name, "") if config.get(f"add_{name}") else "" for name in ("bos_token", "eos_token")]
-    ids = {token: tokenizer.token_to_id(token) for token in wanted if token}
-    before, after = (token if ids.get(token) is not None else "" for token in wanted)
-    tokenizer.post_processor = TemplateProcessing(
-        single=[token for token in (before, "$A", after) if token],
-        special_tokens=[(token, ids[token]) for token in dict.fromkeys((before, after)) if token],
-    )

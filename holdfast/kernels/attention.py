@@ -9,7 +9,10 @@ import torch
 from holdfast.kernels.cpu import CpuAttention
 from holdfast.kernels.protocol import Attention, Segments
 
-__all__ = ["Attention", "Segments", "attention_for"]
+__all__ = ["MAX_HEAD_DIM", "Attention", "Segments", "attention_for"]
+
+MAX_HEAD_DIM = 256
+"""What the tiles of the GPU kernels have room for."""
 
 
 def attention_for(
@@ -21,8 +24,8 @@ def attention_for(
     """
     if num_kv_heads < 1 or num_heads % num_kv_heads:
         raise ValueError(f"{num_heads} query heads do not divide among {num_kv_heads} KV heads; give a multiple")
-    if not 1 <= head_dim <= 512:
-        raise ValueError(f"head_dim is {head_dim}; it must lie between 1 and 512")
+    if not 1 <= head_dim <= MAX_HEAD_DIM:
+        raise ValueError(f"head_dim is {head_dim}; it must lie between 1 and {MAX_HEAD_DIM}")
     if block_size < 1:
         raise ValueError(f"block_size is {block_size}; it must be at least 1")
     kind = torch.device(device).type

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,9 @@ TILE_ROWS = 512
 # Keys are gathered for as many segments at a time as stay in the second-level cache, so that SDPA finds them there.
 GATHER_BYTES = 1 << 20
 
+# A mask of at most this many scores is kept for all layers of a step; a larger one is made anew by each.
+KEPT_MASK = 1 << 20
+
 Ints = npt.NDArray[np.int64]
 
 
@@ -31,11 +34,7 @@ class Group:
     key_slots: torch.Tensor  # [B * L] where they lie in the cache; padding repeats the tile's last one
     real_queries: torch.Tensor | None  # which of B * N are no padding; None when all
     masked: bool  # whether some query must not see some key
-
-    @property
-    def mask(self) -> torch.Tensor:
-        """Which keys each query sees by the causal rule, [B, N, L]."""
-        return self.key_positions[:, None, :] <= self.query_positions[:, :, None]
+    kept_mask: torch.Tensor | None  # see CpuAttention._mask; None when not masked, or too large to keep
 
 
 @dataclass
@@ -103,7 +102,7 @@ class CpuAttention(Attention[CpuSchedule]):
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if window not in schedule.groups:
-            schedule.groups[window] = list(self._groups(schedule, block_tables, window, key_cache.element_size()))
+            schedule.groups[window] = list(self._groups(schedule, block_tables, window, query.dtype))
         groups = schedule.groups[window]
         heads, size, dim = self.num_kv_heads, self.group_size, self.head_dim
         keys, values = key_cache.view(-1, heads * dim), value_cache.view(-1, heads * dim)
@@ -115,12 +114,15 @@ class CpuAttention(Attention[CpuSchedule]):
             k, v = key_buffer[: len(group.key_slots)], value_buffer[: len(group.key_slots)]
             torch.index_select(keys, 0, group.key_slots, out=k)
             torch.index_select(values, 0, group.key_slots, out=v)
+            mask = group.kept_mask
+            if group.masked and mask is None:
+                mask = self._mask(group, window, query.dtype)
             q = query.index_select(0, group.query_tokens).view(b, n, heads, size, dim).transpose(1, 2)
             attended = grouped_attention(
                 q.reshape(b, heads, n * size, dim),
                 k.view(b, -1, heads, dim).transpose(1, 2),
                 v.view(b, -1, heads, dim).transpose(1, 2),
-                self._mask(group, window),
+                mask,
                 scale=scale,
                 softcap=softcap,
                 sinks=None if sinks is None else sinks.view(heads, 1, size).expand(heads, n, size).reshape(heads, -1),
@@ -133,39 +135,47 @@ class CpuAttention(Attention[CpuSchedule]):
                 out.index_copy_(0, group.query_tokens[real], attended[real])
         return out
 
-    def _mask(self, group: Group, window: int | None) -> torch.Tensor | None:
-        """True where a query row sees a key, [B, 1, N * G, L], or None where all see all."""
-        if not group.masked:
-            return None
-        mask = group.mask
+    def _mask(self, group: Group, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+        """What is added to the scores: -inf where a query row must not see a key, else 0; [B, 1, N * G, L]."""
+        keys, queries = group.key_positions[:, None, None, :], group.query_positions[:, :, None, None]
+        hidden = keys > queries
         if window is not None:
-            mask &= group.key_positions[:, None, :] > group.query_positions[:, :, None] - window
-        b, n, length = mask.shape
-        return mask[:, :, None, :].expand(b, n, self.group_size, length).reshape(b, 1, n * self.group_size, length)
+            hidden |= keys <= queries - window
+        b, n, _, length = hidden.shape
+        mask = torch.zeros(b, n, self.group_size, length, dtype=dtype)
+        return mask.masked_fill_(hidden, -torch.inf).view(b, 1, -1, length)
 
     def _groups(
-        self, schedule: CpuSchedule, block_tables: torch.Tensor, window: int | None, item_bytes: int
+        self, schedule: CpuSchedule, block_tables: torch.Tensor, window: int | None, dtype: torch.dtype
     ) -> Iterator[Group]:
         """Cut the tiles, sorted by shape, into groups that fit the gather buffer and pad little."""
         stop, queries = schedule.stop, schedule.queries
         first = np.zeros_like(stop) if window is None else np.maximum(0, stop - queries + 1 - window)
         keys = stop - first
-        row_bytes = self.num_kv_heads * self.head_dim * item_bytes
+        row_bytes = self.num_kv_heads * self.head_dim * dtype.itemsize
         group: list[int] = []
         longest = real = 0  # longest context of the group; scores its tiles ask for without padding
         for tile in np.lexsort((keys, queries)).tolist():
             n, length = int(queries[tile]), int(keys[tile])
             size = (len(group) + 1) * max(longest, length)
             if group and (size * row_bytes > GATHER_BYTES or size * n > 2 * (real + n * length)):
-                yield self._group(schedule, np.array(group), first, block_tables)
+                yield self._group(schedule, np.array(group), first, block_tables, window, dtype)
                 group, longest, real = [], 0, 0
             group.append(tile)
             longest = max(longest, length)
             real += n * length
         if group:
-            yield self._group(schedule, np.array(group), first, block_tables)
+            yield self._group(schedule, np.array(group), first, block_tables, window, dtype)
 
-    def _group(self, schedule: CpuSchedule, tiles: Ints, first: Ints, block_tables: torch.Tensor) -> Group:
+    def _group(
+        self,
+        schedule: CpuSchedule,
+        tiles: Ints,
+        first: Ints,
+        block_tables: torch.Tensor,
+        window: int | None,
+        dtype: torch.dtype,
+    ) -> Group:
         stop, queries = schedule.stop[tiles, None], schedule.queries[tiles, None]
         first = first[tiles, None]
         query = np.arange(queries.max())[None, :]
@@ -174,14 +184,18 @@ class CpuAttention(Attention[CpuSchedule]):
         real = query < queries
         position = torch.from_numpy(np.minimum(key, stop - 1))
         blocks = block_tables[torch.from_numpy(schedule.row[tiles, None]), position // self.block_size]
-        return Group(
+        group = Group(
             query_tokens=torch.from_numpy((schedule.first_token[tiles, None] + clamped).reshape(-1)),
             query_positions=torch.from_numpy(stop - queries + clamped),
             key_positions=torch.from_numpy(key),
             key_slots=(blocks.long() * self.block_size + position % self.block_size).view(-1),
             real_queries=None if real.all() else torch.from_numpy(np.flatnonzero(real)),
             masked=bool(queries.max() > 1 or (stop - first).min() < key.shape[1]),
+            kept_mask=None,
         )
+        if group.masked and group.query_positions.numel() * self.group_size * key.shape[1] <= KEPT_MASK:
+            group = replace(group, kept_mask=self._mask(group, window, dtype))
+        return group
 
 
 def grouped_attention(
@@ -194,14 +208,14 @@ def grouped_attention(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention of rows [B, H, M, D] over keys and values [B, H, L, D]; mask [B, 1, M, L], sinks [H, M]."""
+    """Attention of rows [B, H, M, D] over keys and values [B, H, L, D]; mask [B, 1, M, L] is added, sinks [H, M]."""
     if softcap is None and sinks is None:
         return functional.scaled_dot_product_attention(query, key, value, mask, scale=scale)
     scores = query.float() @ key.float().transpose(-1, -2) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf)
+        scores = scores + mask
     if sinks is not None:
         column = sinks.float()[None, :, :, None].expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, column], dim=-1)

@@ -8,14 +8,13 @@ import numpy as np
 import torch
 import triton
 
-from holdfast.kernels.protocol import Attention, Segments
+from holdfast.kernels.protocol import CapturableAttention, Segments
 from holdfast.kernels.tiles import FIELDS, TileList, tile_list
 from holdfast.kernels.triton_kernels import attend_kernel, merge_kernel, write_kernel
 
-# Narrow tiles (decodes) are cut over the context into this many pieces for each processor, wide ones into fewer: they
-# keep a processor busy alone.
-NARROW_WORK_PER_PROCESSOR = 8
-WIDE_WORK_PER_PROCESSOR = 2
+# The context is cut until there are about so many pieces for each processor. A wide tile fills a processor alone.
+NARROW_WORK_PER_PROCESSOR = 4
+WIDE_WORK_PER_PROCESSOR = 1
 MERGE_WIDTH = 16  # partial results that a merge reads at a time
 
 
@@ -36,9 +35,10 @@ class DeviceTiles:
     work: torch.Tensor  # [W, 8] int32
     merges: torch.Tensor  # [M, 8] int32
     partials: int
+    merged_rows: int  # the most rows of a tile that is merged
 
 
-class PagedAttention(Attention[tuple[DeviceTiles, ...]]):
+class PagedAttention(CapturableAttention[tuple[DeviceTiles, ...]]):
     """`Attention` by Triton: tiles packed over grouped heads, split over the context when queries are few.
 
     A batch has two kinds of tiles, each its own launch: narrow ones for decodes, which are bound by reading keys, and
@@ -65,7 +65,7 @@ class PagedAttention(Attention[tuple[DeviceTiles, ...]]):
         self.block_d = max(16, triton.next_power_of_2(head_dim))
         self.block_size = block_size
         self.narrow_m = max(16, triton.next_power_of_2(self.group_size))
-        self.wide_m = max(128 if self.block_d <= 128 else 64, self.narrow_m)
+        self.wide_m = max(256 if self.block_d <= 128 else 128, self.narrow_m)
         self.narrow_target = max(1, num_processors * NARROW_WORK_PER_PROCESSOR // num_kv_heads)
         self.wide_target = max(1, num_processors * WIDE_WORK_PER_PROCESSOR // num_kv_heads)
 
@@ -88,9 +88,34 @@ class PagedAttention(Attention[tuple[DeviceTiles, ...]]):
         np.concatenate(parts, out=host.numpy())
         pieces = torch.split(host.to(self.device, non_blocking=True), [len(records) for records in parts])
         return tuple(
-            DeviceTiles(tiles.block_m, work, merges, tiles.partials)
+            DeviceTiles(tiles.block_m, work, merges, tiles.partials, tiles.merged_rows)
             for tiles, work, merges in zip(lists, pieces[::2], pieces[1::2], strict=True)
         )
+
+    def reserve(self, segments: int) -> tuple[DeviceTiles, ...]:
+        # A split is at least the keys of all over the target, so there are no more pieces than this.
+        pieces = self.narrow_target + segments
+        records = torch.zeros((pieces + segments, FIELDS), dtype=torch.int32, device=self.device)
+        return (DeviceTiles(self.narrow_m, records[:pieces], records[pieces:], pieces, self.group_size),)
+
+    def refill(self, schedule: tuple[DeviceTiles, ...], segments: Segments) -> None:
+        (reserved,) = schedule
+        tiles = tile_list(
+            segments,
+            np.ones(len(segments.row), np.bool_),
+            group_size=self.group_size,
+            block_m=self.narrow_m,
+            work_target=self.narrow_target,
+        )
+        room = len(reserved.work)
+        host = torch.zeros(
+            (room + len(reserved.merges), FIELDS), dtype=torch.int32, pin_memory=self.device.type == "cuda"
+        )
+        records = host.numpy()
+        records[: len(tiles.work)] = tiles.work
+        records[room : room + len(tiles.merges)] = tiles.merges
+        # Both lists lie in one tensor, made so by `reserve`: one copy.
+        reserved.work.as_strided(host.shape, host.stride()).copy_(host, non_blocking=True)
 
     def write(
         self,
@@ -165,7 +190,7 @@ class PagedAttention(Attention[tuple[DeviceTiles, ...]]):
                 num_stages=launch.num_stages,
             )
             if len(tiles.merges):
-                merge_kernel[(len(tiles.merges), tiles.block_m, self.num_kv_heads)](
+                merge_kernel[(len(tiles.merges), tiles.merged_rows, self.num_kv_heads)](
                     tiles.merges,
                     partial_out,
                     partial_log,
@@ -182,8 +207,7 @@ class PagedAttention(Attention[tuple[DeviceTiles, ...]]):
 
     def launch(self, block_m: int, item_bytes: int) -> Launch:
         """Tuned on an H200 (benchmarks/attention_gpu.py); what grows with head_dim stays within shared memory."""
+        block_n = 64 if self.block_d <= 128 else 32
         if item_bytes > 2:  # float32 runs without tensor cores: exact, not fast
-            return Launch(block_n=32 if self.block_d <= 128 else 16, num_warps=8, num_stages=1)
-        if block_m == self.narrow_m and block_m < self.wide_m:
-            return Launch(block_n=64 if self.block_d <= 128 else 32, num_warps=4, num_stages=3)
-        return Launch(block_n=64 if self.block_d <= 128 else 32, num_warps=8 if block_m >= 128 else 4, num_stages=3)
+            return Launch(block_n=block_n // 2, num_warps=8, num_stages=1)
+        return Launch(block_n=block_n, num_warps=8 if block_m > 64 else 2, num_stages=3)

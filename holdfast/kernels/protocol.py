@@ -81,6 +81,19 @@ class Attention(ABC, Generic[Schedule]):
 
         A query at position p attends to the positions max(0, p - window + 1) to p of its own sequence, whose block
         for position i is block_tables[row, i // block_size] ([rows, max_blocks] int32; it must not change between
-        the layers of one step). Scores are query · key * scale, then softcap * tanh(score / softcap) where softcap
-        is given. `sinks` [Hq] adds to each head's softmax one more logit that has no value (GPT-OSS).
+        the layers of one step). Scores are query · key * scale (scale above 0), then, where softcap is given,
+        softcap * tanh(score / softcap). `sinks` [Hq] adds to each head's softmax one more logit that has no value
+        (GPT-OSS).
         """
+
+
+class CapturableAttention(Attention[Schedule]):
+    """Attention whose launches a CUDA graph may hold: a schedule stays in place while its contents change."""
+
+    @abstractmethod
+    def reserve(self, segments: int) -> Schedule:
+        """A schedule of nothing, with room for any batch of at most so many segments of one token each."""
+
+    @abstractmethod
+    def refill(self, schedule: Schedule, segments: Segments) -> None:
+        """Put a batch of one-token segments into what `reserve` gave, for what is launched after this call."""

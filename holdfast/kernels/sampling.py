@@ -30,7 +30,7 @@ def sample(
     (`any_filtered`), and says so: what no row needs is left out.
     """
     if not any_random:
-        return logits.argmax(-1)
+        return _likeliest(logits)
     is_random = (temperature > 0)[:, None]
     scores = logits.float() / torch.where(is_random, temperature[:, None], 1.0)
     tokens = torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device)[None, :]
@@ -41,6 +41,13 @@ def sample(
     scores = torch.where(is_random, scores + _gumbel(seed, position, tokens), scores)
     choice = scores.argmax(-1)
     return choice if order is None else order.gather(1, choice[:, None])[:, 0]
+
+
+def _likeliest(logits: torch.Tensor) -> torch.Tensor:
+    """The lowest of each row's likeliest tokens. NumPy's argmax is vectorised, PyTorch's on a CPU is not."""
+    if logits.device.type == "cpu" and logits.dtype == torch.float32:
+        return torch.from_numpy(logits.numpy().argmax(-1))
+    return logits.argmax(-1)
 
 
 def _filtered(scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

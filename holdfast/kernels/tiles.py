@@ -36,6 +36,11 @@ class TileList:
         """Partial results that the merges put together."""
         return int(self.merges[:, 4].sum())
 
+    @property
+    def merged_rows(self) -> int:
+        """The most rows that a merged tile has."""
+        return int(np.minimum(self.merges[:, 1] - self.merges[:, 2], self.block_m).max(initial=0))
+
 
 def tile_list(
     segments: Segments, chosen: npt.NDArray[np.bool_], *, group_size: int, block_m: int, work_target: int

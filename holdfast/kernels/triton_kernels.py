@@ -59,19 +59,19 @@ def _attend_keys(
         scores = tl.dot(query, key, input_precision="ieee")
         if HAS_SOFTCAP:
             # scale holds 1 / softcap; tanh(x) = 1 - 2 / (exp(2 x) + 1) is right at both infinities
-            tanh = 1.0 - 2.0 / (tl.exp2(scores * (scale * 2.0 * LOG2_E)) + 1.0)
-            scores = tanh * (softcap * LOG2_E)
+            scores = 1.0 - 2.0 / (tl.exp2(scores * (scale * 2.0 * LOG2_E)) + 1.0)
+            unit = softcap * LOG2_E
         else:
-            scores = scores * (scale * LOG2_E)
+            unit = scale * LOG2_E
         if MASKED:
             seen = (key_position[None, :] <= position[:, None]) & inside[None, :]
             if HAS_WINDOW:
                 seen = seen & (key_position[None, :] > position[:, None] - window)
             scores = tl.where(seen, scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
+        new_top = tl.maximum(top, tl.max(scores, 1) * unit)  # scaled late, to fuse with the difference
         # A row that has seen no key yet has no top: any number will do, as all its weights are zero.
         base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weights = tl.exp2(scores - base[:, None])
+        weights = tl.exp2(scores * unit - base[:, None])
         fade = tl.exp2(top - base)
         total = total * fade + tl.sum(weights, 1)
         if MASKED:

@@ -77,7 +77,7 @@ class BlockPool:
         free = self._free
         if count > len(free):
             self._reclaim(count - len(free))
-        taken = free[len(free) - count :]
+        taken = free[: -count - 1 : -1]
         del free[len(free) - count :]
         for block in taken:
             self._owners[block] = 1

@@ -80,7 +80,7 @@ class Residency:
         self.capacity = len(self.blocks) * self._pool.block_size
 
     def seal(self, tokens: Sequence[int]) -> None:
-        """Make every block sharable that is full of known tokens and wholly planned. `tokens`: all known ones."""
+        """Make every block sharable that is full of known tokens and wholly planned."""
         full = min(len(tokens), self.planned) // self._pool.block_size
         if full > self._sealed and self._root is not None:
             for index in range(self._sealed, full):

@@ -49,6 +49,8 @@ class Call:
 class TransformersModel:
     """A `Model` around a Transformers module that calls `paged_attention` in every layer."""
 
+    capturable = False  # routing and masks may depend on the batch's contents
+
     def __init__(self, module: Any, spec: ModelSpec) -> None:
         self.module, self.spec = module, spec
         # Where the module cannot be told which logits are wanted, it computes those of every token.
@@ -88,15 +90,21 @@ def paged_attention(
         value = functional.pad(value, (0, size - value_size))
     out = holdfast_step.attend(
         module.layer_idx,
-        query[0].transpose(0, 1).contiguous(),
-        key[0].transpose(0, 1).contiguous(),
-        value[0].transpose(0, 1).contiguous(),
+        packed(query),
+        packed(key),
+        packed(value),
         scale=scaling if scaling is not None else size**-0.5,
         window=sliding_window,
         softcap=softcap,
         sinks=s_aux,
     )
     return out[None, ..., :value_size], None
+
+
+def packed(heads: torch.Tensor) -> torch.Tensor:
+    """[1, H, T, D] as [T, H, D], which is a view unless D lies apart in memory."""
+    tokens = heads[0].transpose(0, 1)
+    return tokens if tokens.stride(-1) == 1 else tokens.contiguous()
 
 
 def recorded_attention(
@@ -148,9 +156,7 @@ def load(
         raise UnsupportedCheckpoint(f"{architecture} fails on a packed batch: {error}") from error
 
 
-def _module(
-    directory: Path, config: Mapping[str, Any], device: torch.device, dtype: torch.dtype, random: bool
-) -> Any:
+def _module(directory: Path, config: Mapping[str, Any], device: torch.device, dtype: torch.dtype, random: bool) -> Any:
     """Transformers' own module with the checkpoint's weights."""
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -204,10 +210,10 @@ def _accepted(
 ) -> Model:
     """The module as a Model, once it has shown that it can run on a paged cache."""
     config = module.config.get_text_config()
-    made_for = getattr(config, "max_position_embeddings", None)
-    if made_for is None and max_model_len is None:
+    made_for = getattr(config, "max_position_embeddings", None) or max_model_len
+    if made_for is None:
         raise UnsupportedCheckpoint("its config names no max_position_embeddings; give max_model_len")
-    length = limited(max_model_len, made_for or max_model_len)
+    length = limited(max_model_len, int(made_for))
     _check_rope(config, length)
     calls = _record(module, device)
     _check_calls(calls, config, length)

@@ -68,9 +68,7 @@ def shared(config: Mapping[str, Any]) -> dict[str, Any]:
 def llama(config: Mapping[str, Any]) -> DecoderSpec:
     """Llama 1 to 3.3, and what copies it."""
     biased = bool(config.get("attention_bias", False))
-    return DecoderSpec(
-        **shared(config), qkv_bias=biased, o_bias=biased, mlp_bias=bool(config.get("mlp_bias", False))
-    )
+    return DecoderSpec(**shared(config), qkv_bias=biased, o_bias=biased, mlp_bias=bool(config.get("mlp_bias", False)))
 
 
 def mistral(config: Mapping[str, Any]) -> DecoderSpec:

@@ -119,8 +119,8 @@ class Safetensors(WeightSource):
         self._files: dict[str, Any] = {}
         for path in files_of(directory):
             try:
-                opened = safe_open(path, framework="pt")
-                names = list(opened.keys())
+                opened: Any = safe_open(path, framework="pt")
+                names = opened.keys()
             except (SafetensorError, OSError) as error:
                 raise UnsupportedCheckpoint(f"{path.name} cannot be read as safetensors: {error}") from None
             for name in names:

@@ -38,6 +38,7 @@ class Scheduler:
         *,
         max_sequences: int,
         max_model_len: int,
+        vocab_size: int = 1 << 32,
         eos_token_ids: Collection[int] = (),
         headroom: float = 0.1,
         sharing: StateIdentity | None = None,
@@ -50,6 +51,7 @@ class Scheduler:
         requests that bring none.
         """
         self.max_model_len = max_model_len
+        self._vocab_size = vocab_size
         self._policy = policy
         self._order = order
         self._sharing = sharing
@@ -69,6 +71,9 @@ class Scheduler:
             raise ValueError(f"request {request.id} is already being served; give each request an id of its own")
         if not length:
             raise ValueError("the prompt is empty; it must hold at least one token")
+        for token in (min(request.prompt), max(request.prompt)):
+            if not 0 <= token < self._vocab_size:
+                raise ValueError(f"the prompt holds token {token}; tokens lie between 0 and {self._vocab_size - 1}")
         if length >= self.max_model_len:
             raise ValueError(
                 f"the prompt has {length} tokens; with one generated token it exceeds the limit of "

@@ -131,8 +131,8 @@ class Step:
         """
         queues = self._queues
         while not queues.pool.available:
-            victim = next((other for other in reversed(queues.running) if other.planned_in != self._number), entry)
-            if victim.rank <= entry.rank:
+            victim = next(other for other in reversed(queues.running) if other.planned_in != self._number)
+            if victim is entry:
                 return False
             queues.preempt(victim)
             self._preempted.append(victim.id)

@@ -205,9 +205,12 @@ def parse(body: bytes, shape: type[Body]) -> Body:
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ApiError(f"unknown parameter: {name[:64]}{hint}", param=name[:64], code="unknown_parameter")
     try:
-        return msgspec.convert(given, shape)
+        request = msgspec.convert(given, shape)
     except msgspec.ValidationError as error:
         raise _invalid(str(error)) from None
+    if "stream_options" in given and not request.stream:
+        raise ApiError("stream_options needs stream: true", param="stream_options", code="invalid_value")
+    return request
 
 
 def _same(value: Any, neutral: Any) -> bool:

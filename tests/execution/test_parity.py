@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import VOCAB, make
 
 from holdfast.core.config import EngineConfig
 from holdfast.core.types import Request, SamplingParams, StepPlan
@@ -21,9 +20,12 @@ from holdfast.models.base import Model, StepInput
 from holdfast.models.loader import load
 from holdfast.scheduler.base import Scheduler
 from holdfast.scheduler.policies import StallFree
+from tests.checkpoints import VOCAB, make
 
 FAMILIES = ("Llama", "Qwen3", "Mistral", "Qwen2", "GPT2", "Gemma2", "GptOss", "OPT", "Mixtral")
 REQUESTS, LONGEST_PROMPT, GENERATED, BUDGET = 32, 70, 12, 64
+ON_CPU = [pytest.param((family, "cpu"), id=family) for family in FAMILIES]
+ON_CUDA = [pytest.param((family, "cuda"), id=f"{family}-cuda", marks=pytest.mark.gpu) for family in FAMILIES]
 
 
 @dataclass
@@ -36,11 +38,12 @@ class Case:
     expected: dict[str, tuple[int, ...]]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=ON_CPU + ON_CUDA)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    family, device = request.param
     torch.set_num_threads(1)
-    directory: Path = tmp_path_factory.mktemp(request.param)
-    module = make(directory, request.param)
+    directory: Path = tmp_path_factory.mktemp(family)
+    module = make(directory, family).to(device)
     draw = random.Random(1)
     requests, expected = [], {}
     for number in range(REQUESTS):
@@ -48,30 +51,37 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         wanted = draw.randint(1, GENERATED)
         params = SamplingParams(temperature=0, max_tokens=wanted, ignore_eos=True)
         requests.append(Request(str(number), prompt, params))
-        tokens = module.generate(torch.tensor([prompt]), max_new_tokens=wanted, do_sample=False)
+        tokens = module.generate(torch.tensor([prompt], device=device), max_new_tokens=wanted, do_sample=False)
         expected[str(number)] = tuple(tokens[0, len(prompt) :].tolist())
-    return Case(load(directory, device="cpu"), module, requests, expected)
+    return Case(load(directory, device=device, dtype="float32"), module, requests, expected)
 
 
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
 @pytest.mark.parametrize("block_size", [1, 16])
 def test_greedy_tokens_are_those_of_generate(case: Case, block_size: int, steps_in_flight: int) -> None:
-    tokens, _ = run(case, block_size, steps_in_flight)
+    tokens, _ = run(case, case.model, block_size, steps_in_flight)
     assert tokens == case.expected
 
 
 def test_logits_are_those_of_the_whole_sequence(case: Case) -> None:
-    _, logits = run(case, block_size=16, steps_in_flight=2)
+    watched = Watched(case.model)
+    _, plans = run(case, watched, block_size=16, steps_in_flight=2)
+    logits: dict[str, list[torch.Tensor]] = {request.id: [] for request in case.requests}
+    for plan, rows in zip(plans, watched.logits, strict=True):
+        for segment, row in zip(plan.sampled(), rows, strict=True):
+            logits[segment.sequence_id].append(row)
     for request in case.requests:
         generated = case.expected[request.id]
-        whole = torch.tensor([request.prompt + generated])
+        whole = torch.tensor([request.prompt + generated], device=case.model.spec.device)
         with torch.inference_mode():
             expected = case.module(whole, use_cache=False).logits[0, len(request.prompt) - 1 : -1]
         torch.testing.assert_close(torch.stack(logits[request.id]), expected, rtol=0, atol=1e-4)
 
 
 class Watched:
-    """A model that keeps the logits of each step."""
+    """A model that keeps the logits of each step. A captured graph would run without it."""
+
+    capturable = False
 
     def __init__(self, model: Model) -> None:
         self.model, self.spec = model, model.spec
@@ -95,10 +105,9 @@ class WatchedExecutor(PagedExecutor):
 
 
 def run(
-    case: Case, block_size: int, steps_in_flight: int
-) -> tuple[dict[str, tuple[int, ...]], dict[str, list[torch.Tensor]]]:
-    """All requests at once through scheduler and loop: their tokens, and the logits these were taken from."""
-    model = Watched(case.model)
+    case: Case, model: Model, block_size: int, steps_in_flight: int
+) -> tuple[dict[str, tuple[int, ...]], list[StepPlan]]:
+    """All requests at once through scheduler and loop: their tokens, and the plans that were run."""
     executor = WatchedExecutor(model, EngineConfig(block_size=block_size, token_budget=BUDGET, max_sequences=REQUESTS))
     blocks = 2048 // block_size
     executor.allocate(blocks)
@@ -118,9 +127,5 @@ def run(
         for output in loop.step():
             tokens[output.request_id] += output.tokens
     executor.close()
-    logits: dict[str, list[torch.Tensor]] = {request.id: [] for request in case.requests}
-    for plan, rows in zip(executor.plans, model.logits, strict=True):
-        assert plan.num_tokens <= BUDGET
-        for segment, row in zip(plan.sampled(), rows, strict=True):
-            logits[segment.sequence_id].append(row)
-    return tokens, logits
+    assert all(plan.num_tokens <= BUDGET for plan in executor.plans)
+    return tokens, executor.plans

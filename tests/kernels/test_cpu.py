@@ -56,6 +56,7 @@ def segment_lists(draw: st.DrawFn) -> list[tuple[int, int, int]]:
     softcap=st.sampled_from([None, None, 5.0]),
     with_sinks=st.booleans(),
     tile_rows=st.sampled_from([8, cpu.TILE_ROWS]),
+    kept_mask=st.sampled_from([500, cpu.KEPT_MASK]),
     seed=st.integers(0, 10**6),
 )
 @settings(max_examples=150)
@@ -68,6 +69,7 @@ def test_equals_the_oracle(
     softcap: float | None,
     with_sinks: bool,
     tile_rows: int,
+    kept_mask: int,
     seed: int,
 ) -> None:
     batch = make_batch(segments, heads=heads[0], kv_heads=heads[1], head_dim=head_dim, block_size=block_size, seed=seed)
@@ -75,6 +77,7 @@ def test_equals_the_oracle(
     options = {"scale": head_dim**-0.5, "window": window, "softcap": softcap, "sinks": sinks}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu, "TILE_ROWS", tile_rows)
+        patch.setattr(cpu, "KEPT_MASK", kept_mask)
         found = attend(batch, **options)
     torch.testing.assert_close(found.double(), oracle(batch, **options), rtol=1e-5, atol=1e-5)
 
@@ -132,7 +135,7 @@ def test_write_touches_no_other_slot() -> None:
     ("change", "message"),
     [
         ({"num_kv_heads": 3}, "8 query heads do not divide among 3 KV heads"),
-        ({"head_dim": 0}, "head_dim is 0"),
+        ({"head_dim": 0}, "head_dim is 0; it must lie between 1 and 256"),
         ({"block_size": 0}, "block_size is 0"),
         ({"device": "meta"}, "no attention for device meta"),
     ],

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import httpx
 import pytest
+import serving
+from fake_engine import FakeClient
 
 from holdfast.server.app import create_app
 from holdfast.server.config import ServerConfig
-from holdfast.server.run import listen, serve
-from tests.server.fake import FakeClient
 
 
 @pytest.fixture
@@ -33,30 +32,7 @@ def http(client: FakeClient) -> Callable[..., httpx.AsyncClient]:
     return make
 
 
-class Listening:
-    """A server that listens, its base URL, and the exit code that it will return."""
-
-    def __init__(self, url: str, code: asyncio.Task[int]) -> None:
-        self.url = url
-        self.code = code
-
-
 @pytest.fixture
 def listening(client: FakeClient) -> Callable[..., Any]:
-    """The real server on a free port of the loopback: `async with listening(drain_seconds=...) as server`."""
-
-    @asynccontextmanager
-    async def start(**fields: Any) -> AsyncIterator[Listening]:
-        config = ServerConfig(port=0, **fields)
-        ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        serving = asyncio.create_task(
-            serve(client, config, listen(config), on_ready=lambda _, url: ready.set_result(url))  # type: ignore[arg-type]
-        )
-        url = await ready
-        try:
-            yield Listening(url, serving)
-        finally:
-            client.die("the test is over")
-            await serving
-
-    return start
+    """The real server over the fake client, on a free port: `async with listening(drain_seconds=...) as server`."""
+    return partial(serving.listening, client)

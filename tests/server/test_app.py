@@ -10,12 +10,12 @@ from typing import Any
 
 import httpx
 import pytest
+from fake_engine import FakeClient
 from prometheus_client.parser import text_string_to_metric_families
 
 from holdfast.engine.client import QueueFull, RequestRefused
 from holdfast.server.app import create_app
 from holdfast.server.config import ServerConfig
-from tests.server.fake import FakeClient
 
 Http = Callable[..., httpx.AsyncClient]
 
@@ -205,6 +205,12 @@ async def test_what_cannot_be_honoured_is_refused_by_name(
     error = error_of(response)
     assert (error["param"], error["code"], error["type"]) == (param, code, "invalid_request_error")
     assert not client.asked
+
+
+async def test_stream_options_need_a_stream(http: Http) -> None:
+    async with http() as api:
+        response = await api.post(CHAT, json={**HELLO, "stream_options": {"include_usage": True}})
+    assert (response.status_code, error_of(response)["param"]) == (400, "stream_options")
 
 
 async def test_what_asks_for_nothing_is_taken(http: Http, client: FakeClient) -> None:

@@ -13,10 +13,10 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from fake_engine import WORDS, FakeClient
 
 from holdfast.server.config import ServerConfig
 from holdfast.server.run import MAX_HEADER_BYTES, listen
-from tests.server.fake import WORDS, FakeClient
 
 Listening = Callable[..., Any]
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
@@ -168,7 +168,7 @@ def test_the_api_process_never_imports_torch() -> None:
 import asyncio, sys, httpx
 from holdfast.server.run import create_app, ServerConfig
 import holdfast.cli
-from tests.server.fake import FakeClient
+from fake_engine import FakeClient
 
 async def main():
     app = create_app(FakeClient(), ServerConfig())
@@ -180,5 +180,8 @@ asyncio.run(main())
 heavy = {"torch", "triton", "transformers", "numpy"} & set(sys.modules)
 assert not heavy, heavy
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    paths = os.pathsep.join(["tests", *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, env={"PYTHONPATH": paths}
+    )
     assert done.returncode == 0, done.stderr

@@ -1,0 +1,57 @@
+# Everything from a fresh clone: `make demo` and `make test` set up what they need by themselves.
+# PYTHON chooses the interpreter that the environment is made from.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+# PyTorch comes first and by this exact pin: on Linux any other way to ask for it resolves to a build that brings
+# gigabytes of CUDA libraries, which a CPU does not need. To serve on a GPU, install the build for your CUDA version.
+TORCH := torch==2.13.0
+
+.PHONY: help setup demo test lint types unit gpu-test clean
+
+help:
+	@echo "make demo      serve the built-in model and hold a conversation with it"
+	@echo "make test      style, types, architecture, tests"
+	@echo "make lint      style and architecture alone"
+	@echo "make types     types alone"
+	@echo "make unit      tests alone"
+	@echo "make gpu-test  the tests that need a CUDA device"
+	@echo "make setup     the environment alone, in $(VENV)"
+
+setup: $(READY)
+
+# Made again when the project's metadata changes.
+$(READY): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "Holdfast needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) -V 2>&1 | cut -d" " -f2)." \
+	       "Try: make PYTHON=python3.12"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	@echo "$(TORCH)" > $(VENV)/constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(READY)
+	@$(BIN)/python scripts/demo.py
+
+test: lint types unit
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+
+types: $(READY)
+	$(BIN)/mypy
+
+unit: $(READY)
+	$(BIN)/python -m pytest -m "not gpu"
+
+gpu-test: $(READY)
+	$(BIN)/python -m pytest -m gpu
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

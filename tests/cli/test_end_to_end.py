@@ -1,0 +1,194 @@
+"""`holdfast serve` as a process, with a real engine behind it: from HTTP to kernel and back."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+ROOT = Path(__file__).parents[2]
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+HELLO: list[Any] = [{"role": "user", "content": "Hello! This is a prompt of more than one block."}]
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 256,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "eos_token_id": None,
+    "bos_token_id": None,
+}
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "default"}
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    """Wait for something in another process; pytest's timeout ends a wait in vain."""
+    while not condition():
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Llama of random weights that reads and writes bytes."""
+    directory = tmp_path_factory.mktemp("checkpoints") / "bytes"
+    directory.mkdir()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    (directory / "config.json").write_text(json.dumps(CONFIG))
+    return directory
+
+
+class Serving:
+    """A `holdfast serve` process that is ready."""
+
+    def __init__(self, process: subprocess.Popen[str], url: str) -> None:
+        self.process = process
+        self.url = url
+
+    def client(self, key: str = "one") -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)
+
+    def gauge(self, name: str) -> float:
+        text = httpx.get(f"{self.url}/metrics", headers={"authorization": "Bearer one"}).text
+        found = re.search(rf"^holdfast_{name} (\S+)$", text, re.MULTILINE)
+        assert found, text
+        return float(found[1])
+
+    def engine_pid(self) -> int:
+        (pid,) = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return int(pid)
+
+
+@contextmanager
+def serve(checkpoint: Path) -> Iterator[Serving]:
+    command = [sys.executable, "-m", "holdfast.cli", "serve", str(checkpoint), "--load-format", "random"]
+    options = ["--port", "0", "--cache-gb", "0.02", "--threads", "1", "--api-key", "one", "--api-key", "two"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen([*command, *options], stdout=pipe, stderr=pipe, text=True, env=environment()) as process:
+        try:
+            assert process.stdout is not None and process.stderr is not None
+            address = next((line for line in process.stdout if "address" in line), "")
+            assert address, process.stderr.read()
+            yield Serving(process, address.split()[1])
+        finally:
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def serving(checkpoint: Path) -> Iterator[Serving]:
+    with serve(checkpoint) as process:
+        yield process
+
+
+def test_streams_equal_answers_and_the_prompt_is_cached_within_its_tenant(serving: Serving) -> None:
+    asked: dict[str, Any] = {"model": "bytes", "messages": HELLO, "temperature": 0, "max_tokens": 24}
+    with serving.client() as client, serving.client("two") as other:
+        whole = client.chat.completions.create(**asked)
+        stream = client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+        chunks = list(stream)
+        foreign = other.chat.completions.create(**asked)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content == foreign.choices[0].message.content
+    assert whole.choices[0].finish_reason == "length"
+    assert [cached_tokens(reply.usage) for reply in (whole, chunks[-1], foreign)] == [0, 48, 0]
+
+
+def cached_tokens(usage: Any) -> int:
+    assert usage.completion_tokens == 24
+    return int(usage.prompt_tokens_details.cached_tokens)
+
+
+def test_choices_share_their_prompt_and_repeat_by_seed(serving: Serving) -> None:
+    prompt = "Three ways to go on from here, all of them from one prompt."
+    asked: dict[str, Any] = {"model": "bytes", "prompt": prompt, "max_tokens": 8, "n": 3, "seed": 5}
+    hits = serving.gauge("prefix_tokens_hit_total")
+    with serving.client() as client:
+        first, second = client.completions.create(**asked), client.completions.create(**asked)
+    texts = [choice.text for choice in first.choices]
+    assert texts == [choice.text for choice in second.choices]
+    assert len(set(texts)) == 3
+    assert serving.gauge("prefix_tokens_hit_total") - hits == 5 * 48
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_frees_its_blocks(serving: Serving, stream: bool) -> None:
+    body = {"model": "bytes", "messages": HELLO, "stream": stream}
+    headers = {"authorization": "Bearer one"}
+    with httpx.Client(base_url=serving.url, headers=headers, timeout=httpx.Timeout(30, read=0.2)) as client:
+        if stream:
+            with client.stream("POST", "/v1/chat/completions", json=body) as response:
+                lines = response.iter_lines()
+                assert next(lines).startswith("data: ")
+                assert serving.gauge("blocks_used") > 0
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                client.post("/v1/chat/completions", json=body)
+    eventually(lambda: serving.gauge("blocks_used") == 0 and serving.gauge("requests_running") == 0)
+
+
+def test_what_can_never_fit_is_refused_by_name(serving: Serving) -> None:
+    with serving.client() as client:
+        with pytest.raises(openai.BadRequestError, match="token id 256") as refused:
+            client.completions.create(model="bytes", prompt=[1, 256])
+        assert refused.value.param == "prompt"
+        with pytest.raises(openai.BadRequestError, match="the prompt has 5000 tokens") as refused:
+            client.completions.create(model="bytes", prompt="a" * 5000)
+        assert refused.value.code == "context_length_exceeded"
+
+
+def test_chat_through_a_pipe_talks_to_it(serving: Serving) -> None:
+    command = [sys.executable, "-m", "holdfast.cli", "chat", "--url", serving.url, "--max-tokens", "8"]
+    env = {**environment(), "HOLDFAST_API_KEY": "two"}
+    done = subprocess.run(command, input="hi\nagain\n", capture_output=True, text=True, env=env, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("first token") == 2
+
+
+def test_sigterm_lets_a_stream_finish_and_ends_with_0(checkpoint: Path) -> None:
+    with serve(checkpoint) as serving, serving.client() as client:
+        stream = client.chat.completions.create(model="bytes", messages=HELLO, max_tokens=200, stream=True)
+        next(iter(stream))
+        serving.process.send_signal(signal.SIGTERM)
+        assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "length"
+        assert serving.process.wait(timeout=30) == 0
+
+
+def test_an_engine_that_is_killed_ends_the_server_with_1_and_a_reason(checkpoint: Path) -> None:
+    with serve(checkpoint) as serving, serving.client() as client:
+        stream = client.chat.completions.create(model="bytes", messages=HELLO, stream=True)
+        next(iter(stream))
+        os.kill(serving.engine_pid(), signal.SIGKILL)
+        with pytest.raises(openai.APIError, match="engine has stopped"):
+            list(stream)
+        assert serving.process.wait(timeout=30) == 1
+        assert serving.process.stderr is not None
+        (reason,) = serving.process.stderr.read().splitlines()
+        assert reason.startswith("holdfast: the engine has ended")

@@ -1,0 +1,114 @@
+"""Flags and YAML keys from dataclasses, and how a bad one is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from holdfast.cli.command import main, make_parser
+from holdfast.cli.flags import UsageError, build, read_file
+from holdfast.core.config import EngineConfig
+from holdfast.server.config import ServerConfig
+
+
+def engine(*arguments: str, file: str | None = None) -> EngineConfig:
+    """What a command line, and a file behind it, make of the engine's options."""
+    options = make_parser().parse_args(["serve", *arguments])
+    return build(EngineConfig, vars(options), read_file(file, (EngineConfig, ServerConfig)) if file else {})
+
+
+def test_without_flags_the_defaults_stand() -> None:
+    assert engine() == EngineConfig()
+
+
+def test_flags_set_fields_of_every_type() -> None:
+    made = engine(
+        "/a/model", "--max-model-len", "128", "--no-prefix-sharing", "--dtype", "bfloat16", "--cache-gb", "0.5"
+    )
+    assert made == EngineConfig(
+        model="/a/model", max_model_len=128, prefix_sharing=False, dtype="bfloat16", cache_gb=0.5
+    )
+
+
+def test_a_repeated_key_makes_several() -> None:
+    options = make_parser().parse_args(["serve", "--api-key", "a", "--api-key", "b"])
+    assert build(ServerConfig, vars(options)).api_key == ("a", "b")
+
+
+def test_a_file_does_as_well_and_flags_win(tmp_path: Path) -> None:
+    path = tmp_path / "holdfast.yaml"
+    path.write_text("model: /from/file\nmax-model-len: 64\nblock_size: 8\nprefix_sharing: false\nport: 9000\n")
+    assert engine("--block-size", "4", file=str(path)) == EngineConfig(
+        model="/from/file", max_model_len=64, block_size=4, prefix_sharing=False
+    )
+    assert build(ServerConfig, read_file(str(path), (EngineConfig, ServerConfig))).port == 9000
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("max_modl_len: 3", "unknown option max_modl_len; the nearest is max_model_len"),
+        ("block_size: many", "block_size: Expected `int`, got `str`"),
+        ("- a\n- b", "must hold one option a line"),
+        ("a: [", "is not YAML"),
+        ("!!python/object/apply:os.getcwd []", "is not YAML"),
+    ],
+)
+def test_a_bad_file_is_told_in_one_line(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(UsageError) as told:
+        engine(file=str(path))
+    assert message in str(told.value)
+    assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["serve", "--max-modl-len", "3"], "unknown option --max-modl-len; did you mean --max-model-len?"),
+        (["serve", "--port", "high"], "argument --port: invalid int value: 'high'"),
+        (["serve", "--port", "70000"], "port is 70000; it must lie between 0 and 65535"),
+        (["serve", "--dtype", "int4"], "invalid choice: 'int4'"),
+        (["serve", "--block-size", "0"], "block_size is 0; it must lie between 1 and 1024"),
+        (["serve", "--config", "/no/such/file"], "cannot read /no/such/file"),
+        (["sing"], "invalid choice: 'sing'"),
+        (["chat", "--url", "nowhere"], "url is nowhere; it must look like http://127.0.0.1:8000"),
+        (["chat", "--url", "http://x", "--block-size", "1"], "--block-size is for a model that runs here"),
+    ],
+)
+def test_bad_usage_is_one_line_and_exit_code_2(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert message in err
+    assert err.count("\n") == 1
+    assert not out
+
+
+def test_a_model_that_is_not_there_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "/no/such/model", "--port", "0"]) == 2
+    assert "/no/such/model" in capsys.readouterr().err
+
+
+def test_help_has_every_option_with_its_text(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert ended.value.code == 0
+    assert "--max-model-len N longest sequence in tokens" in shown
+    assert "tokens in one block of the KV cache (default: 16)" in shown
+    assert "--no-prefix-sharing" in shown
+
+
+def test_without_a_command_the_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    assert "holdfast serve" in capsys.readouterr().out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out.startswith("holdfast 0.")

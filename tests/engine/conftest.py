@@ -1,0 +1,58 @@
+"""What the engine's tests share: a small random checkpoint with its tokenizer, and engines that run it."""
+
+from __future__ import annotations
+
+import os
+import select
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.core.config import EngineConfig
+from tests.checkpoints import make
+from tests.tokenizers_made import byte_level
+
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of random weights with room for 4,096 tokens; generated text is gibberish, and always the same."""
+    directory = tmp_path_factory.mktemp("models") / "random-llama"
+    make(directory, "Llama", max_position_embeddings=4096, eos_token_id=1)
+    byte_level().save(str(directory / "tokenizer.json"))
+    (directory / "chat_template.jinja").write_text(TEMPLATE)
+    return directory
+
+
+SMALL: dict[str, Any] = {
+    "cache_gb": 0.01,
+    "threads": 1,
+    "max_sequences": 8,
+    "token_budget": 64,
+    "max_waiting": 16,
+    "device": "cpu",
+}
+
+
+@pytest.fixture
+def small(checkpoint: Path) -> Callable[..., EngineConfig]:
+    """A configuration for the checkpoint that starts fast."""
+    return lambda **changes: EngineConfig(**{"model": str(checkpoint), **SMALL, **changes})
+
+
+def wait_for_end(pid: int, seconds: float = 30.0) -> None:
+    """Wait until a process, which need not be our child, is no more. Raises TimeoutError if it lives on."""
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        poller = select.poll()
+        poller.register(handle, select.POLLIN)
+        if not poller.poll(seconds * 1000):
+            raise TimeoutError(f"process {pid} still runs after {seconds} s")
+    finally:
+        os.close(handle)

@@ -1,0 +1,78 @@
+"""Checkpoint: what a model name means, files within bounds, a tokenizer that has to be converted."""
+
+import json
+
+import pytest
+
+from holdfast.engine import checkpoint
+from holdfast.engine.checkpoint import Checkpoint, read_json, read_text, tokenizer_file
+from holdfast.engine.text import Text
+from tests.tokenizers_made import byte_level
+
+
+def test_a_directory_is_named_by_its_last_part(tmp_path, monkeypatch):
+    model = tmp_path / "my-model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    for given in (str(model), "my-model", "./my-model/"):
+        assert Checkpoint.find(given) == Checkpoint("my-model", model)
+
+
+def test_what_is_no_checkpoint_is_refused_with_what_was_looked_for(tmp_path):
+    with pytest.raises(ValueError, match=r"^model '.*/absent': .*/absent does not exist; give .* 'holdfast-tiny'$"):
+        Checkpoint.find(str(tmp_path / "absent"))
+    with pytest.raises(ValueError, match=r"has no config\.json"):
+        Checkpoint.find(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [("[]", "holds a list"), ("{", "cannot be read as JSON"), ("[" * 100_000, "cannot be read as JSON")],
+)
+def test_a_configuration_that_is_no_object_is_refused(tmp_path, content, reason):
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ValueError, match=reason):
+        read_json(tmp_path / "config.json")
+
+
+def test_files_are_bounded(tmp_path):
+    path = tmp_path / "large.json"
+    path.write_text("x" * 11)
+    assert read_text(path, 11) == "x" * 11
+    with pytest.raises(ValueError, match="larger than 10 bytes"):
+        read_text(path, 10)
+
+
+@pytest.fixture
+def old_checkpoint(tmp_path, monkeypatch):
+    """A checkpoint from before tokenizer.json, and an empty cache for what is made of it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    directory = tmp_path / "old"
+    directory.mkdir()
+    model = json.loads(byte_level().to_str())["model"]
+    (directory / "vocab.json").write_text(json.dumps({**model["vocab"], "<|endoftext|>": len(model["vocab"])}))
+    merges = [" ".join(merge) for merge in model["merges"]]
+    (directory / "merges.txt").write_text("\n".join(["#version: 0.2", *merges]))
+    (directory / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
+    (directory / "config.json").write_text('{"model_type": "gpt2"}')
+    return directory
+
+
+def test_a_tokenizer_without_json_is_converted_once(old_checkpoint, monkeypatch):
+    text = Text.from_directory(old_checkpoint)
+    assert text.decode(text.encode("hello wörld 😀")) == "hello wörld 😀"
+    monkeypatch.setattr(checkpoint, "_convert", lambda *_: pytest.fail("converted again"))
+    assert tokenizer_file(old_checkpoint).is_file()
+
+
+def test_converting_needs_transformers(old_checkpoint, tmp_path, monkeypatch):
+    (tmp_path / "transformers.py").write_text("raise ImportError")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(ValueError, match=r"has no tokenizer\.json, .*: Transformers is not installed"):
+        tokenizer_file(old_checkpoint)
+
+
+def test_a_directory_without_any_tokenizer_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"no tokenizer\.json and no other tokenizer file"):
+        tokenizer_file(tmp_path)

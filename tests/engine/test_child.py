@@ -1,0 +1,44 @@
+"""The engine process as a child: it ends with its client however that ends, and the client stays light."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.engine.conftest import wait_for_end
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+
+PARENT = """\
+import asyncio, sys
+from holdfast.core.config import EngineConfig
+from holdfast.engine.client import EngineClient
+
+async def main():
+    client = await EngineClient.start(EngineConfig(model=sys.argv[1], cache_gb=0.01, threads=1, max_sequences=8))
+    print(client.pid, flush=True)
+    await asyncio.sleep(3600)
+
+asyncio.run(main())
+"""
+
+
+def test_a_killed_client_takes_its_engine_along(checkpoint, tmp_path):
+    environment = {**ENVIRONMENT, "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-c", PARENT, str(checkpoint)]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as parent:
+        engine = int(parent.stdout.readline())
+        parent.kill()
+    wait_for_end(engine)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_neither_torch_nor_transformers_is_loaded_by_the_client():
+    code = (
+        "import sys, holdfast, holdfast.engine.client, holdfast.engine.llm\n"
+        "print([name for name in ('torch', 'transformers', 'triton') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

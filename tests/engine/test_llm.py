@@ -1,0 +1,143 @@
+"""LLM: offline generation through a real engine process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from holdfast import LLM, SamplingParams
+from holdfast.core.types import FinishReason
+from holdfast.engine.client import EngineStartError, RequestRefused
+from tests.engine.conftest import SMALL, wait_for_end
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+PROMPTS = [f"{number} hello world " * number for number in range(1, 25)]
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint):
+    with LLM(str(checkpoint), **SMALL) as llm:
+        yield llm
+
+
+def test_completions_come_in_the_order_of_their_prompts(llm):
+    together = llm.generate(PROMPTS, GREEDY, progress=False)
+    assert len(together) == len(PROMPTS) > SMALL["max_waiting"]
+    for prompt, completion in zip(PROMPTS, together, strict=True):
+        assert list(completion.prompt_token_ids) == llm.text.encode(prompt)
+        assert completion.text == llm.text.decode(completion.token_ids)
+        assert completion.finish_reason is FinishReason.LENGTH and len(completion.token_ids) == 16
+        assert completion.timings.ttft > 0 and completion.timings.tokens_per_second > 0
+
+
+def test_one_step_in_flight_gives_the_same_tokens_as_two_and_a_closed_llm_says_so(llm, checkpoint):
+    assert llm._client.config.steps_in_flight == 2
+    expected = [completion.token_ids for completion in llm.generate(PROMPTS, GREEDY, progress=False)]
+    with LLM(str(checkpoint), **SMALL, steps_in_flight=1) as one:
+        got = one.generate(PROMPTS, GREEDY, progress=False)
+    assert [completion.token_ids for completion in got] == expected
+    wait_for_end(one._client.pid)
+    one.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        one.generate("hello")
+
+
+def test_a_prompt_is_a_text_or_token_ids_one_or_many(llm):
+    ids = llm.text.encode("hello world")
+    forms = ["hello world", ["hello world"], ids, [ids], ["hello world", ids]]
+    results = [llm.generate(form, GREEDY, progress=False) for form in forms]
+    assert [len(result) for result in results] == [1, 1, 1, 1, 2]
+    assert len({completion.token_ids for result in results for completion in result}) == 1
+    assert llm.generate([], GREEDY, progress=False) == []
+
+
+def test_each_prompt_may_have_its_own_params(llm):
+    params = [SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True) for count in (1, 5)]
+    assert [len(c.token_ids) for c in llm.generate(["a", "b"], params, progress=False)] == [1, 5]
+    with pytest.raises(ValueError, match="2 sampling_params for 1 prompts"):
+        llm.generate("a", params, progress=False)
+
+
+def test_a_seed_repeats_whatever_else_runs(llm):
+    params = SamplingParams(temperature=1.0, seed=7, max_tokens=16, ignore_eos=True)
+    alone = llm.generate("hello", params, progress=False)[0]
+    crowd = llm.generate([*PROMPTS[:8], "hello"], params, progress=False)[-1]
+    assert crowd.token_ids == alone.token_ids
+
+
+def test_chat_renders_one_conversation_or_many(llm):
+    conversation = [{"role": "user", "content": "hi"}]
+    (one,) = llm.chat(conversation, GREEDY, progress=False)
+    assert list(one.prompt_token_ids) == llm.text.encode("user: hi\nassistant:")
+    assert [c.token_ids for c in llm.chat([conversation] * 2, GREEDY, progress=False)] == [one.token_ids] * 2
+
+
+def test_it_works_inside_a_running_event_loop(llm):
+    async def cell():
+        return llm.generate("hello", GREEDY, progress=False)
+
+    (completion,) = asyncio.run(cell())
+    assert len(completion.token_ids) == 16
+
+
+def test_a_prompt_that_cannot_be_served_ends_the_call_and_frees_the_others(llm):
+    endless = SamplingParams(max_tokens=4000, ignore_eos=True)
+    with pytest.raises(RequestRefused, match="5000 tokens"):
+        llm.generate([[5] * 10, [5] * 5000], endless, progress=False)
+    stats = llm._thread.run(llm._client.health())
+    assert (stats.running, stats.blocks_used) == (0, 0)
+
+
+def test_progress_is_told_on_standard_error(llm, capsys):
+    llm.generate(["a", "b"], GREEDY)
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "2/2" in shown.err and "tok/s" in shown.err
+
+
+def test_a_wrong_option_or_model_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="block_size is 0"):
+        LLM(block_size=0)
+    with pytest.raises(EngineStartError, match="does not exist"):
+        LLM(str(tmp_path / "absent"))
+
+
+SCRIPT = """\
+import sys
+from holdfast import LLM, SamplingParams
+
+llm = LLM(sys.argv[1], cache_gb=0.01, threads=1, max_sequences=8)
+print(llm._client.pid, flush=True)
+if sys.argv[2] == "run":
+    llm._client._child.send = lambda message, send=llm._client._child.send: (send(message), print("sent", flush=True))
+    llm.generate("hello", SamplingParams(max_tokens=4000, ignore_eos=True), progress=False)
+"""
+
+
+@pytest.mark.parametrize(("what", "status"), [("run", -signal.SIGINT), ("return", 0)])
+def test_a_script_leaves_nothing_behind(checkpoint, tmp_path, what, status):
+    """A script needs no `__main__` guard; its engine ends with it, on Ctrl-C too."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    environment = {**os.environ, "TMPDIR": str(scratch), "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, str(script), str(checkpoint), what]
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        engine = int(process.stdout.readline())
+        if what == "run":
+            assert process.stdout.readline() == "sent\n"
+            process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    wait_for_end(engine)
+    assert process.returncode == status, errors
+    assert ("KeyboardInterrupt" in errors) == (what == "run")
+    assert list(scratch.iterdir()) == []

@@ -1,0 +1,88 @@
+"""Messages: each comes back as it went, and nothing else is read."""
+
+import msgspec
+import pytest
+
+from holdfast.core.config import EngineConfig
+from holdfast.core.protocols import MemoryProfile
+from holdfast.core.types import FinishReason, Request, SamplingParams, SchedulerStats, SequenceOutput
+from holdfast.engine import messages
+from holdfast.engine.messages import decode_from_engine, decode_to_engine, encode
+
+REQUEST = Request("r", (1, 2, 3), SamplingParams(stop=("x", "\n"), stop_token_ids=(4,), seed=7), 2, "tenant", 1.5)
+INFO = messages.EngineInfo(
+    model="m",
+    device="cpu",
+    dtype="float32",
+    memory=MemoryProfile("a CPU", total=10, weights=1, activations=2, cache=3, block=1),
+    num_blocks=3,
+    block_size=16,
+    token_budget=512,
+    max_model_len=100,
+    max_sequences=8,
+    max_waiting=9,
+    vocab_size=50,
+    started_in=0.25,
+)
+OUTPUTS = [
+    SequenceOutput("a", (5,), None, 0, 1.25),
+    SequenceOutput("b", (6, 7), FinishReason.STOP, 16, 2.5, preemptions=1),
+]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        messages.Start(EngineConfig(model="m", steps_in_flight=1), began=3.0),
+        messages.Submit(REQUEST),
+        messages.Abort("r"),
+        messages.Ask(3),
+        messages.Shutdown(),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_what_goes_to_the_engine_arrives_as_it_was(message):
+    assert decode_to_engine(encode(message)) == message
+    with pytest.raises(ValueError, match="Invalid value"):
+        decode_from_engine(encode(message))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        messages.Hello(),
+        messages.Progress("loading"),
+        messages.Ready(INFO),
+        messages.Outputs(OUTPUTS),
+        messages.Refused("r", "too long"),
+        messages.Stats(3, SchedulerStats(1, 2, 3, 4, 5, 6, 7, 8, 9)),
+        messages.Failure("no memory"),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_what_comes_from_the_engine_arrives_as_it_was(message):
+    assert decode_from_engine(encode(message)) == message
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\x80\x04K\x01.",  # a pickle
+        msgspec.msgpack.encode(["submit", {"id": "r", "prompt": ["x"], "params": {}}]),
+        msgspec.msgpack.encode(["submit", {"id": "r", "prompt": [1], "params": {"temperature": -1.0}}]),
+        msgspec.msgpack.encode(["abort", 5]),
+        msgspec.msgpack.encode(["run", "rm"]),
+    ],
+)
+def test_anything_else_is_refused(data):
+    with pytest.raises(ValueError):
+        decode_to_engine(data)
+
+
+def test_a_message_is_bounded(monkeypatch):
+    monkeypatch.setattr(messages, "MESSAGE_LIMIT", 100)
+    with pytest.raises(ValueError, match="at most 100 may cross"):
+        encode(messages.Failure("x" * 200))
+    with pytest.raises(ValueError, match="at most 100 may cross"):
+        decode_from_engine(b"x" * 200)

@@ -1,0 +1,164 @@
+"""The engine process without its process: how messages and steps take turns, and what is built from a configuration."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+
+from holdfast.core.types import FinishReason, SamplingParams
+from holdfast.engine.__main__ import one_line
+from holdfast.engine.loop import Loop
+from holdfast.engine.messages import Abort, Ask, Outputs, Refused, Shutdown, Stats, Submit
+from holdfast.engine.process import build, serve
+from tests.scheduling import FakeDevice, create_requests, create_scheduler, run_alone
+
+
+class Script:
+    """A client that says what is scripted: all that stands before a `None` has arrived before the next step."""
+
+    def __init__(self, *messages):
+        self.messages = deque(messages)
+        self.sent = []
+
+    def send(self, message):
+        self.sent.append(message)
+
+    def receive(self):
+        while self.messages[0] is None:
+            self.messages.popleft()
+        return self.messages.popleft()
+
+    def waiting(self):
+        while self.messages:
+            message = self.messages.popleft()
+            if message is None:
+                return
+            yield message
+
+
+class ShutdownWhenIdle(Script):
+    """Ends the engine where it would wait for a message."""
+
+    def receive(self):
+        return super().receive() if self.messages else Shutdown()
+
+
+def engine(*requests, steps_in_flight=2):
+    device = FakeDevice(64, 4)
+    for request in requests:
+        device.expect(request)
+    return Loop(create_scheduler(), device, steps_in_flight, clock=lambda: 0.0)
+
+
+def tokens_of(sent, request_id):
+    outputs = [output for message in sent if isinstance(message, Outputs) for output in message.outputs]
+    return tuple(token for output in outputs if output.request_id == request_id for token in output.tokens)
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+def test_requests_are_served_and_each_step_is_one_message(steps_in_flight):
+    requests = create_requests(5, 9, max_tokens=6)
+    parent = ShutdownWhenIdle(*map(Submit, requests))
+    serve(engine(*requests, steps_in_flight=steps_in_flight), parent)
+    assert len(parent.sent) == 6
+    assert all(len(message.outputs) == 2 for message in parent.sent)
+    for request in requests:
+        assert tokens_of(parent.sent, request.id) == run_alone(request)[0]
+
+
+def test_what_arrives_while_steps_run_is_taken_in_before_the_next():
+    first, second = create_requests(5, 9, max_tokens=4)
+    parent = ShutdownWhenIdle(Submit(first), None, Submit(second), Ask(1))
+    serve(engine(first, second), parent)
+    stats = next(message for message in parent.sent if isinstance(message, Stats))
+    assert (stats.number, stats.stats.waiting, stats.stats.running) == (1, 1, 1)
+    assert tokens_of(parent.sent, second.id) == run_alone(second)[0]
+
+
+def test_an_abort_frees_the_blocks_before_the_next_step():
+    (request,) = create_requests(9, max_tokens=50)
+    parent = ShutdownWhenIdle(Submit(request), None, Ask(1), Abort(request.id), Ask(2))
+    serve(engine(request), parent)
+    before, after = (message.stats for message in parent.sent if isinstance(message, Stats))
+    assert before.blocks_used > 0
+    assert (after.running, after.blocks_used) == (0, 0)
+
+
+def test_a_request_that_can_never_run_is_refused_and_others_go_on():
+    good, endless = create_requests(5, 500)
+    parent = ShutdownWhenIdle(Submit(endless), Submit(good), Submit(good))
+    serve(engine(good), parent)
+    refusals = [message for message in parent.sent if isinstance(message, Refused)]
+    assert [refusal.request_id for refusal in refusals] == [endless.id, good.id]
+    assert "500 tokens" in refusals[0].reason and "already being served" in refusals[1].reason
+    assert tokens_of(parent.sent, good.id) == run_alone(good)[0]
+
+
+def test_shutdown_ends_it_whatever_runs():
+    (request,) = create_requests(5, max_tokens=50)
+    parent = Script(Submit(request), None, Shutdown())
+    serve(engine(request), parent)
+    assert len(parent.sent) == 1
+
+
+def test_what_a_step_raises_goes_through():
+    class Broken(FakeDevice):
+        def collect(self):
+            raise RuntimeError("the device fell off the bus")
+
+    (request,) = create_requests(5)
+    loop = Loop(create_scheduler(), Broken(64, 4), 2, clock=lambda: 0.0)
+    with pytest.raises(RuntimeError, match="fell off the bus"):
+        serve(loop, Script(Submit(request)))
+
+
+def test_build_divides_the_memory_that_the_device_has(small, checkpoint):
+    stages = []
+    loop, info = build(small(), on_progress=stages.append)
+    assert stages == ["loading random-llama", "measuring memory"]
+    assert info.model == "random-llama" and info.dtype == "float32"
+    assert (info.block_size, info.token_budget, info.max_model_len, info.vocab_size) == (16, 64, 4096, 384)
+    assert info.num_blocks == loop.stats().blocks_total == info.memory.cache // info.memory.block > 0
+    (request,) = create_requests((5, 6, 7), temperature=0.0, max_tokens=3)
+    loop.add(request)
+    outputs = []
+    while loop.has_work():
+        outputs += loop.step()
+    assert [output.finish_reason for output in outputs] == [None, None, FinishReason.LENGTH]
+
+
+def test_a_target_for_the_time_between_tokens_sets_the_budget(small):
+    relaxed = build(small(token_budget=None, tbt_target=60_000.0, max_model_len=64))[1].token_budget
+    strict = build(small(token_budget=None, tbt_target=0.001, max_model_len=64))[1].token_budget
+    assert (strict, relaxed) == (16, 512)
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ValueError("two\n  lines"), "two lines"),
+        (MemoryError("0.1 GB are left"), "0.1 GB are left"),
+        (RuntimeError("CUDA error"), "RuntimeError: CUDA error"),
+        (KeyError(), "KeyError"),
+    ],
+)
+def test_an_error_is_told_in_one_line(error, line):
+    assert one_line(error) == line
+
+
+def test_sampling_params_reach_the_loop_with_their_stop_tokens(small):
+    loop, _ = build(small())
+    (free,) = create_requests((5, 6, 7), temperature=0.0, max_tokens=8, ignore_eos=True)
+    loop.add(free)
+    tokens = []
+    while loop.has_work():
+        tokens += [token for output in loop.step() for token in output.tokens]
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, stop_token_ids=(tokens[4],))
+    (stopped,) = [type(free)(id="stopped", prompt=free.prompt, params=params)]
+    loop.add(stopped)
+    outputs = []
+    while loop.has_work():
+        outputs += loop.step()
+    assert outputs[-1].finish_reason is FinishReason.STOP
+    assert [token for output in outputs for token in output.tokens] == tokens[: tokens.index(tokens[4]) + 1]

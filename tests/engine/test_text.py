@@ -1,0 +1,267 @@
+"""Text: what a stream gives out piece by piece is the text of its tokens; templates render as Transformers' do."""
+
+import json
+import random
+
+import jinja2
+import pytest
+import transformers
+from hypothesis import example, given
+from hypothesis import strategies as st
+from tokenizers import processors
+
+from holdfast.engine.text import REPLACEMENT, STOP_LENGTH_LIMIT, STOP_LIMIT, TEXT_LIMIT, StopScanner, Text, TextStream
+from tests.tokenizers_made import byte_level, metaspace, word_piece
+
+BYTES, SPACES, WORDS = Text(byte_level()), Text(metaspace()), Text(word_piece())
+
+CHATML = (
+    "{% for message in messages %}\n"
+    "    {{ '<|' + message['role'] + '|>' + message['content'] | trim + eos_token }}\n"
+    "{% endfor %}\n"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+GREETING = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": " Größe <b>? "}]
+
+
+def in_chunks(tokens, random_source):
+    """The same tokens in pushes of random sizes, empty ones among them."""
+    at = 0
+    while at < len(tokens):
+        size = random_source.randrange(0, 6)
+        yield tokens[at : at + size]
+        at += size
+
+
+def streamed(text, tokens, stop=(), chunks=None):
+    """What a stream gives out in all."""
+    stream = TextStream(text, stop)
+    pieces = [stream.push(chunk) for chunk in (chunks if chunks is not None else [[token] for token in tokens])]
+    return "".join([*pieces, stream.push([], last=True)])
+
+
+def first_stop(text, stops):
+    """The oracle: the text before the first stop string to be complete."""
+    for end in range(1, len(text) + 1):
+        hits = [len(stop) for stop in stops if text[:end].endswith(stop)]
+        if hits:
+            return text[: end - max(hits)]
+    return text
+
+
+@given(tokens=st.lists(st.integers(0, 340), max_size=60), source=st.randoms(use_true_random=False))
+def test_any_tokens_in_any_chunks_stream_to_their_text(tokens, source):
+    assert streamed(BYTES, tokens, chunks=in_chunks(tokens, source)) == BYTES.decode(tokens)
+
+
+@given(written=st.text(max_size=30), source=st.randoms(use_true_random=False))
+@example("hello  wörld 👩‍🚀!", random.Random(1))
+@pytest.mark.parametrize("text", [BYTES, SPACES], ids=["byte-level", "metaspace"])
+def test_any_text_streams_to_itself(text, written, source):
+    tokens = text.encode(written)
+    assert streamed(text, tokens, chunks=in_chunks(tokens, source)) == text.decode(tokens)
+
+
+@given(tokens=st.lists(st.integers(0, 9), max_size=20))
+def test_words_that_a_decoder_joins_by_spaces_stream_to_their_text(tokens):
+    assert streamed(WORDS, tokens) == WORDS.decode(tokens)
+
+
+@given(tokens=st.lists(st.integers(0, 280), max_size=40), source=st.randoms(use_true_random=False))
+def test_bytes_that_are_no_character_do_not_depend_on_chunks(tokens, source):
+    assert streamed(SPACES, tokens, chunks=in_chunks(tokens, source)) == streamed(SPACES, tokens)
+
+
+def test_a_character_comes_once_its_last_byte_does():
+    stream = TextStream(BYTES)
+    tokens = BYTES.encode("🦜")
+    assert len(tokens) > 2
+    assert [stream.push([token]) for token in tokens] == [*[""] * (len(tokens) - 1), "🦜"]
+
+
+def test_an_unfinished_character_ends_as_the_replacement_character():
+    stream = TextStream(BYTES)
+    assert stream.push(BYTES.encode("a🦜")[:-1]) == "a"
+    assert stream.push([], last=True) == REPLACEMENT
+
+
+def test_text_before_an_unfinished_character_is_not_held_back():
+    tokens = BYTES.encode("hi 🦜")
+    assert TextStream(BYTES).push(tokens[:-1]) == "hi "
+
+
+def test_special_tokens_are_no_text_and_cost_no_space():
+    tokens = [*SPACES.encode("hello"), 1, *SPACES.encode("hello")]
+    assert streamed(SPACES, tokens) == SPACES.decode(tokens) == "hello hello"
+
+
+def test_endless_bytes_that_are_no_character_are_shown_and_not_kept():
+    stream = TextStream(SPACES)
+    shown = sum(len(stream.push([3 + 0xFF])) for _ in range(10_000))
+    assert shown > 9_900
+    assert len(stream._window) < 100
+
+
+@given(
+    text=st.text("ab", max_size=30),
+    stops=st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=4),
+    source=st.randoms(use_true_random=False),
+)
+@example("aabaab", ["aabab", "baa"], random.Random(1))
+def test_text_ends_before_the_first_stop_string_to_be_complete(text, stops, source):
+    scanner = StopScanner(stops)
+    shown = "".join("" if scanner.found else scanner.scan(chunk) for chunk in in_chunks(text, source))
+    expected = first_stop(text, stops)
+    assert scanner.found == any(stop in text for stop in stops)
+    assert shown + ("" if scanner.found else scanner.flush()) == expected
+
+
+@given(
+    tokens=st.lists(st.integers(0, 340), max_size=60),
+    at=st.integers(0, 60),
+    length=st.integers(1, 4),
+    source=st.randoms(use_true_random=False),
+)
+def test_a_stop_string_is_found_over_token_borders(tokens, at, length, source):
+    text = BYTES.decode(tokens)
+    stops = [text[at : at + length] or "absent"]
+    assert streamed(BYTES, tokens, stops, in_chunks(tokens, source)) == first_stop(text, stops)
+
+
+def test_what_may_begin_a_stop_string_is_held_back_until_it_cannot():
+    stream = TextStream(BYTES, ["###"])
+    assert stream.push(BYTES.encode("a##")) == "a"
+    assert stream.push(BYTES.encode("b#")) == "##b"
+    assert stream.push([], last=True) == "#"
+    assert not stream.stopped
+
+
+def test_nothing_is_shown_after_a_stop_string():
+    stream = TextStream(BYTES, ["###"])
+    assert stream.push(BYTES.encode("a##")) + stream.push(BYTES.encode("#b")) == "a"
+    assert stream.stopped
+    assert stream.push(BYTES.encode("more"), last=True) == ""
+
+
+@pytest.mark.parametrize("stops", [["x"] * (STOP_LIMIT + 1), ["x" * (STOP_LENGTH_LIMIT + 1)]])
+def test_stop_strings_are_bounded_in_number_and_length(stops):
+    with pytest.raises(ValueError, match=r"stop holds .* at most"):
+        TextStream(BYTES, stops)
+
+
+def test_text_that_cannot_be_tokenized_is_refused():
+    with pytest.raises(ValueError, match=f"at most {TEXT_LIMIT} are taken"):
+        BYTES.encode("x" * (TEXT_LIMIT + 1))
+    with pytest.raises(ValueError, match="unpaired surrogate at character 2"):
+        BYTES.encode("ab\ud800")
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        CHATML,
+        "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m | tojson }}{% endfor %}",
+        "{%- set ns = namespace(n=0) -%}{%- for m in messages -%}{%- set ns.n = ns.n + 1 -%}{%- endfor -%}{{ ns.n }}",
+        "{{ bos_token }}{{ messages | tojson(indent=2) }}{% if tools is none and not documents %}none{% endif %}",
+        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
+        "{{ strftime_now('%Y') }}{{ missing }}{{ messages[0].missing is defined }}",
+    ],
+)
+def test_templates_render_as_transformers_renders_them(template):
+    theirs = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=byte_level(), bos_token="<s>", eos_token="</s>", chat_template=template
+    )
+    ours = Text(byte_level(), template, {"bos_token": "<s>", "eos_token": "</s>"})
+    for prompt in (True, False):
+        expected = theirs.apply_chat_template(GREETING, tokenize=False, add_generation_prompt=prompt)
+        assert ours.render_chat(GREETING, add_generation_prompt=prompt) == expected
+        ids = theirs.apply_chat_template(GREETING, add_generation_prompt=prompt, return_dict=False)
+        assert ours.encode_chat(GREETING, add_generation_prompt=prompt) == ids
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[0].content + 1 }}", "can only concatenate str"),
+        ("{{ messages[0].__class__.__mro__ }}", "unsafe"),
+        ("{{ messages.append(1) }}", "unsafe"),
+        ("{{ 1 // 0 }}", "zero"),
+        ("{% for i in range(99999) %}{{ 'x' * 1000 }}{% endfor %}", "longer than"),
+        ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "recursion"),
+    ],
+)
+def test_what_a_template_raises_is_a_refusal_of_the_messages(template, reason):
+    with pytest.raises(ValueError, match=f"the chat template refused the messages: .*{reason}"):
+        Text(byte_level(), template).render_chat(GREETING)
+
+
+def test_a_model_without_a_usable_template_says_so():
+    with pytest.raises(ValueError, match="no chat template; use plain completions"):
+        Text(byte_level()).encode_chat(GREETING)
+    broken = Text(byte_level(), "{% for %}")
+    assert not broken.has_chat_template
+    with pytest.raises(ValueError, match="cannot be compiled: Expected an expression"):
+        broken.encode_chat(GREETING)
+
+
+def write(directory, tokenizer=None, **files):
+    """A checkpoint's text files."""
+    (tokenizer or byte_level()).save(str(directory / "tokenizer.json"))
+    for name, content in files.items():
+        (directory / f"{name}.json").write_text(json.dumps(content))
+    return directory
+
+
+def test_special_tokens_and_template_are_read_in_all_their_forms(tmp_path):
+    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "{{ bos_token + eos_token }}"}]
+    write(
+        tmp_path,
+        tokenizer_config={"bos_token": {"content": "<s>"}, "chat_template": named},
+        special_tokens_map={"bos_token": "old", "eos_token": "</s>"},
+    )
+    assert Text.from_directory(tmp_path).render_chat(GREETING) == "<s></s>"
+    (tmp_path / "chat_template.jinja").write_text("the file goes first")
+    assert Text.from_directory(tmp_path).render_chat(GREETING) == "the file goes first"
+
+
+def test_named_templates_without_a_default_are_refused(tmp_path):
+    write(tmp_path, tokenizer_config={"chat_template": [{"name": "rag", "template": ""}]})
+    with pytest.raises(ValueError, match=r"none of the chat templates \['rag'\] is named 'default'"):
+        Text.from_directory(tmp_path)
+
+
+def test_completions_get_the_special_tokens_and_chats_only_those_of_their_template(tmp_path):
+    tokenizer = byte_level()
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    (tmp_path / "chat_template.jinja").write_text("<s>{{ messages[0].content }}")
+    text = Text.from_directory(write(tmp_path, tokenizer))
+    assert text.encode("hello") == [0, *text.encode("hello", add_special_tokens=False)]
+    assert text.encode_chat([{"role": "user", "content": "hello"}]) == text.encode("hello")
+
+
+def test_tokenizer_json_decides_on_bos_and_eos_as_in_transformers(tmp_path):
+    tokenizer = byte_level()
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    config = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True, "add_eos_token": False}
+    write(tmp_path, tokenizer, tokenizer_config={**config, "tokenizer_class": "PreTrainedTokenizerFast"})
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert Text.from_directory(tmp_path).encode("hello world") == theirs("hello world")["input_ids"]
+
+
+def test_truncation_and_padding_of_a_tokenizer_are_ignored():
+    tokenizer = byte_level()
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=8)
+    assert len(Text(tokenizer).encode("a")) == 1
+    assert Text(tokenizer).decode(Text(tokenizer).encode("a long text")) == "a long text"
+
+
+def test_a_file_that_is_no_tokenizer_is_refused(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match="cannot be read as a tokenizer"):
+        Text.from_directory(tmp_path)
+
+
+def test_jinja_is_one_whose_sandbox_holds():
+    assert tuple(map(int, jinja2.__version__.split(".")[:3])) >= (3, 1, 6)

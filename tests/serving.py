@@ -1,0 +1,38 @@
+"""The real server over a fake client, on a loopback socket."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from fake_engine import FakeClient
+
+from holdfast.server.config import ServerConfig
+from holdfast.server.run import listen, serve
+
+
+@dataclass
+class Listening:
+    """A server that listens: its base URL, and the exit code that it will return."""
+
+    url: str
+    code: asyncio.Task[int]
+
+
+@asynccontextmanager
+async def listening(client: FakeClient, **fields: Any) -> AsyncIterator[Listening]:
+    """Serve on a free port; at the end the engine dies, and the server with it."""
+    config = ServerConfig(port=0, **fields)
+    ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    code = asyncio.create_task(
+        serve(client, config, listen(config), on_ready=lambda _, url: ready.set_result(url))  # type: ignore[arg-type]
+    )
+    url = await ready
+    try:
+        yield Listening(url, code)
+    finally:
+        client.die("the test is over")
+        await code

@@ -15,7 +15,7 @@ import pytest
 import pytest_asyncio
 
 from holdfast.core.config import EngineConfig
-from holdfast.core.types import FinishReason, SamplingParams
+from holdfast.core.types import FinishReason, Request, SamplingParams
 from holdfast.engine.child import Child
 from holdfast.engine.client import EngineClient, EngineDead, EngineStartError, QueueFull, RequestRefused, check
 from holdfast.engine.messages import Abort, Start, Submit

@@ -31,6 +31,18 @@ class EngineConfig:
     cache_gb: float | None = option(
         None, "size of the KV cache in GB; default: measured free memory (at most 4 on CPU)"
     )
+    host_cache_gb: float | None = option(
+        None,
+        "size of the host tier in GB, where idle conversations go; 0 is off; default: on CUDA a quarter of the host's "
+        "free memory (at most 32), on a CPU 0",
+    )
+    chunk_size: int = option(32, "tokens that are given up together; a multiple of the block size")
+    eviction: Literal["retention", "lru", "lru-conversation", "tail-first"] = option(
+        "retention",
+        "which idle chunks go first: those of the lowest recomputation cost / age, the least recently used ones, "
+        "all of such a conversation, or such a one's from its end",
+    )
+    swap_threshold: float = option(0.25, "share of free blocks below which idle chunks are copied to the host tier")
     memory_fraction: float = option(0.9, "share of the GPU's memory that Holdfast may use")
     headroom: float = option(0.1, "share of the blocks kept for running sequences to grow")
     token_budget: int | None = option(None, "most tokens in one step; default: 2048 on CUDA, 512 on a CPU")
@@ -57,7 +69,7 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and not low <= value <= high:
                 raise ValueError(f"{name} is {value}; it must lie between {low} and {high}")
-        for name, least, most in (("memory_fraction", 0.05, 1.0), ("headroom", 0.0, 0.9)):
+        for name, least, most in (("memory_fraction", 0.05, 1.0), ("headroom", 0.0, 0.9), ("swap_threshold", 0.0, 1.0)):
             value = getattr(self, name)
             if not least <= value <= most:
                 raise ValueError(f"{name} is {value}; it must lie between {least} and {most}")
@@ -65,5 +77,9 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name} is {value}; it must be above 0")
+        if self.host_cache_gb is not None and self.host_cache_gb < 0:
+            raise ValueError(f"host_cache_gb is {self.host_cache_gb}; it must be at least 0, which is off")
+        if self.chunk_size < 1:
+            raise ValueError(f"chunk_size is {self.chunk_size}; it must be at least 1")
         if self.tbt_target is not None and self.token_budget is not None:
             raise ValueError("token_budget and tbt_target both set the step's size; give one of them")

@@ -42,6 +42,11 @@ class CostModel:
         pairs = list(segments)
         return self.linear(sum(query for query, _ in pairs)) + sum(self.attention(*pair) for pair in pairs)
 
+    def recompute(self, chunk: int, position: int) -> float:
+        """Time that computing `chunk` tokens that end at `position` again adds to a full step: Pensieve's Cost(l)."""
+        full = self.linear_tokens[-1]
+        return self.attention(chunk, position) + self.linear(full) * chunk / full
+
     def token_budget(self, target: float, decodes: int, context: int, tile: int, ceiling: int) -> int:
         """The largest budget whose step stays within `target` seconds: Sarathi-Serve's `compute_token_budget`.
 

@@ -26,6 +26,8 @@ class MemoryProfile:
     """What may be given to the KV cache."""
     block: int
     """One block of the KV cache: keys and values of `block_size` tokens in all layers."""
+    host_cache: int = 0
+    """What may be given to the host tier."""
 
 
 class Executor(Protocol):
@@ -39,8 +41,8 @@ class Executor(Protocol):
         """Measure the device. Returns sizes; changes nothing but the device's warm-up state."""
         ...
 
-    def allocate(self, num_blocks: int) -> None:
-        """Make the KV cache of `num_blocks` blocks. Called once, before the first submit."""
+    def allocate(self, num_blocks: int, host_blocks: int = 0) -> None:
+        """Make the KV cache: blocks on the device, and in host memory. Called once, before the first submit."""
         ...
 
     def submit(self, plan: StepPlan) -> None:

@@ -32,6 +32,8 @@ class EngineInfo:
     vocab_size: int
     started_in: float
     """Seconds from the client's call until ready."""
+    num_host_blocks: int = 0
+    """Blocks of the host tier."""
 
 
 class Message(msgspec.Struct, array_like=True):

@@ -6,6 +6,7 @@ import gc
 import itertools
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -32,6 +33,7 @@ from holdfast.execution import device as devices
 from holdfast.execution.profile import measure_cost
 from holdfast.execution.runner import PagedExecutor
 from holdfast.memory.blocks import BlockPool, StateIdentity
+from holdfast.memory.retention import EVICTIONS, RetentionRule, cost_by_position
 from holdfast.models.loader import load
 from holdfast.scheduler.base import Scheduler
 from holdfast.scheduler.policies import StallFree
@@ -118,18 +120,27 @@ def build(
     on_progress("measuring memory")
     memory = executor.profile()
     num_blocks = memory.cache // memory.block
-    executor.allocate(num_blocks)
+    host_blocks = memory.host_cache // memory.block if config.prefix_sharing else 0
+    executor.allocate(num_blocks, host_blocks)
     # A sequence's last token is never computed, so the pool holds one position less than the longest sequence.
     max_model_len = min(spec.max_model_len, num_blocks * config.block_size + 1)
-    budget = executor.token_budget
+    budget, cost = executor.token_budget, None
     if config.tbt_target is not None:
         on_progress("measuring the device's pace")
-        budget = budget_for(
-            config.tbt_target / 1000, executor, measure_cost(executor, name=checkpoint.name), num_blocks
-        )
+        cost = measure_cost(executor, name=checkpoint.name)
+        budget = budget_for(config.tbt_target / 1000, executor, cost, num_blocks)
+    elif host_blocks and config.eviction == "retention":
+        on_progress("measuring what recomputation costs")
+        cost = measure_cost(executor, name=checkpoint.name, queries=(config.chunk_size,))
     scheduler = Scheduler(
         StallFree(budget),
-        BlockPool(num_blocks, config.block_size),
+        BlockPool(
+            num_blocks,
+            config.block_size,
+            rule=retention_rule(executor, cost),
+            host_blocks=host_blocks,
+            low_water=config.swap_threshold,
+        ),
         max_sequences=config.max_sequences,
         max_model_len=max_model_len,
         vocab_size=spec.vocab_size,
@@ -144,6 +155,7 @@ def build(
         dtype=dtype,
         memory=memory,
         num_blocks=num_blocks,
+        num_host_blocks=host_blocks,
         block_size=config.block_size,
         token_budget=budget,
         max_model_len=max_model_len,
@@ -153,6 +165,23 @@ def build(
         started_in=clock() - began,
     )
     return Loop(scheduler, executor, config.steps_in_flight, clock), info
+
+
+def retention_rule(executor: PagedExecutor, cost: CostModel | None) -> RetentionRule:
+    """What the configuration says of eviction, with the measured cost, or one counted from the model's sizes.
+
+    A token takes 2 operations for each weight, and 4 for each position that it attends to, in every dimension of every
+    head: attention equals the rest where the position is weights / (2 · layers · heads · head_dim).
+    """
+    config, spec = executor.config, executor.model.spec
+    weights = spec.weight_bytes // spec.dtype.itemsize
+    balance = max(1, weights // (2 * spec.num_layers * spec.num_heads * spec.head_dim))
+    return RetentionRule(
+        eviction=EVICTIONS[config.eviction],
+        cost=partial(cost_by_position, balance=balance) if cost is None else partial(cost.recompute, config.chunk_size),
+        chunk_blocks=-(-config.chunk_size // config.block_size),
+        block_size=config.block_size,
+    )
 
 
 def budget_for(target: float, executor: PagedExecutor, cost: CostModel, num_blocks: int) -> int:

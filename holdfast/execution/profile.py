@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 
 import numpy as np
@@ -55,8 +55,12 @@ class NoAttention(Attention[None]):
 
 
 @torch.inference_mode()
-def measure_cost(executor: PagedExecutor, *, name: str, ceiling: int | None = None) -> CostModel:
+def measure_cost(
+    executor: PagedExecutor, *, name: str, ceiling: int | None = None, queries: Sequence[int] | None = None
+) -> CostModel:
     """Time the executor's model on its device, up to `ceiling` tokens a step (default: its token budget).
+
+    Attention is timed for segments of `queries` tokens, ascending; by default for all powers of two.
 
     Writes over the cache: call it after `allocate` and before the first step. Contexts are measured as far as the
     cache and the model go. Takes a few seconds.
@@ -64,7 +68,8 @@ def measure_cost(executor: PagedExecutor, *, name: str, ceiling: int | None = No
     limit = min(ceiling or executor.token_budget, executor.token_budget)
     tokens = tuple(powers(1, limit))
     longest = min(executor.model.spec.max_model_len, executor.memory.cache.num_blocks * executor.config.block_size)
-    queries = tuple(powers(1, min(limit, longest)))
+    queries = tuple(queries or powers(1, longest))
+    queries = tuple(dict.fromkeys(min(query, limit, longest) for query in queries))
     contexts = tuple(powers(min(16, longest), longest))
     return CostModel(
         model=name,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -17,6 +18,7 @@ from holdfast.core.types import Sampling, Segment, StepPlan, StepResult, TableWr
 from holdfast.execution import device as devices
 from holdfast.execution.batch import Batch, StagedStep
 from holdfast.execution.graphs import DecodeGraphs, graph_sizes
+from holdfast.execution.transfer import CopyStream, LayerCache, Transfers, stream_for
 from holdfast.kernels.attention import attention_for
 from holdfast.kernels.cache import KVCache, block_bytes
 from holdfast.kernels.protocol import CapturableAttention
@@ -25,6 +27,11 @@ from holdfast.models.base import Model, StepInput
 
 CPU_CACHE_BYTES = 4_000_000_000
 """The cache on a CPU, unless the config says otherwise: a laptop should not lose its memory to a first try."""
+
+HOST_CACHE_BYTES = 32_000_000_000
+"""The most that the host tier of a GPU takes by itself, as pinned memory is lost to everybody else."""
+HOST_SHARE = 0.25
+"""And no more than this share of the host's free memory."""
 
 DEFAULT_BUDGET = {"cuda": 2048, "cpu": 512}
 
@@ -58,8 +65,18 @@ class PagedExecutor:
     order, while the caller plans the next one.
     """
 
-    def __init__(self, model: Model, config: EngineConfig, *, token_budget: int | None = None) -> None:
-        """`token_budget` is the most tokens of one step, where neither the config nor the device's default says it."""
+    def __init__(
+        self,
+        model: Model,
+        config: EngineConfig,
+        *,
+        token_budget: int | None = None,
+        make_stream: Callable[[], CopyStream] | None = None,
+    ) -> None:
+        """`token_budget` is the most tokens of one step, where neither the config nor the device's default says it.
+
+        `make_stream` makes the streams that blocks are copied on; by default those of the device's kind.
+        """
         spec = model.spec
         self.model, self.config, self.device = model, config, spec.device
         self.token_budget = config.token_budget or token_budget or DEFAULT_BUDGET[spec.device.type]
@@ -78,7 +95,9 @@ class PagedExecutor:
             dtype=spec.dtype,
         )
         self._memory: _Memory | None = None
-        self._in_flight: deque[tuple[StagedStep, Flight]] = deque()
+        self._make_stream = make_stream or partial(stream_for, spec.device)
+        self._in_flight: deque[tuple[StagedStep | None, Flight]] = deque()
+        self._nothing = torch.empty(0, dtype=torch.int64, device=spec.device)
         self._worker = ThreadPoolExecutor(1, "holdfast-step") if spec.device.type == "cpu" else None
 
     def profile(self) -> MemoryProfile:
@@ -90,7 +109,7 @@ class PagedExecutor:
             torch.cuda.empty_cache()
         before = devices.taken_memory(self.device)
         # The graph of the largest batch takes as much as all of them, which share its memory.
-        self._allocate(blocks, graph_sizes(min(self.config.max_sequences, self.token_budget))[-1:])
+        self._allocate(blocks, 0, graph_sizes(min(self.config.max_sequences, self.token_budget))[-1:])
         for plan in plans:
             self.submit(plan)
             self.collect()
@@ -114,23 +133,19 @@ class PagedExecutor:
             activations=activations,
             cache=cache,
             block=self.block_bytes,
+            host_cache=self._host_cache_bytes(),
         )
 
-    def allocate(self, num_blocks: int) -> None:
-        """Make the KV cache, an empty batch, and the graphs of decode steps."""
-        self._allocate(num_blocks, graph_sizes(min(self.config.max_sequences, self.token_budget)))
+    def allocate(self, num_blocks: int, host_blocks: int = 0) -> None:
+        """Make the KV cache of both tiers, an empty batch, and the graphs of decode steps.
 
-    def _allocate(self, num_blocks: int, sizes: list[int]) -> None:
+        Raises MemoryError if the host's memory cannot be pinned.
+        """
+        self._allocate(num_blocks, host_blocks, graph_sizes(min(self.config.max_sequences, self.token_budget)))
+
+    def _allocate(self, num_blocks: int, host_blocks: int, sizes: list[int]) -> None:
         spec, config = self.model.spec, self.config
-        cache = KVCache.allocate(
-            layers=spec.num_layers,
-            num_blocks=num_blocks,
-            block_size=config.block_size,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            dtype=spec.dtype,
-            device=spec.device,
-        )
+        cache = self._cache(num_blocks, spec.device)
         batch = Batch(
             rows=config.max_sequences,
             max_blocks=-(-spec.max_model_len // config.block_size),
@@ -139,7 +154,25 @@ class PagedExecutor:
             device=spec.device,
         )
         layers = tuple(cache.layer(index) for index in range(spec.num_layers))
-        self._memory = _Memory(cache, layers, batch, self._capture(batch, layers, sizes))
+        host, transfers = None, None
+        if host_blocks:
+            host = self._cache(host_blocks, torch.device("cpu"))
+            if self.device.type == "cuda":
+                host.pin()
+            transfers = Transfers(cache, host, layers, self._make_stream)
+        self._memory = _Memory(cache, layers, batch, self._capture(batch, layers, sizes), host, transfers)
+
+    def _cache(self, num_blocks: int, device: torch.device) -> KVCache:
+        spec = self.model.spec
+        return KVCache.allocate(
+            layers=spec.num_layers,
+            num_blocks=num_blocks,
+            block_size=self.config.block_size,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            dtype=spec.dtype,
+            device=device,
+        )
 
     @torch.inference_mode()
     def _capture(
@@ -160,36 +193,44 @@ class PagedExecutor:
 
     def submit(self, plan: StepPlan) -> None:
         memory = self.memory
-        staged = memory.batch.stage(plan)
+        staged = memory.batch.stage(plan) if plan.segments else None
         flight: Flight
         if self._worker is not None:
-            flight = self._worker.submit(self._run_on_cpu, memory, staged)
+            flight = self._worker.submit(self._run_on_cpu, memory, plan, staged)
         else:
-            flight = self._start_on_cuda(memory, staged)
+            flight = self._start_on_cuda(memory, plan, staged)
         self._in_flight.append((staged, flight))
 
     def collect(self) -> StepResult:
         staged, flight = self._in_flight.popleft()
-        result = flight.result()
-        self.memory.batch.release(staged)
+        result, memory = flight.result(), self.memory
+        if staged is not None:
+            memory.batch.release(staged)
+        if memory.transfers is not None:
+            result = replace(result, swapped_out=memory.transfers.completed(wait=staged is None))
         return result
 
     def close(self) -> None:
         self._in_flight.clear()
         if self._worker is not None:
             self._worker.shutdown(wait=True, cancel_futures=True)
+        elif self._memory is not None and self._memory.host is not None:
+            torch.cuda.synchronize(self.device)
+            self._memory.host.unpin()
         self._memory = None
 
-    def _run_on_cpu(self, memory: _Memory, staged: StagedStep) -> StepResult:
+    def _run_on_cpu(self, memory: _Memory, plan: StepPlan, staged: StagedStep | None) -> StepResult:
         began = time.perf_counter()
-        tokens = tuple(self._forward(memory, staged).tolist())
-        return StepResult(staged.step, tokens, time.perf_counter() - began)
+        layers = memory.begin_copies(plan)
+        tokens = tuple(self._forward(memory, staged, layers).tolist()) if staged is not None else ()
+        return StepResult(plan.step, tokens, time.perf_counter() - began)
 
-    def _start_on_cuda(self, memory: _Memory, staged: StagedStep) -> Flight:
+    def _start_on_cuda(self, memory: _Memory, plan: StepPlan, staged: StagedStep | None) -> Flight:
         try:
             began, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             began.record()
-            sampled = self._forward(memory, staged)
+            layers = memory.begin_copies(plan)
+            sampled = self._forward(memory, staged, layers) if staged is not None else self._nothing
             tokens = torch.empty(sampled.shape, dtype=sampled.dtype, pin_memory=True)
             tokens.copy_(sampled, non_blocking=True)
             done.record()
@@ -197,12 +238,14 @@ class PagedExecutor:
             failed: Future[StepResult] = Future()
             failed.set_exception(error)
             return failed
-        return CudaFlight(staged.step, tokens, began, done)
+        return CudaFlight(plan.step, tokens, began, done)
 
     @torch.inference_mode()
-    def _forward(self, memory: _Memory, staged: StagedStep) -> torch.Tensor:
+    def _forward(self, memory: _Memory, staged: StagedStep, layers: Sequence[LayerCache]) -> torch.Tensor:
         """Run one step on the device; the sampled tokens [R], which also become their rows' last tokens."""
-        size = memory.graphs.size_for(staged) if memory.graphs is not None else None
+        # A graph cannot wait, layer by layer, for what is swapped in.
+        arriving = layers is not memory.layers
+        size = memory.graphs.size_for(staged) if memory.graphs is not None and not arriving else None
         if memory.graphs is not None and size is not None:
             memory.batch.pad(staged, size)
             packed = memory.batch.enter(staged)
@@ -216,7 +259,7 @@ class PagedExecutor:
                     sample_at=packed.sample_at,
                     slot_mapping=packed.slot_mapping,
                     block_tables=memory.batch.block_tables,
-                    caches=memory.layers,
+                    caches=layers,
                     attention=self.attention,
                     schedule=self.attention.schedule(staged.segments),
                 )
@@ -243,6 +286,15 @@ class PagedExecutor:
             return int(total * self.config.memory_fraction) - reserved_by_others - activations
         return min(CPU_CACHE_BYTES, free // 2)
 
+    def _host_cache_bytes(self) -> int:
+        """What the host tier may take: on a CPU nothing by itself, as the cache is in the host's memory already."""
+        if self.config.host_cache_gb is not None:
+            return int(self.config.host_cache_gb * 1e9)
+        if self.device.type == "cpu":
+            return 0
+        free, _ = devices.memory(torch.device("cpu"))
+        return min(HOST_CACHE_BYTES, int(free * HOST_SHARE))
+
     def _warm_up_plans(self) -> Iterator[StepPlan]:
         """The two widest steps: one long prefill, and as many sampling sequences as there can be."""
         drawn = Sampling(temperature=1.0, top_k=8, top_p=0.9, seed=0)
@@ -268,3 +320,11 @@ class _Memory:
     layers: tuple[tuple[torch.Tensor, torch.Tensor], ...]
     batch: Batch
     graphs: DecodeGraphs | None
+    host: KVCache | None
+    transfers: Transfers | None
+
+    def begin_copies(self, plan: StepPlan) -> Sequence[LayerCache]:
+        """Start a plan's copies between the tiers; gives the layers' caches for its computation."""
+        if self.transfers is None:
+            return self.layers
+        return self.transfers.begin(plan.step, plan.swap_in, plan.swap_out)

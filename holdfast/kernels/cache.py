@@ -32,6 +32,23 @@ class KVCache:
         shape = (layers, 2, num_blocks, block_size, num_kv_heads, head_dim)
         return cls(torch.empty(shape, dtype=dtype, device=device))
 
+    def pin(self) -> None:
+        """Lock host memory in place and map it for the GPU. Raises MemoryError if the system does not allow it.
+
+        PyTorch's own pinned tensors would take the next power of two.
+        """
+        data = self.data
+        status = torch.cuda.cudart().cudaHostRegister(data.data_ptr(), data.nbytes, 0)  # type: ignore[no-untyped-call]
+        if int(status) != 0:
+            raise MemoryError(
+                f"{data.nbytes / 1e9:.1f} GB of host memory cannot be pinned (CUDA error {int(status)}); "
+                "lower host_cache_gb, or raise the limit on locked memory (ulimit -l)"
+            )
+
+    def unpin(self) -> None:
+        """Undo `pin`, before the memory is given back."""
+        torch.cuda.cudart().cudaHostUnregister(self.data.data_ptr())  # type: ignore[no-untyped-call]
+
     @property
     def num_blocks(self) -> int:
         return self.data.shape[2]
@@ -51,11 +68,24 @@ def block_bytes(*, layers: int, block_size: int, num_kv_heads: int, head_dim: in
     return 2 * layers * block_size * num_kv_heads * head_dim * dtype.itemsize
 
 
-def copy_blocks(source: KVCache, source_blocks: torch.Tensor, target: KVCache, target_blocks: torch.Tensor) -> None:
+def copy_blocks(
+    source: KVCache,
+    source_blocks: torch.Tensor,
+    target: KVCache,
+    target_blocks: torch.Tensor,
+    layers: slice = slice(None),
+) -> None:
     """Copy the blocks `source_blocks` [n] of one cache to `target_blocks` [n] of the same or another cache.
 
-    All sources are read before any target is written, so the two may overlap within one cache. Both index tensors
-    are int64, `source_blocks` on the source's device and `target_blocks` on the target's.
+    Both index tensors are int64. Between a GPU and the host, whose cache must be pinned, they lie on the GPU and the
+    copy runs on its current stream. Elsewhere all sources are read before any target is written, so the two may
+    overlap within one cache.
     """
-    blocks = source.data.index_select(2, source_blocks)
-    target.data.index_copy_(2, target_blocks, blocks.to(target.data.device, non_blocking=True))
+    read, written = source.data[layers], target.data[layers]
+    if read.device != written.device:
+        # Triton comes with CUDA builds only, so that a CPU installation works without it.
+        from holdfast.kernels.copies import copy_runs
+
+        copy_runs(read, source_blocks, written, target_blocks)
+    else:
+        written.index_copy_(2, target_blocks, read.index_select(2, source_blocks))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from holdfast.kernels.cache import KVCache, block_bytes, copy_blocks
+from holdfast.kernels.copies import PROGRAMS, copy_runs
 
 
 def make_cache(num_blocks: int = 6, dtype: torch.dtype = torch.float32) -> KVCache:
@@ -40,6 +42,34 @@ def test_blocks_move_between_caches_in_every_layer() -> None:
     assert torch.equal(host.data[:, :, 2], device.data[:, :, 0])
     others = [block for block in range(9) if block not in (8, 2)]
     assert torch.equal(host.data[:, :, others], before[:, :, others])
+
+
+def test_a_copy_of_one_layer_leaves_the_others() -> None:
+    source, target = make_cache(6), make_cache(9)
+    before = target.data.clone()
+    copy_blocks(source, torch.tensor([3]), target, torch.tensor([7]), slice(1, 2))
+    assert torch.equal(target.data[1, :, 7], source.data[1, :, 3])
+    assert torch.equal(target.data[[0, 2]], before[[0, 2]])
+
+
+@pytest.mark.parametrize("blocks", [[4], [5, 0, 2, 1]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernel_copies_what_the_plain_copy_does(blocks: list[int], dtype: torch.dtype, device: str) -> None:
+    source, target, expected = make_cache(6, dtype), make_cache(9, dtype), make_cache(9, dtype)
+    places = torch.tensor([8, 3, 0, 6][: len(blocks)])
+    copy_blocks(source, torch.tensor(blocks), expected, places)
+    data = target.data.to(device)
+    copy_runs(source.data.to(device), torch.tensor(blocks, device=device), data, places.to(device))
+    assert torch.equal(data.cpu(), expected.data)
+
+
+def test_the_kernel_copies_more_runs_than_it_has_programs(device: str) -> None:
+    source, target = make_cache(12), make_cache(12)
+    assert PROGRAMS < 3 * 2 * 12
+    source.data.mul_(2.0)
+    data, order = target.data.to(device), torch.arange(12)
+    copy_runs(source.data.to(device), order.to(device), data, order.flip(0).to(device))
+    assert torch.equal(data.cpu(), source.data[:, :, order.flip(0)])
 
 
 def test_blocks_may_trade_places_within_a_cache() -> None:

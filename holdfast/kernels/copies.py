@@ -1,0 +1,66 @@
+"""The Triton kernel that copies blocks between the device's cache and pinned host memory, many in one launch.
+
+A block of one layer is some 32 KB that lie apart from the next block's: too small for the copy engine, which takes a
+call for each. A few programs of a kernel read and write the host's memory over the bus themselves, as it is mapped.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+PROGRAMS = 32
+"""Enough to fill the bus, and few enough to leave the processors to the model."""
+TILE = 4096
+
+
+@triton.jit
+def _copy_blocks(
+    source,
+    target,
+    source_blocks,
+    target_blocks,
+    count,
+    pieces,
+    source_stride,
+    target_stride,
+    RUN: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Copies runs of RUN contiguous elements: of each of `count` blocks, one for each layer's keys and values."""
+    for piece in range(tl.program_id(0), pieces, tl.num_programs(0)):
+        block, part = piece % count, (piece // count).to(tl.int64)
+        from_block = tl.load(source_blocks + block)
+        to_block = tl.load(target_blocks + block)
+        read = source + part * source_stride + from_block * RUN
+        write = target + part * target_stride + to_block * RUN
+        for first in range(0, RUN, TILE):
+            at = first + tl.arange(0, TILE)
+            tl.store(write + at, tl.load(read + at, mask=at < RUN), mask=at < RUN)
+
+
+def copy_runs(
+    source: torch.Tensor, source_blocks: torch.Tensor, target: torch.Tensor, target_blocks: torch.Tensor
+) -> None:
+    """Copy blocks of one cache's data [layers, 2, num_blocks, ...] to another's; both contiguous, of equal layers.
+
+    The data may lie on the device or in pinned host memory; the block numbers, int64 [n], on the device.
+    """
+    run = source[0, 0, 0].numel()
+    count = len(source_blocks)
+    pieces = source.shape[0] * source.shape[1] * count
+    _copy_blocks[(min(PROGRAMS, pieces),)](
+        source,
+        target,
+        source_blocks,
+        target_blocks,
+        count,
+        pieces,
+        source.stride(1),
+        target.stride(1),
+        RUN=run,
+        TILE=min(TILE, triton.next_power_of_2(run)),
+    )

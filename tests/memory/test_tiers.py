@@ -1,0 +1,194 @@
+"""Two tiers: when blocks are copied to the host, what is pinned meanwhile, and who makes room for whom there."""
+
+import pytest
+
+from holdfast.core.types import BlockCopy
+from holdfast.memory.blocks import BlockPool
+from holdfast.memory.retention import RetentionRule
+from holdfast.memory.tiers import HostPool
+
+RULE = RetentionRule(cost=float, chunk_blocks=1, block_size=1)
+
+
+def pool_of(blocks, host_blocks, low_water=0.25):
+    return BlockPool(blocks, 1, rule=RULE, host_blocks=host_blocks, low_water=low_water)
+
+
+def digest(number):
+    return bytes([number]) * 32
+
+
+def idle(pool, *numbers, now=0.0):
+    """One conversation's blocks, whose contents have these numbers, let go at `now`."""
+    pool.now = now
+    blocks = pool.take(len(numbers))
+    for index, (block, number) in enumerate(zip(blocks, numbers, strict=True)):
+        pool.seal(block, digest(number), index)
+    pool.release(blocks)
+    return blocks
+
+
+def found(pool, *numbers):
+    """Where each of these contents is: on the device, on the host, on both, or nowhere."""
+    where = {(True, True): "both", (True, False): "device", (False, True): "host", (False, False): "nowhere"}
+    return [
+        where[pool.find(digest(number)) is not None, pool.find_on_host(digest(number)) is not None]
+        for number in numbers
+    ]
+
+
+def test_nothing_is_copied_while_enough_is_free_and_then_the_lowest_value_first():
+    pool = pool_of(16, 16)
+    idle(pool, *range(12))
+    assert pool.relieve(0) == ()
+    taken = pool.take(2)
+    pool.now = 10.0
+    copies = pool.relieve(1) + pool.relieve(2)
+    assert [pool._digests[copy.source] for copy in copies] == [digest(0), digest(1)], "one chunk a step, from the front"
+    assert pool.relieve(3) == (), "what is on its way counts"
+    pool.landed(2)
+    assert found(pool, 0, 1, 2) == ["both", "both", "device"]
+    pool.check([taken])
+
+
+def test_without_a_host_tier_nothing_is_copied():
+    pool = pool_of(4, 0)
+    idle(pool, 0, 1, 2, 3)
+    assert pool.relieve(0) == () and not pool.relievable
+    assert pool.ready == pool.available == 4
+
+
+def test_a_block_stays_what_it_is_until_its_copy_has_landed():
+    pool = pool_of(4, 4)
+    idle(pool, 0, 1, 2, 3)
+    (copy,) = pool.relieve(5)
+    assert (pool.ready, pool.available, pool.cached, pool.leaving) == (0, 3, 4, True)
+    with pytest.raises(RuntimeError, match="1 blocks more"):
+        pool.take(1)
+    pool.landed(4)
+    assert pool.ready == 0
+    pool.landed(5)
+    assert (pool.ready, pool.leaving) == (1, False)
+    assert pool.take(1) == [copy.source]
+    assert found(pool, 0, 1) == ["host", "device"]
+    pool.check([[copy.source]])
+
+
+def test_a_block_may_be_shared_while_it_is_copied_and_is_then_nobodys_to_reclaim():
+    pool = pool_of(4, 4)
+    idle(pool, 0, 1, 2, 3)
+    (copy,) = pool.relieve(0)
+    assert pool.unowned([copy.source]) == 0, "it was not available"
+    pool.share(copy.source)
+    pool.landed(0)
+    assert pool.ready == 0
+    pool.check([[copy.source]])
+    pool.release([copy.source])
+    assert found(pool, 0) == ["both"]
+    assert pool.relieve(1) == (), "what has a copy needs none"
+    assert pool.ready == 1
+    pool.check([])
+
+
+def test_reclaimable_blocks_are_shared_until_they_are_taken():
+    pool = pool_of(4, 4)
+    blocks = idle(pool, 0, 1, 2, 3)
+    pool.relieve(0)
+    pool.landed(0)
+    assert not pool.fits(1, [blocks[0]]), "the one that is ready is the one to be shared"
+    pool.share(blocks[0])
+    assert pool.ready == 0
+    pool.check([[blocks[0]]])
+
+
+def test_a_demand_beyond_the_threshold_is_met():
+    pool = pool_of(64, 64, low_water=0.1)
+    idle(pool, *range(64))
+    assert not pool.fits(20, [])
+    step = 0
+    while not pool.fits(20, []):
+        assert len(pool.relieve(step)) == 4, "not all at once"
+        pool.landed(step)
+        step += 1
+    assert step == 5
+
+
+def test_what_comes_back_from_the_host_is_held_there_too_until_room_is_needed():
+    pool = pool_of(2, 1, low_water=1.0)
+    idle(pool, 0)
+    pool.relieve(0)
+    pool.landed(0)
+    pool.release(pool.take(2))
+    assert found(pool, 0) == ["host"]
+    (block,) = pool.take(1)
+    assert pool.bring(block, digest(0), 0) == BlockCopy(0, block)
+    assert found(pool, 0) == ["both"]
+    idle(pool, 1)
+    (copy,) = pool.relieve(1)
+    assert copy.target == 0, "its place is read before it is written"
+    assert found(pool, 0) == ["device"]
+    assert pool.host.dropped == 0, "nothing was lost"
+    pool.landed(1)
+    pool.check([[block]])
+
+
+def test_at_the_host_too_the_lowest_value_goes():
+    pool = pool_of(4, 2, low_water=1.0)
+    for number, now in ((0, 0.0), (1, 50.0)):
+        idle(pool, number, now=now)
+        pool.relieve(number)
+        pool.landed(number)
+    pool.release(pool.take(4))
+    assert found(pool, 0, 1) == ["host", "host"]
+    idle(pool, 2, now=60.0)
+    pool.now = 61.0
+    pool.relieve(2)
+    pool.landed(2)
+    assert found(pool, 0, 1, 2) == ["nowhere", "host", "both"]
+    assert pool.host.dropped == 1
+    pool.check([])
+
+
+def test_what_is_worth_less_than_everything_on_the_host_is_not_copied():
+    pool = pool_of(4, 1, low_water=1.0)
+    idle(pool, 0, now=50.0)
+    pool.relieve(0)
+    pool.landed(0)
+    pool.release(pool.take(4))
+    (block,) = idle(pool, 1, now=0.0)
+    pool.now = 60.0
+    assert pool.relieve(1) == ()
+    assert found(pool, 0, 1) == ["host", "device"], "reclaimable, and lost once it is taken"
+    assert pool.ready == 4 and pool.find(digest(1)) == block
+    pool.check([])
+
+
+def test_a_full_host_whose_copies_are_all_on_their_way_takes_no_more():
+    pool = pool_of(4, 1, low_water=1.0)
+    idle(pool, 0, 1)
+    assert len(pool.relieve(0)) == 1
+    assert pool.relieve(1) == ()
+    pool.landed(0)
+    pool.check([])
+
+
+def test_what_the_host_does_not_have_cannot_be_brought():
+    pool = pool_of(2, 2)
+    (block,) = pool.take(1)
+    with pytest.raises(RuntimeError, match="which does not have its contents"):
+        pool.bring(block, digest(0), 0)
+
+
+def test_the_check_finds_a_lost_place_and_a_pinned_block_without_a_copy():
+    host = HostPool(2, RULE)
+    host.check([])
+    place = host.reserve(1.0, host.victims(0.0))
+    host.check([place])
+    with pytest.raises(RuntimeError, match="lost or in two states"):
+        host.check([])
+    pool = pool_of(4, 4)
+    idle(pool, 0, 1, 2, 3)
+    pool.relieve(0)
+    pool._copies.clear()
+    with pytest.raises(RuntimeError, match="pinned without a copy"):
+        pool.check([])

@@ -1,4 +1,4 @@
-"""Time to choose what is given up among idle conversations, by retention value and by the orders it is compared with."""
+"""Time to choose what is given up among idle conversations, by retention value and by the other orders."""
 
 import argparse
 import gc

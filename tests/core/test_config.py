@@ -19,6 +19,9 @@ from holdfast.core.config import EngineConfig
         ("cache_gb", 0.0),
         ("tbt_target", -5.0),
         ("max_model_len", 1),
+        ("host_cache_gb", -1.0),
+        ("chunk_size", 0),
+        ("swap_threshold", 1.5),
     ],
 )
 def test_a_value_out_of_range_is_named(field, value):

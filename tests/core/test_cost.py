@@ -19,6 +19,13 @@ COST = CostModel(
 )
 
 
+def test_computing_a_chunk_again_costs_its_attention_and_its_share_of_a_full_step():
+    assert COST.recompute(1024, 4096) == pytest.approx(0.004 + 0.020)
+    assert COST.recompute(32, 4096) - COST.recompute(32, 128) == pytest.approx(
+        COST.attention(32, 4096) - COST.attention(32, 128)
+    )
+
+
 def test_interpolation_meets_the_points_and_lies_between_them():
     assert interpolate((1, 2, 4), (10.0, 20.0, 40.0), 2) == 20.0
     assert interpolate((1, 2, 4), (10.0, 20.0, 40.0), 3) == 30.0

@@ -10,7 +10,10 @@ from holdfast.core.types import FinishReason, SamplingParams
 from holdfast.engine.__main__ import one_line
 from holdfast.engine.loop import Loop
 from holdfast.engine.messages import Abort, Ask, Outputs, Refused, Shutdown, Stats, Submit
-from holdfast.engine.process import build, serve
+from holdfast.engine.process import build, retention_rule, serve
+from holdfast.execution.runner import PagedExecutor
+from holdfast.memory.retention import EVICTIONS
+from holdfast.models.loader import load
 from tests.scheduling import FakeDevice, create_requests, create_scheduler, run_alone
 
 
@@ -126,6 +129,41 @@ def test_build_divides_the_memory_that_the_device_has(small, checkpoint):
     while loop.has_work():
         outputs += loop.step()
     assert [output.finish_reason for output in outputs] == [None, None, FinishReason.LENGTH]
+
+
+def test_a_host_tier_holds_what_the_device_gives_up(small):
+    stages = []
+    block = 2 * 2 * 16 * 2 * 16 * 4  # layers, keys and values, tokens, heads, head size, bytes
+    sizes = {"cache_gb": 12 * block / 1e9, "host_cache_gb": 100 * block / 1e9}
+    loop, info = build(small(chunk_size=16, **sizes), on_progress=stages.append)
+    assert stages[-1] == "measuring what recomputation costs"
+    assert (info.num_blocks, info.num_host_blocks) == (12, 100)
+    answers = []
+    for turn in range(2):
+        for request in create_requests(*(tuple(range(n, n + 100)) for n in range(6)), temperature=0.0, max_tokens=3):
+            loop.add(request)
+            tokens = []
+            while loop.has_work():
+                tokens += [token for output in loop.step() for token in output.tokens]
+            answers.append(tokens)
+        assert turn or loop.stats().blocks_swapped_out >= 24
+    assert answers[:6] == answers[6:]
+    assert loop.stats().blocks_swapped_in >= 24
+    assert loop.stats().tokens_recovered == 0
+
+
+def test_without_sharing_or_by_default_on_a_cpu_there_is_no_host_tier(small):
+    assert build(small())[1].num_host_blocks == 0
+    assert build(small(host_cache_gb=0.01, prefix_sharing=False))[1].num_host_blocks == 0
+
+
+def test_what_is_not_measured_is_counted_from_the_models_sizes(small):
+    executor = PagedExecutor(load(small().model, device="cpu"), small(block_size=4, chunk_size=6, eviction="lru"))
+    rule = retention_rule(executor, None)
+    assert (rule.chunk_blocks, rule.eviction) == (2, EVICTIONS["lru"])
+    weights = executor.model.spec.weight_bytes // 4
+    assert rule.cost(weights // (2 * 2 * 4 * 16)) == pytest.approx(2.0, rel=1e-3)
+    executor.close()
 
 
 def test_a_target_for_the_time_between_tokens_sets_the_budget(small):

@@ -85,7 +85,8 @@ class BlockPool:
         self._releases = 0
         self._low_water = max(1, int(num_blocks * low_water))
         self._demand = 0
-        self._at_once = max(self.rule.chunk_blocks, num_blocks // 16)
+        self.at_once = max(self.rule.chunk_blocks, num_blocks // 16)
+        """The most blocks that one plan copies in either direction, unless a single sequence brings in more."""
 
     @property
     def available(self) -> int:
@@ -211,6 +212,25 @@ class BlockPool:
                 else:
                     self._rest(block, digest)
 
+    def touch(self, blocks: Iterable[int], digests: Iterable[bytes]) -> None:
+        """Count idle blocks on the device, and those of these digests on the host, as used now."""
+        self._releases += 1
+        for block in blocks:
+            digest = self._digests[block]
+            assert digest is not None
+            if not self._owners[block]:
+                self._last[block] = self.now, self._releases
+                if block in self._kept:
+                    self._kept.remove(block)
+                    self._kept.add(block, self._indices[block], self.now, self._releases)
+                elif block in self._reclaimable:
+                    self._reclaimable.move_to_end(block)
+                if self.host is not None:
+                    self.host.touch(digest, self.now, self._releases)
+        if self.host is not None:
+            for digest in digests:
+                self.host.touch(digest, self.now, self._releases)
+
     def relieve(self, step: int) -> tuple[BlockCopy, ...]:
         """Begin to swap out the chunks of the lowest value, as far as more blocks should be ready; for plan `step`.
 
@@ -221,7 +241,7 @@ class BlockPool:
         self._demand = 0
         if host is None:
             return ()
-        wanted = min(demand - self.ready - self._leaving_idle, self._at_once)
+        wanted = min(demand - self.ready - self._leaving_idle, self.at_once)
         if wanted <= 0 or not self._kept:
             return ()
         copies: list[BlockCopy] = []
@@ -273,7 +293,7 @@ class BlockPool:
             raise RuntimeError(f"{count + len(self._free) - self.ready} blocks more are asked for than are available")
         if count > len(self._reclaimable):
             # Only without a host tier. More than is needed may be chosen; it is shared again until it is taken.
-            wanted = max(count - len(self._reclaimable), self._at_once)
+            wanted = max(count - len(self._reclaimable), self.at_once)
             victims = self._kept.victims(self.now)
             while wanted > 0 and (chunk := victims.take()) is not None:
                 wanted -= len(chunk[1])

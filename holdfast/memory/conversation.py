@@ -97,6 +97,12 @@ class Residency:
                     found.host[index] = digest
         return found
 
+    def touch(self, tokens: Sequence[int]) -> None:
+        """Count what is kept of a sequence that will soon be opened as used now, so that it is not given up before."""
+        found = self.match(tokens)
+        if found:
+            self._pool.touch(found.device.values(), found.host.values())
+
     def open(self, found: Found, length: int) -> tuple[BlockCopy, ...]:
         """Take in what is kept, and blocks for the rest of `length` positions. Nothing may be held before.
 

@@ -91,6 +91,13 @@ class HostPool:
             del self._redundant[place]
             self._kept.add(place, self._indices[place], last, release)
 
+    def touch(self, digest: bytes, last: float, release: int) -> None:
+        """Count a kept block as used at `last`."""
+        place = self._sealed.get(digest)
+        if place is not None and place in self._kept:
+            self._kept.remove(place)
+            self._kept.add(place, self._indices[place], last, release)
+
     def _give_up(self, places: list[int]) -> None:
         for place in places:
             digest = self._digests[place]

@@ -132,6 +132,8 @@ class Step:
         if sequence.in_flight or spare <= 0:
             return False
         found = entry.residency.match(sequence.tokens)
+        if self._swap_in and len(self._swap_in) + len(found.host) > pool.at_once:
+            return False  # the decodes of this step wait for its copies: no more of them than one sequence needs
         kept = found.device.values()
         fresh = pool.blocks_for(sequence.length) - len(kept)
         if fresh + pool.unowned(kept) > spare or not pool.fits(fresh, kept):

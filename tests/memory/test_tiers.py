@@ -172,6 +172,38 @@ def test_a_full_host_whose_copies_are_all_on_their_way_takes_no_more():
     pool.check([])
 
 
+def test_what_is_touched_is_given_up_last_in_both_tiers():
+    pool = pool_of(4, 2, low_water=1.0)
+    for number in (0, 1):
+        idle(pool, number, now=10.0 * number)
+        pool.relieve(number)
+        pool.landed(number)
+    pool.release(pool.take(4))
+    blocks = [idle(pool, number, now=20.0)[0] for number in (2, 3)]
+    pool.now = 30.0
+    pool.touch([blocks[0]], [digest(0)])
+    pool.now = 31.0
+    pool.relieve(2)
+    pool.landed(2)
+    assert found(pool, 0, 1, 2, 3) == ["host", "nowhere", "device", "both"]
+    pool.check([])
+
+
+def test_touching_changes_nothing_for_blocks_that_are_in_use_or_on_their_way():
+    pool = pool_of(4, 4)
+    blocks = idle(pool, 0, 1, 2, 3)
+    (copy,) = pool.relieve(0)
+    pool.share(blocks[1])
+    pool.now = 5.0
+    pool.touch(blocks, [])
+    pool.landed(0)
+    assert found(pool, 0, 1) == ["both", "device"]
+    pool.touch(blocks, [digest(0)])
+    assert pool.ready == 1
+    pool.check([[blocks[1]]])
+    assert copy.source == blocks[0]
+
+
 def test_what_the_host_does_not_have_cannot_be_brought():
     pool = pool_of(2, 2)
     (block,) = pool.take(1)

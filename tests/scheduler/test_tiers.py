@@ -140,6 +140,42 @@ def test_copies_that_are_late_hold_nobody_up_who_needs_no_block():
     assert scheduler.stats().host_blocks_cached == 0
 
 
+def on_the_host(*histories):
+    """A scheduler whose host tier alone has these conversations."""
+    scheduler = create_scheduler(block_size=4, blocks=20, host_blocks=99, low_water=1.0)
+    for number, history in enumerate(histories):
+        run(scheduler, one(history), now=float(number))
+    for _ in range(40):
+        run(scheduler, one((1,), "tick"), now=5.0)
+    pool = scheduler._queues.pool
+    pool.release(pool.take(20))
+    return scheduler
+
+
+def test_a_step_brings_in_one_long_conversation_and_not_two():
+    histories = [tuple(range(number, number + 17)) for number in (0, 100)]
+    scheduler = on_the_host(*histories)
+    for number, history in enumerate(histories):
+        scheduler.add(one((*history, 99), str(number), max_tokens=3))
+    first = step(scheduler, 6.0)
+    assert (spans(first), len(first.swap_in)) == ([("0", 16, 18)], 4)
+    second = step(scheduler, 7.0)
+    assert (spans(second), len(second.swap_in)) == ([("0", 18, 19), ("1", 16, 18)], 4)
+
+
+def test_a_conversation_whose_next_turn_waits_is_as_recent_as_that():
+    histories = [tuple(range(number, number + 9)) for number in (0, 100)]
+    scheduler = create_scheduler(block_size=4, blocks=8, max_sequences=1)
+    for number, history in enumerate(histories):
+        run(scheduler, one(history), now=float(number))
+    scheduler.add(one(3, "runs", max_tokens=8))
+    step(scheduler, 50.0)
+    scheduler.add(one((*histories[0], 99), "waits"))
+    pool = scheduler._queues.pool
+    pool.release(pool.take(5))
+    assert pool.cached == 2 and len(scheduler._entries["waits"].residency.match(range(9))) == 2
+
+
 def test_equal_prefixes_are_kept_once_in_both_tiers():
     scheduler = create_scheduler(block_size=4, blocks=16, host_blocks=16, low_water=1.0)
     system = tuple(range(8))

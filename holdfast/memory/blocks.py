@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from holdfast.core.types import BlockCopy
@@ -29,6 +29,14 @@ class StateIdentity:
             digest.update(struct.pack("<Q", len(encoded)))
             digest.update(encoded)
         return digest.digest()
+
+
+def chain_digests(parent: bytes, tokens: Sequence[int], block_size: int) -> Iterator[bytes]:
+    """What identifies each full block: SHA-256 of the digest before it and its tokens as 32-bit little-endian."""
+    data, width = struct.pack(f"<{len(tokens)}I", *tokens), 4 * block_size
+    for start in range(0, len(data), width):
+        parent = hashlib.sha256(parent + data[start : start + width]).digest()
+        yield parent
 
 
 class BlockPool:
@@ -70,7 +78,6 @@ class BlockPool:
         self.swapped_in = 0
         self.swapped_out = 0
         """Blocks copied so far."""
-        self._pack = struct.Struct(f"<{block_size}I").pack
         self._owners = [0] * num_blocks
         self._digests: list[bytes | None] = [None] * num_blocks
         self._indices = [0] * num_blocks
@@ -132,10 +139,6 @@ class BlockPool:
         for block in taken:
             self._owners[block] = 1
         return taken
-
-    def digest(self, parent: bytes, tokens: Sequence[int]) -> bytes:
-        """What identifies a full block: SHA-256 of the digest before it and its tokens as 32-bit little-endian."""
-        return hashlib.sha256(parent + self._pack(*tokens)).digest()
 
     def find(self, digest: bytes) -> int | None:
         """The sealed block with this digest on the device, owned or not."""
@@ -221,8 +224,7 @@ class BlockPool:
             if not self._owners[block]:
                 self._last[block] = self.now, self._releases
                 if block in self._kept:
-                    self._kept.remove(block)
-                    self._kept.add(block, self._indices[block], self.now, self._releases)
+                    self._kept.renew(block, self.now, self._releases)
                 elif block in self._reclaimable:
                     self._reclaimable.move_to_end(block)
                 if self.host is not None:

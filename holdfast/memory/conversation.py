@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from holdfast.core.types import BlockCopy
-from holdfast.memory.blocks import BlockPool
+from holdfast.memory.blocks import BlockPool, chain_digests
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,15 +85,16 @@ class Residency:
 
     def match(self, tokens: Sequence[int]) -> Found:
         """All full blocks that are kept. The last token is left out: it must be computed to give logits."""
-        found = Found()
+        found, pool = Found(), self._pool
         if self._root is not None:
-            pool = self._pool
-            for index in range((len(tokens) - 1) // pool.block_size):
-                digest = self._digest(index, tokens)
-                block = pool.find(digest)
+            count = (len(tokens) - 1) // pool.block_size
+            self._hash(count, tokens)
+            find, find_on_host = pool.find, pool.find_on_host
+            for index, digest in enumerate(self._digests[:count]):
+                block = find(digest)
                 if block is not None:
                     found.device[index] = block
-                elif pool.find_on_host(digest) is not None:
+                elif find_on_host(digest) is not None:
                     found.host[index] = digest
         return found
 
@@ -125,13 +126,13 @@ class Residency:
 
     def _settle(self, found: Found) -> None:
         """Set what is planned, and the islands beyond it, from what was found."""
-        size = self._pool.block_size
-        for index in sorted((*found.device, *found.host)):
+        size, indices = self._pool.block_size, sorted((*found.device, *found.host))
+        leading = next((at for at, index in enumerate(indices) if at != index), len(indices))
+        self._sealed = leading
+        self.planned = leading * size
+        for index in indices[leading:]:
             start, stop = index * size, (index + 1) * size
-            if start == self.planned and not self._islands:
-                self.planned = stop
-                self._sealed = index + 1
-            elif self._islands and self._islands[-1][1] == start:
+            if self._islands and self._islands[-1][1] == start:
                 self._islands[-1] = self._islands[-1][0], stop
             else:
                 self._islands.append((start, stop))
@@ -146,8 +147,9 @@ class Residency:
         """Make every block sharable that is full of known tokens and wholly planned."""
         full = min(len(tokens), self.planned) // self._pool.block_size
         if full > self._sealed and self._root is not None:
+            self._hash(full, tokens)
             for index in range(self._sealed, full):
-                self._pool.seal(self.blocks[index], self._digest(index, tokens), index)
+                self._pool.seal(self.blocks[index], self._digests[index], index)
             self._sealed = full
             self._await_seal()
 
@@ -163,12 +165,11 @@ class Residency:
     def _await_seal(self) -> None:
         self.next_seal = (self._sealed + 1) * self._pool.block_size if self._root is not None else sys.maxsize
 
-    def _digest(self, index: int, tokens: Sequence[int]) -> bytes:
-        """Digest of full block `index`; the chain is kept, so each block is hashed once."""
-        digests, size = self._digests, self._pool.block_size
-        while len(digests) <= index:
-            start = len(digests) * size
+    def _hash(self, count: int, tokens: Sequence[int]) -> None:
+        """Know the digests of the first `count` blocks, all full; the chain is kept, so each block is hashed once."""
+        digests, known = self._digests, len(self._digests)
+        if known < count:
+            size = self._pool.block_size
             parent = digests[-1] if digests else self._root
             assert parent is not None
-            digests.append(self._pool.digest(parent, tokens[start : start + size]))
-        return digests[index]
+            digests.extend(chain_digests(parent, tokens[known * size : count * size], size))

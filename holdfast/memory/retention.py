@@ -85,6 +85,10 @@ class Retention:
         self._rule = rule
         self._queues: dict[int, Queue] = {}
         self._costs: dict[int, float] = {}
+        self._newest: dict[int, float] = {}
+        """By class, the last use of what was used last of all that it has held."""
+        self._places: dict[int, tuple[int, int]] = {}
+        """By index in a sequence, class and chunk."""
         self._class_of: dict[int, int] = {}
 
     def __len__(self) -> int:
@@ -99,16 +103,39 @@ class Retention:
     def add(self, block: int, index: int, last: float, release: int) -> None:
         """Take in an idle block: the `index`-th of its sequence, last used at `last`, let go in release `release`."""
         rule = self._rule
-        number = rule.cost_class(index)
-        queue = self._queues.get(number)
-        if queue is None:
-            queue = self._queues[number] = OrderedDict()
-            self._costs[number] = rule.class_cost(number)
-        younger = list(_younger(queue, last))
-        queue[block] = (last, release, 0 if rule.eviction.whole else index // rule.chunk_blocks)
+        place = self._places.get(index)
+        if place is None:
+            number = rule.cost_class(index)
+            place = self._places[index] = number, 0 if rule.eviction.whole else index // rule.chunk_blocks
+            if number not in self._queues:
+                self._queues[number] = OrderedDict()
+                self._costs[number] = rule.class_cost(number)
+                self._newest[number] = last
+        number, chunk = place
+        self._class_of[block] = number
+        self._enter(block, number, (last, release, chunk))
+
+    def renew(self, block: int, last: float, release: int) -> None:
+        """Count a block as used at `last`."""
+        number = self._class_of[block]
+        _, _, chunk = self._queues[number].pop(block)
+        self._enter(block, number, (last, release, chunk))
+
+    def _enter(self, block: int, number: int, bounds: tuple[float, int, int]) -> None:
+        """Put a block behind all those of its class that were used earlier; hardly ever is one used later."""
+        queue, last = self._queues[number], bounds[0]
+        if last >= self._newest[number]:
+            self._newest[number] = last
+            queue[block] = bounds
+            return
+        younger = []
+        for other in reversed(queue):
+            if queue[other][0] <= last:
+                break
+            younger.append(other)
+        queue[block] = bounds
         for other in reversed(younger):
             queue.move_to_end(other)
-        self._class_of[block] = number
 
     def remove(self, block: int) -> None:
         """Let a block go that is in use again."""
@@ -117,14 +144,6 @@ class Retention:
     def victims(self, now: float) -> Victims:
         """All blocks, the lowest value first. Nothing may be added or removed meanwhile but by taking from it."""
         return Victims(self._queues, self._costs, self._class_of, now)
-
-
-def _younger(queue: Queue, last: float) -> Iterator[int]:
-    """Blocks at the end of a queue that were used after `last`; hardly ever any, as most are added in order."""
-    for block in reversed(queue):
-        if queue[block][0] <= last:
-            return
-        yield block
 
 
 class Victims:

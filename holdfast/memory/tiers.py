@@ -95,8 +95,7 @@ class HostPool:
         """Count a kept block as used at `last`."""
         place = self._sealed.get(digest)
         if place is not None and place in self._kept:
-            self._kept.remove(place)
-            self._kept.add(place, self._indices[place], last, release)
+            self._kept.renew(place, last, release)
 
     def _give_up(self, places: list[int]) -> None:
         for place in places:

@@ -98,9 +98,10 @@ class Scheduler:
         )
         self._requests += 1
         self._entries[request.id] = entry
+        if self._queues.waiting:
+            pool.now = max(pool.now, request.arrival)
+            entry.residency.touch(request.prompt)  # it will wait: its conversation is active again from now on
         self._queues.waiting.add(entry)
-        pool.now = max(pool.now, request.arrival)
-        entry.residency.touch(request.prompt)
 
     def abort(self, request_id: str) -> None:
         """Let go of a request at once; what steps in flight bring for it is dropped. Unknown ids have ended before."""

@@ -170,6 +170,7 @@ def test_a_conversation_whose_next_turn_waits_is_as_recent_as_that():
         run(scheduler, one(history), now=float(number))
     scheduler.add(one(3, "runs", max_tokens=8))
     step(scheduler, 50.0)
+    scheduler.add(one(2, "waits first"))
     scheduler.add(one((*histories[0], 99), "waits"))
     pool = scheduler._queues.pool
     pool.release(pool.take(5))

@@ -45,6 +45,7 @@ ONE_TOKEN = [  # rows of weights, inputs at a time, warps, stages
 FEW_TOKENS = [
     *((16, 256, 4, 4), (16, 512, 4, 3), (32, 128, 4, 5), (32, 256, 4, 3), (32, 256, 4, 4), (32, 256, 8, 4)),
     *((64, 128, 4, 4), (64, 128, 8, 4), (64, 256, 4, 3)),
+    *((16, 256, 2, 4), (32, 256, 2, 4), (64, 64, 4, 6)),
 ]
 PARTS = (1, 2, 4, 8)
 
@@ -69,9 +70,7 @@ class Fixed(FusedLayerOps):
         super().__init__(shape())
         self.fixed = fixed
 
-    def launch(
-        self, x: torch.Tensor, weight: torch.Tensor, *, gated: bool = False, cut: bool = False
-    ) -> ThinLaunch | None:
+    def launch(self, x: torch.Tensor, weight: torch.Tensor, *, cut: bool = False) -> ThinLaunch | None:
         return self.fixed
 
 
@@ -165,7 +164,7 @@ def compare(name: str, tokens: int, weights: torch.Tensor, rate: float, tune: bo
     """cuBLAS, the rule's launch and, to tune, the others; the best of these in a line of the table."""
     kind, weight_bytes = PRODUCTS[name][0], weights[0].nbytes
     own = FusedLayerOps(shape())
-    rule = own.launch(random(tokens, weights.shape[2]), weights[0], gated=kind == "gated", cut=kind == "add_norm")
+    rule = own.launch(random(tokens, weights.shape[2]), weights[0], cut=kind == "add_norm")
     lines: list[dict[str, object]] = []
     for launch in [None, rule, *(candidates(kind, tokens) if tune else [])]:
         try:

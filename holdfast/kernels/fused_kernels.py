@@ -142,66 +142,6 @@ def silu_mul_kernel(gate_up, out, width, gate_up_stride, out_stride, BLOCK: tl.c
 
 
 @triton.jit
-def _stream_rows(
-    x,
-    weight,
-    row,
-    begin,
-    end,
-    rows,
-    inputs,
-    x_stride,
-    weight_stride,
-    lower,
-    GATED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EVEN: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """Products [BLOCK_N, BLOCK_M] of weight rows with the tokens over the inputs [begin, end), in float32.
-
-    And, where GATED, those of the rows that lie `lower` elements further on; else the same again.
-    """
-    token = tl.arange(0, BLOCK_M)
-    weight_at = weight + row.to(tl.int64)[:, None] * weight_stride
-    if BLOCK_M == 1:
-        # One token: sums stay apart by column until the end, so that the loop only multiplies and adds.
-        acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-        other = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    else:
-        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-        other = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for first in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
-        k = first + tl.arange(0, BLOCK_K)
-        if EVEN:
-            tile = tl.load(weight_at + k[None, :])
-        else:
-            tile = tl.load(weight_at + k[None, :], mask=(k < inputs)[None, :], other=0.0)
-        if GATED:
-            if EVEN:
-                lower_tile = tl.load(weight_at + lower + k[None, :])
-            else:
-                lower_tile = tl.load(weight_at + lower + k[None, :], mask=(k < inputs)[None, :], other=0.0)
-        if BLOCK_M == 1:
-            values = tl.load(x + k, mask=k < inputs, other=0.0).to(tl.float32)[None, :]
-            acc += tile.to(tl.float32) * values
-            if GATED:
-                other += lower_tile.to(tl.float32) * values
-        else:
-            held = (token < rows)[None, :] & (k < inputs)[:, None]
-            values = tl.load(x + token[None, :] * x_stride + k[:, None], mask=held, other=0.0)
-            acc = tl.dot(tile, values, acc, input_precision="ieee")
-            if GATED:
-                other = tl.dot(lower_tile, values, other, input_precision="ieee")
-    if BLOCK_M == 1:
-        return tl.sum(acc, 1)[:, None], tl.sum(other, 1)[:, None]
-    else:
-        return acc, other
-
-
-@triton.jit
 def thin_linear_kernel(
     x,
     weight,
@@ -222,42 +162,48 @@ def thin_linear_kernel(
     EVEN: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """x [rows, inputs] times weight [outputs, inputs] transposed, for a few rows: program (rows of weight, part).
+    """x [rows, inputs] times weight transposed, for a few rows: program (BLOCK_N rows of weight, part).
 
     A part is `part_length` of the inputs, and has its own result in `out` [parts, rows, outputs]. GATED: weight has
-    2 * outputs rows, gate over up, and the result is silu(gate) * up.
+    2 * outputs rows, gate over up, which a program takes in turns, and the result is silu(gate) * up.
     """
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = n < outputs
+    token = tl.arange(0, BLOCK_M)
+    TAKEN: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N  # outputs of this program
+    item = tl.arange(0, BLOCK_N)
+    # Outputs past the last read its rows again, which costs nothing and needs no mask.
+    if GATED:
+        row = tl.minimum(tl.program_id(0) * TAKEN + item // 2, outputs - 1) + item % 2 * outputs
+    else:
+        row = tl.minimum(tl.program_id(0) * TAKEN + item, outputs - 1)
+    weight_at = weight + row.to(tl.int64)[:, None] * weight_stride
     begin = tl.program_id(1) * part_length
-    end = tl.minimum(inputs, begin + part_length)
-    # Rows past the last read it again, which costs nothing and needs no mask.
-    row = tl.minimum(n, outputs - 1)
-    lower = outputs.to(tl.int64) * weight_stride
-    result, up = _stream_rows(
-        x,
-        weight,
-        row,
-        begin,
-        end,
-        rows,
-        inputs,
-        x_stride,
-        weight_stride,
-        lower,
-        GATED,
-        BLOCK_M,
-        BLOCK_N,
-        BLOCK_K,
-        EVEN,
-        STAGES,
-    )
+    if BLOCK_M == 1:
+        # One token: sums stay apart by column until the end, so that the loop only multiplies and adds.
+        acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    else:
+        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for first in tl.range(begin, tl.minimum(inputs, begin + part_length), BLOCK_K, num_stages=STAGES):
+        k = first + tl.arange(0, BLOCK_K)
+        inside = k < inputs
+        if EVEN:
+            tile = tl.load(weight_at + k[None, :])
+        else:
+            tile = tl.load(weight_at + k[None, :], mask=inside[None, :], other=0.0)
+        if BLOCK_M == 1:
+            acc += tile.to(tl.float32) * tl.load(x + k, mask=inside, other=0.0).to(tl.float32)[None, :]
+        else:
+            held = (token < rows)[None, :] & inside[:, None]
+            values = tl.load(x + token[None, :] * x_stride + k[:, None], mask=held, other=0.0)
+            acc = tl.dot(tile, values, acc, input_precision="ieee")
+    if BLOCK_M == 1:
+        result = tl.sum(acc, 1)[:, None]
+    else:
+        result = acc
     if bias is not None:
         result += tl.load(bias + row).to(tl.float32)[:, None]
-        if GATED:
-            up += tl.load(bias + outputs + row).to(tl.float32)[:, None]
     if GATED:
-        result = result / (1.0 + tl.exp(-result)) * up
-    token = tl.arange(0, BLOCK_M)
+        gate, up = tl.split(tl.permute(tl.reshape(result, (TAKEN, 2, BLOCK_M)), (0, 2, 1)))
+        result = gate / (1.0 + tl.exp(-gate)) * up
+    n = tl.program_id(0) * TAKEN + tl.arange(0, TAKEN)
     place = out + tl.program_id(1).to(tl.int64) * out_stride_part + token[None, :] * out_stride + n[:, None]
-    tl.store(place, result.to(out.dtype.element_ty), mask=inside[:, None] & (token < rows)[None, :])
+    tl.store(place, result.to(out.dtype.element_ty), mask=(n < outputs)[:, None] & (token < rows)[None, :])

@@ -43,7 +43,7 @@ class FusedLayerOps(LayerOps):
             return super().gated_linear(x, weight, bias)
         width = weight.shape[0] // 2
         out = x.new_empty(x.shape[0], width)
-        launch = self.launch(x, weight, gated=True)
+        launch = self.launch(x, weight)
         if launch is not None:
             thin_linear(x, weight, bias, out[None], launch, gated=True)
             return out
@@ -109,11 +109,9 @@ class FusedLayerOps(LayerOps):
         )
         return query
 
-    def launch(
-        self, x: torch.Tensor, weight: torch.Tensor, *, gated: bool = False, cut: bool = False
-    ) -> ThinLaunch | None:
+    def launch(self, x: torch.Tensor, weight: torch.Tensor, *, cut: bool = False) -> ThinLaunch | None:
         """How `thin_linear` runs a product; None where cuBLAS does."""
-        return launch_for(x, weight, gated=gated, cut=cut)
+        return launch_for(x, weight, cut=cut)
 
     def _add_norm(
         self, stream: torch.Tensor, partials: torch.Tensor | None, bias: torch.Tensor | None, weight: torch.Tensor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -38,7 +38,7 @@ PROGRAMS = 512
 MAX_PARTS = 8
 
 
-def launch_for(x: torch.Tensor, weight: torch.Tensor, *, gated: bool = False, cut: bool = False) -> ThinLaunch | None:
+def launch_for(x: torch.Tensor, weight: torch.Tensor, *, cut: bool = False) -> ThinLaunch | None:
     """The launch for x [T, K] and weight [N, K]; None where the library's product is better, or the only exact one.
 
     `cut` says that the caller adds up partial sums at no cost of its own. Tuned on an H200 (benchmarks/gemv_gpu.py).
@@ -48,10 +48,9 @@ def launch_for(x: torch.Tensor, weight: torch.Tensor, *, gated: bool = False, cu
     if not fits or x.element_size() != 2 or inputs * x.element_size() < LEAST_ROW_BYTES:
         return None
     own = ONE_TOKEN if rows == 1 else FEW_TOKENS
-    block_n = own.block_n // 2 if gated and rows > 1 else own.block_n  # two rows of weights for each output
     programs = -(-weight.shape[0] // own.block_n)
     parts = max(1, min(MAX_PARTS, round(PROGRAMS / programs), inputs // (4 * own.block_k))) if cut else 1
-    return ThinLaunch(block_n, own.block_k, own.num_warps, own.num_stages, parts)
+    return replace(own, parts=parts)
 
 
 def thin_linear(
@@ -71,7 +70,7 @@ def thin_linear(
     rows, inputs = x.shape
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     blocks = -(-inputs // launch.block_k)
-    thin_linear_kernel[(-(-outputs // launch.block_n), launch.parts)](
+    thin_linear_kernel[(-(-weight.shape[0] // launch.block_n), launch.parts)](
         x,
         weight,
         bias,

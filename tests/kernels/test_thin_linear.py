@@ -80,7 +80,7 @@ def test_compiled_launches_stay_within_the_precision_of_the_type(
     dtype: torch.dtype, rows: int, outputs: int, inputs: int, gated: bool
 ) -> None:
     x, weight = draw(rows, outputs, inputs, "cuda", dtype)
-    launch = launch_for(x, weight, gated=gated, cut=not gated)
+    launch = launch_for(x, weight, cut=not gated)
     assert launch is not None
     width = outputs // 2 if gated else outputs
     out = torch.empty(launch.parts, rows, width, device="cuda", dtype=dtype if gated else torch.float32)

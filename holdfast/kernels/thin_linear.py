@@ -31,9 +31,14 @@ class ThinLaunch:
 
 
 ONE_TOKEN = ThinLaunch(block_n=16, block_k=256, num_warps=4, num_stages=4)
-FEW_TOKENS = ThinLaunch(block_n=32, block_k=256, num_warps=4, num_stages=4)
+ONE_TOKEN_DEEP = ThinLaunch(block_n=8, block_k=512, num_warps=4, num_stages=3)
+FEW_TOKENS = ThinLaunch(block_n=64, block_k=128, num_warps=4, num_stages=4)
+FEW_TOKENS_CUT = ThinLaunch(block_n=64, block_k=256, num_warps=4, num_stages=3)
 
-PROGRAMS = 512
+MANY_OUTPUTS = 16_384
+"""From here on there are programs enough to spare some for deeper loads."""
+
+PROGRAMS = 128
 """Where a product may be cut over its inputs, it is cut until there are about so many programs."""
 MAX_PARTS = 8
 
@@ -47,9 +52,13 @@ def launch_for(x: torch.Tensor, weight: torch.Tensor, *, cut: bool = False) -> T
     fits = 0 < rows <= MAX_ROWS and weight.stride(1) == 1 and x.stride(1) == 1
     if not fits or x.element_size() != 2 or inputs * x.element_size() < LEAST_ROW_BYTES:
         return None
-    own = ONE_TOKEN if rows == 1 else FEW_TOKENS
+    if rows == 1:
+        return ONE_TOKEN_DEEP if cut or weight.shape[0] >= MANY_OUTPUTS else ONE_TOKEN
+    if not cut:
+        return FEW_TOKENS
+    own = FEW_TOKENS_CUT
     programs = -(-weight.shape[0] // own.block_n)
-    parts = max(1, min(MAX_PARTS, round(PROGRAMS / programs), inputs // (4 * own.block_k))) if cut else 1
+    parts = max(1, min(MAX_PARTS, round(PROGRAMS / programs), inputs // (4 * own.block_k)))
     return replace(own, parts=parts)
 
 

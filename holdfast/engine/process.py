@@ -121,6 +121,8 @@ def build(
     memory = executor.profile()
     num_blocks = memory.cache // memory.block
     host_blocks = memory.host_cache // memory.block if config.prefix_sharing else 0
+    if host_blocks:
+        on_progress(f"taking {host_blocks * memory.block / 1e9:.1f} GB of host memory")
     executor.allocate(num_blocks, host_blocks)
     # A sequence's last token is never computed, so the pool holds one position less than the longest sequence.
     max_model_len = min(spec.max_model_len, num_blocks * config.block_size + 1)

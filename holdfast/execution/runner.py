@@ -160,6 +160,8 @@ class PagedExecutor:
             if self.device.type == "cuda":
                 host.pin()
             transfers = Transfers(cache, host, layers, self._make_stream)
+            if self.device.type == "cuda":
+                transfers.warm_up()
         self._memory = _Memory(cache, layers, batch, self._capture(batch, layers, sizes), host, transfers)
 
     def _cache(self, num_blocks: int, device: torch.device) -> KVCache:

@@ -168,6 +168,11 @@ class Transfers:
         self._leaving: deque[tuple[int, Arrival]] = deque()
         self._begun = -1
 
+    def warm_up(self) -> None:
+        """Copy a block each way, before there is anything in them: the first copy compiles its kernel."""
+        self.begin(-1, [BlockCopy(0, 0)], [BlockCopy(0, 0)])
+        self.completed(wait=True)
+
     def begin(self, step: int, swap_in: Sequence[BlockCopy], swap_out: Sequence[BlockCopy]) -> Sequence[LayerCache]:
         """Start a plan's copies; gives the layers' caches for its computation, which must be started next.
 

@@ -17,7 +17,8 @@ PROGRAMS = 32
 TILE = 4096
 
 
-@triton.jit
+# Counts differ from step to step and must not compile anew; strides are the caches' own, and tell how reads align.
+@triton.jit(do_not_specialize=["count", "pieces"])
 def _copy_blocks(
     source,
     target,
@@ -25,8 +26,8 @@ def _copy_blocks(
     target_blocks,
     count,
     pieces,
-    source_stride,
-    target_stride,
+    SOURCE_STRIDE: tl.constexpr,
+    TARGET_STRIDE: tl.constexpr,
     RUN: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -35,8 +36,8 @@ def _copy_blocks(
         block, part = piece % count, (piece // count).to(tl.int64)
         from_block = tl.load(source_blocks + block)
         to_block = tl.load(target_blocks + block)
-        read = source + part * source_stride + from_block * RUN
-        write = target + part * target_stride + to_block * RUN
+        read = source + part * SOURCE_STRIDE + from_block * RUN
+        write = target + part * TARGET_STRIDE + to_block * RUN
         for first in range(0, RUN, TILE):
             at = first + tl.arange(0, TILE)
             tl.store(write + at, tl.load(read + at, mask=at < RUN), mask=at < RUN)
@@ -59,8 +60,8 @@ def copy_runs(
         target_blocks,
         count,
         pieces,
-        source.stride(1),
-        target.stride(1),
+        SOURCE_STRIDE=source.stride(1),
+        TARGET_STRIDE=target.stride(1),
         RUN=run,
         TILE=min(TILE, triton.next_power_of_2(run)),
     )

@@ -105,6 +105,14 @@ def test_a_gpu_copies_both_ways_under_a_computation() -> None:
         host.unpin()
 
 
+def test_warming_up_leaves_nothing_under_way() -> None:
+    _, _, copies = transfers(LateStream)
+    copies.warm_up()
+    assert copies.completed(wait=False) == -1
+    copies.begin(0, [], [])
+    assert copies.completed(wait=False) == 0
+
+
 def test_streams_have_the_shape_that_transfers_ask_for() -> None:
     stream: CopyStream = stream_for(torch.device("cpu"))
     assert stream.copy(lambda: None).done()

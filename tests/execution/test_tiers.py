@@ -58,7 +58,7 @@ def converse(
     device_blocks: int = DEVICE_BLOCKS,
     **streams: Any,
 ) -> tuple[list[tuple[tuple[int, ...], tuple[int, ...]]], SchedulerStats]:
-    """Conversations that take turns at random: each turn's whole prompt and what was answered, and the stats."""
+    """Conversations that take turns at random, branch and are broken off: each turn's prompt and answer, the stats."""
     config = EngineConfig(block_size=BLOCK_SIZE, token_budget=BUDGET, max_sequences=ROWS)
     executor = PagedExecutor(small.model, config, **streams)
     executor.allocate(device_blocks, HOST_BLOCKS)
@@ -71,7 +71,7 @@ def converse(
         max_model_len=small.model.spec.max_model_len,
         sharing=StateIdentity("test"),
     )
-    ticks = count()
+    ticks, names = count(), count()
     loop = Loop(scheduler, executor, steps_in_flight, lambda: float(next(ticks)))
     draw = random.Random(3)
     greeting = tuple(draw.randrange(1, VOCAB) for _ in range(10))
@@ -79,6 +79,7 @@ def converse(
     turns: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
     running: dict[str, int] = {}
     answers: dict[str, tuple[int, ...]] = {}
+    aborts = 10
     to_come = [number for number in range(CONVERSATIONS) for _ in range(TURNS)]
     draw.shuffle(to_come)
     while to_come or loop.has_work():
@@ -86,10 +87,17 @@ def converse(
         if idle and len(running) < ROWS:
             number = idle[0]
             to_come.remove(number)
+            if draw.random() < 0.1:  # a branch of another conversation
+                histories[number] = draw.choice([other for other in histories if len(other) <= len(histories[number])])
             histories[number] += tuple(draw.randrange(1, VOCAB) for _ in range(NEW_TOKENS))
-            name = f"turn-{len(turns) + len(running)}-{number}"
+            name = f"turn-{next(names)}"
             running[name], answers[name] = number, ()
             loop.add(Request(name, histories[number], SamplingParams(temperature=0, max_tokens=GENERATED)))
+        if running and aborts and draw.random() < 0.1:  # somebody leaves in the middle of an answer
+            aborts -= 1
+            name = draw.choice(list(running))
+            loop.abort(name)
+            to_come.append(running.pop(name))
         for output in loop.step():
             answers[output.request_id] += output.tokens
             if output.finish_reason is not None:

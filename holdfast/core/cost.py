@@ -42,22 +42,6 @@ class CostModel:
         pairs = list(segments)
         return self.linear(sum(query for query, _ in pairs)) + sum(self.attention(*pair) for pair in pairs)
 
-    def token_budget(self, target: float, decodes: int, context: int, tile: int, ceiling: int) -> int:
-        """The largest budget whose step stays within `target` seconds: Sarathi-Serve's `compute_token_budget`.
-
-        The step is `decodes` decodes and one prefill chunk, all at `context` positions; the answer is a multiple of
-        `tile` up to `ceiling` (matrix tiles make other sizes waste work, Sarathi-Serve §4.3), and `tile` at the least.
-        """
-        best = tile
-        for budget in range(tile, ceiling + 1, tile):
-            running = min(decodes, budget - 1)
-            chunk = budget - running
-            seconds = self.linear(budget) + running * self.attention(1, context) + self.attention(chunk, context)
-            if seconds > target:
-                break
-            best = budget
-        return best
-
     def to_dict(self) -> dict[str, Any]:
         """As plain data, for a profile file."""
         return asdict(self)
@@ -78,6 +62,46 @@ class CostModel:
         if len(model.linear_tokens) != len(model.linear_seconds) or [len(r) for r in model.attention_seconds] != shape:
             raise ValueError(f"cost profile of {model.model} on {model.device}: points and times differ in number")
         return model
+
+
+class Predictor:
+    """A CostModel that remembers: predicts steps of hundreds of segments in microseconds."""
+
+    def __init__(self, cost: CostModel) -> None:
+        self.cost = cost
+        self._linear: dict[int, float] = {}
+        self._decode: list[float] = []
+
+    def linear(self, tokens: int) -> float:
+        """Seconds of everything in a step but attention."""
+        seconds = self._linear.get(tokens)
+        if seconds is None:
+            seconds = self._linear[tokens] = self.cost.linear(tokens)
+        return seconds
+
+    def decodes(self, contexts: list[int]) -> float:
+        """Seconds of the attention of decodes, one for each context (positions, the new one included)."""
+        try:
+            return sum(map(self._decode.__getitem__, contexts))
+        except IndexError:
+            wanted = max(2 * len(self._decode), 1 + max(contexts))
+            self._decode.extend(self.cost.attention(1, at) for at in range(len(self._decode), wanted))
+            return sum(map(self._decode.__getitem__, contexts))
+
+    def chunk(self, start: int, stop: int) -> float:
+        """Seconds of the attention of the segment [start, stop)."""
+        return self.cost.attention(stop - start, stop)
+
+    def segments(self, spans: Iterable[tuple[int, int]]) -> float:
+        """Seconds of a step that computes these [start, stop)."""
+        tokens, seconds, contexts = 0, 0.0, []
+        for start, stop in spans:
+            tokens += stop - start
+            if stop - start == 1:
+                contexts.append(stop)
+            else:
+                seconds += self.chunk(start, stop)
+        return self.linear(tokens) + seconds + self.decodes(contexts)
 
 
 def interpolate(points: Sequence[int], values: Sequence[float], at: float) -> float:

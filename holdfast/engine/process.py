@@ -10,7 +10,6 @@ from collections.abc import Callable
 import torch
 
 from holdfast.core.config import EngineConfig
-from holdfast.core.cost import CostModel
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.loop import Loop
 from holdfast.engine.messages import (
@@ -30,11 +29,12 @@ from holdfast.engine.messages import (
 from holdfast.engine.parent import Parent
 from holdfast.execution import device as devices
 from holdfast.execution.profile import measure_cost
-from holdfast.execution.runner import PagedExecutor
+from holdfast.execution.runner import DEFAULT_BUDGET, PagedExecutor
 from holdfast.memory.blocks import BlockPool, StateIdentity
 from holdfast.models.loader import load
 from holdfast.scheduler.base import Scheduler
-from holdfast.scheduler.policies import StallFree
+from holdfast.scheduler.choice import RESERVING, capacity_of, make_policy
+from holdfast.scheduler.paced import PacedStallFree
 
 clock = time.monotonic
 
@@ -114,27 +114,34 @@ def build(
     )
     spec = model.spec
     dtype = str(spec.dtype).removeprefix("torch.")
-    executor = PagedExecutor(model, config)
+    budget = config.token_budget or DEFAULT_BUDGET[device.type]
+    capacity = capacity_of(
+        config.scheduler,
+        token_budget=budget,
+        max_model_len=spec.max_model_len,
+        max_sequences=config.max_sequences,
+    )
+    executor = PagedExecutor(model, config, token_budget=capacity)
     on_progress("measuring memory")
     memory = executor.profile()
     num_blocks = memory.cache // memory.block
     executor.allocate(num_blocks)
     # A sequence's last token is never computed, so the pool holds one position less than the longest sequence.
     max_model_len = min(spec.max_model_len, num_blocks * config.block_size + 1)
-    budget = executor.token_budget
+    policy = make_policy(config.scheduler, token_budget=budget, capacity=capacity)
     if config.tbt_target is not None:
         on_progress("measuring the device's pace")
-        budget = budget_for(
-            config.tbt_target / 1000, executor, measure_cost(executor, name=checkpoint.name), num_blocks
-        )
+        cost = measure_cost(executor, name=checkpoint.name)
+        tile = min(TILE[device.type], capacity)
+        policy = PacedStallFree(cost, config.tbt_target / 1000, tile=tile, ceiling=capacity)
     scheduler = Scheduler(
-        StallFree(budget),
+        policy,
         BlockPool(num_blocks, config.block_size),
         max_sequences=config.max_sequences,
         max_model_len=max_model_len,
         vocab_size=spec.vocab_size,
         eos_token_ids=spec.eos_token_ids,
-        headroom=config.headroom,
+        headroom=0.0 if config.scheduler in RESERVING else config.headroom,
         sharing=StateIdentity(model=checkpoint.name, dtype=dtype) if config.prefix_sharing else None,
         seed=config.seed,
     )
@@ -145,7 +152,7 @@ def build(
         memory=memory,
         num_blocks=num_blocks,
         block_size=config.block_size,
-        token_budget=budget,
+        token_budget=capacity,
         max_model_len=max_model_len,
         max_sequences=config.max_sequences,
         max_waiting=config.max_waiting,
@@ -153,19 +160,3 @@ def build(
         started_in=clock() - began,
     )
     return Loop(scheduler, executor, config.steps_in_flight, clock), info
-
-
-def budget_for(target: float, executor: PagedExecutor, cost: CostModel, num_blocks: int) -> int:
-    """The largest token budget whose step stays within `target` seconds when the engine is full.
-
-    Full means that as many sequences as may run share the whole cache evenly, and a prefill takes what they leave.
-    """
-    config, spec = executor.config, executor.model.spec
-    context = min(spec.max_model_len, num_blocks * config.block_size // config.max_sequences)
-    return cost.token_budget(
-        target,
-        decodes=config.max_sequences,
-        context=max(1, context),
-        tile=min(TILE[spec.device.type], executor.token_budget),
-        ceiling=executor.token_budget,
-    )

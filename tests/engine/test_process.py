@@ -128,10 +128,24 @@ def test_build_divides_the_memory_that_the_device_has(small, checkpoint):
     assert [output.finish_reason for output in outputs] == [None, None, FinishReason.LENGTH]
 
 
-def test_a_target_for_the_time_between_tokens_sets_the_budget(small):
-    relaxed = build(small(token_budget=None, tbt_target=60_000.0, max_model_len=64))[1].token_budget
-    strict = build(small(token_budget=None, tbt_target=0.001, max_model_len=64))[1].token_budget
-    assert (strict, relaxed) == (16, 512)
+def first_step(config):
+    """Tokens of the first step over a prompt of 60."""
+    loop, _ = build(config)
+    (request,) = create_requests(tuple(range(60)), max_tokens=2)
+    loop.add(request)
+    loop.step()
+    return loop.stats().tokens_computed
+
+
+def test_a_target_for_the_time_between_tokens_sets_each_steps_budget(small):
+    target = {"token_budget": None, "max_model_len": 64, "steps_in_flight": 1}
+    assert first_step(small(**target, tbt_target=60_000.0)) == 60
+    assert first_step(small(**target, tbt_target=0.001)) == 16
+
+
+def test_the_scheduler_that_is_chosen_runs(small):
+    assert first_step(small(max_model_len=64, steps_in_flight=1, token_budget=32)) == 32
+    assert first_step(small(max_model_len=64, steps_in_flight=1, token_budget=32, scheduler="orca")) == 60
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def main() -> None:
         policy = make_policy(options.scheduler, token_budget=2048, capacity=capacity)
     scheduler = Scheduler(
         policy,
-        BlockPool(options.running * (length // options.block_size + 2), options.block_size),
+        BlockPool(options.running * ((prompt + length) // options.block_size + 2), options.block_size),
         max_sequences=options.running,
         max_model_len=2 * length,
         headroom=0.0,

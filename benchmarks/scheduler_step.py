@@ -75,9 +75,7 @@ def main() -> None:
             updating.append(updated * 1e6)
 
     stats = scheduler.stats()
-    print(
-        f"{options.scheduler}: {stats.running} running, {stats.waiting} waiting, block size {options.block_size}, {options.steps} steps"
-    )
+    print(print(f"{options.scheduler}: {stats.running} running, {stats.waiting} waiting, {options.steps} steps"))
     whole = [sum(pair) for pair in zip(planning, updating, strict=True)]
     for name, times in (("schedule", planning), ("update", updating), ("both", whole)):
         best, p50, p99 = min(times), statistics.median(times), statistics.quantiles(times, n=100)[98]

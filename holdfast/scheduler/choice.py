@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import get_args
 
-from holdfast.core.config import SchedulerName
+from holdfast.core.config import EngineConfig, SchedulerName
+from holdfast.core.cost import CostModel
 from holdfast.scheduler.baselines import ChunkedOnly, HybridOnly, Orca, PrefillFirst, RequestLevel, Unified
+from holdfast.scheduler.paced import PacedStallFree
 from holdfast.scheduler.policies import StallFree
 from holdfast.scheduler.step import Policy
 
@@ -38,3 +40,14 @@ def make_policy(name: SchedulerName, *, token_budget: int, capacity: int) -> Pol
             return HybridOnly(capacity)
         case "unified":
             return Unified(token_budget, capacity)
+
+
+def choose_policy(
+    config: EngineConfig, *, token_budget: int, capacity: int, tile: int, cost: CostModel | None
+) -> Policy:
+    """The policy that a configuration asks for. With a target it takes a `cost` model of the device."""
+    if config.tbt_target is None:
+        return make_policy(config.scheduler, token_budget=token_budget, capacity=capacity)
+    if cost is None:
+        raise ValueError(f"tbt_target is {config.tbt_target}, which takes a profile of the device")
+    return PacedStallFree(cost, config.tbt_target / 1000, tile=min(tile, capacity), ceiling=capacity)

@@ -12,7 +12,7 @@ from dataclasses import fields
 
 import uvloop
 
-from holdfast.cli import chat, serve
+from holdfast.cli import chat, profile, serve
 from holdfast.cli.flags import Parser, UsageError, add_flags, build, flag_of, read_file
 from holdfast.cli.talkers import ChatError
 from holdfast.core.config import BUILTIN_MODEL, EngineConfig
@@ -26,6 +26,7 @@ examples:
   holdfast serve ~/models/Llama-3.2-1B        serve a Hugging Face checkpoint
   holdfast chat                               talk to the built-in model, right here
   holdfast chat --url http://127.0.0.1:8000   talk to a server that runs
+  holdfast profile                            measure the device, for serve --tbt-target
 """
 MODEL_HELP = f"{BUILTIN_MODEL}, which is built in (default), or the directory of a Hugging Face checkpoint"
 BAD_USAGE = 2
@@ -94,6 +95,17 @@ def make_parser() -> argparse.ArgumentParser:
     add_model(talk)
     add_flags(talk, chat.ChatConfig, "the conversation")
     add_flags(talk, EngineConfig, "the engine, when the model runs here", without=("model",))
+
+    measure = commands.add_parser(
+        "profile",
+        help="measure a model's pace on this device, for --tbt-target and simulations",
+        description="Measure how long steps of a model take on this device, and keep it: `holdfast serve --tbt-target` "
+        "goes by it, and `holdfast bench --simulate` too.",
+        allow_abbrev=False,
+    )
+    add_model(measure)
+    add_flags(measure, profile.ProfileConfig, "the profile")
+    add_flags(measure, EngineConfig, "the engine", without=("model",))
     return parser
 
 
@@ -110,6 +122,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 CONFIGS: dict[str, tuple[type, ...]] = {
     "serve": (ServerConfig, EngineConfig),
     "chat": (chat.ChatConfig, EngineConfig),
+    "profile": (profile.ProfileConfig, EngineConfig),
 }
 """Whose fields are the options of a command."""
 
@@ -130,6 +143,9 @@ async def start(options: argparse.Namespace) -> int:
         file = read_file(options.config, CONFIGS["serve"]) if options.config else {}
         server = build(ServerConfig, flags, file, {"api_key": keys} if keys else {})
         return await serve.run(build(EngineConfig, flags, file), server)
+    if options.command == "profile":
+        file = read_file(options.config, CONFIGS["profile"]) if options.config else {}
+        return await profile.run(build(profile.ProfileConfig, flags, file), build(EngineConfig, flags, file))
     file = read_file(options.config, CONFIGS["chat"]) if options.config else {}
     talk = build(chat.ChatConfig, flags, file, {"api_key": keys[0]} if keys else {})
     if talk.url is not None:

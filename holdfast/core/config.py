@@ -42,7 +42,8 @@ class EngineConfig:
     )
     token_budget: int | None = option(None, "most tokens in one step; default: 2048 on CUDA, 512 on a CPU")
     tbt_target: float | None = option(
-        None, "aim for this time between tokens in ms: sets each step's budget by the device's profile"
+        None,
+        "aim for this time between tokens in ms: sets each step's budget by the device's profile, measured once",
     )
     steps_in_flight: int = option(2, "steps planned ahead of the device; 1 waits for each")
     prefix_sharing: bool = option(True, "share the cache of equal prefixes between requests")

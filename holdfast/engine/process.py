@@ -27,14 +27,14 @@ from holdfast.engine.messages import (
     ToEngine,
 )
 from holdfast.engine.parent import Parent
+from holdfast.engine.profiles import Profile, kept_at
 from holdfast.execution import device as devices
 from holdfast.execution.profile import measure_cost
 from holdfast.execution.runner import DEFAULT_BUDGET, PagedExecutor
 from holdfast.memory.blocks import BlockPool, StateIdentity
 from holdfast.models.loader import load
 from holdfast.scheduler.base import Scheduler
-from holdfast.scheduler.choice import RESERVING, capacity_of, make_policy
-from holdfast.scheduler.paced import PacedStallFree
+from holdfast.scheduler.choice import RESERVING, capacity_of, choose_policy
 
 clock = time.monotonic
 
@@ -46,7 +46,12 @@ TILE = {"cuda": 128, "cpu": 16}
 
 def run(start: Start, parent: Parent) -> None:
     """Build the engine and serve its client until told to end. Raises what building or a step raises."""
-    loop, info = build(start.config, began=start.began, on_progress=lambda stage: parent.send(Progress(stage)))
+    loop, info = build(
+        start.config,
+        began=start.began,
+        measure=start.measure,
+        on_progress=lambda stage: parent.send(Progress(stage)),
+    )
     # What exists now lives as long as the process: no collection need look at it again. `serve` says when to collect.
     gc.collect()
     gc.freeze()
@@ -92,11 +97,16 @@ def handle(message: ToEngine, loop: Loop, parent: Parent) -> bool:
 
 
 def build(
-    config: EngineConfig, *, began: float | None = None, on_progress: Callable[[str], None] = lambda stage: None
+    config: EngineConfig,
+    *,
+    began: float | None = None,
+    measure: bool = False,
+    on_progress: Callable[[str], None] = lambda stage: None,
 ) -> tuple[Loop, EngineInfo]:
     """Load the model, measure the device, divide its memory, and put the loop together.
 
-    `began` is when the start was asked for, on the monotonic clock; `on_progress` is told each stage in words. Raises
+    `began` is when the start was asked for, on the monotonic clock; `on_progress` is told each stage in words. A target
+    takes the device's profile: the one that is kept, or a new one if there is none or `measure` asks for it. Raises
     ValueError (UnsupportedCheckpoint among them) and MemoryError with a reason for people.
     """
     began = clock() if began is None else began
@@ -128,12 +138,27 @@ def build(
     executor.allocate(num_blocks)
     # A sequence's last token is never computed, so the pool holds one position less than the longest sequence.
     max_model_len = min(spec.max_model_len, num_blocks * config.block_size + 1)
-    policy = make_policy(config.scheduler, token_budget=budget, capacity=capacity)
-    if config.tbt_target is not None:
+    profile, path = None, kept_at(checkpoint.directory, dtype, memory.device)
+    if measure or (config.tbt_target is not None and not path.is_file()):
         on_progress("measuring the device's pace")
-        cost = measure_cost(executor, name=checkpoint.name)
-        tile = min(TILE[device.type], capacity)
-        policy = PacedStallFree(cost, config.tbt_target / 1000, tile=tile, ceiling=capacity)
+        profile = Profile(
+            cost=measure_cost(executor, name=checkpoint.name),
+            dtype=dtype,
+            cache_tokens=num_blocks * config.block_size,
+            max_model_len=max_model_len,
+            token_budget=DEFAULT_BUDGET[device.type],
+            tile=TILE[device.type],
+        )
+        profile.save(path)
+    elif config.tbt_target is not None:
+        profile = Profile.load(path)
+    policy = choose_policy(
+        config,
+        token_budget=budget,
+        capacity=capacity,
+        tile=TILE[device.type],
+        cost=profile.cost if profile else None,
+    )
     scheduler = Scheduler(
         policy,
         BlockPool(num_blocks, config.block_size),
@@ -158,5 +183,6 @@ def build(
         max_waiting=config.max_waiting,
         vocab_size=spec.vocab_size,
         started_in=clock() - began,
+        profile=str(path) if profile else "",
     )
     return Loop(scheduler, executor, config.steps_in_flight, clock), info

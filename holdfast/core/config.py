@@ -49,6 +49,7 @@ class EngineConfig:
     cuda_graphs: bool = option(True, "run decode steps as captured CUDA graphs, where there is a GPU")
     prefix_sharing: bool = option(True, "share the cache of equal prefixes between requests")
     max_waiting: int = option(4096, "requests that may wait; further ones are refused with 503")
+    trace: str | None = option(None, "write what each step does to this file, in Chrome's trace format")
     seed: int = option(0, "seed for requests that bring none")
     threads: int | None = option(None, "CPU threads of the engine; default: PyTorch's choice")
 

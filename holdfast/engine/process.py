@@ -28,6 +28,7 @@ from holdfast.engine.messages import (
 )
 from holdfast.engine.parent import Parent
 from holdfast.engine.profiles import Profile, kept_at
+from holdfast.engine.timeline import TracedExecutor
 from holdfast.execution import device as devices
 from holdfast.execution.profile import measure_cost
 from holdfast.execution.runner import DEFAULT_BUDGET, PagedExecutor
@@ -57,7 +58,10 @@ def run(start: Start, parent: Parent) -> None:
     gc.freeze()
     gc.disable()
     parent.send(Ready(info))
-    serve(loop, parent)
+    try:
+        serve(loop, parent)
+    finally:
+        loop.close()
 
 
 def serve(loop: Loop, parent: Parent) -> None:
@@ -185,4 +189,5 @@ def build(
         started_in=clock() - began,
         profile=str(path) if profile else "",
     )
-    return Loop(scheduler, executor, config.steps_in_flight, clock), info
+    traced = TracedExecutor(executor, config.trace, clock) if config.trace else executor
+    return Loop(scheduler, traced, config.steps_in_flight, clock), info

@@ -80,13 +80,19 @@ def measure_cost(executor: PagedExecutor, *, name: str, ceiling: int | None = No
             tuple(_attention(executor, query, max(query, context)) for context in contexts) for query in queries
         ),
     )
-    rows = (1, min(executor.config.max_sequences, executor.memory.cache.num_blocks, limit))
-    besides = [max(0.0, _whole(executor, count) - cost.step([(1, 1)] * count)) for count in rows]
+    rows = tuple(powers(1, min(executor.config.max_sequences, executor.memory.cache.num_blocks, limit)))
+    whole = [_whole(executor, count) - count * cost.attention(1, 1) for count in rows]
+    besides = [max(0.0, seconds - cost.linear(count)) for count, seconds in zip(rows, whole, strict=True)]
     linear = (
-        seconds + interpolate(rows, besides, min(count, rows[1]))
+        seconds + interpolate(rows, besides, min(count, rows[-1]))
         for count, seconds in zip(cost.linear_tokens, cost.linear_seconds, strict=True)
     )
-    return replace(cost, linear_seconds=tuple(linear))
+    return replace(
+        cost,
+        linear_seconds=tuple(linear),
+        decode_rows=rows,
+        decode_seconds=tuple(max(0.0, seconds) for seconds in whole),
+    )
 
 
 def powers(first: int, last: int) -> Iterator[int]:

@@ -1,13 +1,14 @@
-"""Runs a workload through the engine's own loop over a virtual clock, and records what each request saw."""
+"""Runs a workload through the engine's own loop, over a virtual clock or a real one, and records what clients saw."""
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from holdfast.bench.records import Record
-from holdfast.bench.workloads import Turn, Words, Workload
+from holdfast.bench.workloads import Words, Workload
 from holdfast.core.config import EngineConfig
 from holdfast.core.protocols import Executor
 from holdfast.core.types import Request, SamplingParams, SchedulerStats
@@ -16,7 +17,7 @@ from holdfast.engine.profiles import Profile
 from holdfast.memory.blocks import BlockPool, StateIdentity
 from holdfast.scheduler.base import Scheduler
 from holdfast.scheduler.choice import RESERVING, capacity_of, choose_policy
-from holdfast.simulator.executor import TOKEN, SimulatedExecutor, VirtualClock
+from holdfast.simulator.executor import SimulatedExecutor, VirtualClock
 from holdfast.simulator.latency import Latency
 
 VOCAB_SIZE = 32_000
@@ -56,10 +57,10 @@ def simulate(
     clock = VirtualClock()
     executor = SimulatedExecutor(Latency(profile.cost), clock, host_seconds)
     loop = Loop(_scheduler(config, profile), wrap(executor, clock), config.steps_in_flight, clock)
-    run = _Run(workload, loop, clock, concurrency)
-    while run.advance():
-        on_progress(run.ended)
-    return Outcome(run.records, clock.now, executor.busy, run.steps, loop.stats())
+    clients = Clients(workload, loop, clock, vocab_size=VOCAB_SIZE, concurrency=concurrency)
+    while clients.advance():
+        on_progress(clients.ended)
+    return Outcome(clients.records, clock.now, executor.busy, clients.steps, loop.stats())
 
 
 def _scheduler(config: EngineConfig, profile: Profile) -> Scheduler:
@@ -80,19 +81,46 @@ def _scheduler(config: EngineConfig, profile: Profile) -> Scheduler:
     )
 
 
-class _Run:
-    """The clients of a simulated engine: who asks when, and what they saw."""
+class Waiting(Protocol):
+    """A clock that can be waited on."""
 
-    def __init__(self, workload: Workload, loop: Loop, clock: VirtualClock, concurrency: int | None) -> None:
+    def __call__(self) -> float:
+        """Seconds."""
+        ...
+
+    def advance_to(self, time: float) -> None:
+        """Return when it is that late."""
+        ...
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A request under way."""
+
+    record: Record
+    conversation: int
+    turn: int
+    prompt: tuple[int, ...]
+    answer: list[int]
+    """Kept only where another turn goes on from it."""
+    goes_on: bool
+
+
+class Clients:
+    """All clients of a loop, in one thread with it: who asks when, and what they saw."""
+
+    def __init__(
+        self, workload: Workload, loop: Loop, clock: Waiting, *, vocab_size: int, concurrency: int | None = None
+    ) -> None:
+        """Arrivals are seconds on `clock`; with `concurrency` they do not count, and so many are under way at once."""
         self.records: list[Record] = []
         self.ended = 0
         self.steps = 0
         self._workload = workload
         self._loop = loop
         self._clock = clock
-        self._words = Words(VOCAB_SIZE)
-        self._under_way: dict[str, tuple[Record, int, int, tuple[int, ...]]] = {}
-        """By request id: its record, the conversation, the turn, the prompt."""
+        self._words = Words(vocab_size)
+        self._under_way: dict[str, _Asked] = {}
         self._history: dict[int, tuple[int, ...]] = {}
         """What was said so far, of conversations that go on."""
         open_loop = concurrency is None
@@ -109,38 +137,41 @@ class _Run:
             if not due:
                 return False
             clock.advance_to(due[0][0])
-        while due and due[0][0] <= clock.now:
+        now = clock()
+        while due and due[0][0] <= now:
             self._ask(*heapq.heappop(due))
         outputs = loop.step()
-        now = clock.now
+        now = clock()
         self.steps += 1
-        for name, _, reason, cached, scheduled, _ in outputs:
-            record, conversation, turn, prompt = self._under_way[name]
-            times = record.token_times
+        for name, tokens, reason, cached, scheduled, _ in outputs:
+            asked = self._under_way[name]
+            times = asked.record.token_times
             if not times:
-                record.scheduled, record.cached_tokens = scheduled, cached
+                asked.record.scheduled, asked.record.cached_tokens = scheduled, cached
             times.append(now)
+            if asked.goes_on:
+                asked.answer.extend(tokens)
             if reason:
                 del self._under_way[name]
-                self._end(conversation, turn, prompt, len(times))
+                self._end(asked, now)
         return True
 
     def _ask(self, arrival: float, number: int, turn: int) -> None:
-        wanted: Turn = self._workload[number].turns[turn]
-        prompt = self._history.pop(number, ()) + self._words.prompt(number, turn, wanted)
+        turns = self._workload[number].turns
+        prompt = self._history.pop(number, ()) + self._words.prompt(number, turn, turns[turn])
         name = f"{number}.{turn}"
-        params = SamplingParams(temperature=0.0, max_tokens=wanted.output, ignore_eos=True)
+        params = SamplingParams(temperature=0.0, max_tokens=turns[turn].output, ignore_eos=True)
         record = Record(arrival, len(prompt))
         self.records.append(record)
-        self._under_way[name] = record, number, turn, prompt
+        self._under_way[name] = _Asked(record, number, turn, prompt, [], turn + 1 < len(turns))
         self._loop.add(Request(name, prompt, params, arrival=arrival))
 
-    def _end(self, number: int, turn: int, prompt: tuple[int, ...], generated: int) -> None:
+    def _end(self, asked: _Asked, now: float) -> None:
         """A turn has ended: the next one comes after its think time, or the next conversation may begin."""
         self.ended += 1
-        turns = self._workload[number].turns
-        if turn + 1 < len(turns):
-            self._history[number] = prompt + (TOKEN,) * generated
-            heapq.heappush(self._due, (self._clock.now + turns[turn + 1].think, number, turn + 1))
-        elif (following := next(self._later, None)) is not None:
-            heapq.heappush(self._due, (self._clock.now, following, 0))
+        number, following = asked.conversation, asked.turn + 1
+        if asked.goes_on:
+            self._history[number] = asked.prompt + tuple(asked.answer)
+            heapq.heappush(self._due, (now + self._workload[number].turns[following].think, number, following))
+        elif (conversation := next(self._later, None)) is not None:
+            heapq.heappush(self._due, (now, conversation, 0))

@@ -1,6 +1,7 @@
 """The cost model: interpolation between measured points, prediction from memory, its file form."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -45,6 +46,16 @@ def test_a_predictor_says_what_the_model_says(spans):
     expected = COST.step((length, start + length) for start, length in spans)
     for _ in range(2):  # the second time from memory
         assert predictor.segments((start, start + length) for start, length in spans) == pytest.approx(expected)
+
+
+def test_decodes_alone_take_what_was_measured_for_them_where_it_was():
+    graphs = replace(COST, decode_rows=(1, 4), decode_seconds=(0.001, 0.0013))
+    assert graphs.step([(1, 300)] * 2) == pytest.approx(0.0011 + 2 * COST.attention(1, 300))
+    assert Predictor(graphs).segments([(299, 300)] * 2) == pytest.approx(graphs.step([(1, 300)] * 2))
+    assert graphs.step([(1, 300), (5, 5)]) == COST.step([(1, 300), (5, 5)])
+    assert CostModel.from_dict(json.loads(json.dumps(graphs.to_dict()))) == graphs
+    with pytest.raises(ValueError, match="differ in number"):
+        CostModel.from_dict(graphs.to_dict() | {"decode_rows": [1]})
 
 
 def test_it_survives_its_file():

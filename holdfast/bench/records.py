@@ -21,7 +21,9 @@ class Record:
     scheduled: float | None = None
     """When its first segment was planned, where that is known."""
     token_times: list[float] = field(default_factory=list)
-    """When each generated token arrived; ascending."""
+    """When each generated token arrived; ascending. Over HTTP several tokens may come at once, as one time."""
+    output_tokens: int | None = None
+    """Generated tokens, where they are known not to be one for each time."""
     cached_tokens: int = 0
     error: str = ""
     """Why it failed; empty if it did not."""
@@ -46,7 +48,7 @@ def summary(records: Sequence[Record], slo: Slo | None = None) -> dict[str, Any]
     if not good:
         reasons = {record.error for record in records if record.error}
         raise ValueError(f"none of {len(records)} requests succeeded: {'; '.join(sorted(reasons)) or 'no tokens came'}")
-    outputs = np.array([len(record.token_times) for record in good], np.float64)
+    outputs = np.array([record.output_tokens or len(record.token_times) for record in good], np.float64)
     first = np.array([record.token_times[0] for record in good])
     last = np.array([record.token_times[-1] for record in good])
     arrival = np.array([record.arrival for record in good])

@@ -238,6 +238,10 @@ class Words:
         blocks = (self._text(f"#{block}", HASH_BLOCK) for block in wanted.hashes)
         return tuple(token for block in blocks for token in block)[: wanted.prompt]
 
+    def answer(self, conversation: int, turn: int, wanted: Turn) -> tuple[int, ...]:
+        """Tokens that stand for an answer whose ids are unknown."""
+        return self._text(f"{conversation}/{turn}/answer", wanted.output)
+
     def _text(self, name: str, length: int) -> tuple[int, ...]:
         """Tokens for a name; the first ones spell it, in as many of few letters as it takes to tell all apart."""
         choose = random.Random(name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +103,14 @@ def run(config: BenchConfig, engine: EngineConfig) -> int:
     console = Console(highlight=False)
     base = read_workload(config, engine.seed)
     if config.simulate is not None:
-        runner = simulator(config, engine, Profile.load(Path(config.simulate)))
+        profile = Profile.load(Path(config.simulate))
+        if config.cache_tokens is not None:
+            profile = replace(profile, cache_tokens=config.cache_tokens)
+        asked = turns_of(base)
+        base = workloads.cut(base, min(engine.max_model_len or profile.max_model_len, profile.cache_tokens + 1))
+        if turns_of(base) < asked:
+            console.print(f"{asked - turns_of(base)} of {asked} requests are longer than the context and left out")
+        runner = simulator(config, engine, profile)
     else:
         runner = sender(config)
     slo = Slo(config.slo_ttft, config.slo_tpot, config.slo_e2el)
@@ -154,13 +161,9 @@ def read_workload(config: BenchConfig, seed: int) -> Workload:
 
 def simulator(config: BenchConfig, engine: EngineConfig, profile: Profile) -> Runner:
     """Runs workloads over the virtual clock."""
-    if config.cache_tokens is not None:
-        profile = Profile(
-            **{name: getattr(profile, name) for name in Profile.__slots__} | {"cache_tokens": config.cache_tokens}
-        )
 
     def run(workload: Workload, title: str) -> list[Record]:
-        with progress(title, workload) as tell:
+        with Bar(title, workload) as tell:
             traced: list[TracedExecutor] = []
 
             def wrap(executor: Any, clock: Any) -> Any:
@@ -201,7 +204,7 @@ def sender(config: BenchConfig) -> Runner:
             return await client.run(workload, config.concurrency)
 
     def run(workload: Workload, title: str) -> list[Record]:
-        with progress(title, workload) as tell:
+        with Bar(title, workload) as tell:
             records: list[Record] = uvloop.run(send(workload, tell))
             return records
 
@@ -218,7 +221,12 @@ async def first_model(http: httpx.AsyncClient) -> str:
         raise OSError(f"{http.base_url}models does not list a model: {type(error).__name__}: {error}") from None
 
 
-class progress:
+def turns_of(workload: Workload) -> int:
+    """Requests in all."""
+    return sum(len(conversation.turns) for conversation in workload)
+
+
+class Bar:
     """A progress bar on standard error; calling it says how many requests have ended."""
 
     def __init__(self, title: str, workload: Workload) -> None:
@@ -230,7 +238,7 @@ class progress:
             console=Console(stderr=True),
             transient=True,
         )
-        self._task = self._bar.add_task(title, total=sum(len(conversation.turns) for conversation in workload))
+        self._task = self._bar.add_task(title, total=turns_of(workload))
         self._told = 0
 
     def __enter__(self) -> Callable[[int], None]:

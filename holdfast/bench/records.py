@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+from math import sqrt
 from typing import Any
-
-import numpy as np
-import numpy.typing as npt
-
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass(slots=True)
@@ -48,53 +45,57 @@ def summary(records: Sequence[Record], slo: Slo | None = None) -> dict[str, Any]
     if not good:
         reasons = {record.error for record in records if record.error}
         raise ValueError(f"none of {len(records)} requests succeeded: {'; '.join(sorted(reasons)) or 'no tokens came'}")
-    outputs = np.array([record.output_tokens or len(record.token_times) for record in good], np.float64)
-    first = np.array([record.token_times[0] for record in good])
-    last = np.array([record.token_times[-1] for record in good])
-    arrival = np.array([record.arrival for record in good])
-    ttft, e2el = (first - arrival) * 1e3, (last - arrival) * 1e3
-    many = outputs > 1
-    tpot = (e2el - ttft)[many] / (outputs[many] - 1)
-    gaps = [np.diff(record.token_times) for record in good]
-    duration = float(last.max() - arrival.min())
+    outputs = [record.output_tokens or len(record.token_times) for record in good]
+    ttft = [(record.token_times[0] - record.arrival) * 1e3 for record in good]
+    e2el = [(record.token_times[-1] - record.arrival) * 1e3 for record in good]
+    timed = list(zip(outputs, ttft, e2el, strict=True))
+    tpot = [(end - first) / (count - 1) if count > 1 else None for count, first, end in timed]
+    gaps = [(after - before) * 1e3 for record in good for before, after in pairwise(record.token_times)]
+    duration = max(record.token_times[-1] for record in good) - min(record.arrival for record in good)
     prompt_tokens = sum(record.prompt_tokens for record in good)
-    cached = sum(record.cached_tokens for record in good)
     result: dict[str, Any] = {
         "completed": len(good),
         "failed": len(records) - len(good),
         "duration": duration,
         "total_input_tokens": prompt_tokens,
-        "total_output_tokens": int(outputs.sum()),
-        "cached_tokens": cached,
+        "total_output_tokens": sum(outputs),
+        "cached_tokens": sum(record.cached_tokens for record in good),
         "request_throughput": len(good) / duration,
-        "output_throughput": float(outputs.sum()) / duration,
-        "total_token_throughput": (prompt_tokens + float(outputs.sum())) / duration,
+        "output_throughput": sum(outputs) / duration,
+        "total_token_throughput": (prompt_tokens + sum(outputs)) / duration,
     }
     if slo is not None:
-        per_request = np.full(len(good), np.nan)
-        per_request[many] = tpot
-        met = np.ones(len(good), bool)
-        for limit, values in ((slo.ttft, ttft), (slo.tpot, per_request), (slo.e2el, e2el)):
-            if limit is not None:
-                met &= ~(values > limit)  # one token has no TPOT, and misses none
-        result["request_goodput"] = float(met.sum()) / duration
-    result |= figures("ttft", ttft) | figures("tpot", tpot) | figures("itl", np.concatenate(gaps) * 1e3)
-    result |= figures("e2el", e2el) | figures("normalized_latency", e2el / outputs)
-    queued = [record.scheduled - record.arrival for record in good if record.scheduled is not None]
-    if queued:
-        result |= figures("queued", np.array(queued) * 1e3)
-    return result
+        limits = ((slo.ttft, ttft), (slo.tpot, tpot), (slo.e2el, e2el))
+        missed = {  # one token has no TPOT, and misses none
+            number
+            for limit, values in limits
+            for number, value in enumerate(values)
+            if limit is not None and value is not None and value > limit
+        }
+        result["request_goodput"] = (len(good) - len(missed)) / duration
+    result |= figures("ttft", ttft) | figures("tpot", [value for value in tpot if value is not None])
+    result |= figures("itl", gaps) | figures("e2el", e2el)
+    result |= figures("normalized_latency", [end / count for count, _, end in timed])
+    queued = [(record.scheduled - record.arrival) * 1e3 for record in good if record.scheduled is not None]
+    return result | figures("queued", queued) if queued else result
 
 
-def figures(name: str, values: Floats) -> dict[str, float]:
+def figures(name: str, values: Sequence[float]) -> dict[str, float]:
     """Mean, median, standard deviation, P90 and P99; zeros for no values."""
-    if not values.size:
-        values = np.zeros(1)
-    p50, p90, p99 = np.percentile(values, (50, 90, 99))
+    ascending = sorted(values) or [0.0]
+    mean = sum(ascending) / len(ascending)
     return {
-        f"mean_{name}_ms": float(values.mean()),
-        f"median_{name}_ms": float(p50),
-        f"std_{name}_ms": float(values.std()),
-        f"p90_{name}_ms": float(p90),
-        f"p99_{name}_ms": float(p99),
+        f"mean_{name}_ms": mean,
+        f"median_{name}_ms": percentile(ascending, 0.5),
+        f"std_{name}_ms": sqrt(sum((value - mean) ** 2 for value in ascending) / len(ascending)),
+        f"p90_{name}_ms": percentile(ascending, 0.9),
+        f"p99_{name}_ms": percentile(ascending, 0.99),
     }
+
+
+def percentile(ascending: Sequence[float], share: float) -> float:
+    """The value below which this share lies, linear between neighbours."""
+    at = share * (len(ascending) - 1)
+    below = int(at)
+    above = min(below + 1, len(ascending) - 1)
+    return ascending[below] + (at - below) * (ascending[above] - ascending[below])

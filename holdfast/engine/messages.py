@@ -34,6 +34,8 @@ class EngineInfo:
     """Seconds from the client's call until ready."""
     num_host_blocks: int = 0
     """Blocks of the host tier."""
+    profile: str = ""
+    """The file with the device's profile; empty where none was needed."""
 
 
 class Message(msgspec.Struct, array_like=True):
@@ -45,6 +47,8 @@ class Start(Message, tag="start"):
 
     config: EngineConfig
     began: float
+    measure: bool = False
+    """Measure the device's profile anew, whether it is needed or kept or not."""
 
 
 class Submit(Message, tag="submit"):

@@ -73,13 +73,13 @@ class PagedExecutor:
         token_budget: int | None = None,
         make_stream: Callable[[], CopyStream] | None = None,
     ) -> None:
-        """`token_budget` is the most tokens of one step, where neither the config nor the device's default says it.
+        """`token_budget` is the most tokens of one step; without it the config's, or else the device's default.
 
         `make_stream` makes the streams that blocks are copied on; by default those of the device's kind.
         """
         spec = model.spec
         self.model, self.config, self.device = model, config, spec.device
-        self.token_budget = config.token_budget or token_budget or DEFAULT_BUDGET[spec.device.type]
+        self.token_budget = token_budget or config.token_budget or DEFAULT_BUDGET[spec.device.type]
         self.attention = attention_for(
             spec.device,
             num_heads=spec.num_heads,

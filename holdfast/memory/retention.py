@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
+from holdfast.core.config import EngineConfig
+
 Queue = OrderedDict[int, tuple[float, int, int]]
 """Blocks with what they go together by: time of last use, number of the release, chunk."""
 
@@ -52,6 +54,12 @@ class RetentionRule:
     chunk_blocks: int = 2
     """Blocks of a chunk, the unit of the decision."""
     block_size: int = 16
+
+    @classmethod
+    def of(cls, config: EngineConfig, cost: Cost) -> RetentionRule:
+        """The rule that a configuration names, with chunks of whole blocks."""
+        chunk_blocks = -(-config.chunk_size // config.block_size)
+        return cls(EVICTIONS[config.eviction], cost, chunk_blocks, config.block_size)
 
     def cost_class(self, index: int) -> int:
         """Class of the chunk that holds block `index` of a sequence: 32 exact ones, then 16 for each doubling.

@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from holdfast.core.config import EngineConfig
 from holdfast.memory.retention import EVICTIONS, LEAST_AGE, Retention, RetentionRule, cost_by_position
 
 
@@ -92,6 +93,11 @@ def test_classes_are_few_and_narrow():
     for number, chunks in classes.items():
         assert chunks[-1] - chunks[0] <= chunks[0] / 16
         assert retention_rule.class_cost(number) == (chunks[0] + 1) * 32
+
+
+def test_a_configuration_names_its_rule_and_a_chunk_is_whole_blocks():
+    made = RetentionRule.of(EngineConfig(eviction="lru", chunk_size=40, block_size=16), float)
+    assert (made.eviction, made.chunk_blocks, made.block_size) == (EVICTIONS["lru"], 3, 16)
 
 
 def test_without_a_measurement_attention_outweighs_the_rest_from_the_balance_on():

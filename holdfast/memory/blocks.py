@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from array import array
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from holdfast.core.types import BlockCopy
@@ -31,12 +32,13 @@ class StateIdentity:
         return digest.digest()
 
 
-def chain_digests(parent: bytes, tokens: Sequence[int], block_size: int) -> Iterator[bytes]:
-    """What identifies each full block: SHA-256 of the digest before it and its tokens as 32-bit little-endian."""
-    data, width = struct.pack(f"<{len(tokens)}I", *tokens), 4 * block_size
+def chain_digests(parent: bytes, tokens: Sequence[int], block_size: int) -> list[bytes]:
+    """What identifies each full block: SHA-256 of the digest before it and its tokens as 32-bit numbers."""
+    data, width, digests = array("I", tokens).tobytes(), 4 * block_size, []
     for start in range(0, len(data), width):
         parent = hashlib.sha256(parent + data[start : start + width]).digest()
-        yield parent
+        digests.append(parent)
+    return digests
 
 
 class BlockPool:
@@ -103,7 +105,8 @@ class BlockPool:
     @property
     def ready(self) -> int:
         """Blocks that can be taken now."""
-        return self.available if self.host is None else len(self._free) + len(self._reclaimable)
+        ready = len(self._free) + len(self._reclaimable)
+        return ready if self.host is not None else ready + len(self._kept)
 
     @property
     def leaving(self) -> bool:
@@ -239,10 +242,10 @@ class BlockPool:
         The copies read the device as it is before the plan's segments run, and their blocks stay as they are until
         `landed` says that they are done.
         """
-        host, demand = self.host, max(self._low_water, self._demand)
-        self._demand = 0
+        host = self.host
         if host is None:
             return ()
+        demand, self._demand = max(self._low_water, self._demand), 0
         wanted = min(demand - self.ready - self._leaving_idle, self.at_once)
         if wanted <= 0 or not self._kept:
             return ()

@@ -185,8 +185,9 @@ class Step:
         host tier nobody loses blocks while idle state can make room: the sequence waits until that is copied.
         """
         queues = self._queues
-        while not queues.pool.ready:
-            if queues.pool.relievable:
+        pool = queues.pool
+        while not pool.ready:
+            if pool.relievable:
                 return False
             victim = next(other for other in reversed(queues.running) if other.planned_in != self._number)
             if victim is entry:

@@ -44,11 +44,16 @@ class Step:
         self.sampling: list[Entry] = []
         """Whose token each sampling segment samples, in plan order."""
         self._queues = queues
-        self.number = number
+        self._number = number
         self._now = now
         self._segments: list[Segment] = []
         self._writes: list[TableWrite] = []
         self._preempted: list[str] = []
+
+    @property
+    def number(self) -> int:
+        """The step's number."""
+        return self._number
 
     @property
     def running(self) -> RankedQueue:
@@ -66,7 +71,7 @@ class Step:
 
     def decode(self) -> None:
         """Plan every running sequence that lacks one position, preempting those that rank below it for its blocks."""
-        budget, number = self.budget, self.number
+        budget, number = self.budget, self._number
         segments, sampling = self._segments, self.sampling
         new = tuple.__new__  # what Segment(...) comes down to, at less than half its time
         for entry in self._queues.running:
@@ -95,7 +100,7 @@ class Step:
         for entry in self._queues.running:
             if self.budget <= 0:
                 return
-            if entry.planned_in != self.number and entry.sequence.length - entry.residency.planned > 1:
+            if entry.planned_in != self._number and entry.sequence.length - entry.residency.planned > 1:
                 self._chunk(entry)
 
     def admit(self, allow: Callable[[Entry], bool] = anyone, *, whole: bool = False) -> None:
@@ -113,7 +118,7 @@ class Step:
         """The plan, or None if there is nothing to run."""
         if not self._segments:
             return None
-        return StepPlan(self.number, tuple(self._segments), tuple(self._writes), tuple(self._preempted))
+        return StepPlan(self._number, tuple(self._segments), tuple(self._writes), tuple(self._preempted))
 
     def _chunk(self, entry: Entry) -> None:
         """Plan of a sequence what it lacks, as far as the budget goes: a segment for each range."""
@@ -134,7 +139,7 @@ class Step:
                 self.sampling.append(entry)
                 sequence.in_flight += 1
         residency.seal(sequence.tokens)
-        entry.planned_in = self.number
+        entry.planned_in = self._number
 
     def _start(self, entry: Entry, whole: bool) -> bool:
         """Admit the first waiting sequence if all its known positions fit beside the headroom.
@@ -165,7 +170,7 @@ class Step:
         """
         queues = self._queues
         while not queues.pool.available:
-            victim = next(other for other in reversed(queues.running) if other.planned_in != self.number)
+            victim = next(other for other in reversed(queues.running) if other.planned_in != self._number)
             if victim is entry:
                 return False
             queues.preempt(victim)

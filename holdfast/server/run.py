@@ -16,6 +16,8 @@ from holdfast.core.config import EngineConfig
 from holdfast.engine.client import EngineClient
 from holdfast.server.app import create_app
 from holdfast.server.config import ServerConfig
+from holdfast.server.conversations.service import Responses
+from holdfast.server.conversations.store import Bounds, Store, data_directory
 from holdfast.server.service import Service
 
 MAX_HEADER_BYTES = 64 * 1024
@@ -35,30 +37,48 @@ async def run(
     """Serve until a signal or the engine's death. Returns the process's exit code.
 
     `on_ready` is told the client and the base URL once requests are taken. Raises OSError when the address cannot be
-    had (before the engine is started), EngineStartError when the engine cannot start.
+    had, StoreError when the store cannot (both before the engine is started), EngineStartError when the engine cannot
+    start.
     """
     listener = listen(config)
     try:
-        client = await EngineClient.start(engine, on_progress=on_progress)
+        store = open_store(config)
     except BaseException:
         listener.close()
         raise
     try:
-        return await serve(client, config, listener, on_ready=on_ready)
+        client = await EngineClient.start(engine, on_progress=on_progress)
+    except BaseException:
+        store.close()
+        listener.close()
+        raise
+    try:
+        return await serve(client, config, store, listener, on_ready=on_ready)
     finally:
         await client.close()
+
+
+def open_store(config: ServerConfig) -> Store:
+    """The store where the configuration says, within its bounds. Raises StoreError."""
+    where = config.store or str(data_directory() / "conversations.sqlite")
+    bounds = Bounds(
+        seconds=config.store_days * 86400, threads=config.store_conversations, bytes=int(config.store_gb * 1e9)
+    )
+    return Store.open(where, bounds)
 
 
 async def serve(
     client: EngineClient,
     config: ServerConfig,
+    store: Store,
     listener: socket.socket,
     *,
     on_ready: Callable[[EngineClient, str], None],
 ) -> int:
     """Take requests on `listener` until it is time to end. Returns the exit code."""
-    app = create_app(client, config)
+    app = create_app(client, config, store)
     service: Service = app.state.service
+    responses: Responses = app.state.responses
     server = Server(
         uvicorn.Config(
             app,
@@ -92,6 +112,7 @@ async def serve(
         for task in (died, stop):
             task.cancel()
         await asyncio.gather(serving, died, stop, return_exceptions=True)
+        await responses.close()
     return code
 
 

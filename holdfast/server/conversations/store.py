@@ -1,0 +1,555 @@
+"""The persistent store: turns with their raw tokens, conversations with their items, in SQLite or PostgreSQL."""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import sqlalchemy
+from sqlalchemy import Connection, Row, delete, event, func, insert, literal, select, update
+from sqlalchemy.engine import Engine
+from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.pool import StaticPool
+
+from holdfast.server.conversations.schema import conversations, items, migrate, threads, turns
+
+T = TypeVar("T")
+Item = dict[str, Any]
+"""A message as the API shows it: type, id, status, role, content."""
+
+MEMORY = "memory"
+GOOD = ("completed", "incomplete")
+"""How a turn ended on which others may build."""
+BUSY_SECONDS = 30.0
+SHARE = 8
+"""One thread may take up this part of the store: none drives out all the others."""
+BATCH = 64
+"""Threads that one write drops at the most to keep within the bounds: no turn waits for a long clean-up."""
+RECOUNT = 256
+"""Writes after which sizes are counted anew, as other servers may write to the same database."""
+
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.decode
+
+
+class StoreError(Exception):
+    """The store cannot be opened; the message says why in one line."""
+
+
+class Gone(Exception):
+    """What a turn builds on was deleted, or has gone on, while it was written."""
+
+
+class Full(Exception):
+    """A thread takes up more of the store than one may; the message is for its user."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """How much is kept. Beyond any of them the threads that were not active for longest are dropped whole."""
+
+    seconds: float
+    """Time since a thread's last turn."""
+    threads: int
+    bytes: int
+    """Of all tokens and items, as they are stored."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """A response as it is stored. Tokens are the whole sequence's: what it shares with its parent is stored once."""
+
+    response: Mapping[str, Any]
+    """As the API shows it; among its fields id, status, output, previous_response_id."""
+    tenant: str
+    input: Sequence[Item]
+    context: Context
+    conversation: str | None = None
+    visible: bool = True
+    tokens: Sequence[int] = ()
+    characters: int = 0
+    digest: bytes = b""
+
+    @property
+    def id(self) -> str:
+        """The response's id."""
+        return str(self.response["id"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """What a new turn builds on."""
+
+    thread: str | None = None
+    """None for a turn that begins one."""
+    parent: str | None = None
+    """The turn that was last; None at the beginning, and after a conversation's items were edited by hand."""
+    status: str = "completed"
+    items: Sequence[Item] = ()
+    """All messages so far."""
+    tokens: Sequence[int] = ()
+    """The raw tokens behind them, as far as they are known."""
+    characters: int = 0
+    """How long the text is that these tokens stand for."""
+    digest: bytes = b""
+    """Of that text and the tokenizer."""
+
+
+@dataclass(frozen=True)
+class Page:
+    """Some of a list of items."""
+
+    items: list[Item]
+    has_more: bool
+
+
+@dataclass
+class _Size:
+    """What is stored, as far as this process knows."""
+
+    threads: int = 0
+    bytes: int = 0
+    writes: int = field(default=RECOUNT, repr=False)
+
+
+class Store:
+    """Synchronous and for one thread at a time: `Keeper` takes it off the event loop.
+
+    Each method is one transaction, which is committed whole or not at all: a process that dies leaves the last
+    turn that was committed. Every method takes the tenant, and finds nothing of another's.
+    """
+
+    def __init__(self, engine: Engine, bounds: Bounds, now: Callable[[], float] = time.time) -> None:
+        """Use `open` instead."""
+        self._engine = engine
+        self._bounds = bounds
+        self._now = now
+        self._size = _Size()
+
+    @classmethod
+    def open(cls, where: str, bounds: Bounds, now: Callable[[], float] = time.time) -> Store:
+        """Open or make the store at `where`: a file for SQLite, a database's URL, or `memory`.
+
+        An older schema is brought up to date. Raises StoreError.
+        """
+        shown = where if "://" not in where else where.partition("://")[0] + " database"
+        try:
+            store = cls(_connect(where), bounds, now)
+            with store._write() as db:
+                migrate(db)
+            with store._write() as db:
+                store._drop_old(db)
+        except ModuleNotFoundError as error:
+            raise StoreError(f"the {shown} needs the package {error.name}; pip install 'holdfast[postgres]'") from None
+        except (SQLAlchemyError, OSError, ValueError) as error:
+            reason = str(getattr(error, "orig", None) or error).partition("\n")[0]
+            raise StoreError(f"the conversation store {shown} cannot be opened: {reason}") from None
+        return store
+
+    def close(self) -> None:
+        """Let go of the database."""
+        self._engine.dispose()
+
+    # Turns
+
+    def context(self, tenant: str, response: str) -> Context | None:
+        """What a turn after this response builds on; None where there is no such response."""
+        with self._read() as db:
+            row = self._turn(db, tenant, response)
+            return None if row is None else self._chain(db, row)
+
+    def response(self, tenant: str, response: str) -> dict[str, Any] | None:
+        """A response as the API shows it."""
+        with self._read() as db:
+            row = self._turn(db, tenant, response)
+            return None if row is None else _decode(row.response)
+
+    def input(self, tenant: str, response: str) -> list[Item] | None:
+        """The input items of a response, in their order."""
+        with self._read() as db:
+            row = self._turn(db, tenant, response)
+            return None if row is None else _decode(row.input)
+
+    def commit(self, turn: Turn, *, begun: bool = False) -> None:
+        """Store a turn, and with a conversation append its items there. `begun` is one that replaces its beginning.
+
+        Raises Gone when the parent, the conversation or the beginning is no longer what it was.
+        """
+        status, context = turn.response["status"], turn.context
+        thread = context.thread or turn.conversation or turn.id
+        with self._write() as db:
+            if begun and not db.execute(delete(turns).where(turns.c.id == turn.id)).rowcount:
+                raise Gone("the response was deleted while it was written")
+            start = self._shared(db, turn)
+            row = {
+                "response": _encode(turn.response),
+                "input": _encode(turn.input),
+                "history": _encode([] if context.parent else context.items),
+                "tokens": _packed(turn.tokens[start:]),
+            }
+            size = sum(map(len, row.values()))
+            if status in GOOD and turn.conversation is not None:
+                self._advance(db, turn)
+                size += self._append(db, turn.conversation, [*turn.input, *turn.response["output"]])
+            db.execute(
+                insert(turns).values(
+                    id=turn.id, thread=thread, tenant=turn.tenant, parent=context.parent, visible=turn.visible,
+                    status=status, start=start, characters=turn.characters, digest=turn.digest, **row,
+                )
+            )  # fmt: skip
+            self._grown(db, thread, turn.tenant, size)
+
+    def delete_response(self, tenant: str, response: str) -> bool:
+        """Delete a response; whether there was one. What others build on stays, unseen, for as long as they do."""
+        with self._write() as db:
+            row = self._turn(db, tenant, response)
+            if row is None:
+                return False
+            db.execute(update(turns).where(turns.c.id == response).values(visible=False))
+            self._prune(db, row.thread)
+            return True
+
+    # Conversations
+
+    def create_conversation(
+        self, tenant: str, conversation: str, metadata: Mapping[str, str], first: Sequence[Item]
+    ) -> dict[str, Any]:
+        """Begin a conversation with these items. Returns it as the API shows it."""
+        encoded = _encode(metadata)
+        with self._write() as db:
+            db.execute(
+                insert(conversations).values(
+                    id=conversation, thread=conversation, tenant=tenant, created=int(self._now()), metadata=encoded
+                )
+            )
+            size = self._append(db, conversation, first)
+            self._grown(db, conversation, tenant, len(encoded) + size)
+            row = self._conversation(db, tenant, conversation)
+            assert row is not None
+            return _shown(row)
+
+    def conversation(self, tenant: str, conversation: str) -> dict[str, Any] | None:
+        """A conversation as the API shows it."""
+        with self._read() as db:
+            row = self._conversation(db, tenant, conversation)
+            return None if row is None else _shown(row)
+
+    def update_conversation(self, tenant: str, conversation: str, metadata: Mapping[str, str]) -> dict[str, Any] | None:
+        """Replace its metadata."""
+        with self._write() as db:
+            row = self._conversation(db, tenant, conversation)
+            if row is None:
+                return None
+            values = {"metadata": _encode(metadata)}
+            db.execute(update(conversations).where(conversations.c.id == conversation).values(values))
+            return _shown(row) | {"metadata": dict(metadata)}
+
+    def delete_conversation(self, tenant: str, conversation: str) -> bool:
+        """Delete a conversation and its items; whether there was one. Its responses can still be found by their ids."""
+        with self._write() as db:
+            row = self._conversation(db, tenant, conversation)
+            if row is None:
+                return False
+            db.execute(delete(items).where(items.c.conversation == conversation))
+            db.execute(delete(conversations).where(conversations.c.id == conversation))
+            self._prune(db, row.thread)
+            return True
+
+    def conversation_context(self, tenant: str, conversation: str) -> Context | None:
+        """What a turn in this conversation builds on; None where there is no such conversation."""
+        with self._read() as db:
+            row = self._conversation(db, tenant, conversation)
+            if row is None:
+                return None
+            if row.head is not None:
+                head = db.execute(select(turns).where(turns.c.id == row.head)).one()
+                return self._chain(db, head)
+            rows = db.execute(
+                select(items.c.item).where(items.c.conversation == conversation).order_by(items.c.position)
+            )
+            return Context(thread=row.thread, items=[_decode(item) for (item,) in rows])
+
+    def items(
+        self, tenant: str, conversation: str, *, limit: int, newest_first: bool, after: str | None = None
+    ) -> Page | None:
+        """Some of its items; None where there is no such conversation. Raises LookupError for an unknown `after`."""
+        with self._read() as db:
+            if self._conversation(db, tenant, conversation) is None:
+                return None
+            query = select(items.c.item).where(items.c.conversation == conversation)
+            position = items.c.position
+            if after is not None:
+                where = db.execute(
+                    select(position).where(items.c.conversation == conversation, items.c.id == after)
+                ).scalar()
+                if where is None:
+                    raise LookupError(after)
+                query = query.where(position < where if newest_first else position > where)
+            query = query.order_by(position.desc() if newest_first else position).limit(limit + 1)
+            found = [_decode(item) for (item,) in db.execute(query)]
+            return Page(found[:limit], len(found) > limit)
+
+    def item(self, tenant: str, conversation: str, item: str) -> Item | None:
+        """One item of a conversation."""
+        with self._read() as db:
+            if self._conversation(db, tenant, conversation) is None:
+                return None
+            found = db.execute(
+                select(items.c.item).where(items.c.conversation == conversation, items.c.id == item)
+            ).scalar()
+            return None if found is None else _decode(found)
+
+    def add_items(self, tenant: str, conversation: str, new: Sequence[Item]) -> bool:
+        """Append items by hand; whether there is such a conversation."""
+        with self._write() as db:
+            row = self._conversation(db, tenant, conversation)
+            if row is None:
+                return False
+            size = self._append(db, conversation, new)
+            self._edited(db, conversation)
+            self._grown(db, row.thread, tenant, size)
+            return True
+
+    def delete_item(self, tenant: str, conversation: str, item: str) -> dict[str, Any] | None:
+        """Take an item out; the conversation as the API shows it, None where there is no such item."""
+        with self._write() as db:
+            row = self._conversation(db, tenant, conversation)
+            if row is None:
+                return None
+            this = (items.c.conversation == conversation, items.c.id == item)
+            if not db.execute(delete(items).where(*this)).rowcount:
+                return None
+            self._edited(db, conversation)
+            self._prune(db, row.thread)
+            return _shown(row)
+
+    # Inside a transaction
+
+    @contextmanager
+    def _read(self) -> Iterator[Connection]:
+        with self._engine.connect() as db, db.begin():
+            yield db
+
+    @contextmanager
+    def _write(self) -> Iterator[Connection]:
+        with self._engine.connect().execution_options(holdfast_write=True) as db, db.begin():
+            yield db
+
+    def _turn(self, db: Connection, tenant: str, response: str) -> Row[Any] | None:
+        """A turn that may be seen: visible, of this tenant, in a thread that is not too old."""
+        query = select(turns).join(threads, threads.c.id == turns.c.thread)
+        mine = (turns.c.id == response, turns.c.tenant == tenant, turns.c.visible, threads.c.active >= self._oldest())
+        return db.execute(query.where(*mine)).one_or_none()
+
+    def _conversation(self, db: Connection, tenant: str, conversation: str) -> Row[Any] | None:
+        query = select(conversations).join(threads, threads.c.id == conversations.c.thread)
+        columns = conversations.c
+        mine = (columns.id == conversation, columns.tenant == tenant, threads.c.active >= self._oldest())
+        return db.execute(query.where(*mine)).one_or_none()
+
+    def _chain(self, db: Connection, last: Row[Any]) -> Context:
+        """The items and tokens from a thread's first turn to this one."""
+        chain = select(turns, literal(0).label("depth")).where(turns.c.id == last.id).cte("chain", recursive=True)
+        chain = chain.union_all(select(turns, chain.c.depth + 1).join(chain, turns.c.id == chain.c.parent))
+        said: list[Item] = []
+        tokens: list[int] = []
+        for row in db.execute(select(chain).order_by(chain.c.depth.desc())):
+            said += [*_decode(row.history), *_decode(row.input), *_decode(row.response)["output"]]
+            del tokens[row.start :]
+            tokens += _unpacked(row.tokens)
+        return Context(
+            thread=last.thread, parent=last.id, status=last.status,
+            items=said, tokens=tokens, characters=last.characters, digest=last.digest,
+        )  # fmt: skip
+
+    def _shared(self, db: Connection, turn: Turn) -> int:
+        """How many of a turn's first tokens are its parent's. Raises Gone when the parent is no more."""
+        parent, known = turn.context.parent, turn.context.tokens
+        if parent is None:
+            return 0
+        if db.execute(select(turns.c.id).where(turns.c.id == parent)).scalar() is None:
+            raise Gone("the previous response was deleted while this one was written")
+        if turn.tokens[: len(known)] == known:
+            return len(known)
+        pairs = enumerate(zip(turn.tokens, known, strict=False))
+        return next((at for at, (one, other) in pairs if one != other), min(len(turn.tokens), len(known)))
+
+    def _append(self, db: Connection, conversation: str, new: Sequence[Item]) -> int:
+        """Add items at a conversation's end. Returns their size in bytes."""
+        if not new:
+            return 0
+        here = items.c.conversation == conversation
+        last = db.execute(select(func.max(items.c.position)).where(here)).scalar()
+        rows = [
+            {"conversation": conversation, "position": position, "id": item["id"], "item": _encode(item)}
+            for position, item in enumerate(new, 0 if last is None else last + 1)
+        ]
+        db.execute(insert(items), rows)
+        return sum(len(row["item"]) for row in rows)
+
+    def _advance(self, db: Connection, turn: Turn) -> None:
+        """Make a turn its conversation's head. Raises Gone when the conversation is not where the turn began."""
+        columns, parent = conversations.c, turn.context.parent
+        unmoved = columns.head.is_(None) if parent is None else columns.head == parent
+        moved = update(conversations).where(columns.id == turn.conversation, unmoved).values(head=turn.id)
+        if not db.execute(moved).rowcount:
+            raise Gone("the conversation was deleted or went on while this response was written")
+
+    def _edited(self, db: Connection, conversation: str) -> None:
+        """From here on no turn stands for the whole of a conversation."""
+        db.execute(update(conversations).where(conversations.c.id == conversation).values(head=None))
+
+    def _grown(self, db: Connection, thread: str, tenant: str, size: int) -> None:
+        """A thread is active, and larger by `size` bytes; the bounds are kept. Raises Full when it is too large."""
+        now, columns, most = self._now(), threads.c, self._bounds.bytes // SHARE
+        if size + (db.execute(select(columns.bytes).where(columns.id == thread)).scalar() or 0) > most:
+            raise Full(f"this conversation takes up more than {most} bytes with all its branches; begin a new one")
+        grown = update(threads).where(columns.id == thread).values(active=now, bytes=columns.bytes + size)
+        if not db.execute(grown).rowcount:
+            db.execute(insert(threads).values(id=thread, tenant=tenant, active=now, bytes=size))
+            self._size.threads += 1
+        self._size.bytes += size
+        self._drop_old(db, spare=thread)
+
+    def _oldest(self) -> float:
+        return self._now() - self._bounds.seconds
+
+    def _drop_old(self, db: Connection, spare: str = "") -> None:
+        """Drop the threads that are too old, and where there is too much those that were not active for longest."""
+        size, bounds, columns = self._size, self._bounds, threads.c
+        size.writes += 1
+        if size.writes > RECOUNT or size.threads > bounds.threads or size.bytes > bounds.bytes:
+            count, total = db.execute(select(func.count(), func.coalesce(func.sum(columns.bytes), 0))).one()
+            size.threads, size.bytes, size.writes = count, int(total), 0
+        oldest = select(columns.id, columns.bytes, columns.active).where(columns.id != spare).order_by(columns.active)
+        for row in db.execute(oldest.limit(BATCH)).all():
+            crowded = size.threads > bounds.threads or size.bytes > bounds.bytes
+            if not crowded and row.active >= self._oldest():
+                break
+            self._drop(db, row.id)
+            size.threads -= 1
+            size.bytes -= row.bytes
+
+    def _drop(self, db: Connection, thread: str) -> None:
+        inside = select(conversations.c.id).where(conversations.c.thread == thread)
+        db.execute(delete(items).where(items.c.conversation.in_(inside)))
+        for table in (conversations, turns):
+            db.execute(delete(table).where(table.c.thread == thread))
+        db.execute(delete(threads).where(threads.c.id == thread))
+
+    def _prune(self, db: Connection, thread: str) -> None:
+        """Remove what nobody can see and nothing builds on; with the last of it the thread itself."""
+        child = turns.alias()
+        heads = select(conversations.c.head).where(conversations.c.thread == thread, conversations.c.head.is_not(None))
+        parents = select(child.c.parent).where(child.c.thread == thread, child.c.parent.is_not(None))
+        unseen = delete(turns).where(
+            turns.c.thread == thread, ~turns.c.visible, turns.c.id.not_in(parents), turns.c.id.not_in(heads)
+        )
+        while db.execute(unseen).rowcount:
+            pass  # a removed turn may have been the last that its parent was kept for
+        blobs = (turns.c.response, turns.c.input, turns.c.history, turns.c.tokens)
+        kept = db.execute(
+            select(func.count(), func.coalesce(func.sum(sum(map(func.length, blobs), literal(0))), 0)).where(
+                turns.c.thread == thread
+            )
+        ).one()
+        inside = select(conversations.c.id).where(conversations.c.thread == thread)
+        listed = db.execute(
+            select(func.coalesce(func.sum(func.length(items.c.item)), 0)).where(items.c.conversation.in_(inside))
+        ).scalar_one()
+        if not kept[0] and db.execute(inside).first() is None:
+            db.execute(delete(threads).where(threads.c.id == thread))
+        else:
+            db.execute(update(threads).where(threads.c.id == thread).values(bytes=int(kept[1]) + int(listed)))
+        self._size.writes = RECOUNT  # the next write counts
+
+
+class Keeper:
+    """A store behind an event loop: one thread does what is asked, in its order."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="holdfast-store")
+
+    async def __call__(self, work: Callable[[Store], T]) -> T:
+        """The result of `work`. Who is cancelled meanwhile does not stop it: it is done whole."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, self._store)
+
+    def close(self) -> None:
+        """Finish what was asked and close the store."""
+        self._thread.submit(self._store.close)
+        self._thread.shutdown()
+
+
+def data_directory() -> Path:
+    """Where a user's programs keep their data."""
+    given = os.environ.get("XDG_DATA_HOME")
+    return (Path(given) if given else Path.home() / ".local" / "share") / "holdfast"
+
+
+def _connect(where: str) -> Engine:
+    if where == MEMORY:
+        engine = sqlalchemy.create_engine("sqlite://", poolclass=StaticPool, connect_args={"check_same_thread": False})
+    elif "://" not in where:
+        path = Path(where).expanduser()
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        # Nobody else's business; SQLite gives its side files the same rights.
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+        engine = sqlalchemy.create_engine(
+            sqlalchemy.URL.create("sqlite", database=str(path)),
+            connect_args={"timeout": BUSY_SECONDS, "check_same_thread": False},
+        )
+    else:
+        url = sqlalchemy.make_url(where)
+        if url.drivername in ("postgres", "postgresql"):
+            url = url.set(drivername="postgresql+psycopg")
+        if not url.drivername.startswith(("sqlite", "postgresql")):
+            raise ValueError(f"{url.drivername} is not supported; give sqlite:///FILE or postgresql://…")
+        engine = sqlalchemy.create_engine(url, pool_pre_ping=True)
+    if engine.dialect.name == "sqlite":
+        _prepare_sqlite(engine)
+    return engine
+
+
+def _prepare_sqlite(engine: Engine) -> None:
+    """Write-ahead logging, every commit on the disk, and transactions that begin where we say."""
+
+    @event.listens_for(engine, "connect")
+    def connected(connection: Any, record: Any) -> None:
+        connection.isolation_level = None  # Python's own BEGIN would leave reads outside the transaction
+        for pragma in ("journal_mode=WAL", "synchronous=FULL", "secure_delete=ON"):
+            connection.execute(f"PRAGMA {pragma}")
+
+    @event.listens_for(engine, "begin")
+    def begin(db: Connection) -> None:
+        # A writer takes its lock at once: one that reads first could find that another has written meanwhile.
+        db.exec_driver_sql("BEGIN IMMEDIATE" if db.get_execution_options().get("holdfast_write") else "BEGIN")
+
+
+def _shown(row: Row[Any]) -> dict[str, Any]:
+    return {"id": row.id, "object": "conversation", "created_at": row.created, "metadata": _decode(row.metadata)}
+
+
+def _packed(tokens: Sequence[int]) -> bytes:
+    """Token ids as 32-bit little-endian numbers."""
+    packed = array.array("I", tokens)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def _unpacked(data: bytes) -> list[int]:
+    numbers = array.array("I", data)
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers.tolist()

@@ -38,6 +38,7 @@ class EngineConfig:
         None, "aim for this time between tokens in ms; measures the device at start and sets the token budget"
     )
     steps_in_flight: int = option(2, "steps planned ahead of the device; 1 waits for each")
+    cuda_graphs: bool = option(True, "run decode steps as captured CUDA graphs, where there is a GPU")
     prefix_sharing: bool = option(True, "share the cache of equal prefixes between requests")
     max_waiting: int = option(4096, "requests that may wait; further ones are refused with 503")
     seed: int = option(0, "seed for requests that bring none")

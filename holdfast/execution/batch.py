@@ -38,6 +38,9 @@ class Layout:
 
 FLOATS = ("temperature", "top_p")
 
+PADDING = {"ids": 0, "positions": 0, "slots": -1}
+"""What the fields of a token that is none hold: attention's `write` skips a negative slot."""
+
 
 class Fields:
     """One buffer and a tensor for each of its fields; float32 fields use the first half of their place."""
@@ -97,6 +100,22 @@ class PackedStep:
     top_p: torch.Tensor  # [R] float32
     seed: torch.Tensor  # [R] int64
     sample_position: torch.Tensor  # [R] int64
+
+
+def packed_step(fields: Fields, num_tokens: int, num_sampled: int) -> PackedStep:
+    """The first so many entries of each field."""
+    return PackedStep(
+        ids=fields.take("ids", num_tokens),
+        positions=fields.take("positions", num_tokens),
+        slot_mapping=fields.take("slots", num_tokens),
+        sample_at=fields.take("sample_at", num_sampled),
+        sample_rows=fields.take("sample_rows", num_sampled),
+        temperature=fields.take("temperature", num_sampled),
+        top_k=fields.take("top_k", num_sampled),
+        top_p=fields.take("top_p", num_sampled),
+        seed=fields.take("seed", num_sampled),
+        sample_position=fields.take("sample_position", num_sampled),
+    )
 
 
 class Batch:
@@ -160,23 +179,26 @@ class Batch:
             else:
                 places, blocks = staged.writes_apart.to(self.device)
             self.block_tables.view(-1).index_copy_(0, places, blocks.to(torch.int32))
-        ids = fields.take("ids", staged.num_tokens)
+        packed = packed_step(fields, staged.num_tokens, staged.num_sampled)
         if staged.has_pending:
             sampled = self.last_token.index_select(0, fields.take("token_rows", staged.num_tokens))
-            ids = torch.where(ids == PENDING, sampled, ids)
-        count = staged.num_sampled
-        return PackedStep(
-            ids=ids,
-            positions=fields.take("positions", staged.num_tokens),
-            slot_mapping=fields.take("slots", staged.num_tokens),
-            sample_at=fields.take("sample_at", count),
-            sample_rows=fields.take("sample_rows", count),
-            temperature=fields.take("temperature", count),
-            top_k=fields.take("top_k", count),
-            top_p=fields.take("top_p", count),
-            seed=fields.take("seed", count),
-            sample_position=fields.take("sample_position", count),
-        )
+            torch.where(packed.ids == PENDING, sampled, packed.ids, out=packed.ids)
+        return packed
+
+    def pad(self, staged: StagedStep, size: int) -> None:
+        """Fill a staged step up to `size` tokens with ones that are written nowhere. Call before `enter`."""
+        arrays = staged.host.arrays
+        for name, value in PADDING.items():
+            arrays[name][staged.num_tokens : size] = value
+
+    def inputs(self, num_tokens: int, num_sampled: int) -> PackedStep:
+        """Where steps of this size find their inputs on the device, whichever they are."""
+        return packed_step(self._persistent, num_tokens, num_sampled)
+
+    def clear(self, num_tokens: int) -> None:
+        """Make `inputs` a step of nothing but padding."""
+        for name, value in PADDING.items():
+            self._persistent.take(name, num_tokens).fill_(value)
 
     def release(self, staged: StagedStep) -> None:
         """Give the host buffer back, once the step is over."""

@@ -47,9 +47,9 @@ def memory(device: torch.device) -> tuple[int, int]:
     return max(free, 0), total
 
 
-def peak_memory(device: torch.device) -> int:
-    """The most bytes taken so far: PyTorch's on a GPU since its last reset, the whole process's on a CPU."""
+def taken_memory(device: torch.device) -> int:
+    """Bytes taken: what PyTorch's allocator holds on a GPU now, the most that the process ever had on a CPU."""
     if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device))
+        return int(torch.cuda.memory_reserved(device))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

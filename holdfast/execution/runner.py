@@ -16,8 +16,10 @@ from holdfast.core.protocols import MemoryProfile
 from holdfast.core.types import Sampling, Segment, StepPlan, StepResult, TableWrite
 from holdfast.execution import device as devices
 from holdfast.execution.batch import Batch, StagedStep
+from holdfast.execution.graphs import DecodeGraphs, graph_sizes
 from holdfast.kernels.attention import attention_for
 from holdfast.kernels.cache import KVCache, block_bytes
+from holdfast.kernels.protocol import CapturableAttention
 from holdfast.kernels.sampling import sample
 from holdfast.models.base import Model, StepInput
 
@@ -83,15 +85,16 @@ class PagedExecutor:
         """Run full steps over a small cache and see what they take. Raises MemoryError if no block would fit."""
         on_gpu = self.device.type == "cuda"
         plans = list(self._warm_up_plans())
-        self.allocate(1 + max(write.blocks[-1] for plan in plans for write in plan.table_writes))
+        blocks = 1 + max(write.blocks[-1] for plan in plans for write in plan.table_writes)
         if on_gpu:
-            torch.cuda.synchronize(self.device)
-            torch.cuda.reset_peak_memory_stats(self.device)
-        before = torch.cuda.memory_allocated(self.device) if on_gpu else devices.peak_memory(self.device)
+            torch.cuda.empty_cache()
+        before = devices.taken_memory(self.device)
+        # The graph of the largest batch takes as much as all of them, which share its memory.
+        self._allocate(blocks, graph_sizes(min(self.config.max_sequences, self.token_budget))[-1:])
         for plan in plans:
             self.submit(plan)
             self.collect()
-        activations = max(0, devices.peak_memory(self.device) - before)
+        activations = max(0, devices.taken_memory(self.device) - before - blocks * self.block_bytes)
         self._memory = None
         if on_gpu:
             torch.cuda.empty_cache()
@@ -114,7 +117,10 @@ class PagedExecutor:
         )
 
     def allocate(self, num_blocks: int) -> None:
-        """Make the KV cache and an empty batch."""
+        """Make the KV cache, an empty batch, and the graphs of decode steps."""
+        self._allocate(num_blocks, graph_sizes(min(self.config.max_sequences, self.token_budget)))
+
+    def _allocate(self, num_blocks: int, sizes: list[int]) -> None:
         spec, config = self.model.spec, self.config
         cache = KVCache.allocate(
             layers=spec.num_layers,
@@ -132,7 +138,18 @@ class PagedExecutor:
             block_size=config.block_size,
             device=spec.device,
         )
-        self._memory = _Memory(cache, tuple(cache.layer(index) for index in range(spec.num_layers)), batch)
+        layers = tuple(cache.layer(index) for index in range(spec.num_layers))
+        self._memory = _Memory(cache, layers, batch, self._capture(batch, layers, sizes))
+
+    @torch.inference_mode()
+    def _capture(
+        self, batch: Batch, layers: tuple[tuple[torch.Tensor, torch.Tensor], ...], sizes: list[int]
+    ) -> DecodeGraphs | None:
+        """The graphs of decode steps, where the device and the model can be captured."""
+        wanted = self.config.cuda_graphs and self.device.type == "cuda" and self.model.capturable
+        if not (wanted and isinstance(self.attention, CapturableAttention)):
+            return None
+        return DecodeGraphs(self.model, self.attention, batch, layers, sizes)
 
     @property
     def memory(self) -> _Memory:
@@ -185,19 +202,25 @@ class PagedExecutor:
     @torch.inference_mode()
     def _forward(self, memory: _Memory, staged: StagedStep) -> torch.Tensor:
         """Run one step on the device; the sampled tokens [R], which also become their rows' last tokens."""
-        packed = memory.batch.enter(staged)
-        logits = self.model.forward(
-            StepInput(
-                ids=packed.ids,
-                positions=packed.positions,
-                sample_at=packed.sample_at,
-                slot_mapping=packed.slot_mapping,
-                block_tables=memory.batch.block_tables,
-                caches=memory.layers,
-                attention=self.attention,
-                schedule=self.attention.schedule(staged.segments),
+        size = memory.graphs.size_for(staged) if memory.graphs is not None else None
+        if memory.graphs is not None and size is not None:
+            memory.batch.pad(staged, size)
+            packed = memory.batch.enter(staged)
+            logits = memory.graphs.replay(staged, size)
+        else:
+            packed = memory.batch.enter(staged)
+            logits = self.model.forward(
+                StepInput(
+                    ids=packed.ids,
+                    positions=packed.positions,
+                    sample_at=packed.sample_at,
+                    slot_mapping=packed.slot_mapping,
+                    block_tables=memory.batch.block_tables,
+                    caches=memory.layers,
+                    attention=self.attention,
+                    schedule=self.attention.schedule(staged.segments),
+                )
             )
-        )
         tokens = sample(
             logits,
             packed.temperature,
@@ -244,3 +267,4 @@ class _Memory:
     cache: KVCache
     layers: tuple[tuple[torch.Tensor, torch.Tensor], ...]
     batch: Batch
+    graphs: DecodeGraphs | None

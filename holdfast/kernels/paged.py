@@ -8,7 +8,7 @@ import numpy as np
 import torch
 import triton
 
-from holdfast.kernels.protocol import Attention, Segments
+from holdfast.kernels.protocol import CapturableAttention, Segments
 from holdfast.kernels.tiles import FIELDS, TileList, tile_list
 from holdfast.kernels.triton_kernels import attend_kernel, merge_kernel, write_kernel
 
@@ -38,7 +38,7 @@ class DeviceTiles:
     merged_rows: int  # the most rows of a tile that is merged
 
 
-class PagedAttention(Attention[tuple[DeviceTiles, ...]]):
+class PagedAttention(CapturableAttention[tuple[DeviceTiles, ...]]):
     """`Attention` by Triton: tiles packed over grouped heads, split over the context when queries are few.
 
     A batch has two kinds of tiles, each its own launch: narrow ones for decodes, which are bound by reading keys, and
@@ -91,6 +91,31 @@ class PagedAttention(Attention[tuple[DeviceTiles, ...]]):
             DeviceTiles(tiles.block_m, work, merges, tiles.partials, tiles.merged_rows)
             for tiles, work, merges in zip(lists, pieces[::2], pieces[1::2], strict=True)
         )
+
+    def reserve(self, segments: int) -> tuple[DeviceTiles, ...]:
+        # A split is at least the keys of all over the target, so there are no more pieces than this.
+        pieces = self.narrow_target + segments
+        records = torch.zeros((pieces + segments, FIELDS), dtype=torch.int32, device=self.device)
+        return (DeviceTiles(self.narrow_m, records[:pieces], records[pieces:], pieces, self.group_size),)
+
+    def refill(self, schedule: tuple[DeviceTiles, ...], segments: Segments) -> None:
+        (reserved,) = schedule
+        tiles = tile_list(
+            segments,
+            np.ones(len(segments.row), np.bool_),
+            group_size=self.group_size,
+            block_m=self.narrow_m,
+            work_target=self.narrow_target,
+        )
+        room = len(reserved.work)
+        host = torch.zeros(
+            (room + len(reserved.merges), FIELDS), dtype=torch.int32, pin_memory=self.device.type == "cuda"
+        )
+        records = host.numpy()
+        records[: len(tiles.work)] = tiles.work
+        records[room : room + len(tiles.merges)] = tiles.merges
+        # Both lists lie in one tensor, made so by `reserve`: one copy.
+        reserved.work.as_strided(host.shape, host.stride()).copy_(host, non_blocking=True)
 
     def write(
         self,

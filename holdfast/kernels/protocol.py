@@ -85,3 +85,15 @@ class Attention(ABC, Generic[Schedule]):
         softcap * tanh(score / softcap). `sinks` [Hq] adds to each head's softmax one more logit that has no value
         (GPT-OSS).
         """
+
+
+class CapturableAttention(Attention[Schedule]):
+    """Attention whose launches a CUDA graph may hold: a schedule stays in place while its contents change."""
+
+    @abstractmethod
+    def reserve(self, segments: int) -> Schedule:
+        """A schedule of nothing, with room for any batch of at most so many segments of one token each."""
+
+    @abstractmethod
+    def refill(self, schedule: Schedule, segments: Segments) -> None:
+        """Put a batch of one-token segments into what `reserve` gave, for what is launched after this call."""

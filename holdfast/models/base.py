@@ -89,6 +89,11 @@ class Model(Protocol):
     @property
     def spec(self) -> ModelSpec: ...
 
+    @property
+    def capturable(self) -> bool:
+        """Whether `forward` launches the same work for any batch of the same size, and so may be a CUDA graph."""
+        ...
+
     def forward(self, step: StepInput) -> torch.Tensor:
         """Logits [R, vocab_size] of the tokens at `sample_at`. Writes the cache; never waits for the device."""
         ...

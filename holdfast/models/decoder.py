@@ -122,6 +122,8 @@ def layer_shapes(spec: DecoderSpec) -> dict[str, tuple[Shape, ...]]:
 class Decoder:
     """A `Model`: weights of the architectures in `models.registry`, run on packed tokens without padding."""
 
+    capturable = True
+
     def __init__(
         self,
         decoder: DecoderSpec,

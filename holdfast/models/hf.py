@@ -49,6 +49,8 @@ class Call:
 class TransformersModel:
     """A `Model` around a Transformers module that calls `paged_attention` in every layer."""
 
+    capturable = False  # routing and masks may depend on the batch's contents
+
     def __init__(self, module: Any, spec: ModelSpec) -> None:
         self.module, self.spec = module, spec
         # Where the module cannot be told which logits are wanted, it computes those of every token.

@@ -7,6 +7,7 @@ import dataclasses
 import os
 import signal
 import tempfile
+import time
 from contextlib import aclosing
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from holdfast.core.config import EngineConfig
 from holdfast.core.types import FinishReason, Request, SamplingParams
 from holdfast.engine.child import Child
 from holdfast.engine.client import EngineClient, EngineDead, EngineStartError, QueueFull, RequestRefused, check
-from holdfast.engine.messages import Abort, Submit
+from holdfast.engine.messages import Abort, Start, Submit
 from tests.engine.conftest import SMALL, wait_for_end
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -243,12 +244,12 @@ async def test_a_killed_engine_ends_every_stream_with_the_reason(small):
     await client.close()
 
 
-async def test_a_step_that_fails_ends_the_engine_with_its_reason(small, capfd):
+async def test_an_engine_that_fails_as_it_runs_ends_with_its_reason(small, capfd):
     client = await EngineClient.start(small())
     stream = client.stream([5, 6], ENDLESS)
     await anext(stream)
-    client._child.send(Submit(Request("outside the vocabulary", (1 << 20,), SHORT)))  # `check` would not let it pass
-    with pytest.raises(EngineDead, match="Error"):
+    client._child.send(Start(client.config, time.monotonic()))
+    with pytest.raises(EngineDead, match="RuntimeError: the engine was told to start twice"):
         async for _ in stream:
             pass
     await client._child.ended.wait()

@@ -109,3 +109,14 @@ def test_plans_that_do_not_fit_are_refused() -> None:
         step(batch, segment(1, 0, (1,)), writes=(TableWrite(1, 7, (1, 2)),))
     with pytest.raises(ValueError, match="row 1 has no block for position 4"):
         step(batch, segment(1, 3, (1, 2)), writes=(TableWrite(1, 0, (1,)),))
+
+
+def test_padding_has_no_slot_and_leaves_the_step_as_it_is() -> None:
+    batch = make_batch()
+    staged = batch.stage(StepPlan(0, (segment(0, 0, (5,), GREEDY),), (TableWrite(0, 0, (3,)),)))
+    batch.pad(staged, 4)
+    packed = batch.enter(staged)
+    assert packed.ids.tolist() == [5]
+    padded = staged.host.fields
+    assert padded.take("slots", 4).tolist() == [12, -1, -1, -1]
+    assert padded.take("ids", 4).tolist() == [5, 0, 0, 0]

@@ -59,12 +59,17 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
 @pytest.mark.parametrize("block_size", [1, 16])
 def test_greedy_tokens_are_those_of_generate(case: Case, block_size: int, steps_in_flight: int) -> None:
-    tokens, _ = run(case, block_size, steps_in_flight)
+    tokens, _ = run(case, case.model, block_size, steps_in_flight)
     assert tokens == case.expected
 
 
 def test_logits_are_those_of_the_whole_sequence(case: Case) -> None:
-    _, logits = run(case, block_size=16, steps_in_flight=2)
+    watched = Watched(case.model)
+    _, plans = run(case, watched, block_size=16, steps_in_flight=2)
+    logits: dict[str, list[torch.Tensor]] = {request.id: [] for request in case.requests}
+    for plan, rows in zip(plans, watched.logits, strict=True):
+        for segment, row in zip(plan.sampled(), rows, strict=True):
+            logits[segment.sequence_id].append(row)
     for request in case.requests:
         generated = case.expected[request.id]
         whole = torch.tensor([request.prompt + generated], device=case.model.spec.device)
@@ -74,7 +79,9 @@ def test_logits_are_those_of_the_whole_sequence(case: Case) -> None:
 
 
 class Watched:
-    """A model that keeps the logits of each step."""
+    """A model that keeps the logits of each step. A captured graph would run without it."""
+
+    capturable = False
 
     def __init__(self, model: Model) -> None:
         self.model, self.spec = model, model.spec
@@ -98,10 +105,9 @@ class WatchedExecutor(PagedExecutor):
 
 
 def run(
-    case: Case, block_size: int, steps_in_flight: int
-) -> tuple[dict[str, tuple[int, ...]], dict[str, list[torch.Tensor]]]:
-    """All requests at once through scheduler and loop: their tokens, and the logits these were taken from."""
-    model = Watched(case.model)
+    case: Case, model: Model, block_size: int, steps_in_flight: int
+) -> tuple[dict[str, tuple[int, ...]], list[StepPlan]]:
+    """All requests at once through scheduler and loop: their tokens, and the plans that were run."""
     executor = WatchedExecutor(model, EngineConfig(block_size=block_size, token_budget=BUDGET, max_sequences=REQUESTS))
     blocks = 2048 // block_size
     executor.allocate(blocks)
@@ -121,9 +127,5 @@ def run(
         for output in loop.step():
             tokens[output.request_id] += output.tokens
     executor.close()
-    logits: dict[str, list[torch.Tensor]] = {request.id: [] for request in case.requests}
-    for plan, rows in zip(executor.plans, model.logits, strict=True):
-        assert plan.num_tokens <= BUDGET
-        for segment, row in zip(plan.sampled(), rows, strict=True):
-            logits[segment.sequence_id].append(row)
-    return tokens, logits
+    assert all(plan.num_tokens <= BUDGET for plan in executor.plans)
+    return tokens, executor.plans

@@ -164,3 +164,20 @@ def test_random_batches_compiled() -> None:
 def test_cuda_gets_the_triton_backend() -> None:
     attention = attention_for("cuda", num_heads=8, num_kv_heads=4, head_dim=64, block_size=16)
     assert isinstance(attention, PagedAttention)
+
+
+def test_a_reserved_schedule_serves_one_batch_of_decodes_after_the_other(device: str) -> None:
+    decodes = [(row, stop - 1, stop) for row, stop in enumerate((300, 1, 17, 190))]
+    full, small = make_batch(decodes, device=device), make_batch(decodes[2:], device=device)
+    attention = make_attention(full, num_processors=40)
+    schedule = attention.reserve(segments=len(decodes))
+    for batch in (full, small):
+        # As a captured graph does it: the launch is for the full batch, whatever is in it.
+        padding = len(decodes) - len(batch.query)
+        query = torch.cat([batch.query, torch.full_like(full.query[:padding], float("nan"))])
+        attention.write(batch.key, batch.value, batch.key_cache, batch.value_cache, batch.slot_mapping)
+        attention.refill(schedule, batch.segments)
+        found = attention.attend(query, batch.key_cache, batch.value_cache, batch.block_tables, schedule, scale=0.25)[
+            : len(batch.query)
+        ]
+        assert_exact(found, oracle(batch, scale=0.25))

@@ -1,0 +1,1 @@
+"""Makes holdfast-tiny: dialogues, training, evaluation."""

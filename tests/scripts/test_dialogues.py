@@ -1,0 +1,119 @@
+"""The dialogues holdfast-tiny learns from: repeatable, right, and held out where they must be."""
+
+from random import Random
+
+import pytest
+
+from scripts.tiny.dialogues import Dialogue, write_dialogue, write_text
+from scripts.tiny.facts import ME, attributes_of
+from scripts.tiny.language import Sentence, Style, expand
+from scripts.tiny.sums import draw_sum
+from scripts.tiny.words import NAMES, Split, belongs, proper
+from scripts.tiny.writer import Check, Writer
+
+
+def written(split: Split, count: int = 150, seed: int = 3) -> list[Dialogue]:
+    rng = Random(seed)
+    return [write_dialogue(rng, split) for _ in range(count)]
+
+
+def test_a_seed_writes_the_same_dialogues_again() -> None:
+    assert written("train", 20) == written("train", 20)
+    assert written("train", 20) != written("train", 20, seed=4)
+
+
+@pytest.mark.parametrize("split", ["train", "heldout"])
+def test_every_answer_passes_its_own_check(split: Split) -> None:
+    checked = [turn for dialogue in written(split) for turn in dialogue.turns if turn.check]
+    assert len(checked) > 400
+    assert [turn for turn in checked if turn.check and not turn.check.passes(turn.assistant)] == []
+
+
+@pytest.mark.parametrize("split", ["train", "heldout"])
+def test_no_field_or_alternative_is_left_in_the_text(split: Split) -> None:
+    for dialogue in written(split):
+        for turn in dialogue.turns:
+            assert turn.user.strip() == turn.user != ""
+            assert turn.assistant.strip() == turn.assistant != ""
+            assert not set("{}|()") & set(turn.user + turn.assistant)
+
+
+def test_facts_are_asked_over_many_turns() -> None:
+    distances = [
+        t.check.turns for d in written("heldout") for t in d.turns if t.check and t.check.kind.startswith("recall")
+    ]
+    assert sum(distance >= 6 for distance in distances) > 100
+
+
+def test_names_told_in_training_are_never_told_in_the_heldout_dialogues() -> None:
+    def told(split: Split) -> set[str]:
+        rng, names = Random(11), set()
+        for _ in range(400):
+            writer = Writer(rng, split)
+            drawn = [writer.draw_fact(ME) for _ in range(4)]
+            names |= {
+                value.lower() for _, attribute, value in filter(None, drawn) if attribute.proper and " " not in value
+            }
+        return names
+
+    train, heldout = told("train"), told("heldout")
+    assert len(train) > 100 and len(heldout) > 100
+    assert not train & heldout
+
+
+def test_every_name_and_every_sum_is_in_exactly_one_split() -> None:
+    rng = Random(2)
+    for split in ("train", "heldout"):
+        other: Split = "heldout" if split == "train" else "train"
+        for _ in range(200):
+            name = proper(rng, split, NAMES)
+            assert belongs(split, name) and not belongs(other, name)
+    train = {draw_sum(rng, "train").question for _ in range(2000)}
+    heldout = {draw_sum(rng, "heldout").question for _ in range(2000)}
+    assert not {q for q in train & heldout if any(op in q for op in ("+ ", "plus", "times"))}
+
+
+def test_a_wrong_value_beside_the_right_one_fails() -> None:
+    check = Check("recall about me", expect=("Ada",), forbid=("Tom",))
+    assert check.passes("Your name is Ada.")
+    assert not check.passes("Your name is Ada, not Tom.")
+    assert not check.passes("Your name is Adam.")
+    assert not check.passes("You have not told me your name.")
+
+
+def test_what_was_never_told_must_be_admitted() -> None:
+    check = Check("unknown fact", forbid=("Lisbon",), unknown=True)
+    assert check.passes("You have not told me where you live.")
+    assert not check.passes("You live in Porto.")
+    assert not check.passes("You have not told me, but it may be Lisbon.")
+
+
+def test_the_result_of_a_sum_is_the_last_number() -> None:
+    check = Check("addition", result="12")
+    assert check.passes("7 + 5 = 12.")
+    assert not check.passes("12 is 7 plus 6.")
+    assert not check.passes("7 + 5 = 112.")
+
+
+def test_alternatives_nest_and_may_be_empty() -> None:
+    drawn = {expand(Random(seed), "(hi|hello( there|)) you") for seed in range(60)}
+    assert drawn == {"hi you", "hello you", "hello there you"}
+
+
+def test_a_careless_typist_still_types_names_as_they_are() -> None:
+    style = Style(lower=True, no_stop=True, no_apostrophe=True)
+    sentence = Sentence("I'm {v}", ".", {"v": "Ada"})
+    assert style.write(Random(0), [sentence]) == "im Ada"
+    assert Style(lower=True, lower_values=True).value("Ada") == "ada"
+
+
+def test_every_attribute_can_be_told_asked_and_answered() -> None:
+    for attribute in attributes_of(ME):
+        assert "{v}" in attribute.clause and "{v}" not in attribute.ask
+        drawn = [expand(Random(seed), attribute.tell) for seed in range(20)]
+        assert all("{v}" in text for text in drawn), attribute.key
+
+
+def test_plain_text_has_no_fields() -> None:
+    rng = Random(5)
+    assert all("{" not in write_text(rng, "train") for _ in range(50))

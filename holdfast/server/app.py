@@ -14,9 +14,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from holdfast.core.version import __version__
 from holdfast.engine.client import EngineClient
 from holdfast.server.config import ServerConfig
+from holdfast.server.conversations.protocol import ResponseRequest
 from holdfast.server.conversations.service import Responses
 from holdfast.server.conversations.store import Keeper, Store
-from holdfast.server.protocol import ApiError
+from holdfast.server.protocol import ApiError, ChatRequest, CompletionRequest
 from holdfast.server.routes.conversations import add_conversation_routes
 from holdfast.server.routes.generation import add_generation_routes
 from holdfast.server.routes.http import JSON
@@ -54,7 +55,7 @@ def add_error_handlers(app: FastAPI, service: Service) -> None:
     """Every error leaves in OpenAI's shape, and generation's are counted."""
 
     def reply(request: Request, error: ApiError) -> Response:
-        if request.method == "POST" and request.url.path.startswith("/v1/"):
+        if request.method == "POST" and request.url.path in GENERATION:
             outcome = "refused" if error.status < 500 else "unavailable" if error.status == 503 else "failed"
             service.metrics.outcome(request.url.path, outcome)
         headers = {} if error.retry_after is None else {"retry-after": str(error.retry_after)}
@@ -84,6 +85,8 @@ def add_error_handlers(app: FastAPI, service: Service) -> None:
         return reply(request, internal(error))
 
 
+GENERATION = (ChatRequest.route, CompletionRequest.route, ResponseRequest.route)
+"""Whose outcomes are counted: no path with an id in it, of which there is no end."""
 NOT_ROUTED = {404: "not_found", 405: "method_not_allowed"}
 
 

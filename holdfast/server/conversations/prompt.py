@@ -11,6 +11,15 @@ from holdfast.server.conversations.store import Context
 
 
 @dataclass(frozen=True, slots=True)
+class Known:
+    """The tokens behind a text, of which a digest is enough to know it again."""
+
+    tokens: list[int]
+    characters: int
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Prompt:
     """A rendered conversation, ready for the answer."""
 
@@ -19,14 +28,18 @@ class Prompt:
     known: int
     """How many of the tokens came from the store; the others were made from text."""
 
+    def answered(self, text: Text, answer: str, tokens: Sequence[int], reason: FinishReason) -> Known:
+        """What is known at the turn's end: the prompt, and the generated tokens if they stand for the answer.
 
-@dataclass(frozen=True, slots=True)
-class Known:
-    """The tokens behind a text, to be stored with a turn."""
-
-    tokens: list[int]
-    characters: int
-    digest: bytes
+        They do not when a stop string cut the answer short, or when special tokens are among them that no text shows.
+        The token that stopped the sequence is left out: the template writes its own end of a message.
+        """
+        if reason is FinishReason.STOP:
+            tokens = tokens[:-1]
+        if not all(map(text.is_visible, tokens)) or text.decode(tokens) != answer:
+            answer, tokens = "", ()
+        whole = self.text + answer
+        return Known([*self.tokens, *tokens], len(whole), text.digest(whole))
 
 
 def compose(text: Text, messages: Sequence[Mapping[str, str]], context: Context) -> Prompt:
@@ -45,17 +58,3 @@ def compose(text: Text, messages: Sequence[Mapping[str, str]], context: Context)
         if rest is not None:
             return Prompt(whole, [*context.tokens, *rest], len(context.tokens))
     return Prompt(whole, text.encode(whole, add_special_tokens=False), 0)
-
-
-def known_after(text: Text, prompt: Prompt, answer: str, tokens: Sequence[int], reason: FinishReason) -> Known:
-    """What is known of the text up to a turn's end: the prompt, and the generated tokens if they stand for the answer.
-
-    They do not when a stop string cut the answer short, or when special tokens are among them that no text shows.
-    The token that stopped the sequence is left out: the template writes its own end of a message.
-    """
-    if reason is FinishReason.STOP:
-        tokens = tokens[:-1]
-    if all(map(text.is_visible, tokens)) and text.decode(tokens) == answer:
-        whole = prompt.text + answer
-        return Known([*prompt.tokens, *tokens], len(whole), text.digest(whole))
-    return Known(prompt.tokens, len(prompt.text), text.digest(prompt.text))

@@ -9,7 +9,7 @@ from contextlib import aclosing, contextmanager
 from dataclasses import replace
 
 from holdfast.core.types import FinishReason
-from holdfast.server.conversations.prompt import Prompt, compose, known_after
+from holdfast.server.conversations.prompt import Prompt, compose
 from holdfast.server.conversations.protocol import ResponseRequest, messages
 from holdfast.server.conversations.replies import Event, Response, ResponseShape, ended
 from holdfast.server.conversations.store import GOOD, Context, Full, Gone, Item, Keeper, Turn
@@ -215,11 +215,10 @@ class Writing:
         if not self.wanted.store and self.wanted.conversation is None:
             return
         text, answer = self.responses.service.client.text, "".join(self.shape.text)
-        known = await asyncio.to_thread(known_after, text, self.prompt, answer, tokens, reason)
+        known = self.prompt.answered(text, answer, tokens, reason)
         self.settled = True
-        await self._keep(
-            replace(self._turn(whole), tokens=known.tokens, characters=known.characters, digest=known.digest)
-        )
+        turn = self._turn(whole)
+        await self._keep(replace(turn, tokens=known.tokens, characters=known.characters, digest=known.digest))
 
     async def _keep(self, turn: Turn) -> None:
         with kept():

@@ -7,6 +7,7 @@ import asyncio
 import os
 import sys
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -33,6 +34,9 @@ GOOD = ("completed", "incomplete")
 BUSY_SECONDS = 30.0
 SHARE = 8
 """One thread may take up this part of the store: none drives out all the others."""
+WARM_TURNS = 1024
+WARM_TOKENS = 1 << 21
+"""Contexts that are held in memory, and their tokens in all: some tens of MB."""
 BATCH = 64
 """Threads that one write drops at the most to keep within the bounds: no turn waits for a long clean-up."""
 RECOUNT = 256
@@ -135,6 +139,9 @@ class Store:
         self._bounds = bounds
         self._now = now
         self._size = _Size()
+        self._warm: OrderedDict[str, Context] = OrderedDict()
+        """What the turns of late build on, so that the next one need not read its whole chain; turns never change."""
+        self._warm_tokens = 0
 
     @classmethod
     def open(cls, where: str, bounds: Bounds, now: Callable[[], float] = time.time) -> Store:
@@ -208,6 +215,14 @@ class Store:
                 )
             )  # fmt: skip
             self._grown(db, thread, turn.tenant, size)
+        if status in GOOD:
+            said = [*context.items, *turn.input, *turn.response["output"]]
+            self._warm_up(
+                Context(
+                    thread=thread, parent=turn.id, status=status,
+                    items=said, tokens=turn.tokens, characters=turn.characters, digest=turn.digest,
+                )
+            )  # fmt: skip
 
     def delete_response(self, tenant: str, response: str) -> bool:
         """Delete a response; whether there was one. What others build on stays, unseen, for as long as they do."""
@@ -359,6 +374,10 @@ class Store:
 
     def _chain(self, db: Connection, last: Row[Any]) -> Context:
         """The items and tokens from a thread's first turn to this one."""
+        warm = self._warm.get(last.id)
+        if warm is not None:
+            self._warm.move_to_end(last.id)
+            return warm
         chain = select(turns, literal(0).label("depth")).where(turns.c.id == last.id).cte("chain", recursive=True)
         chain = chain.union_all(select(turns, chain.c.depth + 1).join(chain, turns.c.id == chain.c.parent))
         said: list[Item] = []
@@ -367,10 +386,22 @@ class Store:
             said += [*_decode(row.history), *_decode(row.input), *_decode(row.response)["output"]]
             del tokens[row.start :]
             tokens += _unpacked(row.tokens)
-        return Context(
+        context = Context(
             thread=last.thread, parent=last.id, status=last.status,
             items=said, tokens=tokens, characters=last.characters, digest=last.digest,
         )  # fmt: skip
+        if last.status in GOOD:
+            self._warm_up(context)
+        return context
+
+    def _warm_up(self, context: Context) -> None:
+        """Remember what a turn after this one builds on, in place of what was not asked for longest."""
+        assert context.parent is not None
+        self._warm[context.parent] = context
+        self._warm_tokens += len(context.tokens)
+        while self._warm_tokens > WARM_TOKENS or len(self._warm) > WARM_TURNS:
+            _, coldest = self._warm.popitem(last=False)
+            self._warm_tokens -= len(coldest.tokens)
 
     def _shared(self, db: Connection, turn: Turn) -> int:
         """How many of a turn's first tokens are its parent's. Raises Gone when the parent is no more."""

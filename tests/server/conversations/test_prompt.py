@@ -11,7 +11,7 @@ from tokenizers_made import byte_level, metaspace
 
 from holdfast.core.types import FinishReason
 from holdfast.engine.text import Text
-from holdfast.server.conversations.prompt import Prompt, compose, known_after
+from holdfast.server.conversations.prompt import Prompt, compose
 from holdfast.server.conversations.store import Context
 
 LLAMA = "{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}</s>{% endfor %}{{ '<s>assistant\n' }}"
@@ -29,7 +29,7 @@ def conversation(*said: str) -> list[dict[str, str]]:
 
 
 def after(text: Text, prompt: Prompt, answer: str, tokens: Sequence[int], reason: FinishReason) -> Context:
-    known = known_after(text, prompt, answer, tokens, reason)
+    known = prompt.answered(text, answer, tokens, reason)
     return Context(tokens=known.tokens, characters=known.characters, digest=known.digest)
 
 

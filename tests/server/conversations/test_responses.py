@@ -446,3 +446,16 @@ async def test_at_most_twenty_items_are_added_at_once(api: openai.AsyncOpenAI) -
     with pytest.raises(openai.BadRequestError) as refused:
         await api.conversations.create(items=items)
     assert refused.value.param == "items"
+
+
+async def test_metrics_count_responses_and_hold_no_ids(api: openai.AsyncOpenAI) -> None:
+    with pytest.raises(openai.NotFoundError):
+        await api.responses.create(model="tiny", input="on", previous_response_id="resp_nowhere")
+    with pytest.raises(openai.NotFoundError):
+        await api.conversations.update("conv_nowhere", metadata={})
+    await api.responses.create(model="tiny", input="hello")
+    async with httpx.AsyncClient(headers={"authorization": "Bearer one"}) as plain:
+        text = (await plain.get(f"{api.base_url.scheme}://{api.base_url.netloc.decode()}/metrics")).text
+    assert 'holdfast_requests_total{outcome="ok",route="/v1/responses"} 1.0' in text
+    assert 'holdfast_requests_total{outcome="refused",route="/v1/responses"} 1.0' in text
+    assert "nowhere" not in text

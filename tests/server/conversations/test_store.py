@@ -16,6 +16,7 @@ import pytest
 import sqlalchemy
 
 from holdfast.server.conversations import schema
+from holdfast.server.conversations import store as conversation_store
 from holdfast.server.conversations.store import MEMORY, Bounds, Context, Full, Gone, Store, StoreError, Turn
 
 AMPLE = Bounds(seconds=1e6, threads=1000, bytes=1 << 30)
@@ -50,10 +51,14 @@ def opened(clock: Clock) -> Iterator[Callable[..., Store]]:
         store.close()
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
-def store(request: pytest.FixtureRequest, opened: Callable[..., Store], tmp_path: Path) -> Iterator[Store]:
+@pytest.fixture(params=["sqlite", "sqlite, nothing warm", "postgresql"])
+def store(
+    request: pytest.FixtureRequest, opened: Callable[..., Store], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Store]:
     """A store in a file; in PostgreSQL too, where HOLDFAST_TEST_POSTGRES names a database to make schemas in."""
-    if request.param == "sqlite":
+    if "warm" in request.param:
+        monkeypatch.setattr(conversation_store, "WARM_TURNS", 0)
+    if "sqlite" in request.param:
         yield opened(tmp_path / "store.sqlite")
         return
     url = os.environ.get("HOLDFAST_TEST_POSTGRES")
@@ -354,3 +359,14 @@ class TestOpening:
         with pytest.raises(StoreError, match="not a database"):
             Store.open(str(path), AMPLE)
         assert path.read_text() == "Dear Ada, " * 1000
+
+
+def test_what_is_held_in_memory_is_bounded(opened: Callable[..., Store], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conversation_store, "WARM_TOKENS", 10)
+    store = opened()
+    for name in ("a", "b", "c"):
+        store.commit(turn(name, tokens=[1] * 4))
+    assert list(store._warm) == ["b", "c"]
+    first = store.context("a", "a")  # read again
+    assert first is not None and first.tokens == [1] * 4
+    assert list(store._warm) == ["c", "a"]

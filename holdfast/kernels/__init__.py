@@ -1,1 +1,1 @@
-"""The computations a step is made of: paged multi-token attention, the cache it reads, sampling."""
+"""The computations a step is made of: paged multi-token attention, the rest of a layer, the cache, sampling."""

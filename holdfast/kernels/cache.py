@@ -51,6 +51,18 @@ def block_bytes(*, layers: int, block_size: int, num_kv_heads: int, head_dim: in
     return 2 * layers * block_size * num_kv_heads * head_dim * dtype.itemsize
 
 
+def write_slots(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """`Attention.write` by PyTorch, for slots that are all real."""
+    key_cache.view(-1, *key.shape[1:]).index_copy_(0, slot_mapping, key)
+    value_cache.view(-1, *value.shape[1:]).index_copy_(0, slot_mapping, value)
+
+
 def copy_blocks(source: KVCache, source_blocks: torch.Tensor, target: KVCache, target_blocks: torch.Tensor) -> None:
     """Copy the blocks `source_blocks` [n] of one cache to `target_blocks` [n] of the same or another cache.
 

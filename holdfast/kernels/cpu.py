@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional
 
+from holdfast.kernels.cache import write_slots
 from holdfast.kernels.protocol import Attention, Segments
 
 # A tile takes at most this many query rows (tokens times heads that share a KV head). Tiles bound the score mask and
@@ -85,8 +86,7 @@ class CpuAttention(Attention[CpuSchedule]):
         value_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        key_cache.view(-1, *key.shape[1:]).index_copy_(0, slot_mapping, key)
-        value_cache.view(-1, *value.shape[1:]).index_copy_(0, slot_mapping, value)
+        write_slots(key, value, key_cache, value_cache, slot_mapping)
 
     def attend(
         self,

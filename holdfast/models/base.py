@@ -48,28 +48,29 @@ class StepInput:
 
     ids: torch.Tensor  # [T] int64
     positions: torch.Tensor  # [T] int64
-    sample_at: torch.Tensor  # [R] int64: the tokens of the batch whose logits are wanted
+    sample_at: torch.Tensor  # [R] int64, ascending, none twice: the tokens of the batch whose logits are wanted
     slot_mapping: torch.Tensor  # [T] int64
     block_tables: torch.Tensor  # [rows, max_blocks] int32
     caches: Sequence[tuple[torch.Tensor, torch.Tensor]]  # by layer, keys and values [num_blocks, block_size, Hkv, D]
     attention: Attention[Any]
     schedule: Any  # what attention.schedule gave for this batch
 
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Put keys and values [T, Hkv, D] into the layer's cache."""
+        self.attention.write(key, value, *self.caches[layer], self.slot_mapping)
+
     def attend(
         self,
         layer: int,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
         *,
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Put keys and values [T, Hkv, D] into the layer's cache; attention of query [T, H, D] over it, [T, H, D]."""
+        """Attention of query [T, H, D] over the layer's cache, where the step's own keys are by now: [T, H, D]."""
         keys, values = self.caches[layer]
-        self.attention.write(key, value, keys, values, self.slot_mapping)
         return self.attention.attend(
             query,
             keys,

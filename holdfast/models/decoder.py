@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch.nn import functional
 
+from holdfast.kernels.layers import LayerShape, layer_ops_for
 from holdfast.models.base import ModelSpec, StepInput
 from holdfast.models.rope import Rope
-
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": functional.silu,
-    "gelu": functional.gelu,
-    "gelu_pytorch_tanh": lambda x: functional.gelu(x, approximate="tanh"),
-}
 
 Shape = tuple[int, ...]
 
@@ -156,7 +150,18 @@ class Decoder:
             else self._fused((names.lm_head,), ((decoder.vocab_size, decoder.hidden_size),))
         )
         del self._source
-        self.inverse_frequencies = decoder.rope.inverse_frequencies(decoder.head_dim).to(device)
+        self._ops = layer_ops_for(
+            LayerShape(
+                num_heads=decoder.num_heads,
+                num_kv_heads=decoder.num_kv_heads,
+                head_dim=decoder.head_dim,
+                eps=decoder.rms_eps,
+                activation=decoder.activation,
+                dtype=dtype,
+                inverse_frequencies=decoder.rope.inverse_frequencies(decoder.head_dim).to(device),
+                amplitude=decoder.rope.amplitude,
+            )
+        )
         self.spec = ModelSpec(
             architecture=decoder.architecture,
             num_layers=decoder.num_layers,
@@ -187,54 +192,22 @@ class Decoder:
 
     def forward(self, step: StepInput) -> torch.Tensor:
         """Logits [R, vocab_size]. The residual stream is one tensor that every layer adds to in place."""
-        spec, eps = self.decoder, self.decoder.rms_eps
-        activation = ACTIVATIONS[spec.activation]
-        hidden = (spec.hidden_size,)
-        stream = functional.embedding(step.ids, self.embedding)  # [T, hidden]
-        cosine, sine = self._rotation(step.positions)
+        spec, ops, last = self.decoder, self._ops, self.decoder.num_layers - 1
         windows = spec.windows or (None,) * spec.num_layers
+        rotation = ops.rotation(step.positions)
+        stream = functional.embedding(step.ids, self.embedding)  # [T, hidden]
+        normed = ops.norm(stream, self.layers[0].input_norm)
         for index, (layer, window) in enumerate(zip(self.layers, windows, strict=True)):
-            normed = functional.rms_norm(stream, hidden, layer.input_norm, eps)
-            query, key, value = self._project(layer, normed, cosine, sine)
-            attended = step.attend(index, query, key, value, scale=spec.scale, window=window)
-            stream.addmm_(attended.reshape(attended.shape[0], -1), layer.o.t())
-            if layer.o_bias is not None:
-                stream += layer.o_bias
-            normed = functional.rms_norm(stream, hidden, layer.post_norm, eps)
-            gate, up = functional.linear(normed, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
-            stream.addmm_(activation(gate).mul_(up), layer.down.t())
-            if layer.down_bias is not None:
-                stream += layer.down_bias
-        wanted = stream.index_select(0, step.sample_at)  # [R, hidden]
-        return functional.linear(functional.rms_norm(wanted, hidden, self.norm, eps), self.lm_head)
-
-    def _project(
-        self, layer: LayerWeights, normed: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Rotated queries [T, H, D] and keys [T, Hkv, D], and values [T, Hkv, D]."""
-        spec = self.decoder
-        heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
-        qkv = functional.linear(normed, layer.qkv, layer.qkv_bias).view(-1, heads + 2 * kv_heads, dim)
-        turned, value = torch.split(qkv, [heads + kv_heads, kv_heads], dim=1)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            query, key = torch.split(turned, [heads, kv_heads], dim=1)
-            turned = torch.cat(
-                (
-                    functional.rms_norm(query, (dim,), layer.q_norm, spec.rms_eps),
-                    functional.rms_norm(key, (dim,), layer.k_norm, spec.rms_eps),
-                ),
-                dim=1,
+            qkv = ops.linear(normed, layer.qkv, layer.qkv_bias)
+            query = ops.rotate_and_write(
+                qkv, rotation, layer.q_norm, layer.k_norm, step.caches[index], step.slot_mapping
             )
-        turned = (turned * cosine).addcmul_(turned.roll(dim // 2, -1), sine)
-        query, key = torch.split(turned, [heads, kv_heads], dim=1)
-        return query, key, value
-
-    def _rotation(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine and sine [T, 1, D], computed in float32; the sine negative where the other half is subtracted."""
-        angles = positions[:, None, None].float() * self.inverse_frequencies
-        cosine, sine = angles.cos(), angles.sin()
-        amplitude = self.decoder.rope.amplitude
-        if amplitude != 1.0:
-            cosine, sine = cosine * amplitude, sine * amplitude
-        cosine, sine = cosine.to(self._dtype), sine.to(self._dtype)
-        return torch.cat((cosine, cosine), dim=-1), torch.cat((-sine, sine), dim=-1)
+            attended = step.attend(index, query, scale=spec.scale, window=window).flatten(1)
+            if index == last and len(step.sample_at) < len(stream):
+                # Nothing reads the other tokens from here on.
+                stream, attended = stream.index_select(0, step.sample_at), attended.index_select(0, step.sample_at)
+            normed = ops.add_linear_norm(stream, attended, layer.o, layer.o_bias, layer.post_norm)
+            inner = ops.gated_linear(normed, layer.gate_up, layer.gate_up_bias)
+            following = self.norm if index == last else self.layers[index + 1].input_norm
+            normed = ops.add_linear_norm(stream, inner, layer.down, layer.down_bias, following)
+        return ops.linear(normed, self.lm_head)

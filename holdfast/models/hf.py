@@ -88,11 +88,10 @@ def paged_attention(
     size, value_size = query.shape[-1], value.shape[-1]
     if value_size < size:  # latent attention: its values are narrower than its keys
         value = functional.pad(value, (0, size - value_size))
+    holdfast_step.write(module.layer_idx, packed(key), packed(value))
     out = holdfast_step.attend(
         module.layer_idx,
         packed(query),
-        packed(key),
-        packed(value),
         scale=scaling if scaling is not None else size**-0.5,
         window=sliding_window,
         softcap=softcap,

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from holdfast.kernels.layers import ACTIVATIONS
 from holdfast.models.base import UnsupportedCheckpoint
-from holdfast.models.decoder import ACTIVATIONS, DecoderSpec, WeightNames
+from holdfast.models.decoder import DecoderSpec, WeightNames
 from holdfast.models.rope import rope_of
 
 NAMES = WeightNames(

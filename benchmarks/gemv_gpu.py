@@ -1,0 +1,225 @@
+"""Time the products of few tokens on a GPU, and a decoder layer around attention, against cuBLAS and PyTorch.
+
+    python benchmarks/gemv_gpu.py [--tune] [--tokens 1 2 4 8] [--out results.json]
+
+The shapes are Llama-3-8B's, bf16. A product is timed with what the decoder fuses to it (residual and norm, or the
+gate) as one CUDA graph over more weights than L2 holds; its figure is the weights' bytes over that time, as a share of
+the rate of a device-to-device copy. `--tune` times other launches than the rule's. Prints a table, writes JSON lines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import platform
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+import triton
+from triton.runtime.errors import OutOfResources
+
+from holdfast.kernels.fused_layers import FusedLayerOps
+from holdfast.kernels.thin_linear import ThinLaunch
+from holdfast.kernels.torch_layers import LayerOps, LayerShape
+
+HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 4096, 14336, 32, 8, 128, 128256
+QKV = (HEADS + 2 * KV_HEADS) * HEAD_DIM
+DTYPE = torch.bfloat16
+RING_BYTES = 400_000_000  # weights that pass before one is read again
+
+PRODUCTS = {  # kind, rows and columns of the weight
+    "qkv": ("linear", QKV, HIDDEN),
+    "o": ("add_norm", HIDDEN, HIDDEN),
+    "gate_up": ("gated", 2 * INNER, HIDDEN),
+    "down": ("add_norm", HIDDEN, INNER),
+    "lm_head": ("linear", VOCAB, HIDDEN),
+}
+ONE_TOKEN = [  # rows of weights, inputs at a time, warps, stages
+    *((4, 1024, 4, 4), (8, 256, 2, 4), (8, 512, 4, 3), (8, 1024, 4, 3), (16, 256, 4, 4), (16, 256, 4, 6)),
+    *((16, 512, 4, 3), (16, 512, 8, 4), (32, 128, 4, 4), (32, 256, 4, 4), (32, 256, 8, 4)),
+]
+FEW_TOKENS = [
+    *((16, 256, 4, 4), (16, 512, 4, 3), (32, 128, 4, 5), (32, 256, 4, 3), (32, 256, 4, 4), (32, 256, 8, 4)),
+    *((64, 128, 4, 4), (64, 128, 8, 4), (64, 256, 4, 3)),
+    *((16, 256, 2, 4), (32, 256, 2, 4), (64, 64, 4, 6)),
+]
+PARTS = (1, 2, 4, 8)
+
+
+def shape() -> LayerShape:
+    powers = torch.arange(0, HEAD_DIM, 2, dtype=torch.float32, device="cuda") / HEAD_DIM
+    return LayerShape(
+        num_heads=HEADS,
+        num_kv_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        eps=1e-5,
+        activation="silu",
+        dtype=DTYPE,
+        inverse_frequencies=500000.0**-powers,
+    )
+
+
+class Fixed(FusedLayerOps):
+    """The fused kernels with one launch for every product; None: cuBLAS."""
+
+    def __init__(self, fixed: ThinLaunch | None) -> None:
+        super().__init__(shape())
+        self.fixed = fixed
+
+    def launch(self, x: torch.Tensor, weight: torch.Tensor, *, cut: bool = False) -> ThinLaunch | None:
+        return self.fixed
+
+
+def milliseconds(call: Callable[[], object]) -> float:
+    """Median time of one call by CUDA events."""
+    for _ in range(3):
+        call()
+    times = []
+    for _ in range(20):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return float(np.median(times))
+
+
+def captured(work: Callable[[], object]) -> Callable[[], object]:
+    """The work as a CUDA graph, after a first run that compiles it."""
+    work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph.replay
+
+
+def copy_rate() -> float:
+    """TB/s of a device-to-device copy, bytes read and written."""
+    source = torch.empty(1 << 32, dtype=torch.uint8, device="cuda").fill_(1)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / milliseconds(lambda: target.copy_(source)) / 1e9
+
+
+def random(*size: int, spread: float = 1.0) -> torch.Tensor:
+    return torch.empty(size, dtype=DTYPE, device="cuda").normal_(std=spread)
+
+
+def product_time(ops: LayerOps, kind: str, weights: torch.Tensor, tokens: int) -> float:
+    """Microseconds of one product with what is fused to it; weights [copies, N, K]."""
+    x, norm = random(tokens, weights.shape[2]), random(HIDDEN)
+    stream = random(tokens, HIDDEN)
+
+    def run() -> None:
+        for weight in weights:
+            if kind == "linear":
+                ops.linear(x, weight)
+            elif kind == "gated":
+                ops.gated_linear(x, weight)
+            else:
+                ops.add_linear_norm(stream, x, weight, None, norm)
+
+    return milliseconds(captured(run)) / len(weights) * 1e3
+
+
+def layer_time(ops: LayerOps, tokens: int) -> float:
+    """Microseconds of one layer without its attention."""
+    weights = [(QKV, HIDDEN), (HIDDEN, HEADS * HEAD_DIM), (2 * INNER, HIDDEN), (HIDDEN, INNER)]
+    qkv, o, gate_up, down = (random(*size, spread=0.01) for size in weights)
+    stream, norm = random(tokens, HIDDEN), random(HIDDEN)
+    cache = torch.zeros(2, -(-tokens // 16), 16, KV_HEADS, HEAD_DIM, dtype=DTYPE, device="cuda")
+    at = torch.arange(tokens, device="cuda")
+    rotation = ops.rotation(at)
+
+    def run() -> None:
+        normed = ops.norm(stream, norm)
+        for _ in range(4):
+            query = ops.rotate_and_write(ops.linear(normed, qkv), rotation, None, None, (cache[0], cache[1]), at)
+            normed = ops.add_linear_norm(stream, query.flatten(1), o, None, norm)
+            normed = ops.add_linear_norm(stream, ops.gated_linear(normed, gate_up), down, None, norm)
+
+    return milliseconds(captured(run)) / 4 * 1e3
+
+
+def candidates(kind: str, tokens: int) -> list[ThinLaunch]:
+    return [
+        ThinLaunch(*settings, parts)
+        for settings in (ONE_TOKEN if tokens == 1 else FEW_TOKENS)
+        for parts in (PARTS if kind == "add_norm" else (1,))
+    ]
+
+
+def brief(launch: ThinLaunch | None) -> str:
+    if launch is None:
+        return "cuBLAS"
+    return f"{launch.block_n}x{launch.block_k} w{launch.num_warps} s{launch.num_stages} p{launch.parts}"
+
+
+def compare(name: str, tokens: int, weights: torch.Tensor, rate: float, tune: bool) -> list[dict[str, object]]:
+    """cuBLAS, the rule's launch and, to tune, the others; the best of these in a line of the table."""
+    kind, weight_bytes = PRODUCTS[name][0], weights[0].nbytes
+    own = FusedLayerOps(shape())
+    rule = own.launch(random(tokens, weights.shape[2]), weights[0], cut=kind == "add_norm")
+    lines: list[dict[str, object]] = []
+    for launch in [None, rule, *(candidates(kind, tokens) if tune else [])]:
+        try:
+            taken = product_time(Fixed(launch), kind, weights, tokens)
+        except OutOfResources as refused:
+            print(f"  {brief(launch)}: {refused}", flush=True)
+            continue
+        share = weight_bytes / taken / 1e6 / rate
+        lines.append(dict(product=name, tokens=tokens, launch=brief(launch), us=round(taken, 2), share=round(share, 3)))
+    others = sorted(lines[2:], key=lambda line: float(str(line["share"])), reverse=True)[:3]
+    shown = [f"{line['share']:.3f} ({line['launch']})" for line in [*lines[:2], *others]]
+    print(f"{name:8} {tokens:6}   " + "  ".join(shown), flush=True)
+    return lines
+
+
+@torch.inference_mode()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tune", action="store_true", help="time other launches than the rule's too")
+    parser.add_argument("--products", nargs="*", choices=PRODUCTS, default=list(PRODUCTS))
+    parser.add_argument("--tokens", nargs="*", type=int, default=[1, 2, 4, 8])
+    parser.add_argument("--layers", nargs="*", type=int, default=[1, 2, 4, 8, 16, 64, 256, 2048], metavar="TOKENS")
+    parser.add_argument("--out", type=Path, help="write every measurement here, a JSON line each")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    rate = copy_rate()
+    lines: list[dict[str, object]] = [
+        dict(
+            command=" ".join(["python", *sys.argv]),
+            date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            device=torch.cuda.get_device_name(),
+            torch=torch.__version__,
+            triton=triton.__version__,
+            python=platform.python_version(),
+            copy_TB_per_s=round(rate, 3),
+        )
+    ]
+    print(json.dumps(lines[0]), flush=True)
+    print("product  tokens   share of the copy rate: cuBLAS, the rule's launch, the best of the others", flush=True)
+    for name in arguments.products:
+        _, outputs, inputs = PRODUCTS[name]
+        copies = max(1, -(-RING_BYTES // (outputs * inputs * DTYPE.itemsize)))
+        weights = random(copies, outputs, inputs, spread=0.01)
+        for tokens in arguments.tokens:
+            lines += compare(name, tokens, weights, rate, arguments.tune)
+        del weights
+    for tokens in arguments.layers:
+        plain, fused = layer_time(LayerOps(shape()), tokens), layer_time(FusedLayerOps(shape()), tokens)
+        lines.append(
+            dict(work="layer without attention", tokens=tokens, pytorch_us=round(plain, 1), us=round(fused, 1))
+        )
+        print(f"layer without attention, {tokens:4} tokens: PyTorch {plain:.1f} us, fused {fused:.1f} us", flush=True)
+    if arguments.out:
+        arguments.out.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""What a decoder layer computes beside attention, on CUDA: launches of the fused Triton kernels."""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from holdfast.kernels.fused_kernels import norm_kernel, rotate_write_kernel, silu_mul_kernel
+from holdfast.kernels.thin_linear import ThinLaunch, launch_for, thin_linear
+from holdfast.kernels.torch_layers import LayerOps, LayerShape, Rotation
+
+ROTATED_AT_A_TIME = 512  # pairs of numbers that one program turns
+GATED_AT_A_TIME = 1024  # numbers that one program gates
+
+
+class FusedLayerOps(LayerOps):
+    """`LayerOps` for float32, float16 and bfloat16 on CUDA, all accumulated in float32; every call may be captured.
+
+    Few tokens are bound by launches and by reading weights: `thin_linear` streams these, and its partial sums, the
+    residual and the norm are one launch. More tokens go to cuBLAS, which adds the residual as it writes: fewer bytes
+    than an addition later, and one rounding less.
+    """
+
+    def __init__(self, shape: LayerShape) -> None:
+        super().__init__(shape)
+        self.block_half = triton.next_power_of_2(shape.head_dim // 2)
+        heads = triton.next_power_of_2(shape.num_heads + 2 * shape.num_kv_heads)
+        self.block_heads = min(heads, max(1, ROTATED_AT_A_TIME // self.block_half))
+
+    def norm(self, stream: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return self._add_norm(stream, None, None, weight)
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        launch = self.launch(x, weight)
+        if launch is None:
+            return super().linear(x, weight, bias)
+        out = x.new_empty(x.shape[0], weight.shape[0])
+        thin_linear(x, weight, bias, out[None], launch)
+        return out
+
+    def gated_linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if self.shape.activation != "silu":
+            return super().gated_linear(x, weight, bias)
+        width = weight.shape[0] // 2
+        out = x.new_empty(x.shape[0], width)
+        launch = self.launch(x, weight)
+        if launch is not None:
+            thin_linear(x, weight, bias, out[None], launch, gated=True)
+            return out
+        gate_up = super().linear(x, weight, bias)
+        silu_mul_kernel[(len(gate_up), triton.cdiv(width, GATED_AT_A_TIME))](
+            gate_up, out, width, gate_up.stride(0), out.stride(0), BLOCK=GATED_AT_A_TIME, num_warps=4
+        )
+        return out
+
+    def add_linear_norm(
+        self,
+        stream: torch.Tensor,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        norm: torch.Tensor,
+    ) -> torch.Tensor:
+        launch = self.launch(x, weight, cut=True)
+        if launch is None:
+            stream.addmm_(x, weight.t())
+            return self._add_norm(stream, None, bias, norm)
+        partials = x.new_empty(launch.parts, *stream.shape, dtype=torch.float32)
+        thin_linear(x, weight, None, partials, launch)
+        return self._add_norm(stream, partials, bias, norm)
+
+    def rotation(self, positions: torch.Tensor) -> Rotation:
+        """Cosine and sine [T, D / 2] float32."""
+        return self._angles(positions)
+
+    def rotate_and_write(
+        self,
+        qkv: torch.Tensor,
+        rotation: Rotation,
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+        caches: tuple[torch.Tensor, torch.Tensor],
+        slot_mapping: torch.Tensor,
+    ) -> torch.Tensor:
+        shape = self.shape
+        tokens, heads = len(qkv), shape.num_heads + 2 * shape.num_kv_heads
+        query = qkv.new_empty(tokens, shape.num_heads, shape.head_dim)
+        key_cache, value_cache = caches
+        rotate_write_kernel[(tokens, triton.cdiv(heads, self.block_heads))](
+            qkv,
+            *rotation,
+            q_norm,
+            k_norm,
+            query,
+            key_cache,
+            value_cache,
+            slot_mapping,
+            qkv.stride(0),
+            *key_cache.stride()[:3],
+            *value_cache.stride()[:3],
+            shape.eps,
+            NUM_HEADS=shape.num_heads,
+            NUM_KV_HEADS=shape.num_kv_heads,
+            HEAD_DIM=shape.head_dim,
+            BLOCK_SIZE=key_cache.shape[1],
+            BLOCK_HEADS=self.block_heads,
+            BLOCK_HALF=self.block_half,
+            num_warps=4,
+        )
+        return query
+
+    def launch(self, x: torch.Tensor, weight: torch.Tensor, *, cut: bool = False) -> ThinLaunch | None:
+        """How `thin_linear` runs a product; None where cuBLAS does."""
+        return launch_for(x, weight, cut=cut)
+
+    def _add_norm(
+        self, stream: torch.Tensor, partials: torch.Tensor | None, bias: torch.Tensor | None, weight: torch.Tensor
+    ) -> torch.Tensor:
+        """Add partial sums [P, T, hidden] and a bias to the stream; the norm of the sum."""
+        tokens, width = stream.shape
+        out = torch.empty_like(stream)
+        block = triton.next_power_of_2(width)
+        norm_kernel[(tokens,)](
+            stream,
+            partials,
+            bias,
+            weight,
+            out,
+            width,
+            stream.stride(0),
+            out.stride(0),
+            self.shape.eps,
+            PARTS=0 if partials is None else len(partials),
+            BLOCK=block,
+            num_warps=max(1, min(16, block // 256)),
+        )
+        return out

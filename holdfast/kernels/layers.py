@@ -1,0 +1,17 @@
+"""The backend for what a decoder layer computes beside attention."""
+
+from __future__ import annotations
+
+from holdfast.kernels.torch_layers import ACTIVATIONS, LayerOps, LayerShape, Rotation
+
+__all__ = ["ACTIVATIONS", "LayerOps", "LayerShape", "Rotation", "layer_ops_for"]
+
+
+def layer_ops_for(shape: LayerShape) -> LayerOps:
+    """The backend for the device of the shape's frequencies: Triton kernels on CUDA, PyTorch elsewhere."""
+    if shape.inverse_frequencies.device.type == "cuda":
+        # Triton comes with CUDA builds only, so that a CPU installation works without it.
+        from holdfast.kernels.fused_layers import FusedLayerOps
+
+        return FusedLayerOps(shape)
+    return LayerOps(shape)

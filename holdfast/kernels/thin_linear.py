@@ -1,0 +1,102 @@
+"""Linear layers for a few tokens, bound by the weights' way from memory: when Triton's kernel runs, and how."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+
+from holdfast.kernels.fused_kernels import thin_linear_kernel
+
+MAX_ROWS = 8
+"""Tokens up to which the kernel streams weights faster than cuBLAS; beyond them, products become worth their tiles."""
+
+LEAST_ROW_BYTES = 512
+"""A row of weights shorter than this does not fill the loop."""
+
+
+@dataclass(frozen=True)
+class ThinLaunch:
+    """How one product is launched."""
+
+    block_n: int
+    """Rows of weights that a program takes."""
+    block_k: int
+    """Inputs that it takes at a time."""
+    num_warps: int
+    num_stages: int
+    parts: int = 1
+    """Pieces the inputs are cut into; their sums are added later, in order."""
+
+
+ONE_TOKEN = ThinLaunch(block_n=16, block_k=256, num_warps=4, num_stages=4)
+ONE_TOKEN_DEEP = ThinLaunch(block_n=8, block_k=512, num_warps=4, num_stages=3)
+FEW_TOKENS = ThinLaunch(block_n=64, block_k=128, num_warps=4, num_stages=4)
+FEW_TOKENS_CUT = ThinLaunch(block_n=64, block_k=256, num_warps=4, num_stages=3)
+
+MANY_OUTPUTS = 16_384
+"""From here on there are programs enough to spare some for deeper loads."""
+
+PROGRAMS = 128
+"""Where a product may be cut over its inputs, it is cut until there are about so many programs."""
+MAX_PARTS = 8
+
+
+def launch_for(x: torch.Tensor, weight: torch.Tensor, *, cut: bool = False) -> ThinLaunch | None:
+    """The launch for x [T, K] and weight [N, K]; None where the library's product is better, or the only exact one.
+
+    `cut` says that the caller adds up partial sums at no cost of its own. Tuned on an H200 (benchmarks/gemv_gpu.py).
+    """
+    rows, inputs = x.shape
+    fits = 0 < rows <= MAX_ROWS and weight.stride(1) == 1 and x.stride(1) == 1
+    if not fits or x.element_size() != 2 or inputs * x.element_size() < LEAST_ROW_BYTES:
+        return None
+    if rows == 1:
+        return ONE_TOKEN_DEEP if cut or weight.shape[0] >= MANY_OUTPUTS else ONE_TOKEN
+    if not cut:
+        return FEW_TOKENS
+    own = FEW_TOKENS_CUT
+    programs = -(-weight.shape[0] // own.block_n)
+    parts = max(1, min(MAX_PARTS, round(PROGRAMS / programs), inputs // (4 * own.block_k)))
+    return replace(own, parts=parts)
+
+
+def thin_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    launch: ThinLaunch,
+    *,
+    gated: bool = False,
+) -> None:
+    """Put x [T, K] times weight [N, K] transposed, plus bias, into out [parts, T, N] of any float type.
+
+    With parts above 1 each holds the sum over its piece of the inputs, and bias must be None. `gated`: weight and
+    bias have 2 N rows, gate over up, and out is silu(gate) * up.
+    """
+    rows, inputs = x.shape
+    outputs = weight.shape[0] // 2 if gated else weight.shape[0]
+    blocks = -(-inputs // launch.block_k)
+    thin_linear_kernel[(-(-weight.shape[0] // launch.block_n), launch.parts)](
+        x,
+        weight,
+        bias,
+        out,
+        rows,
+        outputs,
+        inputs,
+        -(-blocks // launch.parts) * launch.block_k,
+        x.stride(0),
+        weight.stride(0),
+        out.stride(0),
+        out.stride(1),
+        GATED=gated,
+        BLOCK_M=1 if rows == 1 else max(16, triton.next_power_of_2(rows)),
+        BLOCK_N=launch.block_n,
+        BLOCK_K=launch.block_k,
+        EVEN=inputs % launch.block_k == 0,
+        STAGES=launch.num_stages,
+        num_warps=launch.num_warps,
+    )

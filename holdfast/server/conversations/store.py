@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import msgspec
 import sqlalchemy
-from sqlalchemy import Connection, Row, delete, event, func, insert, literal, select, update
+from sqlalchemy import Connection, Row, bindparam, delete, event, func, insert, literal, select, update
 from sqlalchemy.engine import Engine
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.pool import StaticPool
@@ -41,6 +41,41 @@ BATCH = 64
 """Threads that one write drops at the most to keep within the bounds: no turn waits for a long clean-up."""
 RECOUNT = 256
 """Writes after which sizes are counted anew, as other servers may write to the same database."""
+
+# What every turn asks, made once.
+_VISIBLE = (
+    select(turns)
+    .join(threads, threads.c.id == turns.c.thread)
+    .where(
+        turns.c.id == bindparam("id"),
+        turns.c.tenant == bindparam("tenant"),
+        turns.c.visible,
+        threads.c.active >= bindparam("oldest"),
+    )
+)
+_OWN = (
+    select(conversations)
+    .join(threads, threads.c.id == conversations.c.thread)
+    .where(
+        conversations.c.id == bindparam("id"),
+        conversations.c.tenant == bindparam("tenant"),
+        threads.c.active >= bindparam("oldest"),
+    )
+)
+_EXISTS = select(turns.c.id).where(turns.c.id == bindparam("id"))
+_BYTES = select(threads.c.bytes).where(threads.c.id == bindparam("id"))
+_GROW = (
+    update(threads)
+    .where(threads.c.id == bindparam("thread"))
+    .values(active=bindparam("now"), bytes=threads.c.bytes + bindparam("size"))
+)
+_LONGEST_IDLE = (
+    select(threads.c.id, threads.c.bytes, threads.c.active)
+    .where(threads.c.id != bindparam("spare"))
+    .order_by(threads.c.active)
+    .limit(1)
+)
+_INSERT_TURN = insert(turns)
 
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.decode
@@ -208,12 +243,12 @@ class Store:
             if status in GOOD and turn.conversation is not None:
                 self._advance(db, turn)
                 size += self._append(db, turn.conversation, [*turn.input, *turn.response["output"]])
-            db.execute(
-                insert(turns).values(
-                    id=turn.id, thread=thread, tenant=turn.tenant, parent=context.parent, visible=turn.visible,
-                    status=status, start=start, characters=turn.characters, digest=turn.digest, **row,
-                )
-            )  # fmt: skip
+            fixed = {
+                "id": turn.id, "thread": thread, "tenant": turn.tenant, "parent": context.parent,
+                "visible": turn.visible, "status": status, "start": start, "characters": turn.characters,
+                "digest": turn.digest,
+            }  # fmt: skip
+            db.execute(_INSERT_TURN, fixed | row)
             self._grown(db, thread, turn.tenant, size)
         if status in GOOD:
             said = [*context.items, *turn.input, *turn.response["output"]]
@@ -231,6 +266,7 @@ class Store:
             if row is None:
                 return False
             db.execute(update(turns).where(turns.c.id == response).values(visible=False))
+            self._forget(response)
             self._prune(db, row.thread)
             return True
 
@@ -362,15 +398,10 @@ class Store:
 
     def _turn(self, db: Connection, tenant: str, response: str) -> Row[Any] | None:
         """A turn that may be seen: visible, of this tenant, in a thread that is not too old."""
-        query = select(turns).join(threads, threads.c.id == turns.c.thread)
-        mine = (turns.c.id == response, turns.c.tenant == tenant, turns.c.visible, threads.c.active >= self._oldest())
-        return db.execute(query.where(*mine)).one_or_none()
+        return db.execute(_VISIBLE, {"id": response, "tenant": tenant, "oldest": self._oldest()}).one_or_none()
 
     def _conversation(self, db: Connection, tenant: str, conversation: str) -> Row[Any] | None:
-        query = select(conversations).join(threads, threads.c.id == conversations.c.thread)
-        columns = conversations.c
-        mine = (columns.id == conversation, columns.tenant == tenant, threads.c.active >= self._oldest())
-        return db.execute(query.where(*mine)).one_or_none()
+        return db.execute(_OWN, {"id": conversation, "tenant": tenant, "oldest": self._oldest()}).one_or_none()
 
     def _chain(self, db: Connection, last: Row[Any]) -> Context:
         """The items and tokens from a thread's first turn to this one."""
@@ -397,18 +428,23 @@ class Store:
     def _warm_up(self, context: Context) -> None:
         """Remember what a turn after this one builds on, in place of what was not asked for longest."""
         assert context.parent is not None
+        self._forget(context.parent)
         self._warm[context.parent] = context
         self._warm_tokens += len(context.tokens)
         while self._warm_tokens > WARM_TOKENS or len(self._warm) > WARM_TURNS:
-            _, coldest = self._warm.popitem(last=False)
-            self._warm_tokens -= len(coldest.tokens)
+            self._forget(next(iter(self._warm)))
+
+    def _forget(self, turn: str) -> None:
+        context = self._warm.pop(turn, None)
+        if context is not None:
+            self._warm_tokens -= len(context.tokens)
 
     def _shared(self, db: Connection, turn: Turn) -> int:
         """How many of a turn's first tokens are its parent's. Raises Gone when the parent is no more."""
         parent, known = turn.context.parent, turn.context.tokens
         if parent is None:
             return 0
-        if db.execute(select(turns.c.id).where(turns.c.id == parent)).scalar() is None:
+        if db.execute(_EXISTS, {"id": parent}).scalar() is None:
             raise Gone("the previous response was deleted while this one was written")
         if turn.tokens[: len(known)] == known:
             return len(known)
@@ -442,11 +478,10 @@ class Store:
 
     def _grown(self, db: Connection, thread: str, tenant: str, size: int) -> None:
         """A thread is active, and larger by `size` bytes; the bounds are kept. Raises Full when it is too large."""
-        now, columns, most = self._now(), threads.c, self._bounds.bytes // SHARE
-        if size + (db.execute(select(columns.bytes).where(columns.id == thread)).scalar() or 0) > most:
+        now, most = self._now(), self._bounds.bytes // SHARE
+        if size + (db.execute(_BYTES, {"id": thread}).scalar() or 0) > most:
             raise Full(f"this conversation takes up more than {most} bytes with all its branches; begin a new one")
-        grown = update(threads).where(columns.id == thread).values(active=now, bytes=columns.bytes + size)
-        if not db.execute(grown).rowcount:
+        if not db.execute(_GROW, {"thread": thread, "now": now, "size": size}).rowcount:
             db.execute(insert(threads).values(id=thread, tenant=tenant, active=now, bytes=size))
             self._size.threads += 1
         self._size.bytes += size
@@ -457,16 +492,17 @@ class Store:
 
     def _drop_old(self, db: Connection, spare: str = "") -> None:
         """Drop the threads that are too old, and where there is too much those that were not active for longest."""
-        size, bounds, columns = self._size, self._bounds, threads.c
+        size, bounds = self._size, self._bounds
         size.writes += 1
         if size.writes > RECOUNT or size.threads > bounds.threads or size.bytes > bounds.bytes:
-            count, total = db.execute(select(func.count(), func.coalesce(func.sum(columns.bytes), 0))).one()
+            count, total = db.execute(select(func.count(), func.coalesce(func.sum(threads.c.bytes), 0))).one()
             size.threads, size.bytes, size.writes = count, int(total), 0
-        oldest = select(columns.id, columns.bytes, columns.active).where(columns.id != spare).order_by(columns.active)
-        for row in db.execute(oldest.limit(BATCH)).all():
+        dropped = 0
+        while dropped < BATCH and (row := db.execute(_LONGEST_IDLE, {"spare": spare}).first()):
             crowded = size.threads > bounds.threads or size.bytes > bounds.bytes
             if not crowded and row.active >= self._oldest():
                 break
+            dropped += 1
             self._drop(db, row.id)
             size.threads -= 1
             size.bytes -= row.bytes

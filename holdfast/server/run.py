@@ -155,7 +155,8 @@ def signals() -> Iterator[asyncio.Queue[int]]:
 def listen(config: ServerConfig) -> socket.socket:
     """Bind the address, so that a port in use is known before a model is loaded. Raises OSError that names it."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    # The protocol is named, as asyncio turns Nagle's delay off (40 ms a reply) only where it is told that this is TCP.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((config.host, config.port))

@@ -5,10 +5,23 @@ import gc
 import statistics
 import time
 
+from holdfast.core.cost import CostModel
 from holdfast.core.types import Request, SamplingParams, StepResult
 from holdfast.memory.blocks import BlockPool, StateIdentity
 from holdfast.scheduler.base import Scheduler
-from holdfast.scheduler.policies import StallFree
+from holdfast.scheduler.choice import NAMES, capacity_of, make_policy
+from holdfast.scheduler.paced import PacedStallFree
+from holdfast.scheduler.step import Policy
+
+COST = CostModel(
+    model="invented",
+    device="none",
+    linear_tokens=(1, 256, 2048),
+    linear_seconds=(0.004, 0.007, 0.041),
+    attention_queries=(1, 2048),
+    attention_contexts=(16, 16384),
+    attention_seconds=((0.000001, 0.0001), (0.001, 0.01)),
+)
 
 
 def main() -> None:
@@ -18,13 +31,21 @@ def main() -> None:
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--steps-in-flight", type=int, default=2)
+    parser.add_argument("--scheduler", choices=(*NAMES, "paced"), default="stall-free")
     options = parser.parse_args()
 
     prompt, warm_up = 512, 64
     length = prompt + warm_up + options.steps + 2
+    if options.scheduler == "paced":
+        policy: Policy = PacedStallFree(COST, target=0.02, tile=128, ceiling=2048)
+    else:
+        capacity = capacity_of(
+            options.scheduler, token_budget=2048, max_model_len=2 * length, max_sequences=options.running
+        )
+        policy = make_policy(options.scheduler, token_budget=2048, capacity=capacity)
     scheduler = Scheduler(
-        StallFree(2048),
-        BlockPool(options.running * (length // options.block_size + 2), options.block_size),
+        policy,
+        BlockPool(options.running * ((prompt + length) // options.block_size + 2), options.block_size),
         max_sequences=options.running,
         max_model_len=2 * length,
         headroom=0.0,
@@ -54,7 +75,7 @@ def main() -> None:
             updating.append(updated * 1e6)
 
     stats = scheduler.stats()
-    print(f"{stats.running} running, {stats.waiting} waiting, block size {options.block_size}, {options.steps} steps")
+    print(print(f"{options.scheduler}: {stats.running} running, {stats.waiting} waiting, {options.steps} steps"))
     whole = [sum(pair) for pair in zip(planning, updating, strict=True)]
     for name, times in (("schedule", planning), ("update", updating), ("both", whole)):
         best, p50, p99 = min(times), statistics.median(times), statistics.quantiles(times, n=100)[98]

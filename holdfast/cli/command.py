@@ -9,10 +9,11 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from typing import Any
 
 import uvloop
 
-from holdfast.cli import chat, serve
+from holdfast.cli import bench, chat, profile, serve
 from holdfast.cli.flags import Parser, UsageError, add_flags, build, flag_of, read_file
 from holdfast.cli.talkers import ChatError
 from holdfast.core.config import BUILTIN_MODEL, EngineConfig
@@ -27,6 +28,8 @@ examples:
   holdfast serve ~/models/Llama-3.2-1B        serve a Hugging Face checkpoint
   holdfast chat                               talk to the built-in model, right here
   holdfast chat --url http://127.0.0.1:8000   talk to a server that runs
+  holdfast profile                            measure the device, for serve --tbt-target
+  holdfast bench --url http://127.0.0.1:8000  measure a server under load
 """
 MODEL_HELP = f"{BUILTIN_MODEL}, which is built in (default), or the directory of a Hugging Face checkpoint"
 BAD_USAGE = 2
@@ -47,6 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         if unknown:
             raise UsageError(unknown_flag(unknown[0], options.command))
+        if options.command == "bench":
+            return run_bench(vars(options))
         code: int = uvloop.run(start(options))
         return code
     except (UsageError, EngineStartError, StoreError) as error:
@@ -95,6 +100,29 @@ def make_parser() -> argparse.ArgumentParser:
     add_model(talk)
     add_flags(talk, chat.ChatConfig, "the conversation")
     add_flags(talk, EngineConfig, "the engine, when the model runs here", without=("model",))
+
+    measure = commands.add_parser(
+        "profile",
+        help="measure a model's pace on this device, for --tbt-target and simulations",
+        description="Measure how long steps of a model take on this device, and keep it: `holdfast serve --tbt-target` "
+        "goes by it, and `holdfast bench --simulate` too.",
+        allow_abbrev=False,
+    )
+    add_model(measure)
+    add_flags(measure, profile.ProfileConfig, "the profile")
+    add_flags(measure, EngineConfig, "the engine", without=("model",))
+
+    load = commands.add_parser(
+        "bench",
+        help="measure a server under load, or simulate one",
+        description="Send a workload to any server with OpenAI's API (--url), or simulate it on a device that was "
+        "measured (--simulate), where the engine's own scheduler runs over a virtual clock.",
+        allow_abbrev=False,
+    )
+    load.add_argument("--config", metavar="FILE", help="YAML file with any of the options below; flags win over it")
+    add_flags(load, bench.BenchConfig, "the load")
+    others = [field.name for field in fields(EngineConfig) if field.name not in bench.ENGINE_OPTIONS]
+    add_flags(load, EngineConfig, "the engine, when it is simulated", without=others)
     return parser
 
 
@@ -111,6 +139,8 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 CONFIGS: dict[str, tuple[type, ...]] = {
     "serve": (ServerConfig, EngineConfig),
     "chat": (chat.ChatConfig, EngineConfig),
+    "profile": (profile.ProfileConfig, EngineConfig),
+    "bench": (bench.BenchConfig, EngineConfig),
 }
 """Whose fields are the options of a command."""
 
@@ -131,11 +161,27 @@ async def start(options: argparse.Namespace) -> int:
         file = read_file(options.config, CONFIGS["serve"]) if options.config else {}
         server = build(ServerConfig, flags, file, {"api_key": keys} if keys else {})
         return await serve.run(build(EngineConfig, flags, file), server)
+    if options.command == "profile":
+        file = read_file(options.config, CONFIGS["profile"]) if options.config else {}
+        return await profile.run(build(profile.ProfileConfig, flags, file), build(EngineConfig, flags, file))
     file = read_file(options.config, CONFIGS["chat"]) if options.config else {}
     talk = build(chat.ChatConfig, flags, file, {"api_key": keys[0]} if keys else {})
     if talk.url is not None:
         refuse_engine_flags(flags)
     return await chat.run(talk, build(EngineConfig, flags, file), flags.get("model", file.get("model")))
+
+
+def run_bench(flags: Mapping[str, Any]) -> int:
+    """Make the configs of `bench` and call it: it brings its own event loop, if it needs one."""
+    keys = environment_keys()
+    file = read_file(flags["config"], CONFIGS["bench"]) if flags["config"] else {}
+    load = build(bench.BenchConfig, flags, file, {"api_key": keys[0]} if keys else {})
+    if load.url is not None:
+        refuse_engine_flags({name: value for name, value in flags.items() if name != "seed"})
+    try:
+        return bench.run(load, build(EngineConfig, flags, file))
+    except ValueError as error:
+        raise UsageError(str(error)) from None
 
 
 def refuse_engine_flags(flags: Mapping[str, object]) -> None:

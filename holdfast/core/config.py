@@ -7,6 +7,10 @@ from typing import Any, Literal
 
 BUILTIN_MODEL = "holdfast-tiny"
 
+SchedulerName = Literal[
+    "stall-free", "request-level", "orca", "prefill-first", "chunked-only", "hybrid-only", "unified"
+]
+
 
 def option(default: Any, help: str) -> Any:
     """A config field with its one help text."""
@@ -33,14 +37,19 @@ class EngineConfig:
     )
     memory_fraction: float = option(0.9, "share of the GPU's memory that Holdfast may use")
     headroom: float = option(0.1, "share of the blocks kept for running sequences to grow")
+    scheduler: SchedulerName = option(  # noqa: RUF009  a string
+        "stall-free", "what runs next; all but the default are there to compare with"
+    )
     token_budget: int | None = option(None, "most tokens in one step; default: 2048 on CUDA, 512 on a CPU")
     tbt_target: float | None = option(
-        None, "aim for this time between tokens in ms; measures the device at start and sets the token budget"
+        None,
+        "aim for this time between tokens in ms: sets each step's budget by the device's profile, measured once",
     )
     steps_in_flight: int = option(2, "steps planned ahead of the device; 1 waits for each")
     cuda_graphs: bool = option(True, "run decode steps as captured CUDA graphs, where there is a GPU")
     prefix_sharing: bool = option(True, "share the cache of equal prefixes between requests")
     max_waiting: int = option(4096, "requests that may wait; further ones are refused with 503")
+    trace: str | None = option(None, "write what each step does to this file, in Chrome's trace format")
     seed: int = option(0, "seed for requests that bring none")
     threads: int | None = option(None, "CPU threads of the engine; default: PyTorch's choice")
 
@@ -67,3 +76,5 @@ class EngineConfig:
                 raise ValueError(f"{name} is {value}; it must be above 0")
         if self.tbt_target is not None and self.token_budget is not None:
             raise ValueError("token_budget and tbt_target both set the step's size; give one of them")
+        if self.tbt_target is not None and self.scheduler != "stall-free":
+            raise ValueError(f"tbt_target is for the stall-free scheduler, and scheduler is {self.scheduler}; drop one")

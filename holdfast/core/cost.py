@@ -18,6 +18,8 @@ class CostModel:
 
     `linear_tokens` (ascending) and `linear_seconds` belong together; `attention_seconds[i][j]` is the time that a
     segment of `attention_queries[i]` query tokens adds at a context of `attention_contexts[j]` positions (all layers).
+    `decode_seconds` are the same of a step of `decode_rows` decodes and nothing else, for which an executor may have a
+    shorter way (a captured graph); where they were not measured it is like any other step.
     """
 
     model: str
@@ -27,6 +29,14 @@ class CostModel:
     attention_queries: tuple[int, ...]
     attention_contexts: tuple[int, ...]
     attention_seconds: tuple[tuple[float, ...], ...]
+    decode_rows: tuple[int, ...] = ()
+    decode_seconds: tuple[float, ...] = ()
+
+    def decode_only(self, rows: int) -> float:
+        """Time of everything but attention in a step of `rows` decodes alone."""
+        return (
+            interpolate(self.decode_rows, self.decode_seconds, rows) if self.decode_rows and rows else self.linear(rows)
+        )
 
     def linear(self, tokens: int) -> float:
         """Time of everything in a step but attention, for `tokens` query tokens in all; 0 for none."""
@@ -40,23 +50,9 @@ class CostModel:
     def step(self, segments: Iterable[tuple[int, int]]) -> float:
         """Time of a step of (query, context) segments."""
         pairs = list(segments)
-        return self.linear(sum(query for query, _ in pairs)) + sum(self.attention(*pair) for pair in pairs)
-
-    def token_budget(self, target: float, decodes: int, context: int, tile: int, ceiling: int) -> int:
-        """The largest budget whose step stays within `target` seconds: Sarathi-Serve's `compute_token_budget`.
-
-        The step is `decodes` decodes and one prefill chunk, all at `context` positions; the answer is a multiple of
-        `tile` up to `ceiling` (matrix tiles make other sizes waste work, Sarathi-Serve §4.3), and `tile` at the least.
-        """
-        best = tile
-        for budget in range(tile, ceiling + 1, tile):
-            running = min(decodes, budget - 1)
-            chunk = budget - running
-            seconds = self.linear(budget) + running * self.attention(1, context) + self.attention(chunk, context)
-            if seconds > target:
-                break
-            best = budget
-        return best
+        tokens = sum(query for query, _ in pairs)
+        rest = self.decode_only(tokens) if tokens == len(pairs) else self.linear(tokens)
+        return rest + sum(self.attention(*pair) for pair in pairs)
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data, for a profile file."""
@@ -73,11 +69,64 @@ class CostModel:
             attention_queries=tuple(data["attention_queries"]),
             attention_contexts=tuple(data["attention_contexts"]),
             attention_seconds=tuple(tuple(row) for row in data["attention_seconds"]),
+            decode_rows=tuple(data.get("decode_rows", ())),
+            decode_seconds=tuple(data.get("decode_seconds", ())),
         )
         shape = [len(model.attention_contexts)] * len(model.attention_queries)
-        if len(model.linear_tokens) != len(model.linear_seconds) or [len(r) for r in model.attention_seconds] != shape:
+        pairs = ((model.linear_tokens, model.linear_seconds), (model.decode_rows, model.decode_seconds))
+        if any(len(points) != len(times) for points, times in pairs) or not (
+            shape == [len(row) for row in model.attention_seconds]
+        ):
             raise ValueError(f"cost profile of {model.model} on {model.device}: points and times differ in number")
         return model
+
+
+class Predictor:
+    """A CostModel that remembers: predicts steps of hundreds of segments in microseconds."""
+
+    def __init__(self, cost: CostModel) -> None:
+        self.cost = cost
+        self._linear: dict[int, float] = {}
+        self._decode_only: dict[int, float] = {}
+        self._decode: list[float] = []
+
+    def linear(self, tokens: int) -> float:
+        """Seconds of everything in a step but attention."""
+        seconds = self._linear.get(tokens)
+        if seconds is None:
+            seconds = self._linear[tokens] = self.cost.linear(tokens)
+        return seconds
+
+    def decodes(self, contexts: list[int]) -> float:
+        """Seconds of the attention of decodes, one for each context (positions, the new one included)."""
+        try:
+            return sum(map(self._decode.__getitem__, contexts))
+        except IndexError:
+            wanted = max(2 * len(self._decode), 1 + max(contexts))
+            self._decode.extend(self.cost.attention(1, at) for at in range(len(self._decode), wanted))
+            return sum(map(self._decode.__getitem__, contexts))
+
+    def chunk(self, start: int, stop: int) -> float:
+        """Seconds of the attention of the segment [start, stop)."""
+        return self.cost.attention(stop - start, stop)
+
+    def segments(self, spans: Iterable[tuple[int, int]]) -> float:
+        """Seconds of a step that computes these [start, stop)."""
+        tokens, seconds, contexts = 0, 0.0, []
+        for start, stop in spans:
+            tokens += stop - start
+            if stop - start == 1:
+                contexts.append(stop)
+            else:
+                seconds += self.chunk(start, stop)
+        rest = self._decodes_alone(tokens) if tokens == len(contexts) else self.linear(tokens)
+        return rest + seconds + self.decodes(contexts)
+
+    def _decodes_alone(self, rows: int) -> float:
+        seconds = self._decode_only.get(rows)
+        if seconds is None:
+            seconds = self._decode_only[rows] = self.cost.decode_only(rows)
+        return seconds
 
 
 def interpolate(points: Sequence[int], values: Sequence[float], at: float) -> float:

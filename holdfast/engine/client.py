@@ -120,7 +120,9 @@ class Delta:
 class EngineClient:
     """One engine process and the streams that it serves. Made by `start`, for one event loop."""
 
-    def __init__(self, config: EngineConfig, on_progress: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, on_progress: Callable[[str], None] | None = None, measure: bool = False
+    ) -> None:
         """Use `start` instead."""
         self.config = config
         self.info: EngineInfo
@@ -130,6 +132,7 @@ class EngineClient:
         self.reason = ""
         """Why, in one line."""
         self._on_progress = on_progress or (lambda stage: None)
+        self._measure = measure
         self._began = time.monotonic()
         self._ready: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
         self._streams: dict[str, _Stream] = {}
@@ -141,14 +144,17 @@ class EngineClient:
         self._listening = asyncio.create_task(self._listen())
 
     @classmethod
-    async def start(cls, config: EngineConfig, on_progress: Callable[[str], None] | None = None) -> EngineClient:
+    async def start(
+        cls, config: EngineConfig, on_progress: Callable[[str], None] | None = None, measure: bool = False
+    ) -> EngineClient:
         """Start an engine process and wait until it takes requests; `on_progress` is told each stage in words.
 
+        `measure` has it measure the device's profile anew: `info.profile` is the file.
         Raises EngineStartError with the reason. Whatever ends the wait early ends the process too.
         """
         try:
             checkpoint = Checkpoint.find(config.model)
-            client = cls(config, on_progress)
+            client = cls(config, on_progress, measure)
         except (ValueError, OSError) as error:
             raise EngineStartError(str(error)) from error
         try:
@@ -274,7 +280,7 @@ class EngineClient:
                     stream.fail(RequestRefused(reason, "prompt"))
             case Hello():
                 self._child.hide()
-                self._child.send(Start(self.config, self._began))
+                self._child.send(Start(self.config, self._began, self._measure))
             case Progress(stage):
                 self._on_progress(stage)
             case Ready(info):

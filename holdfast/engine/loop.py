@@ -52,3 +52,7 @@ class Loop:
     def stats(self) -> SchedulerStats:
         """Queues and memory as they stand."""
         return self._scheduler.stats()
+
+    def close(self) -> None:
+        """Let go of the executor. Steps in flight are abandoned."""
+        self._executor.close()

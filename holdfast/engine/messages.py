@@ -32,6 +32,8 @@ class EngineInfo:
     vocab_size: int
     started_in: float
     """Seconds from the client's call until ready."""
+    profile: str = ""
+    """The file with the device's profile; empty where none was needed."""
 
 
 class Message(msgspec.Struct, array_like=True):
@@ -43,6 +45,8 @@ class Start(Message, tag="start"):
 
     config: EngineConfig
     began: float
+    measure: bool = False
+    """Measure the device's profile anew, whether it is needed or kept or not."""
 
 
 class Submit(Message, tag="submit"):

@@ -10,7 +10,6 @@ from collections.abc import Callable
 import torch
 
 from holdfast.core.config import EngineConfig
-from holdfast.core.cost import CostModel
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.loop import Loop
 from holdfast.engine.messages import (
@@ -28,13 +27,15 @@ from holdfast.engine.messages import (
     ToEngine,
 )
 from holdfast.engine.parent import Parent
+from holdfast.engine.profiles import Profile, kept_at
+from holdfast.engine.timeline import TracedExecutor
 from holdfast.execution import device as devices
 from holdfast.execution.profile import measure_cost
-from holdfast.execution.runner import PagedExecutor
+from holdfast.execution.runner import DEFAULT_BUDGET, PagedExecutor
 from holdfast.memory.blocks import BlockPool, StateIdentity
 from holdfast.models.loader import load
 from holdfast.scheduler.base import Scheduler
-from holdfast.scheduler.policies import StallFree
+from holdfast.scheduler.choice import RESERVING, capacity_of, choose_policy
 
 clock = time.monotonic
 
@@ -46,13 +47,21 @@ TILE = {"cuda": 128, "cpu": 16}
 
 def run(start: Start, parent: Parent) -> None:
     """Build the engine and serve its client until told to end. Raises what building or a step raises."""
-    loop, info = build(start.config, began=start.began, on_progress=lambda stage: parent.send(Progress(stage)))
+    loop, info = build(
+        start.config,
+        began=start.began,
+        measure=start.measure,
+        on_progress=lambda stage: parent.send(Progress(stage)),
+    )
     # What exists now lives as long as the process: no collection need look at it again. `serve` says when to collect.
     gc.collect()
     gc.freeze()
     gc.disable()
     parent.send(Ready(info))
-    serve(loop, parent)
+    try:
+        serve(loop, parent)
+    finally:
+        loop.close()
 
 
 def serve(loop: Loop, parent: Parent) -> None:
@@ -92,11 +101,16 @@ def handle(message: ToEngine, loop: Loop, parent: Parent) -> bool:
 
 
 def build(
-    config: EngineConfig, *, began: float | None = None, on_progress: Callable[[str], None] = lambda stage: None
+    config: EngineConfig,
+    *,
+    began: float | None = None,
+    measure: bool = False,
+    on_progress: Callable[[str], None] = lambda stage: None,
 ) -> tuple[Loop, EngineInfo]:
     """Load the model, measure the device, divide its memory, and put the loop together.
 
-    `began` is when the start was asked for, on the monotonic clock; `on_progress` is told each stage in words. Raises
+    `began` is when the start was asked for, on the monotonic clock; `on_progress` is told each stage in words. A target
+    takes the device's profile: the one that is kept, or a new one if there is none or `measure` asks for it. Raises
     ValueError (UnsupportedCheckpoint among them) and MemoryError with a reason for people.
     """
     began = clock() if began is None else began
@@ -114,27 +128,49 @@ def build(
     )
     spec = model.spec
     dtype = str(spec.dtype).removeprefix("torch.")
-    executor = PagedExecutor(model, config)
+    budget = config.token_budget or DEFAULT_BUDGET[device.type]
+    capacity = capacity_of(
+        config.scheduler,
+        token_budget=budget,
+        max_model_len=spec.max_model_len,
+        max_sequences=config.max_sequences,
+    )
+    executor = PagedExecutor(model, config, token_budget=capacity)
     on_progress("measuring memory")
     memory = executor.profile()
     num_blocks = memory.cache // memory.block
     executor.allocate(num_blocks)
     # A sequence's last token is never computed, so the pool holds one position less than the longest sequence.
     max_model_len = min(spec.max_model_len, num_blocks * config.block_size + 1)
-    budget = executor.token_budget
-    if config.tbt_target is not None:
+    profile, path = None, kept_at(checkpoint.directory, dtype, memory.device)
+    if measure or (config.tbt_target is not None and not path.is_file()):
         on_progress("measuring the device's pace")
-        budget = budget_for(
-            config.tbt_target / 1000, executor, measure_cost(executor, name=checkpoint.name), num_blocks
+        profile = Profile(
+            cost=measure_cost(executor, name=checkpoint.name),
+            dtype=dtype,
+            cache_tokens=num_blocks * config.block_size,
+            max_model_len=max_model_len,
+            token_budget=DEFAULT_BUDGET[device.type],
+            tile=TILE[device.type],
         )
+        profile.save(path)
+    elif config.tbt_target is not None:
+        profile = Profile.load(path)
+    policy = choose_policy(
+        config,
+        token_budget=budget,
+        capacity=capacity,
+        tile=TILE[device.type],
+        cost=profile.cost if profile else None,
+    )
     scheduler = Scheduler(
-        StallFree(budget),
+        policy,
         BlockPool(num_blocks, config.block_size),
         max_sequences=config.max_sequences,
         max_model_len=max_model_len,
         vocab_size=spec.vocab_size,
         eos_token_ids=spec.eos_token_ids,
-        headroom=config.headroom,
+        headroom=0.0 if config.scheduler in RESERVING else config.headroom,
         sharing=StateIdentity(model=checkpoint.name, dtype=dtype) if config.prefix_sharing else None,
         seed=config.seed,
     )
@@ -145,27 +181,13 @@ def build(
         memory=memory,
         num_blocks=num_blocks,
         block_size=config.block_size,
-        token_budget=budget,
+        token_budget=capacity,
         max_model_len=max_model_len,
         max_sequences=config.max_sequences,
         max_waiting=config.max_waiting,
         vocab_size=spec.vocab_size,
         started_in=clock() - began,
+        profile=str(path) if profile else "",
     )
-    return Loop(scheduler, executor, config.steps_in_flight, clock), info
-
-
-def budget_for(target: float, executor: PagedExecutor, cost: CostModel, num_blocks: int) -> int:
-    """The largest token budget whose step stays within `target` seconds when the engine is full.
-
-    Full means that as many sequences as may run share the whole cache evenly, and a prefill takes what they leave.
-    """
-    config, spec = executor.config, executor.model.spec
-    context = min(spec.max_model_len, num_blocks * config.block_size // config.max_sequences)
-    return cost.token_budget(
-        target,
-        decodes=config.max_sequences,
-        context=max(1, context),
-        tile=min(TILE[spec.device.type], executor.token_budget),
-        ceiling=executor.token_budget,
-    )
+    traced = TracedExecutor(executor, config.trace, clock) if config.trace else executor
+    return Loop(scheduler, traced, config.steps_in_flight, clock), info

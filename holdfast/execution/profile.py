@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from statistics import median
 
 import numpy as np
 import torch
 
-from holdfast.core.cost import CostModel
+from holdfast.core.cost import CostModel, interpolate
+from holdfast.core.types import Sampling, Segment, StepPlan, TableWrite
 from holdfast.execution.device import describe
 from holdfast.execution.runner import PagedExecutor
 from holdfast.kernels.protocol import Attention, Segments
@@ -59,14 +61,15 @@ def measure_cost(executor: PagedExecutor, *, name: str, ceiling: int | None = No
     """Time the executor's model on its device, up to `ceiling` tokens a step (default: its token budget).
 
     Writes over the cache: call it after `allocate` and before the first step. Contexts are measured as far as the
-    cache and the model go. Takes a few seconds.
+    cache and the model go. What a step does besides (upload, schedule, sampling) counts with the linear layers. Takes
+    a few seconds.
     """
     limit = min(ceiling or executor.token_budget, executor.token_budget)
     tokens = tuple(powers(1, limit))
     longest = min(executor.model.spec.max_model_len, executor.memory.cache.num_blocks * executor.config.block_size)
     queries = tuple(powers(1, min(limit, longest)))
     contexts = tuple(powers(min(16, longest), longest))
-    return CostModel(
+    cost = CostModel(
         model=name,
         device=describe(executor.device),
         linear_tokens=tokens,
@@ -76,6 +79,19 @@ def measure_cost(executor: PagedExecutor, *, name: str, ceiling: int | None = No
         attention_seconds=tuple(
             tuple(_attention(executor, query, max(query, context)) for context in contexts) for query in queries
         ),
+    )
+    rows = tuple(powers(1, min(executor.config.max_sequences, executor.memory.cache.num_blocks, limit)))
+    whole = [_whole(executor, count) - count * cost.attention(1, 1) for count in rows]
+    besides = [max(0.0, seconds - cost.linear(count)) for count, seconds in zip(rows, whole, strict=True)]
+    linear = (
+        seconds + interpolate(rows, besides, min(count, rows[-1]))
+        for count, seconds in zip(cost.linear_tokens, cost.linear_seconds, strict=True)
+    )
+    return replace(
+        cost,
+        linear_seconds=tuple(linear),
+        decode_rows=rows,
+        decode_seconds=tuple(max(0.0, seconds) for seconds in whole),
     )
 
 
@@ -101,6 +117,23 @@ def _linear(executor: PagedExecutor, tokens: int) -> float:
         schedule=None,
     )
     return _seconds(lambda: executor.model.forward(step), device)
+
+
+def _whole(executor: PagedExecutor, rows: int) -> float:
+    """Seconds of a real step that decodes `rows` sequences of one token each: with upload, schedule and sampling."""
+    greedy = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
+    plan = StepPlan(
+        0,
+        segments=tuple(Segment(str(row), row, 0, 1, (0,), greedy) for row in range(rows)),
+        table_writes=tuple(TableWrite(row, 0, (row,)) for row in range(rows)),
+    )
+
+    def step() -> float:
+        executor.submit(plan)
+        return executor.collect().seconds
+
+    step()
+    return median(step() for _ in range(2 * REPEATS + 1))
 
 
 def _attention(executor: PagedExecutor, query: int, context: int) -> float:

@@ -59,10 +59,10 @@ class PagedExecutor:
     """
 
     def __init__(self, model: Model, config: EngineConfig, *, token_budget: int | None = None) -> None:
-        """`token_budget` is the most tokens of one step, where neither the config nor the device's default says it."""
+        """`token_budget` is the most tokens of one step; without it the config's, or else the device's default."""
         spec = model.spec
         self.model, self.config, self.device = model, config, spec.device
-        self.token_budget = config.token_budget or token_budget or DEFAULT_BUDGET[spec.device.type]
+        self.token_budget = token_budget or config.token_budget or DEFAULT_BUDGET[spec.device.type]
         self.attention = attention_for(
             spec.device,
             num_heads=spec.num_heads,

@@ -125,6 +125,7 @@ class Scheduler:
                 f"step {number} with {len(sampling)} sampled tokens is due; got plan {plan.step}, "
                 f"result {result.step} with {len(result.tokens)}"
             )
+        self._policy.learn(plan, result)
         outputs: list[SequenceOutput] = []
         new = tuple.__new__  # what SequenceOutput(...) comes down to, at less than half its time
         for entry, token in zip(sampling, result.tokens, strict=True):

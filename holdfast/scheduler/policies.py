@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from holdfast.scheduler.step import Step
+from holdfast.scheduler.step import Policy, Step
 
 
-class StallFree:
+class StallFree(Policy):
     """Sarathi-Serve, Algorithm 3: no decode ever waits for a prefill.
 
     Running decodes first, then started prefills, then new requests, as far as a fixed budget of tokens goes.

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 
-from holdfast.core.types import PENDING, Segment, StepPlan, TableWrite
-from holdfast.scheduler.queues import Entry, Queues
+from holdfast.core.types import PENDING, Segment, StepPlan, StepResult, TableWrite
+from holdfast.scheduler.queues import Entry, Queues, RankedQueue
 
 ONE_PENDING = (PENDING,)
 
 
-class Policy(Protocol):
+class Policy(ABC):
     """Chooses what runs in a step: sets its budget, then calls its verbs in an order of its own."""
 
-    def fill(self, step: Step) -> None: ...
+    @abstractmethod
+    def fill(self, step: Step) -> None:
+        """Plan a step."""
+
+    def learn(self, plan: StepPlan, result: StepResult) -> None:  # noqa: B027  most policies have nothing to learn
+        """See what a step took, in the order of the plans."""
+
+
+def anyone(entry: Entry) -> bool:
+    """Admits whoever is first."""
+    return True
 
 
 class Step:
@@ -28,6 +39,8 @@ class Step:
         """Tokens that may still be planned."""
         self.num_tokens = 0
         """Tokens planned so far."""
+        self.pace: Callable[[int, int], int] | None = None
+        """Where a policy bounds prefill work by more than tokens: how much of [start, stop) the step may compute."""
         self.sampling: list[Entry] = []
         """Whose token each sampling segment samples, in plan order."""
         self._queues = queues
@@ -36,6 +49,20 @@ class Step:
         self._segments: list[Segment] = []
         self._writes: list[TableWrite] = []
         self._preempted: list[str] = []
+
+    @property
+    def running(self) -> RankedQueue:
+        """The running sequences, to look at."""
+        return self._queues.running
+
+    def blocks_for(self, positions: int) -> int:
+        """Blocks that hold this many positions."""
+        return self._queues.pool.blocks_for(positions)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the device in all."""
+        return self._queues.pool.num_blocks
 
     def decode(self) -> None:
         """Plan every running sequence that lacks one position, preempting those that rank below it for its blocks."""
@@ -71,11 +98,14 @@ class Step:
             if entry.planned_in != self._number and entry.sequence.length - entry.residency.planned > 1:
                 self._chunk(entry)
 
-    def admit(self) -> None:
-        """Start waiting sequences as long as the first of them finds a row and blocks, and plan their first chunks."""
+    def admit(self, allow: Callable[[Entry], bool] = anyone, *, whole: bool = False) -> None:
+        """Start waiting sequences as long as the first of them finds a row and blocks, and plan their first chunks.
+
+        It must be allowed, too; and if prompts are to be computed `whole`, the budget must hold all that it lacks.
+        """
         while self.budget > 0 and self._queues.rows:
             entry = self._queues.waiting.first()
-            if entry is None or not self._start(entry):
+            if entry is None or not allow(entry) or not self._start(entry, whole):
                 return
             self._chunk(entry)
 
@@ -90,6 +120,8 @@ class Step:
         sequence, residency = entry.sequence, entry.residency
         for start, end in residency.missing(sequence.length):
             stop = min(end, start + self.budget)
+            if self.pace is not None and (most := start + self.pace(start, stop)) < stop:
+                stop, self.budget = most, most - start
             if start == stop:
                 break
             last = stop == sequence.length
@@ -104,7 +136,7 @@ class Step:
         residency.seal(sequence.tokens)
         entry.planned_in = self._number
 
-    def _start(self, entry: Entry) -> bool:
+    def _start(self, entry: Entry, whole: bool) -> bool:
         """Admit the first waiting sequence if all its known positions fit beside the headroom.
 
         When nothing runs the headroom serves nobody, so whatever fits the pool is never starved. A preempted sequence
@@ -115,6 +147,8 @@ class Step:
         if sequence.in_flight or spare <= 0:
             return False
         shared = entry.residency.match(sequence.tokens)
+        if whole and sequence.length - len(shared) * queues.pool.block_size > self.budget:
+            return False
         fresh = queues.pool.blocks_for(sequence.length) - len(shared)
         if fresh + queues.pool.unowned(shared) > spare:
             return False

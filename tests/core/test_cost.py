@@ -1,12 +1,13 @@
-"""The cost model: interpolation between measured points, the budget that a latency target allows, its file form."""
+"""The cost model: interpolation between measured points, prediction from memory, its file form."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.core.cost import CostModel, interpolate
+from holdfast.core.cost import CostModel, Predictor, interpolate
 
 COST = CostModel(
     model="m",
@@ -39,18 +40,22 @@ def test_an_empty_step_costs_nothing():
     assert COST.step([]) == 0.0
 
 
-@given(target_ms=st.floats(1, 60), decodes=st.integers(0, 64), context=st.integers(1, 8192))
-def test_the_budget_is_the_largest_multiple_of_the_tile_within_the_target(target_ms, decodes, context):
-    tile, ceiling, target = 64, 1024, target_ms / 1e3
+@given(st.lists(st.tuples(st.integers(0, 6000), st.integers(1, 2000)), max_size=20))
+def test_a_predictor_says_what_the_model_says(spans):
+    predictor = Predictor(COST)
+    expected = COST.step((length, start + length) for start, length in spans)
+    for _ in range(2):  # the second time from memory
+        assert predictor.segments((start, start + length) for start, length in spans) == pytest.approx(expected)
 
-    def seconds(budget):
-        running = min(decodes, budget - 1)
-        return COST.step([(1, context)] * running + [(budget - running, context)])
 
-    budget = COST.token_budget(target, decodes, context, tile, ceiling)
-    assert budget % tile == 0 and tile <= budget <= ceiling
-    assert budget == tile or seconds(budget) <= target * (1 + 1e-9)
-    assert budget == ceiling or seconds(budget + tile) > target * (1 - 1e-9)
+def test_decodes_alone_take_what_was_measured_for_them_where_it_was():
+    graphs = replace(COST, decode_rows=(1, 4), decode_seconds=(0.001, 0.0013))
+    assert graphs.step([(1, 300)] * 2) == pytest.approx(0.0011 + 2 * COST.attention(1, 300))
+    assert Predictor(graphs).segments([(299, 300)] * 2) == pytest.approx(graphs.step([(1, 300)] * 2))
+    assert graphs.step([(1, 300), (5, 5)]) == COST.step([(1, 300), (5, 5)])
+    assert CostModel.from_dict(json.loads(json.dumps(graphs.to_dict()))) == graphs
+    with pytest.raises(ValueError, match="differ in number"):
+        CostModel.from_dict(graphs.to_dict() | {"decode_rows": [1]})
 
 
 def test_it_survives_its_file():

@@ -38,8 +38,9 @@ SMALL: dict[str, Any] = {
 
 
 @pytest.fixture
-def small(checkpoint: Path) -> Callable[..., EngineConfig]:
-    """A configuration for the checkpoint that starts fast."""
+def small(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., EngineConfig]:
+    """A configuration for the checkpoint that starts fast; what engines keep goes to a directory of the test's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return lambda **changes: EngineConfig(**{"model": str(checkpoint), **SMALL, **changes})
 
 

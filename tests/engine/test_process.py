@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,7 @@ from holdfast.engine.__main__ import one_line
 from holdfast.engine.loop import Loop
 from holdfast.engine.messages import Abort, Ask, Outputs, Refused, Shutdown, Stats, Submit
 from holdfast.engine.process import build, serve
+from holdfast.engine.profiles import Profile
 from tests.scheduling import FakeDevice, create_requests, create_scheduler, run_alone
 
 
@@ -128,10 +130,51 @@ def test_build_divides_the_memory_that_the_device_has(small, checkpoint):
     assert [output.finish_reason for output in outputs] == [None, None, FinishReason.LENGTH]
 
 
-def test_a_target_for_the_time_between_tokens_sets_the_budget(small):
-    relaxed = build(small(token_budget=None, tbt_target=60_000.0, max_model_len=64))[1].token_budget
-    strict = build(small(token_budget=None, tbt_target=0.001, max_model_len=64))[1].token_budget
-    assert (strict, relaxed) == (16, 512)
+def first_step(config):
+    """Tokens of the first step over a prompt of 60."""
+    loop, _ = build(config)
+    (request,) = create_requests(tuple(range(60)), max_tokens=2)
+    loop.add(request)
+    loop.step()
+    return loop.stats().tokens_computed
+
+
+def test_a_target_for_the_time_between_tokens_sets_each_steps_budget(small):
+    target = {"token_budget": None, "max_model_len": 64, "steps_in_flight": 1}
+    assert first_step(small(**target, tbt_target=60_000.0)) == 60
+    assert first_step(small(**target, tbt_target=0.001)) == 16
+
+
+def test_a_profile_is_measured_once_and_kept_for_the_next_engine(small):
+    def start(**options):
+        stages = []
+        _, info = build(small(max_model_len=64), on_progress=stages.append, **options)
+        return info.profile, "measuring the device's pace" in stages
+
+    assert start() == ("", False), "without a target nobody needs one"
+    path, measured = start(measure=True)
+    assert measured
+    profile = Profile.load(Path(path))
+    assert (profile.cost.model, profile.dtype, profile.max_model_len, profile.tile) == (
+        "random-llama",
+        "float32",
+        64,
+        16,
+    )
+    assert all(seconds > 0 for seconds in profile.cost.linear_seconds)
+    stages = []
+    assert (
+        build(small(token_budget=None, tbt_target=50, max_model_len=64), on_progress=stages.append)[1].profile == path
+    )
+    assert "measuring the device's pace" not in stages
+    Path(path).write_text("{}")
+    with pytest.raises(ValueError, match="is not a profile"):
+        build(small(token_budget=None, tbt_target=50, max_model_len=64))
+
+
+def test_the_scheduler_that_is_chosen_runs(small):
+    assert first_step(small(max_model_len=64, steps_in_flight=1, token_budget=32)) == 32
+    assert first_step(small(max_model_len=64, steps_in_flight=1, token_budget=32, scheduler="orca")) == 60
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 The device checks at every segment that each earlier position of its sequence is there (the residency rule); the
 history checks after every step that no block is lost or owned twice, and that the budget holds; and at the end that
 everything is free and that nobody starved. A quarter runs under a policy of no order at all: what keeps a plan right
-is not the policy's affair. 160 histories of at least 100 steps each.
+is not the policy's affair. 160 histories of at least 100 steps each, and 20 for each other policy.
 """
 
 import random
@@ -11,14 +11,31 @@ from collections import Counter, deque
 
 import pytest
 
+from holdfast.core.cost import CostModel
 from holdfast.core.types import Request, SamplingParams
+from holdfast.scheduler.choice import RESERVING, capacity_of, make_policy
+from holdfast.scheduler.paced import PacedStallFree
+from holdfast.scheduler.step import Policy
 from tests.scheduling import EOS, VOCABULARY, FakeDevice, create_scheduler, run_alone
 
 MAX_MODEL_LEN = 48
 STEPS = 100
 
 
-class AnyOrder:
+OTHERS = ("request-level", "orca", "prefill-first", "chunked-only", "hybrid-only", "unified", "paced")
+
+COST = CostModel(
+    model="m",
+    device="d",
+    linear_tokens=(1, 64),
+    linear_seconds=(1.0, 10.0),
+    attention_queries=(1, 64),
+    attention_contexts=(1, 64),
+    attention_seconds=((0.01, 0.1), (0.1, 2.0)),
+)
+
+
+class AnyOrder(Policy):
     """A policy without one: calls its verbs in an order that it draws for each step."""
 
     def __init__(self, budget, choose):
@@ -34,7 +51,7 @@ class AnyOrder:
 class History:
     """One random run: its settings, its requests, what came out of it."""
 
-    def __init__(self, seed):
+    def __init__(self, seed, name="stall-free"):
         self.random = choose = random.Random(seed)
         self.block_size = choose.choice((1, 2, 16))
         least = -(-(MAX_MODEL_LEN - 1) // self.block_size)
@@ -42,10 +59,10 @@ class History:
         self.budget = choose.choice((1, 2, 3, 7, 16, 64))
         self.steps_in_flight = choose.randint(1, 3)
         self.max_sequences = choose.choice((1, 2, 4, 12))
-        self.any_order = choose.random() < 0.25
+        self.any_order = name == "stall-free" and choose.random() < 0.25
+        self.never_preempts = name in RESERVING
         self.scheduler = create_scheduler(
-            policy=AnyOrder(self.budget, choose) if self.any_order else None,
-            budget=self.budget,
+            policy=self.policy(name),
             blocks=self.blocks,
             block_size=self.block_size,
             max_sequences=self.max_sequences,
@@ -63,6 +80,20 @@ class History:
         self.aborted = set()
         self.steps = 0
         self.seen = Counter()
+
+    def policy(self, name):
+        """The policy of that name; `budget` becomes the most tokens of its steps."""
+        if self.any_order:
+            return AnyOrder(self.budget, self.random)
+        if name == "paced":
+            tile = self.random.choice((1, 4, 16))
+            self.budget = max(self.budget, tile)
+            return PacedStallFree(COST, self.random.choice((0.5, 3.0, 8.0)), tile=tile, ceiling=self.budget)
+        threshold, self.budget = (
+            self.budget,
+            capacity_of(name, token_budget=self.budget, max_model_len=MAX_MODEL_LEN, max_sequences=self.max_sequences),
+        )
+        return make_policy(name, token_budget=threshold, capacity=self.budget)
 
     def some_tokens(self, count):
         return tuple(self.random.randrange(1, VOCABULARY) for _ in range(count))
@@ -119,6 +150,7 @@ class History:
             for segment in plan.segments:
                 assert segment.sequence_id not in self.aborted
                 assert segment.stop < self.limit(segment.sequence_id), "what is computed can still be of use"
+            assert not (plan.preempted and self.never_preempts)
             for name in plan.preempted:
                 best = min(self.rank(segment.sequence_id) for segment in plan.segments)
                 assert best < self.rank(name), "nobody makes room for those who rank lower"
@@ -156,8 +188,8 @@ class History:
             assert self.steps <= bound, "somebody starves"
 
 
-def play(seed):
-    history = History(seed)
+def play(seed, name="stall-free"):
+    history = History(seed, name)
     while history.steps < STEPS:
         while history.random.random() < 0.4 and history.scheduler.stats().waiting < 12:
             history.add()
@@ -168,9 +200,12 @@ def play(seed):
     return history
 
 
-@pytest.mark.parametrize("seed", range(160))
-def test_every_request_of_a_random_history_gets_the_tokens_it_gets_alone(seed):
-    history = play(seed)
+@pytest.mark.parametrize(
+    ("name", "seed"),
+    [("stall-free", seed) for seed in range(160)] + [(name, seed) for name in OTHERS for seed in range(20)],
+)
+def test_every_request_of_a_random_history_gets_the_tokens_it_gets_alone(name, seed):
+    history = play(seed, name)
     assert history.steps >= STEPS
     assert len(history.finished) + len(history.aborted) == len(history.requests)
     for name, reason in history.finished.items():

@@ -1,0 +1,1 @@
+"""What measures a server: workloads, a load client, reports. Rests on core alone."""

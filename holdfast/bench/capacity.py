@@ -1,0 +1,43 @@
+"""Capacity search: the highest rate of requests at which the time between tokens meets its target."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+MOST_QUEUED_MS = 2000.0
+"""Most milliseconds that the median request may wait for its first step (Sarathi-Serve §5: the load is sustained)."""
+CLOSE = 0.05
+"""The search ends when the bounds are this close to one another."""
+LOWEST, HIGHEST = 1e-3, 1e5
+
+
+def sustained(figures: Mapping[str, float], target_ms: float) -> bool:
+    """Whether P99 TBT is within the target and the queue does not grow. TTFT stands in where queueing is unknown."""
+    queued = figures.get("median_queued_ms", figures["median_ttft_ms"])
+    return figures["p99_itl_ms"] <= target_ms and queued <= MOST_QUEUED_MS
+
+
+def find_capacity(run: Callable[[float], Mapping[str, float]], target_ms: float, start: float = 1.0) -> float:
+    """The highest rate (requests a second) that is sustained, within 5%; 0.0 if none is.
+
+    `run` gives the figures of a run at a rate. Doubles or halves from `start` until it stands between two bounds, then
+    bisects.
+    """
+    good, bad = 0.0, 0.0
+    rate = start
+    while not (good and bad):
+        if sustained(run(rate), target_ms):
+            good, rate = rate, rate * 2
+        else:
+            bad, rate = rate, rate / 2
+        if rate < LOWEST:
+            return 0.0
+        if rate > HIGHEST:
+            return good
+    while bad / good > 1 + CLOSE:
+        rate = (good * bad) ** 0.5
+        if sustained(run(rate), target_ms):
+            good = rate
+        else:
+            bad = rate
+    return good

@@ -1,0 +1,61 @@
+"""`holdfast profile`: measures a model's pace on this device, keeps it, and shows it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from holdfast.core.config import EngineConfig, option
+from holdfast.engine.client import EngineClient
+from holdfast.engine.profiles import Profile
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileConfig:
+    """What to do with the profile besides keeping it."""
+
+    out: str | None = option(None, "write a copy of the profile to this file, for `holdfast bench --simulate`")
+
+
+async def run(config: ProfileConfig, engine: EngineConfig) -> int:
+    """Measure, keep, show. Returns the exit code. Raises EngineStartError, OSError."""
+    console = Console(highlight=False)
+    client = await EngineClient.start(
+        engine, on_progress=lambda stage: console.print(Text(f"{stage} …", style="dim")), measure=True
+    )
+    await client.close()
+    kept = Path(client.info.profile)
+    profile = Profile.load(kept)
+    show(console, profile)
+    console.print(f"\nkept at {kept}", soft_wrap=True)
+    if config.out is not None:
+        profile.save(Path(config.out).absolute())
+        console.print(f"and at {config.out}", soft_wrap=True)
+    console.print(Text("holdfast serve --tbt-target MS goes by it from now on", style="dim"))
+    return 0
+
+
+def show(console: Console, profile: Profile) -> None:
+    """The measured points as two tables, in milliseconds."""
+    cost = profile.cost
+    console.print(Text.assemble("\n", (cost.model, "bold"), f" on {cost.device}, {profile.dtype}"))
+    linear = Table(title="a step without attention", title_justify="left")
+    linear.add_column("tokens", justify="right")
+    linear.add_column("ms", justify="right")
+    linear.add_column("tokens/s", justify="right")
+    for tokens, seconds in zip(cost.linear_tokens, cost.linear_seconds, strict=True):
+        linear.add_row(f"{tokens:,}", f"{seconds * 1e3:.3f}", f"{tokens / seconds:,.0f}")
+    console.print(linear)
+    attention = Table(title="attention of one segment, ms: query tokens down, context across", title_justify="left")
+    attention.add_column("", justify="right")
+    shown = range(0, len(cost.attention_contexts), 1 + len(cost.attention_contexts) // 8)
+    for index in shown:
+        attention.add_column(f"{cost.attention_contexts[index]:,}", justify="right")
+    for query, row in zip(cost.attention_queries, cost.attention_seconds, strict=True):
+        cells = (f"{row[index] * 1e3:.3f}" if cost.attention_contexts[index] >= query else "" for index in shown)
+        attention.add_row(f"{query:,}", *cells)
+    console.print(attention)

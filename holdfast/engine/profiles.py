@@ -1,0 +1,71 @@
+"""Profiles: what was measured of a model on a device, kept as a file per model, dtype and device. Imports no torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from holdfast.core.cost import CostModel
+from holdfast.engine.checkpoint import read_json, read_text
+
+CONFIG_LIMIT = 16 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """A cost model, and the sizes of the engine that it was measured in."""
+
+    cost: CostModel
+    dtype: str
+    cache_tokens: int
+    """Positions that the KV cache holds."""
+    max_model_len: int
+    token_budget: int
+    """The device's default for the most tokens of a step."""
+    tile: int
+    """A step that a target cuts is a multiple of this many tokens."""
+
+    def save(self, path: Path) -> None:
+        """Write the file whole or not at all. Raises OSError."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+            fresh = Path(scratch) / "profile.json"
+            fresh.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+            fresh.replace(path)
+
+    @classmethod
+    def load(cls, path: Path) -> Profile:
+        """Read what `save` wrote. Raises ValueError that names the file and what is wrong with it."""
+        data: dict[str, Any] = read_json(path)
+        try:
+            profile = cls(
+                cost=CostModel.from_dict(data["cost"]),
+                dtype=str(data["dtype"]),
+                cache_tokens=int(data["cache_tokens"]),
+                max_model_len=int(data["max_model_len"]),
+                token_budget=int(data["token_budget"]),
+                tile=int(data["tile"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} is not a profile: {error!r}; measure anew with `holdfast profile`") from None
+        if min(profile.cache_tokens, profile.max_model_len, profile.token_budget, profile.tile) < 1:
+            raise ValueError(f"{path} is not a profile: a size is below 1; measure anew with `holdfast profile`")
+        return profile
+
+
+def kept_at(directory: Path, dtype: str, device: str) -> Path:
+    """Where the profile of the checkpoint in `directory` is kept, for this dtype and device.
+
+    A name for people, and a digest of what config.json says and of the rest, for models of one name to stay apart.
+    """
+    state = json.dumps([read_text(directory / "config.json", CONFIG_LIMIT), dtype, device])
+    digest = hashlib.sha256(state.encode()).hexdigest()[:16]
+    name = re.sub(r"[^A-Za-z0-9.]+", "-", f"{directory.name} {dtype} {device}").strip("-")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "holdfast" / "profiles" / f"{name}-{digest}.json"

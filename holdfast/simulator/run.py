@@ -1,0 +1,177 @@
+"""Runs a workload through the engine's own loop, over a virtual clock or a real one, and records what clients saw."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from holdfast.bench.records import Record
+from holdfast.bench.workloads import Words, Workload
+from holdfast.core.config import EngineConfig
+from holdfast.core.protocols import Executor
+from holdfast.core.types import Request, SamplingParams, SchedulerStats
+from holdfast.engine.loop import Loop
+from holdfast.engine.profiles import Profile
+from holdfast.memory.blocks import BlockPool, StateIdentity
+from holdfast.scheduler.base import Scheduler
+from holdfast.scheduler.choice import RESERVING, capacity_of, choose_policy
+from holdfast.simulator.executor import SimulatedExecutor, VirtualClock
+from holdfast.simulator.latency import Latency
+
+VOCAB_SIZE = 32_000
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a simulated run gave."""
+
+    records: list[Record]
+    seconds: float
+    """Virtual time from the start to the end of the last request."""
+    busy: float
+    """Virtual seconds in which the device computed."""
+    steps: int
+    stats: SchedulerStats
+    """Queues and memory at the end."""
+
+
+def simulate(
+    config: EngineConfig,
+    profile: Profile,
+    workload: Workload,
+    *,
+    concurrency: int | None = None,
+    host_seconds: float = 0.0,
+    wrap: Callable[[Executor, VirtualClock], Executor] = lambda executor, clock: executor,
+    on_progress: Callable[[int], None] = lambda done: None,
+) -> Outcome:
+    """Serve `workload` with the engine that `config` describes on the device that `profile` was measured on.
+
+    With `concurrency` so many conversations are under way at once and their arrivals do not count (closed loop);
+    without, each arrives at its time. `host_seconds` is the host's time for a step, `wrap` may put something around
+    the executor, `on_progress` is told how many requests have ended. The same arguments give the same outcome. Raises
+    ValueError for a request that this engine can never serve.
+    """
+    clock = VirtualClock()
+    executor = SimulatedExecutor(Latency(profile.cost), clock, host_seconds)
+    loop = Loop(_scheduler(config, profile), wrap(executor, clock), config.steps_in_flight, clock)
+    clients = Clients(workload, loop, clock, vocab_size=VOCAB_SIZE, concurrency=concurrency)
+    while clients.advance():
+        on_progress(clients.ended)
+    return Outcome(clients.records, clock.now, executor.busy, clients.steps, loop.stats())
+
+
+def _scheduler(config: EngineConfig, profile: Profile) -> Scheduler:
+    max_model_len = min(config.max_model_len or profile.max_model_len, profile.cache_tokens + 1)
+    budget = config.token_budget or profile.token_budget
+    capacity = capacity_of(
+        config.scheduler, token_budget=budget, max_model_len=max_model_len, max_sequences=config.max_sequences
+    )
+    return Scheduler(
+        choose_policy(config, token_budget=budget, capacity=capacity, tile=profile.tile, cost=profile.cost),
+        BlockPool(profile.cache_tokens // config.block_size, config.block_size),
+        max_sequences=config.max_sequences,
+        max_model_len=max_model_len,
+        vocab_size=VOCAB_SIZE,
+        headroom=0.0 if config.scheduler in RESERVING else config.headroom,
+        sharing=StateIdentity(model=profile.cost.model) if config.prefix_sharing else None,
+        seed=config.seed,
+    )
+
+
+class Waiting(Protocol):
+    """A clock that can be waited on."""
+
+    def __call__(self) -> float:
+        """Seconds."""
+        ...
+
+    def advance_to(self, time: float) -> None:
+        """Return when it is that late."""
+        ...
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A request under way."""
+
+    record: Record
+    conversation: int
+    turn: int
+    prompt: tuple[int, ...]
+    answer: list[int]
+    """Kept only where another turn goes on from it."""
+    goes_on: bool
+
+
+class Clients:
+    """All clients of a loop, in one thread with it: who asks when, and what they saw."""
+
+    def __init__(
+        self, workload: Workload, loop: Loop, clock: Waiting, *, vocab_size: int, concurrency: int | None = None
+    ) -> None:
+        """Arrivals are seconds on `clock`; with `concurrency` they do not count, and so many are under way at once."""
+        self.records: list[Record] = []
+        self.ended = 0
+        self.steps = 0
+        self._workload = workload
+        self._loop = loop
+        self._clock = clock
+        self._words = Words(vocab_size)
+        self._under_way: dict[str, _Asked] = {}
+        self._history: dict[int, tuple[int, ...]] = {}
+        """What was said so far, of conversations that go on."""
+        open_loop = concurrency is None
+        first = len(workload) if concurrency is None else min(concurrency, len(workload))
+        self._due = [(workload[number].arrival if open_loop else 0.0, number, 0) for number in range(first)]
+        """What will be asked: when, the conversation, the turn."""
+        self._later = iter(range(first, len(workload)))
+        heapq.heapify(self._due)
+
+    def advance(self) -> bool:
+        """Take in what is due and do one step; False when all has ended."""
+        due, clock, loop = self._due, self._clock, self._loop
+        if not loop.has_work():
+            if not due:
+                return False
+            clock.advance_to(due[0][0])
+        now = clock()
+        while due and due[0][0] <= now:
+            self._ask(*heapq.heappop(due))
+        outputs = loop.step()
+        now = clock()
+        self.steps += 1
+        for name, tokens, reason, cached, scheduled, _ in outputs:
+            asked = self._under_way[name]
+            times = asked.record.token_times
+            if not times:
+                asked.record.scheduled, asked.record.cached_tokens = scheduled, cached
+            times.append(now)
+            if asked.goes_on:
+                asked.answer.extend(tokens)
+            if reason:
+                del self._under_way[name]
+                self._end(asked, now)
+        return True
+
+    def _ask(self, arrival: float, number: int, turn: int) -> None:
+        turns = self._workload[number].turns
+        prompt = self._history.pop(number, ()) + self._words.prompt(number, turn, turns[turn])
+        name = f"{number}.{turn}"
+        params = SamplingParams(temperature=0.0, max_tokens=turns[turn].output, ignore_eos=True)
+        record = Record(arrival, len(prompt))
+        self.records.append(record)
+        self._under_way[name] = _Asked(record, number, turn, prompt, [], turn + 1 < len(turns))
+        self._loop.add(Request(name, prompt, params, arrival=arrival))
+
+    def _end(self, asked: _Asked, now: float) -> None:
+        """A turn has ended: the next one comes after its think time, or the next conversation may begin."""
+        self.ended += 1
+        number, following = asked.conversation, asked.turn + 1
+        if asked.goes_on:
+            self._history[number] = asked.prompt + tuple(asked.answer)
+            heapq.heappush(self._due, (now + self._workload[number].turns[following].think, number, following))
+        elif (conversation := next(self._later, None)) is not None:
+            heapq.heappush(self._due, (now, conversation, 0))

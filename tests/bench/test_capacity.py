@@ -1,0 +1,34 @@
+"""The capacity search on servers whose limit is known."""
+
+import pytest
+
+from holdfast.bench.capacity import find_capacity, sustained
+
+
+def server(limit, calls=None):
+    """Its P99 TBT passes 50 ms beyond `limit` requests a second."""
+
+    def run(rate):
+        if calls is not None:
+            calls.append(rate)
+        return {"p99_itl_ms": 40.0 if rate <= limit else 60.0, "median_ttft_ms": 100.0}
+
+    return run
+
+
+@pytest.mark.parametrize("limit", [0.03, 0.9, 1.0, 7.3, 400.0])
+def test_it_ends_within_five_per_cent_below_the_limit(limit):
+    calls = []
+    found = find_capacity(server(limit, calls), 50.0)
+    assert limit / 1.05 <= found <= limit
+    assert len(calls) < 25
+
+
+def test_a_target_that_is_never_met_gives_nothing():
+    assert find_capacity(server(0.0), 50.0) == 0.0
+
+
+def test_a_growing_queue_is_not_sustained_even_if_streams_keep_their_pace():
+    figures = {"p99_itl_ms": 10.0, "median_ttft_ms": 2500.0}
+    assert not sustained(figures, 50.0)
+    assert sustained(figures | {"median_queued_ms": 1500.0}, 50.0)

@@ -1,0 +1,94 @@
+"""`holdfast bench` as a user calls it: simulated runs, sweeps, capacity, and how a wrong call is told."""
+
+import json
+
+import pytest
+
+from holdfast.cli.command import main
+from tests.simulator.simulation import PROFILE
+
+
+@pytest.fixture
+def profile(tmp_path):
+    path = tmp_path / "profile.json"
+    PROFILE.save(path)
+    return str(path)
+
+
+def bench(*arguments):
+    return main(["bench", *arguments])
+
+
+def test_a_simulation_is_shown_and_written_with_the_names_of_vllm(profile, tmp_path, capsys):
+    out = tmp_path / "figures.json"
+    assert bench("--simulate", profile, "--requests", "20", "--rate", "5", "--json", str(out)) == 0
+    figures = json.loads(out.read_text())
+    assert (figures["completed"], figures["request_rate"]) == (20, 5.0)
+    for name in ("ttft", "tpot", "itl", "e2el"):
+        assert figures[f"p99_{name}_ms"] >= figures[f"median_{name}_ms"] > 0
+    shown = capsys.readouterr().out
+    assert "throughput" in shown and "TBT" in shown
+
+
+def test_a_sweep_has_a_run_for_each_rate(profile, tmp_path):
+    out = tmp_path / "figures.json"
+    rates = [argument for rate in ("2", "40") for argument in ("--rate", rate)]
+    assert bench("--simulate", profile, "--requests", "60", *rates, "--slo-ttft", "30", "--json", str(out)) == 0
+    slow, fast = json.loads(out.read_text())["runs"]
+    assert slow["request_rate"] < fast["request_rate"]
+    assert slow["median_ttft_ms"] < fast["median_ttft_ms"]
+    assert slow["request_goodput"] <= slow["request_throughput"]
+
+
+def test_capacity_is_found(profile, tmp_path, capsys):
+    out = tmp_path / "figures.json"
+    given = ("--requests", "60", "--output-tokens", "20", "--capacity", "12", "--max-sequences", "16")
+    assert bench("--simulate", profile, *given, "--json", str(out)) == 0
+    found = json.loads(out.read_text())
+    assert found["capacity"] > 0
+    for figures in found["runs"]:
+        kept = figures["p99_itl_ms"] <= 12 and figures["median_queued_ms"] <= 2000
+        assert kept == (figures["request_rate"] <= found["capacity"])
+    assert f"capacity: {found['capacity']:.3g} a second" in capsys.readouterr().out
+
+
+def test_what_the_context_cannot_hold_is_left_out_and_told(profile, capsys):
+    given = ("--workload", "openchat_sharegpt4", "--requests", "30", "--max-model-len", "1000")
+    assert bench("--simulate", profile, *given) == 0
+    assert "of 30 requests are longer than the context" in capsys.readouterr().out
+
+
+def test_engine_options_reach_the_simulation_and_its_steps_the_trace(profile, tmp_path):
+    trace = tmp_path / "trace.json"
+    given = ("--requests", "2", "--prompt-tokens", "40", "--token-budget", "16", "--trace", str(trace))
+    assert bench("--simulate", profile, *given) == 0
+    counted = [event["args"] for event in json.loads(trace.read_text()) if event["ph"] == "C"]
+    assert max(args["decodes"] + args["prefill"] for args in counted) == 16
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "one of them"),
+        (("--url", "http://localhost:1", "--simulate", "x"), "one of them"),
+        (("--url", "localhost"), "must look like"),
+        (("--url", "http://localhost:1", "--scheduler", "orca"), "--scheduler is for a model that runs here"),
+        (("--simulate", "nowhere.json"), "nowhere.json cannot be read"),
+        (("--simulate", "PROFILE", "--workload", "poems"), "workload poems is unknown"),
+        (("--simulate", "PROFILE", "--rate", "0"), "must be above 0"),
+        (("--simulate", "PROFILE", "--rate", "fast"), "must be a number"),
+        (("--simulate", "PROFILE", "--rate", "1", "--concurrency", "2"), "closed loop"),
+        (("--simulate", "PROFILE", "--requests", "0"), "requests is 0"),
+        (("--simulate", "PROFILE", "--think", "0"), "think is 0.0"),
+        (("--simulate", "PROFILE", "--prompt-tokens", "5000"), "none of 0 requests"),
+    ],
+)
+def test_a_wrong_call_is_told_in_one_line(profile, capsys, arguments, message):
+    assert bench(*(profile if argument == "PROFILE" else argument for argument in arguments)) == 2
+    error = capsys.readouterr().err.strip()
+    assert message in error and "\n" not in error
+
+
+def test_a_server_that_is_not_there_is_told(capsys):
+    assert bench("--url", "http://127.0.0.1:9") == 1
+    assert "does not list a model" in capsys.readouterr().err

@@ -1,0 +1,83 @@
+"""The timeline: every step and segment of a run, from any executor, as Chrome reads it."""
+
+import json
+
+import pytest
+
+from holdfast.engine.loop import Loop
+from holdfast.engine.process import build
+from holdfast.engine.timeline import TracedExecutor
+from tests.scheduling import FakeDevice, create_requests, create_scheduler
+from tests.simulator.simulation import run
+from tests.simulator.test_run import one_by_one
+
+
+def events_of(path, kind):
+    return [event for event in json.loads(path.read_text()) if event["ph"] == kind]
+
+
+def traced_loop(path, *requests, **options):
+    device = FakeDevice(4, 4)
+    for request in requests:
+        device.expect(request)
+    ticks = iter(range(1000))
+    clock = lambda: float(next(ticks))  # noqa: E731
+    loop = Loop(create_scheduler(blocks=4, **options), TracedExecutor(device, path, clock), 2, clock)
+    for request in requests:
+        loop.add(request)
+    return loop
+
+
+def test_each_step_and_each_segment_is_a_bar(tmp_path):
+    loop = traced_loop(tmp_path / "t.json", *create_requests(6, 5, max_tokens=2), budget=8)
+    while loop.has_work():
+        loop.step()
+    loop.close()
+    bars = events_of(tmp_path / "t.json", "X")
+    steps = [bar for bar in bars if bar["pid"] == 0]
+    segments = [bar for bar in bars if bar["pid"] == 1]
+    assert [step["args"]["tokens"] for step in steps] == [8, 4, 1]
+    assert [(bar["tid"], bar["name"], bar["args"]["start"], bar["args"]["stop"]) for bar in segments] == [
+        (0, "prefill", 0, 6),
+        (1, "prefill", 0, 2),
+        (0, "decode", 6, 7),
+        (1, "prefill", 2, 5),
+        (1, "decode", 5, 6),
+    ]
+    for before, after in zip(steps, steps[1:], strict=False):  # noqa: RUF007
+        assert before["ts"] + before["dur"] <= after["ts"]
+    counters = events_of(tmp_path / "t.json", "C")
+    assert [counter["args"] for counter in counters][:2] == [{"decodes": 0, "prefill": 8}, {"decodes": 1, "prefill": 3}]
+
+
+def test_a_preemption_is_marked(tmp_path):
+    loop = traced_loop(tmp_path / "t.json", *create_requests(4, 4, 4, max_tokens=5))
+    while loop.has_work():
+        loop.step()
+    loop.close()
+    assert events_of(tmp_path / "t.json", "i")[0]["name"] == "preempted 2"
+
+
+def test_the_simulator_writes_the_same_with_its_own_times(tmp_path):
+    path = tmp_path / "t.json"
+    executors = []
+
+    def wrap(executor, clock):
+        executors.append(TracedExecutor(executor, path, clock))
+        return executors[0]
+
+    outcome = run(one_by_one(3, 40, 5), wrap=wrap)
+    executors[0].close()
+    steps = [bar for bar in events_of(path, "X") if bar["pid"] == 0]
+    assert len(steps) == outcome.steps
+    assert sum(step["dur"] for step in steps) / 1e6 == pytest.approx(outcome.busy, rel=1e-4)
+
+
+def test_the_engine_writes_it_where_it_is_told(small, tmp_path):
+    path = tmp_path / "t.json"
+    loop, _ = build(small(trace=str(path)))
+    loop.add(create_requests((5, 6, 7), temperature=0.0, max_tokens=3)[0])
+    while loop.has_work():
+        loop.step()
+    loop.close()
+    assert len([bar for bar in events_of(path, "X") if bar["pid"] == 0]) == 3

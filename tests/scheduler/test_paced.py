@@ -1,0 +1,152 @@
+"""The budget computed each step: as much prefill work as the target leaves beside these very decodes."""
+
+import random
+
+import pytest
+
+from holdfast.core.cost import CostModel
+from holdfast.core.types import StepResult
+from holdfast.scheduler.paced import PacedStallFree
+from tests.scheduling import answer, create_requests, create_scheduler, spans
+
+COST = CostModel(
+    model="m",
+    device="d",
+    linear_tokens=(1, 64, 1024),
+    linear_seconds=(0.004, 0.005, 0.020),
+    attention_queries=(1, 1024),
+    attention_contexts=(64, 1024),
+    attention_seconds=((0.0001, 0.001), (0.0005, 0.008)),
+)
+TILE = 16
+
+
+def paced(target_ms, ceiling=256):
+    return PacedStallFree(COST, target_ms / 1e3, tile=TILE, ceiling=ceiling)
+
+
+def scheduler_of(policy, *prompts, **options):
+    settings = {"blocks": 4096, "block_size": 4, "max_model_len": 2048, "max_sequences": 64, "sharing": False}
+    scheduler = create_scheduler(policy=policy, **(settings | options))
+    for request in create_requests(*prompts, max_tokens=100):
+        scheduler.add(request)
+    return scheduler
+
+
+def seconds(plan):
+    return COST.step((segment.length, segment.stop) for segment in plan.segments)
+
+
+def step(scheduler, times=1.0):
+    """One step that takes `times` its predicted time."""
+    plan = scheduler.schedule(0.0)
+    tokens = answer(plan).tokens
+    scheduler.update(plan, StepResult(plan.step, tokens, times * seconds(plan)), 0.0)
+    return plan
+
+
+def with_one_tile_more(plan):
+    """The time of the step if its last chunk were one tile longer."""
+    *others, last = [(segment.length, segment.stop) for segment in plan.segments]
+    return COST.step([*others, (last[0] + TILE, last[1] + TILE)])
+
+
+def test_a_long_prefill_is_cut_where_the_target_is_and_a_tile_ends():
+    scheduler = scheduler_of(policy := paced(6.0), 1000)
+    lengths = []
+    for _ in range(5):
+        correction = policy.correction
+        plan = step(scheduler)
+        assert plan.num_tokens % TILE == 0
+        assert seconds(plan) * correction <= 0.006 < with_one_tile_more(plan) * correction
+        lengths.append(plan.num_tokens)
+    assert lengths == sorted(lengths, reverse=True) and lengths[0] > lengths[-1], "attention grows with the context"
+
+
+def test_the_more_context_the_decodes_have_the_less_prefill_joins_them():
+    def joined(prompt):
+        scheduler = scheduler_of(policy := paced(8.0, ceiling=1024), *[prompt] * 6)
+        while any(segment.sampling is None for segment in step(scheduler).segments) or scheduler.stats().waiting:
+            pass
+        for request in create_requests(*[1] * 6, 1000, max_tokens=100)[6:]:
+            scheduler.add(request)
+        policy.correction = 1.0
+        plan = step(scheduler)
+        assert len(plan.segments) == 7 and seconds(plan) <= 0.008
+        return plan.segments[-1].length
+
+    assert joined(20) > joined(200) > joined(400) > 0
+
+
+def test_however_tight_the_target_the_tile_begun_is_filled():
+    scheduler = scheduler_of(paced(0.001), 3, 3, 100)
+    lengths = [[segment.length for segment in step(scheduler).segments] for _ in range(4)]
+    assert lengths == [[3], [1, 3], [1, 1, 14], [1, 1, 14]]
+
+
+def test_a_second_prompt_joins_only_within_the_target():
+    assert spans(scheduler_of(paced(8.0), 20, 20).schedule(0.0)) == [("0", 0, 20), ("1", 0, 20)]
+    scheduler = scheduler_of(paced(4.45), 20, 20)
+    plan = step(scheduler)
+    assert [name for name, _, _ in spans(plan)] == ["0"]
+    assert seconds(plan) <= 0.00445
+
+
+def test_what_steps_take_corrects_what_is_predicted():
+    scheduler = scheduler_of(policy := paced(8.0), *[1000] * 60)
+    uncorrected = step(scheduler).num_tokens
+    for _ in range(60):
+        step(scheduler, times=1.3)
+    assert policy.correction == pytest.approx(1.3, rel=0.06)
+    plan = step(scheduler)
+    assert plan.num_tokens < uncorrected
+    assert 1.3 * seconds(plan) <= 0.008 * 1.06
+
+
+def test_the_correction_covers_nearly_all_steps_not_the_average_one():
+    draw = random.Random(0)
+    policy = paced(8.0)
+    scheduler = scheduler_of(policy, *[1000] * 200, max_model_len=2048, blocks=100_000)
+    late, steps = 0, 0
+    while steps < 800:
+        plan = scheduler.schedule(0.0)
+        taken = draw.uniform(0.9, 1.1) * seconds(plan)
+        scheduler.update(plan, StepResult(plan.step, answer(plan).tokens, taken), 0.0)
+        if plan.num_tokens > len(answer(plan).tokens):
+            steps += 1
+            late += steps > 100 and taken > 0.008
+    assert late < 0.1 * 700
+
+
+def test_one_outlier_moves_it_no_more_than_any_step():
+    scheduler = scheduler_of(policy := paced(8.0), 1000)
+    step(scheduler, times=1000)
+    assert 1 < policy.correction < 1.05
+
+
+def test_steps_of_decodes_alone_teach_nothing():
+    scheduler = scheduler_of(policy := paced(8.0), 5)
+    step(scheduler)
+    learned = policy.correction
+    step(scheduler, times=3)
+    assert policy.correction == learned
+
+
+def test_a_cached_prefix_counts_as_context_of_its_chunk():
+    scheduler = scheduler_of(policy := paced(6.0), 900, sharing=True)
+    while any(segment.sampling is None for segment in step(scheduler).segments):
+        pass
+    (first, _) = create_requests(900, 1)
+    (again,) = create_requests((*first.prompt[:896], *range(800)), max_tokens=1)
+    scheduler.abort("0")
+    scheduler.add(again)
+    policy.correction = 1.0
+    plan = step(scheduler)
+    assert plan.segments[0].start == 896
+    assert seconds(plan) <= 0.006 < with_one_tile_more(plan)
+
+
+@pytest.mark.parametrize(("target", "tile", "ceiling"), [(0.0, 16, 64), (1.0, 0, 64), (1.0, 128, 64)])
+def test_what_makes_no_sense_is_refused(target, tile, ceiling):
+    with pytest.raises(ValueError, match="must"):
+        PacedStallFree(COST, target, tile=tile, ceiling=ceiling)

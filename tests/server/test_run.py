@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -161,6 +162,12 @@ def test_a_port_in_use_is_named() -> None:
     port = first.getsockname()[1]
     with first, pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port}: .*; choose another --port"):
         listen(ServerConfig(port=port))
+
+
+def test_no_reply_waits_for_nagle() -> None:
+    """asyncio turns the delay off for connections of a listener that says that it is TCP."""
+    with listen(ServerConfig(port=0)) as listener:
+        assert listener.proto == socket.IPPROTO_TCP
 
 
 def test_the_api_process_never_imports_torch() -> None:

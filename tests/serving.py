@@ -11,7 +11,7 @@ from typing import Any
 from fake_engine import FakeClient
 
 from holdfast.server.config import ServerConfig
-from holdfast.server.conversations.store import MEMORY
+from holdfast.server.conversations.database import MEMORY
 from holdfast.server.run import listen, open_store, serve
 
 

@@ -16,8 +16,10 @@ from holdfast.core.config import EngineConfig
 from holdfast.engine.client import EngineClient
 from holdfast.server.app import create_app
 from holdfast.server.config import ServerConfig
+from holdfast.server.conversations.database import data_directory
 from holdfast.server.conversations.service import Responses
-from holdfast.server.conversations.store import Bounds, Store, data_directory
+from holdfast.server.conversations.store import Store
+from holdfast.server.conversations.turns import Bounds
 from holdfast.server.service import Service
 
 MAX_HEADER_BYTES = 64 * 1024

@@ -13,7 +13,8 @@ from fake_engine import FakeClient
 
 from holdfast.server.app import create_app
 from holdfast.server.config import ServerConfig
-from holdfast.server.conversations.store import MEMORY, Keeper
+from holdfast.server.conversations.database import MEMORY
+from holdfast.server.conversations.store import Keeper
 from holdfast.server.run import open_store
 
 

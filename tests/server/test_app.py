@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from holdfast.engine.client import QueueFull, RequestRefused
 from holdfast.server.app import create_app
 from holdfast.server.config import ServerConfig
-from holdfast.server.conversations.store import MEMORY
+from holdfast.server.conversations.database import MEMORY
 from holdfast.server.run import open_store
 
 Http = Callable[..., httpx.AsyncClient]

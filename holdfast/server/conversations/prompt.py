@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from holdfast.core.types import FinishReason
 from holdfast.engine.text import Text
-from holdfast.server.conversations.store import Context
+from holdfast.server.conversations.turns import Context
 
 
 @dataclass(frozen=True, slots=True)

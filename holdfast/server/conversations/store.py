@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import array
 import asyncio
-import os
 import sys
 import time
 from collections import OrderedDict
@@ -12,26 +11,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-import sqlalchemy
-from sqlalchemy import Connection, Row, bindparam, delete, event, func, insert, literal, select, update
+from sqlalchemy import Connection, Row, bindparam, delete, func, insert, literal, select, update
 from sqlalchemy.engine import Engine
 from sqlalchemy.exc import SQLAlchemyError
-from sqlalchemy.pool import StaticPool
 
+from holdfast.server.conversations.database import connect
 from holdfast.server.conversations.schema import conversations, items, migrate, threads, turns
+from holdfast.server.conversations.turns import GOOD, Bounds, Context, Full, Gone, Item, Page, Turn
 
 T = TypeVar("T")
-Item = dict[str, Any]
-"""A message as the API shows it: type, id, status, role, content."""
-
-MEMORY = "memory"
-GOOD = ("completed", "incomplete")
-"""How a turn ended on which others may build."""
-BUSY_SECONDS = 30.0
 SHARE = 8
 """One thread may take up this part of the store: none drives out all the others."""
 WARM_TURNS = 1024
@@ -85,73 +76,6 @@ class StoreError(Exception):
     """The store cannot be opened; the message says why in one line."""
 
 
-class Gone(Exception):
-    """What a turn builds on was deleted, or has gone on, while it was written."""
-
-
-class Full(Exception):
-    """A thread takes up more of the store than one may; the message is for its user."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bounds:
-    """How much is kept. Beyond any of them the threads that were not active for longest are dropped whole."""
-
-    seconds: float
-    """Time since a thread's last turn."""
-    threads: int
-    bytes: int
-    """Of all tokens and items, as they are stored."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Turn:
-    """A response as it is stored. Tokens are the whole sequence's: what it shares with its parent is stored once."""
-
-    response: Mapping[str, Any]
-    """As the API shows it; among its fields id, status, output, previous_response_id."""
-    tenant: str
-    input: Sequence[Item]
-    context: Context
-    conversation: str | None = None
-    visible: bool = True
-    tokens: Sequence[int] = ()
-    characters: int = 0
-    digest: bytes = b""
-
-    @property
-    def id(self) -> str:
-        """The response's id."""
-        return str(self.response["id"])
-
-
-@dataclass(frozen=True, kw_only=True)
-class Context:
-    """What a new turn builds on."""
-
-    thread: str | None = None
-    """None for a turn that begins one."""
-    parent: str | None = None
-    """The turn that was last; None at the beginning, and after a conversation's items were edited by hand."""
-    status: str = "completed"
-    items: Sequence[Item] = ()
-    """All messages so far."""
-    tokens: Sequence[int] = ()
-    """The raw tokens behind them, as far as they are known."""
-    characters: int = 0
-    """How long the text is that these tokens stand for."""
-    digest: bytes = b""
-    """Of that text and the tokenizer."""
-
-
-@dataclass(frozen=True)
-class Page:
-    """Some of a list of items."""
-
-    items: list[Item]
-    has_more: bool
-
-
 @dataclass
 class _Size:
     """What is stored, as far as this process knows."""
@@ -186,7 +110,7 @@ class Store:
         """
         shown = where if "://" not in where else where.partition("://")[0] + " database"
         try:
-            store = cls(_connect(where), bounds, now)
+            store = cls(connect(where), bounds, now)
             with store._write() as db:
                 migrate(db)
             with store._write() as db:
@@ -556,51 +480,6 @@ class Keeper:
         """Finish what was asked and close the store."""
         self._thread.submit(self._store.close)
         self._thread.shutdown()
-
-
-def data_directory() -> Path:
-    """Where a user's programs keep their data."""
-    given = os.environ.get("XDG_DATA_HOME")
-    return (Path(given) if given else Path.home() / ".local" / "share") / "holdfast"
-
-
-def _connect(where: str) -> Engine:
-    if where == MEMORY:
-        engine = sqlalchemy.create_engine("sqlite://", poolclass=StaticPool, connect_args={"check_same_thread": False})
-    elif "://" not in where:
-        path = Path(where).expanduser()
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        # Nobody else's business; SQLite gives its side files the same rights.
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
-        engine = sqlalchemy.create_engine(
-            sqlalchemy.URL.create("sqlite", database=str(path)),
-            connect_args={"timeout": BUSY_SECONDS, "check_same_thread": False},
-        )
-    else:
-        url = sqlalchemy.make_url(where)
-        if url.drivername in ("postgres", "postgresql"):
-            url = url.set(drivername="postgresql+psycopg")
-        if not url.drivername.startswith(("sqlite", "postgresql")):
-            raise ValueError(f"{url.drivername} is not supported; give sqlite:///FILE or postgresql://…")
-        engine = sqlalchemy.create_engine(url, pool_pre_ping=True)
-    if engine.dialect.name == "sqlite":
-        _prepare_sqlite(engine)
-    return engine
-
-
-def _prepare_sqlite(engine: Engine) -> None:
-    """Write-ahead logging, every commit on the disk, and transactions that begin where we say."""
-
-    @event.listens_for(engine, "connect")
-    def connected(connection: Any, record: Any) -> None:
-        connection.isolation_level = None  # Python's own BEGIN would leave reads outside the transaction
-        for pragma in ("journal_mode=WAL", "synchronous=FULL", "secure_delete=ON"):
-            connection.execute(f"PRAGMA {pragma}")
-
-    @event.listens_for(engine, "begin")
-    def begin(db: Connection) -> None:
-        # A writer takes its lock at once: one that reads first could find that another has written meanwhile.
-        db.exec_driver_sql("BEGIN IMMEDIATE" if db.get_execution_options().get("holdfast_write") else "BEGIN")
 
 
 def _shown(row: Row[Any]) -> dict[str, Any]:

@@ -95,7 +95,7 @@ def server(console: Console, model: str) -> Iterator[str]:
     """A `holdfast serve` process on a free port, its URL once it is healthy, and its end."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "holdfast.cli", "serve", model, "--port", str(port)]
+    command = [sys.executable, "-m", "holdfast.cli", "serve", model, "--port", str(port), "--store", "memory"]
     console.print(Text(f"$ holdfast serve {model} --port {port}", style="dim"))
     began = time.monotonic()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+import hashlib
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,16 +35,42 @@ def engine_info(**changes: Any) -> EngineInfo:
     return EngineInfo(**(fields | changes))
 
 
-class FakeText:
-    """One token for each character."""
+END = 31
+"""The token that ends an answer."""
 
-    def encode(self, text: str) -> list[int]:
+
+class FakeText:
+    """One token for each character; those of an answer are its words' numbers."""
+
+    def __init__(self, opening: str = "") -> None:
+        self.opening = opening
+        """What the template puts before an answer."""
+        self.encoded = 0
+        """Characters that were tokenized so far."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        self.encoded += len(text)
         return [ord(character) for character in text]
 
-    def encode_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+    def encode_after(self, before: str, text: str) -> list[int]:
+        return self.encode(text)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(WORDS[token] if token < len(WORDS) else chr(token) for token in ids)
+
+    def is_visible(self, token: int) -> bool:
+        return token != END
+
+    def digest(self, text: str) -> bytes:
+        return hashlib.sha256(text.encode()).digest()
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
         if any("mutiny" in message["content"] for message in messages):
             raise ValueError("the chat template refuses this conversation: mutiny")
-        return self.encode("".join(f"<{message['role']}>{message['content']}" for message in messages))
+        return "".join(f"<{message['role']}>{message['content']}" for message in messages) + self.opening
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        return self.encode(self.render_chat(messages))
 
 
 @dataclass
@@ -64,6 +91,8 @@ class FakeClient:
     info: EngineInfo = field(default_factory=engine_info)
     text: FakeText = field(default_factory=FakeText)
     words: Sequence[str] = WORDS
+    ends: bool = False
+    """Whether a token of its own ends an answer, as with real models."""
     cached: int = 0
     hold: asyncio.Event | None = None
     refuse: Exception | None = None
@@ -94,7 +123,8 @@ class FakeClient:
                 usage = Usage(prompt_tokens=len(prompt), completion_tokens=len(words), cached_tokens=self.cached)
                 await self._alive(number)
                 timings = Timings(arrival=1.0, scheduled=1.5, first_token=2.0, finish=3.0, tokens=len(words))
-                yield Delta(word, (number,), *((reason, usage, timings) if last else ()))
+                tokens = (number, END) if last and reason is FinishReason.STOP and self.ends else (number,)
+                yield Delta(word, tokens, *((reason, usage, timings) if last else ()))
             asked.ended = "finished"
         finally:
             if asked.ended == "running":

@@ -11,7 +11,8 @@ from typing import Any
 from fake_engine import FakeClient
 
 from holdfast.server.config import ServerConfig
-from holdfast.server.run import listen, serve
+from holdfast.server.conversations.database import MEMORY
+from holdfast.server.run import listen, open_store, serve
 
 
 @dataclass
@@ -25,10 +26,11 @@ class Listening:
 @asynccontextmanager
 async def listening(client: FakeClient, **fields: Any) -> AsyncIterator[Listening]:
     """Serve on a free port; at the end the engine dies, and the server with it."""
-    config = ServerConfig(port=0, **fields)
+    config = ServerConfig(port=0, **{"store": MEMORY, **fields})
+    store = open_store(config)
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     code = asyncio.create_task(
-        serve(client, config, listen(config), on_ready=lambda _, url: ready.set_result(url))  # type: ignore[arg-type]
+        serve(client, config, store, listen(config), on_ready=lambda _, url: ready.set_result(url))  # type: ignore[arg-type]
     )
     url = await ready
     try:

@@ -17,14 +17,25 @@ from prompt_toolkit.formatted_text import FormattedText
 from rich.console import Console
 from rich.text import Text
 
-from holdfast.cli.talkers import ChatError, LocalTalker, Message, RemoteTalker, Settings, Talker
+from holdfast.cli.bookmarks import LAST, Bookmark, Bookmarks
+from holdfast.cli.talkers import ChatError, Head, LocalTalker, Settings, Talker, connect
 from holdfast.core.config import EngineConfig, option
 from holdfast.engine.client import EngineClient, Usage
+from holdfast.server.config import ServerConfig
+from holdfast.server.conversations.database import data_directory
+from holdfast.server.conversations.service import Responses
+from holdfast.server.conversations.store import Keeper
+from holdfast.server.run import open_store
+from holdfast.server.service import Service
 
 HELP = """\
 /help           this list
 /clear          forget the conversation and begin a new one
 /undo           take back the last turn
+/save NAME      keep the conversation under a name, this turn and those to come
+/load NAME      go on with a saved one; `last` is where you left off
+/branch [NAME]  go on apart: what was saved so far stays as it is
+/conversations  what is saved
 /system TEXT    tell the model how to behave (without TEXT: show it); begins a new conversation
 /stats          what this conversation has cost so far
 /exit           end (Ctrl-D does as well)
@@ -41,6 +52,7 @@ class ChatConfig:
     url: str | None = option(None, "talk to the server at this URL; MODEL is then a name that it serves")
     api_key: str | None = option(None, "key for that server; default: HOLDFAST_API_KEY")
     system: str | None = option(None, "system message: how the model is to behave")
+    load: str | None = option(None, "go on with this saved conversation; `last` is where you left off")
     temperature: float = option(0.0, "0 always takes the likeliest token; more is more random")
     max_tokens: int | None = option(None, "longest answer in tokens; default: what the context leaves")
 
@@ -63,13 +75,16 @@ async def run(config: ChatConfig, engine: EngineConfig, model: str | None) -> in
     notes = Console(highlight=False, stderr=True) if piped else console
     async with talker(config, engine, model, notes) as who:
         notes.print(Text.assemble("talking to ", (who.name, "bold"), ("  /help lists the commands", "dim")))
-        conversation = Conversation(who, config.system, console, notes)
+        bookmarks = Bookmarks(data_directory() / "chats.json", config.url or "here")
+        conversation = Conversation(who, config.system, console, notes, bookmarks)
+        if config.load is not None:
+            await conversation.load(config.load)
         failed = False
         async for line in lines(piped):
             if not line.strip():
                 continue
             if line.startswith("/"):
-                if not conversation.command(line.strip()):
+                if not await conversation.command(line.strip()):
                     break
             elif not await conversation.turn(line.strip()):
                 failed = True
@@ -84,14 +99,19 @@ async def talker(config: ChatConfig, engine: EngineConfig, model: str | None, no
         base = config.url.rstrip("/").removesuffix("/v1") + "/v1"
         headers = {"authorization": f"Bearer {config.api_key}"} if config.api_key else {}
         async with httpx.AsyncClient(base_url=base, headers=headers, timeout=httpx.Timeout(10, read=None)) as http:
-            yield await RemoteTalker.connect(http, model, settings)
+            yield await connect(http, model, settings)
         return
-    with notes.status("starting") if notes.is_terminal else nullcontext() as status:
-        client = await EngineClient.start(engine, on_progress=status.update if status else None)
+    server = ServerConfig(store=str(data_directory() / "chat.sqlite"))
+    keeper = Keeper(open_store(server))
     try:
-        yield LocalTalker(client, settings)
+        with notes.status("starting") if notes.is_terminal else nullcontext() as status:
+            client = await EngineClient.start(engine, on_progress=status.update if status else None)
+        try:
+            yield LocalTalker(Responses(Service(client, server), keeper), settings)
+        finally:
+            await client.close()
     finally:
-        await client.close()
+        keeper.close()
 
 
 async def lines(piped: bool) -> AsyncIterator[str]:
@@ -119,34 +139,63 @@ class Tally:
 
 
 class Conversation:
-    """The turns so far. A turn that fails or is stopped leaves no trace in them."""
+    """Where a conversation is. A turn that fails or is stopped leaves it where it was."""
 
-    def __init__(self, who: Talker, system: str | None, console: Console, notes: Console) -> None:
+    def __init__(self, who: Talker, system: str | None, console: Console, notes: Console, bookmarks: Bookmarks) -> None:
         self.who = who
         self.system = system
         self.console = console
         self.notes = notes
-        self.messages: list[Message] = []
+        self.bookmarks = bookmarks
+        self.head: Head = None
+        self.turns = 0
+        self.name: str | None = None
+        """Under which each turn is saved, besides `last`."""
         self.tally = Tally()
 
-    def command(self, line: str) -> bool:
+    async def command(self, line: str) -> bool:
         """Obey a line that begins with a slash. False ends the conversation."""
         name, _, rest = line.partition(" ")
+        if name in ("/exit", "/quit"):
+            return False
+        try:
+            await self._obey(name, rest.strip())
+        except ChatError as error:
+            self.notes.print(Text(str(error), style="red"))
+        return True
+
+    async def _obey(self, name: str, rest: str) -> None:
         match name:
-            case "/exit" | "/quit":
-                return False
             case "/help":
                 self.note(HELP)
             case "/clear":
                 self.clear("a new conversation")
             case "/undo":
-                del self.messages[-2:]
-                self.note(f"turns left: {len(self.messages) // 2}")
-            case "/system" if rest.strip():
-                self.system = rest.strip()
+                await self.undo()
+            case "/system" if rest:
+                self.system = rest
                 self.clear("a new conversation, with that system message")
             case "/system":
                 self.note(self.system or "there is no system message")
+            case "/save" if rest and self.head is not None:
+                self.save(rest, "")
+                self.name = rest
+                self.note(f"saved as {rest}, with the turns to come")
+            case "/load" if rest:
+                await self.load(rest)
+            case "/branch" if self.head is not None:
+                if rest:
+                    self.save(rest, "")
+                self.name = rest or None
+                self.note(f"going on as {rest}" if rest else "going on apart; /save NAME keeps it")
+            case "/save" | "/branch" | "/load":
+                self.note("say something first" if self.head is None and name != "/load" else f"{name} needs a name")
+            case "/conversations":
+                marks = self.bookmarks.all()
+                if not marks:
+                    self.note("nothing is saved yet")
+                for saved, mark in marks.items():
+                    self.note(f"{saved}  ·  turns: {mark.turns}  ·  {CONTROL.sub('', mark.said)[:60]}")
             case "/stats":
                 tally = self.tally
                 self.note(
@@ -155,11 +204,32 @@ class Conversation:
                 )
             case _:
                 self.note(f"there is no {name}; /help lists what there is")
-        return True
+
+    async def load(self, name: str) -> None:
+        """Go on where a saved conversation is. Raises ChatError when it is not there any more."""
+        mark = self.bookmarks.load(name)
+        assert mark.head is not None  # none is saved before its first turn
+        turn = await self.who.recall(mark.head)
+        self.head, self.system, self.turns = mark.head, mark.system, mark.turns
+        self.name = None if name == LAST else name
+        self.tally = Tally()
+        self.note(CONTROL.sub("", f"> {turn.said}\n{turn.answer}\n\ngoing on after turn {self.turns}"))
+
+    def save(self, name: str, said: str) -> None:
+        """Keep where the conversation is under a name."""
+        said = said or next((mark.said for mark in self.bookmarks.all().values() if mark.head == self.head), "")
+        self.bookmarks.save(name, Bookmark(head=self.head, system=self.system, turns=self.turns, said=said))
+
+    async def undo(self) -> None:
+        """Go back by a turn."""
+        if self.head is not None:
+            self.head = (await self.who.recall(self.head)).previous
+            self.turns -= 1
+        self.note(f"turns left: {self.turns}")
 
     def clear(self, note: str) -> None:
         """Begin again."""
-        self.messages.clear()
+        self.head, self.turns, self.name = None, 0, None
         self.tally = Tally()
         self.note(note)
 
@@ -173,7 +243,7 @@ class Conversation:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGINT, answering.cancel)
         try:
-            answer = await answering
+            self.head = await answering
         except ChatError as error:
             self.notes.print(Text(str(error), style="red"))
             return False
@@ -186,29 +256,33 @@ class Conversation:
             return False
         finally:
             loop.remove_signal_handler(signal.SIGINT)
-        self.messages += [{"role": "user", "content": said}, {"role": "assistant", "content": answer}]
+        self.turns += 1
+        try:
+            for name in filter(None, (LAST, self.name)):
+                self.save(name, said)
+        except ChatError as error:
+            self.notes.print(Text(str(error), style="red"))
         return True
 
-    async def _answer(self, said: str) -> str:
-        system = [{"role": "system", "content": self.system}] if self.system else []
-        messages = [*system, *self.messages, {"role": "user", "content": said}]
+    async def _answer(self, said: str) -> Head:
+        head: Head = None
         began = time.monotonic()
         first: float | None = None
         last = began
-        texts: list[str] = []
         usage: Usage | None = None
-        async with aclosing(self.who.answer(messages)) as pieces:
+        async with aclosing(self.who.answer(said, self.system, self.head)) as pieces:
             async for piece in pieces:
-                usage = piece.usage or usage
+                usage, head = piece.usage or usage, piece.head or head
                 if piece.text:
                     last = time.monotonic()
                     first = first or last
-                    texts.append(piece.text)
                     self.console.out(CONTROL.sub("", piece.text), end="", highlight=False)
                     self.console.file.flush()
         self.console.print()
         self.note(self._status(usage, (first or last) - began, last - (first or last)))
-        return "".join(texts)
+        if head is None:
+            raise ChatError("the answer broke off; the turn is taken back")
+        return head
 
     def _status(self, usage: Usage | None, ttft: float, seconds: float) -> str:
         """How the turn went, in a line: times in seconds."""

@@ -20,6 +20,7 @@ from holdfast.core.config import BUILTIN_MODEL, EngineConfig
 from holdfast.core.version import __version__
 from holdfast.engine.client import EngineDead, EngineStartError
 from holdfast.server.config import ServerConfig
+from holdfast.server.conversations.store import StoreError
 
 EXAMPLES = """\
 examples:
@@ -39,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line. Returns the exit code: 0, 1 for what failed, 2 for what was asked wrongly, 130 for Ctrl-C.
 
     A start that the engine refuses counts as asked wrongly: a model that is not there or not understood, too little
-    memory for the options given.
+    memory for the options given. So does a store that cannot be opened.
     """
     try:
         parser = make_parser()
@@ -53,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return run_bench(vars(options))
         code: int = uvloop.run(start(options))
         return code
-    except (UsageError, EngineStartError) as error:
+    except (UsageError, EngineStartError, StoreError) as error:
         return complain(str(error), BAD_USAGE)
     except (EngineDead, ChatError, OSError) as error:
         return complain(str(error), 1)

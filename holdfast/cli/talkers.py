@@ -1,4 +1,4 @@
-"""Who answers in `holdfast chat`: an engine that runs here, or a server behind a URL."""
+"""Who answers in `holdfast chat`: an engine that runs here, a server that keeps conversations, or any other one."""
 
 from __future__ import annotations
 
@@ -9,11 +9,19 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import httpx
+import msgspec
 
-from holdfast.core.types import SamplingParams
-from holdfast.engine.client import EngineClient, Usage
+from holdfast.engine.client import Usage
+from holdfast.server.conversations.protocol import ResponseRequest
+from holdfast.server.conversations.service import Responses
+from holdfast.server.protocol import ApiError, parse
 
 Message = dict[str, str]
+Messages = list[Message]
+Head = str | Messages | None
+"""What a turn goes on from: a response's id where conversations are kept, else all messages; None to begin."""
+TENANT = ""
+"""Whose conversations those of our own engine are."""
 
 
 class ChatError(Exception):
@@ -27,6 +35,8 @@ class Piece:
     text: str
     usage: Usage | None = None
     """Token counts, once known."""
+    head: Head = None
+    """What the next turn goes on from, once the answer is whole."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,69 +48,85 @@ class Settings:
     seed: int | None
 
 
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A turn that was held: what was said and answered, and what it went on from."""
+
+    said: str
+    answer: str
+    previous: Head
+
+
 class Talker(Protocol):
     """Answers a conversation."""
 
     name: str
 
-    def answer(self, messages: Sequence[Message]) -> AsyncGenerator[Piece, None]:
-        """The answer, as it is written. Raises ChatError."""
+    def answer(self, said: str, system: str | None, head: Head) -> AsyncGenerator[Piece, None]:
+        """The answer, as it is written; the last piece has the new head. Raises ChatError."""
+        ...
+
+    async def recall(self, head: str | Messages) -> Turn:
+        """The turn that a head stands for. Raises ChatError when it is no longer known."""
         ...
 
 
 class LocalTalker:
-    """An engine of our own."""
+    """An engine of our own, with a store of our own."""
 
-    def __init__(self, client: EngineClient, settings: Settings) -> None:
-        self.name = client.info.model
-        self.client = client
+    def __init__(self, responses: Responses, settings: Settings) -> None:
+        self.name = responses.service.client.info.model
+        self.responses = responses
         self.settings = settings
 
-    async def answer(self, messages: Sequence[Message]) -> AsyncGenerator[Piece, None]:
-        info, settings = self.client.info, self.settings
+    async def answer(self, said: str, system: str | None, head: Head) -> AsyncGenerator[Piece, None]:
         try:
-            prompt = self.client.text.encode_chat(messages)
-            room = info.max_model_len - len(prompt)
-            if room < 1:
-                raise ChatError(
-                    f"the conversation has {len(prompt)} tokens and the model takes {info.max_model_len}; "
-                    "/clear begins a new one"
-                )
-            params = SamplingParams(
-                temperature=settings.temperature,
-                max_tokens=min(settings.max_tokens or room, room),
-                seed=settings.seed,
-            )
-            async with aclosing(self.client.stream(prompt, params)) as deltas:
-                async for delta in deltas:
-                    yield Piece(delta.text, delta.usage)
-        except ValueError as error:
-            raise ChatError(str(error)) from None
+            body = msgspec.json.encode(response_body(self.name, self.settings, said, system, head))
+            writing = self.responses.write(parse(body, ResponseRequest), TENANT)
+            async with aclosing(writing.events()) as events:
+                async for event in events:
+                    yield piece_of_response(event)
+        except ApiError as error:
+            hint = "; /clear begins a new one" if error.code == "context_length_exceeded" else ""
+            raise ChatError(f"{error.message}{hint}") from None
+
+    async def recall(self, head: str | Messages) -> Turn:
+        id = str(head)
+        try:
+            response = await self.responses.retrieve(TENANT, id)
+            said = await self.responses.keeper(lambda store: store.input(TENANT, id))
+        except ApiError as error:
+            raise ChatError(error.message) from None
+        return turn_of(response, said or [])
 
 
-class RemoteTalker:
-    """A server with OpenAI's API."""
+class StatefulTalker:
+    """A server that keeps conversations: a turn sends only what is new."""
 
     def __init__(self, http: httpx.AsyncClient, model: str, settings: Settings) -> None:
         self.name = model
         self.http = http
         self.settings = settings
 
-    @classmethod
-    async def connect(cls, http: httpx.AsyncClient, model: str | None, settings: Settings) -> RemoteTalker:
-        """Find the model that is served, unless one is named. Raises ChatError when there is no such server."""
-        if model is None:
-            try:
-                response = await http.get("models")
-            except httpx.HTTPError as error:
-                raise ChatError(f"no server answers at {http.base_url}: {error}") from None
-            if response.status_code != 200:
-                raise ChatError(reason_of(response.status_code, response.content))
-            try:
-                model = str(response.json()["data"][0]["id"])
-            except (ValueError, LookupError, TypeError):
-                raise ChatError(f"{http.base_url} answers, but not as a server with OpenAI's API does") from None
-        return cls(http, model, settings)
+    async def answer(self, said: str, system: str | None, head: Head) -> AsyncGenerator[Piece, None]:
+        body = response_body(self.name, self.settings, said, system, head)
+        async with aclosing(server_events(self.http, "responses", body)) as events:
+            async for event in events:
+                yield piece_of_response(event)
+
+    async def recall(self, head: str | Messages) -> Turn:
+        response = await fetched(self.http, f"responses/{head}")
+        said = await fetched(self.http, f"responses/{head}/input_items")
+        return turn_of(response, said["data"])
+
+
+class RemoteTalker:
+    """Any server with OpenAI's chat completions: every turn sends the whole conversation."""
+
+    def __init__(self, http: httpx.AsyncClient, model: str, settings: Settings) -> None:
+        self.name = model
+        self.http = http
+        self.settings = settings
 
     def body(self, messages: Sequence[Message]) -> dict[str, Any]:
         """The request's body; what is not set is left to the server."""
@@ -113,30 +139,132 @@ class RemoteTalker:
             "temperature": self.settings.temperature,
         } | {name: value for name, value in settings.items() if value is not None}
 
-    async def answer(self, messages: Sequence[Message]) -> AsyncGenerator[Piece, None]:
-        try:
-            async with self.http.stream("POST", "chat/completions", json=self.body(messages)) as response:
-                if response.status_code != 200:
-                    raise ChatError(reason_of(response.status_code, await response.aread()))
-                async for line in response.aiter_lines():
-                    if line.startswith("data:") and line[5:].strip() != "[DONE]":
-                        yield piece_of(json.loads(line[5:]))
-        except httpx.HTTPError as error:
-            raise ChatError(f"the connection to {self.http.base_url} broke: {error or type(error).__name__}") from None
-        except (ValueError, LookupError, TypeError, AttributeError):
-            raise ChatError("the server sent an event that is not OpenAI's") from None
+    async def answer(self, said: str, system: str | None, head: Head) -> AsyncGenerator[Piece, None]:
+        first: Messages = [{"role": "system", "content": system}] if system else []
+        messages: Messages = [*(head if isinstance(head, list) else []), {"role": "user", "content": said}]
+        texts = []
+        body = self.body([*first, *messages])
+        async with aclosing(server_events(self.http, "chat/completions", body)) as events:
+            async for event in events:
+                piece = piece_of(event)
+                texts.append(piece.text)
+                yield piece
+        yield Piece("", head=[*messages, {"role": "assistant", "content": "".join(texts)}])
+
+    async def recall(self, head: str | Messages) -> Turn:
+        if not isinstance(head, list):
+            raise ChatError("the server no longer keeps conversations, and this one is nowhere else")
+        return Turn(head[-2]["content"], head[-1]["content"], head[:-2] or None)
+
+
+async def connect(http: httpx.AsyncClient, model: str | None, settings: Settings) -> Talker:
+    """Find the model that is served, unless one is named, and how to talk to it.
+
+    Raises ChatError when there is no such server.
+    """
+    try:
+        cards = (await fetched(http, "models"))["data"]
+        card = next((card for card in cards if model in (None, card["id"])), {"id": model})
+        model = str(card["id"])
+    except ChatError:
+        if model is None:
+            raise
+        card = {}
+    except (LookupError, TypeError):
+        raise ChatError(f"{http.base_url} answers, but not as a server with OpenAI's API does") from None
+    return (StatefulTalker if card.get("stateful") is True else RemoteTalker)(http, model, settings)
+
+
+async def fetched(http: httpx.AsyncClient, path: str) -> dict[str, Any]:
+    """What a server has at a path. Raises ChatError."""
+    try:
+        response = await http.get(path)
+    except httpx.HTTPError as error:
+        raise ChatError(f"no server answers at {http.base_url}: {error}") from None
+    if response.status_code != 200:
+        raise ChatError(reason_of(response.status_code, response.content))
+    try:
+        found: dict[str, Any] = response.json()
+    except ValueError:
+        raise ChatError(f"{http.base_url} answers, but not as a server with OpenAI's API does") from None
+    return found
+
+
+async def server_events(
+    http: httpx.AsyncClient, path: str, body: dict[str, Any]
+) -> AsyncGenerator[dict[str, Any], None]:
+    """A stream's events. Raises ChatError for a refusal, a broken connection, and what is no event."""
+    try:
+        async with http.stream("POST", path, json=body) as response:
+            if response.status_code != 200:
+                raise ChatError(reason_of(response.status_code, await response.aread()))
+            async for line in response.aiter_lines():
+                if line.startswith("data:") and line[5:].strip() != "[DONE]":
+                    yield json.loads(line[5:])
+    except httpx.HTTPError as error:
+        raise ChatError(f"the connection to {http.base_url} broke: {error or type(error).__name__}") from None
+    except ValueError:
+        raise ChatError("the server sent an event that is not OpenAI's") from None
+
+
+def response_body(model: str, settings: Settings, said: str, system: str | None, head: Head) -> dict[str, Any]:
+    """A turn of the Responses API; what is not set is left to the server."""
+    given = {
+        "instructions": system,
+        "previous_response_id": head,
+        "max_output_tokens": settings.max_tokens,
+        "seed": settings.seed,
+    }
+    return {"model": model, "input": said, "stream": True, "temperature": settings.temperature} | {
+        name: value for name, value in given.items() if value is not None
+    }
+
+
+def piece_of_response(event: dict[str, Any]) -> Piece:
+    """One event of a response's stream. Raises ChatError for one that tells of an error."""
+    try:
+        match event["type"]:
+            case "response.output_text.delta":
+                return Piece(event["delta"])
+            case "response.completed" | "response.incomplete":
+                response = event["response"]
+                usage = response["usage"]
+                cached = usage["input_tokens_details"]["cached_tokens"]
+                return Piece("", Usage(usage["input_tokens"], usage["output_tokens"], cached), response["id"])
+            case "response.failed":
+                raise ChatError(str(event["response"]["error"]["message"]))
+            case _:
+                return Piece("")
+    except (LookupError, TypeError):
+        raise ChatError("the server sent an event that is not OpenAI's") from None
+
+
+def turn_of(response: dict[str, Any], said: Sequence[dict[str, Any]]) -> Turn:
+    """A stored response and its input as a turn. Raises ChatError for what is none."""
+    try:
+        return Turn(text_of(said), text_of(response["output"]), response["previous_response_id"])
+    except (LookupError, TypeError):
+        raise ChatError("the server keeps this conversation in a form that is not OpenAI's") from None
+
+
+def text_of(items: Sequence[dict[str, Any]]) -> str:
+    """All that messages say."""
+    return "\n".join(part["text"] for item in items for part in item["content"])
 
 
 def piece_of(event: dict[str, Any]) -> Piece:
-    """One event of a stream. Raises ChatError for one that tells of an error."""
-    if "error" in event:
-        raise ChatError(str(event["error"]["message"]))
-    text = "".join(choice["delta"].get("content") or "" for choice in event["choices"])
-    usage = event.get("usage")
-    if not usage:
-        return Piece(text)
-    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-    return Piece(text, Usage(usage["prompt_tokens"], usage["completion_tokens"], cached))
+    """One event of a completion's stream. Raises ChatError for one that tells of an error."""
+    try:
+        if "error" in event:
+            raise ChatError(str(event["error"]["message"]))
+        text = "".join(choice["delta"].get("content") or "" for choice in event["choices"])
+        usage = event.get("usage")
+        if not usage:
+            return Piece(text)
+        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        return Piece(text, Usage(usage["prompt_tokens"], usage["completion_tokens"], cached))
+    except (LookupError, TypeError, AttributeError):
+        raise ChatError("the server sent an event that is not OpenAI's") from None
 
 
 def reason_of(status: int, body: bytes) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ import jinja2.nodes
 import jinja2.parser
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from holdfast.engine.checkpoint import TEMPLATE_LIMIT, TOKENIZER_LIMIT, read_json, read_text, tokenizer_file
 
@@ -28,6 +29,8 @@ REPLACEMENT = "\ufffd"
 """What bytes that are not UTF-8 decode to."""
 UNSETTLED = 3
 """Most replacement characters that one more token may still turn into a character: UTF-8 has up to 4 bytes."""
+RUN_UP = 64
+"""Characters before a border that are tokenized along with what follows it: a tokenizer looks no further back."""
 LONGEST_WINDOW = 32
 """Tokens after which bytes that never became a character are shown as they are: a stream's state stays bounded."""
 
@@ -43,6 +46,7 @@ class Text:
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._visible = _visible(tokenizer)
+        self._fingerprint = hashlib.sha256(tokenizer.to_str().encode()).digest()
         self._special_tokens = dict(special_tokens or {})
         self._template: jinja2.Template | None = None
         self._no_template = "this model has no chat template; use plain completions"
@@ -73,14 +77,37 @@ class Text:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The ids of a text, with the tokens that the model wants around it. Raises ValueError for what cannot be."""
+        ids: list[int] = self._encoding(text, add_special_tokens).ids
+        return ids
+
+    def encode_after(self, before: str, text: str) -> list[int] | None:
+        """The ids of a text as it stands after another one, whose own ids are known.
+
+        The end of `before` is tokenized along with it and cut off again, so that the text is seen in its place: no
+        space is put before it, no word begins at the border. None when a token spans the border. Raises as `encode`.
+        """
+        end = before[-RUN_UP:]
+        encoded = self._encoding(end + text, add_special_tokens=False)
+        ids: list[int] = []
+        for token, (start, stop) in zip(encoded.ids, encoded.offsets, strict=True):
+            if start >= len(end):
+                ids.append(token)
+            elif stop > len(end):
+                return None
+        return ids
+
+    def _encoding(self, text: str, add_special_tokens: bool) -> Encoding:
         if len(text) > TEXT_LIMIT:
             raise ValueError(f"the text has {len(text)} characters; at most {TEXT_LIMIT} are taken")
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise ValueError(f"the text holds an unpaired surrogate at character {error.start}") from error
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        return ids
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def digest(self, text: str) -> bytes:
+        """What identifies a text together with the tokenizer that its ids are of: a SHA-256."""
+        return hashlib.sha256(self._fingerprint + text.encode(errors="surrogatepass")).digest()
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of ids; bytes that are no UTF-8 become U+FFFD."""

@@ -132,8 +132,7 @@ class Scheduler:
         pool = self._queues.pool
         pool.now = now
         pool.landed(result.swapped_out)
-        if plan.segments:
-            self._policy.learn(plan, result)
+        self._policy.learn(plan, result)
         outputs: list[SequenceOutput] = []
         new = tuple.__new__  # what SequenceOutput(...) comes down to, at less than half its time
         for entry, token in zip(sampling, result.tokens, strict=True):

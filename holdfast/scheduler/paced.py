@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
-
 from holdfast.core.cost import CostModel, Predictor
 from holdfast.core.types import StepPlan, StepResult
 from holdfast.scheduler.step import Policy, Step
@@ -42,8 +40,8 @@ class PacedStallFree(Policy):
         """Measured over predicted time."""
         self._predictor = Predictor(cost)
         self._attention = 0.0
-        self._predicted: deque[float | None] = deque()
-        """For each step in flight its predicted seconds; None for one without prefill work."""
+        self._predicted: dict[int, float] = {}
+        """By number, the predicted seconds of steps in flight with prefill work."""
 
     def fill(self, step: Step) -> None:
         step.budget = self.ceiling
@@ -53,13 +51,12 @@ class PacedStallFree(Policy):
         step.pace = lambda start, stop: self._take(step.num_tokens, start, stop, first=step.num_tokens == decodes)
         step.prefill()
         step.admit(lambda entry: step.num_tokens == decodes or self._room(step.num_tokens, entry.sequence.length))
-        if step.num_tokens:
-            prefills = step.num_tokens > decodes
-            self._predicted.append(self._predictor.linear(step.num_tokens) + self._attention if prefills else None)
+        if step.num_tokens > decodes:
+            self._predicted[step.number] = self._predictor.linear(step.num_tokens) + self._attention
 
     def learn(self, plan: StepPlan, result: StepResult) -> None:
         """Correct the prediction by what a step took."""
-        predicted = self._predicted.popleft()
+        predicted = self._predicted.pop(plan.step, None)
         if predicted:
             over = result.seconds > predicted * self.correction
             factor = 1 + RATE * (QUANTILE if over else QUANTILE - 1)

@@ -52,6 +52,11 @@ class Step:
         self._swap_in: list[BlockCopy] = []
 
     @property
+    def number(self) -> int:
+        """The step's number."""
+        return self._number
+
+    @property
     def running(self) -> RankedQueue:
         """The running sequences, to look at."""
         return self._queues.running

@@ -20,6 +20,14 @@ class ServerConfig:
     )
     max_choices: int = option(64, "most choices of one request: n times its prompts")
     max_body_mb: float = option(8.0, "largest request body in MB; larger ones are refused with 413")
+    store: str | None = option(
+        None,
+        "where conversations are kept: a file (SQLite), a database URL (postgresql://…), or `memory` to forget them at "
+        "the end; default: holdfast/conversations.sqlite in the user's data directory",
+    )
+    store_days: float = option(30.0, "days after its last turn that a conversation is kept")
+    store_conversations: int = option(100_000, "most conversations kept; the longest idle are dropped beyond it")
+    store_gb: float = option(8.0, "most GB of tokens and items kept; the longest idle are dropped beyond it")
     health_seconds: float = option(5.0, "time the engine has to answer /health before it counts as hanging")
     drain_seconds: float = option(30.0, "time that running streams have to finish after SIGTERM or Ctrl-C")
 
@@ -28,6 +36,9 @@ class ServerConfig:
             ("port", 0, 65535),
             ("max_choices", 1, 1024),
             ("max_body_mb", 0.001, 1024),
+            ("store_days", 0.001, 36500),
+            ("store_conversations", 1, 1 << 31),
+            ("store_gb", 0.001, 1 << 20),
             ("health_seconds", 0.05, 600),
             ("drain_seconds", 0, 86400),
         ):

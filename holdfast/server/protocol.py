@@ -62,7 +62,10 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 Count = Annotated[int, Meta(ge=1, le=1 << 24)]
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARACTERS)]
-Body = TypeVar("Body", bound="GenerationRequest")
+Metadata = Annotated[
+    dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
+]
+Body = TypeVar("Body", bound="RequestBody")
 
 
 class ApiError(Exception):
@@ -101,13 +104,20 @@ class StreamOptions(Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tru
     """Padding against traffic analysis; none is added, so it changes nothing."""
 
 
-class GenerationRequest(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """What chat completions and completions have in common, vLLM's extensions included."""
+class RequestBody(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """Any JSON object that a client sends. What it may hold besides its fields:"""
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    """Known parameters that Holdfast cannot honour, each with the values that ask for nothing. null always does."""
+    harmless: ClassVar[tuple[str, ...]] = ()
+    """Parameters that cannot change the answer; any value will do."""
+
+
+class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """What all requests for generation have in common, vLLM's extensions included."""
 
     model: str
     stream: bool = False
-    stream_options: StreamOptions = StreamOptions()
-    max_tokens: Count | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] = 1.0
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Meta(ge=-1, le=1 << 24)] = 0
@@ -115,7 +125,6 @@ class GenerationRequest(Struct, kw_only=True, frozen=True, forbid_unknown_fields
     stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)] = []
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] = []
     ignore_eos: bool = False
-    n: Annotated[int, Meta(ge=1, le=1024)] = 1
     priority: Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)] = 0
 
     def sampling(self, choice: int, max_tokens: int) -> SamplingParams:
@@ -132,10 +141,23 @@ class GenerationRequest(Struct, kw_only=True, frozen=True, forbid_unknown_fields
         )
 
 
+class GenerationRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """What chat completions and completions have in common."""
+
+    unsupported = UNSUPPORTED
+    harmless = HARMLESS
+    limited_by: ClassVar[str] = "max_tokens"
+
+    stream_options: StreamOptions = StreamOptions()
+    max_tokens: Count | None = None
+    n: Annotated[int, Meta(ge=1, le=1024)] = 1
+
+
 class ChatRequest(GenerationRequest, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """POST /v1/chat/completions."""
 
     route: ClassVar[str] = "/v1/chat/completions"
+    prompted_by: ClassVar[str] = "messages"
 
     messages: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Count | None = None
@@ -161,6 +183,7 @@ class CompletionRequest(GenerationRequest, kw_only=True, frozen=True, forbid_unk
     """POST /v1/completions."""
 
     route: ClassVar[str] = "/v1/completions"
+    prompted_by: ClassVar[str] = "prompt"
 
     prompt: str | list[Any]
 
@@ -197,10 +220,10 @@ def parse(body: bytes, shape: type[Body]) -> Body:
         if name in known:
             if value is not None:
                 given[name] = value
-        elif name in UNSUPPORTED:
-            if value is not None and not any(_same(value, neutral) for neutral in UNSUPPORTED[name]):
+        elif name in shape.unsupported:
+            if value is not None and not any(_same(value, neutral) for neutral in shape.unsupported[name]):
                 raise ApiError(f"{name} is not supported yet; leave it out", param=name, code="unsupported_parameter")
-        elif name not in HARMLESS:
+        elif name not in shape.harmless:
             near = difflib.get_close_matches(name[:64], known, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ApiError(f"unknown parameter: {name[:64]}{hint}", param=name[:64], code="unknown_parameter")
@@ -208,7 +231,7 @@ def parse(body: bytes, shape: type[Body]) -> Body:
         request = msgspec.convert(given, shape)
     except msgspec.ValidationError as error:
         raise _invalid(str(error)) from None
-    if "stream_options" in given and not request.stream:
+    if "stream_options" in given and not given.get("stream"):
         raise ApiError("stream_options needs stream: true", param="stream_options", code="invalid_value")
     return request
 

@@ -16,6 +16,10 @@ from holdfast.core.config import EngineConfig
 from holdfast.engine.client import EngineClient
 from holdfast.server.app import create_app
 from holdfast.server.config import ServerConfig
+from holdfast.server.conversations.database import data_directory
+from holdfast.server.conversations.service import Responses
+from holdfast.server.conversations.store import Store
+from holdfast.server.conversations.turns import Bounds
 from holdfast.server.service import Service
 
 MAX_HEADER_BYTES = 64 * 1024
@@ -35,30 +39,48 @@ async def run(
     """Serve until a signal or the engine's death. Returns the process's exit code.
 
     `on_ready` is told the client and the base URL once requests are taken. Raises OSError when the address cannot be
-    had (before the engine is started), EngineStartError when the engine cannot start.
+    had, StoreError when the store cannot (both before the engine is started), EngineStartError when the engine cannot
+    start.
     """
     listener = listen(config)
     try:
-        client = await EngineClient.start(engine, on_progress=on_progress)
+        store = open_store(config)
     except BaseException:
         listener.close()
         raise
     try:
-        return await serve(client, config, listener, on_ready=on_ready)
+        client = await EngineClient.start(engine, on_progress=on_progress)
+    except BaseException:
+        store.close()
+        listener.close()
+        raise
+    try:
+        return await serve(client, config, store, listener, on_ready=on_ready)
     finally:
         await client.close()
+
+
+def open_store(config: ServerConfig) -> Store:
+    """The store where the configuration says, within its bounds. Raises StoreError."""
+    where = config.store or str(data_directory() / "conversations.sqlite")
+    bounds = Bounds(
+        seconds=config.store_days * 86400, threads=config.store_conversations, bytes=int(config.store_gb * 1e9)
+    )
+    return Store.open(where, bounds)
 
 
 async def serve(
     client: EngineClient,
     config: ServerConfig,
+    store: Store,
     listener: socket.socket,
     *,
     on_ready: Callable[[EngineClient, str], None],
 ) -> int:
     """Take requests on `listener` until it is time to end. Returns the exit code."""
-    app = create_app(client, config)
+    app = create_app(client, config, store)
     service: Service = app.state.service
+    responses: Responses = app.state.responses
     server = Server(
         uvicorn.Config(
             app,
@@ -92,6 +114,7 @@ async def serve(
         for task in (died, stop):
             task.cancel()
         await asyncio.gather(serving, died, stop, return_exceptions=True)
+        await responses.close()
     return code
 
 
@@ -134,7 +157,8 @@ def signals() -> Iterator[asyncio.Queue[int]]:
 def listen(config: ServerConfig) -> socket.socket:
     """Bind the address, so that a port in use is known before a model is loaded. Raises OSError that names it."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    # The protocol is named, as asyncio turns Nagle's delay off (40 ms a reply) only where it is told that this is TCP.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((config.host, config.port))

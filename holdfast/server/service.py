@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from typing import ClassVar, Protocol
 
 from holdfast.core.types import SamplingParams
 from holdfast.engine.client import Delta, EngineClient, EngineDead, QueueFull, RequestRefused
@@ -14,6 +16,24 @@ from holdfast.server.metrics import Metrics
 from holdfast.server.protocol import ApiError, ChatRequest, CompletionRequest
 from holdfast.server.replies import UsageReply
 from holdfast.server.traffic import Traffic, full
+
+log = logging.getLogger("holdfast.server")
+
+
+class Wanted(Protocol):
+    """What an answer must know of any request."""
+
+    route: ClassVar[str]
+    prompted_by: ClassVar[str]
+    limited_by: ClassVar[str]
+
+    @property
+    def n(self) -> int: ...
+    @property
+    def priority(self) -> int: ...
+    @property
+    def most_tokens(self) -> int | None: ...
+    def sampling(self, choice: int, max_tokens: int) -> SamplingParams: ...
 
 
 class Service:
@@ -30,33 +50,40 @@ class Service:
         """Begin to answer; nothing runs before the answer is iterated. Raises ApiError for what can be seen at once."""
         if wanted.model != self.client.info.model:
             raise unknown_model(wanted.model, self.client.info.model)
-        return Answer(self, wanted, tenant)
+        # Prompts are checked now and tokenized later, off the event loop, when a place is free.
+        text = self.client.text
+        if isinstance(wanted, ChatRequest):
+            messages = wanted.conversation()
+            return Answer(self, wanted, tenant, lambda: [text.encode_chat(messages)])
+        prompts = wanted.prompts()
+        return Answer(
+            self, wanted, tenant,
+            lambda: [text.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts],
+            num_prompts=len(prompts),
+        )  # fmt: skip
 
 
 class Answer:
     """One HTTP request under way: the deltas of its choices, and its token counts once they have ended."""
 
-    def __init__(self, service: Service, wanted: ChatRequest | CompletionRequest, tenant: str) -> None:
+    def __init__(
+        self,
+        service: Service,
+        wanted: Wanted,
+        tenant: str,
+        encode: Callable[[], list[list[int]]],
+        num_prompts: int = 1,
+    ) -> None:
         self.service = service
         self.wanted = wanted
         self.tenant = tenant
+        self.encode = encode
+        self.num_choices = wanted.n * num_prompts
         self.arrival = time.monotonic()
         self.most_tokens = wanted.most_tokens
         self.prompt_tokens = 0
         self.completion_tokens = 0
         self.cached_tokens = 0
-        self.encode = self._encoder()
-
-    def _encoder(self) -> Callable[[], list[list[int]]]:
-        """Check the prompts now and tokenize them later, off the event loop, when a place is free."""
-        text, wanted = self.service.client.text, self.wanted
-        if isinstance(wanted, ChatRequest):
-            messages = wanted.conversation()
-            self.num_choices = wanted.n
-            return lambda: [text.encode_chat(messages)]
-        prompts = wanted.prompts()
-        self.num_choices = wanted.n * len(prompts)
-        return lambda: [text.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
 
     @property
     def usage(self) -> UsageReply:
@@ -93,11 +120,10 @@ class Answer:
         try:
             prompts = await asyncio.to_thread(self.encode)
         except ValueError as error:  # a chat template that refuses these messages
-            param = "messages" if isinstance(self.wanted, ChatRequest) else "prompt"
-            raise ApiError(str(error), param=param, code="invalid_value") from None
+            raise ApiError(str(error), param=self.wanted.prompted_by, code="invalid_value") from None
         longest = self.service.client.info.max_model_len
         for prompt in prompts:
-            check_length(len(prompt), self.most_tokens, longest)
+            check_length(len(prompt), longest, self.wanted)
             self.prompt_tokens += len(prompt)
         return prompts
 
@@ -185,10 +211,11 @@ async def side_by_side(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def check_length(prompt: int, most: int | None, longest: int) -> None:
-    """Raises ApiError when a prompt and what is asked for do not fit the model's context."""
+def check_length(prompt: int, longest: int, wanted: Wanted) -> None:
+    """Raises ApiError when a prompt's tokens and what is asked for do not fit the model's context."""
+    most, limited_by = wanted.most_tokens, wanted.limited_by
     if not prompt:
-        raise ApiError("the prompt has no tokens; give it some text", param="prompt", code="invalid_value")
+        raise ApiError("the prompt has no tokens; give it some text", param=wanted.prompted_by, code="invalid_value")
     if prompt >= longest:
         raise ApiError(
             f"the prompt has {prompt} tokens; this server's model takes {longest} with the answer. Shorten the prompt",
@@ -196,11 +223,17 @@ def check_length(prompt: int, most: int | None, longest: int) -> None:
         )
     if most is not None and prompt + most > longest:
         raise ApiError(
-            f"the prompt has {prompt} tokens and max_tokens asks for {most} more; this server's model takes {longest} "
-            f"in all. Ask for {longest - prompt} at the most, or leave max_tokens out",
-            param="max_tokens",
+            f"the prompt has {prompt} tokens and {limited_by} asks for {most} more; this server's model takes "
+            f"{longest} in all. Ask for {longest - prompt} at the most, or leave {limited_by} out",
+            param=limited_by,
             code="context_length_exceeded",
         )
+
+
+def internal(error: Exception) -> ApiError:
+    """What clients see of an error that nobody foresaw; its trace goes to the log."""
+    log.error("a request failed", exc_info=error)
+    return ApiError("the server failed on this request", status=500, type="server_error", code="internal_error")
 
 
 def unknown_model(name: str, served: str) -> ApiError:

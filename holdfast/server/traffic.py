@@ -22,9 +22,8 @@ class Traffic:
         self._idle = asyncio.Event()
         self._idle.set()
 
-    @contextmanager
-    def enter(self, choices: int) -> Iterator[None]:
-        """Hold a place for each choice. Raises ApiError 503 when draining or full."""
+    def check(self, choices: int) -> None:
+        """Raises ApiError 503 when draining, or when there are too many for this many more."""
         if self.draining:
             raise ApiError(
                 "the server is shutting down and takes no new requests; try another one",
@@ -32,6 +31,11 @@ class Traffic:
             )  # fmt: skip
         if self.under_way + choices > self.limit:
             raise full(self.limit)
+
+    @contextmanager
+    def enter(self, choices: int) -> Iterator[None]:
+        """Hold a place for each choice. Raises as `check`."""
+        self.check(choices)
         self.under_way += choices
         self._idle.clear()
         try:

@@ -1,150 +1,286 @@
-"""Conversations: through a pipe to a server, their commands, and turns that leave no trace."""
+"""Conversations: through a pipe to a server, their commands, what is saved, and turns that leave no trace."""
 
 from __future__ import annotations
 
 import asyncio
 import io
+import json
 import os
 import signal
 import sys
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
-from fake_engine import FakeClient
+from fake_engine import FakeClient, FakeText
 from rich.console import Console
 from serving import listening
 
 from holdfast.cli import chat
-from holdfast.cli.talkers import ChatError, LocalTalker, Message, Piece, Settings
+from holdfast.cli.bookmarks import Bookmarks
+from holdfast.cli.talkers import (
+    ChatError,
+    Head,
+    Messages,
+    Piece,
+    Settings,
+    Talker,
+    Turn,
+    connect,
+    piece_of,
+    piece_of_response,
+)
 from holdfast.core.config import EngineConfig
 from holdfast.engine.client import Usage
 
 
 class Echo:
-    """Answers with what was said last; remembers what it was shown."""
+    """Answers with what was said last; its heads are all that was said."""
 
     name = "echo"
 
     def __init__(self) -> None:
-        self.shown: list[list[Message]] = []
+        self.shown: list[tuple[str | None, Head]] = []
         self.error: Exception | None = None
         self.writing = asyncio.Event()
         self.hold = asyncio.Event()
         self.hold.set()
 
-    async def answer(self, messages: Sequence[Message]) -> AsyncGenerator[Piece, None]:
-        self.shown.append(list(messages))
+    async def answer(self, said: str, system: str | None, head: Head) -> AsyncGenerator[Piece, None]:
+        self.shown.append((system, head))
         yield Piece("you said ")
         self.writing.set()
         await self.hold.wait()
         if self.error is not None:
             raise self.error
-        yield Piece(messages[-1]["content"], Usage(prompt_tokens=10, completion_tokens=3, cached_tokens=4))
+        usage = Usage(prompt_tokens=10, completion_tokens=3, cached_tokens=4)
+        yield Piece(said, usage, f"{head}/{said}" if head else said)
+
+    async def recall(self, head: str | Messages) -> Turn:
+        if self.error is not None:
+            raise self.error
+        before, _, said = str(head).rpartition("/")
+        return Turn(said, f"you said {said}", before or None)
 
 
-def conversation(who: Echo, system: str | None = None) -> tuple[chat.Conversation, io.StringIO, io.StringIO]:
+class Talk:
     """A conversation, and where its answers and its notes go."""
-    out, notes = io.StringIO(), io.StringIO()
-    return chat.Conversation(who, system, Console(file=out), Console(file=notes, width=200)), out, notes
+
+    def __init__(self, who: Talker, directory: Path, system: str | None = None) -> None:
+        self.out, self.notes = io.StringIO(), io.StringIO()
+        bookmarks = Bookmarks(directory / "chats.json", "here")
+        notes = Console(file=self.notes, width=200)
+        self.it = chat.Conversation(who, system, Console(file=self.out), notes, bookmarks)
+
+    async def hear(self, *lines: str) -> str:
+        """Say or obey each line; what was noted meanwhile."""
+        begin = len(self.notes.getvalue())
+        for line in lines:
+            assert await (self.it.command(line) if line.startswith("/") else self.it.turn(line))
+        return self.notes.getvalue()[begin:]
 
 
-async def test_turns_build_on_one_another() -> None:
+async def test_turns_build_on_one_another(tmp_path: Path) -> None:
     echo = Echo()
-    talk, out, notes = conversation(echo, system="be kind")
-    assert await talk.turn("hello")
-    assert await talk.turn("again")
-    assert echo.shown[1] == [
-        {"role": "system", "content": "be kind"},
-        {"role": "user", "content": "hello"},
-        {"role": "assistant", "content": "you said hello"},
-        {"role": "user", "content": "again"},
+    talk = Talk(echo, tmp_path, system="be kind")
+    notes = await talk.hear("hello", "again")
+    assert echo.shown == [("be kind", None), ("be kind", "hello")]
+    assert talk.it.head == "hello/again"
+    assert talk.out.getvalue() == "you said hello\nyou said again\n"
+    assert "first token" in notes
+    assert "4 of 10 prompt tokens cached" in notes
+
+
+async def test_commands(tmp_path: Path) -> None:
+    echo = Echo()
+    talk = Talk(echo, tmp_path)
+    stats = await talk.hear("hello", "/stats")
+    assert "turns: 1; 10 prompt tokens of which 4 came from the cache, 3 generated" in stats
+    assert "turns left: 0" in await talk.hear("/undo")
+    assert talk.it.head is None
+    await talk.hear("hello", "again", "/undo")
+    assert talk.it.head == "hello"
+    await talk.hear("/system be brief", "hello")
+    assert echo.shown[-1] == ("be brief", None)
+    await talk.hear("/clear")
+    assert talk.it.head is None
+    assert "/system TEXT" in await talk.hear("/help")
+    assert "there is no /sing" in await talk.hear("/sing")
+    assert not await talk.it.command("/exit")
+
+
+async def test_what_is_saved_moves_on_and_a_branch_leaves_it(tmp_path: Path) -> None:
+    talk = Talk(Echo(), tmp_path, system="be kind")
+    await talk.hear("one", "/save sea", "two", "/branch land", "three", "/branch", "four")
+    listed = await talk.hear("/conversations")
+    assert listed.splitlines() == [
+        "last  ·  turns: 4  ·  four",
+        "sea  ·  turns: 2  ·  two",
+        "land  ·  turns: 3  ·  three",
     ]
-    assert out.getvalue() == "you said hello\nyou said again\n"
-    assert "first token" in notes.getvalue()
-    assert "4 of 10 prompt tokens cached" in notes.getvalue()
+    later = Talk(Echo(), tmp_path)
+    assert "> three\nyou said three\n\ngoing on after turn 3" in await later.hear("/load land")
+    await later.hear("five")
+    assert later.it.head == "one/two/three/five"
+    assert later.it.system == "be kind"
+    assert "you said five" in await later.hear("/load last")
+    assert "going on after turn 2" in await later.hear("/load sea")
 
 
-async def test_commands() -> None:
+async def test_what_cannot_be_saved_or_loaded_is_told(tmp_path: Path) -> None:
     echo = Echo()
-    talk, _, notes = conversation(echo)
-    await talk.turn("hello")
-    assert talk.command("/stats")
-    assert "turns: 1; 10 prompt tokens of which 4 came from the cache, 3 generated" in notes.getvalue()
-    assert talk.command("/undo") and not talk.messages
-    await talk.turn("hello")
-    assert talk.command("/system be brief")
-    assert not talk.messages
-    await talk.turn("hello")
-    assert echo.shown[-1][0] == {"role": "system", "content": "be brief"}
-    assert talk.command("/clear") and not talk.messages
-    assert talk.command("/help") and "/system TEXT" in notes.getvalue()
-    assert talk.command("/sing") and "there is no /sing" in notes.getvalue()
-    assert not talk.command("/exit")
+    talk = Talk(echo, tmp_path)
+    assert "nothing is saved yet" in await talk.hear("/conversations")
+    assert "say something first" in await talk.hear("/save sea")
+    assert "say something first" in await talk.hear("/branch")
+    assert "/load needs a name" in await talk.hear("/load")
+    assert "there is no conversation 'sea'" in await talk.hear("/load sea")
+    assert "visible characters" in await talk.hear("hello", "/save " + "x" * 65)
+    assert "/save needs a name" in await talk.hear("/save")
+    await talk.hear("/save sea", "/clear")
+    echo.error = ChatError("it was deleted")
+    assert "it was deleted" in await talk.hear("/load sea")
+    assert talk.it.head is None
+    (tmp_path / "chats.json").write_text("{")
+    assert "cannot be read" in await talk.hear("/conversations")
 
 
-async def test_a_turn_that_fails_leaves_no_trace() -> None:
+async def test_a_turn_that_fails_leaves_no_trace(tmp_path: Path) -> None:
     echo = Echo()
-    talk, _, notes = conversation(echo)
+    talk = Talk(echo, tmp_path)
     echo.error = ChatError("too long")
-    assert not await talk.turn("hello")
-    assert "too long" in notes.getvalue()
-    assert not talk.messages
+    assert not await talk.it.turn("hello")
+    assert "too long" in talk.notes.getvalue()
+    assert talk.it.head is None and not talk.it.bookmarks.all()
 
 
-async def test_ctrl_c_stops_the_answer_and_takes_the_turn_back() -> None:
+async def test_ctrl_c_stops_the_answer_and_takes_the_turn_back(tmp_path: Path) -> None:
     echo = Echo()
-    talk, _, notes = conversation(echo)
+    talk = Talk(echo, tmp_path)
+    await talk.hear("hello")
+    echo.writing.clear()
     echo.hold.clear()
-    turn = asyncio.create_task(talk.turn("hello"))
+    turn = asyncio.create_task(talk.it.turn("more"))
     await echo.writing.wait()
     os.kill(os.getpid(), signal.SIGINT)
     assert not await turn
-    assert "taken back" in notes.getvalue()
-    assert not talk.messages
+    assert "taken back" in talk.notes.getvalue()
+    assert talk.it.head == "hello"
 
 
-async def test_what_a_terminal_would_obey_is_left_out() -> None:
-    echo = Echo()
-    talk, out, _ = conversation(echo)
-    await talk.turn("\x1b[2Jbell\x07")
-    assert out.getvalue() == "you said [2Jbell\n"
+async def test_what_a_terminal_would_obey_is_left_out(tmp_path: Path) -> None:
+    talk = Talk(Echo(), tmp_path)
+    await talk.hear("\x1b[2Jbell\x07")
+    assert talk.out.getvalue() == "you said [2Jbell\n"
 
 
-async def test_a_pipe_talks_to_a_server(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    client = FakeClient()
-    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n\nand again\n/exit\nnever\n"))
-    async with listening(client, api_key=("sesame",)) as server:
-        config = chat.ChatConfig(url=server.url, api_key="sesame", system="be kind")
+def say(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+
+
+def keeping_client() -> FakeClient:
+    return FakeClient(text=FakeText(opening="<assistant>"), ends=True)
+
+
+async def test_a_pipe_talks_to_a_server_and_goes_on_where_it_left_off(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    store = str(tmp_path / "server.sqlite")
+    async with listening(keeping_client(), api_key=("sesame",), store=store) as server:
+        say(monkeypatch, "hello", "", "and again", "/save sea", "/exit", "never")
+        first = server.url
+        config = chat.ChatConfig(url=first, api_key="sesame", system="be kind")
         assert await chat.run(config, EngineConfig(), None) == 0
     out, err = capsys.readouterr()
     assert out == "Ahoy, sailor!\nAhoy, sailor!\n"
     assert "talking to tiny" in err
-    rendered = "".join(map(chr, client.asked[1].prompt))
-    assert rendered == "<system>be kind<user>hello<assistant>Ahoy, sailor!<user>and again"
+    client = keeping_client()
+    async with listening(client, api_key=("sesame",), store=store) as server:  # both sides were restarted
+        marks = tmp_path / "holdfast" / "chats.json"
+        marks.write_text(marks.read_text().replace(first, server.url))  # on another port
+        say(monkeypatch, "and on")
+        config = chat.ChatConfig(url=server.url, api_key="sesame", load="sea")
+        assert await chat.run(config, EngineConfig(), None) == 0
+    assert client.text.decode(client.asked[-1].prompt) == (
+        "<system>be kind<user>hello<assistant>Ahoy, sailor!<user>and again<assistant>Ahoy, sailor!<user>and on"
+        "<assistant>"
+    )
 
 
 async def test_a_refused_turn_says_why_and_fails_the_pipe(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("mutiny\n"))
+    say(monkeypatch, "mutiny")
     async with listening(FakeClient()) as server:
         assert await chat.run(chat.ChatConfig(url=f"{server.url}/v1/"), EngineConfig(), None) == 1
     assert "the chat template refuses this conversation" in capsys.readouterr().err
 
 
 async def test_a_wrong_key_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    say(monkeypatch)
     async with listening(FakeClient(), api_key=("sesame",)) as server:
         with pytest.raises(ChatError, match="a valid API key is needed"):
             await chat.run(chat.ChatConfig(url=server.url), EngineConfig(), None)
 
 
-async def test_an_engine_of_our_own_answers_within_its_context() -> None:
-    client = FakeClient()
-    talker = LocalTalker(client, Settings(temperature=0, max_tokens=2, seed=None))  # type: ignore[arg-type]
-    pieces = [piece async for piece in talker.answer([{"role": "user", "content": "hello"}])]
-    assert "".join(piece.text for piece in pieces) == "Ahoy, "
-    assert pieces[-1].usage == Usage(prompt_tokens=11, completion_tokens=2, cached_tokens=0)
-    with pytest.raises(ChatError, match="/clear begins a new one"):
-        async for _ in talker.answer([{"role": "user", "content": "a" * 300}]):
-            pass
+async def test_an_engine_of_our_own_keeps_conversations_too(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    clients = [keeping_client(), keeping_client()]
+    starting = iter(clients)
+
+    async def start(*given: Any, **named: Any) -> FakeClient:
+        return next(starting)
+
+    monkeypatch.setattr(chat.EngineClient, "start", start)
+    config = chat.ChatConfig(temperature=0, max_tokens=2)
+    say(monkeypatch, "hello", "a" * 300)
+    assert await chat.run(config, EngineConfig(), None) == 1  # the second turn was refused
+    out, err = capsys.readouterr()
+    assert out == "Ahoy, \n"
+    assert "/clear begins a new one" in err
+    say(monkeypatch, "/load last", "and on", "/undo", "/undo")
+    assert await chat.run(config, EngineConfig(), None) == 0
+    prompt = clients[1].text.decode(clients[1].asked[0].prompt)
+    assert prompt == "<user>hello<assistant>Ahoy, <user>and on<assistant>"
+    assert "turns left: 0" in capsys.readouterr().err
+
+
+async def test_a_server_without_a_store_is_sent_the_whole_conversation(tmp_path: Path) -> None:
+    bodies: list[Any] = []
+
+    def reply(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/v1/models":
+            return httpx.Response(200, json={"data": [{"id": "elsewhere"}]})
+        bodies.append(json.loads(request.content))
+        events = [{"choices": [{"delta": {"content": text}}]} for text in ("Ahoy", "!")]
+        lines = [f"data: {json.dumps(event)}\n\n" for event in events]
+        return httpx.Response(200, text="".join(lines) + "data: [DONE]\n")
+
+    async with httpx.AsyncClient(base_url="http://there/v1", transport=httpx.MockTransport(reply)) as http:
+        who = await connect(http, None, Settings(temperature=0, max_tokens=None, seed=None))
+        await Talk(who, tmp_path, system="be kind").hear("hello", "/save sea")
+        later = Talk(who, tmp_path)
+        await later.hear("/load sea", "again")
+        assert [message["content"] for message in bodies[-1]["messages"]] == ["be kind", "hello", "Ahoy!", "again"]
+        await later.hear("/undo", "/undo")
+        assert later.it.head is None
+
+
+@pytest.mark.parametrize(
+    "event",
+    [{"nothing": 1}, {"type": "response.completed", "response": {}}, {"type": "response.output_text.delta"}],
+)
+def test_an_event_that_is_not_openais_is_told(event: dict[str, Any]) -> None:
+    for read in (piece_of_response, piece_of):
+        with pytest.raises(ChatError, match="not OpenAI's"):
+            read(event)
+
+
+def test_a_response_that_failed_says_why() -> None:
+    with pytest.raises(ChatError, match="the engine has stopped"):
+        piece_of_response({"type": "response.failed", "response": {"error": {"message": "the engine has stopped"}}})

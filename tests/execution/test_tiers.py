@@ -38,7 +38,8 @@ class Small:
 
     def expected(self, prompt: tuple[int, ...]) -> tuple[int, ...]:
         tokens = torch.tensor([prompt], device=self.model.spec.device)
-        out = self.module.generate(tokens, max_new_tokens=GENERATED, do_sample=False)
+        seen = torch.ones_like(tokens)  # otherwise an answer's token 0 would count as padding
+        out = self.module.generate(tokens, attention_mask=seen, max_new_tokens=GENERATED, do_sample=False)
         return tuple(out[0, len(prompt) :].tolist())
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,9 @@ from fake_engine import FakeClient
 
 from holdfast.server.app import create_app
 from holdfast.server.config import ServerConfig
+from holdfast.server.conversations.database import MEMORY
+from holdfast.server.conversations.store import Keeper
+from holdfast.server.run import open_store
 
 
 @pytest.fixture
@@ -21,15 +24,20 @@ def client() -> FakeClient:
 
 
 @pytest.fixture
-def http(client: FakeClient) -> Callable[..., httpx.AsyncClient]:
+def http(client: FakeClient) -> Iterator[Callable[..., httpx.AsyncClient]]:
     """A client of the app, in process: `async with http(api_key=...) as api`."""
+    stores: list[Keeper] = []
 
     def make(headers: dict[str, str] | None = None, **config: Any) -> httpx.AsyncClient:
-        app = create_app(client, ServerConfig(**config))  # type: ignore[arg-type]
+        settings = ServerConfig(**{"store": MEMORY, **config})
+        app = create_app(client, settings, open_store(settings))  # type: ignore[arg-type]
+        stores.append(app.state.responses.keeper)
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         return httpx.AsyncClient(transport=transport, base_url="http://holdfast", headers=headers)
 
-    return make
+    yield make
+    for keeper in stores:
+        keeper.close()
 
 
 @pytest.fixture

@@ -16,6 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from holdfast.engine.client import QueueFull, RequestRefused
 from holdfast.server.app import create_app
 from holdfast.server.config import ServerConfig
+from holdfast.server.conversations.database import MEMORY
+from holdfast.server.run import open_store
 
 Http = Callable[..., httpx.AsyncClient]
 
@@ -407,7 +409,8 @@ class TestApiKeys:
     """With a key set, everything but /health asks for one, and the cache's tenant follows from it."""
 
     async def test_every_route_but_health_is_behind_the_key(self, http: Http, client: FakeClient) -> None:
-        app = create_app(client, ServerConfig())  # type: ignore[arg-type]
+        settings = ServerConfig(store=MEMORY)
+        app = create_app(client, settings, open_store(settings))  # type: ignore[arg-type]
         paths = {getattr(route, "path", "") for route in app.routes} | {"/nowhere"}
         assert "/v1/models" in paths
         async with http(api_key=("sesame",)) as api:

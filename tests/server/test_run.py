@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -163,15 +164,22 @@ def test_a_port_in_use_is_named() -> None:
         listen(ServerConfig(port=port))
 
 
+def test_no_reply_waits_for_nagle() -> None:
+    """asyncio turns the delay off for connections of a listener that says that it is TCP."""
+    with listen(ServerConfig(port=0)) as listener:
+        assert listener.proto == socket.IPPROTO_TCP
+
+
 def test_the_api_process_never_imports_torch() -> None:
     program = """
 import asyncio, sys, httpx
-from holdfast.server.run import create_app, ServerConfig
+from holdfast.server.run import ServerConfig, create_app, open_store
 import holdfast.cli
 from fake_engine import FakeClient
 
 async def main():
-    app = create_app(FakeClient(), ServerConfig())
+    config = ServerConfig(store="memory")
+    app = create_app(FakeClient(), config, open_store(config))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://holdfast") as api:
         body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
         assert (await api.post("/v1/chat/completions", json=body)).status_code == 200

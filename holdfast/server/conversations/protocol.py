@@ -1,0 +1,201 @@
+"""What clients of the stateful API send: responses, conversations and items as strict types, refused by name."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar
+
+from msgspec import Meta, Struct, field
+
+from holdfast.server.conversations.turns import Item
+from holdfast.server.protocol import (
+    MAX_MESSAGES,
+    ROLES,
+    ApiError,
+    Count,
+    Metadata,
+    RequestBody,
+    SampledRequest,
+    StreamOptions,
+)
+
+MAX_NEW_ITEMS = 20
+"""Items that one call may add to a conversation by hand, as in OpenAI's API."""
+
+Id = Annotated[str, Meta(min_length=1, max_length=64)]
+NewItems = Annotated[list[dict[str, Any]], Meta(max_length=MAX_NEW_ITEMS)]
+
+TEXT_KINDS = ("input_text", "output_text", "text")
+ITEM_FIELDS = ("type", "id", "status", "role", "content")
+
+
+class ConversationParam(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """`conversation` as an object."""
+
+    id: Id
+
+
+class ResponseRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """POST /v1/responses."""
+
+    route: ClassVar[str] = "/v1/responses"
+    prompted_by: ClassVar[str] = "input"
+    limited_by: ClassVar[str] = "max_output_tokens"
+    n: ClassVar[int] = 1
+    harmless = (
+        "user",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "parallel_tool_calls",
+        "service_tier",
+    )
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "context_management": ([],),
+        "frequency_penalty": (0,),
+        "include": ([],),
+        "logprobs": (False,),
+        "max_tool_calls": (),
+        "moderation": (),
+        "presence_penalty": (0,),
+        "prompt": (),
+        "reasoning": ({}, {"effort": "none"}, {"effort": None, "summary": None}),
+        "text": ({}, {"format": {"type": "text"}}, {"format": {"type": "text"}, "verbosity": "medium"}),
+        "tool_choice": ("none", "auto"),
+        "tools": ([],),
+        "top_logprobs": (0,),
+        "truncation": ("disabled",),
+    }
+
+    input: str | Annotated[list[dict[str, Any]], Meta(max_length=MAX_MESSAGES)] = ""
+    instructions: str | None = None
+    previous_response_id: Id | None = None
+    conversation: Id | ConversationParam | None = None
+    store: bool = True
+    background: bool = False
+    max_output_tokens: Count | None = None
+    metadata: Metadata = field(default_factory=dict)
+    stream_options: StreamOptions = StreamOptions()
+
+    @property
+    def most_tokens(self) -> int | None:
+        """The most tokens of the answer."""
+        return self.max_output_tokens
+
+    @property
+    def conversation_id(self) -> str | None:
+        """The conversation that this is a turn of."""
+        return self.conversation.id if isinstance(self.conversation, ConversationParam) else self.conversation
+
+    def items(self) -> list[Item]:
+        """The input as items. Raises ApiError for what it cannot hold, and for parameters that exclude each other."""
+        if self.previous_response_id is not None and self.conversation is not None:
+            raise ApiError(
+                "previous_response_id and conversation exclude each other; give one of them",
+                param="previous_response_id",
+                code="mutually_exclusive_parameters",
+            )
+        if self.background and not self.store:
+            raise ApiError(
+                "background needs store: true, as its answer is fetched later", param="background", code="invalid_value"
+            )
+        if isinstance(self.input, str):
+            return [new_item("user", self.input)] if self.input else []
+        return read_items(self.input, "input")
+
+
+class ConversationRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """POST /v1/conversations."""
+
+    items: NewItems = field(default_factory=list)
+    metadata: Metadata = field(default_factory=dict)
+
+
+class ConversationUpdate(RequestBody, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """POST /v1/conversations/{id}."""
+
+    metadata: Metadata
+
+
+class ItemsRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """POST /v1/conversations/{id}/items."""
+
+    items: NewItems
+
+
+def new_id(kind: str) -> str:
+    """An id that nobody can guess: resp_…, msg_…, conv_…."""
+    return f"{kind}_{uuid.uuid4().hex}"
+
+
+def new_item(role: str, *texts: str) -> Item:
+    """A message that was said."""
+    if role == "assistant":
+        content = [{"type": "output_text", "text": text, "annotations": [], "logprobs": []} for text in texts]
+    else:
+        content = [{"type": "input_text", "text": text} for text in texts]
+    return {"id": new_id("msg"), "type": "message", "status": "completed", "role": role, "content": content}
+
+
+def read_items(given: Sequence[Mapping[str, Any]], name: str) -> list[Item]:
+    """Items as a client gives them, with ids of ours. Raises ApiError for what is not a message of text."""
+    return [_read_item(item, f"{name}[{index}]") for index, item in enumerate(given)]
+
+
+def _read_item(item: Mapping[str, Any], name: str) -> Item:
+    kind, role, content = item.get("type", "message"), item.get("role"), item.get("content")
+    if kind != "message":
+        raise ApiError(
+            f"{name}.type is {_shown(kind)}; only messages are supported", param=f"{name}.type",
+            code="unsupported_content",
+        )  # fmt: skip
+    if not isinstance(role, str) or role not in ROLES:
+        raise ApiError(
+            f"{name}.role is {_shown(role)}; supported: {', '.join(ROLES)}", param=f"{name}.role", code="invalid_value"
+        )
+    # Items sent back as the openai client dumps them carry fields of features that were not used.
+    extra = [key for key, value in item.items() if key not in (*ITEM_FIELDS, "phase") and value not in (None, [])]
+    if extra:
+        raise ApiError(
+            f"{name}.{extra[0][:64]} is not supported yet; leave it out",
+            param=f"{name}.{extra[0][:64]}",
+            code="unsupported_parameter",
+        )
+    if isinstance(content, str):
+        return new_item(role, content)
+    if not isinstance(content, list) or not content:
+        raise ApiError(
+            f"{name}.content must be a string or a list of text parts", param=f"{name}.content", code="invalid_value"
+        )
+    return new_item(role, *[_read_part(part, f"{name}.content[{index}]") for index, part in enumerate(content)])
+
+
+def _read_part(part: Any, name: str) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind not in TEXT_KINDS:
+        raise ApiError(
+            f"{name}.type is {_shown(kind)}; this model reads text alone, so only input_text and output_text are "
+            "supported",
+            param=f"{name}.type",
+            code="unsupported_content",
+        )
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise ApiError(f"{name}.text must be a string", param=f"{name}.text", code="invalid_value")
+    return text
+
+
+def _shown(value: Any) -> str:
+    return f'"{value[:32]}"' if isinstance(value, str) else "missing" if value is None else "not a string"
+
+
+def messages(instructions: str | None, items: Sequence[Item]) -> list[dict[str, str]]:
+    """What the chat template is given: the turn's instructions first, then all that was said."""
+    first = [{"role": "system", "content": instructions}] if instructions else []
+    said = [
+        {"role": ROLES[item["role"]], "content": "\n".join([part["text"] for part in item["content"]])}
+        for item in items
+    ]
+    return [*first, *said]

@@ -1,0 +1,307 @@
+"""Responses: from a request to its stored turn, in the client's presence or in the background."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
+from dataclasses import replace
+
+from holdfast.core.types import FinishReason
+from holdfast.server.conversations.prompt import Prompt, compose
+from holdfast.server.conversations.protocol import ResponseRequest, messages
+from holdfast.server.conversations.replies import Event, Response, ResponseShape, ended
+from holdfast.server.conversations.store import Keeper
+from holdfast.server.conversations.turns import GOOD, Context, Full, Gone, Item, Turn
+from holdfast.server.protocol import ApiError
+from holdfast.server.service import Answer, Service, check_length, internal, unknown_model
+
+RUNNING = ("queued", "in_progress")
+
+
+class Responses:
+    """The stateful side of a server. One for each server."""
+
+    def __init__(self, service: Service, keeper: Keeper) -> None:
+        self.service = service
+        self.keeper = keeper
+        self._locked: set[tuple[str, str]] = set()
+        self._background: dict[str, Background] = {}
+
+    def write(self, wanted: ResponseRequest, tenant: str) -> Writing:
+        """Begin a response; nothing runs before its events are iterated. Raises ApiError for what can be seen now."""
+        return Writing(self, wanted, tenant)
+
+    async def start(self, wanted: ResponseRequest, tenant: str) -> Background:
+        """Begin a response that goes on whoever listens, once it is known that it can be served. Raises ApiError."""
+        writing = self.write(wanted, tenant)
+        background = Background(writing)
+        try:
+            await background.begun()
+        except BaseException:
+            background.task.cancel()
+            raise
+        self._background[writing.id] = background
+        background.task.add_done_callback(lambda task: self._background.pop(writing.id, None))
+        return background
+
+    def running(self, tenant: str, response: str) -> Background | None:
+        """A response that is written in the background here, right now."""
+        background = self._background.get(response)
+        return background if background is not None and background.writing.tenant == tenant else None
+
+    async def retrieve(self, tenant: str, response: str) -> Response:
+        """A stored response as it is now. Raises ApiError 404."""
+        background = self.running(tenant, response)
+        if background is not None:
+            return background.writing.shape.response
+        stored = await self.keeper(lambda store: store.response(tenant, response))
+        if stored is None:
+            raise not_found("response", response)
+        if stored["status"] in RUNNING:  # and nobody writes it any more
+            return ended(stored, "failed", "server_error", "the server ended before the response was complete")
+        return stored
+
+    async def cancel(self, tenant: str, response: str) -> Response:
+        """Stop a background response; one that has ended stays as it is. Raises ApiError."""
+        background = self.running(tenant, response)
+        if background is not None:
+            await background.stop()
+        found = await self.retrieve(tenant, response)
+        if not found["background"]:
+            raise ApiError(
+                "only responses with background: true can be cancelled; to stop another, close its connection",
+                param="response_id",
+                code="invalid_value",
+            )
+        return found
+
+    async def delete(self, tenant: str, response: str) -> None:
+        """Delete a response; one that is still written is stopped first. Raises ApiError 404."""
+        background = self.running(tenant, response)
+        if background is not None:
+            await background.stop()
+        if not await self.keeper(lambda store: store.delete_response(tenant, response)):
+            raise not_found("response", response)
+
+    @contextmanager
+    def lock(self, tenant: str, conversation: str | None) -> Iterator[None]:
+        """Be the only one who changes a conversation. Raises ApiError when another one does."""
+        if conversation is None:
+            yield
+            return
+        if (tenant, conversation) in self._locked:
+            raise ApiError(
+                "another response of this conversation is being written; try again when it has ended",
+                param="conversation",
+                code="conversation_locked",
+            )
+        self._locked.add((tenant, conversation))
+        try:
+            yield
+        finally:
+            self._locked.discard((tenant, conversation))
+
+    async def close(self) -> None:
+        """Stop what runs in the background, and finish what the store was asked to do."""
+        for background in list(self._background.values()):
+            await background.stop()
+        await asyncio.to_thread(self.keeper.close)
+
+
+class Writing:
+    """One response under way. It is stored when it is whole: a client that leaves before leaves no trace."""
+
+    def __init__(self, responses: Responses, wanted: ResponseRequest, tenant: str) -> None:
+        service = responses.service
+        if wanted.model != service.client.info.model:
+            raise unknown_model(wanted.model, service.client.info.model)
+        self.input: list[Item] = wanted.items()
+        service.traffic.check(1)
+        self.responses = responses
+        self.wanted = wanted
+        self.tenant = tenant
+        self.shape = ResponseShape(wanted, service.client.info.model)
+        self.context = Context()
+        self.prompt = Prompt("", [], 0)
+        self.answer = Answer(service, wanted, tenant, lambda: [self.prompt.tokens])
+        self.prepared = asyncio.Event()
+        """Set once it is known that the response can be served."""
+        self.begun = False
+        """Whether its beginning is stored, for clients that ask how it is."""
+        self.settled = False
+        """Whether the store was asked to keep it whole: nothing takes that back."""
+
+    @property
+    def id(self) -> str:
+        """The response's id."""
+        return str(self.shape.response["id"])
+
+    async def events(self) -> AsyncGenerator[Event, None]:
+        """The response as it is written; the last event has it whole. Raises ApiError."""
+        with self.responses.lock(self.tenant, self.wanted.conversation_id):
+            await self._prepare()
+            opened = False
+            tokens: list[int] = []
+            reason: FinishReason | None = None
+            async with aclosing(self.answer.deltas()) as deltas:
+                async for _, delta in deltas:
+                    if not opened:
+                        opened = True
+                        for event in self.shape.opening():
+                            yield event
+                    tokens += delta.tokens
+                    reason = delta.finish_reason or reason
+                    if delta.text:
+                        yield self.shape.delta(delta.text)
+            assert reason is not None
+            whole = self.shape.whole(reason, self.answer.usage)
+            await self._commit(whole, tokens, reason)
+            self.shape.response = whole
+            for event in self.shape.closing():
+                yield event
+
+    async def _prepare(self) -> None:
+        """Find what the response builds on and make its prompt."""
+        service = self.responses.service
+        self.context = await self._find_context()
+        said = messages(self.wanted.instructions, [*self.context.items, *self.input])
+        if not said:
+            raise ApiError("input is missing: there is nothing to answer", param="input", code="invalid_value")
+        try:
+            self.prompt = await asyncio.to_thread(compose, service.client.text, said, self.context)
+        except ValueError as error:  # a chat template that refuses these messages
+            raise ApiError(str(error), param="input", code="invalid_value") from None
+        longest = service.client.info.max_model_len
+        check_length(len(self.prompt.tokens), longest, self.wanted)
+        if self.wanted.background:
+            await self._keep(self._turn(self.shape.response))
+            self.begun = True
+        self.prepared.set()
+
+    async def _find_context(self) -> Context:
+        keeper, tenant = self.responses.keeper, self.tenant
+        previous, conversation = self.wanted.previous_response_id, self.wanted.conversation_id
+        if conversation is not None:
+            context = await keeper(lambda store: store.conversation_context(tenant, conversation))
+            if context is None:
+                raise not_found("conversation", conversation, "conversation")
+            return context
+        if previous is None:
+            return Context()
+        context = await keeper(lambda store: store.context(tenant, previous))
+        if context is None:
+            raise not_found("response", previous, "previous_response_id")
+        if context.status not in GOOD:
+            raise ApiError(
+                f"the previous response is {context.status}; go on from one that is completed or incomplete",
+                param="previous_response_id",
+                code="invalid_value",
+            )
+        return context
+
+    def _turn(self, response: Response) -> Turn:
+        return Turn(
+            response=response,
+            tenant=self.tenant,
+            input=self.input,
+            context=self.context,
+            conversation=self.wanted.conversation_id,
+            visible=self.wanted.store,
+        )
+
+    async def _commit(self, whole: Response, tokens: list[int], reason: FinishReason) -> None:
+        """Store the whole turn: response, items and raw tokens in one transaction."""
+        if not self.wanted.store and self.wanted.conversation is None:
+            return
+        text, answer = self.responses.service.client.text, "".join(self.shape.text)
+        known = self.prompt.answered(text, answer, tokens, reason)
+        self.settled = True
+        turn = self._turn(whole)
+        await self._keep(replace(turn, tokens=known.tokens, characters=known.characters, digest=known.digest))
+
+    async def _keep(self, turn: Turn) -> None:
+        with kept():
+            await self.responses.keeper(lambda store: store.commit(turn, begun=self.begun))
+
+    async def end(self, response: Response) -> None:
+        """Store how a background response ended that came to nothing."""
+        self.shape.response = response
+        with contextlib.suppress(ApiError):  # deleted meanwhile
+            await self._keep(self._turn(response))
+
+
+class Background:
+    """A response that is written whoever listens; its events so far, for those who do."""
+
+    def __init__(self, writing: Writing) -> None:
+        self.writing = writing
+        self.events: list[Event] = []
+        self._changed = asyncio.Event()
+        self.task = asyncio.create_task(self._run())
+
+    async def begun(self) -> None:
+        """Wait until the response is sure to be served and its beginning is stored. Raises ApiError."""
+        prepared = asyncio.create_task(self.writing.prepared.wait())
+        try:
+            await asyncio.wait({prepared, self.task}, return_when=asyncio.FIRST_COMPLETED)
+            if not self.writing.prepared.is_set():
+                await self.task
+        finally:
+            prepared.cancel()
+
+    async def follow(self, after: int = -1) -> AsyncGenerator[Event, None]:
+        """The events with a sequence_number above `after`, those to come as they come."""
+        at = after + 1
+        while True:
+            while at < len(self.events):
+                yield self.events[at]
+                at += 1
+            if self.task.done():
+                return
+            changed = asyncio.create_task(self._changed.wait())
+            await asyncio.wait({changed, self.task}, return_when=asyncio.FIRST_COMPLETED)
+            changed.cancel()
+
+    async def stop(self) -> None:
+        """End the response now, as cancelled; one that has just ended stays as it is."""
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+
+    def _add(self, event: Event) -> None:
+        self.events.append(event)
+        self._changed.set()
+        self._changed.clear()
+
+    async def _run(self) -> None:
+        writing = self.writing
+        try:
+            async with aclosing(writing.events()) as events:
+                async for event in events:
+                    self._add(event)
+        except asyncio.CancelledError:
+            if writing.begun and not writing.settled:
+                await writing.end(ended(writing.shape.response, "cancelled"))
+        except Exception as error:
+            refusal = error if isinstance(error, ApiError) else internal(error)
+            if not writing.begun:
+                raise refusal from None
+            self._add(writing.shape.failed(refusal))
+            await writing.end(writing.shape.response)
+
+
+@contextmanager
+def kept() -> Iterator[None]:
+    """What the store refuses, as clients see it."""
+    try:
+        yield
+    except Gone as error:
+        raise ApiError(str(error), status=409, code="conflict") from None
+    except Full as error:
+        raise ApiError(str(error), code="conversation_too_large") from None
+
+
+def not_found(kind: str, id: str, param: str | None = None) -> ApiError:
+    """There is no such thing, or it is another's: no one can tell."""
+    return ApiError(f"{kind} {id[:64]!r} was not found", status=404, param=param, code=f"{kind}_not_found")

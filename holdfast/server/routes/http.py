@@ -1,0 +1,118 @@
+"""What all routes share: bodies within bounds, JSON, event streams, and work that ends when the client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+from fastapi import Request, Response
+from fastapi.responses import StreamingResponse
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
+
+from holdfast.server.protocol import ApiError
+from holdfast.server.replies import encode
+
+T = TypeVar("T")
+
+
+class JSON(Response):
+    """A JSON body, encoded by msgspec."""
+
+    media_type = "application/json"
+
+    def __init__(self, body: Any, status: int = 200, headers: dict[str, str] | None = None) -> None:
+        super().__init__(encode(body), status, headers)
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events whose source is closed however the response ends: done, failed, or left by the client."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None]) -> None:
+        async def body() -> AsyncGenerator[bytes, None]:
+            yield first
+            async for chunk in rest:
+                yield chunk
+
+        super().__init__(body(), headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        self.rest = rest
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await while_connected(receive, self.stream_response(send))
+        except ClientDisconnect:
+            pass
+        finally:
+            await self.rest.aclose()
+
+
+def tenant_of(request: Request) -> str:
+    """Whose prefixes the request may share."""
+    tenant: str = request.state.tenant
+    return tenant
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The request's body of at most `limit` bytes. Raises ApiError 413 for more, before it is all read."""
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > limit:
+            raise ApiError(
+                f"the body is larger than {limit} bytes; send less, or raise the server's --max-body-mb",
+                status=413,
+                code="body_too_large",
+            )
+    return bytes(body)
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Run `work` and cancel it when the client leaves. Raises ClientDisconnect then."""
+
+    async def leave() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    leaving = asyncio.create_task(leave())
+    working = asyncio.create_task(work)
+    try:
+        await asyncio.wait({leaving, working}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        leaving.cancel()
+        working.cancel()
+        await asyncio.gather(leaving, working, return_exceptions=True)
+
+
+class PageQuery(NamedTuple):
+    """Which part of a list a client asks for."""
+
+    limit: int
+    newest_first: bool
+    after: str | None
+
+
+def page_query(request: Request) -> PageQuery:
+    """`limit`, `order` and `after`. Raises ApiError that names the one at fault."""
+    query = request.query_params
+    limit, order = query.get("limit", "20"), query.get("order", "desc")
+    if not limit.isascii() or not limit.isdigit() or not 1 <= int(limit[:9]) <= 100:
+        raise ApiError(f"limit is {limit[:32]}; it must lie between 1 and 100", param="limit", code="invalid_value")
+    if order not in ("asc", "desc"):
+        raise ApiError(f"order is {order[:32]}; it must be asc or desc", param="order", code="invalid_value")
+    return PageQuery(int(limit), order == "desc", query.get("after"))
+
+
+def described(shape: type[msgspec.Struct]) -> dict[str, Any]:
+    """A request body for /docs, which cannot see it: the routes read it themselves, to refuse by name."""
+    _, components = msgspec.json.schema_components([shape], ref_template="{name}")
+    body = components[shape.__name__]
+    if "stream_options" in body["properties"]:
+        body["properties"]["stream_options"] = components["StreamOptions"]
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": body}}}}

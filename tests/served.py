@@ -1,0 +1,96 @@
+"""`holdfast serve` as a process of its own, over a small random model that reads and writes bytes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import openai
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+ROOT = Path(__file__).parents[1]
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 256,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "eos_token_id": None,
+    "bos_token_id": None,
+}
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "default"}
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    """Wait for something in another process; pytest's timeout ends a wait in vain."""
+    while not condition():
+        time.sleep(0.01)
+
+
+def make_checkpoint(directory: Path) -> Path:
+    """A small Llama of random weights that reads and writes bytes."""
+    directory.mkdir()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    (directory / "config.json").write_text(json.dumps(CONFIG))
+    return directory
+
+
+class Serving:
+    """A `holdfast serve` process that is ready."""
+
+    def __init__(self, process: subprocess.Popen[str], url: str) -> None:
+        self.process = process
+        self.url = url
+
+    def client(self, key: str = "one") -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)
+
+    def gauge(self, name: str) -> float:
+        text = httpx.get(f"{self.url}/metrics", headers={"authorization": "Bearer one"}).text
+        found = re.search(rf"^holdfast_{name} (\S+)$", text, re.MULTILINE)
+        assert found, text
+        return float(found[1])
+
+    def engine_pid(self) -> int:
+        (pid,) = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return int(pid)
+
+
+@contextmanager
+def serve(checkpoint: Path, *more: str) -> Iterator[Serving]:
+    command = [sys.executable, "-m", "holdfast.cli", "serve", str(checkpoint), "--load-format", "random"]
+    options = ["--port", "0", "--cache-gb", "0.02", "--threads", "1", "--api-key", "one", "--api-key", "two", *more]
+    pipe = subprocess.PIPE
+    with subprocess.Popen([*command, *options], stdout=pipe, stderr=pipe, text=True, env=environment()) as process:
+        try:
+            assert process.stdout is not None and process.stderr is not None
+            address = next((line for line in process.stdout if "address" in line), "")
+            assert address, process.stderr.read()
+            yield Serving(process, address.split()[1])
+        finally:
+            process.kill()

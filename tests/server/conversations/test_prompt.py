@@ -1,0 +1,146 @@
+"""Prompts from known tokens and new text: always the template's rendering, tokenized anew only where it must be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers_made import byte_level, metaspace
+
+from holdfast.core.types import FinishReason
+from holdfast.engine.text import Text
+from holdfast.server.conversations.prompt import Prompt, compose
+from holdfast.server.conversations.turns import Context
+
+LLAMA = "{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}</s>{% endfor %}{{ '<s>assistant\n' }}"
+PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
+TRIMS = "{% for m in messages %}<s>{{ m.role }}\n{{ m.content | trim }}</s>{% endfor %}{{ '<s>assistant\n' }}"
+END = 1
+
+
+def text_of(template: str) -> Text:
+    return Text(byte_level(), template)
+
+
+def conversation(*said: str) -> list[dict[str, str]]:
+    return [{"role": ("user", "assistant")[number % 2], "content": each} for number, each in enumerate(said)]
+
+
+def after(text: Text, prompt: Prompt, answer: str, tokens: Sequence[int], reason: FinishReason) -> Context:
+    known = prompt.answered(text, answer, tokens, reason)
+    return Context(tokens=known.tokens, characters=known.characters, digest=known.digest)
+
+
+def decoded(text: Text, prompt: Prompt) -> str:
+    return text.decode(prompt.tokens, skip_special_tokens=False)
+
+
+@pytest.mark.parametrize("template", [LLAMA, PLAIN])
+@given(words=st.lists(st.text(alphabet="helo wrd.é😀🦆\n", min_size=1), min_size=3, max_size=7))
+def test_known_tokens_begin_the_next_prompt_which_is_the_templates_rendering(template: str, words: list[str]) -> None:
+    text = text_of(template)
+    context, known = Context(), 0
+    for turn in range(1, len(words), 2):
+        prompt = compose(text, conversation(*words[:turn]), context)
+        assert decoded(text, prompt) == prompt.text == text.render_chat(conversation(*words[:turn]))
+        assert prompt.known == known or (template == PLAIN and not prompt.known)
+        answer = words[turn]
+        # A model need not write the tokens that a tokenizer would: here one for each byte.
+        tokens = [token for letter in answer for token in text.encode(letter)]
+        context = after(text, prompt, answer, [*tokens, END], FinishReason.STOP)
+        assert context.tokens == [*prompt.tokens, *tokens]
+        known = len(context.tokens)
+
+
+def test_only_what_is_new_is_tokenized_and_what_was_generated_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = text_of(LLAMA)
+    first = compose(text, conversation("hello"), Context())
+    odd = [token for letter in "world" for token in text.encode(letter)]
+    assert odd != text.encode("world")
+    context = after(text, first, "world", [*odd, END], FinishReason.STOP)
+    monkeypatch.setattr(text, "encode", None)  # the whole is not tokenized
+    second = compose(text, conversation("hello", "world", "again"), context)
+    assert second.known == len(first.tokens) + len(odd)
+    assert second.tokens[: second.known] == [*first.tokens, *odd]
+    assert decoded(text, second) == second.text
+
+
+def test_an_answer_that_was_cut_by_its_length_is_known_too() -> None:
+    text = text_of(LLAMA)
+    first = compose(text, conversation("hello"), Context())
+    duck = text.encode("🦆")
+    assert len(duck) > 1
+    tokens = [*text.encode("hi "), duck[0]]  # a character that was never finished
+    context = after(text, first, text.decode(tokens), tokens, FinishReason.LENGTH)
+    second = compose(text, conversation("hello", "hi �", "again"), context)
+    assert second.known == len(first.tokens) + len(tokens)
+
+
+@pytest.mark.parametrize(
+    ("answer", "tokens", "reason"),
+    [
+        ("hel", [*b"hel", *b"lo", 0], FinishReason.STOP),  # a stop string cut it
+        ("", [END, END], FinishReason.LENGTH),  # special tokens, of which no text tells
+    ],
+)
+def test_tokens_that_the_answer_does_not_stand_for_are_not_known(
+    answer: str, tokens: list[int], reason: FinishReason
+) -> None:
+    text = text_of(LLAMA)
+    first = compose(text, conversation("hello"), Context())
+    context = after(text, first, answer, tokens, reason)
+    assert context.tokens == first.tokens
+    second = compose(text, conversation("hello", answer, "again"), context)
+    assert decoded(text, second) == second.text
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "why"),
+    [
+        (TRIMS, conversation("hello", " world ", "again"), "the template trims what was said"),
+        (LLAMA, [{"role": "system", "content": "be kind"}, *conversation("hello", " world ", "again")], "instructions"),
+        (LLAMA, conversation("hello", " wo", "again"), "an item was edited"),
+    ],
+)
+def test_a_rendering_that_does_not_begin_with_the_known_text_is_tokenized_whole(
+    template: str, messages: list[dict[str, str]], why: str
+) -> None:
+    text = text_of(template)
+    first = compose(text, conversation("hello"), Context())
+    context = after(text, first, " world ", [*text.encode(" world "), END], FinishReason.STOP)
+    second = compose(text, messages, context)
+    assert second.known == 0, why
+    assert second.tokens == text.encode(second.text, add_special_tokens=False)
+
+
+def test_another_tokenizers_tokens_are_not_used() -> None:
+    text = text_of(LLAMA)
+    first = compose(text, conversation("hello"), Context())
+    context = after(text, first, "hello", [*text.encode("hello"), END], FinishReason.STOP)
+    messages = conversation("hello", "hello", "again")
+    assert compose(Text(metaspace(), LLAMA), messages, context).known == 0
+    assert compose(text_of(LLAMA), messages, context).known > 0
+
+
+class TestBorder:
+    """Text that is tokenized as it stands after another."""
+
+    def test_no_space_is_put_before_it(self) -> None:
+        text = Text(metaspace())
+        assert text.encode_after("hello", "world") != text.encode("world")
+        assert text.encode_after("hello ", "world") is None  # the space belongs to the word
+        whole = text.encode("hello</s>world")
+        assert text.encode_after("hello", "</s>world") == whole[len(text.encode("hello")) :]
+
+    def test_a_token_that_spans_it_is_told(self) -> None:
+        text = Text(byte_level())
+        assert text.encode_after("hel", "lo") is None
+        assert text.encode_after("hello", " world") == text.encode(" world")
+
+    @given(before=st.text(max_size=100), rest=st.text(max_size=100))
+    def test_it_has_the_same_text(self, before: str, rest: str) -> None:
+        text = Text(byte_level())
+        if (ids := text.encode_after(before, rest)) is not None:
+            assert text.decode(ids, skip_special_tokens=False) == rest

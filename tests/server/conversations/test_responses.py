@@ -1,0 +1,461 @@
+"""Responses and Conversations through the official client, against the real server over a fake engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from fake_engine import FakeClient, FakeText, engine_info
+from serving import listening
+
+from holdfast.engine.client import EngineDead
+
+ANSWER = "Ahoy, sailor!"
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+@pytest.fixture
+def client() -> FakeClient:
+    return FakeClient(text=FakeText(opening="<assistant>"), ends=True, info=engine_info(max_model_len=5000))
+
+
+@pytest.fixture
+async def api(client: FakeClient) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with listening(client, api_key=("one", "two")) as server, official(server.url) as api:
+        yield api
+
+
+def official(url: str, key: str = "one") -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
+
+
+def other(api: openai.AsyncOpenAI) -> openai.AsyncOpenAI:
+    """The same server, another tenant."""
+    return api.with_options(api_key="two")
+
+
+def prompts(client: FakeClient) -> list[str]:
+    """What the engine was asked, as text."""
+    return [client.text.decode(asked.prompt) for asked in client.asked]
+
+
+async def test_a_response_has_openais_shape(api: openai.AsyncOpenAI, client: FakeClient) -> None:
+    client.cached = 3
+    response = await api.responses.create(model="tiny", input="hello", instructions="be kind", metadata={"a": "b"})
+    assert response.id.startswith("resp_")
+    assert (response.object, response.status, response.model) == ("response", "completed", "tiny")
+    assert response.output_text == ANSWER
+    (message,) = response.output
+    assert message.type == "message" and message.role == "assistant" and message.status == "completed"
+    assert prompts(client) == ["<system>be kind<user>hello<assistant>"]
+    assert response.usage is not None
+    assert response.usage.input_tokens == len("<system>be kind<user>hello<assistant>")
+    assert response.usage.input_tokens_details.cached_tokens == 3
+    assert response.usage.total_tokens == response.usage.input_tokens + 4
+    assert (response.metadata, response.instructions) == ({"a": "b"}, "be kind")
+    assert await api.responses.retrieve(response.id) == response
+
+
+async def test_stream_events_come_in_their_order(api: openai.AsyncOpenAI) -> None:
+    async with api.responses.stream(model="tiny", input="hello") as stream:
+        events = [event async for event in stream]
+        final = await stream.get_final_response()
+    assert [event.type for event in events] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+        *["response.output_text.delta"] * 4,
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.completed",
+    ]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert final.output_text == ANSWER
+    assert (await api.responses.retrieve(final.id)).output_text == ANSWER
+
+
+async def test_an_events_name_is_its_type(api: openai.AsyncOpenAI) -> None:
+    async with httpx.AsyncClient(headers={"authorization": "Bearer one"}) as plain:
+        body = {"model": "tiny", "input": "hello", "stream": True}
+        text = (await plain.post(f"{api.base_url}responses", json=body)).text
+    for chunk in text.strip().split("\n\n"):
+        name, data = chunk.split("\n")
+        assert f'"type":"{name.removeprefix("event: ")}"' in data
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_that_is_cut_is_incomplete_and_can_be_gone_on_from(
+    api: openai.AsyncOpenAI, client: FakeClient, stream: bool
+) -> None:
+    asked: dict[str, Any] = {"model": "tiny", "input": "hello", "max_output_tokens": 2}
+    if stream:
+        response = [event async for event in await api.responses.create(**asked, stream=True)][-1].response
+    else:
+        response = await api.responses.create(**asked)
+    assert response.status == "incomplete"
+    assert response.incomplete_details.reason == "max_output_tokens"
+    await api.responses.create(model="tiny", input="more", previous_response_id=response.id)
+    assert prompts(client)[-1] == "<user>hello<assistant>Ahoy, <user>more<assistant>"
+
+
+async def test_twenty_turns_send_and_tokenize_only_what_is_new(api: openai.AsyncOpenAI, client: FakeClient) -> None:
+    previous: str | None = None
+    history = ""
+    for number in range(20):
+        before = client.text.encoded
+        said = f"turn {number}"
+        response = await api.responses.create(model="tiny", input=said, previous_response_id=previous)
+        history += f"<user>{said}<assistant>"
+        assert prompts(client)[-1] == history
+        assert client.text.encoded - before == len(f"<user>{said}<assistant>")
+        if previous is not None:  # the raw tokens of the last turn are the beginning of this one's
+            last = [*client.asked[-2].prompt, 0, 1, 2, 3]
+            assert client.asked[-1].prompt[: len(last)] == last
+        history += ANSWER
+        previous = response.id
+
+
+async def test_twenty_turns_of_a_conversation(api: openai.AsyncOpenAI, client: FakeClient) -> None:
+    conversation = await api.conversations.create(metadata={"topic": "sea"})
+    for number in range(20):
+        response = await api.responses.create(model="tiny", input=f"turn {number}", conversation=conversation.id)
+        assert response.conversation is not None and response.conversation.id == conversation.id
+    history = "".join(f"<user>turn {number}<assistant>{ANSWER}" for number in range(19))
+    assert prompts(client)[-1] == f"{history}<user>turn 19<assistant>"
+    assert client.text.encoded == sum(len(f"<user>turn {number}<assistant>") for number in range(20))
+    items = [item async for item in api.conversations.items.list(conversation.id, order="asc", limit=7)]
+    assert [item.content[0].text for item in items] == [  # type: ignore[union-attr]
+        text for number in range(20) for text in (f"turn {number}", ANSWER)
+    ]
+
+
+async def test_branches_of_one_parent_go_apart(api: openai.AsyncOpenAI, client: FakeClient) -> None:
+    parent = await api.responses.create(model="tiny", input="hello")
+    for said in ("left", "right"):
+        child = await api.responses.create(model="tiny", input=said, previous_response_id=parent.id)
+        await api.responses.create(model="tiny", input="on", previous_response_id=child.id)
+        assert prompts(client)[-1] == (
+            f"<user>hello<assistant>{ANSWER}<user>{said}<assistant>{ANSWER}<user>on<assistant>"
+        )
+
+
+async def test_instructions_are_not_carried_over(api: openai.AsyncOpenAI, client: FakeClient) -> None:
+    parent = await api.responses.create(model="tiny", input="hello", instructions="be kind")
+    await api.responses.create(model="tiny", input="again", previous_response_id=parent.id)
+    assert prompts(client)[-1] == f"<user>hello<assistant>{ANSWER}<user>again<assistant>"
+
+
+async def test_input_may_be_items_as_they_were_given_out(api: openai.AsyncOpenAI, client: FakeClient) -> None:
+    first = await api.responses.create(model="tiny", input="hello", store=False)
+    said: list[Any] = [
+        {"role": "developer", "content": "be kind"},
+        {"role": "user", "content": [{"type": "input_text", "text": "hello"}]},
+        *[item.model_dump() for item in first.output],
+        {"type": "message", "role": "user", "content": "again"},
+    ]
+    response = await api.responses.create(model="tiny", input=said)
+    assert prompts(client)[-1] == f"<system>be kind<user>hello<assistant>{ANSWER}<user>again<assistant>"
+    listed = await api.responses.input_items.list(response.id, order="asc")
+    assert [item.role for item in listed.data] == ["developer", "user", "assistant", "user"]  # type: ignore[union-attr]
+    newest = await api.responses.input_items.list(response.id, limit=1)
+    assert newest.data[0].content[0].text == "again"  # type: ignore[union-attr]
+    assert newest.has_more
+
+
+class TestWhatIsNotStored:
+    """store=false, a client that leaves, an engine that dies: no trace, and conversations stay where they were."""
+
+    async def test_without_store_a_response_cannot_be_found(self, api: openai.AsyncOpenAI) -> None:
+        response = await api.responses.create(model="tiny", input="hello", store=False)
+        with pytest.raises(openai.NotFoundError):
+            await api.responses.retrieve(response.id)
+        with pytest.raises(openai.NotFoundError, match="was not found") as refused:
+            await api.responses.create(model="tiny", input="on", previous_response_id=response.id)
+        assert refused.value.param == "previous_response_id"
+
+    async def test_a_client_that_leaves_in_mid_turn_leaves_the_last_completed_turn(
+        self, api: openai.AsyncOpenAI, client: FakeClient
+    ) -> None:
+        conversation = await api.conversations.create()
+        await api.responses.create(model="tiny", input="hello", conversation=conversation.id)
+        client.hold = asyncio.Event()
+        stream = await api.responses.create(model="tiny", input="lost", conversation=conversation.id, stream=True)
+        assert (await anext(aiter(stream))).type == "response.created"
+        with pytest.raises(openai.BadRequestError) as busy:
+            await api.responses.create(model="tiny", input="too soon", conversation=conversation.id)
+        assert busy.value.code == "conversation_locked"
+        await stream.close()
+        await until(lambda: client.asked[-1].ended == "aborted")
+        client.hold.set()
+        await api.responses.create(model="tiny", input="again", conversation=conversation.id)
+        assert prompts(client)[-1] == f"<user>hello<assistant>{ANSWER}<user>again<assistant>"
+        items = [item async for item in api.conversations.items.list(conversation.id)]
+        assert len(items) == 4
+
+    async def test_an_engine_that_dies_ends_the_stream_as_failed(
+        self, api: openai.AsyncOpenAI, client: FakeClient
+    ) -> None:
+        client.hold = asyncio.Event()
+        stream = await api.responses.create(model="tiny", input="hello", stream=True)
+        events = [await anext(aiter(stream))]
+        client.die("gone")
+        events += [event async for event in stream]
+        last = events[-1]
+        assert last.type == "response.failed"
+        assert last.response.error is not None and last.response.error.code == "server_error"
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+
+    async def test_a_refusal_is_no_stream(self, api: openai.AsyncOpenAI, client: FakeClient) -> None:
+        client.refuse = EngineDead("gone")
+        with pytest.raises(openai.InternalServerError):
+            await api.responses.create(model="tiny", input="hello", stream=True)
+
+
+class TestBackground:
+    """A background response goes on whoever listens, and alone can be cancelled."""
+
+    async def test_it_is_polled_until_it_is_completed(self, api: openai.AsyncOpenAI, client: FakeClient) -> None:
+        client.hold = asyncio.Event()
+        queued = await api.responses.create(model="tiny", input="hello", background=True)
+        assert queued.status in ("queued", "in_progress") and queued.background
+        await until(lambda: bool(client.asked))
+        client.hold.set()
+        while (found := await api.responses.retrieve(queued.id)).status != "completed":
+            assert found.status in ("queued", "in_progress")
+        assert found.output_text == ANSWER
+        await api.responses.create(model="tiny", input="on", previous_response_id=queued.id)
+        assert prompts(client)[-1] == f"<user>hello<assistant>{ANSWER}<user>on<assistant>"
+
+    async def test_its_stream_can_be_left_and_joined_again(self, api: openai.AsyncOpenAI, client: FakeClient) -> None:
+        client.hold = asyncio.Event()
+        stream = await api.responses.create(model="tiny", input="hello", background=True, stream=True)
+        created = await anext(aiter(stream))
+        assert created.type == "response.created"
+        await stream.close()
+        again = await api.responses.retrieve(created.response.id, stream=True, starting_after=1)
+        client.hold.set()
+        events = [event async for event in again]
+        assert [event.sequence_number for event in events] == list(range(2, 2 + len(events)))
+        assert events[-1].type == "response.completed"
+
+    async def test_it_can_be_cancelled(self, api: openai.AsyncOpenAI, client: FakeClient) -> None:
+        client.hold = asyncio.Event()
+        conversation = await api.conversations.create()
+        queued = await api.responses.create(model="tiny", input="hello", background=True, conversation=conversation.id)
+        cancelled = await api.responses.cancel(queued.id)
+        assert cancelled.status == "cancelled" and cancelled.output == []
+        assert (await api.responses.retrieve(queued.id)).status == "cancelled"
+        assert [asked.ended for asked in client.asked] in ([], ["aborted"])
+        with pytest.raises(openai.BadRequestError, match="is cancelled"):
+            await api.responses.create(model="tiny", input="on", previous_response_id=queued.id)
+        assert [item async for item in api.conversations.items.list(conversation.id)] == []
+
+    async def test_a_foreground_response_cannot(self, api: openai.AsyncOpenAI) -> None:
+        response = await api.responses.create(model="tiny", input="hello")
+        with pytest.raises(openai.BadRequestError, match="background: true"):
+            await api.responses.cancel(response.id)
+
+    async def test_what_cannot_be_served_is_refused_at_once(self, api: openai.AsyncOpenAI) -> None:
+        with pytest.raises(openai.BadRequestError) as refused:
+            await api.responses.create(model="tiny", input="a" * 6000, background=True)
+        assert refused.value.code == "context_length_exceeded"
+
+    async def test_one_that_fails_says_so(self, api: openai.AsyncOpenAI, client: FakeClient) -> None:
+        client.refuse = RuntimeError("a bug")
+        queued = await api.responses.create(model="tiny", input="hello", background=True)
+        while (found := await api.responses.retrieve(queued.id)).status != "failed":
+            pass
+        assert found.error is not None and found.error.message == "the server failed on this request"
+
+    async def test_deleting_one_stops_it(self, api: openai.AsyncOpenAI, client: FakeClient) -> None:
+        client.hold = asyncio.Event()
+        queued = await api.responses.create(model="tiny", input="hello", background=True)
+        await until(lambda: bool(client.asked))
+        await api.responses.delete(queued.id)
+        assert client.asked[0].ended == "aborted"
+        with pytest.raises(openai.NotFoundError):
+            await api.responses.retrieve(queued.id)
+
+
+class TestDeleting:
+    """What is deleted vanishes; what builds on it goes on."""
+
+    async def test_a_deleted_response_vanishes(self, api: openai.AsyncOpenAI, client: FakeClient) -> None:
+        parent = await api.responses.create(model="tiny", input="hello")
+        child = await api.responses.create(model="tiny", input="on", previous_response_id=parent.id)
+        await api.responses.delete(parent.id)
+        for call in (
+            api.responses.retrieve,
+            api.responses.delete,
+            api.responses.cancel,
+            api.responses.input_items.list,
+        ):
+            with pytest.raises(openai.NotFoundError) as missing:
+                await call(parent.id)  # type: ignore[operator]
+            assert missing.value.code == "response_not_found"
+        await api.responses.create(model="tiny", input="and on", previous_response_id=child.id)
+        assert prompts(client)[-1] == (
+            f"<user>hello<assistant>{ANSWER}<user>on<assistant>{ANSWER}<user>and on<assistant>"
+        )
+
+    async def test_a_deleted_conversation_vanishes_and_its_responses_stay(self, api: openai.AsyncOpenAI) -> None:
+        conversation = await api.conversations.create()
+        response = await api.responses.create(model="tiny", input="hello", conversation=conversation.id)
+        deleted = await api.conversations.delete(conversation.id)
+        assert deleted.deleted and deleted.object == "conversation.deleted"
+        with pytest.raises(openai.NotFoundError):
+            await api.conversations.retrieve(conversation.id)
+        assert (await api.responses.retrieve(response.id)).output_text == ANSWER
+
+
+class TestConversations:
+    """Items that the server keeps."""
+
+    async def test_they_are_made_read_and_changed(self, api: openai.AsyncOpenAI) -> None:
+        made = await api.conversations.create(metadata={"a": "1"}, items=[{"role": "user", "content": "hello"}])
+        assert made.id.startswith("conv_") and made.object == "conversation"
+        assert await api.conversations.retrieve(made.id) == made
+        changed = await api.conversations.update(made.id, metadata={"a": "2"})
+        assert changed.metadata == {"a": "2"}
+        (item,) = (await api.conversations.items.list(made.id)).data
+        assert await api.conversations.items.retrieve(item.id, conversation_id=made.id) == item  # type: ignore[arg-type]
+
+    async def test_items_edited_by_hand_are_what_the_next_turn_sees(
+        self, api: openai.AsyncOpenAI, client: FakeClient
+    ) -> None:
+        made = await api.conversations.create(items=[{"role": "system", "content": "be kind"}])
+        await api.responses.create(model="tiny", input="hello", conversation=made.id)
+        added = await api.conversations.items.create(made.id, items=[{"role": "user", "content": "by hand"}])
+        assert added.object == "list" and len(added.data) == 1
+        await api.responses.create(model="tiny", input="on", conversation=made.id)
+        assert prompts(client)[-1] == (f"<system>be kind<user>hello<assistant>{ANSWER}<user>by hand<user>on<assistant>")
+        await api.conversations.items.delete(added.data[0].id, conversation_id=made.id)  # type: ignore[arg-type]
+        last = await api.responses.create(model="tiny", input="end", conversation=made.id)
+        expected = f"<system>be kind<user>hello<assistant>{ANSWER}<user>on<assistant>{ANSWER}<user>end<assistant>"
+        assert prompts(client)[-1] == expected
+        # A branch from a turn of a conversation knows what that turn knew.
+        await api.responses.create(model="tiny", input="aside", previous_response_id=last.id)
+        assert prompts(client)[-1] == f"{expected}{ANSWER}<user>aside<assistant>"
+
+    async def test_pages_go_on_after_an_item(self, api: openai.AsyncOpenAI) -> None:
+        items: list[Any] = [{"role": "user", "content": str(number)} for number in range(5)]
+        made = await api.conversations.create(items=items)
+        first = await api.conversations.items.list(made.id, limit=2)
+        assert [item.content[0].text for item in first.data] == ["4", "3"]  # type: ignore[union-attr]
+        assert first.has_more and first.last_id == first.data[-1].id
+        rest = await api.conversations.items.list(made.id, after=first.last_id)
+        assert [item.content[0].text for item in rest.data] == ["2", "1", "0"]  # type: ignore[union-attr]
+        assert not rest.has_more
+
+
+class TestTenants:
+    """Another's id is not there."""
+
+    async def test_another_tenants_ids_are_not_found(self, api: openai.AsyncOpenAI, client: FakeClient) -> None:
+        response = await api.responses.create(model="tiny", input="hello")
+        made = await api.conversations.create(items=[{"role": "user", "content": "hello"}])
+        (item,) = (await api.conversations.items.list(made.id)).data
+        foreign = other(api)
+        asked: dict[str, Any] = {"model": "tiny", "input": "on"}
+        for call in (
+            foreign.responses.retrieve(response.id),
+            foreign.responses.delete(response.id),
+            foreign.responses.cancel(response.id),
+            foreign.responses.input_items.list(response.id),
+            foreign.responses.create(**asked, previous_response_id=response.id),
+            foreign.responses.create(**asked, conversation=made.id),
+            foreign.conversations.retrieve(made.id),
+            foreign.conversations.update(made.id, metadata={}),
+            foreign.conversations.delete(made.id),
+            foreign.conversations.items.list(made.id),
+            foreign.conversations.items.create(made.id, items=[{"role": "user", "content": "mine"}]),
+            foreign.conversations.items.retrieve(item.id, conversation_id=made.id),  # type: ignore[arg-type]
+            foreign.conversations.items.delete(item.id, conversation_id=made.id),  # type: ignore[arg-type]
+        ):
+            with pytest.raises(openai.NotFoundError):
+                await call
+        assert (await api.responses.retrieve(response.id)).id == response.id
+        assert len((await api.conversations.items.list(made.id)).data) == 1
+
+    async def test_each_background_response_is_its_tenants(self, api: openai.AsyncOpenAI, client: FakeClient) -> None:
+        client.hold = asyncio.Event()
+        queued = await api.responses.create(model="tiny", input="hello", background=True)
+        with pytest.raises(openai.NotFoundError):
+            await other(api).responses.cancel(queued.id)
+        assert (await api.responses.retrieve(queued.id)).status != "cancelled"
+
+
+@pytest.mark.parametrize(
+    ("changes", "param", "code"),
+    [
+        ({"input": []}, "input", "invalid_value"),
+        ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].type", "unsupported_content"),
+        ({"input": [{"role": "pirate", "content": "x"}]}, "input[0].role", "invalid_value"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type",
+         "unsupported_content"),
+        ({"input": [{"role": "user", "content": "x", "name": "y"}]}, "input[0].name", "unsupported_parameter"),
+        ({"input": "mutiny"}, "input", "invalid_value"),
+        ({"tools": [{"type": "web_search"}]}, "tools", "unsupported_parameter"),
+        ({"truncation": "auto"}, "truncation", "unsupported_parameter"),
+        ({"text": {"format": {"type": "json_object"}}}, "text", "unsupported_parameter"),
+        ({"reasoning": {"effort": "high"}}, "reasoning", "unsupported_parameter"),
+        ({"include": ["message.output_text.logprobs"]}, "include", "unsupported_parameter"),
+        ({"messages": []}, "messages", "unknown_parameter"),
+        ({"max_output_tokens": 0}, "max_output_tokens", "invalid_value"),
+        ({"max_output_tokens": 4999}, "max_output_tokens", "context_length_exceeded"),
+        ({"metadata": {"k": 1}}, "metadata[...]", "invalid_value"),
+        ({"background": True, "store": False}, "background", "invalid_value"),
+        ({"previous_response_id": "resp_x", "conversation": "conv_x"}, "previous_response_id",
+         "mutually_exclusive_parameters"),
+    ],
+)  # fmt: skip
+async def test_what_is_wrong_or_not_supported_is_refused_by_name(
+    api: openai.AsyncOpenAI, changes: dict[str, Any], param: str, code: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        await api.responses.create(model="tiny", input="hello", extra_body=changes)
+    assert (refused.value.param, refused.value.code) == (param, code)
+
+
+@pytest.mark.parametrize("query", [{"limit": 0}, {"limit": 101}, {"order": "up"}, {"after": "msg_nowhere"}])
+async def test_a_page_that_cannot_be_is_refused_by_name(api: openai.AsyncOpenAI, query: dict[str, Any]) -> None:
+    made = await api.conversations.create()
+    response = await api.responses.create(model="tiny", input="hello", conversation=made.id)
+    for listing in (
+        api.conversations.items.list(made.id, **query),
+        api.responses.input_items.list(response.id, **query),
+    ):
+        with pytest.raises(openai.APIStatusError) as refused:
+            await listing
+        assert refused.value.status_code in (400, 404)
+        assert refused.value.param == next(iter(query))
+
+
+async def test_at_most_twenty_items_are_added_at_once(api: openai.AsyncOpenAI) -> None:
+    items: list[Any] = [{"role": "user", "content": "x"}] * 21
+    with pytest.raises(openai.BadRequestError) as refused:
+        await api.conversations.create(items=items)
+    assert refused.value.param == "items"
+
+
+async def test_metrics_count_responses_and_hold_no_ids(api: openai.AsyncOpenAI) -> None:
+    with pytest.raises(openai.NotFoundError):
+        await api.responses.create(model="tiny", input="on", previous_response_id="resp_nowhere")
+    with pytest.raises(openai.NotFoundError):
+        await api.conversations.update("conv_nowhere", metadata={})
+    await api.responses.create(model="tiny", input="hello")
+    async with httpx.AsyncClient(headers={"authorization": "Bearer one"}) as plain:
+        text = (await plain.get(f"{api.base_url.scheme}://{api.base_url.netloc.decode()}/metrics")).text
+    assert 'holdfast_requests_total{outcome="ok",route="/v1/responses"} 1.0' in text
+    assert 'holdfast_requests_total{outcome="refused",route="/v1/responses"} 1.0' in text
+    assert "nowhere" not in text

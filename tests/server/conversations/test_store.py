@@ -1,0 +1,374 @@
+"""The store alone: whole turns or none, bounds, migrations, tenants; in PostgreSQL too where there is one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy
+
+from holdfast.server.conversations import schema
+from holdfast.server.conversations import store as conversation_store
+from holdfast.server.conversations.database import MEMORY
+from holdfast.server.conversations.store import Store, StoreError
+from holdfast.server.conversations.turns import Bounds, Context, Full, Gone, Turn
+
+AMPLE = Bounds(seconds=1e6, threads=1000, bytes=1 << 30)
+
+
+class Clock:
+    """Time that passes when told to."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def opened(clock: Clock) -> Iterator[Callable[..., Store]]:
+    """Open stores that are closed at the end."""
+    stores: list[Store] = []
+
+    def open(where: str | Path = MEMORY, **bounds: Any) -> Store:
+        stores.append(Store.open(str(where), Bounds(**{**vars(AMPLE), **bounds}), clock))
+        return stores[-1]
+
+    yield open
+    for store in stores:
+        store.close()
+
+
+@pytest.fixture(params=["sqlite", "sqlite, nothing warm", "postgresql"])
+def store(
+    request: pytest.FixtureRequest, opened: Callable[..., Store], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Store]:
+    """A store in a file; in PostgreSQL too, where HOLDFAST_TEST_POSTGRES names a database to make schemas in."""
+    if "warm" in request.param:
+        monkeypatch.setattr(conversation_store, "WARM_TURNS", 0)
+    if "sqlite" in request.param:
+        yield opened(tmp_path / "store.sqlite")
+        return
+    url = os.environ.get("HOLDFAST_TEST_POSTGRES")
+    if url is None:
+        pytest.skip("HOLDFAST_TEST_POSTGRES is not set")
+    name = f"test_{uuid.uuid4().hex[:12]}"
+    admin = sqlalchemy.create_engine(url)
+    with admin.begin() as db:
+        db.execute(sqlalchemy.text(f"CREATE SCHEMA {name}"))
+    yield opened(f"{url}?options=-csearch_path%3D{name}")
+    with admin.begin() as db:
+        db.execute(sqlalchemy.text(f"DROP SCHEMA {name} CASCADE"))
+    admin.dispose()
+
+
+def item(text: str, role: str = "user") -> dict[str, Any]:
+    return {"id": f"msg_{text}", "type": "message", "role": role, "content": [{"type": "input_text", "text": text}]}
+
+
+def turn(
+    name: str,
+    context: Context | None = None,
+    *,
+    tokens: list[int] | None = None,
+    tenant: str = "a",
+    status: str = "completed",
+    **fields: Any,
+) -> Turn:
+    """A turn that says `name` and is answered in capitals."""
+    output = [item(name.upper(), "assistant")] if status in ("completed", "incomplete") else []
+    response = {"id": name, "status": status, "output": output}
+    return Turn(
+        response=response,
+        tenant=tenant,
+        input=[item(name)],
+        context=context or Context(),
+        tokens=tokens if tokens is not None else [*(context.tokens if context else ()), len(name)],
+        characters=7,
+        digest=b"digest",
+        **fields,
+    )
+
+
+def said(context: Context | None) -> list[str]:
+    assert context is not None
+    return [each["content"][0]["text"] for each in context.items]
+
+
+def grow(store: Store, *names: str, tenant: str = "a") -> Context:
+    """Turns that follow one another."""
+    context = Context()
+    for name in names:
+        store.commit(turn(name, context, tenant=tenant))
+        found = store.context(tenant, name)
+        assert found is not None
+        context = found
+    return context
+
+
+def test_a_turn_brings_back_what_it_builds_on(store: Store) -> None:
+    last = grow(store, "a", "bb", "ccc")
+    assert said(last) == ["a", "A", "bb", "BB", "ccc", "CCC"]
+    assert (last.tokens, last.characters, last.digest) == ([1, 2, 3], 7, b"digest")
+    middle = store.context("a", "bb")
+    assert middle is not None and middle.tokens == [1, 2] and said(middle) == ["a", "A", "bb", "BB"]
+
+
+def test_branches_share_what_came_before(store: Store) -> None:
+    parent = grow(store, "a")
+    for name in ("left", "right"):
+        store.commit(turn(name, parent))
+        child = store.context("a", name)
+        assert said(child) == ["a", "A", name, name.upper()]
+        assert child is not None and child.thread == parent.thread
+
+
+def test_tokens_that_differ_from_the_parents_are_its_own(store: Store) -> None:
+    parent = grow(store, "a", "bb")
+    store.commit(turn("c", parent, tokens=[1, 9, 9, 9]))
+    store.commit(turn("short", parent, tokens=[1]))
+    for name, tokens in (("c", [1, 9, 9, 9]), ("short", [1]), ("bb", [1, 2])):
+        found = store.context("a", name)
+        assert found is not None and found.tokens == tokens
+
+
+def test_nothing_is_found_by_another_tenant(store: Store) -> None:
+    grow(store, "mine")
+    store.create_conversation("a", "conv", {}, [item("x")])
+    assert store.context("b", "mine") is None
+    assert store.response("b", "mine") is None
+    assert store.input("b", "mine") is None
+    assert not store.delete_response("b", "mine")
+    assert store.conversation("b", "conv") is None
+    assert store.conversation_context("b", "conv") is None
+    assert store.items("b", "conv", limit=9, newest_first=False) is None
+    assert store.item("b", "conv", "msg_x") is None
+    assert not store.add_items("b", "conv", [item("y")])
+    assert store.delete_item("b", "conv", "msg_x") is None
+    assert not store.delete_conversation("b", "conv")
+    assert said(store.conversation_context("a", "conv")) == ["x"]
+
+
+def test_a_conversation_moves_with_its_turns_alone(store: Store) -> None:
+    store.create_conversation("a", "conv", {"k": "v"}, [item("first")])
+    start = store.conversation_context("a", "conv")
+    assert start is not None
+    store.commit(turn("one", start, conversation="conv"))
+    with pytest.raises(Gone, match="went on"):
+        store.commit(turn("late", start, conversation="conv"))
+    assert said(store.conversation_context("a", "conv")) == ["first", "one", "ONE"]
+    page = store.items("a", "conv", limit=9, newest_first=False)
+    assert page is not None and [each["id"] for each in page.items] == ["msg_first", "msg_one", "msg_ONE"]
+    assert store.context("a", "late") is None
+
+
+def test_a_turn_that_came_to_nothing_leaves_its_conversation_alone(store: Store) -> None:
+    store.create_conversation("a", "conv", {}, [])
+    start = store.conversation_context("a", "conv")
+    assert start is not None
+    store.commit(turn("job", start, conversation="conv", status="queued"))
+    store.commit(turn("job", start, conversation="conv", status="cancelled"), begun=True)
+    assert store.conversation_context("a", "conv") == start
+    assert (store.response("a", "job") or {})["status"] == "cancelled"
+
+
+def test_deleted_turns_stay_only_for_those_that_build_on_them(store: Store, clock: Clock) -> None:
+    grow(store, "a", "bb", "ccc")
+    assert store.delete_response("a", "bb") and store.delete_response("a", "a")
+    assert store.response("a", "a") is None and store.response("a", "bb") is None
+    assert said(store.context("a", "ccc")) == ["a", "A", "bb", "BB", "ccc", "CCC"]
+    assert store.delete_response("a", "ccc")
+    with store._read() as db:  # the last one took all of them along
+        for table in (schema.turns, schema.threads):
+            assert db.execute(sqlalchemy.select(table)).all() == []
+
+
+def test_a_turn_whose_parent_was_deleted_meanwhile_is_not_kept(store: Store) -> None:
+    parent = grow(store, "a")
+    store.delete_response("a", "a")
+    with pytest.raises(Gone, match="previous response"):
+        store.commit(turn("b", parent))
+    store.commit(turn("job", status="queued"))
+    store.delete_response("a", "job")
+    with pytest.raises(Gone, match="was deleted while"):
+        store.commit(turn("job"), begun=True)
+    assert store.context("a", "job") is None
+
+
+class TestBounds:
+    """Whole threads are dropped, the longest idle first."""
+
+    def test_by_age(self, opened: Callable[..., Store], clock: Clock) -> None:
+        store = opened(seconds=100)
+        grow(store, "old")
+        clock.now += 60
+        grow(store, "young")
+        clock.now += 60
+        assert store.response("a", "old") is None  # at once, not only when it is next cleaned up
+        assert store.response("a", "young") is not None
+        grow(store, "new")
+        with store._read() as db:
+            assert set(db.execute(sqlalchemy.select(schema.turns.c.id)).scalars()) == {"young", "new"}
+
+    def test_by_count_and_activity(self, opened: Callable[..., Store], clock: Clock) -> None:
+        store = opened(threads=2)
+        first = grow(store, "first")
+        clock.now += 1
+        grow(store, "second")
+        clock.now += 1
+        store.commit(turn("on", first))  # now the second is idle for longest
+        clock.now += 1
+        grow(store, "third")
+        assert store.response("a", "second") is None
+        assert said(store.context("a", "on")) == ["first", "FIRST", "on", "ON"]
+
+    def test_by_size(self, opened: Callable[..., Store], clock: Clock) -> None:
+        store = opened(bytes=80_000)
+        for number in range(20):
+            clock.now += 1
+            store.commit(turn(f"turn{number}", tokens=[0] * 2000))
+        kept = [number for number in range(20) if store.response("a", f"turn{number}")]
+        assert kept == list(range(20 - len(kept), 20))
+        assert 5 <= len(kept) <= 10
+
+    def test_none_takes_up_all(self, opened: Callable[..., Store]) -> None:
+        store = opened(bytes=80_000)
+        with pytest.raises(Full, match="more than 10000 bytes"):
+            store.commit(turn("large", tokens=[0] * 3000))
+        assert store.response("a", "large") is None
+
+
+class TestCrashes:
+    """A process that is killed leaves whole turns and no half one."""
+
+    PROGRAM = """
+import os, sys, sqlalchemy
+sys.path[:0] = {path!r}
+from test_store import AMPLE, turn
+from holdfast.server.conversations.store import Store
+store = Store.open({where!r}, AMPLE)
+store.create_conversation("a", "conv", dict(), [])
+store.commit(turn("one", store.conversation_context("a", "conv"), conversation="conv"))
+
+@sqlalchemy.event.listens_for(store._engine, {moment!r})
+def hang(*args):
+    if {moment!r} == "commit" or "INSERT INTO turns" in args[2]:
+        print("now", flush=True)
+        sys.stdin.read()
+
+store.commit(turn("two", store.conversation_context("a", "conv"), conversation="conv"))
+"""
+
+    @pytest.mark.parametrize("moment", ["before_cursor_execute", "after_cursor_execute", "commit"])
+    def test_killed_in_mid_commit(self, tmp_path: Path, opened: Callable[..., Store], moment: str) -> None:
+        where = str(tmp_path / "store.sqlite")
+        paths = [str(Path(__file__).parent), *sys.path]
+        program = self.PROGRAM.format(path=paths, where=where, moment=moment)
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        with subprocess.Popen([sys.executable, "-c", program], **pipes) as process:  # type: ignore[call-overload]
+            assert process.stdout.readline() == b"now\n"
+            process.send_signal(signal.SIGKILL)
+        store = opened(where)
+        context = store.conversation_context("a", "conv")
+        assert said(context) == ["one", "ONE"]
+        assert store.response("a", "two") is None
+        page = store.items("a", "conv", limit=9, newest_first=False)
+        assert page is not None and len(page.items) == 2
+        assert context is not None
+        store.commit(turn("two", context, conversation="conv"))
+        assert said(store.conversation_context("a", "conv")) == ["one", "ONE", "two", "TWO"]
+
+
+class TestOpening:
+    """Old schemas are brought up to date, unknown ones and other files refused."""
+
+    def test_what_was_stored_is_there_again_and_others_cannot_read_it(
+        self, opened: Callable[..., Store], tmp_path: Path
+    ) -> None:
+        path = tmp_path / "deep" / "store.sqlite"
+        store = opened(path)
+        grow(store, "a", "bb")
+        assert said(opened(path).context("a", "bb")) == ["a", "A", "bb", "BB"]
+        assert path.stat().st_mode & 0o077 == 0
+
+    def test_an_older_schema_is_brought_up_to_date(
+        self, opened: Callable[..., Store], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        path = tmp_path / "store.sqlite"
+        with monkeypatch.context() as patch:
+            patch.setattr(schema, "STEPS", schema.STEPS[:1])
+            with pytest.raises(sqlalchemy.exc.OperationalError, match="conversations"):
+                opened(path).conversation("a", "conv")
+            grow(opened(path), "a")
+        store = opened(path)
+        assert said(store.context("a", "a")) == ["a", "A"]
+        store.create_conversation("a", "conv", {}, [])
+        assert store.conversation("a", "conv") is not None
+
+    def test_a_step_that_breaks_changes_nothing(
+        self, opened: Callable[..., Store], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def breaks(db: sqlalchemy.Connection) -> None:
+            db.execute(sqlalchemy.text("DROP TABLE turns"))
+            raise ValueError("broken")
+
+        path = tmp_path / "store.sqlite"
+        grow(opened(path), "a")
+        with monkeypatch.context() as patch:
+            patch.setattr(schema, "STEPS", (*schema.STEPS, breaks))
+            with pytest.raises(StoreError, match="broken"):
+                opened(path)
+        assert said(opened(path).context("a", "a")) == ["a", "A"]
+
+    def test_a_newer_schema_is_refused(self, opened: Callable[..., Store], tmp_path: Path) -> None:
+        path = tmp_path / "store.sqlite"
+        opened(path)
+        with sqlite3.connect(path) as db:
+            db.execute("INSERT INTO versions VALUES (99)")
+        db.close()
+        with pytest.raises(StoreError, match=r"version 99.*use a newer Holdfast"):
+            opened(path)
+
+    @pytest.mark.parametrize(
+        ("where", "reason"),
+        [
+            ("/proc/nowhere/store.sqlite", "cannot be opened"),
+            ("mysql://host/database", "mysql is not supported"),
+            ("nonsense://", "cannot be opened"),
+        ],
+    )
+    def test_what_is_no_store_is_refused(self, where: str, reason: str) -> None:
+        with pytest.raises(StoreError, match=reason):
+            Store.open(where, AMPLE)
+
+    def test_another_file_is_refused_and_left_alone(self, tmp_path: Path) -> None:
+        path = tmp_path / "letter.txt"
+        path.write_text("Dear Ada, " * 1000)
+        with pytest.raises(StoreError, match="not a database"):
+            Store.open(str(path), AMPLE)
+        assert path.read_text() == "Dear Ada, " * 1000
+
+
+def test_what_is_held_in_memory_is_bounded(opened: Callable[..., Store], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conversation_store, "WARM_TOKENS", 10)
+    store = opened()
+    for name in ("a", "b", "c"):
+        store.commit(turn(name, tokens=[1] * 4))
+    assert list(store._warm) == ["b", "c"]
+    first = store.context("a", "a")  # read again
+    assert first is not None and first.tokens == [1] * 4
+    assert list(store._warm) == ["c", "a"]

@@ -35,10 +35,8 @@ class EngineConfig:
     cache_gb: float | None = option(
         None, "size of the KV cache in GB; default: measured free memory (at most 4 on CPU)"
     )
-    host_cache_gb: float | None = option(
-        None,
-        "size of the host tier in GB, where idle conversations go; 0 is off; default: on CUDA a quarter of the host's "
-        "free memory (at most 32), on a CPU 0",
+    host_cache_gb: float = option(
+        0.0, "size of the host tier in GB, where idle conversations go; 0 is off (on CUDA it has yet to be measured)"
     )
     chunk_size: int = option(32, "tokens that are given up together; a multiple of the block size")
     eviction: Literal["retention", "lru", "lru-conversation", "tail-first"] = option(
@@ -86,7 +84,7 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name} is {value}; it must be above 0")
-        if self.host_cache_gb is not None and self.host_cache_gb < 0:
+        if self.host_cache_gb < 0:
             raise ValueError(f"host_cache_gb is {self.host_cache_gb}; it must be at least 0, which is off")
         if self.chunk_size < 1:
             raise ValueError(f"chunk_size is {self.chunk_size}; it must be at least 1")

@@ -28,11 +28,6 @@ from holdfast.models.base import Model, StepInput
 CPU_CACHE_BYTES = 4_000_000_000
 """The cache on a CPU, unless the config says otherwise: a laptop should not lose its memory to a first try."""
 
-HOST_CACHE_BYTES = 32_000_000_000
-"""The most that the host tier of a GPU takes by itself, as pinned memory is lost to everybody else."""
-HOST_SHARE = 0.25
-"""And no more than this share of the host's free memory."""
-
 DEFAULT_BUDGET = {"cuda": 2048, "cpu": 512}
 
 
@@ -133,7 +128,7 @@ class PagedExecutor:
             activations=activations,
             cache=cache,
             block=self.block_bytes,
-            host_cache=self._host_cache_bytes(),
+            host_cache=int(self.config.host_cache_gb * 1e9),
         )
 
     def allocate(self, num_blocks: int, host_blocks: int = 0) -> None:
@@ -287,15 +282,6 @@ class PagedExecutor:
             reserved_by_others = total - free
             return int(total * self.config.memory_fraction) - reserved_by_others - activations
         return min(CPU_CACHE_BYTES, free // 2)
-
-    def _host_cache_bytes(self) -> int:
-        """What the host tier may take: on a CPU nothing by itself, as the cache is in the host's memory already."""
-        if self.config.host_cache_gb is not None:
-            return int(self.config.host_cache_gb * 1e9)
-        if self.device.type == "cpu":
-            return 0
-        free, _ = devices.memory(torch.device("cpu"))
-        return min(HOST_CACHE_BYTES, int(free * HOST_SHARE))
 
     def _warm_up_plans(self) -> Iterator[StepPlan]:
         """The two widest steps: one long prefill, and as many sampling sequences as there can be."""

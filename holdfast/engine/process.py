@@ -6,7 +6,9 @@ import gc
 import itertools
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -39,6 +41,7 @@ from holdfast.memory.retention import Cost, RetentionRule, cost_by_position
 from holdfast.models.loader import load
 from holdfast.scheduler.base import Scheduler
 from holdfast.scheduler.choice import RESERVING, capacity_of, choose_policy
+from holdfast.scheduler.step import Policy
 
 clock = time.monotonic
 
@@ -146,45 +149,6 @@ def build(
     if host_blocks:
         on_progress(f"taking {host_blocks * memory.block / 1e9:.1f} GB of host memory")
     executor.allocate(num_blocks, host_blocks)
-    # A sequence's last token is never computed, so the pool holds one position less than the longest sequence.
-    max_model_len = min(spec.max_model_len, num_blocks * config.block_size + 1)
-    weighing = host_blocks > 0 and config.eviction == "retention"
-    profile, path = None, kept_at(checkpoint.directory, dtype, memory.device)
-    if measure or (config.tbt_target is not None and not path.is_file()):
-        on_progress("measuring the device's pace")
-        profile = Profile(
-            cost=measure_cost(executor, name=checkpoint.name),
-            dtype=dtype,
-            cache_tokens=num_blocks * config.block_size,
-            max_model_len=max_model_len,
-            token_budget=DEFAULT_BUDGET[device.type],
-            tile=TILE[device.type],
-        )
-        profile.save(path)
-    elif config.tbt_target is not None or (weighing and path.is_file()):
-        profile = Profile.load(path)
-    cost = profile.cost if profile else None
-    policy = choose_policy(config, token_budget=budget, capacity=capacity, tile=TILE[device.type], cost=cost)
-    if weighing and cost is None:
-        on_progress("measuring what recomputation costs")
-        cost = measure_cost(executor, name=checkpoint.name, queries=(config.chunk_size,))
-    scheduler = Scheduler(
-        policy,
-        BlockPool(
-            num_blocks,
-            config.block_size,
-            rule=RetentionRule.of(config, retention_cost(executor, cost)),
-            host_blocks=host_blocks,
-            low_water=config.swap_threshold,
-        ),
-        max_sequences=config.max_sequences,
-        max_model_len=max_model_len,
-        vocab_size=spec.vocab_size,
-        eos_token_ids=spec.eos_token_ids,
-        headroom=0.0 if config.scheduler in RESERVING else config.headroom,
-        sharing=StateIdentity(model=checkpoint.name, dtype=dtype) if config.prefix_sharing else None,
-        seed=config.seed,
-    )
     info = EngineInfo(
         model=checkpoint.name,
         device=memory.device,
@@ -194,15 +158,73 @@ def build(
         num_host_blocks=host_blocks,
         block_size=config.block_size,
         token_budget=capacity,
-        max_model_len=max_model_len,
+        # A sequence's last token is never computed, so the pool holds one position less than the longest sequence.
+        max_model_len=min(spec.max_model_len, num_blocks * config.block_size + 1),
         max_sequences=config.max_sequences,
         max_waiting=config.max_waiting,
         vocab_size=spec.vocab_size,
-        started_in=clock() - began,
-        profile=str(path) if profile else "",
+        started_in=0.0,
+        profile=str(kept_at(checkpoint.directory, dtype, memory.device)),
     )
+    profile = find_profile(executor, info, measure=measure, on_progress=on_progress)
+    cost = profile.cost if profile else None
+    policy = choose_policy(config, token_budget=budget, capacity=capacity, tile=TILE[device.type], cost=cost)
+    if cost is None and weighs(config, info):
+        on_progress("measuring what recomputation costs")
+        cost = measure_cost(executor, name=info.model, queries=(config.chunk_size,))
+    scheduler = make_scheduler(executor, info, policy, cost)
     traced = TracedExecutor(executor, config.trace, clock) if config.trace else executor
-    return Loop(scheduler, traced, config.steps_in_flight, clock), info
+    loop = Loop(scheduler, traced, config.steps_in_flight, clock)
+    return loop, replace(info, started_in=clock() - began, profile=info.profile if profile else "")
+
+
+def weighs(config: EngineConfig, info: EngineInfo) -> bool:
+    """Whether chunks are given up by what it costs to compute them again."""
+    return info.num_host_blocks > 0 and config.eviction == "retention"
+
+
+def find_profile(
+    executor: PagedExecutor, info: EngineInfo, *, measure: bool, on_progress: Callable[[str], None]
+) -> Profile | None:
+    """The profile of the device where something goes by it: the one that is kept, or a new one, kept from now on."""
+    config, path = executor.config, Path(info.profile)
+    wanted = config.tbt_target is not None
+    if measure or (wanted and not path.is_file()):
+        on_progress("measuring the device's pace")
+        profile = Profile(
+            cost=measure_cost(executor, name=info.model),
+            dtype=info.dtype,
+            cache_tokens=info.num_blocks * info.block_size,
+            max_model_len=info.max_model_len,
+            token_budget=DEFAULT_BUDGET[executor.device.type],
+            tile=TILE[executor.device.type],
+        )
+        profile.save(path)
+        return profile
+    return Profile.load(path) if wanted or (weighs(config, info) and path.is_file()) else None
+
+
+def make_scheduler(executor: PagedExecutor, info: EngineInfo, policy: Policy, cost: CostModel | None) -> Scheduler:
+    """The scheduler over a pool of the blocks that were allocated."""
+    config = executor.config
+    pool = BlockPool(
+        info.num_blocks,
+        info.block_size,
+        rule=RetentionRule.of(config, retention_cost(executor, cost)),
+        host_blocks=info.num_host_blocks,
+        low_water=config.swap_threshold,
+    )
+    return Scheduler(
+        policy,
+        pool,
+        max_sequences=info.max_sequences,
+        max_model_len=info.max_model_len,
+        vocab_size=info.vocab_size,
+        eos_token_ids=executor.model.spec.eos_token_ids,
+        headroom=0.0 if config.scheduler in RESERVING else config.headroom,
+        sharing=StateIdentity(model=info.model, dtype=info.dtype) if config.prefix_sharing else None,
+        seed=config.seed,
+    )
 
 
 def retention_cost(executor: PagedExecutor, cost: CostModel | None) -> Cost:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -59,13 +59,9 @@ class CostModel:
         full = self.linear_tokens[-1]
         return self.attention(chunk, position) + self.linear(full) * chunk / full
 
-    def to_dict(self) -> dict[str, Any]:
-        """As plain data, for a profile file."""
-        return asdict(self)
-
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> CostModel:
-        """Read back what `to_dict` gave. Raises ValueError for points that do not belong together."""
+        """Read back what `dataclasses.asdict` gave. Raises ValueError for points that do not belong together."""
         model = cls(
             model=str(data["model"]),
             device=str(data["device"]),

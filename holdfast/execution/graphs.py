@@ -45,7 +45,7 @@ class DecodeGraphs:
         sizes: Sequence[int],
     ) -> None:
         """Capture a graph for each of `sizes`, ascending; some tens of milliseconds each."""
-        self._batch, self._attention, self._sizes = batch, attention, list(sizes)
+        self._attention, self._sizes = attention, list(sizes)
         spec = model.spec
         largest = self._sizes[-1]
         self._logits = torch.empty(largest, spec.vocab_size, dtype=spec.dtype, device=spec.device)

@@ -1,6 +1,7 @@
 """The cost model: interpolation between measured points, prediction from memory, its file form."""
 
 import json
+from dataclasses import asdict
 from dataclasses import replace
 
 import pytest
@@ -60,15 +61,15 @@ def test_decodes_alone_take_what_was_measured_for_them_where_it_was():
     assert graphs.step([(1, 300)] * 2) == pytest.approx(0.0011 + 2 * COST.attention(1, 300))
     assert Predictor(graphs).segments([(299, 300)] * 2) == pytest.approx(graphs.step([(1, 300)] * 2))
     assert graphs.step([(1, 300), (5, 5)]) == COST.step([(1, 300), (5, 5)])
-    assert CostModel.from_dict(json.loads(json.dumps(graphs.to_dict()))) == graphs
+    assert CostModel.from_dict(json.loads(json.dumps(asdict(graphs)))) == graphs
     with pytest.raises(ValueError, match="differ in number"):
-        CostModel.from_dict(graphs.to_dict() | {"decode_rows": [1]})
+        CostModel.from_dict(asdict(graphs) | {"decode_rows": [1]})
 
 
 def test_it_survives_its_file():
-    assert CostModel.from_dict(json.loads(json.dumps(COST.to_dict()))) == COST
+    assert CostModel.from_dict(json.loads(json.dumps(asdict(COST)))) == COST
 
 
 def test_points_and_times_that_differ_in_number_are_refused():
     with pytest.raises(ValueError, match="m on d"):
-        CostModel.from_dict(COST.to_dict() | {"linear_seconds": [1.0]})
+        CostModel.from_dict(asdict(COST) | {"linear_seconds": [1.0]})

@@ -1,8 +1,7 @@
 """The cost model: interpolation between measured points, prediction from memory, its file form."""
 
 import json
-from dataclasses import asdict
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from hypothesis import given

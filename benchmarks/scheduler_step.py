@@ -66,7 +66,7 @@ def main() -> None:
             assert plan is not None
             plans.append(plan)
         plan = plans.pop(0)
-        result = StepResult(plan.step, (1,) * sum(1 for _ in plan.sampled()), 0.0)
+        result = StepResult(plan.step, (1,) * plan.num_sampled, 0.0)
         before = time.perf_counter()
         scheduler.update(plan, result, before)
         updated = time.perf_counter() - before
@@ -75,7 +75,7 @@ def main() -> None:
             updating.append(updated * 1e6)
 
     stats = scheduler.stats()
-    print(print(f"{options.scheduler}: {stats.running} running, {stats.waiting} waiting, {options.steps} steps"))
+    print(f"{options.scheduler}: {stats.running} running, {stats.waiting} waiting, {options.steps} steps")
     whole = [sum(pair) for pair in zip(planning, updating, strict=True)]
     for name, times in (("schedule", planning), ("update", updating), ("both", whole)):
         best, p50, p99 = min(times), statistics.median(times), statistics.quantiles(times, n=100)[98]

@@ -7,12 +7,13 @@ the plan into a StepResult, and the scheduler reads the result back into its seq
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+from collections import abc
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from itertools import repeat
+from typing import Any, Generic, NamedTuple, TypeVar, overload
 
 PENDING = -1
-"""A token id that the host does not know yet: the executor puts in what the row sampled last."""
+"""A token id that the host need not know yet: the executor puts in what the row sampled last."""
 
 MAX_SEED = 2**63 - 1
 
@@ -79,12 +80,63 @@ class Sampling:
     seed: int
 
 
+Row = TypeVar("Row", bound=tuple[Any, ...])
+
+
+class Columns(abc.Sequence[Row], Generic[Row]):
+    """Named tuples of one type, kept by column and made where they are looked at.
+
+    A step has hundreds of them: to make each is dearer than to decide what it holds, and who packs them into arrays
+    takes whole columns.
+    """
+
+    __slots__ = ("columns", "row_type")
+
+    def __init__(self, row_type: type[Row], columns: tuple[Any, ...]) -> None:
+        """A list for each field of `row_type`, all of one length; not copied, and not to be changed."""
+        self.row_type = row_type
+        self.columns = columns
+
+    @classmethod
+    def of(cls, row_type: type[Row], rows: abc.Sequence[Row]) -> Columns[Row]:
+        """These rows by column; as they are if that is how they come."""
+        if isinstance(rows, Columns):
+            return rows
+        fields: tuple[str, ...] = row_type._fields  # type: ignore[attr-defined]
+        return cls(row_type, tuple([row[index] for row in rows] for index in range(len(fields))))
+
+    def __len__(self) -> int:
+        return len(self.columns[0])
+
+    def __iter__(self) -> abc.Iterator[Row]:
+        # tuple.__new__ is what row_type(...) comes down to, at less than half its time.
+        return map(tuple.__new__, repeat(self.row_type), zip(*self.columns, strict=True))
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Row, ...]: ...
+    def __getitem__(self, index: int | slice) -> Row | tuple[Row, ...]:
+        if isinstance(index, slice):
+            return tuple(self)[index]
+        return self.row_type(*[column[index] for column in self.columns])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, abc.Sequence) and list(self) == list(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return repr(list(self))
+
+
 class Segment(NamedTuple):
     """Compute positions [start, stop) of one sequence.
 
     A decode is a segment of length 1, a prefill chunk a longer one, the recomputation of a dropped leading range one
     more segment of the same sequence. It may be planned only when every earlier position of its sequence is resident
-    in the cache, or is computed within the same step. A tuple, as hundreds are made each step.
+    in the cache, or is computed within the same step.
     """
 
     sequence_id: str
@@ -93,7 +145,7 @@ class Segment(NamedTuple):
     start: int
     stop: int
     tokens: tuple[int, ...]
-    """Token ids at [start, stop); PENDING where a step still in flight samples the token."""
+    """Token ids at [start, stop); PENDING where the row sampled the token, in a step that may still be in flight."""
     sampling: Sampling | None
     """How to sample the token at position `stop`; None when the segment ends before the sequence's last token."""
 
@@ -123,7 +175,8 @@ class StepPlan:
     """One step, decided and not yet applied. Plain data: it can be printed, asserted, simulated, replayed."""
 
     step: int
-    segments: tuple[Segment, ...]
+    segments: abc.Sequence[Segment]
+    """What is computed; the scheduler gives them as Columns."""
     table_writes: tuple[TableWrite, ...] = ()
     """Applied before the segments run, in order."""
     preempted: tuple[str, ...] = ()
@@ -135,11 +188,24 @@ class StepPlan:
     after `swap_in` has read there. A plan without segments is complete when all copies to the host are."""
 
     @property
+    def columns(self) -> Columns[Segment]:
+        """The segments by column."""
+        return Columns.of(Segment, self.segments)
+
+    @property
     def num_tokens(self) -> int:
         """Query tokens of the step: what the token budget bounds."""
-        return sum(segment.stop - segment.start for segment in self.segments)
+        starts: list[int]
+        stops: list[int]
+        _, _, starts, stops, _, _ = self.columns.columns
+        return sum(stops) - sum(starts)
 
-    def sampled(self) -> Iterator[Segment]:
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that the step samples: the length of StepResult.tokens."""
+        return sum([sampling is not None for sampling in self.columns.columns[-1]])
+
+    def sampled(self) -> abc.Iterator[Segment]:
         """The segments that sample a token, in the order of StepResult.tokens."""
         return (segment for segment in self.segments if segment.sampling is not None)
 
@@ -183,27 +249,27 @@ class Sequence:
     """The request's own seed, or one drawn for it."""
     tokens: list[int] = field(default_factory=list)
     """Prompt and generated tokens known to the host."""
-    in_flight: int = 0
-    """Tokens that steps in flight sample for this sequence."""
+    length: int = 0
+    """Positions that exist, those whose token is still being sampled included."""
     cached_tokens: int = 0
     """Prompt tokens that the prefix cache gave at first admission."""
     preemptions: int = 0
     scheduled_at: float | None = None
-    first_token_at: float | None = None
     finish_reason: FinishReason | None = None
 
     def __post_init__(self) -> None:
         if not self.tokens:
             self.tokens = list(self.request.prompt)
+        self.length = self.length or len(self.tokens)
 
     @property
     def id(self) -> str:
         return self.request.id
 
     @property
-    def length(self) -> int:
-        """Positions that exist, those whose token is still being sampled included."""
-        return len(self.tokens) + self.in_flight
+    def in_flight(self) -> int:
+        """Tokens that steps in flight sample for this sequence."""
+        return self.length - len(self.tokens)
 
     @property
     def generated(self) -> int:
@@ -212,7 +278,7 @@ class Sequence:
 
 
 class SequenceOutput(NamedTuple):
-    """What one step added to one sequence. A tuple, as hundreds are made each step."""
+    """What one step added to one sequence."""
 
     request_id: str
     tokens: tuple[int, ...]

@@ -266,9 +266,9 @@ class EngineClient:
 
     def _take(self, message: FromEngine) -> None:
         match message:
-            case Outputs(outputs):
+            case Outputs():
                 now = time.monotonic()
-                for output in outputs:
+                for output in message.outputs:
                     self._deliver(output, now)
             case Stats(number, stats):
                 answer = self._unanswered.get(number)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from holdfast.core.protocols import Clock, Executor
-from holdfast.core.types import Request, SchedulerStats, SequenceOutput, StepPlan
+from holdfast.core.types import Columns, Request, SchedulerStats, SequenceOutput, StepPlan
 from holdfast.scheduler.base import Scheduler
 
 
@@ -32,7 +32,7 @@ class Loop:
         """Let go of a request and its blocks at once."""
         self._scheduler.abort(request_id)
 
-    def step(self) -> list[SequenceOutput]:
+    def step(self) -> Columns[SequenceOutput]:
         """Fill the pipeline, wait for its oldest step and say what that gave; nothing at once if there is none."""
         while len(self._plans) < self._steps_in_flight:
             plan = self._scheduler.schedule(self._clock())
@@ -41,7 +41,7 @@ class Loop:
             self._executor.submit(plan)
             self._plans.append(plan)
         if not self._plans:
-            return []
+            return Columns.of(SequenceOutput, ())
         result = self._executor.collect()
         return self._scheduler.update(self._plans.popleft(), result, self._clock())
 

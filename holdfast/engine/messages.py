@@ -8,7 +8,7 @@ import msgspec
 
 from holdfast.core.config import EngineConfig
 from holdfast.core.protocols import MemoryProfile
-from holdfast.core.types import Request, SchedulerStats, SequenceOutput
+from holdfast.core.types import Columns, FinishReason, Request, SchedulerStats, SequenceOutput
 
 MESSAGE_LIMIT = 128 << 20
 """Most bytes of one message: a prompt of the longest length that a configuration allows fits."""
@@ -90,9 +90,14 @@ class Ready(Message, tag="ready"):
 
 
 class Outputs(Message, tag="outputs"):
-    """From the engine: all that one step gave."""
+    """From the engine: all that one step gave, the fields of SequenceOutput by column."""
 
-    outputs: list[SequenceOutput]
+    columns: tuple[list[str], list[tuple[int, ...]], list[FinishReason | None], list[int], list[float], list[int]]
+
+    @property
+    def outputs(self) -> Columns[SequenceOutput]:
+        """The same by sequence."""
+        return Columns(SequenceOutput, self.columns)
 
 
 class Refused(Message, tag="refused"):

@@ -84,7 +84,7 @@ def serve(loop: Loop, parent: Parent) -> None:
         if loop.has_work():
             outputs = loop.step()
             if outputs:
-                parent.send(Outputs(outputs))
+                parent.send(Outputs(outputs.columns))
 
 
 def handle(message: ToEngine, loop: Loop, parent: Parent) -> bool:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from holdfast.core.types import PENDING, StepPlan
+from holdfast.core.types import PENDING, Sampling, StepPlan
 from holdfast.kernels.protocol import Segments
 
 Ints = npt.NDArray[np.int64]
@@ -37,6 +37,8 @@ class Layout:
 
 
 FLOATS = ("temperature", "top_p")
+SETTINGS = np.dtype([("seed", np.int64), ("top_k", np.int64), ("temperature", np.float32), ("top_p", np.float32)])
+"""How a row draws its tokens."""
 
 PADDING = {"ids": 0, "positions": 0, "slots": -1}
 """What the fields of a token that is none hold: attention's `write` skips a negative slot."""
@@ -133,6 +135,9 @@ class Batch:
         self._layout = Layout(tokens=max_tokens, rows=rows, writes=max_tokens + rows)
         self._size = max(span.stop for span in self._layout.spans().values())
         self._mirror = np.full((rows, max_blocks), -1, np.int32)
+        self._settings = np.zeros(rows, SETTINGS)
+        self._drawn: list[Sampling | None] = [None] * rows
+        """By row, what `_settings` holds."""
         self._free: list[HostBuffer] = []
         self._persistent = Fields(self._layout, torch.empty(self._size, dtype=torch.int64, device=device))
 
@@ -212,24 +217,27 @@ class Batch:
     def _write_mirror(self, plan: StepPlan) -> Ints:
         """Apply table writes to the mirror; the flat places that changed."""
         width = self._mirror.shape[1]
-        places = []
-        for write in plan.table_writes:
-            stop = write.start + len(write.blocks)
+        places: list[int] = []
+        entries: list[int] = []
+        for row, start, blocks in plan.table_writes:
+            stop = start + len(blocks)
             if stop > width:
-                raise ValueError(f"row {write.row} gets table entries up to {stop}; it has {width}")
-            self._mirror[write.row, write.start : stop] = write.blocks
-            places.append(np.arange(write.row * width + write.start, write.row * width + stop))
-        return np.concatenate(places) if places else np.empty(0, np.int64)
+                raise ValueError(f"row {row} gets table entries up to {stop}; it has {width}")
+            places += range(row * width + start, row * width + stop)
+            entries += blocks
+        write_at = np.array(places, np.int64)
+        self._mirror.reshape(-1)[write_at] = entries
+        return write_at
 
     def _pack_tokens(self, plan: StepPlan, arrays: dict[str, npt.NDArray[np.generic]]) -> Segments:
         """Ids, positions, slots and rows of every query token; the segments as attention takes them."""
-        bounds = np.array([(segment.row, segment.start, segment.stop) for segment in plan.segments], np.int64)
-        rows, starts, stops = bounds.T
+        _, *bounds, tokens, _ = plan.columns.columns
+        rows, starts, stops = np.array(bounds, np.int64)
         lengths = stops - starts
         query_start = np.zeros(len(lengths) + 1, np.int64)
         np.cumsum(lengths, out=query_start[1:])
         total = int(query_start[-1])
-        arrays["ids"][:total] = np.fromiter(chain.from_iterable(s.tokens for s in plan.segments), np.int64, total)
+        arrays["ids"][:total] = np.fromiter(chain.from_iterable(tokens), np.int64, total)
         token_rows = np.repeat(rows, lengths)
         positions = np.arange(total) + np.repeat(starts - query_start[:-1], lengths)
         table_at, offset = np.divmod(positions, self.block_size)
@@ -246,18 +254,22 @@ class Batch:
         self, plan: StepPlan, segments: Segments, arrays: dict[str, npt.NDArray[np.generic]]
     ) -> tuple[int, bool, bool]:
         """How each sampled token is drawn: the count, whether any is random, whether any is filtered."""
-        drawn = [(index, s.sampling) for index, s in enumerate(plan.segments) if s.sampling is not None]
-        count = len(drawn)
-        at = np.fromiter((index for index, _ in drawn), np.int64, count)
+        drawn = plan.columns.columns[-1]
+        at = np.flatnonzero(np.fromiter([sampling is not None for sampling in drawn], np.bool_, len(drawn)))
+        count, rows = len(at), segments.row[at]
         arrays["sample_at"][:count] = segments.query_start[1:][at] - 1
-        arrays["sample_rows"][:count] = segments.row[at]
-        any_random = any(sampling.temperature > 0 for _, sampling in drawn)
+        arrays["sample_rows"][:count] = rows
+        for index, row in zip(at.tolist(), rows.tolist(), strict=True):
+            if self._drawn[row] is not (sampling := drawn[index]):
+                self._drawn[row] = sampling
+                self._settings[row] = (sampling.seed, sampling.top_k, sampling.temperature, sampling.top_p)
+        settings = self._settings[rows]
+        any_random = bool((settings["temperature"] > 0).any())
         any_filtered = False
         if any_random:
             arrays["sample_position"][:count] = segments.context_stop[at]
-            arrays["seed"][:count] = [sampling.seed for _, sampling in drawn]
-            arrays["top_k"][:count] = [sampling.top_k for _, sampling in drawn]
-            arrays["temperature"][:count] = [sampling.temperature for _, sampling in drawn]
-            arrays["top_p"][:count] = [sampling.top_p for _, sampling in drawn]
-            any_filtered = any(s.temperature > 0 and (s.top_k > 0 or s.top_p < 1) for _, s in drawn)
+            for name in ("seed", "top_k", "temperature", "top_p"):
+                arrays[name][:count] = settings[name]
+            filters = (settings["top_k"] > 0) | (settings["top_p"] < 1)
+            any_filtered = bool((filters & (settings["temperature"] > 0)).any())
         return count, any_random, any_filtered

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections import deque
-from collections.abc import Collection
+from collections import abc, deque
 
 from holdfast.core.types import (
     MAX_SEED,
+    Columns,
     FinishReason,
     Request,
     Sampling,
@@ -39,7 +39,7 @@ class Scheduler:
         max_sequences: int,
         max_model_len: int,
         vocab_size: int = 1 << 32,
-        eos_token_ids: Collection[int] = (),
+        eos_token_ids: abc.Collection[int] = (),
         headroom: float = 0.1,
         sharing: StateIdentity | None = None,
         order: Order = priority,
@@ -121,7 +121,7 @@ class Scheduler:
             self._tokens_computed += step.num_tokens
         return plan
 
-    def update(self, plan: StepPlan, result: StepResult, now: float) -> list[SequenceOutput]:
+    def update(self, plan: StepPlan, result: StepResult, now: float) -> Columns[SequenceOutput]:
         """Read in the result of the oldest plan in flight: the tokens that became known, and which sequences ended."""
         number, sampling = self._in_flight.popleft()
         if not plan.step == result.step == number or len(result.tokens) != len(sampling):
@@ -133,27 +133,34 @@ class Scheduler:
         pool.now = now
         pool.landed(result.swapped_out)
         self._policy.learn(plan, result)
-        outputs: list[SequenceOutput] = []
-        new = tuple.__new__  # what SequenceOutput(...) comes down to, at less than half its time
-        for entry, token in zip(sampling, result.tokens, strict=True):
+        return self._read(sampling, result.tokens)
+
+    def _read(self, sampling: list[Entry], tokens: abc.Sequence[int]) -> Columns[SequenceOutput]:
+        """Add a token to each of these sequences, except to those that ended meanwhile."""
+        added: list[Sequence] = []
+        for entry, token in zip(sampling, tokens, strict=True):
             sequence = entry.sequence
             if sequence.finish_reason is not None:
                 continue
-            tokens = sequence.tokens
-            tokens.append(token)
-            sequence.in_flight -= 1
-            if sequence.first_token_at is None:
-                sequence.first_token_at = now
-            known = len(tokens)
-            if known >= entry.residency.next_seal:
-                entry.residency.seal(tokens)
+            added.append(sequence)
+            known = sequence.tokens
+            known.append(token)
+            if len(known) >= entry.watch:
+                entry.residency.seal(known)
+                entry.watch = min(entry.residency.next_seal, entry.limit)
             if token in entry.ends:
                 self._end(entry, FinishReason.STOP)
-            elif known == entry.limit:
+            elif len(known) == entry.limit:
                 self._end(entry, FinishReason.LENGTH)
-            reason, cached, since = sequence.finish_reason, sequence.cached_tokens, sequence.scheduled_at
-            outputs.append(new(SequenceOutput, (entry.id, (token,), reason, cached, since, sequence.preemptions)))
-        return outputs
+        columns = (
+            [sequence.request.id for sequence in added],
+            list(zip(tokens)) if len(added) == len(tokens) else [(sequence.tokens[-1],) for sequence in added],
+            [sequence.finish_reason for sequence in added],
+            [sequence.cached_tokens for sequence in added],
+            [sequence.scheduled_at for sequence in added],
+            [sequence.preemptions for sequence in added],
+        )
+        return Columns(SequenceOutput, columns)
 
     def has_work(self) -> bool:
         """Whether any request has not ended."""

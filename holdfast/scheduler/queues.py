@@ -30,6 +30,10 @@ class Entry:
     """Tokens that end it."""
     row: int = NO_ROW
     """Row of the executor's batch state while it runs."""
+    fed: bool = False
+    """Its row holds its last token, sampled or being sampled: that position is all that it lacks."""
+    watch: int = 0
+    """Nothing but its end tokens need be looked at while fewer tokens than this are known."""
     planned_in: int = -1
     """Number of the last step with a segment of it."""
 
@@ -90,6 +94,8 @@ class Queues:
         residency, sequence = entry.residency, entry.sequence
         copies = residency.open(found, sequence.length)
         entry.row = self.rows.pop()
+        entry.fed = False
+        entry.watch = 0
         self.running.add(entry)
         self.recovered += sum(stop - start for start, stop in residency.missing(sequence.length)[:-1])
         if sequence.scheduled_at is None:

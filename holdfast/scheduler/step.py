@@ -5,10 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
-from holdfast.core.types import PENDING, BlockCopy, Segment, StepPlan, StepResult, TableWrite
+from holdfast.core.types import PENDING, BlockCopy, Columns, Sampling, Segment, StepPlan, StepResult, TableWrite
 from holdfast.scheduler.queues import Entry, Queues, RankedQueue
 
-ONE_PENDING = (PENDING,)
+ROWS_OWN = (PENDING,)
+"""The token of a decode: what its row sampled last."""
 
 
 class Policy(ABC):
@@ -30,8 +31,9 @@ def anyone(entry: Entry) -> bool:
 class Step:
     """Plans segments while the budget lasts; what is planned cannot be taken back.
 
-    Every verb goes through the sequences in rank order. There are no phases: a sequence that lacks one position is
-    decoded, one that lacks more is prefilled, whether its tokens came from a client or from before a preemption.
+    Every verb goes through the sequences in rank order. There are no phases: a sequence that lacks only the token which
+    its row sampled last is decoded, one that lacks more is prefilled, whether its tokens came from a client or from
+    before a preemption.
     """
 
     def __init__(self, queues: Queues, number: int, now: float) -> None:
@@ -46,7 +48,12 @@ class Step:
         self._queues = queues
         self._number = number
         self._now = now
-        self._segments: list[Segment] = []
+        self._ids: list[str] = []
+        self._rows: list[int] = []
+        self._starts: list[int] = []
+        self._stops: list[int] = []
+        self._tokens: list[tuple[int, ...]] = []
+        self._samplings: list[Sampling | None] = []
         self._writes: list[TableWrite] = []
         self._preempted: list[str] = []
         self._swap_in: list[BlockCopy] = []
@@ -71,37 +78,43 @@ class Step:
         return self._queues.pool.num_blocks
 
     def decode(self) -> None:
-        """Plan every running sequence that lacks one position, preempting those that rank below it for its blocks."""
-        budget, number = self.budget, self._number
-        segments, sampling = self._segments, self.sampling
-        new = tuple.__new__  # what Segment(...) comes down to, at less than half its time
+        """Plan every running sequence whose row is fed, preempting those that rank below it for its blocks."""
+        number, room = self._number, self.budget
+        chosen: list[Entry] = []
+        starts: list[int] = []
         for entry in self._queues.running:
-            if budget <= 0:
-                break
-            sequence, residency = entry.sequence, entry.residency
-            known = len(sequence.tokens)
-            length = known + sequence.in_flight
+            if not entry.fed or entry.planned_in == number:
+                continue
+            residency = entry.residency
             start = residency.planned
-            if start != length - 1 or length >= entry.limit or entry.planned_in == number:
+            stop = start + 1
+            if stop >= entry.limit:
                 continue
-            if length > residency.capacity and not self._grow(entry):
+            if len(chosen) >= room:
+                break
+            if stop > residency.capacity and not self._grow(entry):
                 continue
-            tokens = (sequence.tokens[start],) if start < known else ONE_PENDING
-            segments.append(new(Segment, (entry.id, entry.row, start, length, tokens, entry.sampling)))
-            sampling.append(entry)
-            residency.plan(start, length)
-            sequence.in_flight += 1
+            chosen.append(entry)
+            starts.append(start)
+            residency.planned = stop
+            entry.sequence.length = stop + 1
             entry.planned_in = number
-            budget -= 1
-        self.num_tokens += self.budget - budget
-        self.budget = budget
+        self._ids += [entry.id for entry in chosen]
+        self._rows += [entry.row for entry in chosen]
+        self._starts += starts
+        self._stops += [start + 1 for start in starts]
+        self._tokens += [ROWS_OWN] * len(chosen)
+        self._samplings += [entry.sampling for entry in chosen]
+        self.sampling += chosen
+        self.num_tokens += len(chosen)
+        self.budget -= len(chosen)
 
     def prefill(self) -> None:
-        """Plan the next chunk of every running sequence that lacks more than one position."""
+        """Plan the next chunk of every running sequence whose row is not fed."""
         for entry in self._queues.running:
             if self.budget <= 0:
                 return
-            if entry.planned_in != self._number and entry.sequence.length - entry.residency.planned > 1:
+            if not entry.fed and entry.planned_in != self._number:
                 self._chunk(entry)
 
     def admit(self, allow: Callable[[Entry], bool] = anyone, *, whole: bool = False) -> None:
@@ -121,15 +134,15 @@ class Step:
         If not, and nothing can run before idle state has made room, the plan is one without segments.
         """
         pool = self._queues.pool
-        if not self._segments and in_flight:
+        if not self._ids and in_flight:
             return None
         ready = pool.ready
         swap_out = pool.relieve(self._number)
-        if not self._segments and not pool.leaving and pool.ready == ready:
+        if not self._ids and not pool.leaving and pool.ready == ready:
             return None
         return StepPlan(
             self._number,
-            tuple(self._segments),
+            Columns(Segment, (self._ids, self._rows, self._starts, self._stops, self._tokens, self._samplings)),
             tuple(self._writes),
             tuple(self._preempted),
             tuple(self._swap_in),
@@ -146,14 +159,19 @@ class Step:
             if start == stop:
                 break
             last = stop == sequence.length
-            tokens = tuple(sequence.tokens[start:stop])
-            self._segments.append(Segment(entry.id, entry.row, start, stop, tokens, entry.sampling if last else None))
+            self._ids.append(entry.id)
+            self._rows.append(entry.row)
+            self._starts.append(start)
+            self._stops.append(stop)
+            self._tokens.append(tuple(sequence.tokens[start:stop]))
+            self._samplings.append(entry.sampling if last else None)
             residency.plan(start, stop)
             self.num_tokens += stop - start
             self.budget -= stop - start
             if last:
                 self.sampling.append(entry)
-                sequence.in_flight += 1
+                sequence.length += 1
+                entry.fed = True
         residency.seal(sequence.tokens)
         entry.planned_in = self._number
 

@@ -53,8 +53,7 @@ class SimulatedExecutor:
         seconds = self._latency.seconds(plan)
         self._free_at = max(self._clock.now, self._free_at) + seconds
         self.busy += seconds
-        sampled = sum([segment[5] is not None for segment in plan.segments])
-        self._in_flight.append((StepResult(plan.step, (TOKEN,) * sampled, seconds, plan.step), self._free_at))
+        self._in_flight.append((StepResult(plan.step, (TOKEN,) * plan.num_sampled, seconds, plan.step), self._free_at))
 
     def collect(self) -> StepResult:
         result, ends = self._in_flight.popleft()

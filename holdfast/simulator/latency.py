@@ -14,4 +14,5 @@ class Latency:
 
     def seconds(self, plan: StepPlan) -> float:
         """Time that the device spends on the step."""
-        return self._predictor.segments([(start, stop) for _, _, start, stop, _, _ in plan.segments])
+        _, _, starts, stops, _, _ = plan.columns.columns
+        return self._predictor.segments(zip(starts, stops, strict=True))

@@ -37,7 +37,7 @@ def test_a_plan_counts_query_tokens_and_lists_the_segments_that_sample():
 def test_a_sequence_counts_tokens_in_flight_as_positions_and_as_generated():
     sequence = Sequence(Request("a", prompt=(5, 6, 7), params=SamplingParams()), seed=1)
     sequence.tokens.append(9)
-    sequence.in_flight = 1
-    assert sequence.length == 5
+    sequence.length = 5
+    assert sequence.in_flight == 1
     assert sequence.generated == 2
     assert sequence.request.prompt == (5, 6, 7), "the request is not touched by what is generated"

@@ -5,7 +5,7 @@ import pytest
 
 from holdfast.core.config import EngineConfig
 from holdfast.core.protocols import MemoryProfile
-from holdfast.core.types import FinishReason, Request, SamplingParams, SchedulerStats, SequenceOutput
+from holdfast.core.types import Columns, FinishReason, Request, SamplingParams, SchedulerStats, SequenceOutput
 from holdfast.engine import messages
 from holdfast.engine.messages import decode_from_engine, decode_to_engine, encode
 
@@ -53,7 +53,7 @@ def test_what_goes_to_the_engine_arrives_as_it_was(message):
         messages.Hello(),
         messages.Progress("loading"),
         messages.Ready(INFO),
-        messages.Outputs(OUTPUTS),
+        messages.Outputs(Columns.of(SequenceOutput, OUTPUTS).columns),
         messages.Refused("r", "too long"),
         messages.Stats(3, SchedulerStats(1, 2, 3, 4, 5, 6, 7, 8, 9)),
         messages.Failure("no memory"),

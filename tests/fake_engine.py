@@ -81,6 +81,7 @@ class Asked:
     params: SamplingParams
     priority: int
     tenant: str
+    deadline: float | None
     ended: str = "running"
 
 
@@ -110,10 +111,11 @@ class FakeClient:
         request_id: str | None = None,
         priority: int = 0,
         tenant: str = "",
+        deadline: float | None = None,
     ) -> AsyncGenerator[Delta, None]:
         if self.refuse is not None:
             raise self.refuse
-        asked = Asked(list(prompt), params, priority, tenant)
+        asked = Asked(list(prompt), params, priority, tenant, deadline)
         self.asked.append(asked)
         words = self.words[: params.max_tokens]
         try:

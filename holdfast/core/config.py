@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, Literal
 
 BUILTIN_MODEL = "holdfast-tiny"
@@ -10,6 +11,9 @@ BUILTIN_MODEL = "holdfast-tiny"
 SchedulerName = Literal[
     "stall-free", "request-level", "orca", "prefill-first", "chunked-only", "hybrid-only", "unified"
 ]
+
+
+OrderName = Literal["fcfs", "priority", "deadline", "fair"]
 
 
 def option(default: Any, help: str) -> Any:
@@ -50,6 +54,17 @@ class EngineConfig:
     scheduler: SchedulerName = option(  # noqa: RUF009  a string
         "stall-free", "what runs next; all but the default are there to compare with"
     )
+    order: OrderName = option(  # noqa: RUF009  a string
+        "priority",
+        "who goes first: first come, the priority class, the earliest deadline, or the tenant that was served least",
+    )
+    priority_aging: float = option(
+        3600.0, "seconds of waiting that lift a request by one priority class, so that no class waits for ever"
+    )
+    ttft_target: float | None = option(
+        None, "deadline of the first token in ms, for requests that name none, with the deadline order; default: 2000"
+    )
+    fair_weight: float = option(2.0, "prompt tokens that a generated one counts, with the fair order")
     token_budget: int | None = option(None, "most tokens in one step; default: 2048 on CUDA, 512 on a CPU")
     tbt_target: float | None = option(
         None,
@@ -80,10 +95,12 @@ class EngineConfig:
             value = getattr(self, name)
             if not least <= value <= most:
                 raise ValueError(f"{name} is {value}; it must lie between {least} and {most}")
-        for name in ("cache_gb", "tbt_target"):
+        for name in ("cache_gb", "tbt_target", "ttft_target", "priority_aging", "fair_weight"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} is {value}; it must be above 0")
+            if value is not None and not 0 < value < inf:
+                raise ValueError(f"{name} is {value}; it must be above 0 and finite")
+        if self.ttft_target is not None and self.order != "deadline":
+            raise ValueError(f"ttft_target is for the deadline order, and order is {self.order}; drop one")
         if self.host_cache_gb < 0:
             raise ValueError(f"host_cache_gb is {self.host_cache_gb}; it must be at least 0, which is off")
         if self.chunk_size < 1:

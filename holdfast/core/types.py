@@ -16,6 +16,8 @@ PENDING = -1
 """A token id that the host need not know yet: the executor puts in what the row sampled last."""
 
 MAX_SEED = 2**63 - 1
+MAX_DEADLINE = 86_400
+"""Seconds from arrival."""
 
 
 class FinishReason(enum.StrEnum):
@@ -230,11 +232,13 @@ class Request:
     prompt: tuple[int, ...]
     params: SamplingParams
     priority: int = 0
-    """Lower runs first; FCFS among equals."""
+    """Class: lower runs first; FCFS among equals."""
     tenant: str = ""
     """Prefixes are shared within a tenant only."""
     arrival: float = 0.0
     """Seconds on the clock of the process group (monotonic)."""
+    deadline: float | None = None
+    """Seconds from arrival until the first token is due; None leaves it to the order."""
 
 
 @dataclass(slots=True, eq=False)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.core.config import EngineConfig
-from holdfast.core.types import FinishReason, Request, SamplingParams, SchedulerStats, SequenceOutput
+from holdfast.core.types import MAX_DEADLINE, FinishReason, Request, SamplingParams, SchedulerStats, SequenceOutput
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.child import Child
 from holdfast.engine.messages import (
@@ -181,8 +181,11 @@ class EngineClient:
         request_id: str | None = None,
         priority: int = 0,
         tenant: str = "",
+        deadline: float | None = None,
     ) -> AsyncGenerator[Delta, None]:
         """The deltas of one request, which is submitted when the first is asked for.
+
+        `deadline` is in seconds from now until the first token is due, for the order that goes by it.
 
         Leaving the iterator before its last Delta (aclose, cancellation) aborts the request in the engine. Raises
         RequestRefused at once for what can never fit, QueueFull, EngineDead; and EngineDead while it runs.
@@ -194,6 +197,7 @@ class EngineClient:
             priority=priority,
             tenant=tenant,
             arrival=time.monotonic(),
+            deadline=deadline,
         )
         self._admit(request)
         check(request, self.info)
@@ -401,3 +405,8 @@ def check(request: Request, info: EngineInfo) -> None:
         )
     if not -(1 << 31) <= request.priority < 1 << 31:
         raise RequestRefused(f"priority is {request.priority}; it must fit in 32 bits", "priority")
+    if request.deadline is not None and not 0 < request.deadline <= MAX_DEADLINE:
+        raise RequestRefused(
+            f"the deadline is {request.deadline} s after arrival; it must lie above 0 and be at most {MAX_DEADLINE} s",
+            "deadline_ms",
+        )

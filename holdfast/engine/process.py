@@ -41,6 +41,7 @@ from holdfast.memory.retention import Cost, RetentionRule, cost_by_position
 from holdfast.models.loader import load
 from holdfast.scheduler.base import Scheduler
 from holdfast.scheduler.choice import RESERVING, capacity_of, choose_policy
+from holdfast.scheduler.priority import make_order
 from holdfast.scheduler.step import Policy
 
 clock = time.monotonic
@@ -223,6 +224,7 @@ def make_scheduler(executor: PagedExecutor, info: EngineInfo, policy: Policy, co
         eos_token_ids=executor.model.spec.eos_token_ids,
         headroom=0.0 if config.scheduler in RESERVING else config.headroom,
         sharing=StateIdentity(model=info.model, dtype=info.dtype) if config.prefix_sharing else None,
+        order=make_order(config),
         seed=config.seed,
     )
 

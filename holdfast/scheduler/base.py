@@ -19,8 +19,9 @@ from holdfast.core.types import (
 )
 from holdfast.memory.blocks import BlockPool, StateIdentity
 from holdfast.memory.conversation import Residency
-from holdfast.scheduler.priority import Order, priority
-from holdfast.scheduler.queues import Entry, Queues
+from holdfast.scheduler.entries import Entry
+from holdfast.scheduler.priority import Order, Priority
+from holdfast.scheduler.queues import Queues
 from holdfast.scheduler.step import Policy, Step
 
 
@@ -42,22 +43,22 @@ class Scheduler:
         eos_token_ids: abc.Collection[int] = (),
         headroom: float = 0.1,
         sharing: StateIdentity | None = None,
-        order: Order = priority,
+        order: Order | None = None,
         seed: int = 0,
     ) -> None:
         """`sharing` identifies the state in the cache, for requests to share equal prefixes; None: they do not.
 
-        `headroom` is the share of the blocks that admission leaves to running sequences; `seed` makes the seeds of
-        requests that bring none.
+        `headroom` is the share of the blocks that admission leaves to running sequences; `order` says who goes
+        first, by default the priority class; `seed` makes the seeds of requests that bring none.
         """
         self.max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._policy = policy
-        self._order = order
+        self._order = order or Priority()
         self._sharing = sharing
         self._eos = frozenset(eos_token_ids)
         self._seed = seed
-        self._queues = Queues(pool, max_sequences, headroom)
+        self._queues = Queues(pool, max_sequences, headroom, self._order)
         self._entries: dict[str, Entry] = {}
         self._in_flight: deque[tuple[int, list[Entry]]] = deque()
         self._requests = 0
@@ -90,7 +91,7 @@ class Scheduler:
         entry = Entry(
             sequence=Sequence(request, seed),
             id=request.id,
-            rank=self._order(request, self._requests),
+            rank=self._order.rank(request, self._requests),
             residency=Residency(pool, self._sharing.root(request.tenant) if self._sharing else None),
             sampling=Sampling(params.temperature, params.top_k, params.top_p, seed),
             limit=limit,
@@ -137,6 +138,7 @@ class Scheduler:
 
     def _read(self, sampling: list[Entry], tokens: abc.Sequence[int]) -> Columns[SequenceOutput]:
         """Add a token to each of these sequences, except to those that ended meanwhile."""
+        self._order.sampled(sampling)
         added: list[Sequence] = []
         for entry, token in zip(sampling, tokens, strict=True):
             sequence = entry.sequence

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast.scheduler.queues import Entry
+from holdfast.scheduler.entries import Entry
 from holdfast.scheduler.step import Policy, Step
 
 
@@ -50,6 +50,7 @@ class PrefillFirst(Policy):
 
     def fill(self, step: Step) -> None:
         step.budget = self.capacity
+        step.make_way()
         step.admit(whole=True)
         if not step.num_tokens:
             step.decode()
@@ -64,6 +65,7 @@ class HybridOnly(Policy):
 
     def fill(self, step: Step) -> None:
         step.budget = self.capacity
+        step.make_way()
         step.decode()
         step.admit(whole=True)
 
@@ -81,6 +83,7 @@ class Unified(Policy):
 
     def fill(self, step: Step) -> None:
         step.budget = self.capacity
+        step.make_way()
         step.decode()
         step.admit(lambda entry: step.num_tokens < self.threshold, whole=True)
 
@@ -99,6 +102,7 @@ class ChunkedOnly(Policy):
                 step.decode()
             else:
                 step.prefill()
+                step.make_way()
                 step.admit()
             if step.num_tokens:
                 self._decodes_next = not decodes

@@ -45,6 +45,7 @@ class PacedStallFree(Policy):
 
     def fill(self, step: Step) -> None:
         step.budget = self.ceiling
+        step.make_way()
         step.decode()
         decodes = step.num_tokens
         self._attention = self._predictor.decodes([entry.residency.planned for entry in step.sampling])

@@ -18,6 +18,7 @@ class StallFree(Policy):
 
     def fill(self, step: Step) -> None:
         step.budget = self.token_budget
+        step.make_way()
         step.decode()
         step.prefill()
         step.admit()

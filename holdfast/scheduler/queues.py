@@ -1,80 +1,23 @@
-"""Queues: the sequences that wait and those that run, each in rank order, and the rows that the latter stand in."""
+"""Queues: the sequences that wait and those that run, and the rows that the latter stand in."""
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections.abc import Iterator
-from dataclasses import dataclass
-from operator import attrgetter
-
-from holdfast.core.types import BlockCopy, Sampling, Sequence
+from holdfast.core.types import BlockCopy
 from holdfast.memory.blocks import BlockPool
-from holdfast.memory.conversation import Found, Residency
-from holdfast.scheduler.priority import Rank
-
-NO_ROW = -1
-
-
-@dataclass(slots=True, eq=False)
-class Entry:
-    """A sequence in a queue, with what planning it takes."""
-
-    sequence: Sequence
-    id: str
-    rank: Rank
-    residency: Residency
-    sampling: Sampling
-    limit: int
-    """The sequence ends at this length."""
-    ends: frozenset[int]
-    """Tokens that end it."""
-    row: int = NO_ROW
-    """Row of the executor's batch state while it runs."""
-    fed: bool = False
-    """Its row holds its last token, sampled or being sampled: that position is all that it lacks."""
-    watch: int = 0
-    """Nothing but its end tokens need be looked at while fewer tokens than this are known."""
-    planned_in: int = -1
-    """Number of the last step with a segment of it."""
-
-
-class RankedQueue:
-    """Entries in rank order; the common cases, in at the back and out at the front or the back, are cheap."""
-
-    def __init__(self) -> None:
-        self._entries: list[Entry] = []
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def __iter__(self) -> Iterator[Entry]:
-        """First rank first. Entries behind the current one may be removed on the way."""
-        return iter(self._entries)
-
-    def __reversed__(self) -> Iterator[Entry]:
-        return reversed(self._entries)
-
-    def add(self, entry: Entry) -> None:
-        insort(self._entries, entry, key=RANK)
-
-    def remove(self, entry: Entry) -> None:
-        index = bisect_left(self._entries, entry.rank, key=RANK)
-        assert self._entries[index] is entry
-        del self._entries[index]
-
-    def first(self) -> Entry | None:
-        return self._entries[0] if self._entries else None
-
-
-RANK = attrgetter("rank")
+from holdfast.memory.conversation import Found
+from holdfast.scheduler.entries import NO_ROW, Entry, RankedQueue
+from holdfast.scheduler.priority import Order
 
 
 class Queues:
     """All that a step is decided from. A sequence waits, or runs: then it has a row, and blocks for what is planned."""
 
-    def __init__(self, pool: BlockPool, max_sequences: int, headroom: float) -> None:
+    def __init__(self, pool: BlockPool, max_sequences: int, headroom: float, order: Order) -> None:
         self.pool = pool
-        self.waiting = RankedQueue()
+        self.order = order
+        self.waiting = waiting = order.queue()
+        self.contenders = waiting if order.displaces and isinstance(waiting, RankedQueue) else None
+        """Those who wait, where they may displace those who run."""
         self.running = RankedQueue()
         self.growth = int(pool.num_blocks * headroom)
         """Blocks that admission leaves to running sequences."""
@@ -103,6 +46,7 @@ class Queues:
             sequence.cached_tokens = len(found) * self.pool.block_size
             self.prefix_queries += len(sequence.tokens)
             self.prefix_hits += sequence.cached_tokens
+            self.order.started(entry)
         return copies
 
     def stop(self, entry: Entry) -> None:

@@ -6,7 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 from holdfast.core.types import PENDING, BlockCopy, Columns, Sampling, Segment, StepPlan, StepResult, TableWrite
-from holdfast.scheduler.queues import Entry, Queues, RankedQueue
+from holdfast.scheduler.entries import Entry, RankedQueue
+from holdfast.scheduler.queues import Queues
 
 ROWS_OWN = (PENDING,)
 """The token of a decode: what its row sampled last."""
@@ -76,6 +77,37 @@ class Step:
     def num_blocks(self) -> int:
         """Blocks of the device in all."""
         return self._queues.pool.num_blocks
+
+    def make_way(self) -> None:
+        """Where the order is one that displaces, suspend running sequences for waiting ones of a higher class.
+
+        A waiting sequence displaces the last in rank, and only such as rank behind it: so the first of all is never
+        displaced. As many make way as it takes for those ahead to find rows and blocks, and no more than the budget
+        has room for beside the decodes. They come back as any that was preempted, with what is kept of their state.
+        """
+        queues, pool, running = self._queues, self._queues.pool, self._queues.running
+        rows, spare = len(queues.rows), pool.available - queues.growth
+        room = max(1, self.budget - len(running))
+        for entry in queues.contenders or ():
+            sequence = entry.sequence
+            if room <= 0 or sequence.in_flight or not running or entry.rank > running.last().rank:
+                return
+            kept = entry.residency.match(sequence.tokens).device.values()
+            needed = pool.blocks_for(sequence.length) - len(kept) + pool.unowned(kept)
+            victims: list[Entry] = []
+            for other in reversed(running):
+                if (rows and spare >= needed) or other.rank < entry.rank:
+                    break
+                if other.sequence.request.priority > sequence.request.priority and other.planned_in != self._number:
+                    victims.append(other)
+                    rows += 1
+                    spare += len(other.residency.blocks)
+            if not rows or spare < needed:
+                return
+            for victim in victims:
+                queues.preempt(victim)
+                self._preempted.append(victim.id)
+            rows, spare, room = rows - 1, spare - needed, room - sequence.length
 
     def decode(self) -> None:
         """Plan every running sequence whose row is fed, preempting those that rank below it for its blocks."""

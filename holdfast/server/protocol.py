@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from holdfast.core.types import MAX_SEED, SamplingParams
+from holdfast.core.types import MAX_DEADLINE, MAX_SEED, SamplingParams
 
 MAX_MESSAGES = 4096
 MAX_STOPS = 16
@@ -114,7 +114,7 @@ class RequestBody(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True)
 
 
 class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """What all requests for generation have in common, vLLM's extensions included."""
+    """What all requests for generation have in common, vLLM's extensions included, and `deadline_ms`, our own."""
 
     model: str
     stream: bool = False
@@ -126,6 +126,7 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] = []
     ignore_eos: bool = False
     priority: Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)] = 0
+    deadline_ms: Annotated[float, Meta(ge=1, le=MAX_DEADLINE * 1000)] | None = None
 
     def sampling(self, choice: int, max_tokens: int) -> SamplingParams:
         """Sampling of one choice of `n`: choice i draws with seed + i, so the choices differ and can be repeated."""

@@ -32,6 +32,8 @@ class Wanted(Protocol):
     @property
     def priority(self) -> int: ...
     @property
+    def deadline_ms(self) -> float | None: ...
+    @property
     def most_tokens(self) -> int | None: ...
     def sampling(self, choice: int, max_tokens: int) -> SamplingParams: ...
 
@@ -138,7 +140,14 @@ class Answer:
         """One choice's deltas, measured as they pass."""
         metrics = self.service.metrics
         last: float | None = None
-        stream = self.service.client.stream(prompt, params, priority=self.wanted.priority, tenant=self.tenant)
+        wanted = self.wanted
+        stream = self.service.client.stream(
+            prompt,
+            params,
+            priority=wanted.priority,
+            tenant=self.tenant,
+            deadline=None if wanted.deadline_ms is None else wanted.deadline_ms / 1000,
+        )
         async with aclosing(stream) as deltas:
             async for delta in deltas:
                 now = time.monotonic()

@@ -19,6 +19,7 @@ from holdfast.memory.blocks import BlockPool, StateIdentity
 from holdfast.memory.retention import RetentionRule
 from holdfast.scheduler.base import Scheduler
 from holdfast.scheduler.choice import RESERVING, capacity_of, choose_policy
+from holdfast.scheduler.priority import make_order
 from holdfast.simulator.executor import SimulatedExecutor, VirtualClock
 from holdfast.simulator.latency import Latency
 
@@ -83,6 +84,7 @@ def _scheduler(config: EngineConfig, profile: Profile) -> Scheduler:
         vocab_size=VOCAB_SIZE,
         headroom=0.0 if config.scheduler in RESERVING else config.headroom,
         sharing=StateIdentity(model=profile.cost.model) if config.prefix_sharing else None,
+        order=make_order(config),
         seed=config.seed,
     )
 

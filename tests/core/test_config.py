@@ -18,6 +18,9 @@ from holdfast.core.config import EngineConfig
         ("memory_fraction", 1.5),
         ("cache_gb", 0.0),
         ("tbt_target", -5.0),
+        ("ttft_target", 0.0),
+        ("priority_aging", float("inf")),
+        ("fair_weight", 0.0),
         ("max_model_len", 1),
         ("host_cache_gb", -1.0),
         ("chunk_size", 0),
@@ -41,3 +44,9 @@ def test_every_field_brings_its_help():
 def test_it_does_not_change_once_built():
     with pytest.raises(dataclasses.FrozenInstanceError):
         EngineConfig().block_size = 1
+
+
+def test_a_target_for_the_first_token_is_for_the_order_that_goes_by_it():
+    assert EngineConfig(order="deadline", ttft_target=500.0).ttft_target == 500.0
+    with pytest.raises(ValueError, match="ttft_target is for the deadline order, and order is priority"):
+        EngineConfig(ttft_target=500.0)

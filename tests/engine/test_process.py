@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from holdfast.core.config import EngineConfig
 from holdfast.core.types import FinishReason, SamplingParams
+from holdfast.engine import process
 from holdfast.engine.__main__ import one_line
 from holdfast.engine.loop import Loop
-from holdfast.engine.messages import Abort, Ask, Outputs, Refused, Shutdown, Stats, Submit
-from holdfast.engine.process import build, retention_cost, serve
+from holdfast.engine.messages import Abort, Ask, Outputs, Refused, Shutdown, Start, Stats, Submit
+from holdfast.engine.process import build, retention_cost, run, serve
 from holdfast.engine.profiles import Profile
 from holdfast.execution.runner import PagedExecutor
 from holdfast.models.loader import load
@@ -115,6 +119,82 @@ def test_what_a_step_raises_goes_through():
     loop = Loop(create_scheduler(), Broken(64, 4), 2, clock=lambda: 0.0)
     with pytest.raises(RuntimeError, match="fell off the bus"):
         serve(loop, Script(Submit(request)))
+
+
+@pytest.fixture
+def collector():
+    """The garbage collector, left as it was."""
+    yield gc
+    gc.enable()
+    gc.unfreeze()
+
+
+def test_garbage_is_collected_between_steps_alone(monkeypatch, collector):
+    (request,) = create_requests(5)
+    seen = []
+
+    class Watching(FakeDevice):
+        def submit(self, plan):
+            seen.append((collector.isenabled(), collector.get_freeze_count() > 0))
+            super().submit(plan)
+
+    device = Watching(64, 4)
+    device.expect(request)
+    loop = Loop(create_scheduler(), device, 2, clock=lambda: 0.0)
+    monkeypatch.setattr(process, "build", lambda config, **options: (loop, None))
+    run(Start(EngineConfig(), 0.0), ShutdownWhenIdle(Submit(request)))
+    assert seen == [(False, True)] * 4
+
+
+def run_to_the_end(loop):
+    """What each request was given."""
+    tokens = {}
+    while loop.has_work():
+        for output in loop.step():
+            tokens.setdefault(output.request_id, []).extend(output.tokens)
+    return tokens
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+def test_a_chat_request_takes_a_batch_requests_row_and_both_get_the_tokens_they_get_alone(
+    small, monkeypatch, steps_in_flight
+):
+    config = small(max_sequences=2, steps_in_flight=steps_in_flight)
+    first, second, chat = (
+        replace(request, priority=priority, arrival=float(number))
+        for number, (request, priority) in enumerate(
+            zip(
+                create_requests(*(tuple(range(n, n + 21)) for n in (0, 50, 100)), temperature=0.0, max_tokens=30),
+                (1, 1, 0),
+                strict=True,
+            )
+        )
+    )
+    alone = {}
+    for request in (first, second, chat):
+        loop, _ = build(config)
+        loop.add(request)
+        alone |= run_to_the_end(loop)
+
+    loop, _ = build(config)
+    plans, submit = [], loop._executor.submit
+    monkeypatch.setattr(loop._executor, "submit", lambda plan: (plans.append(plan), submit(plan)))
+    loop.add(first)
+    loop.add(second)
+    given = {}
+    for _ in range(12):
+        for output in loop.step():
+            given.setdefault(output.request_id, []).extend(output.tokens)
+    before = len(plans)
+    loop.add(chat)
+    for name, tokens in run_to_the_end(loop).items():
+        given.setdefault(name, []).extend(tokens)
+    assert plans[before].preempted == (second.id,)
+    assert chat.id in {segment.sequence_id for segment in plans[before].segments}
+    resumed = next(segment for plan in plans[before:] for segment in plan.segments if segment.sequence_id == second.id)
+    assert resumed.start == 32, "two full blocks stayed where they were; only the third is computed again"
+    assert given == alone
+    assert loop.stats().preemptions == 1
 
 
 def test_build_divides_the_memory_that_the_device_has(small, checkpoint):

@@ -18,6 +18,7 @@ from holdfast.core.types import Request, SamplingParams
 from holdfast.memory.retention import EVICTIONS
 from holdfast.scheduler.choice import RESERVING, capacity_of, make_policy
 from holdfast.scheduler.paced import PacedStallFree
+from holdfast.scheduler.priority import Deadline, Fair, Fcfs, Priority
 from holdfast.scheduler.step import Policy
 from tests.scheduling import EOS, VOCABULARY, FakeDevice, create_scheduler, run_alone
 
@@ -54,7 +55,7 @@ class AnyOrder(Policy):
 class History:
     """One random run: its settings, its requests, what came out of it."""
 
-    def __init__(self, seed, name="stall-free"):
+    def __init__(self, seed, name="stall-free", order=None):
         self.random = choose = random.Random(seed)
         self.block_size = choose.choice((1, 2, 4, 16))
         least = -(-(MAX_MODEL_LEN - 1) // self.block_size)
@@ -65,8 +66,10 @@ class History:
         self.host_blocks = choose.choice((0, 0, 0, 1, least // 2 + 1, 4 * least))
         self.any_order = name == "stall-free" and choose.random() < 0.25
         self.never_preempts = name in RESERVING
+        self.order = order or Priority(aging=choose.choice((0.5, 20.0, 1e6)))
         self.scheduler = create_scheduler(
             policy=self.policy(name),
+            order=self.order,
             blocks=self.blocks,
             block_size=self.block_size,
             max_sequences=self.max_sequences,
@@ -112,7 +115,7 @@ class History:
         return min(len(request.prompt) + request.params.max_tokens, MAX_MODEL_LEN)
 
     def rank(self, name):
-        return self.requests[name].priority, int(name)
+        return self.order.rank(self.requests[name], int(name))
 
     def add(self):
         choose = self.random
@@ -133,6 +136,8 @@ class History:
             ),
             priority=choose.choice((0, 0, 0, 1, 2)),
             tenant=choose.choice(("", "", "other")),
+            arrival=float(self.steps),
+            deadline=choose.choice((None, 0.5, 30.0)),
         )
         self.requests[request.id] = request
         self.device.expect(request)
@@ -207,8 +212,8 @@ class History:
             assert self.steps <= bound, "somebody starves"
 
 
-def play(seed, name="stall-free"):
-    history = History(seed, name)
+def play(seed, name="stall-free", order=None):
+    history = History(seed, name, order)
     while history.steps < STEPS:
         while history.random.random() < 0.4 and history.scheduler.stats().waiting < 12:
             history.add()
@@ -225,7 +230,17 @@ def play(seed, name="stall-free"):
     [("stall-free", seed) for seed in range(320)] + [(name, seed) for name in OTHERS for seed in range(20)],
 )
 def test_every_request_of_a_random_history_gets_the_tokens_it_gets_alone(name, seed):
-    history = play(seed, name)
+    check(play(seed, name))
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("order", [Fcfs, Deadline, Fair])
+@pytest.mark.parametrize("name", ["stall-free", *OTHERS])
+def test_so_it_is_under_every_order(name, order, seed):
+    check(play(seed, name, order()))
+
+
+def check(history):
     assert history.steps >= STEPS
     assert len(history.finished) + len(history.aborted) == len(history.requests)
     for name, reason in history.finished.items():

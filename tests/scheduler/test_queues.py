@@ -3,7 +3,7 @@
 import random
 from types import SimpleNamespace
 
-from holdfast.scheduler.queues import RankedQueue
+from holdfast.scheduler.entries import RankedQueue
 
 
 def test_entries_leave_in_rank_order_whatever_comes_and_goes_between():
@@ -21,5 +21,6 @@ def test_entries_leave_in_rank_order_whatever_comes_and_goes_between():
         held.sort(key=lambda entry: entry.rank)
         assert list(queue) == held
         assert list(reversed(queue)) == held[::-1]
+        assert not held or queue.last() is held[-1]
         assert queue.first() is (held[0] if held else None)
         assert len(queue) == len(held)

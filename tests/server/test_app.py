@@ -175,6 +175,10 @@ async def test_an_answer_may_take_what_is_left_of_the_context(http: Http, client
         ({"stream_options": {"include_cost": True}}, "stream_options.include_cost", "unknown_parameter"),
         ({"temperature": 3}, "temperature", "invalid_value"),
         ({"temperature": "hot"}, "temperature", "invalid_value"),
+        ({"priority": 1 << 31}, "priority", "invalid_value"),
+        ({"deadline_ms": 0}, "deadline_ms", "invalid_value"),
+        ({"deadline_ms": "soon"}, "deadline_ms", "invalid_value"),
+        ({"deadline_ms": 86_400_001}, "deadline_ms", "invalid_value"),
         ({"max_tokens": 0}, "max_tokens", "invalid_value"),
         ({"n": 1000000000000}, "n", "invalid_value"),
         ({"n": 100}, "n", "invalid_value"),
@@ -244,6 +248,7 @@ async def test_sampling_reaches_the_engine(http: Http, client: FakeClient) -> No
         "ignore_eos": True,
         "max_completion_tokens": 3,
         "priority": -2,
+        "deadline_ms": 1500,
     }
     async with http() as api:
         assert (await api.post(CHAT, json={**HELLO, **given})).status_code == 200
@@ -251,7 +256,7 @@ async def test_sampling_reaches_the_engine(http: Http, client: FakeClient) -> No
     params = asked.params
     assert (params.greedy, params.top_p, params.top_k, params.seed) == (True, 0.5, 0, 3)
     assert (params.stop, params.stop_token_ids, params.ignore_eos, params.max_tokens) == (("\n",), (9,), True, 3)
-    assert asked.priority == -2
+    assert (asked.priority, asked.deadline) == (-2, 1.5)
 
 
 async def test_messages_hold_text_parts_and_answers_as_they_were_given(http: Http, client: FakeClient) -> None:

@@ -78,9 +78,7 @@ def deployed(name: str) -> Deployment:
     return deploy(SETTINGS[name].model, **SETTINGS[name].layout)
 
 
-def engine(
-    system: str, dataset: str, cache_tokens: int, slo: float, relaxed_budget: int, relaxed: bool
-) -> EngineConfig:
+def engine(system: str, dataset: str, cache_tokens: int, slo: float) -> EngineConfig:
     """The engine that stands for a system of the paper; `fixed-N` is a budget of N, `computed` one from the SLO."""
     longest = DATASETS[dataset].limit + 1
     common: dict[str, Any] = {"max_model_len": longest, "max_sequences": 128, "prefix_sharing": False}

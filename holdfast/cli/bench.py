@@ -23,11 +23,15 @@ from holdfast.bench.workloads import DATASETS, Workload
 from holdfast.core.config import EngineConfig, option
 from holdfast.engine.profiles import Profile
 from holdfast.engine.timeline import TracedExecutor
+from holdfast.simulator.deployment import Pipeline, deploy
+from holdfast.simulator.devices import DEVICES, LINKS
 from holdfast.simulator.run import simulate
+from holdfast.simulator.shapes import MODELS
 
 ENGINE_OPTIONS = (
     "scheduler", "token_budget", "tbt_target", "max_sequences", "max_model_len", "block_size", "headroom",
-    "steps_in_flight", "prefix_sharing", "trace", "seed",
+    "steps_in_flight", "prefix_sharing", "trace", "seed", "host_cache_gb", "chunk_size", "eviction", "swap_threshold",
+    "memory_fraction",
 )  # fmt: skip
 """What of an engine can be chosen in a simulation."""
 CHARACTERS_A_TOKEN = 4
@@ -39,7 +43,18 @@ class BenchConfig:
     """What to send, where, and what counts as good. Raises ValueError for what cannot be."""
 
     url: str | None = option(None, "send it to the server at this URL (OpenAI's API; any server)")
-    simulate: str | None = option(None, "simulate it on the device of this profile, a file of `holdfast profile --out`")
+    simulate: str | None = option(
+        None,
+        "simulate it on the device of this profile, a file of `holdfast profile --out`; or MODEL@DEVICE, of "
+        f"{', '.join(sorted(MODELS))} and {', '.join(sorted(DEVICES))}",
+    )
+    tp: int = option(1, "devices that share each layer, for a simulated MODEL@DEVICE")
+    pp: int = option(1, "groups of devices that share out the layers, the stages of a pipeline")
+    link: str | None = option(None, f"what joins the devices of a layer: {', '.join(LINKS)}; default: the device's own")
+    stage_link: str | None = option(None, "what joins the stages; default: the same")
+    copy_gbs: float | None = option(
+        None, "GB a second of the simulated copies to the host tier; default: what the profile says"
+    )
     api_key: str | None = option(None, "key for the server; default: HOLDFAST_API_KEY")
     served_model: str | None = option(None, "model name to ask the server for; default: the first that it lists")
     workload: str = option(
@@ -78,6 +93,12 @@ class BenchConfig:
         for name in ("think", "variation", "speed"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
+        if self.copy_gbs is not None and not self.copy_gbs > 0:
+            raise ValueError(f"copy_gbs is {self.copy_gbs}; it must be above 0")
+        if (self.tp, self.pp, self.link, self.stage_link) != (1, 1, None, None) and "@" not in (self.simulate or ""):
+            raise ValueError(
+                "tp, pp, link and stage_link are for --simulate MODEL@DEVICE; a profile has its own layout"
+            )
         if any(not rate > 0 for rate in self.rates):
             raise ValueError(f"rate is {', '.join(self.rate)}; each must be above 0")
         if self.concurrency is not None and (self.rate or self.capacity):
@@ -103,14 +124,12 @@ def run(config: BenchConfig, engine: EngineConfig) -> int:
     console = Console(highlight=False)
     base = read_workload(config, engine.seed)
     if config.simulate is not None:
-        profile = Profile.load(Path(config.simulate))
-        if config.cache_tokens is not None:
-            profile = replace(profile, cache_tokens=config.cache_tokens)
+        profile, pipeline = simulated(config, engine, console)
         asked = turns_of(base)
         base = workloads.cut(base, min(engine.max_model_len or profile.max_model_len, profile.cache_tokens + 1))
         if turns_of(base) < asked:
             console.print(f"{asked - turns_of(base)} of {asked} requests are longer than the context and left out")
-        runner = simulator(config, engine, profile)
+        runner = simulator(config, engine, profile, pipeline)
     else:
         runner = sender(config)
     slo = Slo(config.slo_ttft, config.slo_tpot, config.slo_e2el)
@@ -159,7 +178,33 @@ def read_workload(config: BenchConfig, seed: int) -> Workload:
     return read[: config.requests]
 
 
-def simulator(config: BenchConfig, engine: EngineConfig, profile: Profile) -> Runner:
+def simulated(config: BenchConfig, engine: EngineConfig, console: Console) -> tuple[Profile, Pipeline | None]:
+    """The profile of a file, or of a model on devices: says where that comes from. Raises ValueError, OSError."""
+    assert config.simulate is not None
+    model, named, device = config.simulate.partition("@")
+    if named and not Path(config.simulate).exists():
+        deployment = deploy(
+            model,
+            device,
+            tp=config.tp,
+            pp=config.pp,
+            link=config.link,
+            stage_link=config.stage_link,
+            memory_fraction=engine.memory_fraction,
+        )
+        profile, pipeline = deployment.profile, deployment.pipeline
+        source = "measured" if deployment.measured else "derived from data sheets"
+        console.print(f"{model} on {profile.cost.device}, {source}: {profile.cache_tokens:,} tokens of KV cache")
+    else:
+        profile, pipeline = Profile.load(Path(config.simulate)), None
+    if config.cache_tokens is not None:
+        profile = replace(profile, cache_tokens=config.cache_tokens)
+    if config.copy_gbs is not None:
+        profile = replace(profile, copy_rate=config.copy_gbs * 1e9)
+    return profile, pipeline
+
+
+def simulator(config: BenchConfig, engine: EngineConfig, profile: Profile, pipeline: Pipeline | None = None) -> Runner:
     """Runs workloads over the virtual clock."""
 
     def run(workload: Workload, title: str) -> list[Record]:
@@ -179,6 +224,7 @@ def simulator(config: BenchConfig, engine: EngineConfig, profile: Profile) -> Ru
                     workload,
                     concurrency=config.concurrency,
                     host_seconds=config.host_us / 1e6,
+                    pipeline=pipeline,
                     wrap=wrap,
                     on_progress=tell,
                 ).records

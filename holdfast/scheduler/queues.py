@@ -12,9 +12,13 @@ from holdfast.scheduler.priority import Order
 class Queues:
     """All that a step is decided from. A sequence waits, or runs: then it has a row, and blocks for what is planned."""
 
-    def __init__(self, pool: BlockPool, max_sequences: int, headroom: float, order: Order) -> None:
+    def __init__(
+        self, pool: BlockPool, max_sequences: int, headroom: float, order: Order, micro_batches: int = 1
+    ) -> None:
         self.pool = pool
         self.order = order
+        self.micro_batches = micro_batches
+        """Steps in flight at once that share no sequence whose token is being sampled."""
         self.waiting = waiting = order.queue()
         self.contenders = waiting if order.displaces and isinstance(waiting, RankedQueue) else None
         """Those who wait, where they may displace those who run."""

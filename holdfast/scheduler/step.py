@@ -110,8 +110,14 @@ class Step:
             rows, spare, room = rows - 1, spare - needed, room - sequence.length
 
     def decode(self) -> None:
-        """Plan every running sequence whose row is fed, preempting those that rank below it for its blocks."""
-        number, room = self._number, self.budget
+        """Plan every running sequence whose row is fed, preempting those that rank below it for its blocks.
+
+        Where steps in flight are micro-batches of a pipeline, a sequence whose token is still on its way sits out, and
+        a step takes no more than its share: else all decodes would gather in one, and the others would stand empty.
+        """
+        number, room, parts = self._number, self.budget, self._queues.micro_batches
+        if parts > 1:
+            room = min(room, -(-len(self._queues.running) // parts))
         chosen: list[Entry] = []
         starts: list[int] = []
         for entry in self._queues.running:
@@ -121,6 +127,8 @@ class Step:
             start = residency.planned
             stop = start + 1
             if stop >= entry.limit:
+                continue
+            if parts > 1 and entry.sequence.in_flight:
                 continue
             if len(chosen) >= room:
                 break

@@ -67,7 +67,9 @@ class History:
         self.any_order = name == "stall-free" and choose.random() < 0.25
         self.never_preempts = name in RESERVING
         self.order = order or Priority(aging=choose.choice((0.5, 20.0, 1e6)))
+        self.micro_batches = self.steps_in_flight if choose.random() < 0.2 else 1
         self.scheduler = create_scheduler(
+            micro_batches=self.micro_batches,
             policy=self.policy(name),
             order=self.order,
             blocks=self.blocks,
@@ -167,13 +169,15 @@ class History:
             ranges = Counter(segment.sequence_id for segment in plan.segments)
             self.seen["holes"] += sum(count > 1 for count in ranges.values())
             assert all(segment.length == len(segment.tokens) for segment in plan.segments)
+            awaited = {segment.sequence_id for earlier in self.plans for segment in earlier.sampled()}
             for segment in plan.segments:
                 assert segment.sequence_id not in self.aborted
+                assert self.micro_batches == 1 or segment.sequence_id not in awaited, "stages wait for no other's token"
                 assert segment.stop < self.limit(segment.sequence_id), "what is computed can still be of use"
             assert not (plan.preempted and self.never_preempts)
             for name in plan.preempted:
                 self.seen["suspended"] += self.host_blocks > 0
-                if plan.segments:
+                if plan.segments and self.micro_batches == 1:  # else who it made room for may be in another one
                     best = min(self.rank(segment.sequence_id) for segment in plan.segments)
                     assert best < self.rank(name), "nobody makes room for those who rank lower"
             self.device.submit(plan)

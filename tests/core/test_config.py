@@ -20,6 +20,7 @@ from holdfast.core.config import EngineConfig
         ("tbt_target", -5.0),
         ("max_model_len", 1),
         ("host_cache_gb", -1.0),
+        ("host_cache_gb", float("inf")),
         ("chunk_size", 0),
         ("swap_threshold", 1.5),
     ],
@@ -41,3 +42,9 @@ def test_every_field_brings_its_help():
 def test_it_does_not_change_once_built():
     with pytest.raises(dataclasses.FrozenInstanceError):
         EngineConfig().block_size = 1
+
+
+def test_a_host_tier_without_prefix_sharing_is_refused_as_nothing_would_be_found_in_it():
+    with pytest.raises(ValueError, match="prefix_sharing is off"):
+        EngineConfig(host_cache_gb=1.0, prefix_sharing=False)
+    EngineConfig(prefix_sharing=False)

@@ -290,8 +290,8 @@ class Store:
             row = self._conversation(db, tenant, conversation)
             if row is None:
                 return False
-            size = self._append(db, conversation, new)
             self._edited(db, conversation)
+            size = self._append(db, conversation, new)
             self._grown(db, row.thread, tenant, size)
             return True
 
@@ -389,15 +389,22 @@ class Store:
         return sum(len(row["item"]) for row in rows)
 
     def _advance(self, db: Connection, turn: Turn) -> None:
-        """Make a turn its conversation's head. Raises Gone when the conversation is not where the turn began."""
-        columns, parent = conversations.c, turn.context.parent
+        """Make a turn its conversation's head. Raises Gone when the conversation is not where the turn began.
+
+        Without a head it is where its items are the same. The update comes first, as it keeps other servers out.
+        """
+        columns, parent, here = conversations.c, turn.context.parent, items.c.conversation == turn.conversation
         unmoved = columns.head.is_(None) if parent is None else columns.head == parent
         moved = update(conversations).where(columns.id == turn.conversation, unmoved).values(head=turn.id)
-        if not db.execute(moved).rowcount:
-            raise Gone("the conversation was deleted or went on while this response was written")
+        same = bool(db.execute(moved).rowcount)
+        if same and parent is None:
+            listed = db.execute(select(items.c.id).where(here).order_by(items.c.position)).scalars().all()
+            same = listed == [item["id"] for item in turn.context.items]
+        if not same:
+            raise Gone("the conversation was deleted, edited or went on while this response was written")
 
     def _edited(self, db: Connection, conversation: str) -> None:
-        """From here on no turn stands for the whole of a conversation."""
+        """From here on no turn stands for the whole of a conversation; nobody else changes it before the commit."""
         db.execute(update(conversations).where(conversations.c.id == conversation).values(head=None))
 
     def _grown(self, db: Connection, thread: str, tenant: str, size: int) -> None:

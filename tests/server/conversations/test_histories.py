@@ -47,11 +47,12 @@ from holdfast.models.loader import load
 from holdfast.scheduler.base import Scheduler
 from holdfast.scheduler.policies import StallFree
 from holdfast.server.config import ServerConfig
+from holdfast.server.conversations import keeper as keeper_module
 from holdfast.server.conversations import schema
-from holdfast.server.conversations import store as store_module
+from holdfast.server.conversations.keeper import Keeper
 from holdfast.server.conversations.protocol import ResponseRequest, new_id, new_item
 from holdfast.server.conversations.service import Background, Responses, Writing
-from holdfast.server.conversations.store import Keeper, Store
+from holdfast.server.conversations.store import Store
 from holdfast.server.conversations.turns import GOOD, Bounds
 from holdfast.server.protocol import ApiError, parse
 from holdfast.server.service import Service
@@ -231,7 +232,7 @@ class Histories(RuleBasedStateMachine):
         self.client = await start(self.engine, config)
         self.store = Store.open(self.where, AMPLE)
         self.at_once = AtOnce()
-        with patch.object(store_module, "ThreadPoolExecutor", lambda **_: self.at_once):
+        with patch.object(keeper_module, "ThreadPoolExecutor", lambda **_: self.at_once):
             keeper = Keeper(self.store)
         self.responses = Responses(Service(self.client, ServerConfig()), keeper)
 

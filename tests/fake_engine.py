@@ -158,6 +158,14 @@ class FakeClient:
             prefix_queries=40,
             prefix_hits=16,
             tokens_computed=123,
+            tokens_recovered=32,
+            host_blocks_total=300,
+            host_blocks_cached=200,
+            blocks_swapped_in=11,
+            blocks_swapped_out=12,
+            prefix_hits_on_host=8,
+            suspensions=1,
+            tokens_dropped=64,
         )
 
     def die(self, reason: str) -> None:

@@ -23,8 +23,8 @@ from holdfast.core.config import EngineConfig, option
 from holdfast.engine.client import EngineClient, Usage
 from holdfast.server.config import ServerConfig
 from holdfast.server.conversations.database import data_directory
+from holdfast.server.conversations.keeper import Keeper
 from holdfast.server.conversations.service import Responses
-from holdfast.server.conversations.store import Keeper
 from holdfast.server.run import open_store
 from holdfast.server.service import Service
 

@@ -47,7 +47,7 @@ def flag_of(name: str) -> str:
 
 def _argument(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
     given: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": _help(field)}
-    kinds = [kind for kind in typing.get_args(hint) if kind is not types.NoneType] if _optional(hint) else [hint]
+    kinds = [kind for kind in typing.get_args(hint) if kind is not types.NoneType] if _is_union(hint) else [hint]
     kind = kinds[0]
     if kind is bool:
         return given | {"action": argparse.BooleanOptionalAction}
@@ -55,11 +55,20 @@ def _argument(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
         return given | {"choices": typing.get_args(kind)}
     if typing.get_origin(kind) is tuple:
         return given | {"action": "append", "metavar": field.name.split("_")[-1].upper()}
-    return given | {"type": kind, "metavar": {int: "N", float: "X", str: "TEXT"}[kind]}
+    metavar = {int: "N", float: "X", str: "TEXT"}[kind]
+    words = tuple(word for other in kinds[1:] for word in typing.get_args(other))
+    if not words:
+        return given | {"type": kind, "metavar": metavar}
+
+    def number_or_word(text: str) -> Any:
+        return text if text in words else kind(text)
+
+    number_or_word.__name__ = " or ".join((kind.__name__, *words))  # what argparse calls it in its refusal
+    return given | {"type": number_or_word, "metavar": "|".join((metavar, *words))}
 
 
-def _optional(hint: Any) -> bool:
-    return types.NoneType in typing.get_args(hint)
+def _is_union(hint: Any) -> bool:
+    return typing.get_origin(hint) in (types.UnionType, typing.Union)
 
 
 def _help(field: dataclasses.Field[Any]) -> str:

@@ -13,6 +13,7 @@ from holdfast.core.config import EngineConfig
 from holdfast.core.version import __version__
 from holdfast.engine.client import EngineClient, EngineInfo
 from holdfast.server.config import ServerConfig
+from holdfast.server.conversations.database import place, shown
 from holdfast.server.run import run as run_server
 
 GB = 1e9
@@ -28,21 +29,22 @@ async def run(engine: EngineConfig, server: ServerConfig) -> int:
         console.print(Text(f"{stage} …", style="dim"))
 
     def ready(client: EngineClient, url: str) -> None:
-        announce(console, client.info, url, keyed=bool(server.api_key))
+        announce(console, engine, server, client.info, url)
 
     return await run_server(engine, server, on_progress=progress, on_ready=ready)
 
 
-def announce(console: Console, info: EngineInfo, url: str, *, keyed: bool) -> None:
+def announce(console: Console, engine: EngineConfig, server: ServerConfig, info: EngineInfo, url: str) -> None:
     """Tell a person what runs and how to talk to it."""
-    memory = info.memory
-    cache = info.num_blocks * memory.block / GB
-    tokens = info.num_blocks * info.block_size
+    memory, keyed = info.memory, bool(server.api_key)
     rows = {
         "address": f"{url}  (API under /v1, described at /docs)",
         "device": f"{memory.device}, {info.dtype}",
         "memory": f"weights {memory.weights / GB:.2f} GB, one step {memory.activations / GB:.2f} GB",
-        "cache": f"{cache:.2f} GB: {info.num_blocks:,} blocks of {info.block_size}, {tokens:,} tokens in all",
+        "cache": tier(info, info.num_blocks),
+        "host tier": tier(info, info.num_host_blocks) if info.num_host_blocks else no_host_tier(engine),
+        "retention": retention(engine),
+        "store": f"{shown(place(server.store))}, kept for {server.store_days:g} days, at most {server.store_gb:g} GB",
         "limits": f"{info.max_model_len:,} tokens a sequence, {info.max_sequences} sequences at once",
         "step": f"{info.token_budget:,} tokens at the most (token budget)",
     }
@@ -60,6 +62,35 @@ def announce(console: Console, info: EngineInfo, url: str, *, keyed: bool) -> No
     console.print(Text(curl_line(url, info.model, keyed)), soft_wrap=True)
     console.print(Text(f"\n{python_lines(url, info.model, keyed)}"), soft_wrap=True)
     console.print(f"\n  Ctrl-C ends it.  holdfast chat --url {url} talks to it.\n", style="dim")
+
+
+def tier(info: EngineInfo, blocks: int) -> str:
+    """One tier of the KV cache in words."""
+    size, tokens = blocks * info.memory.block / GB, blocks * info.block_size
+    return f"{size:.2f} GB: {blocks:,} blocks of {info.block_size}, {tokens:,} tokens in all"
+
+
+def no_host_tier(engine: EngineConfig) -> str:
+    """Why there is none."""
+    if not engine.prefix_sharing:
+        return "off: with --no-prefix-sharing nothing that goes there would be found again"
+    return "off (--host-cache-gb GB turns it on)"
+
+
+def retention(engine: EngineConfig) -> str:
+    """What of the idle state goes first."""
+    if not engine.prefix_sharing:
+        return "off (--no-prefix-sharing): a finished request leaves nothing behind"
+    chunk = -(-engine.chunk_size // engine.block_size) * engine.block_size
+    return f"{EVICTION[engine.eviction]}, {chunk} tokens at a time"
+
+
+EVICTION = {
+    "retention": "lowest recomputation cost / age first",
+    "lru": "least recently used first",
+    "lru-conversation": "least recently used first, whole conversations",
+    "tail-first": "least recently used first, conversations from their ends",
+}
 
 
 def curl_line(url: str, model: str, keyed: bool) -> str:

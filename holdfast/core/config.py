@@ -39,8 +39,10 @@ class EngineConfig:
     cache_gb: float | None = option(
         None, "size of the KV cache in GB; default: measured free memory (at most 4 on CPU)"
     )
-    host_cache_gb: float = option(
-        0.0, "size of the host tier in GB, where idle conversations go; 0 is off (on CUDA it has yet to be measured)"
+    host_cache_gb: float | Literal["auto"] = option(
+        "auto",
+        "size of the host tier in GB, where idle conversations go; auto is a quarter of the free host memory on CUDA, "
+        "at most 32, and none on a CPU; 0 is off",
     )
     chunk_size: int = option(32, "tokens that are given up together; a multiple of the block size")
     eviction: Literal["retention", "lru", "lru-conversation", "tail-first"] = option(
@@ -101,8 +103,14 @@ class EngineConfig:
                 raise ValueError(f"{name} is {value}; it must be above 0 and finite")
         if self.ttft_target is not None and self.order != "deadline":
             raise ValueError(f"ttft_target is for the deadline order, and order is {self.order}; drop one")
-        if self.host_cache_gb < 0:
-            raise ValueError(f"host_cache_gb is {self.host_cache_gb}; it must be at least 0, which is off")
+        if self.host_cache_gb != "auto":
+            if not 0 <= self.host_cache_gb < inf:
+                raise ValueError(f"host_cache_gb is {self.host_cache_gb}; it must be auto, or at least 0, which is off")
+            if self.host_cache_gb and not self.prefix_sharing:
+                raise ValueError(
+                    f"host_cache_gb is {self.host_cache_gb} and prefix_sharing is off: without it nothing that goes to "
+                    "the host would be found again; drop one of them"
+                )
         if self.chunk_size < 1:
             raise ValueError(f"chunk_size is {self.chunk_size}; it must be at least 1")
         if self.tbt_target is not None and self.token_budget is not None:

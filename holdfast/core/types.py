@@ -318,3 +318,9 @@ class SchedulerStats:
     """Blocks given up for others of a higher value."""
     blocks_swapped_in: int = 0
     blocks_swapped_out: int = 0
+    prefix_hits_on_host: int = 0
+    """Of `prefix_hits`, those that came from the host tier."""
+    suspensions: int = 0
+    """Of `preemptions`, those of sequences whose state went to the host tier."""
+    tokens_dropped: int = 0
+    """Tokens whose state was given up in every tier."""

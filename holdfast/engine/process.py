@@ -146,7 +146,7 @@ def build(
     on_progress("measuring memory")
     memory = executor.profile()
     num_blocks = memory.cache // memory.block
-    host_blocks = memory.host_cache // memory.block if config.prefix_sharing else 0
+    host_blocks = memory.host_cache // memory.block
     if host_blocks:
         on_progress(f"taking {host_blocks * memory.block / 1e9:.1f} GB of host memory")
     executor.allocate(num_blocks, host_blocks)

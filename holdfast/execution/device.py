@@ -30,7 +30,10 @@ def describe(device: torch.device) -> str:
 
 
 def memory(device: torch.device) -> tuple[int, int]:
-    """Bytes free and in all. On a CPU free is what the system would give without swapping, within the cgroup."""
+    """Bytes free and in all. On a CPU free is what the system would give without swapping, within the cgroup.
+
+    A cgroup's file cache counts as free, as far as it is not in use: a checkpoint that was just read fills it.
+    """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return int(free), int(total)
@@ -43,7 +46,8 @@ def memory(device: torch.device) -> tuple[int, int]:
     limit, used = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))
     if limit.exists() and (most := limit.read_text().strip()).isdigit():
         total = min(total, int(most))
-        free = min(free, int(most) - int(used.read_text()))
+        statistics = dict(line.split() for line in (limit.parent / "memory.stat").read_text().splitlines())
+        free = min(free, int(most) - int(used.read_text()) + int(statistics.get("inactive_file", 0)))
     return max(free, 0), total
 
 

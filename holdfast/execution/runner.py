@@ -28,6 +28,9 @@ from holdfast.models.base import Model, StepInput
 CPU_CACHE_BYTES = 4_000_000_000
 """The cache on a CPU, unless the config says otherwise: a laptop should not lose its memory to a first try."""
 
+HOST_CACHE_BYTES = 32_000_000_000
+"""The most that the host tier takes unless the config says otherwise: pinning takes time, and others live there too."""
+
 DEFAULT_BUDGET = {"cuda": 2048, "cpu": 512}
 
 
@@ -128,7 +131,7 @@ class PagedExecutor:
             activations=activations,
             cache=cache,
             block=self.block_bytes,
-            host_cache=int(self.config.host_cache_gb * 1e9),
+            host_cache=self._host_cache_bytes(),
         )
 
     def allocate(self, num_blocks: int, host_blocks: int = 0) -> None:
@@ -282,6 +285,21 @@ class PagedExecutor:
             reserved_by_others = total - free
             return int(total * self.config.memory_fraction) - reserved_by_others - activations
         return min(CPU_CACHE_BYTES, free // 2)
+
+    def _host_cache_bytes(self) -> int:
+        """What the host tier may take. Raises MemoryError for what the host does not have, or is less than a block."""
+        wanted = self.config.host_cache_gb
+        free, total = devices.memory(torch.device("cpu"))
+        if wanted == "auto":
+            on = self.device.type == "cuda" and self.config.prefix_sharing
+            return min(HOST_CACHE_BYTES, free // 4) if on else 0
+        size = int(wanted * 1e9)
+        if size > free or 0 < wanted * 1e9 < self.block_bytes:
+            raise MemoryError(
+                f"host_cache_gb is {wanted}: of {total / 1e9:.1f} GB of host memory {free / 1e9:.1f} are free, and a "
+                f"block takes {self.block_bytes / 1e9:.6f}; choose a size between, 0 for no host tier, or auto"
+            )
+        return size
 
     def _warm_up_plans(self) -> Iterator[StepPlan]:
         """The two widest steps: one long prefill, and as many sampling sequences as there can be."""

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from holdfast.core.types import BlockCopy
-from holdfast.memory.retention import Retention, RetentionRule
+from holdfast.memory.retention import Retention, RetentionRule, Victims
 from holdfast.memory.tiers import HostPool
 
 
@@ -80,6 +80,8 @@ class BlockPool:
         self.swapped_in = 0
         self.swapped_out = 0
         """Blocks copied so far."""
+        self.dropped = 0
+        """Blocks whose state was given up so far: neither tier has it any more."""
         self._owners = [0] * num_blocks
         self._digests: list[bytes | None] = [None] * num_blocks
         self._indices = [0] * num_blocks
@@ -257,7 +259,7 @@ class BlockPool:
             for block in blocks:
                 digest = self._digests[block]
                 assert digest is not None
-                place = None if host.find(digest) is not None else host.reserve(value, theirs)
+                place = None if host.find(digest) is not None else self._place_for(value, theirs)
                 if place is None:
                     self._reclaimable[block] = None
                 else:
@@ -268,6 +270,13 @@ class BlockPool:
         if copies:
             self._copies.append((step, tuple(copies)))
         return tuple(copies)
+
+    def _place_for(self, value: float, victims: Victims) -> int | None:
+        """A place on the host for a block of this value, in which others may have been given up."""
+        assert self.host is not None
+        place, lost = self.host.reserve(value, victims)
+        self.dropped += sum(digest not in self._sealed for digest in lost)
+        return place
 
     def landed(self, step: int) -> None:
         """The copies to the host that plan `step` and those before it began are complete."""
@@ -308,6 +317,7 @@ class BlockPool:
             digest = self._digests[block]
             assert digest is not None
             del self._sealed[digest]
+            self.dropped += self.find_on_host(digest) is None
             self._digests[block] = None
             self._free.append(block)
 

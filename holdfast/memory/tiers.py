@@ -51,23 +51,24 @@ class HostPool:
         """What may be given up, the lowest value first."""
         return self._kept.victims(now)
 
-    def reserve(self, value: float, victims: Victims) -> int | None:
-        """A place for a block of this value; None if everything here is worth at least as much.
+    def reserve(self, value: float, victims: Victims) -> tuple[int | None, list[bytes]]:
+        """A place for a block of this value, and what was given up for it; None if all here is worth at least as much.
 
         A redundant copy goes before any that may be the only one. A plan that copies a block to the device may at once
         give its place to another one: a step reads the host before it writes there.
         """
+        lost: list[bytes] = []
         if not self._free:
             if self._redundant:
-                self._give_up([self._redundant.popitem(last=False)[0]])
+                lost = self._give_up([self._redundant.popitem(last=False)[0]])
             else:
                 lowest = victims.take(below=value)
                 if lowest is None:
-                    return None
+                    return None, lost
                 self.dropped += len(lowest[1])
-                self._give_up(lowest[1])
+                lost = self._give_up(lowest[1])
         self._arriving += 1
-        return self._free.pop()
+        return self._free.pop(), lost
 
     def arrived(self, place: int, digest: bytes, index: int) -> None:
         """The copy is complete, of the `index`-th block of its sequence; it counts as held, until it is put to rest."""
@@ -97,13 +98,17 @@ class HostPool:
         if place is not None and place in self._kept:
             self._kept.renew(place, last, release)
 
-    def _give_up(self, places: list[int]) -> None:
+    def _give_up(self, places: list[int]) -> list[bytes]:
+        """Make places free; what they held."""
+        lost = []
         for place in places:
             digest = self._digests[place]
             assert digest is not None
             del self._sealed[digest]
             self._digests[place] = None
             self._free.append(place)
+            lost.append(digest)
+        return lost
 
     def check(self, arriving: Collection[int]) -> None:
         """Raise RuntimeError unless free + arriving + cached = total, no place counted twice."""

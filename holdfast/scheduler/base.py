@@ -191,6 +191,9 @@ class Scheduler:
             host_blocks_dropped=pool.host.dropped if pool.host else 0,
             blocks_swapped_in=pool.swapped_in,
             blocks_swapped_out=pool.swapped_out,
+            prefix_hits_on_host=queues.prefix_hits_on_host,
+            suspensions=queues.preemptions if pool.host else 0,
+            tokens_dropped=pool.dropped * pool.block_size,
         )
 
     def check(self) -> None:

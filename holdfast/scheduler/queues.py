@@ -30,6 +30,7 @@ class Queues:
         self.preemptions = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
+        self.prefix_hits_on_host = 0
         self.recovered = 0
 
     def start(self, entry: Entry, found: Found, now: float) -> tuple[BlockCopy, ...]:
@@ -51,6 +52,7 @@ class Queues:
             self.prefix_queries += len(sequence.tokens)
             self.prefix_hits += sequence.cached_tokens
             self.order.started(entry)
+            self.prefix_hits_on_host += len(found.host) * self.pool.block_size
         return copies
 
     def stop(self, entry: Entry) -> None:

@@ -14,9 +14,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from holdfast.core.version import __version__
 from holdfast.engine.client import EngineClient
 from holdfast.server.config import ServerConfig
+from holdfast.server.conversations.keeper import Keeper
 from holdfast.server.conversations.protocol import ResponseRequest
 from holdfast.server.conversations.service import Responses
-from holdfast.server.conversations.store import Keeper, Store
+from holdfast.server.conversations.store import Store
 from holdfast.server.protocol import ApiError, ChatRequest, CompletionRequest
 from holdfast.server.routes.conversations import add_conversation_routes
 from holdfast.server.routes.generation import add_generation_routes

@@ -20,11 +20,21 @@ STATS = {
     "blocks_total": ("gauge", "blocks", "Blocks of the KV cache"),
     "blocks_used": ("gauge", "blocks_used", "Blocks that running requests own"),
     "blocks_cached": ("gauge", "blocks_cached", "Unowned blocks that still hold a reusable prefix"),
+    "host_blocks_total": ("gauge", "host_blocks", "Blocks of the host tier"),
+    "host_blocks_cached": ("gauge", "host_blocks_cached", "Blocks of the host tier that hold state"),
     "preemptions": ("counter", "preemptions", "Requests that lost their blocks to make room"),
+    "suspensions": ("counter", "suspensions", "Preempted requests whose state went to the host tier"),
     "prefix_queries": ("counter", "prefix_tokens_queried", "Prompt tokens looked up in the prefix cache"),
     "prefix_hits": ("counter", "prefix_tokens_hit", "Prompt tokens that the prefix cache gave"),
+    "prefix_hits_on_host": ("counter", "prefix_tokens_hit_on_host", "Those of them that came from the host tier"),
+    "blocks_swapped_in": ("counter", "blocks_swapped_in", "Blocks copied from the host to the device"),
+    "blocks_swapped_out": ("counter", "blocks_swapped_out", "Blocks copied from the device to the host"),
+    "tokens_dropped": ("counter", "tokens_dropped", "Tokens whose state was given up in every tier"),
+    "tokens_recovered": (
+        "counter", "tokens_recovered", "Positions computed again in front of kept state of their sequence"
+    ),
     "tokens_computed": ("counter", "tokens_computed", "Query tokens that steps computed"),
-}
+}  # fmt: skip
 """Field of SchedulerStats -> kind, name and help of the metric that shows it."""
 
 

@@ -16,7 +16,7 @@ from holdfast.core.config import EngineConfig
 from holdfast.engine.client import EngineClient
 from holdfast.server.app import create_app
 from holdfast.server.config import ServerConfig
-from holdfast.server.conversations.database import data_directory
+from holdfast.server.conversations.database import place
 from holdfast.server.conversations.service import Responses
 from holdfast.server.conversations.store import Store
 from holdfast.server.conversations.turns import Bounds
@@ -62,11 +62,10 @@ async def run(
 
 def open_store(config: ServerConfig) -> Store:
     """The store where the configuration says, within its bounds. Raises StoreError."""
-    where = config.store or str(data_directory() / "conversations.sqlite")
     bounds = Bounds(
         seconds=config.store_days * 86400, threads=config.store_conversations, bytes=int(config.store_gb * 1e9)
     )
-    return Store.open(where, bounds)
+    return Store.open(place(config.store), bounds)
 
 
 async def serve(

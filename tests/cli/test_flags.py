@@ -31,6 +31,15 @@ def test_flags_set_fields_of_every_type() -> None:
     )
 
 
+def test_a_flag_may_take_a_number_or_a_word(tmp_path: Path) -> None:
+    assert engine("--host-cache-gb", "4").host_cache_gb == 4.0
+    assert engine("--host-cache-gb", "auto") == EngineConfig()
+    path = tmp_path / "holdfast.yaml"
+    for value, meant in (("auto", "auto"), ("4", 4.0), ("0.5", 0.5)):
+        path.write_text(f"host_cache_gb: {value}\n")
+        assert engine(file=str(path)).host_cache_gb == meant
+
+
 def test_a_repeated_key_makes_several() -> None:
     options = make_parser().parse_args(["serve", "--api-key", "a", "--api-key", "b"])
     assert build(ServerConfig, vars(options)).api_key == ("a", "b")
@@ -70,6 +79,8 @@ def test_a_bad_file_is_told_in_one_line(tmp_path: Path, text: str, message: str)
         (["serve", "--max-modl-len", "3"], "unknown option --max-modl-len; did you mean --max-model-len?"),
         (["serve", "--port", "high"], "argument --port: invalid int value: 'high'"),
         (["serve", "--port", "70000"], "port is 70000; it must lie between 0 and 65535"),
+        (["serve", "--host-cache-gb", "lots"], "argument --host-cache-gb: invalid float or auto value: 'lots'"),
+        (["serve", "--host-cache-gb", "-1"], "host_cache_gb is -1.0; it must be auto, or at least 0"),
         (["serve", "--dtype", "int4"], "invalid choice: 'int4'"),
         (["serve", "--block-size", "0"], "block_size is 0; it must lie between 1 and 1024"),
         (["serve", "--config", "/no/such/file"], "cannot read /no/such/file"),
@@ -101,6 +112,7 @@ def test_help_has_every_option_with_its_text(capsys: pytest.CaptureFixture[str])
     assert "--max-model-len N longest sequence in tokens" in shown
     assert "tokens in one block of the KV cache (default: 16)" in shown
     assert "--no-prefix-sharing" in shown
+    assert "--host-cache-gb X|auto" in shown
 
 
 def test_without_a_command_the_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,18 +6,45 @@ import io
 import json
 import shlex
 
+import pytest
 from fake_engine import engine_info
 from rich.console import Console
 
 from holdfast.cli.serve import announce, curl_line, python_lines
+from holdfast.core.config import EngineConfig
+from holdfast.server.config import ServerConfig
+
+
+def announced(engine: EngineConfig, server: ServerConfig, host_blocks: int = 0) -> str:
+    out = io.StringIO()
+    info = engine_info(num_host_blocks=host_blocks)
+    announce(Console(file=out, width=160), engine, server, info, "http://127.0.0.1:8000")
+    return out.getvalue()
 
 
 def test_the_announcement_has_what_one_needs() -> None:
-    out = io.StringIO()
-    announce(Console(file=out, width=120), engine_info(), "http://127.0.0.1:8000", keyed=False)
-    shown = out.getvalue()
-    for part in ("tiny", "http://127.0.0.1:8000", "a CPU", "100 blocks of 16", "1,600 tokens", "512 tokens", "curl "):
+    shown = announced(EngineConfig(), ServerConfig(store="/data/talks.sqlite"), host_blocks=300)
+    for part in (
+        "tiny", "http://127.0.0.1:8000", "a CPU", "100 blocks of 16", "1,600 tokens", "512 tokens", "curl ",
+        "300 blocks of 16, 4,800 tokens", "lowest recomputation cost / age first, 32 tokens at a time",
+        "/data/talks.sqlite, kept for 30 days, at most 8 GB",
+    ):  # fmt: skip
         assert part in shown
+
+
+@pytest.mark.parametrize(
+    ("engine", "server", "part"),
+    [
+        (EngineConfig(), ServerConfig(), "off (--host-cache-gb GB turns it on)"),
+        (EngineConfig(prefix_sharing=False), ServerConfig(), "off: with --no-prefix-sharing nothing"),
+        (EngineConfig(eviction="lru", chunk_size=40), ServerConfig(), "least recently used first, 48 tokens"),
+        (EngineConfig(), ServerConfig(store="postgresql://ada:secret@db/talks"), "postgresql://ada:***@db/talks"),
+        (EngineConfig(), ServerConfig(store="memory"), "memory, kept"),
+    ],
+)
+def test_it_says_what_is_off_and_no_passwords(engine: EngineConfig, server: ServerConfig, part: str) -> None:
+    shown = announced(engine, server)
+    assert part in shown and "secret" not in shown
 
 
 def test_what_it_tells_to_try_can_be_run() -> None:

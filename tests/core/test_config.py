@@ -23,6 +23,7 @@ from holdfast.core.config import EngineConfig
         ("fair_weight", 0.0),
         ("max_model_len", 1),
         ("host_cache_gb", -1.0),
+        ("host_cache_gb", float("inf")),
         ("chunk_size", 0),
         ("swap_threshold", 1.5),
     ],
@@ -50,3 +51,9 @@ def test_a_target_for_the_first_token_is_for_the_order_that_goes_by_it():
     assert EngineConfig(order="deadline", ttft_target=500.0).ttft_target == 500.0
     with pytest.raises(ValueError, match="ttft_target is for the deadline order, and order is priority"):
         EngineConfig(ttft_target=500.0)
+
+
+def test_a_host_tier_without_prefix_sharing_is_refused_as_nothing_would_be_found_in_it():
+    with pytest.raises(ValueError, match="prefix_sharing is off"):
+        EngineConfig(host_cache_gb=1.0, prefix_sharing=False)
+    EngineConfig(prefix_sharing=False)

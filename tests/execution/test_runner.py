@@ -13,6 +13,7 @@ import torch
 
 from holdfast.core.config import EngineConfig
 from holdfast.core.types import PENDING, Sampling, Segment, StepPlan, TableWrite
+from holdfast.execution import runner
 from holdfast.execution.profile import measure_cost
 from holdfast.execution.runner import PagedExecutor
 from holdfast.models.base import Model
@@ -131,6 +132,32 @@ def test_a_cache_that_holds_no_block_is_refused_with_the_sizes(model: Model) -> 
     with pytest.raises(MemoryError, match="left for the KV cache and one block takes"):
         executor.profile()
     executor.close()
+
+
+@pytest.mark.parametrize("size", [1e6, 1e-7])
+def test_a_host_tier_that_the_host_has_no_room_for_is_refused_with_what_is_free(model: Model, size: float) -> None:
+    executor = PagedExecutor(model, EngineConfig(max_sequences=4, token_budget=16, host_cache_gb=size))
+    with pytest.raises(MemoryError, match=rf"host_cache_gb is {size}: of [\d.]+ GB of host memory [\d.]+ are free"):
+        executor.profile()
+    executor.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "sharing", "free", "expected"),
+    [
+        ("cuda", True, 64_000_000_000, 16_000_000_000),
+        ("cuda", True, 900_000_000_000, 32_000_000_000),
+        ("cuda", False, 64_000_000_000, 0),
+        ("cpu", True, 64_000_000_000, 0),
+    ],
+)
+def test_by_default_the_host_tier_is_a_quarter_of_what_is_free_on_cuda(
+    model: Model, monkeypatch: pytest.MonkeyPatch, kind: str, sharing: bool, free: int, expected: int
+) -> None:
+    executor = PagedExecutor(model, EngineConfig(max_sequences=4, token_budget=16, prefix_sharing=sharing))
+    monkeypatch.setattr(runner.devices, "memory", lambda device: (free, 2 * free))
+    monkeypatch.setattr(executor, "device", torch.device(kind))
+    assert executor._host_cache_bytes() == expected
 
 
 def test_submit_asks_for_allocate(model: Model) -> None:

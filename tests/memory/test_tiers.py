@@ -214,7 +214,8 @@ def test_what_the_host_does_not_have_cannot_be_brought():
 def test_the_check_finds_a_lost_place_and_a_pinned_block_without_a_copy():
     host = HostPool(2, RULE)
     host.check([])
-    place = host.reserve(1.0, host.victims(0.0))
+    place, lost = host.reserve(1.0, host.victims(0.0))
+    assert place is not None and not lost
     host.check([place])
     with pytest.raises(RuntimeError, match="lost or in two states"):
         host.check([])
@@ -224,3 +225,32 @@ def test_the_check_finds_a_lost_place_and_a_pinned_block_without_a_copy():
     pool._copies.clear()
     with pytest.raises(RuntimeError, match="pinned without a copy"):
         pool.check([])
+
+
+def test_what_neither_tier_has_any_more_counts_as_dropped_once():
+    pool = pool_of(4, 1, low_water=1.0)
+    idle(pool, 0, now=1.0)
+    pool.now = 10.0
+    pool.relieve(0)
+    pool.landed(0)
+    assert found(pool, 0) == ["both"]
+    pool.release(pool.take(4))
+    assert (found(pool, 0), pool.dropped) == (["host"], 0)
+    idle(pool, 1, now=11.0)
+    pool.now = 11.5
+    pool.relieve(1)
+    pool.landed(1)
+    assert (found(pool, 0, 1), pool.dropped) == (["nowhere", "both"], 1)
+    pool.release(pool.take(4))
+    idle(pool, 0, now=0.5)
+    pool.now = 12.0
+    pool.relieve(2)
+    pool.release(pool.take(4))
+    assert (found(pool, 0, 1), pool.dropped) == (["nowhere", "host"], 2)
+
+
+def test_without_a_host_tier_what_is_taken_is_dropped():
+    pool = pool_of(4, 0)
+    idle(pool, 0, 1, 2)
+    pool.take(3)
+    assert pool.dropped == 2

@@ -14,7 +14,7 @@ from fake_engine import FakeClient
 from holdfast.server.app import create_app
 from holdfast.server.config import ServerConfig
 from holdfast.server.conversations.database import MEMORY
-from holdfast.server.conversations.store import Keeper
+from holdfast.server.conversations.keeper import Keeper
 from holdfast.server.run import open_store
 
 

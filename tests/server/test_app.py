@@ -406,6 +406,14 @@ async def test_metrics_show_requests_latencies_tokens_and_the_engine(http: Http,
     assert value("holdfast_cached_tokens", "holdfast_cached_tokens_total") == 10
     assert value("holdfast_blocks_used", "holdfast_blocks_used") == 7
     assert value("holdfast_requests_running", "holdfast_requests_running") == 2
+    assert value("holdfast_host_blocks", "holdfast_host_blocks") == 300
+    assert value("holdfast_host_blocks_cached", "holdfast_host_blocks_cached") == 200
+    counters = {
+        "suspensions": 1, "prefix_tokens_hit": 16, "prefix_tokens_hit_on_host": 8, "blocks_swapped_in": 11,
+        "blocks_swapped_out": 12, "tokens_dropped": 64, "tokens_recovered": 32,
+    }  # fmt: skip
+    for name, count in counters.items():
+        assert value(f"holdfast_{name}", f"holdfast_{name}_total") == count
     assert "holdfast_engine_up 0.0" in without
     assert "holdfast_blocks_used" not in without
 

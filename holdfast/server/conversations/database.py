@@ -9,6 +9,7 @@ from typing import Any
 import sqlalchemy
 from sqlalchemy import Connection, event
 from sqlalchemy.engine import Engine
+from sqlalchemy.exc import ArgumentError
 from sqlalchemy.pool import StaticPool
 
 MEMORY = "memory"
@@ -19,6 +20,19 @@ def data_directory() -> Path:
     """Where a user's programs keep their data."""
     given = os.environ.get("XDG_DATA_HOME")
     return (Path(given) if given else Path.home() / ".local" / "share") / "holdfast"
+
+
+def place(store: str | None) -> str:
+    """Where the store is that a configuration asks for."""
+    return store or str(data_directory() / "conversations.sqlite")
+
+
+def shown(where: str) -> str:
+    """A place as it may be shown: a URL without its password."""
+    try:
+        return sqlalchemy.make_url(where).render_as_string(hide_password=True) if "://" in where else where
+    except ArgumentError:
+        return "a database"
 
 
 def connect(where: str) -> Engine:

@@ -10,6 +10,7 @@ from sqlalchemy import (
     Column,
     Connection,
     Float,
+    Index,
     Integer,
     LargeBinary,
     MetaData,
@@ -36,6 +37,9 @@ threads = Table(
     Column("bytes", BigInteger, nullable=False),
 )
 """All that grew from one first turn, or one conversation: kept whole or dropped whole. `active` is its last turn."""
+
+by_tenant = Index("threads_by_tenant", threads.c.tenant, threads.c.active)
+"""Finds what a tenant has been idle with for longest."""
 
 turns = Table(
     "turns",
@@ -92,7 +96,11 @@ def _conversations(db: Connection) -> None:
     items.create(db)
 
 
-STEPS: tuple[Callable[[Connection], None], ...] = (_turns, _conversations)
+def _by_tenant(db: Connection) -> None:
+    by_tenant.create(db, checkfirst=True)  # a new table comes with it
+
+
+STEPS: tuple[Callable[[Connection], None], ...] = (_turns, _conversations, _by_tenant)
 """Step i takes a database from version i to i + 1. A table that changes later keeps its old form in its old step."""
 
 

@@ -9,10 +9,10 @@ from contextlib import aclosing, contextmanager
 from dataclasses import replace
 
 from holdfast.core.types import FinishReason
+from holdfast.server.conversations.keeper import Keeper
 from holdfast.server.conversations.prompt import Prompt, compose
 from holdfast.server.conversations.protocol import ResponseRequest, messages
 from holdfast.server.conversations.replies import Event, Response, ResponseShape, ended
-from holdfast.server.conversations.store import Keeper
 from holdfast.server.conversations.turns import GOOD, Context, Full, Gone, Item, Turn
 from holdfast.server.protocol import ApiError
 from holdfast.server.service import Answer, Service, check_length, internal, unknown_model

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import array
-import asyncio
 import sys
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from sqlalchemy import Connection, Row, bindparam, delete, func, insert, literal, select, update
@@ -20,18 +17,12 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from holdfast.server.conversations.database import connect
 from holdfast.server.conversations.schema import conversations, items, migrate, threads, turns
-from holdfast.server.conversations.turns import GOOD, Bounds, Context, Full, Gone, Item, Page, Turn
+from holdfast.server.conversations.space import Space
+from holdfast.server.conversations.turns import GOOD, Bounds, Context, Gone, Item, Page, Turn
 
-T = TypeVar("T")
-SHARE = 8
-"""One thread may take up this part of the store: none drives out all the others."""
 WARM_TURNS = 1024
 WARM_TOKENS = 1 << 21
 """Contexts that are held in memory, and their tokens in all: some tens of MB."""
-BATCH = 64
-"""Threads that one write drops at the most to keep within the bounds: no turn waits for a long clean-up."""
-RECOUNT = 256
-"""Writes after which sizes are counted anew, as other servers may write to the same database."""
 
 # What every turn asks, made once.
 _VISIBLE = (
@@ -54,18 +45,6 @@ _OWN = (
     )
 )
 _EXISTS = select(turns.c.id).where(turns.c.id == bindparam("id"))
-_BYTES = select(threads.c.bytes).where(threads.c.id == bindparam("id"))
-_GROW = (
-    update(threads)
-    .where(threads.c.id == bindparam("thread"))
-    .values(active=bindparam("now"), bytes=threads.c.bytes + bindparam("size"))
-)
-_LONGEST_IDLE = (
-    select(threads.c.id, threads.c.bytes, threads.c.active)
-    .where(threads.c.id != bindparam("spare"))
-    .order_by(threads.c.active)
-    .limit(1)
-)
 _INSERT_TURN = insert(turns)
 
 _encode = msgspec.json.Encoder().encode
@@ -74,15 +53,6 @@ _decode = msgspec.json.decode
 
 class StoreError(Exception):
     """The store cannot be opened; the message says why in one line."""
-
-
-@dataclass
-class _Size:
-    """What is stored, as far as this process knows."""
-
-    threads: int = 0
-    bytes: int = 0
-    writes: int = field(default=RECOUNT, repr=False)
 
 
 class Store:
@@ -95,9 +65,8 @@ class Store:
     def __init__(self, engine: Engine, bounds: Bounds, now: Callable[[], float] = time.time) -> None:
         """Use `open` instead."""
         self._engine = engine
-        self._bounds = bounds
+        self._space = Space(bounds, now)
         self._now = now
-        self._size = _Size()
         self._warm: OrderedDict[str, Context] = OrderedDict()
         """What the turns of late build on, so that the next one need not read its whole chain; turns never change."""
         self._warm_tokens = 0
@@ -114,7 +83,7 @@ class Store:
             with store._write() as db:
                 migrate(db)
             with store._write() as db:
-                store._drop_old(db)
+                store._space.drop_old(db)
         except ModuleNotFoundError as error:
             raise StoreError(f"the {shown} needs the package {error.name}; pip install 'holdfast[postgres]'") from None
         except (SQLAlchemyError, OSError, ValueError) as error:
@@ -173,7 +142,7 @@ class Store:
                 "digest": turn.digest,
             }  # fmt: skip
             db.execute(_INSERT_TURN, fixed | row)
-            self._grown(db, thread, turn.tenant, size)
+            self._space.grown(db, thread, turn.tenant, size)
         if status in GOOD:
             said = [*context.items, *turn.input, *turn.response["output"]]
             self._warm_up(
@@ -191,7 +160,7 @@ class Store:
                 return False
             db.execute(update(turns).where(turns.c.id == response).values(visible=False))
             self._forget(response)
-            self._prune(db, row.thread)
+            self._space.prune(db, row.thread)
             return True
 
     # Conversations
@@ -208,7 +177,7 @@ class Store:
                 )
             )
             size = self._append(db, conversation, first)
-            self._grown(db, conversation, tenant, len(encoded) + size)
+            self._space.grown(db, conversation, tenant, len(encoded) + size)
             row = self._conversation(db, tenant, conversation)
             assert row is not None
             return _shown(row)
@@ -237,7 +206,7 @@ class Store:
                 return False
             db.execute(delete(items).where(items.c.conversation == conversation))
             db.execute(delete(conversations).where(conversations.c.id == conversation))
-            self._prune(db, row.thread)
+            self._space.prune(db, row.thread)
             return True
 
     def conversation_context(self, tenant: str, conversation: str) -> Context | None:
@@ -290,9 +259,9 @@ class Store:
             row = self._conversation(db, tenant, conversation)
             if row is None:
                 return False
-            size = self._append(db, conversation, new)
             self._edited(db, conversation)
-            self._grown(db, row.thread, tenant, size)
+            size = self._append(db, conversation, new)
+            self._space.grown(db, row.thread, tenant, size)
             return True
 
     def delete_item(self, tenant: str, conversation: str, item: str) -> dict[str, Any] | None:
@@ -305,7 +274,7 @@ class Store:
             if not db.execute(delete(items).where(*this)).rowcount:
                 return None
             self._edited(db, conversation)
-            self._prune(db, row.thread)
+            self._space.prune(db, row.thread)
             return _shown(row)
 
     # Inside a transaction
@@ -322,10 +291,10 @@ class Store:
 
     def _turn(self, db: Connection, tenant: str, response: str) -> Row[Any] | None:
         """A turn that may be seen: visible, of this tenant, in a thread that is not too old."""
-        return db.execute(_VISIBLE, {"id": response, "tenant": tenant, "oldest": self._oldest()}).one_or_none()
+        return db.execute(_VISIBLE, {"id": response, "tenant": tenant, "oldest": self._space.oldest()}).one_or_none()
 
     def _conversation(self, db: Connection, tenant: str, conversation: str) -> Row[Any] | None:
-        return db.execute(_OWN, {"id": conversation, "tenant": tenant, "oldest": self._oldest()}).one_or_none()
+        return db.execute(_OWN, {"id": conversation, "tenant": tenant, "oldest": self._space.oldest()}).one_or_none()
 
     def _chain(self, db: Connection, last: Row[Any]) -> Context:
         """The items and tokens from a thread's first turn to this one."""
@@ -389,97 +358,23 @@ class Store:
         return sum(len(row["item"]) for row in rows)
 
     def _advance(self, db: Connection, turn: Turn) -> None:
-        """Make a turn its conversation's head. Raises Gone when the conversation is not where the turn began."""
-        columns, parent = conversations.c, turn.context.parent
+        """Make a turn its conversation's head. Raises Gone when the conversation is not where the turn began.
+
+        Without a head it is where its items are the same. The update comes first, as it keeps other servers out.
+        """
+        columns, parent, here = conversations.c, turn.context.parent, items.c.conversation == turn.conversation
         unmoved = columns.head.is_(None) if parent is None else columns.head == parent
         moved = update(conversations).where(columns.id == turn.conversation, unmoved).values(head=turn.id)
-        if not db.execute(moved).rowcount:
-            raise Gone("the conversation was deleted or went on while this response was written")
+        same = bool(db.execute(moved).rowcount)
+        if same and parent is None:
+            listed = db.execute(select(items.c.id).where(here).order_by(items.c.position)).scalars().all()
+            same = listed == [item["id"] for item in turn.context.items]
+        if not same:
+            raise Gone("the conversation was deleted, edited or went on while this response was written")
 
     def _edited(self, db: Connection, conversation: str) -> None:
-        """From here on no turn stands for the whole of a conversation."""
+        """From here on no turn stands for the whole of a conversation; nobody else changes it before the commit."""
         db.execute(update(conversations).where(conversations.c.id == conversation).values(head=None))
-
-    def _grown(self, db: Connection, thread: str, tenant: str, size: int) -> None:
-        """A thread is active, and larger by `size` bytes; the bounds are kept. Raises Full when it is too large."""
-        now, most = self._now(), self._bounds.bytes // SHARE
-        if size + (db.execute(_BYTES, {"id": thread}).scalar() or 0) > most:
-            raise Full(f"this conversation takes up more than {most} bytes with all its branches; begin a new one")
-        if not db.execute(_GROW, {"thread": thread, "now": now, "size": size}).rowcount:
-            db.execute(insert(threads).values(id=thread, tenant=tenant, active=now, bytes=size))
-            self._size.threads += 1
-        self._size.bytes += size
-        self._drop_old(db, spare=thread)
-
-    def _oldest(self) -> float:
-        return self._now() - self._bounds.seconds
-
-    def _drop_old(self, db: Connection, spare: str = "") -> None:
-        """Drop the threads that are too old, and where there is too much those that were not active for longest."""
-        size, bounds = self._size, self._bounds
-        size.writes += 1
-        if size.writes > RECOUNT or size.threads > bounds.threads or size.bytes > bounds.bytes:
-            count, total = db.execute(select(func.count(), func.coalesce(func.sum(threads.c.bytes), 0))).one()
-            size.threads, size.bytes, size.writes = count, int(total), 0
-        dropped = 0
-        while dropped < BATCH and (row := db.execute(_LONGEST_IDLE, {"spare": spare}).first()):
-            crowded = size.threads > bounds.threads or size.bytes > bounds.bytes
-            if not crowded and row.active >= self._oldest():
-                break
-            dropped += 1
-            self._drop(db, row.id)
-            size.threads -= 1
-            size.bytes -= row.bytes
-
-    def _drop(self, db: Connection, thread: str) -> None:
-        inside = select(conversations.c.id).where(conversations.c.thread == thread)
-        db.execute(delete(items).where(items.c.conversation.in_(inside)))
-        for table in (conversations, turns):
-            db.execute(delete(table).where(table.c.thread == thread))
-        db.execute(delete(threads).where(threads.c.id == thread))
-
-    def _prune(self, db: Connection, thread: str) -> None:
-        """Remove what nobody can see and nothing builds on; with the last of it the thread itself."""
-        child = turns.alias()
-        heads = select(conversations.c.head).where(conversations.c.thread == thread, conversations.c.head.is_not(None))
-        parents = select(child.c.parent).where(child.c.thread == thread, child.c.parent.is_not(None))
-        unseen = delete(turns).where(
-            turns.c.thread == thread, ~turns.c.visible, turns.c.id.not_in(parents), turns.c.id.not_in(heads)
-        )
-        while db.execute(unseen).rowcount:
-            pass  # a removed turn may have been the last that its parent was kept for
-        blobs = (turns.c.response, turns.c.input, turns.c.history, turns.c.tokens)
-        kept = db.execute(
-            select(func.count(), func.coalesce(func.sum(sum(map(func.length, blobs), literal(0))), 0)).where(
-                turns.c.thread == thread
-            )
-        ).one()
-        inside = select(conversations.c.id).where(conversations.c.thread == thread)
-        listed = db.execute(
-            select(func.coalesce(func.sum(func.length(items.c.item)), 0)).where(items.c.conversation.in_(inside))
-        ).scalar_one()
-        if not kept[0] and db.execute(inside).first() is None:
-            db.execute(delete(threads).where(threads.c.id == thread))
-        else:
-            db.execute(update(threads).where(threads.c.id == thread).values(bytes=int(kept[1]) + int(listed)))
-        self._size.writes = RECOUNT  # the next write counts
-
-
-class Keeper:
-    """A store behind an event loop: one thread does what is asked, in its order."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="holdfast-store")
-
-    async def __call__(self, work: Callable[[Store], T]) -> T:
-        """The result of `work`. Who is cancelled meanwhile does not stop it: it is done whole."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work, self._store)
-
-    def close(self) -> None:
-        """Finish what was asked and close the store."""
-        self._thread.submit(self._store.close)
-        self._thread.shutdown()
 
 
 def _shown(row: Row[Any]) -> dict[str, Any]:

@@ -176,6 +176,20 @@ def test_a_conversation_moves_with_its_turns_alone(store: Store) -> None:
     assert store.context("a", "late") is None
 
 
+def test_a_conversation_that_was_edited_while_a_turn_was_written_keeps_the_edit(store: Store) -> None:
+    store.create_conversation("a", "conv", {}, [item("first")])
+    for change in (
+        lambda: store.add_items("a", "conv", [item("by hand")]),
+        lambda: store.delete_item("a", "conv", "msg_first"),
+    ):
+        start = store.conversation_context("a", "conv")
+        assert start is not None
+        assert change()
+        with pytest.raises(Gone, match="edited"):
+            store.commit(turn("late", start, conversation="conv"))
+    assert said(store.conversation_context("a", "conv")) == ["by hand"]
+
+
 def test_a_turn_that_came_to_nothing_leaves_its_conversation_alone(store: Store) -> None:
     store.create_conversation("a", "conv", {}, [])
     start = store.conversation_context("a", "conv")
@@ -244,6 +258,23 @@ class TestBounds:
         kept = [number for number in range(20) if store.response("a", f"turn{number}")]
         assert kept == list(range(20 - len(kept), 20))
         assert 5 <= len(kept) <= 10
+
+    def test_a_tenant_that_has_more_does_not_drive_out_one_that_has_less(
+        self, opened: Callable[..., Store], clock: Clock
+    ) -> None:
+        for bounds, size in (({"threads": 6}, 10), ({"bytes": 80_000}, 2000)):
+            store = opened(**bounds)
+            for number in range(2):
+                store.commit(turn(f"mine{number}", tenant="small", tokens=[0] * size))
+            for number in range(40):
+                clock.now += 1
+                store.commit(turn(f"theirs{number}", tenant="large", tokens=[0] * size))
+            assert store.response("small", "mine0") and store.response("small", "mine1")
+            kept = [number for number in range(40) if store.response("large", f"theirs{number}")]
+            assert kept == list(range(40 - len(kept), 40)) and len(kept) >= 3
+            clock.now += 1
+            store.commit(turn("mine2", tenant="small", tokens=[0] * size))
+            assert store.response("small", "mine0") and not store.response("large", f"theirs{kept[0]}")
 
     def test_none_takes_up_all(self, opened: Callable[..., Store]) -> None:
         store = opened(bytes=80_000)

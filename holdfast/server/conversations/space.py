@@ -1,0 +1,138 @@
+"""Space: how much each tenant has in the store, and which threads are dropped to keep it within its bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from sqlalchemy import Connection, bindparam, delete, func, insert, literal, select, update
+
+from holdfast.server.conversations.schema import conversations, items, threads, turns
+from holdfast.server.conversations.turns import Bounds, Full
+
+SHARE = 8
+"""One thread may take up this part of the store: none drives out all the others."""
+BATCH = 64
+"""Threads that one write drops at the most to keep within the bounds: no turn waits for a long clean-up."""
+RECOUNT, RECOUNT_CROWDED = 256, 32
+"""Writes after which sizes are counted anew, as other servers may write to the same database; and where there is too
+much, as what others have dropped need not be dropped again. It takes some 50 ms for 100,000 threads."""
+
+_BYTES = select(threads.c.bytes).where(threads.c.id == bindparam("id"))
+_GROW = (
+    update(threads)
+    .where(threads.c.id == bindparam("thread"))
+    .values(active=bindparam("now"), bytes=threads.c.bytes + bindparam("size"))
+)
+_IDLE = (
+    select(threads.c.id, threads.c.tenant, threads.c.bytes, threads.c.active)
+    .where(threads.c.id != bindparam("spare"))
+    .order_by(threads.c.active)
+    .limit(1)
+)
+_IDLE_OF = _IDLE.where(threads.c.tenant == bindparam("tenant"))
+_BY_TENANT = select(threads.c.tenant, func.count(), func.sum(threads.c.bytes)).group_by(threads.c.tenant)
+
+
+@dataclass
+class Held:
+    """What one tenant has, as far as this process knows."""
+
+    threads: int = 0
+    bytes: int = 0
+
+
+class Space:
+    """Works within the store's transactions. The unit is a thread: kept whole or dropped whole.
+
+    Where there is too much, the tenant that has most loses what was not active there for longest. So nobody is driven
+    out by another who has more: of n tenants each is safe with an n-th of the store.
+    """
+
+    def __init__(self, bounds: Bounds, now: Callable[[], float]) -> None:
+        self._bounds = bounds
+        self._now = now
+        self._held: dict[str, Held] = {}
+        self._writes = RECOUNT
+
+    def oldest(self) -> float:
+        """Threads that were active before this are too old to be seen."""
+        return self._now() - self._bounds.seconds
+
+    def grown(self, db: Connection, thread: str, tenant: str, size: int) -> None:
+        """A thread is active, and larger by `size` bytes; the bounds are kept. Raises Full when it is too large."""
+        now, most = self._now(), self._bounds.bytes // SHARE
+        if size + (db.execute(_BYTES, {"id": thread}).scalar() or 0) > most:
+            raise Full(f"this conversation takes up more than {most} bytes with all its branches; begin a new one")
+        held = self._held.setdefault(tenant, Held())
+        if not db.execute(_GROW, {"thread": thread, "now": now, "size": size}).rowcount:
+            db.execute(insert(threads).values(id=thread, tenant=tenant, active=now, bytes=size))
+            held.threads += 1
+        held.bytes += size
+        self.drop_old(db, spare=thread)
+
+    def drop_old(self, db: Connection, spare: str = "") -> None:
+        """Drop what is too old, and where there is too much what the largest tenants have been idle with for longest.
+
+        All but the thread `spare`.
+        """
+        self._writes += 1
+        if self._writes > (RECOUNT_CROWDED if self._crowded() else RECOUNT):
+            self._held = {tenant: Held(count, int(size)) for tenant, count, size in db.execute(_BY_TENANT)}
+            self._writes = 0
+        for _ in range(BATCH):
+            row = db.execute(_IDLE, {"spare": spare}).first()
+            if row is None or row.active >= self.oldest():
+                for tenant in self._crowded():
+                    row = db.execute(_IDLE_OF, {"spare": spare, "tenant": tenant}).first()
+                    if row is not None:
+                        break
+                else:
+                    return
+            self._drop(db, row.id)
+            held = self._held.setdefault(row.tenant, Held())
+            held.threads -= 1
+            held.bytes -= row.bytes
+
+    def _crowded(self) -> list[str]:
+        """Where there is too much: the tenants, those first that have most of what there is too much of."""
+        held, bounds = self._held, self._bounds
+        if sum(each.bytes for each in held.values()) > bounds.bytes:
+            return sorted(held, key=lambda tenant: -held[tenant].bytes)
+        if sum(each.threads for each in held.values()) > bounds.threads:
+            return sorted(held, key=lambda tenant: -held[tenant].threads)
+        return []
+
+    def _drop(self, db: Connection, thread: str) -> None:
+        """Remove all that a thread has."""
+        inside = select(conversations.c.id).where(conversations.c.thread == thread)
+        db.execute(delete(items).where(items.c.conversation.in_(inside)))
+        for table in (conversations, turns):
+            db.execute(delete(table).where(table.c.thread == thread))
+        db.execute(delete(threads).where(threads.c.id == thread))
+
+    def prune(self, db: Connection, thread: str) -> None:
+        """Remove what nobody can see and nothing builds on; with the last of it the thread itself."""
+        child = turns.alias()
+        heads = select(conversations.c.head).where(conversations.c.thread == thread, conversations.c.head.is_not(None))
+        parents = select(child.c.parent).where(child.c.thread == thread, child.c.parent.is_not(None))
+        unseen = delete(turns).where(
+            turns.c.thread == thread, ~turns.c.visible, turns.c.id.not_in(parents), turns.c.id.not_in(heads)
+        )
+        while db.execute(unseen).rowcount:
+            pass  # a removed turn may have been the last that its parent was kept for
+        blobs = (turns.c.response, turns.c.input, turns.c.history, turns.c.tokens)
+        kept = db.execute(
+            select(func.count(), func.coalesce(func.sum(sum(map(func.length, blobs), literal(0))), 0)).where(
+                turns.c.thread == thread
+            )
+        ).one()
+        inside = select(conversations.c.id).where(conversations.c.thread == thread)
+        listed = db.execute(
+            select(func.coalesce(func.sum(func.length(items.c.item)), 0)).where(items.c.conversation.in_(inside))
+        ).scalar_one()
+        if not kept[0] and db.execute(inside).first() is None:
+            db.execute(delete(threads).where(threads.c.id == thread))
+        else:
+            db.execute(update(threads).where(threads.c.id == thread).values(bytes=int(kept[1]) + int(listed)))
+        self._writes = RECOUNT  # the next write counts

@@ -1,0 +1,138 @@
+"""A real engine in this process, behind the real EngineClient: only the socket and the process are missing.
+
+Whoever holds it says when a step is done, and may look at the scheduler between two of them. Everything runs in one
+thread and in a fixed order, so whatever happens once happens again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+from unittest.mock import patch
+
+from holdfast.core.config import EngineConfig
+from holdfast.engine import client as client_module
+from holdfast.engine.client import EngineClient
+from holdfast.engine.loop import Loop
+from holdfast.engine.messages import (
+    EngineInfo,
+    FromEngine,
+    Hello,
+    Outputs,
+    Ready,
+    Start,
+    Submit,
+    ToEngine,
+    decode_from_engine,
+    decode_to_engine,
+    encode,
+)
+from holdfast.engine.process import handle
+
+
+class AtOnce(ThreadPoolExecutor):
+    """Does what it is given before it answers; once it is gone, it does nothing any more."""
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(max_workers=1)
+        self.gone = False
+
+    def submit(self, work: Callable[..., Any], /, *arguments: Any, **keywords: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        try:
+            if self.gone:
+                raise RuntimeError("the process is no more")
+            done.set_result(work(*arguments, **keywords))
+        except BaseException as error:
+            done.set_exception(error)
+        return done
+
+
+class Engine:
+    """What stands in for `engine.child.Child` and the process behind it."""
+
+    def __init__(self, loop: Loop, info: EngineInfo) -> None:
+        self.loop = loop
+        self.info = info
+        self.asked: dict[str, tuple[int, ...]] = {}
+        """Prompts by request."""
+        self.answered: dict[str, list[int]] = {}
+        self.ended = asyncio.Event()
+        self.pid = 0
+        self._messages: asyncio.Queue[bytes] = asyncio.Queue()
+        self._on_end: Callable[[str], None]
+
+    def step(self) -> bool:
+        """Do one step, if there is anything to do, and send what it gave. Whether there was."""
+        if self.ended.is_set() or not self.loop.has_work():
+            return False
+        outputs = self.loop.step()
+        for output in outputs:
+            self.answered[output.request_id] += output.tokens
+        if outputs:
+            self._tell(Outputs(outputs))
+        return True
+
+    def die(self) -> None:
+        """Be no more: nothing that is sent from now on arrives."""
+        if not self.ended.is_set():
+            self.ended.set()
+            self.loop.close()
+
+    # What the engine process has of its parent
+
+    def _tell(self, message: FromEngine) -> None:
+        self._messages.put_nowait(encode(message))
+
+    def receive_from(self, message: ToEngine) -> None:
+        if isinstance(message, Start):
+            self._tell(Ready(self.info))
+            return
+        if isinstance(message, Submit):
+            self.asked[message.request.id] = message.request.prompt
+            self.answered[message.request.id] = []
+        handle(message, self.loop, Parent(self._tell))  # type: ignore[arg-type]
+
+    # What the client has of its child
+
+    def born(self, on_end: Callable[[str], None]) -> Engine:
+        self._on_end = on_end
+        self._tell(Hello())
+        return self
+
+    def send(self, message: ToEngine) -> None:
+        if not self.ended.is_set():
+            self.receive_from(decode_to_engine(encode(message)))
+
+    async def receive(self) -> FromEngine:
+        return decode_from_engine(await self._messages.get())
+
+    def hide(self) -> None:
+        pass
+
+    def kill(self) -> None:
+        self.die()
+
+    async def close(self, *, at_once: bool = False) -> None:
+        self.die()
+
+
+class Parent:
+    """The engine process's end of the socket, as `handle` needs it."""
+
+    def __init__(self, send: Callable[[FromEngine], None]) -> None:
+        self.send = send
+
+
+async def start(engine: Engine, config: EngineConfig) -> EngineClient:
+    """The real client of an engine in this process."""
+    with patch.object(client_module, "Child", engine.born):
+        return await EngineClient.start(config)
+
+
+async def settle(turns: int = 60) -> None:
+    """Let everybody go on until they wait for the engine, or for whoever drives it."""
+    for _ in range(turns):
+        await asyncio.sleep(0)

@@ -1,0 +1,585 @@
+"""Long random histories of conversations through the real service, store, client and engine, on a real small model.
+
+Turns, branches, edits, deletions, background responses, clients that leave in mid-answer, a rival for the memory,
+forced evictions, restarts in order and by force, on tiers that are far too small. After every rule: each answer is the
+one that Transformers' own module gives without any cache, no block of either tier is lost or owned twice, and the store
+holds whole turns only, all that were told to be complete and nothing else.
+
+    HOLDFAST_HISTORIES=2000 python -m pytest tests/server/conversations/test_histories.py
+
+runs as many as that, each another one at every call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import random
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar
+from unittest.mock import patch
+
+import msgspec
+import torch
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from sqlalchemy import select
+
+from holdfast.core.config import EngineConfig
+from holdfast.core.protocols import MemoryProfile
+from holdfast.core.types import SamplingParams
+from holdfast.engine.client import EngineDead
+from holdfast.engine.loop import Loop
+from holdfast.engine.messages import EngineInfo
+from holdfast.execution.runner import PagedExecutor
+from holdfast.memory.blocks import BlockPool, StateIdentity
+from holdfast.memory.retention import EVICTIONS, RetentionRule
+from holdfast.models.base import Model
+from holdfast.models.loader import load
+from holdfast.scheduler.base import Scheduler
+from holdfast.scheduler.policies import StallFree
+from holdfast.server.config import ServerConfig
+from holdfast.server.conversations import keeper as keeper_module
+from holdfast.server.conversations import schema
+from holdfast.server.conversations.keeper import Keeper
+from holdfast.server.conversations.protocol import ResponseRequest, new_id, new_item
+from holdfast.server.conversations.service import Background, Responses, Writing
+from holdfast.server.conversations.store import Store
+from holdfast.server.conversations.turns import GOOD, Bounds
+from holdfast.server.protocol import ApiError, parse
+from holdfast.server.service import Service
+from tests.checkpoints import VOCAB, make
+from tests.in_process import AtOnce, Engine, settle, start
+from tests.late_streams import LateStream
+from tests.tokenizers_made import byte_level
+
+LONGEST, ROWS = 160, 4
+FAST = Path("/dev/shm")
+"""Where a commit need not wait for a disk."""
+MOST_UNDER_WAY = 6
+TIE = 1e-3
+"""Logits closer than this are equal: sums are taken in another order here than there."""
+TEMPLATE = "{% for m in messages %}[{{ m.role[0] }}]{{ m.content }}{% endfor %}[a]"
+HISTORIES = int(os.environ.get("HOLDFAST_HISTORIES", "0"))
+AMPLE = Bounds(seconds=1e9, threads=100_000, bytes=1 << 40)
+Said = list[tuple[str, str]]
+
+
+class Reference:
+    """Transformers' own module, which keeps nothing between two calls."""
+
+    def __init__(self, directory: Path) -> None:
+        self.module = make(directory, "Llama", max_position_embeddings=LONGEST, eos_token_id=1)
+        self.seen: set[tuple[int, ...]] = set()
+
+    @torch.inference_mode()
+    def check(self, prompt: tuple[int, ...], answer: list[int]) -> None:
+        """Raise AssertionError unless each token of the answer is the likeliest after all that comes before it."""
+        whole = (*prompt, *answer)
+        if not answer or whole in self.seen:
+            return
+        logits = self.module(torch.tensor([whole])).logits[0, len(prompt) - 1 : -1]
+        given = logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
+        wrong = (logits.max(dim=1).values - given > TIE).nonzero().flatten().tolist()
+        assert not wrong, f"token {wrong[0]} of the answer to {len(prompt)} tokens is not the model's own: {answer}"
+        self.seen.add(whole)
+
+
+@cache
+def checkpoint() -> tuple[Path, Reference, Model]:
+    """A small model of random weights, with a tokenizer of bytes: on the disk, as Transformers', and as ours."""
+    directory = Path(tempfile.mkdtemp(prefix="holdfast-histories-"))
+    reference = Reference(directory)
+    byte_level().save(str(directory / "tokenizer.json"))
+    (directory / "chat_template.jinja").write_text(TEMPLATE)
+    return directory, reference, load(directory, device="cpu", dtype="float32")
+
+
+@dataclass(eq=False)
+class Talk:
+    """One turn, as its client sees it."""
+
+    wanted: ResponseRequest
+    said: Said
+    """All messages that its prompt must consist of."""
+    parent: Talk | None = None
+    writing: Writing | None = None
+    task: asyncio.Task[None] | None = None
+    background: Background | None = None
+    must_be_locked: bool = False
+    may_conflict: bool = False
+    must_conflict: bool = False
+    """Whether what it builds on was deleted or edited while it was written."""
+    refusal: ApiError | None = None
+
+    @property
+    def conversation(self) -> str | None:
+        return self.wanted.conversation_id
+
+    @property
+    def id(self) -> str:
+        assert self.writing is not None
+        return self.writing.id
+
+    @property
+    def response(self) -> dict[str, Any]:
+        assert self.writing is not None
+        return self.writing.shape.response
+
+    @property
+    def answer(self) -> str:
+        return "".join(part["text"] for item in self.response["output"] for part in item["content"])
+
+
+def event(weight: int, **strategies: st.SearchStrategy[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Something that happens in a history, with what is to be drawn for it."""
+
+    def mark(method: Callable[..., None]) -> Callable[..., None]:
+        method.weight, method.strategies = weight, strategies  # type: ignore[attr-defined]
+        return method
+
+    return mark
+
+
+class Histories(RuleBasedStateMachine):
+    """A server, and all that its clients know of it."""
+
+    seen: ClassVar[Counter[str]] = Counter()
+    """What has happened in all histories: a test that never comes near what it tests shows nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runner = asyncio.Runner()
+        self.directory, self.reference, self.model = checkpoint()
+        self.folder = tempfile.TemporaryDirectory(prefix="holdfast-store-", dir=FAST if FAST.is_dir() else None)
+        self.where = str(Path(self.folder.name) / "store.sqlite")
+        self.under_way: list[Talk] = []
+        self.rivals: list[asyncio.Task[None]] = []
+        self.stored: dict[str, Talk] = {}
+        """Turns that are whole, by id; whatever else happens they stay so."""
+        self.deleted: set[str] = set()
+        self.came_to_nothing: dict[str, str] = {}
+        """Background responses that failed or were cancelled: their status by id."""
+        self.items: dict[str, list[tuple[str, str, str]]] = {}
+        """Conversations: id, role and text of each item."""
+        self.numbers = itertools.count()
+
+    @initialize(
+        block_size=st.sampled_from([2, 4, 8]),
+        device=st.sampled_from([64, 80, 120]),
+        host=st.sampled_from([0, 16, 120, 120, 400]),
+        chunk=st.integers(1, 2),
+        eviction=st.sampled_from(["retention", "retention", "retention", "lru", "lru-conversation", "tail-first"]),
+        costs=st.integers(0, 1 << 16),
+        steps_in_flight=st.integers(1, 3),
+        budget=st.sampled_from([8, 24, 64]),
+        low_water=st.sampled_from([0.25, 0.6, 1.0]),
+        late=st.booleans(),
+    )
+    def begin(self, **shape: Any) -> None:
+        self.shape = shape
+        self.runner.run(self.boot())
+        self.edit("make", 0)
+
+    async def boot(self) -> None:
+        """Start an engine and a server over the store as it is."""
+        asyncio.get_running_loop().set_default_executor(AtOnce())
+        shape, spec = self.shape, self.model.spec
+        size = shape["block_size"]
+        blocks, places = shape["device"] // size, shape["host"] // size
+        config = EngineConfig(
+            model=str(self.directory), block_size=size, token_budget=shape["budget"], max_sequences=ROWS
+        )
+        executor = PagedExecutor(self.model, config, make_stream=LateStream if shape["late"] else None)
+        executor.allocate(blocks, places)
+        draw = random.Random(shape["costs"])
+        costs = [draw.random() for _ in range(64)]  # in no order, so that holes come anywhere
+        self.pool = BlockPool(
+            blocks,
+            size,
+            rule=RetentionRule(
+                EVICTIONS[shape["eviction"]], lambda at: costs[at % 64], chunk_blocks=shape["chunk"], block_size=size
+            ),
+            host_blocks=places,
+            low_water=shape["low_water"],
+        )
+        self.scheduler = Scheduler(
+            StallFree(shape["budget"]),
+            self.pool,
+            max_sequences=ROWS,
+            max_model_len=blocks * size,
+            vocab_size=spec.vocab_size,
+            eos_token_ids=spec.eos_token_ids,
+            headroom=0.0,
+            sharing=StateIdentity("test"),
+        )
+        info = EngineInfo(
+            model="m", device="cpu", dtype="float32", memory=MemoryProfile("cpu", 1, 1, 1, 1, 1), num_blocks=blocks,
+            block_size=size, token_budget=shape["budget"], max_model_len=blocks * size, max_sequences=ROWS,
+            max_waiting=64, vocab_size=spec.vocab_size, started_in=0.0,
+        )  # fmt: skip
+        ticks = itertools.count()
+        loop = Loop(self.scheduler, executor, shape["steps_in_flight"], lambda: float(next(ticks)))
+        self.engine = Engine(loop, info)
+        self.client = await start(self.engine, config)
+        self.store = Store.open(self.where, AMPLE)
+        self.at_once = AtOnce()
+        with patch.object(keeper_module, "ThreadPoolExecutor", lambda **_: self.at_once):
+            keeper = Keeper(self.store)
+        self.responses = Responses(Service(self.client, ServerConfig()), keeper)
+
+    @rule(what=st.deferred(lambda: st.sampled_from(EVENTS)), data=st.data())
+    def happen(self, what: str, data: st.DataObject) -> None:
+        """One of the events below, as often as its weight says."""
+        method = getattr(self, what)
+        method(**{name: data.draw(strategy, label=name) for name, strategy in method.strategies.items()})
+
+    # What clients do
+
+    @event(
+        20,
+        kind=st.sampled_from(["new", "branch", "branch", "conversation", "conversation"]),
+        which=st.integers(0, 1 << 10),
+        text=st.text("ab é", min_size=1, max_size=16),
+        most=st.integers(1, 20),
+        mode=st.sampled_from(["plain", "plain", "plain", "background", "not stored", "instructed"]),
+    )
+    def talk(self, kind: str, which: int, text: str, most: int, mode: str) -> None:
+        """Begin a turn: of a new chain, after any response, or in a conversation."""
+        if len(self.under_way) == MOST_UNDER_WAY:
+            return
+        body: dict[str, Any] = {"model": "m", "input": text, "temperature": 0, "max_output_tokens": most}
+        body |= {
+            "background": {"background": True},
+            "not stored": {"store": False},
+            "instructed": {"instructions": "zz"},
+        }.get(mode, {})
+        parent, said = None, []
+        visible = [talk for talk in self.stored.values() if talk.id not in self.deleted and talk.wanted.store]
+        if kind == "branch" and visible:
+            parent = visible[-1 - which % len(visible)]
+            body["previous_response_id"] = parent.id
+            said = [*parent.said, ("assistant", parent.answer)]
+        elif kind == "conversation" and self.items:
+            conversation = list(self.items)[which % len(self.items)]
+            body["conversation"] = conversation
+            said = [(role, words) for _, role, words in self.items[conversation]]
+        wanted = parse(msgspec.json.encode(body), ResponseRequest)
+        talk = Talk(wanted, [*said, ("user", text)], parent)
+        talk.must_be_locked = any(talk.conversation == other.conversation is not None for other in self.under_way)
+        self.under_way.append(talk)
+        self.runner.run(self._begin(talk))
+
+    async def _begin(self, talk: Talk) -> None:
+        if talk.wanted.background:
+            try:
+                talk.background = await self.responses.start(talk.wanted, "")
+            except ApiError as refusal:
+                talk.refusal = refusal
+            else:
+                talk.writing, talk.task = talk.background.writing, talk.background.task
+        else:
+            talk.writing = self.responses.write(talk.wanted, "")
+            talk.task = asyncio.create_task(listen(talk.writing))
+        await self._settle()
+
+    @event(2, which=st.integers(0, MOST_UNDER_WAY), turns=st.integers(0, 20), work=st.booleans())
+    def leave(self, which: int, turns: int, work: bool) -> None:
+        """A client closes its connection, or cancels a background response, at any moment of an answer."""
+        if self.under_way:
+            self.runner.run(self._leave(self.under_way[which % len(self.under_way)], turns, work))
+
+    async def _leave(self, talk: Talk, turns: int, work: bool) -> None:
+        if work:
+            self.engine.step()
+        await settle(turns)
+        if talk.background is not None:
+            await self.responses.cancel("", talk.id)
+        elif talk.task is not None:
+            talk.task.cancel()
+        await self._settle()
+
+    @event(1, which=st.integers(0, 1 << 10))
+    def delete(self, which: int) -> None:
+        """Delete a response, whoever builds on it."""
+        if not self.stored:
+            return
+        talk = list(self.stored.values())[which % len(self.stored)]
+        for other in self.under_way:
+            other.may_conflict |= other.parent is talk or other.conversation is not None
+        self.runner.run(self._delete(talk))
+        if talk.wanted.store:
+            self.deleted.add(talk.id)
+
+    async def _delete(self, talk: Talk) -> None:
+        try:
+            await self.responses.delete("", talk.id)
+        except ApiError as refusal:
+            assert refusal.status == 404 and (talk.id in self.deleted or not talk.wanted.store)
+
+    @event(4, what=st.sampled_from(["make", "make", "add", "remove", "delete"]), which=st.integers(0, 1 << 10))
+    def edit(self, what: str, which: int) -> None:
+        """Somebody makes, edits or deletes a conversation, through another server: no lock holds there."""
+        new = new_item("user", f"by hand {which % 10}")
+        entry = (new["id"], "user", f"by hand {which % 10}")
+        if what == "make" or not self.items:
+            id = new_id("conv")
+            self.store.create_conversation("", id, {}, [new] if which % 2 else [])
+            self.items[id] = [entry] if which % 2 else []
+            return
+        busy = [id for id in self.items if any(talk.conversation == id for talk in self.under_way)]
+        ids = busy if busy and which % 4 else list(self.items)
+        id = ids[which % len(ids)]
+        entries = self.items[id]
+        if what == "add":
+            assert self.store.add_items("", id, [new])
+            entries.append(entry)
+        elif what == "remove" and entries:
+            gone = entries.pop(which % len(entries))
+            assert self.store.delete_item("", id, gone[0])
+        elif what == "delete":
+            assert self.store.delete_conversation("", id)
+            del self.items[id]
+        else:
+            return
+        for talk in self.under_way:
+            talk.must_conflict |= talk.conversation == id
+            talk.may_conflict = True  # a chain that only this conversation kept may be gone
+        self.seen["edits in mid-turn"] += any(talk.conversation == id for talk in self.under_way)
+
+    @event(2, length=st.integers(1, 110), copy=st.booleans())
+    def rival(self, length: int, copy: bool) -> None:
+        """Another tenant wants memory, at times for the very tokens that somebody else has cached."""
+        prompts = [talk.writing.prompt.tokens for talk in self.stored.values() if talk.writing is not None]
+        prompt = (
+            prompts[length % len(prompts)] if copy and prompts else [(7 * length + at) % VOCAB for at in range(length)]
+        )
+        self.runner.run(self._rival(prompt[: self.client.info.max_model_len - 8]))
+
+    async def _rival(self, prompt: list[int]) -> None:
+        tenant = f"rival {next(self.numbers)}"
+
+        async def ask() -> None:
+            stream = self.client.stream(prompt, SamplingParams(temperature=0, max_tokens=6), tenant=tenant)
+            async for delta in stream:
+                assert delta.usage is None or not delta.usage.cached_tokens, "another tenant's prefix was a hit"
+
+        self.rivals.append(asyncio.create_task(ask()))
+        await self._settle()
+
+    # What the server does
+
+    @event(6, count=st.integers(1, 12))
+    def work(self, count: int) -> None:
+        """Do some steps."""
+        self.runner.run(self._work(count))
+
+    async def _work(self, count: int) -> None:
+        while count and self.engine.step():
+            count -= 1
+            self.scheduler.check()
+            await self._settle()
+
+    @event(6)
+    def finish(self) -> None:
+        """Do all that there is to do."""
+        self.runner.run(self._work(-1))
+        assert not self.under_way and not self.rivals
+
+    @event(1, count=st.integers(1, 40))
+    def evict(self, count: int) -> None:
+        """Make the device give up idle state."""
+        self.pool.release(self.pool.take(min(count, self.pool.ready)))
+
+    @event(2, kill=st.booleans())
+    def end(self, kill: bool) -> None:
+        """End the server in the middle of whatever runs, and start another over what it has stored."""
+        self.seen["kills in mid-turn"] += kill and bool(self.under_way)
+        self._read_stats()
+        self.runner.run(self._kill() if kill else self._close())
+        self.runner.run(self.boot())
+
+    async def _kill(self) -> None:
+        """As SIGKILL does: nothing that runs comes to do anything any more."""
+        self.engine.die()
+        self.at_once.gone = True
+        tasks = [talk.task for talk in self.under_way if talk.task is not None] + self.rivals
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for talk in self.under_way:
+            if talk.background is not None:
+                self.came_to_nothing[talk.id] = "failed"
+        self.under_way.clear()
+        self.rivals.clear()
+        await self.client.close()
+        self.store.close()
+
+    async def _close(self) -> None:
+        """As SIGTERM does once its patience is over."""
+        await self.client.close()
+        await self._settle()
+        assert not self.under_way and not self.rivals
+        await self.responses.close()
+
+    # What must be so whatever happens
+
+    async def _settle(self) -> None:
+        """Let everybody go on as far as they can without another step, and see who has come to an end."""
+        await settle()
+        for id in [id for id in self.engine.asked if id not in self.client._streams]:
+            self.reference.check(self.engine.asked.pop(id), self.engine.answered[id])
+        for talk in [talk for talk in self.under_way if talk.task is None or talk.task.done()]:
+            self.under_way.remove(talk)
+            self._see_off(talk)
+        for task in [task for task in self.rivals if task.done()]:
+            self.rivals.remove(task)
+            error = task.exception()
+            assert error is None or isinstance(error, EngineDead)
+
+    def _see_off(self, talk: Talk) -> None:
+        """Judge how a turn has ended."""
+        error: BaseException | None = talk.refusal
+        if talk.task is not None and not talk.task.cancelled():
+            error = talk.task.exception()
+        if talk.background is not None and talk.response["status"] not in GOOD:
+            assert talk.response["status"] in ("failed", "cancelled")
+            self.came_to_nothing[talk.id] = talk.response["status"]
+            return
+        if error is not None:
+            self._see_refused(talk, error)
+        elif talk.task is not None and not talk.task.cancelled():
+            assert not talk.must_be_locked and not talk.must_conflict
+            self._see_whole(talk)
+
+    def _see_refused(self, talk: Talk, error: BaseException) -> None:
+        assert isinstance(error, ApiError), error
+        self.seen[str(error.code)] += 1
+        match error.code:
+            case "conversation_locked":
+                assert talk.must_be_locked
+            case "conflict":
+                assert talk.must_conflict or talk.may_conflict
+            case "context_length_exceeded":
+                instructed = bool(talk.wanted.instructions)
+                tokens = len("".join(text for _, text in talk.said).encode()) + 3 * (len(talk.said) + 2 * instructed)
+                assert tokens + (talk.wanted.max_output_tokens or 0) > self.client.info.max_model_len / 3, (
+                    "it would have fitted"
+                )
+            case "engine_dead":
+                assert self.engine.ended.is_set()
+            case _:
+                raise error
+
+    def _see_whole(self, talk: Talk) -> None:
+        assert talk.writing is not None and talk.response["status"] in GOOD
+        prompt, wanted = talk.writing.prompt, talk.wanted
+        first: Said = [("system", wanted.instructions)] if wanted.instructions else []
+        shown = [{"role": role, "content": text} for role, text in [*first, *talk.said]]
+        assert prompt.text == self.client.text.render_chat(shown)
+        assert self.client.text.decode(prompt.tokens) == prompt.text
+        self.seen["prompts from stored tokens"] += bool(prompt.known)
+        self.seen["whole turns"] += 1
+        if talk.conversation is not None:
+            output = talk.response["output"][0]
+            entries = self.items[talk.conversation]
+            entries.append((talk.writing.input[0]["id"], *talk.said[-1]))
+            entries.append((output["id"], "assistant", talk.answer))
+        if wanted.store or talk.conversation is not None:
+            self.stored[talk.id] = talk
+
+    def _read_stats(self) -> None:
+        stats = self.scheduler.stats()
+        for name in ("blocks_swapped_in", "blocks_swapped_out", "suspensions", "preemptions", "tokens_recovered"):
+            self.seen[name] += getattr(stats, name)
+        self.seen["tokens_dropped"] += stats.tokens_dropped
+
+    @invariant()
+    def no_block_is_lost_or_owned_twice(self) -> None:
+        self.scheduler.check()
+        if not self.under_way and not self.rivals:
+            stats = self.scheduler.stats()
+            assert (stats.waiting, stats.running, stats.blocks_used) == (0, 0, 0)
+            assert not self.client._streams and not self.responses._locked and not self.responses._background
+            assert not self.responses.service.traffic.under_way
+
+    @invariant()
+    def the_store_holds_whole_turns_and_all_of_them(self) -> None:
+        with self.store._read() as db:
+            rows = {row.id: row for row in db.execute(select(schema.turns))}
+        under_way = {talk.id for talk in self.under_way if talk.background is not None}
+        for id, row in rows.items():
+            if row.status in GOOD:
+                assert id in self.stored, "half a turn was kept"
+                assert row.visible == (self.stored[id].wanted.store and id not in self.deleted)
+            else:
+                assert id in under_way or id in self.came_to_nothing
+        for id, talk in self.stored.items():
+            found = self.store.response("", id)
+            if talk.wanted.store and id not in self.deleted:
+                assert found == talk.response, "a turn that its client saw whole is not there as it was"
+            else:
+                assert found is None
+
+    @invariant()
+    def background_responses_and_conversations_are_as_their_clients_know(self) -> None:
+        self.runner.run(self._compare())
+
+    async def _compare(self) -> None:
+        for id, status in self.came_to_nothing.items():
+            assert (await self.responses.retrieve("", id))["status"] == status
+        for talk in self.under_way:
+            if talk.background is not None:
+                assert (await self.responses.retrieve("", talk.id))["status"] in ("queued", "in_progress")
+        for id, entries in self.items.items():
+            page = self.store.items("", id, limit=1000, newest_first=False)
+            assert page is not None
+            listed = [(it["id"], it["role"], "".join(part["text"] for part in it["content"])) for it in page.items]
+            assert listed == entries
+
+    def teardown(self) -> None:
+        if hasattr(self, "engine"):
+            self._read_stats()
+            self.runner.run(self._kill())
+        self.runner.close()
+        self.folder.cleanup()
+
+
+EVENTS = [name for name, method in vars(Histories).items() for _ in range(getattr(method, "weight", 0))]
+
+
+async def listen(writing: Writing) -> None:
+    """A client in the foreground, to its end."""
+    async with aclosing(writing.events()) as events:
+        async for _ in events:
+            pass
+
+
+def test_whatever_happens_each_answer_is_that_of_a_model_without_any_cache() -> None:
+    Histories.seen.clear()
+    run_state_machine_as_test(
+        Histories,
+        settings=settings(
+            max_examples=HISTORIES or 40,
+            stateful_step_count=50,
+            derandomize=not HISTORIES,
+            database=None,
+            phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+    seen = Histories.seen
+    for event in (
+        "whole turns", "prompts from stored tokens", "kills in mid-turn", "edits in mid-turn", "conflict",
+        "conversation_locked", "context_length_exceeded", "blocks_swapped_in", "blocks_swapped_out", "suspensions",
+        "preemptions", "tokens_recovered", "tokens_dropped",
+    ):  # fmt: skip
+        assert seen[event] > 0, f"no history came to: {event}"

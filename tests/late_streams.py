@@ -6,8 +6,6 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-import torch
-
 from holdfast.execution.transfer import Arrival
 
 
@@ -24,6 +22,9 @@ class LateArrival:
 
     def finish(self) -> None:
         self.stream.run_until(self)
+
+    def seconds(self) -> float:
+        return 0.25
 
     def done(self) -> bool:
         self.polls += 1
@@ -42,9 +43,6 @@ class LateStream:
 
     def follow(self) -> None:
         pass
-
-    def upload(self, numbers: torch.Tensor) -> torch.Tensor:
-        return numbers
 
     def copy(self, work: Callable[[], None], after: Arrival | None = None) -> LateArrival:
         arrival = LateArrival(self)

@@ -169,7 +169,7 @@ def simulator(config: BenchConfig, engine: EngineConfig, profile: Profile) -> Ru
             def wrap(executor: Any, clock: Any) -> Any:
                 if engine.trace is None:
                     return executor
-                traced.append(TracedExecutor(executor, engine.trace, clock))
+                traced.append(TracedExecutor(executor, engine.trace, clock, suspends=engine.host_cache_gb > 0))
                 return traced[0]
 
             try:

@@ -132,6 +132,7 @@ class Scheduler:
         pool = self._queues.pool
         pool.now = now
         pool.landed(result.swapped_out)
+        pool.arrived(result.swapped_in)
         self._policy.learn(plan, result)
         outputs: list[SequenceOutput] = []
         new = tuple.__new__  # what SequenceOutput(...) comes down to, at less than half its time
@@ -165,7 +166,7 @@ class Scheduler:
         pool = queues.pool
         return SchedulerStats(
             waiting=len(queues.waiting),
-            running=len(queues.running),
+            running=len(queues.running) + len(queues.arriving),
             blocks_total=pool.num_blocks,
             blocks_used=pool.used,
             blocks_cached=pool.cached,

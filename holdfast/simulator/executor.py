@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from holdfast.core.protocols import MemoryProfile
-from holdfast.core.types import StepPlan, StepResult
+from holdfast.core.types import CopyTime, StepPlan, StepResult
 from holdfast.simulator.latency import Latency
 
 TOKEN = 7
@@ -54,7 +54,10 @@ class SimulatedExecutor:
         self._free_at = max(self._clock.now, self._free_at) + seconds
         self.busy += seconds
         sampled = sum([segment[5] is not None for segment in plan.segments])
-        self._in_flight.append((StepResult(plan.step, (TOKEN,) * sampled, seconds, plan.step), self._free_at))
+        ways = ((False, plan.swap_out), (True, plan.swap_in))
+        copies = tuple(CopyTime(plan.step, inward, 0, 0.0) for inward, blocks in ways if blocks)
+        result = StepResult(plan.step, (TOKEN,) * sampled, seconds, plan.step, plan.step, copies)
+        self._in_flight.append((result, self._free_at))
 
     def collect(self) -> StepResult:
         result, ends = self._in_flight.popleft()

@@ -1,12 +1,12 @@
-"""Conversations with think time, in real time, over Holdfast's loop in this process, with the rules of the peer's driver.
+"""Conversations with think time, in real time, over Holdfast's loop in this process, by the rules of the peer's driver.
 
-usage: python benchmarks/multiturn.py [--modes stateless device tiers] (--rates 6 20 … | --workload FILE …) [--json FILE]
+usage: python benchmarks/multiturn.py [--modes stateless device tiers] (--rates 6 20 | --workload FILE) [--json FILE]
                                       [--device-gb 16] [--host-gb 32] [any engine option as --set name=value]
 
-Each turn's request carries the whole conversation as token ids, greedy, end-of-sequence ignored; the next turn comes its
-think time after the answer. What ends after `--warm` seconds counts, until `--until`. A mode is what is kept between
-turns: nothing, what the device holds, or what device and host hold. The model is a Llama-3-8B in shape with random
-weights; `--small` takes a small one, for a CPU, with lengths divided by `--shorter`. One JSON line a mode and rate.
+Each turn's request carries the whole conversation as token ids, greedy, end-of-sequence ignored; the next turn comes
+its think time after the answer. What happens after `--warm` seconds counts, until `--until`. A mode is what is kept
+between turns: nothing, what the device holds, or what device and host hold. The model is a Llama-3-8B in shape with
+random weights; `--small` takes a small one, for a CPU, and `--shorter` divides lengths. One JSON line a mode and rate.
 """
 
 from __future__ import annotations

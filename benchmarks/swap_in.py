@@ -98,7 +98,7 @@ def told(row: dict[str, Any], trace: list[dict[str, Any]]) -> None:
     """Add to the row of one context what the trace tells of its copies, and what follows from it."""
     began, ended = row.pop("between")
     copies = [event for event in trace if event.get("name") == "swap-in" and began < event["ts"] / 1e6 < ended]
-    seconds, size = (sum(values) for values in zip(*((c["dur"] / 1e6, c["args"]["bytes"]) for c in copies)))
+    seconds, size = sum(c["dur"] / 1e6 for c in copies), sum(c["args"]["bytes"] for c in copies)
     longer = row["host"]["seconds"] - row["device"]["seconds"]
     row |= dict(copies=len(copies), copied_gb=round(size / 1e9, 3), copy_seconds=round(seconds, 4))
     row |= dict(gb_s=round(size / seconds / 1e9, 1), longer_seconds=round(longer, 4))

@@ -29,6 +29,18 @@ LAYERS, BLOCK, KV_HEADS, HEAD = 32, 16, 8, 128
 RUN = BLOCK * KV_HEADS * HEAD * 2
 Copy = Callable[[int, torch.cuda.Stream], None]
 """Copies all blocks of one layer."""
+Launch = tuple[int, int, int, int]
+"""Programs, elements and warps of each, and launches for all layers."""
+LAUNCHES: list[Launch] = [
+    (2, 16384, 8, 1),
+    (4, 16384, 8, 1),
+    (4, 16384, 8, 4),
+    (4, 16384, 16, 1),
+    (6, 16384, 8, 1),
+    (8, 8192, 8, 1),
+    (8, 16384, 8, 1),
+    (16, 4096, 4, 1),
+]
 
 
 class Attributes(ctypes.Structure):
@@ -67,15 +79,18 @@ def by_engine(source: torch.Tensor, target: torch.Tensor, pairs: np.ndarray, fla
     return copy
 
 
-def by_rectangle(source: torch.Tensor, target: torch.Tensor, pairs: np.ndarray, groups: int) -> Copy:
-    """As Holdfast copies: a call for each block and group of layers, its runs as the rows of a rectangle."""
+def by_kernel(source: torch.Tensor, target: torch.Tensor, pairs: np.ndarray, launch: Launch) -> Copy:
+    """Holdfast's kernel, which reads and writes the host's memory itself; a launch for each group of layers."""
+    programs, tile, warps, groups = launch
+    from_, to = torch.tensor(pairs.T.copy()).cuda()
     size = LAYERS // groups
 
     def copy(layer: int, stream: torch.cuda.Stream) -> None:
         if layer % size == 0:
+            copies.PROGRAMS, copies.TILE, copies.WARPS = programs, tile, warps
             part = slice(layer, layer + size)
             with torch.cuda.stream(stream):
-                copies.copy_runs(source[part], pairs[:, 0], target[part], pairs[:, 1])
+                copies.copy_runs(source[part], from_, target[part], to)
 
     return copy
 
@@ -157,8 +172,8 @@ def main() -> None:
             into=(host.data, device.data, pairs), out=(device.data, host.data, pairs[:, ::-1].copy())
         ).items():
             ways: dict[str, Copy] = {
-                f"a rectangle a block, {groups} group(s) of layers": by_rectangle(source, target, ends, groups)
-                for groups in (1, 4, 32)
+                f"kernel, {p} programs of {t} in {w} warps, {g} launches": by_kernel(source, target, ends, (p, t, w, g))
+                for p, t, w, g in LAUNCHES
             }
             ways["a batch of runs a layer"] = by_engine(source, target, ends, 0, 1)
             for name, copy in ways.items():

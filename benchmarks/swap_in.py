@@ -97,12 +97,16 @@ def under_load(
 def told(row: dict[str, Any], trace: list[dict[str, Any]]) -> None:
     """Add to the row of one context what the trace tells of its copies, and what follows from it."""
     began, ended = row.pop("between")
-    copies = [event for event in trace if event.get("name") == "swap-in" and began < event["ts"] / 1e6 < ended]
+    inside = [event for event in trace if event["ph"] == "X" and began < event["ts"] / 1e6 < ended]
+    copies = [event for event in inside if event["name"] == "swap-in"]
+    out = [event for event in inside if event["name"] == "swap-out"]
     seconds, size = sum(c["dur"] / 1e6 for c in copies), sum(c["args"]["bytes"] for c in copies)
     longer = row["host"]["seconds"] - row["device"]["seconds"]
     row |= dict(copies=len(copies), copied_gb=round(size / 1e9, 3), copy_seconds=round(seconds, 4))
     row |= dict(gb_s=round(size / seconds / 1e9, 1), longer_seconds=round(longer, 4))
     row |= dict(hidden=round(1 - longer / seconds, 3))
+    row["out_gb"] = round(sum(copy["args"]["bytes"] for copy in out) / 1e9, 3)
+    row["out_seconds"] = round(sum(copy["dur"] for copy in out) / 1e6, 4)
     print("HOLDFAST " + json.dumps(row), flush=True)
 
 

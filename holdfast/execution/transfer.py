@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol, overload
 
-import numpy as np
 import torch
 
 from holdfast.core.types import BlockCopy, CopyTime, StepPlan
@@ -45,6 +44,10 @@ class CopyStream(Protocol):
         """Let later copies wait for the computation that was started so far."""
         ...
 
+    def upload(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Block numbers of the host as the stream's copies take them."""
+        ...
+
     def copy(self, work: Callable[[], None], after: Arrival | None = None) -> Arrival:
         """Do `work`, once `after` has arrived, and say when it is done."""
         ...
@@ -74,6 +77,9 @@ class InOrder:
 
     def follow(self) -> None:
         pass
+
+    def upload(self, numbers: torch.Tensor) -> torch.Tensor:
+        return numbers
 
     def copy(self, work: Callable[[], None], after: Arrival | None = None) -> Arrival:
         began = time.perf_counter()
@@ -108,6 +114,10 @@ class CudaStream:
 
     def follow(self) -> None:
         self._stream.wait_stream(torch.cuda.current_stream())
+
+    def upload(self, numbers: torch.Tensor) -> torch.Tensor:
+        with torch.cuda.stream(self._stream):
+            return numbers.pin_memory().to(self._stream.device, non_blocking=True)
 
     def copy(self, work: Callable[[], None], after: Arrival | None = None) -> Arrival:
         arrival = CudaArrival()
@@ -182,7 +192,7 @@ class Transfers:
         self._groups = [slice(first, first + step) for first in range(0, len(layers), step)]
 
     def warm_up(self) -> None:
-        """Copy a block each way, before there is anything in them: what the first copy sets up is there then."""
+        """Copy a block each way, before there is anything in them: the first copy compiles its kernel."""
         copy = (BlockCopy(0, 0),)
         self.begin(StepPlan(-1, (), swap_in=copy, swap_out=copy))
         self.completed(wait=True)
@@ -199,7 +209,7 @@ class Transfers:
         if plan.swap_in:
             own = plan.awaits >= plan.step
             self._inward.follow()
-            places, blocks = np.array(plan.swap_in, np.int64).T
+            places, blocks = self._inward.upload(torch.tensor(plan.swap_in).t().contiguous())
             copy = partial(copy_blocks, self._host, places, self._device, blocks)
             groups = self._groups if own else [slice(0, len(layers))]
             parts = tuple(self._inward.copy(partial(copy, group)) for group in groups)
@@ -209,7 +219,7 @@ class Transfers:
                 layers = ArrivingLayers(layers, [parts[at // groups[0].stop] for at in range(len(layers))])
         if plan.swap_out:
             self._outward.follow()
-            blocks, places = np.array(plan.swap_out, np.int64).T
+            blocks, places = self._outward.upload(torch.tensor(plan.swap_out).t().contiguous())
             work = partial(copy_blocks, self._device, blocks, self._host, places)
             arrival = self._outward.copy(work, after=self._last_in)
             self._leaving.append(_UnderWay(plan.step, (arrival,), len(places)))

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from holdfast.kernels.copies import Numbers, copy_runs
-
 
 @dataclass(frozen=True)
 class KVCache:
@@ -84,20 +82,22 @@ def write_slots(
 
 def copy_blocks(
     source: KVCache,
-    source_blocks: Numbers,
+    source_blocks: torch.Tensor,
     target: KVCache,
-    target_blocks: Numbers,
+    target_blocks: torch.Tensor,
     layers: slice = slice(None),
 ) -> None:
     """Copy the blocks `source_blocks` [n] of one cache to `target_blocks` [n] of the same or another cache.
 
-    The numbers are int64 in host memory. Between a GPU and the host, whose cache must be pinned, the copy runs on the
-    GPU's current stream. Elsewhere all sources are read before any target is written, so the two may overlap within
-    one cache.
+    Both index tensors are int64. Between a GPU and the host, whose cache must be pinned, they lie on the GPU and the
+    copy runs on its current stream. Elsewhere all sources are read before any target is written, so the two may
+    overlap within one cache.
     """
     read, written = source.data[layers], target.data[layers]
     if read.device != written.device:
+        # Triton comes with CUDA builds only, so that a CPU installation works without it.
+        from holdfast.kernels.copies import copy_runs
+
         copy_runs(read, source_blocks, written, target_blocks)
     else:
-        from_, to = (torch.from_numpy(blocks).to(read.device) for blocks in (source_blocks, target_blocks))
-        written.index_copy_(2, to, read.index_select(2, from_))
+        written.index_copy_(2, target_blocks, read.index_select(2, source_blocks))

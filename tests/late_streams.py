@@ -25,6 +25,9 @@ class LateArrival:
     def finish(self) -> None:
         self.stream.run_until(self)
 
+    def seconds(self) -> float:
+        return 0.25
+
     def done(self) -> bool:
         self.polls += 1
         if self.polls > self.stream.patience:

@@ -62,10 +62,11 @@ def spans(plan):
     return [(segment.sequence_id, segment.start, segment.stop) for segment in plan.segments]
 
 
-def answer(plan, token=7, swapped_out=None):
+def answer(plan, token=7, swapped_out=None, swapped_in=None):
     """A result that gives each sampling segment the same token; all copies are done, unless it is said which."""
     tokens = tuple(token for _ in plan.sampled())
-    return StepResult(plan.step, tokens, 0.0, plan.step if swapped_out is None else swapped_out)
+    done = [plan.step if step is None else step for step in (swapped_out, swapped_in)]
+    return StepResult(plan.step, tokens, 0.0, *done)
 
 
 def model_state(tokens):
@@ -102,8 +103,9 @@ class FakeDevice:
     with `expect`, and what it sampled itself. A step writes all its positions before it reads any, as a layer does.
 
     Its copies to the host are as late as they may be: the contents arrive only when a result says so, by then the block
-    must still hold what it held, and until then the place on the host holds nothing. `choose` draws how many steps
-    that takes; without it, the step that begins a copy completes it.
+    must still hold what it held, and until then the place on the host holds nothing. Those from the host arrive when a
+    plan awaits them or a result says so; before that nobody may touch their blocks. `choose` draws how many steps that
+    takes; without it, the step that begins a copy completes it.
     """
 
     def __init__(self, num_blocks, block_size, host_blocks=0, choose=None):
@@ -111,6 +113,7 @@ class FakeDevice:
         self.slots = [None] * (num_blocks * block_size)
         self.host = [None] * host_blocks
         self.leaving = deque()
+        self.coming = deque()
         self.choose = choose
         self.tables = {}
         self.last_sampled = {}
@@ -140,27 +143,50 @@ class FakeDevice:
             table = self.tables.setdefault(write.row, [])
             assert write.start <= len(table), "a table has no holes"
             table[write.start : write.start + len(write.blocks)] = write.blocks
-        self._swap_in(plan.swap_in)
+        self._begin_to_swap_in(plan)
+        while self.coming and self.coming[0][0] <= plan.awaits:
+            self._arrive()
         self._begin_to_swap_out(plan)
         written = [slot for segment in plan.segments for slot in self._write(segment)]
         assert len(set(written)) == len(written), "two segments of a step write to one place"
         for segment in plan.segments:
             self._read(segment)
         tokens = tuple(self._sample(segment) for segment in plan.sampled())
-        return StepResult(plan.step, tokens, 0.0, self._complete_copies(plan))
+        return StepResult(plan.step, tokens, 0.0, self._complete_copies(plan), self._complete_arrivals(plan))
 
     def _contents(self, block):
         return self.slots[block * self.block_size : (block + 1) * self.block_size]
 
-    def _swap_in(self, copies):
-        assert len({target for _, target in copies}) == len(copies), "two copies write to one block"
-        for source, target in copies:
+    def _begin_to_swap_in(self, plan):
+        targets = {target for _, target in plan.swap_in}
+        assert len(targets) == len(plan.swap_in), "two copies write to one block"
+        for source, _ in plan.swap_in:
             assert self.host[source] is not None, f"place {source} of the host is read, but nothing is there"
-            self.slots[target * self.block_size : (target + 1) * self.block_size] = self.host[source]
+        self.coming.append((plan.step, [(target, self.host[source]) for source, target in plan.swap_in]))
+
+    def _arrive(self):
+        number, copies = self.coming.popleft()
+        for target, contents in copies:
+            self.slots[target * self.block_size : (target + 1) * self.block_size] = contents
+        return number
+
+    def _complete_arrivals(self, plan):
+        """Let some of the copies from the host arrive, the oldest first; all, where there is nothing else to do."""
+        done = plan.step
+        while self.coming:
+            if plan.segments and self.choose is not None and self.choose.random() < 0.4:
+                return self.coming[0][0] - 1
+            done = self._arrive()
+        return done
+
+    def _untouched(self, block):
+        """Whether nothing is on its way to the block."""
+        return all(block != target for _, copies in self.coming for target, _ in copies)
 
     def _begin_to_swap_out(self, plan):
         under_way = {target for _, copies in self.leaving for (_, target), _ in copies}
-        for _, target in plan.swap_out:
+        for source, target in plan.swap_out:
+            assert self._untouched(source), f"block {source} is copied before it is there"
             assert target not in under_way, "two copies write to one place"
             under_way.add(target)
             self.host[target] = None
@@ -189,6 +215,7 @@ class FakeDevice:
         else:
             assert list(segment.tokens) == stream[segment.start : segment.stop]
         slots = self._slots_of(segment.row, segment.start, segment.stop)
+        assert all(self._untouched(slot // self.block_size) for slot in slots), f"{segment} writes under a copy"
         for slot, state in zip(slots, self.states[segment.sequence_id][segment.start : segment.stop], strict=True):
             self.slots[slot] = state
         return slots

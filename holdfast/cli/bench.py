@@ -214,7 +214,9 @@ def simulator(config: BenchConfig, engine: EngineConfig, profile: Profile, pipel
             def wrap(executor: Any, clock: Any) -> Any:
                 if engine.trace is None:
                     return executor
-                traced.append(TracedExecutor(executor, engine.trace, clock))
+                traced.append(
+                    TracedExecutor(executor, engine.trace, clock, suspends=engine.host_cache_gb not in ("auto", 0))
+                )
                 return traced[0]
 
             try:

@@ -184,10 +184,14 @@ class StepPlan:
     preempted: tuple[str, ...] = ()
     """Sequences that lost their blocks to make room for this step; with a host tier what they held goes there."""
     swap_in: tuple[BlockCopy, ...] = ()
-    """Host to device. The segments read what it brings; it may still write to a block until they do."""
+    """Host to device, into blocks that nothing reads or writes before a plan that awaits it, or a result that says that
+    it is complete."""
     swap_out: tuple[BlockCopy, ...] = ()
     """Device to host, of blocks that stay as they are until a result says that it is complete. Writes to the host only
-    after `swap_in` has read there. A plan without segments is complete when all copies to the host are."""
+    after `swap_in` has read there. A plan without segments is complete when all copies are."""
+    awaits: int = -1
+    """Number of the last plan whose `swap_in` the segments need, with those of all plans before it. If it is this very
+    plan, they need each layer when they come to it. What is not awaited comes in beside the segments."""
 
     @property
     def columns(self) -> Columns[Segment]:
@@ -212,6 +216,16 @@ class StepPlan:
         return (segment for segment in self.segments if segment.sampling is not None)
 
 
+class CopyTime(NamedTuple):
+    """How long the copies took that one plan began in one direction."""
+
+    step: int
+    inward: bool
+    """Host to device; otherwise device to host."""
+    bytes: int
+    seconds: float
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """What one step gave: a token for each sampling segment of its plan, in plan order."""
@@ -222,6 +236,10 @@ class StepResult:
     """Time that the device spent on the step."""
     swapped_out: int = -1
     """Number of a plan: its copies to the host, and those of all plans before it, are complete."""
+    swapped_in: int = -1
+    """The same of copies to the device."""
+    copies: tuple[CopyTime, ...] = ()
+    """What was seen to be complete since the result before."""
 
 
 @dataclass(frozen=True, slots=True)

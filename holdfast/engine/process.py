@@ -174,7 +174,7 @@ def build(
         on_progress("measuring what recomputation costs")
         cost = measure_cost(executor, name=info.model, queries=(config.chunk_size,))
     scheduler = make_scheduler(executor, info, policy, cost)
-    traced = TracedExecutor(executor, config.trace, clock) if config.trace else executor
+    traced = TracedExecutor(executor, config.trace, clock, suspends=host_blocks > 0) if config.trace else executor
     loop = Loop(scheduler, traced, config.steps_in_flight, clock)
     return loop, replace(info, started_in=clock() - began, profile=info.profile if profile else "")
 

@@ -207,7 +207,7 @@ class PagedExecutor:
         if staged is not None:
             memory.batch.release(staged)
         if memory.transfers is not None:
-            result = replace(result, swapped_out=memory.transfers.completed(wait=staged is None))
+            result = replace(result, **memory.transfers.completed(wait=staged is None)._asdict())
         return result
 
     def close(self) -> None:
@@ -333,4 +333,4 @@ class _Memory:
         """Start a plan's copies between the tiers; gives the layers' caches for its computation."""
         if self.transfers is None:
             return self.layers
-        return self.transfers.begin(plan.step, plan.swap_in, plan.swap_out)
+        return self.transfers.begin(plan)

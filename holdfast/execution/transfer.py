@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Protocol, overload
+from typing import NamedTuple, Protocol, overload
 
 import torch
 
-from holdfast.core.types import BlockCopy
+from holdfast.core.types import BlockCopy, CopyTime, StepPlan
 from holdfast.kernels.cache import KVCache, copy_blocks
 
 LayerCache = tuple[torch.Tensor, torch.Tensor]
+
+GROUPS = 4
+"""Parts of the layers that a plan's own swap-in comes in: its computation starts when the first of them is there."""
 
 
 class Arrival(Protocol):
@@ -27,6 +31,10 @@ class Arrival(Protocol):
         ...
 
     def done(self) -> bool: ...
+
+    def seconds(self) -> float:
+        """How long it took, once it is done."""
+        ...
 
 
 class CopyStream(Protocol):
@@ -48,6 +56,9 @@ class CopyStream(Protocol):
 class Done:
     """An arrival that was."""
 
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
     def wait(self) -> None:
         pass
 
@@ -56,6 +67,9 @@ class Done:
 
     def done(self) -> bool:
         return True
+
+    def seconds(self) -> float:
+        return self._seconds
 
 
 class InOrder:
@@ -68,15 +82,16 @@ class InOrder:
         return numbers
 
     def copy(self, work: Callable[[], None], after: Arrival | None = None) -> Arrival:
+        began = time.perf_counter()
         work()
-        return Done()
+        return Done(time.perf_counter() - began)
 
 
 class CudaArrival:
-    """An event on a copy stream."""
+    """Two events on a copy stream: before a copy and after it."""
 
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self.event = event
+    def __init__(self) -> None:
+        self.began, self.event = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
         torch.cuda.current_stream().wait_event(self.event)
@@ -86,6 +101,9 @@ class CudaArrival:
 
     def done(self) -> bool:
         return bool(self.event.query())  # type: ignore[no-untyped-call]
+
+    def seconds(self) -> float:
+        return float(self.began.elapsed_time(self.event)) / 1000
 
 
 class CudaStream:
@@ -102,13 +120,14 @@ class CudaStream:
             return numbers.pin_memory().to(self._stream.device, non_blocking=True)
 
     def copy(self, work: Callable[[], None], after: Arrival | None = None) -> Arrival:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        arrival = CudaArrival()
         with torch.cuda.stream(self._stream):
             if after is not None:
                 after.wait()
+            arrival.began.record()
             work()
-            event.record()
-        return CudaArrival(event)
+            arrival.event.record()
+        return arrival
 
 
 def stream_for(device: torch.device) -> CopyStream:
@@ -147,8 +166,8 @@ class Transfers:
 
     What keeps them right, with the guarantees of `core.types.StepPlan`:
 
-    - A swap-in follows the computation begun so far, which may still read what its blocks held before; a layer's
-      computation waits for that layer's copy.
+    - A swap-in follows the computation begun so far, which may still read what its blocks held before. A plan that
+      awaits it waits for it: for one begun before, all at once; for its own, layer by layer. No other plan does.
     - A swap-out follows the computation begun so far, which writes what it copies; nobody writes to its blocks before
       `completed` says that it is done. It also waits until every swap-in begun so far is done: these may read the
       place that it writes to, and the two directions together would slow down the one that is urgent (Pensieve §5).
@@ -165,46 +184,79 @@ class Transfers:
         self._device, self._host, self._layers = device, host, layers
         self._inward, self._outward = make_stream(), make_stream()
         self._last_in: Arrival | None = None
-        self._leaving: deque[tuple[int, Arrival]] = deque()
+        self._coming: deque[_UnderWay] = deque()
+        self._leaving: deque[_UnderWay] = deque()
         self._begun = -1
+        self._block_bytes = device.data[:, :, 0].numel() * device.data.element_size()
+        step = -(-len(layers) // GROUPS)
+        self._groups = [slice(first, first + step) for first in range(0, len(layers), step)]
 
     def warm_up(self) -> None:
         """Copy a block each way, before there is anything in them: the first copy compiles its kernel."""
-        self.begin(-1, [BlockCopy(0, 0)], [BlockCopy(0, 0)])
+        copy = (BlockCopy(0, 0),)
+        self.begin(StepPlan(-1, (), swap_in=copy, swap_out=copy))
         self.completed(wait=True)
 
-    def begin(self, step: int, swap_in: Sequence[BlockCopy], swap_out: Sequence[BlockCopy]) -> Sequence[LayerCache]:
+    def begin(self, plan: StepPlan) -> Sequence[LayerCache]:
         """Start a plan's copies; gives the layers' caches for its computation, which must be started next.
 
-        They are the very layers given to `Transfers` unless something is swapped in.
+        They are the very layers given to `Transfers` unless the plan awaits its own copies.
         """
         layers = self._layers
-        if swap_in:
+        for earlier in tuple(self._coming):
+            if earlier.step <= plan.awaits:
+                earlier.parts[-1].wait()
+        if plan.swap_in:
+            own = plan.awaits >= plan.step
             self._inward.follow()
-            places, blocks = self._inward.upload(torch.tensor(swap_in).t().contiguous())
+            places, blocks = self._inward.upload(torch.tensor(plan.swap_in).t().contiguous())
             copy = partial(copy_blocks, self._host, places, self._device, blocks)
-            arrivals = [self._inward.copy(partial(copy, slice(at, at + 1))) for at in range(len(layers))]
-            self._last_in = arrivals[-1]
-            layers = ArrivingLayers(layers, arrivals)
-        if swap_out:
+            groups = self._groups if own else [slice(0, len(layers))]
+            parts = tuple(self._inward.copy(partial(copy, group)) for group in groups)
+            self._last_in = parts[-1]
+            self._coming.append(_UnderWay(plan.step, parts, len(places)))
+            if own:
+                layers = ArrivingLayers(layers, [parts[at // groups[0].stop] for at in range(len(layers))])
+        if plan.swap_out:
             self._outward.follow()
-            blocks, places = self._outward.upload(torch.tensor(swap_out).t().contiguous())
+            blocks, places = self._outward.upload(torch.tensor(plan.swap_out).t().contiguous())
             work = partial(copy_blocks, self._device, blocks, self._host, places)
-            self._leaving.append((step, self._outward.copy(work, after=self._last_in)))
-        self._begun = step
+            arrival = self._outward.copy(work, after=self._last_in)
+            self._leaving.append(_UnderWay(plan.step, (arrival,), len(places)))
+        self._begun = plan.step
         return layers
 
-    def completed(self, *, wait: bool) -> int:
-        """Number of the last plan whose copies to the host, and those of all before it, are complete.
+    def completed(self, *, wait: bool) -> Completed:
+        """What is complete by now; with `wait`, all that was begun so far is waited for."""
+        copies: list[CopyTime] = []
+        swapped_out, swapped_in = (self._passed(under_way, wait, copies) for under_way in (self._leaving, self._coming))
+        return Completed(swapped_out, swapped_in, tuple(copies))
 
-        With `wait`, all begun so far are waited for.
-        """
+    def _passed(self, under_way: deque[_UnderWay], wait: bool, copies: list[CopyTime]) -> int:
         begun = self._begun
-        while self._leaving:
-            step, arrival = self._leaving[0]
+        while under_way:
+            step, parts, blocks = under_way[0]
             if wait:
-                arrival.finish()
-            elif not arrival.done():
+                parts[-1].finish()
+            elif not parts[-1].done():
                 return step - 1
-            self._leaving.popleft()
+            under_way.popleft()
+            seconds = sum(part.seconds() for part in parts)
+            copies.append(CopyTime(step, under_way is self._coming, blocks * self._block_bytes, seconds))
         return begun
+
+
+class _UnderWay(NamedTuple):
+    """Copies of one plan in one direction, its last part the last to arrive."""
+
+    step: int
+    parts: tuple[Arrival, ...]
+    blocks: int
+
+
+class Completed(NamedTuple):
+    """As the fields of a `StepResult`."""
+
+    swapped_out: int
+    swapped_in: int
+    copies: tuple[CopyTime, ...]

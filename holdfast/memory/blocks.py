@@ -93,6 +93,8 @@ class BlockPool:
         self._leaving_idle = 0
         self._reclaimable: OrderedDict[int, None] = OrderedDict()
         self._copies: deque[tuple[int, tuple[BlockCopy, ...]]] = deque()
+        self._arriving: dict[int, int] = {}
+        """Blocks that copies from the host are under way to and that no plan awaits yet, with their plan's number."""
         self._releases = 0
         self._low_water = max(1, int(num_blocks * low_water))
         self._demand = 0
@@ -290,6 +292,20 @@ class BlockPool:
                     self._leaving_idle -= 1
                     self._reclaimable[block] = None
                     host.rest(digest, *self._last[block])
+
+    def expect(self, blocks: Iterable[int], step: int) -> None:
+        """What `bring` fills in these blocks comes beside plan `step`, which does not wait for it."""
+        self._arriving.update(dict.fromkeys(blocks, step))
+
+    def arrival(self, blocks: Iterable[int]) -> int:
+        """The plan whose copies must be complete before these blocks are read; -1 if all are there."""
+        arriving = self._arriving
+        return max((arriving.get(block, -1) for block in blocks), default=-1) if arriving else -1
+
+    def arrived(self, step: int) -> None:
+        """The copies from the host that plan `step` and those before it began are complete, or will be awaited."""
+        if self._arriving:
+            self._arriving = {block: number for block, number in self._arriving.items() if number > step}
 
     def _rest(self, block: int, digest: bytes) -> None:
         """Note that a sealed block has lost its last owner."""

@@ -136,6 +136,7 @@ class Scheduler:
         pool = self._queues.pool
         pool.now = now
         pool.landed(result.swapped_out)
+        pool.arrived(result.swapped_in)
         self._policy.learn(plan, result)
         return self._read(sampling, result.tokens)
 
@@ -177,7 +178,7 @@ class Scheduler:
         pool = queues.pool
         return SchedulerStats(
             waiting=len(queues.waiting),
-            running=len(queues.running),
+            running=len(queues.running) + len(queues.arriving),
             blocks_total=pool.num_blocks,
             blocks_used=pool.used,
             blocks_cached=pool.cached,

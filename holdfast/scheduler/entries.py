@@ -38,6 +38,8 @@ class Entry:
     """Nothing but its end tokens need be looked at while fewer tokens than this are known."""
     planned_in: int = -1
     """Number of the last step with a segment of it."""
+    arrival: int = -1
+    """Number of the plan that brings in what it lacks; -1 once that is there, or the next plan waits for it."""
 
 
 class WaitingQueue(Protocol):

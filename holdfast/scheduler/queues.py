@@ -10,7 +10,11 @@ from holdfast.scheduler.priority import Order
 
 
 class Queues:
-    """All that a step is decided from. A sequence waits, or runs: then it has a row, and blocks for what is planned."""
+    """All that a step is decided from. A sequence waits, or runs: then it has a row, and blocks for what is planned.
+
+    Between the two it may arrive: it has its row and its blocks, and copies from the host fill these beside the steps
+    of those that run.
+    """
 
     def __init__(
         self, pool: BlockPool, max_sequences: int, headroom: float, order: Order, micro_batches: int = 1
@@ -23,6 +27,9 @@ class Queues:
         self.contenders = waiting if order.displaces and isinstance(waiting, RankedQueue) else None
         """Those who wait, where they may displace those who run."""
         self.running = RankedQueue()
+        self.arriving: list[Entry] = []
+        self.awaits = -1
+        """The next plan's segments must wait for the copies from the host of plans up to this one."""
         self.growth = int(pool.num_blocks * headroom)
         """Blocks that admission leaves to running sequences."""
         self.rows = list(range(max_sequences - 1, -1, -1))
@@ -34,7 +41,7 @@ class Queues:
         self.recovered = 0
 
     def start(self, entry: Entry, found: Found, now: float) -> tuple[BlockCopy, ...]:
-        """Move a waiting entry to running, with blocks for all its known positions, those found among them.
+        """Move a waiting entry to those that arrive, with blocks for all its known positions, those found among them.
 
         Gives the copies that bring them in from the host.
         """
@@ -44,7 +51,7 @@ class Queues:
         entry.row = self.rows.pop()
         entry.fed = False
         entry.watch = 0
-        self.running.add(entry)
+        self.arriving.append(entry)
         self.recovered += sum(stop - start for start, stop in residency.missing(sequence.length)[:-1])
         if sequence.scheduled_at is None:
             sequence.scheduled_at = now
@@ -55,11 +62,20 @@ class Queues:
             self.prefix_hits_on_host += len(found.host) * self.pool.block_size
         return copies
 
+    def join(self, entry: Entry) -> None:
+        """Move an entry that arrives to running; what is still on its way to its blocks, the next plan waits for."""
+        self.arriving.remove(entry)
+        self.awaits = max(self.awaits, entry.arrival)
+        entry.arrival = -1
+        self.running.add(entry)
+
     def stop(self, entry: Entry) -> None:
         """Take an entry out of the queue that it is in, and give back its blocks and its row."""
         if entry.row == NO_ROW:
             self.waiting.remove(entry)
             return
+        if entry.arrival >= 0:
+            self.join(entry)  # whoever gets its blocks writes to them after its copies have
         self.running.remove(entry)
         entry.residency.release()
         self.rows.append(entry.row)

@@ -58,6 +58,11 @@ class Step:
         self._writes: list[TableWrite] = []
         self._preempted: list[str] = []
         self._swap_in: list[BlockCopy] = []
+        idle = not queues.running
+        for entry in tuple(queues.arriving):
+            entry.arrival = queues.pool.arrival(entry.residency.blocks)
+            if idle or entry.arrival < 0:
+                queues.join(entry)
 
     @property
     def number(self) -> int:
@@ -166,20 +171,25 @@ class Step:
             entry = self._queues.waiting.first()
             if entry is None or not allow(entry) or not self._start(entry, whole):
                 return
-            self._chunk(entry)
+            if entry.arrival < 0:
+                self._chunk(entry)
 
     def finish(self, in_flight: bool) -> StepPlan | None:
         """The plan, or None if there is nothing to do; `in_flight` says whether a plan is, whose result will come.
 
-        If not, and nothing can run before idle state has made room, the plan is one without segments.
+        If not, and nothing can run before idle state has made room or state has come in, it is one without segments.
         """
-        pool = self._queues.pool
+        queues, pool = self._queues, self._queues.pool
         if not self._ids and in_flight:
             return None
         ready = pool.ready
         swap_out = pool.relieve(self._number)
-        if not self._ids and not pool.leaving and pool.ready == ready:
+        if not self._ids and not pool.leaving and pool.ready == ready and not queues.arriving:
             return None
+        awaits = queues.awaits
+        if self._ids:  # otherwise the next plan has to wait
+            pool.arrived(awaits)
+            queues.awaits = -1
         return StepPlan(
             self._number,
             Columns(Segment, (self._ids, self._rows, self._starts, self._stops, self._tokens, self._samplings)),
@@ -187,6 +197,7 @@ class Step:
             tuple(self._preempted),
             tuple(self._swap_in),
             swap_out,
+            awaits,
         )
 
     def _chunk(self, entry: Entry) -> None:
@@ -230,13 +241,19 @@ class Step:
         if whole and sequence.length - len(found) * pool.block_size > self.budget:
             return False
         if found.host and self._swap_in and len(self._swap_in) + len(found.host) > pool.at_once:
-            return False  # the decodes of this step wait for its copies: no more of them than one sequence needs
+            return False  # they come one after the other: a step begins no more of them than one sequence needs
         kept = found.device.values()
         fresh = pool.blocks_for(sequence.length) - len(kept)
         if fresh + pool.unowned(kept) > spare or not pool.fits(fresh, kept):
             return False
-        self._swap_in += queues.start(entry, found, self._now)
+        copies = queues.start(entry, found, self._now)
+        pool.expect([copy.target for copy in copies], self._number)
+        self._swap_in += copies
         self._writes.append(TableWrite(entry.row, 0, tuple(entry.residency.blocks)))
+        # Beside others it comes in under their steps, which would otherwise wait for it; alone it starts at once.
+        entry.arrival = pool.arrival(kept if not copies else entry.residency.blocks)
+        if entry.arrival < 0 or whole or not self._ids:
+            queues.join(entry)
         return True
 
     def _grow(self, entry: Entry) -> bool:

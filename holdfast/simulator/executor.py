@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import replace
+from typing import NamedTuple
 
 from holdfast.core.protocols import MemoryProfile
-from holdfast.core.types import StepPlan, StepResult
+from holdfast.core.types import CopyTime, StepPlan, StepResult
 from holdfast.simulator.latency import Latency
 
 TOKEN = 7
 """What every step samples: no model runs, and a sequence ends at its length."""
+
+
+class Copying(NamedTuple):
+    """The copies of one plan in one direction, until they end."""
+
+    ends: float
+    time: CopyTime
 
 
 class VirtualClock:
@@ -36,8 +44,8 @@ class SimulatedExecutor:
     ended the one before, and the stage before it has sent its part. What a stage waits is a bubble.
 
     Copies take their time on a link of their own, as `execution.transfer` does them: blocks that come in follow the
-    computation begun so far, layer by layer under the step that reads them, which so ends no sooner than they do;
-    blocks that go out wait for both, and a result says which of them have landed.
+    computation begun so far, and a step that awaits them reads them layer by layer, so that it ends no sooner than they
+    do; blocks that go out wait for both. A result says which of either have landed.
     """
 
     def __init__(self, latency: Latency, clock: VirtualClock, host_seconds: float = 0.0) -> None:
@@ -49,8 +57,9 @@ class SimulatedExecutor:
         self._in_flight: deque[tuple[StepResult, float, bool]] = deque()
         self._in_free = self._out_free = 0.0
         """When each direction of the copy link is free."""
-        self._leaving: deque[tuple[int, float]] = deque()
-        """Plans with copies to the host under way, and when these land."""
+        self._leaving: deque[Copying] = deque()
+        self._arriving: deque[Copying] = deque()
+        """Copies under way, to the host and from it."""
         self._begun = -1
         self.busy = 0.0
         """Seconds that the device was not idle; of several stages, the mean."""
@@ -67,8 +76,9 @@ class SimulatedExecutor:
     def submit(self, plan: StepPlan) -> None:
         self._clock.now += self._host_seconds
         now, free_at, latency = self._clock.now, self._free_at, self._latency
-        arrived = self._copy(plan, max(now, free_at[0]))
         began = at = max(now, free_at[0])
+        self._copy(plan, began)
+        arrived = max((copy.ends for copy in self._arriving if copy.time.step <= plan.awaits), default=0.0)
         hop = latency.hop(plan)
         stages = latency.stages(plan)
         for stage, seconds in enumerate(stages):
@@ -82,28 +92,34 @@ class SimulatedExecutor:
 
     def collect(self) -> StepResult:
         result, ends, computed = self._in_flight.popleft()
-        self._clock.advance_to(ends)
-        if not computed and self._leaving:  # a plan without segments is complete when all copies to the host are
-            self._clock.advance_to(self._leaving[-1][1])
-        while self._leaving and self._leaving[0][1] <= self._clock.now:
-            self._leaving.popleft()
-        return replace(result, swapped_out=self._leaving[0][0] - 1 if self._leaving else self._begun)
+        clock, ways = self._clock, (self._leaving, self._arriving)
+        clock.advance_to(ends)
+        if not computed:  # a plan without segments is complete when all copies are
+            clock.advance_to(max((way[-1].ends for way in ways if way), default=0.0))
+        done: list[CopyTime] = []
+        for way in ways:
+            while way and way[0].ends <= clock.now:
+                done.append(way.popleft().time)
+        out, into = (way[0].time.step - 1 if way else self._begun for way in ways)
+        return replace(result, swapped_out=out, swapped_in=into, copies=tuple(done))
 
     def close(self) -> None:
         self._in_flight.clear()
 
-    def _copy(self, plan: StepPlan, computed: float) -> float:
-        """Begin the plan's copies; `computed` is when the computation begun so far ends. Gives when what comes in has.
-
-        0.0 if nothing does.
-        """
-        arrived, each = 0.0, self._latency.copy_seconds
+    def _copy(self, plan: StepPlan, computed: float) -> None:
+        """Begin the plan's copies; `computed` is when the computation begun so far ends."""
         if plan.swap_in:
-            took = len(plan.swap_in) * each
-            self._in_free = arrived = max(computed, self._in_free) + took
-            self.copied_in += took
+            self._in_free = max(computed, self._in_free)
+            self._in_free = self._begin(plan, inward=True, blocks=len(plan.swap_in), at=self._in_free)
+            self.copied_in += self._arriving[-1].time.seconds
         if plan.swap_out:
-            self._out_free = max(computed, self._in_free, self._out_free) + len(plan.swap_out) * each
-            self._leaving.append((plan.step, self._out_free))
+            at = max(computed, self._in_free, self._out_free)
+            self._out_free = self._begin(plan, inward=False, blocks=len(plan.swap_out), at=at)
         self._begun = plan.step
-        return arrived
+
+    def _begin(self, plan: StepPlan, *, inward: bool, blocks: int, at: float) -> float:
+        """Put copies that begin at `at` on their way; gives when they end."""
+        seconds = blocks * self._latency.copy_seconds
+        time = CopyTime(plan.step, inward, blocks * self._latency.block_bytes, seconds)
+        (self._arriving if inward else self._leaving).append(Copying(at + seconds, time))
+        return at + seconds

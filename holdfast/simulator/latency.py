@@ -10,9 +10,12 @@ from holdfast.simulator.deployment import Pipeline
 class Latency:
     """Step times of one device, or of each stage of a pipeline; and the time of copies between the tiers."""
 
-    def __init__(self, cost: CostModel, pipeline: Pipeline | None = None, copy_seconds: float = 0.0) -> None:
-        """`copy_seconds` is the time that the copy of one block takes, either way."""
+    def __init__(
+        self, cost: CostModel, pipeline: Pipeline | None = None, copy_seconds: float = 0.0, block_bytes: int = 0
+    ) -> None:
+        """`copy_seconds` is the time that the copy of one block of `block_bytes` takes, either way."""
         self.copy_seconds = copy_seconds
+        self.block_bytes = block_bytes
         self._pipeline = pipeline
         self._stages = [Predictor(stage) for stage in (pipeline.stages if pipeline else (cost,))]
 

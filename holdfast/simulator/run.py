@@ -63,7 +63,8 @@ def simulate(
     clock = VirtualClock()
     stages = len(pipeline.stages) if pipeline else 1
     host_blocks, copy_seconds = _host_tier(config, profile)
-    executor = SimulatedExecutor(Latency(profile.cost, pipeline, copy_seconds), clock, host_seconds)
+    latency = Latency(profile.cost, pipeline, copy_seconds, profile.token_bytes * config.block_size)
+    executor = SimulatedExecutor(latency, clock, host_seconds)
     scheduler = _scheduler(config, profile, host_blocks, stages)
     loop = Loop(scheduler, wrap(executor, clock), stages if pipeline else config.steps_in_flight, clock)
     clients = Clients(workload, loop, clock, vocab_size=VOCAB_SIZE, concurrency=concurrency)
@@ -74,8 +75,8 @@ def simulate(
 
 def _host_tier(config: EngineConfig, profile: Profile) -> tuple[int, float]:
     """Blocks of the host tier, and the seconds that the copy of one takes."""
-    if not config.host_cache_gb or not config.prefix_sharing:
-        return 0, 0.0
+    if config.host_cache_gb == "auto" or not config.host_cache_gb or not config.prefix_sharing:
+        return 0, 0.0  # there is no host whose free memory could be measured
     if not (profile.token_bytes and profile.copy_rate):
         cost = profile.cost
         raise ValueError(

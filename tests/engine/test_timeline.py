@@ -1,9 +1,11 @@
 """The timeline: every step and segment of a run, from any executor, as Chrome reads it."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
+from holdfast.core.types import CopyTime
 from holdfast.engine.loop import Loop
 from holdfast.engine.process import build
 from holdfast.engine.timeline import TracedExecutor
@@ -48,6 +50,39 @@ def test_each_step_and_each_segment_is_a_bar(tmp_path):
         assert before["ts"] + before["dur"] <= after["ts"]
     counters = events_of(tmp_path / "t.json", "C")
     assert [counter["args"] for counter in counters][:2] == [{"decodes": 0, "prefill": 8}, {"decodes": 1, "prefill": 3}]
+
+
+class CopyingDevice(FakeDevice):
+    """Says how long its copies took."""
+
+    def collect(self):
+        (plan, result) = self.plans[0], super().collect()
+        ways = ((False, plan.swap_out), (True, plan.swap_in))
+        return replace(result, copies=tuple(CopyTime(plan.step, way, 4096 * len(c), 0.5) for way, c in ways if c))
+
+
+def test_copies_between_the_tiers_are_bars_on_lanes_of_their_own_and_a_suspension_is_marked(tmp_path):
+    path = tmp_path / "t.json"
+    device = CopyingDevice(6, 4, 8)
+    requests = create_requests(11, 11, max_tokens=12)
+    ticks = iter(range(1000))
+    clock = lambda: float(next(ticks))  # noqa: E731
+    traced = TracedExecutor(device, path, clock, suspends=True)
+    loop = Loop(create_scheduler(block_size=4, blocks=6, host_blocks=8, max_sequences=2), traced, 1, clock)
+    for request in requests:
+        device.expect(request)
+        loop.add(request)
+    while loop.has_work():
+        loop.step()
+    loop.close()
+    assert [mark["name"] for mark in events_of(path, "i")] == ["suspended 1"]
+    copies = [bar for bar in events_of(path, "X") if bar["pid"] == 2]
+    assert {(bar["name"], bar["tid"]) for bar in copies} == {("swap-out", 0), ("swap-in", 1)}
+    stats = loop.stats()
+    for name, blocks in (("swap-out", stats.blocks_swapped_out), ("swap-in", stats.blocks_swapped_in)):
+        assert sum(bar["args"]["blocks"] for bar in copies if bar["name"] == name) == blocks
+    assert all(bar["dur"] == 0.5e6 and bar["args"]["bytes"] == 4096 * bar["args"]["blocks"] for bar in copies)
+    assert all(bar["args"]["GB/s"] > 0 for bar in copies)
 
 
 def test_a_preemption_is_marked(tmp_path):

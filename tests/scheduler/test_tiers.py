@@ -160,7 +160,64 @@ def test_a_step_brings_in_one_long_conversation_and_not_two():
     first = step(scheduler, 6.0)
     assert (spans(first), len(first.swap_in)) == ([("0", 16, 18)], 4)
     second = step(scheduler, 7.0)
-    assert (spans(second), len(second.swap_in)) == ([("0", 18, 19), ("1", 16, 18)], 4)
+    assert (spans(second), len(second.swap_in)) == ([("0", 18, 19)], 4)
+    assert spans(step(scheduler, 8.0)) == [("0", 19, 20), ("1", 16, 18)]
+
+
+def beside_another():
+    """A scheduler with a decode that runs and a conversation on the host whose next turn is then added."""
+    history = tuple(range(17))
+    scheduler = on_the_host(history)
+    scheduler.add(one(3, "runs", max_tokens=9))
+    alone = step(scheduler, 6.0)
+    scheduler.add(one((*history, 99), "returns", max_tokens=2))
+    return scheduler, alone
+
+
+def test_a_conversation_comes_in_beside_the_steps_of_others_which_do_not_wait_for_it():
+    scheduler, alone = beside_another()
+    assert alone.awaits == -1
+    first = step(scheduler, 7.0, swapped_in=-1)
+    assert (spans(first), len(first.swap_in), first.awaits) == ([("runs", 3, 4)], 4, -1)
+    assert spans(step(scheduler, 8.0, swapped_in=first.step - 1)) == [("runs", 4, 5)]
+    assert spans(step(scheduler, 9.0, swapped_in=first.step)) == [("runs", 5, 6)]
+    plan = step(scheduler, 10.0)
+    assert (spans(plan), plan.awaits) == ([("runs", 6, 7), ("returns", 16, 18)], -1)
+
+
+def test_alone_it_starts_at_once_and_its_step_awaits_its_own_copies():
+    history = tuple(range(17))
+    scheduler = on_the_host(history)
+    scheduler.add(one((*history, 99), "returns", max_tokens=2))
+    plan = step(scheduler, 6.0, swapped_in=-1)
+    assert (spans(plan), plan.awaits) == ([("returns", 16, 18)], plan.step)
+
+
+def test_when_the_others_have_ended_it_waits_for_its_copies_no_longer_than_the_device_does():
+    scheduler, _ = beside_another()
+    first = step(scheduler, 7.0, swapped_in=-1)
+    scheduler.abort("runs")
+    plan = step(scheduler, 8.0, swapped_in=-1)
+    assert (spans(plan), plan.awaits) == ([("returns", 16, 18)], first.step)
+
+
+def test_who_gets_the_blocks_of_one_that_left_while_it_came_in_waits_for_its_copies():
+    scheduler, _ = beside_another()
+    first = step(scheduler, 7.0, swapped_in=-1)
+    scheduler.abort("returns")
+    scheduler.check()
+    assert step(scheduler, 8.0, swapped_in=-1).awaits == first.step
+    assert step(scheduler, 9.0, swapped_in=-1).awaits == -1
+
+
+def test_who_shares_what_is_coming_in_waits_for_it_too():
+    scheduler, _ = beside_another()
+    first = step(scheduler, 7.0, swapped_in=-1)
+    scheduler.add(one((*range(17), 98), "shares", max_tokens=2))
+    second = step(scheduler, 8.0, swapped_in=-1)
+    assert (spans(second), second.swap_in) == ([("runs", 4, 5)], ())
+    step(scheduler, 9.0, swapped_in=first.step)
+    assert {name for name, _, _ in spans(step(scheduler, 10.0))} == {"runs", "returns", "shares"}
 
 
 def test_a_conversation_whose_next_turn_waits_is_as_recent_as_that():

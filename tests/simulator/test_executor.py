@@ -76,7 +76,7 @@ def test_a_step_passes_the_stages_in_order_and_the_next_follows_it_into_each():
 def copying(step, inward=0, outward=0, tokens=1):
     empty = () if not tokens else plan(step, tokens).segments
     swap_in, swap_out = (tuple(BlockCopy(at, at) for at in range(count)) for count in (inward, outward))
-    return StepPlan(step, empty, swap_in=swap_in, swap_out=swap_out)
+    return StepPlan(step, empty, swap_in=swap_in, swap_out=swap_out, awaits=step if inward and tokens else -1)
 
 
 def test_a_step_ends_no_sooner_than_what_it_swaps_in():
@@ -97,6 +97,18 @@ def test_what_is_swapped_in_follows_the_computation_begun_so_far():
     executor.collect()
     executor.collect()
     assert clock() == pytest.approx(COST.step([(1, 1)]) + 0.020)
+
+
+def test_what_no_step_awaits_comes_in_beside_the_steps_until_one_does():
+    clock = VirtualClock()
+    executor = SimulatedExecutor(Latency(COST, copy_seconds=0.001), clock)
+    alone = COST.step([(1, 1)])
+    executor.submit(replace(copying(0, inward=20), awaits=-1))
+    assert executor.collect().swapped_in == -1
+    assert clock() == pytest.approx(alone)
+    executor.submit(replace(plan(1), awaits=0))
+    assert executor.collect().swapped_in == 1
+    assert clock() == pytest.approx(0.020)
 
 
 def test_a_result_says_which_swap_outs_have_landed():

@@ -1,0 +1,359 @@
+"""Holdfast beside vLLM on one machine in one sitting: the same work, one process after the other, each row's ratio.
+
+usage: python benchmarks/beside_vllm.py --peer vllm_peer.py --site DIR --out DIR [--parts offline stall multiturn]
+                                        [--modes tiers device] [--rates 6 16 24 32] [--repeat 3] [--budget SECONDS]
+
+`--peer` is a driver that runs the engine in its own process and prints `PEER {json}` lines, `--site` the directory that
+holds its packages. Every job has a process, a log and a time limit of its own; what is done is written to
+`OUT/beside.json` at once, and a later call with the same `--out` goes on with what is missing. No job is begun that the
+budget may not hold. In the end `beside.md` has the table and `beside.png` the plot, of whatever is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from multiturn import workload
+
+HERE = Path(__file__).resolve().parent
+OFFLINE = {
+    "bs1": "bs1 512/256",
+    "bs32": "bs32 512/128",
+    "bs128": "bs128 512/128",
+    "chat": "chat 1000",
+    "prefill": "prefill 16x8192",
+}
+"""Rows by our name and by the peer's."""
+CURVE = (
+    "req_s",
+    "norm_latency_ms_mean",
+    "norm_latency_ms_p90",
+    "ttft_ms_p50",
+    "ttft_ms_p99",
+    "tbt_ms_p50",
+    "tbt_ms_p99",
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One process: what it is called, what it runs, the longest that it may take."""
+
+    name: str
+    engine: str
+    command: list[str]
+    limit: float
+    about: dict[str, Any] = field(default_factory=dict)
+
+
+def peer_options(mode: str, device_gb: float, host_gb: float) -> dict[str, Any]:
+    """Engine arguments of the peer for one mode; it takes the size of its host tier in GiB."""
+    options: dict[str, Any] = dict(kv_cache_memory_bytes=int(device_gb * 1e9))
+    if mode == "stateless":
+        options["enable_prefix_caching"] = False
+    if mode == "tiers":
+        options["kv_offloading_size"] = round(host_gb * 1e9 / 2**30, 3)
+    return options
+
+
+def jobs(arguments: argparse.Namespace) -> Iterator[Job]:
+    """All jobs, part by part, the engines in turn."""
+    limit, python = arguments.limit, sys.executable
+    ours = [item for pair in arguments.set for item in ("--set", pair)]
+    small = arguments.small
+    shape = ["--shape", json.dumps(small_shape())] if small else []
+
+    def peer(name: str, what: str, about: dict[str, Any], *more: str) -> Job:
+        return Job(f"vllm {name}", "vllm", [python, str(arguments.peer), what, *more], limit, about)
+
+    for part in arguments.parts:
+        if part == "offline":
+            rows = arguments.rows
+            command = [python, str(HERE / "llama8b.py"), *rows, "--repeat", str(arguments.repeat), *shape, *ours]
+            yield Job("holdfast offline", "holdfast", command, limit, dict(part=part))
+            for run in range(arguments.repeat):
+                yield peer(f"offline {run + 1}", "offline", dict(part=part))
+        if part == "stall":
+            budget = ["--set", "token_budget=1024"]
+            command = [python, str(HERE / "llama8b.py"), "stall", "--repeat", str(arguments.repeat), *shape]
+            yield Job("holdfast stall", "holdfast", [*command, *(ours or budget)], limit, dict(part=part))
+            yield peer("stall", "stall", dict(part=part))
+        if part == "multiturn":
+            for rate in arguments.rates:
+                path = arguments.out / f"conversations-{rate:g}.jsonl"
+                if not path.exists():
+                    lines = workload(rate, arguments.until + 20, arguments.think, 0)
+                    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+                for mode in arguments.modes:
+                    about = dict(part=part, rate=rate, mode=mode)
+                    window = ["--workload", str(path), "--until", str(arguments.until), "--warm", str(arguments.warm)]
+                    sizes = ["--device-gb", str(arguments.device_gb), "--host-gb", str(arguments.host_gb)]
+                    command = [python, str(HERE / "multiturn.py"), "--modes", mode, *window, *sizes, *ours]
+                    command += ["--small", "--shorter", "4"] if small else []
+                    yield Job(f"holdfast {mode} at {rate:g}", "holdfast", command, limit, about)
+                    extra = json.dumps(peer_options(mode, arguments.device_gb, arguments.host_gb))
+                    yield peer(f"{mode} at {rate:g}", "multiturn", about, *window, "--extra", extra)
+
+
+def small_shape() -> dict[str, Any]:
+    """A shape to try all this on a CPU."""
+    from multiturn import SMALL
+
+    return SMALL | dict(vocab_size=100_001, num_hidden_layers=1, hidden_size=64, intermediate_size=128)
+
+
+def run(job: Job, arguments: argparse.Namespace) -> dict[str, Any]:
+    """One job to its end or its limit: the lines that it printed, and how it ended."""
+    log = arguments.out / (job.name.replace(" ", "-") + ".log")
+    paths = [str(arguments.site)] if job.engine == "vllm" and arguments.site else []
+    paths += [str(HERE.parent)] if job.engine == "holdfast" else []
+    paths += [path for path in os.environ.get("PYTHONPATH", "").split(":") if path and job.engine == "holdfast"]
+    environment = os.environ | dict(PYTHONUNBUFFERED="1", PYTHONPATH=":".join(paths))
+    began = time.monotonic()
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            job.command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
+        try:
+            ended: int | str = process.wait(timeout=job.limit)
+        except subprocess.TimeoutExpired:
+            ended = f"stopped after {job.limit:.0f} s"
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    lines = log.read_text(errors="replace").splitlines()
+    rows = [json.loads(line.split(" ", 1)[1]) for line in lines if line.startswith(("PEER {", "HOLDFAST {"))]
+    return dict(
+        name=job.name,
+        engine=job.engine,
+        **job.about,
+        command=" ".join(job.command),
+        ended=ended,
+        seconds=round(time.monotonic() - began, 1),
+        rows=rows,
+        last_lines=lines[-8:] if ended != 0 else [],
+    )
+
+
+def offline_table(done: list[dict[str, Any]], rows: list[str]) -> list[dict[str, Any]]:
+    """The median of each row of both engines, and the ratio."""
+    table = []
+    for ours, theirs in OFFLINE.items():
+        key = "total_tok_s" if ours == "prefill" else "output_tok_s"
+        values = {
+            engine: [
+                row[key]
+                for job in done
+                if job["engine"] == engine and job["part"] == "offline"
+                for row in job["rows"]
+                if row.get("what") == name
+            ]
+            for engine, name in (("holdfast", ours), ("vllm", theirs))
+        }
+        if ours in rows:
+            table.append(compared(ours, key, values, higher=True))
+    return table
+
+
+def stall_table(done: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Decode and worst step of both engines."""
+    return [
+        compared(
+            f"stall, {key.removesuffix('_ms')} step",
+            key,
+            {
+                engine: [
+                    row[key]
+                    for job in done
+                    if job["engine"] == engine and job["part"] == "stall"
+                    for row in job["rows"]
+                    if key in row
+                ]
+                for engine in ("holdfast", "vllm")
+            },
+            higher=False,
+        )
+        for key in ("decode_ms", "worst_ms")
+    ]
+
+
+def compared(what: str, key: str, values: dict[str, list[float]], *, higher: bool) -> dict[str, Any]:
+    """Medians and the ratio, which is above 1 where Holdfast is ahead."""
+    medians = {engine: statistics.median(found) if found else None for engine, found in values.items()}
+    ours, theirs = medians["holdfast"], medians["vllm"]
+    ratio = None
+    if ours and theirs:
+        ratio = round(ours / theirs if higher else theirs / ours, 3)
+    return dict(what=what, figure=key, **medians, ratio=ratio, runs={e: len(v) for e, v in values.items()})
+
+
+def curves(done: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """By engine and mode, the multi-turn rows by ascending rate."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for job in done:
+        for row in job["rows"]:
+            if job["part"] == "multiturn" and row.get("what") == "multiturn":
+                found.setdefault(f"{job['engine']} {job['mode']}", []).append(row | dict(rate=job["rate"]))
+    return {name: sorted(rows, key=lambda row: row["rate"]) for name, rows in found.items()}
+
+
+def throughput_at(rows: list[dict[str, Any]], latency: float) -> float | None:
+    """Requests a second where the curve's p90 normalized latency first reaches `latency`, between its points.
+
+    None where the curve begins above it; its best where it never gets there.
+    """
+    best = 0.0
+    for before, row in zip([None, *rows], rows, strict=False):
+        if row["norm_latency_ms_p90"] is None:
+            continue
+        if row["norm_latency_ms_p90"] > latency:
+            if before is None:
+                return None
+            span = row["norm_latency_ms_p90"] - before["norm_latency_ms_p90"]
+            share = (latency - before["norm_latency_ms_p90"]) / span if span > 0 else 0.0
+            return max(best, round(before["req_s"] + share * (row["req_s"] - before["req_s"]), 2))
+        best = max(best, row["req_s"])
+    return best
+
+
+def equal_latency(found: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """At each point of a curve of the peer's, how much more Holdfast serves in the same mode at that p90 latency."""
+    rows = []
+    for name, theirs in found.items():
+        engine, mode = name.split(" ", 1)
+        ours = found.get(f"holdfast {mode}")
+        if engine != "vllm" or not ours:
+            continue
+        for point in theirs:
+            latency = point["norm_latency_ms_p90"]
+            served = throughput_at(ours, latency) if latency is not None else None
+            ratio = round(served / point["req_s"], 3) if served and point["req_s"] else None
+            rows.append(
+                dict(mode=mode, rate=point["rate"], p90_ms=latency, vllm=point["req_s"], holdfast=served, ratio=ratio)
+            )
+    return rows
+
+
+def report(done: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
+    """Write the merged JSON, the table and the plot."""
+    table = offline_table(done, arguments.rows) + stall_table(done)
+    found = curves(done)
+    equal = equal_latency(found)
+    merged = dict(table=table, curves=found, at_equal_latency=equal, jobs=done)
+    (arguments.out / "beside.json").write_text(json.dumps(merged, indent=1))
+    lines = ["| work | figure | Holdfast | vLLM | ratio |", "|---|---|---|---|---|"]
+    lines += [f"| {r['what']} | {r['figure']} | {r['holdfast']} | {r['vllm']} | {r['ratio']} |" for r in table]
+    lines += [
+        "",
+        "| engine, what is kept | rate | " + " | ".join(CURVE) + " | prompt_hit |",
+        "|---" * (len(CURVE) + 3) + "|",
+    ]
+    for name, rows in found.items():
+        for row in rows:
+            shown = " | ".join(str(row[key]) for key in CURVE)
+            lines.append(f"| {name} | {row['rate']:g} | {shown} |")
+    lines += [
+        "",
+        "| mode | vLLM's rate | its p90, ms | its req/s | Holdfast's req/s at that p90 | ratio |",
+        "|---" * 6 + "|",
+    ]
+    lines += [
+        f"| {r['mode']} | {r['rate']:g} | {r['p90_ms']} | {r['vllm']} | {r['holdfast']} | {r['ratio']} |" for r in equal
+    ]
+    failed = [job for job in done if job["ended"] != 0]
+    lines += ["", *(f"Not complete: {job['name']} ({job['ended']}): {job['last_lines'][-1:]}" for job in failed)]
+    (arguments.out / "beside.md").write_text("\n".join(lines) + "\n")
+    plot(table, found, arguments.out / "beside.png")
+
+
+def plot(table: list[dict[str, Any]], found: dict[str, list[dict[str, Any]]], path: Path) -> None:
+    """The ratios as bars, the multi-turn curves beside them; nothing where Matplotlib is not installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        return
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (bars, lines) = pyplot.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
+    shown = [row for row in table if row["ratio"]]
+    bars.barh([row["what"] for row in shown], [row["ratio"] for row in shown], color="#3b6ea5")
+    bars.axvline(1.0, color="black", linewidth=0.8)
+    bars.invert_yaxis()
+    bars.set_xlabel("Holdfast / vLLM (above 1: Holdfast is ahead)")
+    for name, rows in sorted(found.items()):
+        rows = [row for row in rows if row["norm_latency_ms_p90"] is not None]
+        style = dict(color="#3b6ea5" if name.startswith("holdfast") else "#c26a2d", marker="o")
+        dashes = {"tiers": "-", "device": "--"}.get(name.split()[-1], ":")
+        x, y = [row["req_s"] for row in rows], [row["norm_latency_ms_p90"] for row in rows]
+        lines.plot(x, y, dashes, label=name, **style)
+    lines.set_xlabel("requests a second")
+    lines.set_ylabel("normalized latency, p90, ms a token")
+    lines.set_ylim(bottom=0)
+    if found:
+        lines.legend()
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peer", type=Path, required=True, help="the peer's driver")
+    parser.add_argument("--site", type=Path, help="where the peer's packages lie")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--parts", nargs="+", default=["offline", "stall", "multiturn"])
+    parser.add_argument("--engines", nargs="+", default=["holdfast", "vllm"])
+    parser.add_argument("--rows", nargs="+", default=list(OFFLINE), choices=list(OFFLINE), help="of the offline part")
+    parser.add_argument("--modes", nargs="+", default=["tiers", "device"], choices=["tiers", "device", "stateless"])
+    parser.add_argument("--rates", nargs="+", type=float, default=[6, 16, 24, 32], help="new conversations a second")
+    parser.add_argument("--think", type=float, default=5.0)
+    parser.add_argument("--until", type=float, default=70.0)
+    parser.add_argument("--warm", type=float, default=10.0)
+    parser.add_argument("--device-gb", type=float, default=16.0)
+    parser.add_argument("--host-gb", type=float, default=32.0)
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--limit", type=float, default=240.0, help="longest time of one job, s")
+    parser.add_argument("--budget", type=float, default=540.0, help="seconds for all jobs of this call")
+    parser.add_argument("--need", type=float, default=60.0, help="a job is begun while so many seconds are left")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="an engine option of Holdfast's"
+    )
+    parser.add_argument("--small", action="store_true", help="a small model, to try this on a CPU")
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    kept = arguments.out / "beside.json"
+    done: list[dict[str, Any]] = json.loads(kept.read_text())["jobs"] if kept.exists() else []
+    done = [job for job in done if job["ended"] == 0]
+    began = time.monotonic()
+    for job in jobs(arguments):
+        left = arguments.budget - (time.monotonic() - began)
+        if job.engine not in arguments.engines or job.name in {other["name"] for other in done}:
+            continue
+        if left < arguments.need:
+            print(f"BESIDE left for later: {job.name}", flush=True)
+            continue
+        job = Job(job.name, job.engine, job.command, min(job.limit, left), job.about)
+        done.append(run(job, arguments))
+        print("BESIDE " + json.dumps({key: done[-1][key] for key in ("name", "ended", "seconds")}), flush=True)
+        for line in done[-1]["last_lines"]:
+            print("   ", line[:300])
+        report(done, arguments)
+    if done:
+        report(done, arguments)
+        print((arguments.out / "beside.md").read_text())
+
+
+if __name__ == "__main__":
+    main()

@@ -223,11 +223,12 @@ class Words:
 
     BASE = 1 << 16
 
-    def __init__(self, vocab_size: int) -> None:
-        """Tokens lie in [16, vocab_size): the first ones mean something to most models."""
+    def __init__(self, vocab_size: int, salt: str = "") -> None:
+        """Tokens lie in [16, vocab_size): the first ones mean something to most models. Another salt, other tokens."""
         if vocab_size < 64:
             raise ValueError(f"vocab_size is {vocab_size}; it must be at least 64")
         choose = random.Random(0)
+        self._salt = salt
         self._letters = range(16, vocab_size)
         self._base = tuple(choose.choices(self._letters, k=self.BASE)) * 2
 
@@ -244,7 +245,7 @@ class Words:
 
     def _text(self, name: str, length: int) -> tuple[int, ...]:
         """Tokens for a name; the first ones spell it, in as many of few letters as it takes to tell all apart."""
-        choose = random.Random(name)
+        choose = random.Random(self._salt + name)
         start = choose.randrange(self.BASE)
         first = tuple(choose.choices(self._letters, k=min(length, 12)))
         return (*first, *self._slice(start, length - len(first)))

@@ -13,6 +13,7 @@ from typing import Any
 
 import uvloop
 
+from holdfast.bench.choice import WorkloadConfig
 from holdfast.cli import bench, chat, profile, serve
 from holdfast.cli.flags import Parser, UsageError, add_flags, build, flag_of, read_file
 from holdfast.cli.talkers import ChatError
@@ -51,7 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if unknown:
             raise UsageError(unknown_flag(unknown[0], options.command))
         if options.command == "bench":
-            return run_bench(vars(options))
+            given = list(sys.argv[1:] if arguments is None else arguments)
+            return run_bench(vars(options), given[given.index("bench") + 1 :])
         code: int = uvloop.run(start(options))
         return code
     except (UsageError, EngineStartError, StoreError) as error:
@@ -114,15 +116,15 @@ def make_parser() -> argparse.ArgumentParser:
 
     load = commands.add_parser(
         "bench",
-        help="measure a server under load, or simulate one",
-        description="Send a workload to any server with OpenAI's API (--url), or simulate it on a device that was "
-        "measured (--simulate), where the engine's own scheduler runs over a virtual clock.",
+        help="measure a model or a server under load, or simulate one",
+        description="Put a model that runs here under load, or any server with OpenAI's API (--url), or a device that "
+        "was measured (--simulate), where the engine's own scheduler runs over a virtual clock.",
         allow_abbrev=False,
     )
-    load.add_argument("--config", metavar="FILE", help="YAML file with any of the options below; flags win over it")
-    add_flags(load, bench.BenchConfig, "the load")
-    others = [field.name for field in fields(EngineConfig) if field.name not in bench.ENGINE_OPTIONS]
-    add_flags(load, EngineConfig, "the engine, when it is simulated", without=others)
+    add_model(load)
+    add_flags(load, WorkloadConfig, "the workload")
+    add_flags(load, bench.BenchConfig, "the measurement")
+    add_flags(load, EngineConfig, "the engine, when the model runs here or is simulated", without=("model",))
     return parser
 
 
@@ -140,7 +142,7 @@ CONFIGS: dict[str, tuple[type, ...]] = {
     "serve": (ServerConfig, EngineConfig),
     "chat": (chat.ChatConfig, EngineConfig),
     "profile": (profile.ProfileConfig, EngineConfig),
-    "bench": (bench.BenchConfig, EngineConfig),
+    "bench": (WorkloadConfig, bench.BenchConfig, EngineConfig),
 }
 """Whose fields are the options of a command."""
 
@@ -167,28 +169,31 @@ async def start(options: argparse.Namespace) -> int:
     file = read_file(options.config, CONFIGS["chat"]) if options.config else {}
     talk = build(chat.ChatConfig, flags, file, {"api_key": keys[0]} if keys else {})
     if talk.url is not None:
-        refuse_engine_flags(flags)
+        refuse_engine_flags(flags, "a model that runs here; leave it out with --url", but=("model",))
     return await chat.run(talk, build(EngineConfig, flags, file), flags.get("model", file.get("model")))
 
 
-def run_bench(flags: Mapping[str, Any]) -> int:
+def run_bench(flags: Mapping[str, Any], arguments: Sequence[str]) -> int:
     """Make the configs of `bench` and call it: it brings its own event loop, if it needs one."""
     keys = environment_keys()
     file = read_file(flags["config"], CONFIGS["bench"]) if flags["config"] else {}
-    load = build(bench.BenchConfig, flags, file, {"api_key": keys[0]} if keys else {})
-    if load.url is not None:
-        refuse_engine_flags({name: value for name, value in flags.items() if name != "seed"})
+    measured = build(bench.BenchConfig, flags, file, {"api_key": keys[0]} if keys else {})
+    if measured.url is not None:
+        refuse_engine_flags(flags, "a model that runs here; leave it out with --url", but=("seed",))
+    if measured.simulate is not None:
+        refuse_engine_flags(flags, "a real engine; leave it out with --simulate", but=bench.SIMULATED_OPTIONS)
     try:
-        return bench.run(load, build(EngineConfig, flags, file))
+        return bench.run(measured, build(WorkloadConfig, flags, file), build(EngineConfig, flags, file), arguments)
     except ValueError as error:
         raise UsageError(str(error)) from None
 
 
-def refuse_engine_flags(flags: Mapping[str, object]) -> None:
-    """With --url no model runs here, so options of the engine would be ignored. Raises UsageError for the first."""
+def refuse_engine_flags(flags: Mapping[str, object], why: str, but: Sequence[str]) -> None:
+    """Refuse options of the engine that would be ignored. Raises UsageError for the first that is not among `but`."""
     for field in fields(EngineConfig):
-        if field.name in flags and field.name != "model":
-            raise UsageError(f"{flag_of(field.name)} is for a model that runs here; leave it out with --url")
+        if field.name in flags and field.name not in but:
+            name = "MODEL" if field.name == "model" else flag_of(field.name)
+            raise UsageError(f"{name} is for {why}")
 
 
 def environment_keys() -> list[str]:

@@ -50,6 +50,25 @@ def test_each_step_and_each_segment_is_a_bar(tmp_path):
     assert [counter["args"] for counter in counters][:2] == [{"decodes": 0, "prefill": 8}, {"decodes": 1, "prefill": 3}]
 
 
+def test_every_event_has_what_chromes_format_asks_of_its_kind(tmp_path):
+    loop = traced_loop(tmp_path / "t.json", *create_requests(4, 4, 4, max_tokens=5))
+    while loop.has_work():
+        loop.step()
+    loop.close()
+    needed = {"X": {"dur": float, "ts": float}, "C": {"ts": float}, "i": {"ts": float}, "M": {}}
+    events = json.loads((tmp_path / "t.json").read_text())
+    assert {event["ph"] for event in events} == set(needed)
+    for event in events:
+        assert isinstance(event["name"], str) and isinstance(event["args"], dict)
+        assert isinstance(event["pid"], int) and isinstance(event["tid"], int)
+        for field, kind in needed[event["ph"]].items():
+            assert isinstance(event[field], kind) and event[field] >= 0
+        if event["ph"] == "C":
+            assert all(isinstance(value, int) for value in event["args"].values())
+        if event["ph"] == "M":
+            assert event["name"] in ("process_name", "thread_name") and isinstance(event["args"]["name"], str)
+
+
 def test_a_preemption_is_marked(tmp_path):
     loop = traced_loop(tmp_path / "t.json", *create_requests(4, 4, 4, max_tokens=5))
     while loop.has_work():

@@ -198,6 +198,7 @@ def find_profile(
             max_model_len=info.max_model_len,
             token_budget=DEFAULT_BUDGET[executor.device.type],
             tile=TILE[executor.device.type],
+            token_bytes=info.memory.block // info.block_size,
         )
         profile.save(path)
         return profile

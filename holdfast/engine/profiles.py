@@ -30,6 +30,10 @@ class Profile:
     """The device's default for the most tokens of a step."""
     tile: int
     """A step that a target cuts is a multiple of this many tokens."""
+    token_bytes: int = 0
+    """Bytes of one position in the KV cache, all layers; 0 where a profile does not say."""
+    copy_rate: float = 0.0
+    """Bytes a second between the device and the host's memory; 0 where it was not measured."""
 
     def save(self, path: Path) -> None:
         """Write the file whole or not at all. Raises OSError."""
@@ -51,6 +55,8 @@ class Profile:
                 max_model_len=int(data["max_model_len"]),
                 token_budget=int(data["token_budget"]),
                 tile=int(data["tile"]),
+                token_bytes=int(data.get("token_bytes", 0)),
+                copy_rate=float(data.get("copy_rate", 0.0)),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is not a profile: {error!r}; measure anew with `holdfast profile`") from None

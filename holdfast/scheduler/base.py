@@ -44,11 +44,13 @@ class Scheduler:
         sharing: StateIdentity | None = None,
         order: Order = priority,
         seed: int = 0,
+        micro_batches: int = 1,
     ) -> None:
         """`sharing` identifies the state in the cache, for requests to share equal prefixes; None: they do not.
 
         `headroom` is the share of the blocks that admission leaves to running sequences; `seed` makes the seeds of
-        requests that bring none.
+        requests that bring none. With more than one of `micro_batches`, the stages of a pipeline, so many steps are in
+        flight that share no sequence whose token is being sampled: each takes its share of the decodes.
         """
         self.max_model_len = max_model_len
         self._vocab_size = vocab_size
@@ -57,7 +59,7 @@ class Scheduler:
         self._sharing = sharing
         self._eos = frozenset(eos_token_ids)
         self._seed = seed
-        self._queues = Queues(pool, max_sequences, headroom)
+        self._queues = Queues(pool, max_sequences, headroom, micro_batches)
         self._entries: dict[str, Entry] = {}
         self._in_flight: deque[tuple[int, list[Entry]]] = deque()
         self._requests = 0

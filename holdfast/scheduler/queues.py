@@ -68,8 +68,10 @@ RANK = attrgetter("rank")
 class Queues:
     """All that a step is decided from. A sequence waits, or runs: then it has a row, and blocks for what is planned."""
 
-    def __init__(self, pool: BlockPool, max_sequences: int, headroom: float) -> None:
+    def __init__(self, pool: BlockPool, max_sequences: int, headroom: float, micro_batches: int = 1) -> None:
         self.pool = pool
+        self.micro_batches = micro_batches
+        """Steps in flight at once that share no sequence whose token is being sampled."""
         self.waiting = RankedQueue()
         self.running = RankedQueue()
         self.growth = int(pool.num_blocks * headroom)

@@ -71,8 +71,13 @@ class Step:
         return self._queues.pool.num_blocks
 
     def decode(self) -> None:
-        """Plan every running sequence that lacks one position, preempting those that rank below it for its blocks."""
-        budget, number = self.budget, self._number
+        """Plan every running sequence that lacks one position, preempting those that rank below it for its blocks.
+
+        Where steps in flight are micro-batches of a pipeline, a sequence whose token is still on its way sits out, and
+        a step takes no more than its share: else all decodes would gather in one, and the others would stand empty.
+        """
+        number, parts = self._number, self._queues.micro_batches
+        granted = budget = self.budget if parts == 1 else min(self.budget, -(-len(self._queues.running) // parts))
         segments, sampling = self._segments, self.sampling
         new = tuple.__new__  # what Segment(...) comes down to, at less than half its time
         for entry in self._queues.running:
@@ -84,6 +89,8 @@ class Step:
             start = residency.planned
             if start != length - 1 or length >= entry.limit or entry.planned_in == number:
                 continue
+            if parts > 1 and sequence.in_flight:
+                continue
             if length > residency.capacity and not self._grow(entry):
                 continue
             tokens = (sequence.tokens[start],) if start < known else ONE_PENDING
@@ -93,8 +100,8 @@ class Step:
             sequence.in_flight += 1
             entry.planned_in = number
             budget -= 1
-        self.num_tokens += self.budget - budget
-        self.budget = budget
+        self.num_tokens += granted - budget
+        self.budget -= granted - budget
 
     def prefill(self) -> None:
         """Plan the next chunk of every running sequence that lacks more than one position."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 
 from holdfast.core.protocols import MemoryProfile
 from holdfast.core.types import StepPlan, StepResult
@@ -30,16 +31,31 @@ class SimulatedExecutor:
     """`core.protocols.Executor` without a device: steps take the time that the cost model predicts, one after another.
 
     `host_seconds` pass on the clock with each plan: planning and packing, which overlap the device as they do for real.
+
+    A step passes the stages of a pipeline in order, and each stage takes the steps in order: it begins one when it has
+    ended the one before, and the stage before it has sent its part. What a stage waits is a bubble.
+
+    Copies take their time on a link of their own, as `execution.transfer` does them: blocks that come in follow the
+    computation begun so far, layer by layer under the step that reads them, which so ends no sooner than they do;
+    blocks that go out wait for both, and a result says which of them have landed.
     """
 
     def __init__(self, latency: Latency, clock: VirtualClock, host_seconds: float = 0.0) -> None:
         self._latency = latency
         self._clock = clock
         self._host_seconds = host_seconds
-        self._free_at = 0.0
-        self._in_flight: deque[tuple[StepResult, float]] = deque()
+        self._free_at = [0.0] * latency.num_stages
+        """By stage, when it has ended what it was given."""
+        self._in_flight: deque[tuple[StepResult, float, bool]] = deque()
+        self._in_free = self._out_free = 0.0
+        """When each direction of the copy link is free."""
+        self._leaving: deque[tuple[int, float]] = deque()
+        """Plans with copies to the host under way, and when these land."""
+        self._begun = -1
         self.busy = 0.0
-        """Seconds that the device was not idle."""
+        """Seconds that the device was not idle; of several stages, the mean."""
+        self.copied_in = 0.0
+        """Seconds that blocks took to come in."""
 
     def profile(self) -> MemoryProfile:
         """There is no memory: the simulation says how many blocks there are."""
@@ -50,16 +66,44 @@ class SimulatedExecutor:
 
     def submit(self, plan: StepPlan) -> None:
         self._clock.now += self._host_seconds
-        seconds = self._latency.seconds(plan)
-        self._free_at = max(self._clock.now, self._free_at) + seconds
-        self.busy += seconds
+        now, free_at, latency = self._clock.now, self._free_at, self._latency
+        arrived = self._copy(plan, max(now, free_at[0]))
+        began = at = max(now, free_at[0])
+        hop = latency.hop(plan)
+        stages = latency.stages(plan)
+        for stage, seconds in enumerate(stages):
+            at = max(max(at, free_at[stage]) + seconds, arrived)
+            free_at[stage] = at
+            at += hop
+        ends = free_at[-1]
+        self.busy += sum(stages) / len(stages)
         sampled = sum([segment[5] is not None for segment in plan.segments])
-        self._in_flight.append((StepResult(plan.step, (TOKEN,) * sampled, seconds, plan.step), self._free_at))
+        self._in_flight.append((StepResult(plan.step, (TOKEN,) * sampled, ends - began), ends, bool(plan.segments)))
 
     def collect(self) -> StepResult:
-        result, ends = self._in_flight.popleft()
+        result, ends, computed = self._in_flight.popleft()
         self._clock.advance_to(ends)
-        return result
+        if not computed and self._leaving:  # a plan without segments is complete when all copies to the host are
+            self._clock.advance_to(self._leaving[-1][1])
+        while self._leaving and self._leaving[0][1] <= self._clock.now:
+            self._leaving.popleft()
+        return replace(result, swapped_out=self._leaving[0][0] - 1 if self._leaving else self._begun)
 
     def close(self) -> None:
         self._in_flight.clear()
+
+    def _copy(self, plan: StepPlan, computed: float) -> float:
+        """Begin the plan's copies; `computed` is when the computation begun so far ends. Gives when what comes in has.
+
+        0.0 if nothing does.
+        """
+        arrived, each = 0.0, self._latency.copy_seconds
+        if plan.swap_in:
+            took = len(plan.swap_in) * each
+            self._in_free = arrived = max(computed, self._in_free) + took
+            self.copied_in += took
+        if plan.swap_out:
+            self._out_free = max(computed, self._in_free, self._out_free) + len(plan.swap_out) * each
+            self._leaving.append((plan.step, self._out_free))
+        self._begun = plan.step
+        return arrived

@@ -1,17 +1,36 @@
-"""From a StepPlan to the seconds that it would take: the cost model applied to a plan's segments."""
+"""From a StepPlan to the seconds that it would take: the cost model applied to a plan's segments, stage by stage."""
 
 from __future__ import annotations
 
 from holdfast.core.cost import CostModel, Predictor
 from holdfast.core.types import StepPlan
+from holdfast.simulator.deployment import Pipeline
 
 
 class Latency:
-    """Step times of one device. A later tier or stage adds its part here."""
+    """Step times of one device, or of each stage of a pipeline; and the time of copies between the tiers."""
 
-    def __init__(self, cost: CostModel) -> None:
-        self._predictor = Predictor(cost)
+    def __init__(self, cost: CostModel, pipeline: Pipeline | None = None, copy_seconds: float = 0.0) -> None:
+        """`copy_seconds` is the time that the copy of one block takes, either way."""
+        self.copy_seconds = copy_seconds
+        self._pipeline = pipeline
+        self._stages = [Predictor(stage) for stage in (pipeline.stages if pipeline else (cost,))]
+
+    @property
+    def num_stages(self) -> int:
+        """Stages that a step passes."""
+        return len(self._stages)
+
+    def stages(self, plan: StepPlan) -> list[float]:
+        """Time that each stage spends on the step."""
+        spans = [(start, stop) for _, _, start, stop, _, _ in plan.segments]
+        return [stage.segments(spans) for stage in self._stages]
+
+    def hop(self, plan: StepPlan) -> float:
+        """Time from one stage to the next."""
+        return self._pipeline.hop(plan.num_tokens) if self._pipeline else 0.0
 
     def seconds(self, plan: StepPlan) -> float:
-        """Time that the device spends on the step."""
-        return self._predictor.segments([(start, stop) for _, _, start, stop, _, _ in plan.segments])
+        """Time of a step that meets no other."""
+        stages = self.stages(plan)
+        return sum(stages) + (len(stages) - 1) * self.hop(plan)

@@ -19,6 +19,7 @@ from holdfast.memory.blocks import BlockPool, StateIdentity
 from holdfast.memory.retention import RetentionRule
 from holdfast.scheduler.base import Scheduler
 from holdfast.scheduler.choice import RESERVING, capacity_of, choose_policy
+from holdfast.simulator.deployment import Pipeline
 from holdfast.simulator.executor import SimulatedExecutor, VirtualClock
 from holdfast.simulator.latency import Latency
 
@@ -46,6 +47,7 @@ def simulate(
     *,
     concurrency: int | None = None,
     host_seconds: float = 0.0,
+    pipeline: Pipeline | None = None,
     wrap: Callable[[Executor, VirtualClock], Executor] = lambda executor, clock: executor,
     on_progress: Callable[[int], None] = lambda done: None,
 ) -> Outcome:
@@ -53,19 +55,37 @@ def simulate(
 
     With `concurrency` so many conversations are under way at once and their arrivals do not count (closed loop);
     without, each arrives at its time. `host_seconds` is the host's time for a step, `wrap` may put something around
-    the executor, `on_progress` is told how many requests have ended. The same arguments give the same outcome. Raises
-    ValueError for a request that this engine can never serve.
+    the executor, `on_progress` is told how many requests have ended. With a `pipeline` as many steps are in flight as
+    it has stages, and `profile.cost` is its `whole()`. The same arguments give the same outcome. Raises ValueError for
+    a request that this engine can never serve, and for a host tier on a profile that does not know the cache's bytes.
     """
     clock = VirtualClock()
-    executor = SimulatedExecutor(Latency(profile.cost), clock, host_seconds)
-    loop = Loop(_scheduler(config, profile), wrap(executor, clock), config.steps_in_flight, clock)
+    stages = len(pipeline.stages) if pipeline else 1
+    host_blocks, copy_seconds = _host_tier(config, profile)
+    executor = SimulatedExecutor(Latency(profile.cost, pipeline, copy_seconds), clock, host_seconds)
+    scheduler = _scheduler(config, profile, host_blocks, stages)
+    loop = Loop(scheduler, wrap(executor, clock), stages if pipeline else config.steps_in_flight, clock)
     clients = Clients(workload, loop, clock, vocab_size=VOCAB_SIZE, concurrency=concurrency)
     while clients.advance():
         on_progress(clients.ended)
     return Outcome(clients.records, clock.now, executor.busy, clients.steps, loop.stats())
 
 
-def _scheduler(config: EngineConfig, profile: Profile) -> Scheduler:
+def _host_tier(config: EngineConfig, profile: Profile) -> tuple[int, float]:
+    """Blocks of the host tier, and the seconds that the copy of one takes."""
+    if not config.host_cache_gb or not config.prefix_sharing:
+        return 0, 0.0
+    if not (profile.token_bytes and profile.copy_rate):
+        cost = profile.cost
+        raise ValueError(
+            f"host_cache_gb is {config.host_cache_gb}, and the profile of {cost.model} on {cost.device} does not say "
+            "both what a position takes and how fast it is copied; give the rate with --copy-gbs, or drop the tier"
+        )
+    block = profile.token_bytes * config.block_size
+    return int(config.host_cache_gb * 1e9 / block), block / profile.copy_rate
+
+
+def _scheduler(config: EngineConfig, profile: Profile, host_blocks: int, stages: int) -> Scheduler:
     max_model_len = min(config.max_model_len or profile.max_model_len, profile.cache_tokens + 1)
     budget = config.token_budget or profile.token_budget
     capacity = capacity_of(
@@ -77,6 +97,8 @@ def _scheduler(config: EngineConfig, profile: Profile) -> Scheduler:
             profile.cache_tokens // config.block_size,
             config.block_size,
             rule=RetentionRule.of(config, partial(profile.cost.recompute, config.chunk_size)),
+            host_blocks=host_blocks,
+            low_water=config.swap_threshold,
         ),
         max_sequences=config.max_sequences,
         max_model_len=max_model_len,
@@ -84,6 +106,7 @@ def _scheduler(config: EngineConfig, profile: Profile) -> Scheduler:
         headroom=0.0 if config.scheduler in RESERVING else config.headroom,
         sharing=StateIdentity(model=profile.cost.model) if config.prefix_sharing else None,
         seed=config.seed,
+        micro_batches=stages,
     )
 
 

@@ -1,8 +1,12 @@
 """The simulated executor: steps run one after another on a clock that waits for nobody."""
 
+from dataclasses import replace
+
 import pytest
 
-from holdfast.core.types import Sampling, Segment, StepPlan
+from holdfast.core.types import BlockCopy, Sampling, Segment, StepPlan
+from holdfast.simulator.deployment import Pipeline
+from holdfast.simulator.devices import Link
 from holdfast.simulator.executor import SimulatedExecutor, VirtualClock
 from holdfast.simulator.latency import Latency
 from tests.simulator.simulation import COST
@@ -49,3 +53,70 @@ def test_time_never_goes_back():
     clock.advance_to(3.0)
     clock.advance_to(2.0)
     assert clock() == 3.0
+
+
+STAGES = Pipeline((COST, replace(COST, linear_seconds=(0.008, 0.010, 0.040))), Link("wire", 1e6, 0.001), token_bytes=10)
+
+
+def test_a_step_passes_the_stages_in_order_and_the_next_follows_it_into_each():
+    clock = VirtualClock()
+    executor = SimulatedExecutor(Latency(STAGES.whole(), STAGES), clock)
+    executor.submit(plan(0))
+    executor.submit(plan(1))
+    one, two = (stage.step([(1, 1)]) for stage in STAGES.stages)
+    first = executor.collect()
+    assert clock() == pytest.approx(one + STAGES.hop(1) + two)
+    assert first.seconds == pytest.approx(STAGES.whole().step([(1, 1)]))
+    second = executor.collect()
+    assert clock() == pytest.approx(one + STAGES.hop(1) + 2 * two)  # the slower stage sets the pace
+    assert second.seconds == pytest.approx(clock() - one)
+    assert executor.busy == pytest.approx(one + two)
+
+
+def copying(step, inward=0, outward=0, tokens=1):
+    empty = () if not tokens else plan(step, tokens).segments
+    swap_in, swap_out = (tuple(BlockCopy(at, at) for at in range(count)) for count in (inward, outward))
+    return StepPlan(step, empty, swap_in=swap_in, swap_out=swap_out)
+
+
+def test_a_step_ends_no_sooner_than_what_it_swaps_in():
+    alone = COST.step([(1, 1)])
+    for blocks, ends in ((1, alone), (20, 0.020)):
+        clock = VirtualClock()
+        executor = SimulatedExecutor(Latency(COST, copy_seconds=0.001), clock)
+        executor.submit(copying(0, inward=blocks))
+        executor.collect()
+        assert clock() == pytest.approx(ends)
+
+
+def test_what_is_swapped_in_follows_the_computation_begun_so_far():
+    clock = VirtualClock()
+    executor = SimulatedExecutor(Latency(COST, copy_seconds=0.001), clock)
+    executor.submit(plan(0))
+    executor.submit(copying(1, inward=20))
+    executor.collect()
+    executor.collect()
+    assert clock() == pytest.approx(COST.step([(1, 1)]) + 0.020)
+
+
+def test_a_result_says_which_swap_outs_have_landed():
+    executor = SimulatedExecutor(Latency(COST, copy_seconds=0.003), VirtualClock())
+    for step in (copying(0, outward=3), plan(1), plan(2), plan(3)):  # 9 ms of copies beside steps of some 4 ms
+        executor.submit(step)
+    assert [executor.collect().swapped_out for _ in range(4)] == [-1, -1, 3, 3]
+
+
+def test_swap_outs_wait_for_swap_ins():
+    executor = SimulatedExecutor(Latency(COST, copy_seconds=0.001), VirtualClock())
+    executor.submit(copying(0, inward=2, outward=1))
+    assert executor.collect().swapped_out == 0  # 2 ms in, then 1 ms out, within a step of 4
+    executor.submit(copying(1, inward=10, outward=1))
+    assert executor.collect().swapped_out == 0  # the copy out begins when the step ends with its copies in
+
+
+def test_a_plan_without_segments_is_complete_when_its_copies_are():
+    clock = VirtualClock()
+    executor = SimulatedExecutor(Latency(COST, copy_seconds=0.5), clock)
+    executor.submit(copying(0, outward=4, tokens=0))
+    assert executor.collect().swapped_out == 0
+    assert clock() == pytest.approx(2.0)

@@ -9,6 +9,8 @@ from holdfast.bench import workloads
 from holdfast.bench.records import summary
 from holdfast.bench.workloads import Conversation, Turn
 from holdfast.scheduler.choice import NAMES
+from holdfast.simulator.deployment import Pipeline
+from holdfast.simulator.devices import Link
 from tests.simulator.simulation import COST, PROFILE, run
 
 
@@ -90,3 +92,58 @@ def test_progress_is_told():
     seen = []
     run(one_by_one(3, 10, 2), on_progress=seen.append)
     assert seen[-1] == 3 and seen == sorted(seen)
+
+
+TIERED = replace(PROFILE, cache_tokens=1024, token_bytes=1000, copy_rate=1e9)
+
+
+def returning(count, think=50.0):
+    """Conversations of two turns, which do not all fit the device between them."""
+    return [Conversation(0.5 * at, (Turn(300, 20), Turn(20, 20, think=think))) for at in range(count)]
+
+
+def test_a_host_tier_brings_back_what_the_device_had_no_room_for():
+    without = run(returning(8), profile=TIERED)
+    outcome = run(returning(8), profile=TIERED, config={"host_cache_gb": 0.01})
+    assert outcome.stats.blocks_swapped_out > 0 and outcome.stats.blocks_swapped_in > 0
+    cached, before = (sum(record.cached_tokens for record in each.records) for each in (outcome, without))
+    assert cached > before
+    assert summary(outcome.records)["mean_ttft_ms"] < summary(without.records)["mean_ttft_ms"]
+
+
+def test_slow_copies_are_waited_for():
+    fast, slow = (
+        run(returning(8), profile=replace(TIERED, copy_rate=rate), config={"host_cache_gb": 0.01})
+        for rate in (1e9, 1e6)
+    )
+    assert summary(slow.records)["p99_ttft_ms"] > summary(fast.records)["p99_ttft_ms"] + 50
+
+
+def test_a_tier_on_a_profile_that_does_not_know_its_bytes_is_refused():
+    with pytest.raises(ValueError, match=r"host_cache_gb is 1\.0, and the profile of m on d does not say"):
+        run(one_by_one(1, 10, 1), config={"host_cache_gb": 1.0})
+
+
+STAGED = Pipeline((COST, COST), Link("wire", 1e9, 1e-4), token_bytes=100)
+BOTH = replace(PROFILE, cost=STAGED.whole())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_pipeline_serves_under_every_policy(name):
+    workload = workloads.poisson(workloads.fixed(24, 200, 12), 30.0, seed=2)
+    first, second = (run(workload, profile=BOTH, pipeline=STAGED, config={"scheduler": name}) for _ in range(2))
+    assert first.records == second.records
+    assert [len(record.token_times) for record in first.records] == [12] * 24
+    assert first.stats.blocks_used == 0
+
+
+def test_two_stages_prefill_almost_twice_as_fast_as_one_device_of_their_time():
+    workload = workloads.fixed(16, 1000, 2)
+    one, two = run(workload, profile=BOTH), run(workload, profile=BOTH, pipeline=STAGED)
+    assert 0.5 < two.seconds / one.seconds < 0.6
+    assert 0.85 < two.busy / two.seconds <= 1
+
+
+def test_a_request_alone_leaves_bubbles():
+    outcome = run(one_by_one(1, 20, 50), profile=BOTH, pipeline=STAGED)
+    assert outcome.busy / outcome.seconds == pytest.approx(0.5, abs=0.02)

@@ -1,0 +1,118 @@
+"""A model on devices: from their names to the profile and the stages that a simulation goes by.
+
+A profile that was measured, kept in the package under `profiles/MODEL--DEVICE.json`, wins over a derived one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from importlib.resources import as_file, files
+
+from holdfast.core.cost import CostModel, interpolate
+from holdfast.engine.profiles import Profile
+from holdfast.simulator.devices import Device, Link, device_named, link_named
+from holdfast.simulator.roofline import cache_tokens, derive
+from holdfast.simulator.shapes import BYTES, ModelShape, model_named
+
+TOKEN_BUDGET, TILE = 2048, 128
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """Stages that a step passes one after another, and the way between them."""
+
+    stages: tuple[CostModel, ...]
+    link: Link
+    token_bytes: int
+    """What one token's activations take on the way."""
+
+    def hop(self, tokens: int) -> float:
+        """Seconds from one stage to the next."""
+        return self.link.send(tokens * self.token_bytes)
+
+    def whole(self) -> CostModel:
+        """The cost model of a step that meets no other: all stages and the ways between them."""
+        first = self.stages[0]
+        hops = len(self.stages) - 1
+        return replace(
+            first,
+            device=f"{len(self.stages)} stages of {first.device}",
+            linear_seconds=tuple(
+                sum(interpolate(stage.linear_tokens, stage.linear_seconds, at) for stage in self.stages)
+                + hops * self.hop(at)
+                for at in first.linear_tokens
+            ),
+            attention_seconds=tuple(
+                tuple(
+                    sum(stage.attention(query, context) for stage in self.stages)
+                    for context in first.attention_contexts
+                )
+                for query in first.attention_queries
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """What a simulation takes: `simulate(config, profile, workload, pipeline=pipeline)`."""
+
+    profile: Profile
+    pipeline: Pipeline | None
+    """None for one stage."""
+    measured: bool
+    """Whether the profile was measured; else it is derived from data sheets."""
+    devices: int
+
+
+def deploy(
+    model: str,
+    device: str,
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    link: str | None = None,
+    stage_link: str | None = None,
+    memory_fraction: float = 0.9,
+) -> Deployment:
+    """Put the model on tp x pp devices: `tp` of them share each layer over `link`, `pp` groups share out the layers.
+
+    `link` defaults to the device's own, and `stage_link`, the way between stages, to `link`. Raises ValueError for
+    unknown names, for what cannot be shared out, and where the weights do not fit.
+    """
+    shape, sheet = model_named(model), device_named(device)
+    if min(tp, pp) < 1 or pp > shape.layers:
+        raise ValueError(f"tp is {tp} and pp is {pp}; both must be at least 1, and pp at most {shape.layers} layers")
+    inside = link_named(link or sheet.link)
+    between = link_named(stage_link or inside.name)
+    packaged = kept(model, device) if tp * pp == 1 else None
+    if packaged is not None:
+        return Deployment(packaged, None, True, 1)
+    share, more = divmod(shape.layers, pp)
+    stages = tuple(
+        derive(shape, sheet, tp=tp, link=inside, layers=share + (at < more), head=at == pp - 1) for at in range(pp)
+    )
+    pipeline = Pipeline(stages, between, shape.hidden * BYTES) if pp > 1 else None
+    cost = pipeline.whole() if pipeline else stages[0]
+    return Deployment(_profile(shape, sheet, cost, tp * pp, memory_fraction), pipeline, False, tp * pp)
+
+
+def _profile(shape: ModelShape, device: Device, cost: CostModel, devices: int, memory_fraction: float) -> Profile:
+    return Profile(
+        cost=cost,
+        dtype="bfloat16",
+        cache_tokens=cache_tokens(shape, device, devices=devices, memory_fraction=memory_fraction),
+        max_model_len=shape.max_model_len,
+        token_budget=TOKEN_BUDGET,
+        tile=TILE,
+        token_bytes=shape.token_bytes,
+        copy_rate=device.copy_rate * devices,
+    )
+
+
+def kept(model: str, device: str) -> Profile | None:
+    """The measured profile that the package brings of this model on one of this device, if it does."""
+    file = files("holdfast").joinpath("profiles", f"{model}--{device}.json")
+    if not file.is_file():
+        return None
+    with as_file(file) as path:
+        return Profile.load(path)

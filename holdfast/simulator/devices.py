@@ -1,0 +1,146 @@
+"""Data sheets of devices and of the links between them, with the share of each figure that is really reached."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """One accelerator: the makers' figures, and what the kernels of a serving stack reach of them."""
+
+    name: str
+    flops: float
+    """Peak operations a second in dense 16-bit matrix products."""
+    bandwidth: float
+    """Bytes a second of its memory."""
+    memory: float
+    """Bytes."""
+    copy_rate: float
+    """Bytes a second to or from pinned host memory, as reached."""
+    matmul: float
+    """Share of `flops` that large matrix products reach."""
+    attention: float
+    """The same for the attention of long prefills."""
+    weights: float
+    """Share of `bandwidth` at which weights are read."""
+    cache: float
+    """The same for the KV cache."""
+    step_seconds: float
+    """What a step takes besides: launching, sampling, what the host does meanwhile."""
+    layer_seconds: float
+    """What each layer takes besides its matrices and its attention."""
+    link: str
+    """The link between devices of one host."""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A way between devices."""
+
+    name: str
+    rate: float
+    """Bytes a second in one direction, as collectives reach it."""
+    latency: float
+    """Seconds until a message arrives, however short."""
+
+    def send(self, size: float) -> float:
+        """Seconds of one message of `size` bytes."""
+        return self.latency + size / self.rate
+
+    def all_reduce(self, size: float, ranks: int) -> float:
+        """Seconds of a ring all-reduce of `size` bytes over `ranks` devices: 2 (n - 1) messages of 1/n each."""
+        return 2 * (ranks - 1) * self.send(size / ranks) if ranks > 1 else 0.0
+
+
+DEVICES = {
+    device.name: device
+    for device in (
+        # Fitted to what was measured on one (docs/benchmarks.md): matmul and weights to the floors of a step, attention
+        # and cache to the kernels alone, the rest to what decode steps take beside both.
+        Device(
+            name="h200",
+            flops=989e12,
+            bandwidth=4.8e12,
+            memory=141e9,
+            copy_rate=50e9,
+            matmul=0.705,
+            attention=0.37,
+            weights=0.74,
+            cache=0.82,
+            step_seconds=0.25e-3,
+            layer_seconds=9e-6,
+            link="nvlink4",
+        ),
+        # Not measured: the H200's shares of its own figures.
+        Device(
+            name="h100",
+            flops=989e12,
+            bandwidth=3.35e12,
+            memory=80e9,
+            copy_rate=50e9,
+            matmul=0.705,
+            attention=0.37,
+            weights=0.74,
+            cache=0.82,
+            step_seconds=0.25e-3,
+            layer_seconds=9e-6,
+            link="nvlink4",
+        ),
+        # The PCIe card of Azure's NC A100 v4, under the papers' software of 2023 (PyTorch, xFormers, no graphs).
+        Device(
+            name="a100-80gb",
+            flops=312e12,
+            bandwidth=1.935e12,
+            memory=80e9,
+            copy_rate=24e9,
+            matmul=0.62,
+            attention=0.40,
+            weights=0.85,
+            cache=0.85,
+            step_seconds=0.5e-3,
+            layer_seconds=30e-6,
+            link="nvlink3",
+        ),
+        Device(
+            name="a40",
+            flops=149.7e12,
+            bandwidth=0.696e12,
+            memory=48e9,
+            copy_rate=24e9,
+            matmul=0.55,
+            attention=0.40,
+            weights=0.85,
+            cache=0.85,
+            step_seconds=0.5e-3,
+            layer_seconds=30e-6,
+            link="pcie4",
+        ),
+    )
+}
+
+LINKS = {
+    link.name: link
+    for link in (
+        Link("nvlink3", 230e9, 8e-6),
+        Link("nvlink4", 370e9, 6e-6),
+        Link("pcie4", 16e9, 12e-6),
+        Link("pcie5", 32e9, 12e-6),
+        Link("ethernet-100g", 11e9, 40e-6),
+        Link("ethernet-25g", 2.8e9, 50e-6),
+    )
+}
+
+
+def device_named(name: str) -> Device:
+    """The device of this name. Raises ValueError that lists those that there are."""
+    if name not in DEVICES:
+        raise ValueError(f"device {name} is unknown; there are {', '.join(sorted(DEVICES))}")
+    return DEVICES[name]
+
+
+def link_named(name: str) -> Link:
+    """The link of this name. Raises ValueError that lists those that there are."""
+    if name not in LINKS:
+        raise ValueError(f"link {name} is unknown; there are {', '.join(sorted(LINKS))}")
+    return LINKS[name]

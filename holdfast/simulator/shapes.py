@@ -1,0 +1,117 @@
+"""The sizes of the models that a simulation knows by name: all that a step's time and a cache's size depend on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+BYTES = 2
+"""Of a weight, of an element of the KV cache: 16 bits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """A decoder's sizes."""
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    max_model_len: int
+    gated: bool = True
+    """Whether the feed-forward part has three matrices (gate, up, down) and not two."""
+    window: int | None = None
+    """Positions that a token attends to, where that is bounded."""
+    reductions: int = 2
+    """All-reduces of a layer under tensor parallelism: one where attention and feed-forward run side by side."""
+
+    @property
+    def layer_weights(self) -> int:
+        """Weights of one layer's matrices."""
+        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        return attention + (3 if self.gated else 2) * self.hidden * self.intermediate
+
+    @property
+    def head_weights(self) -> int:
+        """Weights of the LM head."""
+        return self.vocab * self.hidden
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights, the embedding included."""
+        return BYTES * (self.layers * self.layer_weights + 2 * self.head_weights)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one position in the KV cache, all layers."""
+        return BYTES * 2 * self.layers * self.kv_heads * self.head_dim
+
+
+def _llama(
+    name: str, layers: int, hidden: int, heads: int, kv_heads: int, intermediate: int, **rest: int
+) -> ModelShape:
+    return ModelShape(
+        name=name,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=128,
+        intermediate=intermediate,
+        vocab=rest.get("vocab", 32_000),
+        max_model_len=rest.get("max_model_len", 4096),
+        window=rest.get("window"),
+    )
+
+
+def _opt(name: str, layers: int, hidden: int) -> ModelShape:
+    return ModelShape(
+        name=name,
+        layers=layers,
+        hidden=hidden,
+        heads=hidden // 128,
+        kv_heads=hidden // 128,
+        head_dim=128,
+        intermediate=4 * hidden,
+        vocab=50_272,
+        max_model_len=2048,
+        gated=False,
+    )
+
+
+MODELS = {
+    shape.name: shape
+    for shape in (
+        _llama("mistral-7b", 32, 4096, 32, 8, 14_336, max_model_len=32_768, window=4096),
+        _llama("llama-3-8b", 32, 4096, 32, 8, 14_336, vocab=128_256, max_model_len=8192),
+        _llama("llama-2-13b", 40, 5120, 40, 40, 13_824),
+        _llama("llama-2-13b-gqa", 40, 5120, 40, 10, 13_824),  # Pensieve §6.1: 10 KV heads in place of 40
+        _llama("yi-34b", 60, 7168, 56, 8, 20_480, vocab=64_000, max_model_len=200_000),
+        _llama("llama-2-70b", 80, 8192, 64, 8, 28_672),
+        _opt("opt-13b", 40, 5120),
+        _opt("opt-66b", 64, 9216),
+        ModelShape(
+            name="falcon-180b",
+            layers=80,
+            hidden=14_848,
+            heads=232,
+            kv_heads=8,
+            head_dim=64,
+            intermediate=4 * 14_848,
+            vocab=65_024,
+            max_model_len=2048,
+            gated=False,
+            reductions=1,
+        ),
+    )
+}
+
+
+def model_named(name: str) -> ModelShape:
+    """The shape of this name. Raises ValueError that lists those that there are."""
+    if name not in MODELS:
+        raise ValueError(f"model shape {name} is unknown; there are {', '.join(sorted(MODELS))}")
+    return MODELS[name]

@@ -1,0 +1,61 @@
+"""Deployments: from names to profiles and stages."""
+
+from importlib.resources import files
+
+import pytest
+
+from holdfast.engine.profiles import Profile
+from holdfast.simulator import deployment
+from holdfast.simulator.deployment import deploy, kept
+from holdfast.simulator.devices import DEVICES
+from holdfast.simulator.shapes import MODELS
+from tests.simulator.simulation import PROFILE
+
+
+def test_stages_share_out_the_layers_and_the_whole_is_their_sum():
+    one, two = deploy("yi-34b", "h100"), deploy("yi-34b", "h100", pp=2, stage_link="ethernet-100g")
+    assert one.pipeline is None and not one.measured and (one.devices, two.devices) == (1, 2)
+    first, last = two.pipeline.stages
+    assert first.attention(1, 4096) == pytest.approx(last.attention(1, 4096))
+    assert first.linear(1024) < last.linear(1024)  # the LM head
+    whole = two.profile.cost
+    assert whole.linear(1024) == pytest.approx(first.linear(1024) + last.linear(1024) + two.pipeline.hop(1024))
+    assert whole.attention(512, 4096) == pytest.approx(one.profile.cost.attention(512, 4096))
+
+
+def test_more_devices_have_more_memory_and_copy_faster():
+    one, four = deploy("mistral-7b", "a100-80gb"), deploy("mistral-7b", "a100-80gb", tp=2, pp=2)
+    assert four.profile.cache_tokens > 4 * one.profile.cache_tokens
+    assert four.profile.copy_rate == 4 * one.profile.copy_rate
+
+
+def test_a_measured_profile_in_the_package_wins(tmp_path, monkeypatch):
+    (tmp_path / "profiles").mkdir()
+    PROFILE.save(tmp_path / "profiles" / "mistral-7b--h200.json")
+    monkeypatch.setattr(deployment, "files", lambda package: tmp_path)
+    found = deploy("mistral-7b", "h200")
+    assert found.measured and found.profile == PROFILE
+    assert not deploy("mistral-7b", "h200", tp=2).measured
+    assert not deploy("llama-3-8b", "h200").measured
+
+
+def test_every_measured_profile_of_the_package_can_be_used():
+    for file in files("holdfast").joinpath("profiles").iterdir():
+        if file.name.endswith(".json"):
+            model, device = file.name.removesuffix(".json").split("--")
+            assert model in MODELS and device in DEVICES
+            assert isinstance(kept(model, device), Profile)
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        ({"tp": 0}, "tp is 0 and pp is 1"),
+        ({"pp": 33}, "at most 32 layers"),
+        ({"tp": 3}, "must divide the 32 heads"),
+        ({"link": "string"}, "link string is unknown"),
+    ],
+)
+def test_what_cannot_be_is_told(layout, message):
+    with pytest.raises(ValueError, match=message):
+        deploy("mistral-7b", "a100-80gb", **layout)

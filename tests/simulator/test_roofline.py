@@ -1,0 +1,73 @@
+"""Derived cost models: close to what was measured where something was, and of the right shape everywhere."""
+
+import pytest
+
+from holdfast.simulator.devices import DEVICES, LINKS
+from holdfast.simulator.roofline import TOKENS, attended, cache_tokens, derive, quantised
+from holdfast.simulator.shapes import MODELS
+
+H200, A100 = DEVICES["h200"], DEVICES["a100-80gb"]
+FLOORS = {  # ms of all linear layers of a Llama-3-8B shape in one graph, measured on an H200 by cuBLAS
+    1: 4.24, 8: 4.42, 32: 4.60, 64: 4.89, 128: 5.25, 256: 6.81, 384: 9.83, 512: 11.7, 768: 18.0,
+    1024: 20.9, 1536: 34.1, 2048: 41.4, 4096: 82.0, 8192: 171,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("tokens", FLOORS)
+def test_linear_layers_are_within_a_tenth_of_what_an_h200_was_measured_to_take(tokens):
+    besides = H200.step_seconds + 32 * H200.layer_seconds
+    derived = derive(MODELS["llama-3-8b"], H200).linear(tokens) - besides
+    assert derived * 1e3 == pytest.approx(FLOORS[tokens], rel=0.1)
+
+
+@pytest.mark.parametrize(("model", "tp", "stated"), [("mistral-7b", 1, 0.020), ("yi-34b", 2, 0.040)])
+def test_a_decode_step_on_an_a100_is_near_what_sarathi_serves_slos_imply(model, tp, stated):
+    """Table 3: the strict SLO is five times a step of 32 decodes at 4k."""
+    cost = derive(MODELS[model], A100, tp=tp, link=LINKS["nvlink3"])
+    assert cost.step([(1, 4096)] * 32) == pytest.approx(stated, rel=0.15)
+
+
+def test_one_token_past_a_tile_costs_a_tile():
+    cost = derive(MODELS["mistral-7b"], A100)
+    assert 1.25 < cost.linear(257) / cost.linear(256) < 1.45  # Sarathi-Serve §4.3: 1.32 in some cases
+    assert cost.linear(257) == pytest.approx(cost.linear(384))
+    assert [quantised(tokens) for tokens in (1, 17, 65, 257)] == [16, 32, 128, 384]
+
+
+def test_times_grow_with_tokens_and_contexts():
+    cost = derive(MODELS["yi-34b"], A100)
+    linear = [cost.linear(tokens) for tokens in TOKENS]
+    assert linear == sorted(linear)
+    assert cost.attention(1, 1000) < cost.attention(1, 2000) < cost.attention(512, 2000) < cost.attention(1024, 2000)
+
+
+def test_a_prompt_in_chunks_attends_to_as_many_pairs_as_whole():
+    for window in (None, 100):
+        chunks = sum(attended(50, stop, window) for stop in range(50, 401, 50))
+        assert chunks == attended(400, 400, window) == sum(min(at, window or at) for at in range(1, 401))
+
+
+def test_a_window_bounds_what_a_decode_reads():
+    cost = derive(MODELS["mistral-7b"], A100)
+    assert cost.attention(1, 4096) == pytest.approx(cost.attention(1, 32_768))
+
+
+def test_two_devices_halve_the_work_and_add_their_reductions():
+    shape = MODELS["llama-2-70b"]
+    one, two = derive(shape, A100), derive(shape, A100, tp=2, link=LINKS["nvlink3"])
+    slow = derive(shape, A100, tp=2, link=LINKS["pcie4"])
+    assert one.linear(2048) / 2 < two.linear(2048) < slow.linear(2048)
+    assert two.attention(1, 4096) == pytest.approx(one.attention(1, 4096) / 2)
+
+
+def test_the_cache_takes_what_the_weights_leave():
+    assert cache_tokens(MODELS["mistral-7b"], A100, devices=1) == pytest.approx(420_000, rel=0.05)
+    with pytest.raises(ValueError, match="llama-2-70b takes 138 GB, and 1 a100-80gb have 80; take more devices"):
+        cache_tokens(MODELS["llama-2-70b"], A100, devices=1)
+
+
+def test_what_cannot_be_shared_out_is_told():
+    with pytest.raises(ValueError, match="tp is 3; it must divide the 32 heads"):
+        derive(MODELS["mistral-7b"], A100, tp=3, link=LINKS["pcie4"])
+    with pytest.raises(ValueError, match="takes a link"):
+        derive(MODELS["mistral-7b"], A100, tp=2)

@@ -162,8 +162,8 @@ def course(run: Run) -> Draw:
     return draw
 
 
-def bars(title: str, unit: str, rows: Sequence[tuple[str, float]], best: int) -> Draw:
-    """A horizontal bar for each (name, value), the one of number `best` in the accent's colour."""
+def bars(title: str, unit: str, rows: Sequence[tuple[str, float]], best: int | None) -> Draw:
+    """A horizontal bar for each (name, value), the one of number `best` in the accent's colour; 0 is none."""
 
     def draw(palette: Palette) -> Figure:
         figure, (axes,) = canvas(palette, 5.4, 1.0 + 0.3 * len(rows), 1)

@@ -7,8 +7,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields, replace
-from importlib.util import find_spec
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from holdfast.bench.records import Record, Slo, summary
 from holdfast.bench.series import Run
 from holdfast.bench.workloads import Workload
 from holdfast.cli.progress import turns_of
+from holdfast.cli.reports import changed, needs_matplotlib, writable, written
 from holdfast.cli.targets import Simulated, Target, engine_here, server
 from holdfast.core.config import EngineConfig, option
 from holdfast.core.version import __version__
@@ -103,8 +103,7 @@ def run(config: BenchConfig, load: WorkloadConfig, engine: EngineConfig, argumen
     if engine.trace is not None and (config.capacity is not None or len(config.rates) > 1):
         raise ValueError("trace is the timeline of one run; give it with one of --rates, and without --capacity")
     for path in (config.json, config.report):
-        if path is not None and not Path(path).absolute().parent.is_dir():
-            raise ValueError(f"{path} cannot be written: {Path(path).absolute().parent} is no directory")
+        writable(path)
     console = Console(highlight=False)
     base = load.read(engine.seed)
     with target_of(config, engine, console) as target:
@@ -197,12 +196,6 @@ def told_capacity(config: BenchConfig, capacity: float, base: Workload) -> str:
     return told
 
 
-def needs_matplotlib() -> None:
-    """Raises ValueError where there is no matplotlib: before a run, and not after it."""
-    if find_spec("matplotlib") is None:
-        raise ValueError("reports and plots take matplotlib, which is not installed: pip install 'holdfast[report]'")
-
-
 def write_report(
     console: Console,
     config: BenchConfig,
@@ -230,28 +223,10 @@ def write_report(
         command=shlex.join(["holdfast", "bench", *without_key(arguments)]),
         footer=f"Holdfast {__version__}",
     )
-    written = []
-    if config.report is not None:
-        page.write_html(Path(config.report))
-        written.append(config.report)
-    if config.plots is not None:
-        written += [str(path) for path in page.write_plots(Path(config.plots))]
-    console.print("written: " + ", ".join(written), soft_wrap=True)
+    console.print(written(page, config.report, config.plots), soft_wrap=True)
 
 
 OUTPUTS = ("json", "report", "plots", "simulate")
-
-
-def changed(config: Any, without: Sequence[str] = ()) -> list[tuple[str, str]]:
-    """The options that are not as they are by default, for people."""
-    shown = []
-    for field in fields(config):
-        value = getattr(config, field.name)
-        if field.name not in without and value != field.default:
-            listed = ", ".join(f"{each:g}" for each in value) if isinstance(value, tuple) else str(value)
-            unit = " ms" if field.metadata["unit"] else ""
-            shown.append((field.name.replace("_", " "), listed + unit))
-    return shown
 
 
 def without_key(arguments: Sequence[str]) -> list[str]:

@@ -92,6 +92,8 @@ def _help(field: dataclasses.Field[Any]) -> str:
     if field.default is None or field.default == () or (isinstance(field.default, str) and not field.default):
         return text
     shown = {True: "on", False: "off"}[field.default] if isinstance(field.default, bool) else field.default
+    if isinstance(shown, tuple):
+        shown = ",".join(f"{each:g}" for each in shown)
     return f"{text} (default: {shown})"
 
 

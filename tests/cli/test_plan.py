@@ -100,12 +100,8 @@ def verdict(fleet, **candidate):
 
 
 def test_a_layout_that_cannot_be_served_yet_is_named_beside_what_can():
-    lines = recommend(
-        [verdict(1.0, tbt_target=45.0), verdict(3.0, tbt_target=45.0, tp=2)],
-        PlanConfig(devices=2),
-        EngineConfig(),
-        None,
-    )
+    verdicts = [verdict(1.0, tbt_target=45.0), verdict(3.0, tbt_target=45.0, tp=2)]
+    lines = recommend(verdicts, EngineConfig(), None)
     assert "TP2" in lines[0] and "cannot be served yet" in lines[1]
     assert parsed(lines[-1]).tbt_target == 45.0
 

@@ -26,10 +26,14 @@ from holdfast.cli.targets import Simulated, Target, engine_here, server
 from holdfast.core.config import EngineConfig, option
 from holdfast.core.version import __version__
 from holdfast.engine.profiles import Profile
+from holdfast.simulator.deployment import deploy
+from holdfast.simulator.devices import DEVICES, LINKS
+from holdfast.simulator.shapes import MODELS
 
 SIMULATED_OPTIONS = (
     "scheduler", "token_budget", "tbt_target", "max_sequences", "max_model_len", "block_size", "headroom",
-    "steps_in_flight", "prefix_sharing", "trace", "seed",
+    "steps_in_flight", "prefix_sharing", "trace", "seed", "host_cache_gb", "chunk_size", "eviction", "swap_threshold",
+    "memory_fraction",
 )  # fmt: skip
 """What of an engine counts in a simulation."""
 SHORT_SECONDS = 20.0
@@ -41,7 +45,18 @@ class BenchConfig:
     """Where to send a workload, at which rates, and what counts as good. Raises ValueError for what cannot be."""
 
     url: str | None = option(None, "send it to the server at this URL (OpenAI's API; any server)")
-    simulate: str | None = option(None, "simulate it on the device of this profile, a file of `holdfast profile --out`")
+    simulate: str | None = option(
+        None,
+        "simulate it on the device of this profile, a file of `holdfast profile --out`; or MODEL@DEVICE, of "
+        f"{', '.join(sorted(MODELS))} and {', '.join(sorted(DEVICES))}",
+    )
+    tp: int = option(1, "devices that share each layer, for a simulated MODEL@DEVICE")
+    pp: int = option(1, "groups of devices that share out the layers, the stages of a pipeline")
+    link: str | None = option(None, f"what joins the devices of a layer: {', '.join(LINKS)}; default: the device's own")
+    stage_link: str | None = option(None, "what joins the stages; default: the same")
+    copy_gbs: float | None = option(
+        None, "GB a second of the simulated copies to the host tier; default: what the profile says"
+    )
     api_key: str | None = option(None, "key for the server; default: HOLDFAST_API_KEY")
     served_model: str | None = option(None, "model name to ask the server for; default: the first that it lists")
     rates: tuple[float, ...] = option(
@@ -73,11 +88,15 @@ class BenchConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
-        for name in ("speed", "slo_ttft", "slo_tpot", "slo_e2el", "capacity", "rates"):
+        for name in ("speed", "slo_ttft", "slo_tpot", "slo_e2el", "capacity", "rates", "copy_gbs"):
             given = getattr(self, name)
             for value in given if isinstance(given, tuple) else (given,):
                 if value is not None and not 0 < value < float("inf"):
                     raise ValueError(f"{name} is {value:g}; it must be above 0")
+        if (self.tp, self.pp, self.link, self.stage_link) != (1, 1, None, None) and "@" not in (self.simulate or ""):
+            raise ValueError(
+                "tp, pp, link and stage_link are for --simulate MODEL@DEVICE; a profile has its own layout"
+            )
         if not self.host_us >= 0:
             raise ValueError(f"host_us is {self.host_us:g}; it must be at least 0")
         if self.concurrency is not None and (self.rates or self.capacity):
@@ -168,10 +187,7 @@ class _Bench:
 def target_of(config: BenchConfig, engine: EngineConfig, console: Console) -> AbstractContextManager[Target]:
     """What the options say to measure. Raises ValueError, OSError."""
     if config.simulate is not None:
-        profile = Profile.load(Path(config.simulate))
-        if config.cache_tokens is not None:
-            profile = replace(profile, cache_tokens=config.cache_tokens)
-        return nullcontext(Simulated(engine, profile, config.host_us / 1e6, config.concurrency))
+        return nullcontext(simulated(config, config.simulate, engine, console))
     if config.url is None:
         return engine_here(engine, console, config.concurrency)
     return server(
@@ -182,6 +198,31 @@ def target_of(config: BenchConfig, engine: EngineConfig, console: Console) -> Ab
         concurrency=config.concurrency,
         seed=engine.seed,
     )
+
+
+def simulated(config: BenchConfig, named: str, engine: EngineConfig, console: Console) -> Simulated:
+    """The profile of a file, or of MODEL@DEVICE: says where that comes from. Raises ValueError, OSError."""
+    model, at, device = named.partition("@")
+    if at and not Path(named).exists():
+        deployment = deploy(
+            model,
+            device,
+            tp=config.tp,
+            pp=config.pp,
+            link=config.link,
+            stage_link=config.stage_link,
+            memory_fraction=engine.memory_fraction,
+        )
+        profile, pipeline = deployment.profile, deployment.pipeline
+        source = "measured" if deployment.measured else "derived from data sheets"
+        console.print(f"{model} on {profile.cost.device}, {source}: {profile.cache_tokens:,} tokens of KV cache")
+    else:
+        profile, pipeline = Profile.load(Path(named)), None
+    if config.cache_tokens is not None:
+        profile = replace(profile, cache_tokens=config.cache_tokens)
+    if config.copy_gbs is not None:
+        profile = replace(profile, copy_rate=config.copy_gbs * 1e9)
+    return Simulated(engine, profile, pipeline, config.host_us / 1e6, config.concurrency)
 
 
 def told_capacity(config: BenchConfig, capacity: float, base: Workload) -> str:

@@ -23,6 +23,7 @@ from holdfast.core.types import SamplingParams
 from holdfast.engine.client import EngineClient, QueueFull, RequestRefused
 from holdfast.engine.profiles import Profile
 from holdfast.engine.timeline import TracedExecutor
+from holdfast.simulator.deployment import Pipeline
 from holdfast.simulator.run import simulate
 
 
@@ -147,6 +148,7 @@ class Simulated:
 
     config: EngineConfig
     profile: Profile
+    pipeline: Pipeline | None
     host_seconds: float
     concurrency: int | None
 
@@ -179,6 +181,7 @@ class Simulated:
                     self.profile,
                     workload,
                     concurrency=self.concurrency,
+                    pipeline=self.pipeline,
                     host_seconds=self.host_seconds,
                     wrap=wrap,
                     on_progress=tell,

@@ -98,6 +98,20 @@ def test_engine_options_reach_the_simulation_and_its_steps_the_trace(profile, tm
     assert max(args["decodes"] + args["prefill"] for args in counted) == 16
 
 
+def test_a_model_on_devices_is_simulated_by_name(tmp_path, capsys):
+    out = tmp_path / "figures.json"
+    layout = ("--tp", "2", "--pp", "2", "--link", "pcie4", "--stage-link", "ethernet-100g")
+    assert bench("--simulate", "yi-34b@a100-80gb", *layout, "--requests", "4", "--json", str(out)) == 0
+    assert json.loads(out.read_text())["completed"] == 4
+    assert "yi-34b on 2 stages of 2 a100-80gb, derived from data sheets" in capsys.readouterr().out
+
+
+def test_a_host_tier_is_simulated(capsys):
+    given = ("--workload", "multi-turn", "--requests", "30", "--think", "20", "--cache-tokens", "6000", "--rates", "2")
+    for tier in ((), ("--host-cache-gb", "20", "--copy-gbs", "10")):
+        assert bench("--simulate", "opt-13b@a100-80gb", *given, *tier) == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -112,6 +126,12 @@ def test_engine_options_reach_the_simulation_and_its_steps_the_trace(profile, tm
         (("--url", "localhost"), "must look like"),
         (("--url", "http://localhost:1", "--scheduler", "orca"), "--scheduler is for a model that runs here"),
         (("--simulate", "nowhere.json"), "nowhere.json cannot be read"),
+        (("--simulate", "gpt-9@h200"), "model shape gpt-9 is unknown"),
+        (("--simulate", "mistral-7b@tpu"), "device tpu is unknown"),
+        (("--simulate", "llama-2-70b@a40"), "take more devices"),
+        (("--simulate", "PROFILE", "--tp", "2"), "are for --simulate MODEL@DEVICE"),
+        (("--simulate", "PROFILE", "--host-cache-gb", "1"), "give the rate with --copy-gbs"),
+        (("--simulate", "PROFILE", "--copy-gbs", "0"), "copy_gbs is 0;"),
         (("--simulate", "PROFILE", "--workload", "poems"), "workload poems is unknown"),
         (("--simulate", "PROFILE", "--rates", "1,0"), "must be above 0"),
         (("--simulate", "PROFILE", "--rates", "fast"), "'fast' is not numbers between commas"),

@@ -230,3 +230,22 @@ def test_statistics_tell_queues_and_blocks():
     assert (stats.blocks_total, stats.blocks_used, stats.blocks_cached) == (16, 3, 0)
     scheduler.abort("0")
     assert scheduler.stats().blocks_cached == 2
+
+
+def test_micro_batches_share_no_sequence_and_each_takes_its_part_of_the_decodes():
+    scheduler = create_scheduler(micro_batches=2)
+    for request in create_requests(3, 3, 3, 3):
+        scheduler.add(request)
+    run_step(scheduler)
+    first, second = scheduler.schedule(0.0), scheduler.schedule(0.0)
+    assert [name for name, _, _ in spans(first)] == ["0", "1"]
+    assert [name for name, _, _ in spans(second)] == ["2", "3"]
+    assert scheduler.schedule(0.0) is None  # every sequence waits for its token
+    scheduler.update(first, answer(first), 0.0)
+    assert spans(scheduler.schedule(0.0)) == [("0", 4, 5), ("1", 4, 5)]
+
+
+def test_the_chunks_of_a_prompt_follow_each_other_through_the_stages():
+    scheduler = create_scheduler(budget=4, micro_batches=2)
+    scheduler.add(create_requests(10)[0])
+    assert [spans(scheduler.schedule(0.0)) for _ in range(2)] == [[("0", 0, 4)], [("0", 4, 8)]]

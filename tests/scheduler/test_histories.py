@@ -14,7 +14,7 @@ from collections import Counter, deque
 import pytest
 
 from holdfast.core.cost import CostModel
-from holdfast.core.types import Request, SamplingParams
+from holdfast.core.types import PENDING, Request, SamplingParams
 from holdfast.memory.retention import EVICTIONS
 from holdfast.scheduler.choice import RESERVING, capacity_of, make_policy
 from holdfast.scheduler.paced import PacedStallFree
@@ -65,7 +65,9 @@ class History:
         self.host_blocks = choose.choice((0, 0, 0, 1, least // 2 + 1, 4 * least))
         self.any_order = name == "stall-free" and choose.random() < 0.25
         self.never_preempts = name in RESERVING
+        self.micro_batches = self.steps_in_flight if choose.random() < 0.2 else 1
         self.scheduler = create_scheduler(
+            micro_batches=self.micro_batches,
             policy=self.policy(name),
             blocks=self.blocks,
             block_size=self.block_size,
@@ -164,11 +166,12 @@ class History:
             assert all(segment.length == len(segment.tokens) for segment in plan.segments)
             for segment in plan.segments:
                 assert segment.sequence_id not in self.aborted
+                assert self.micro_batches == 1 or PENDING not in segment.tokens, "stages wait for no other's token"
                 assert segment.stop < self.limit(segment.sequence_id), "what is computed can still be of use"
             assert not (plan.preempted and self.never_preempts)
             for name in plan.preempted:
                 self.seen["suspended"] += self.host_blocks > 0
-                if plan.segments:
+                if plan.segments and self.micro_batches == 1:  # else who it made room for may be in another one
                     best = min(self.rank(segment.sequence_id) for segment in plan.segments)
                     assert best < self.rank(name), "nobody makes room for those who rank lower"
             self.device.submit(plan)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -239,12 +240,12 @@ def described(setting: Setting, load: WorkloadConfig) -> str:
     )
 
 
-HEAD = ("policy", "layout", "replicas", "capacity /s", "out tok/s", "TBT p99", "TTFT p99", "cost / M out")
+HEAD = ("policy", "replicas", "rate /s", "out tok/s", "TBT p99", "TTFT p99", "per M out")
 
 
 def cells(verdict: Verdict) -> tuple[str, ...]:
     """A row of the table: capacity and tokens of all replicas together."""
-    names = (verdict.candidate.policy, verdict.candidate.layout, str(verdict.replicas))
+    names = (verdict.candidate.policy, f"{verdict.replicas} × {verdict.candidate.layout}")
     if not verdict.capacity:
         return (*names, "none", "", "", "", "")
     figures = verdict.figures
@@ -260,7 +261,7 @@ def cells(verdict: Verdict) -> tuple[str, ...]:
 
 def show(console: Console, verdicts: Sequence[Verdict], best: Verdict | None) -> None:
     """The table, and why some have no capacity."""
-    table = Table(title="capacity of all devices together", title_justify="left")
+    table = Table(title="capacity of all devices together", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     for at, title in enumerate(HEAD):
         table.add_column(title, justify="left" if at < 2 else "right")
     for verdict in verdicts:

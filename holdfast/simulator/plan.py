@@ -46,8 +46,8 @@ class Candidate:
     def policy(self) -> str:
         """The scheduler and its budget, for people."""
         if self.tbt_target is not None:
-            return f"{self.scheduler}, target {self.tbt_target:g} ms"
-        return self.scheduler if self.token_budget is None else f"{self.scheduler}, budget {self.token_budget:,}"
+            return f"{self.scheduler}, {self.tbt_target:g} ms"
+        return self.scheduler if self.token_budget is None else f"{self.scheduler}, {self.token_budget:,} tokens"
 
     @property
     def layout(self) -> str:

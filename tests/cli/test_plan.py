@@ -84,7 +84,7 @@ def test_a_report_shows_candidates_and_the_command(profile, tmp_path):
     given = ("--schedulers", "stall-free", "--price", "2", "--report", str(page), "--plots", str(plots))
     assert plan("--profile", profile, *SMALL, *given) == 0
     text = page.read_text()
-    assert "holdfast serve" in text and "stall-free, budget 64" in text
+    assert "holdfast serve" in text and "stall-free, 64 tokens" in text
     assert {path.name for path in plots.iterdir()} == {"capacity.png", "cost.png"}
 
 

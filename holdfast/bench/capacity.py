@@ -11,13 +11,19 @@ CLOSE = 0.05
 LOWEST, HIGHEST = 1e-3, 1e5
 
 
-def sustained(figures: Mapping[str, float], target_ms: float) -> bool:
-    """Whether P99 TBT is within the target and the queue does not grow. TTFT stands in where queueing is unknown."""
+def sustained(figures: Mapping[str, float], target_ms: float, ttft_ms: float | None = None) -> bool:
+    """Whether P99 TBT is within the target, P99 TTFT within its own if there is one, and the queue does not grow.
+
+    TTFT stands in where queueing is unknown.
+    """
     queued = figures.get("median_queued_ms", figures["median_ttft_ms"])
-    return figures["p99_itl_ms"] <= target_ms and queued <= MOST_QUEUED_MS
+    prompt = ttft_ms is None or figures["p99_ttft_ms"] <= ttft_ms
+    return prompt and figures["p99_itl_ms"] <= target_ms and queued <= MOST_QUEUED_MS
 
 
-def find_capacity(run: Callable[[float], Mapping[str, float]], target_ms: float, start: float = 1.0) -> float:
+def find_capacity(
+    run: Callable[[float], Mapping[str, float]], target_ms: float, *, ttft_ms: float | None = None, start: float = 1.0
+) -> float:
     """The highest rate (requests a second) that is sustained, within 5%; 0.0 if none is.
 
     `run` gives the figures of a run at a rate. Doubles or halves from `start` until it stands between two bounds, then
@@ -26,7 +32,7 @@ def find_capacity(run: Callable[[float], Mapping[str, float]], target_ms: float,
     good, bad = 0.0, 0.0
     rate = start
     while not (good and bad):
-        if sustained(run(rate), target_ms):
+        if sustained(run(rate), target_ms, ttft_ms):
             good, rate = rate, rate * 2
         else:
             bad, rate = rate, rate / 2
@@ -36,7 +42,7 @@ def find_capacity(run: Callable[[float], Mapping[str, float]], target_ms: float,
             return good
     while bad / good > 1 + CLOSE:
         rate = (good * bad) ** 0.5
-        if sustained(run(rate), target_ms):
+        if sustained(run(rate), target_ms, ttft_ms):
             good = rate
         else:
             bad = rate

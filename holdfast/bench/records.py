@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import sqrt
 from typing import Any
 
@@ -63,6 +63,8 @@ def summary(records: Sequence[Record], slo: Slo | None = None) -> dict[str, Any]
         "request_throughput": len(good) / duration,
         "output_throughput": sum(outputs) / duration,
         "total_token_throughput": (prompt_tokens + sum(outputs)) / duration,
+        "max_output_tokens_per_s": most_in_a_second(good),
+        "max_concurrent_requests": most_at_once([(record.arrival, record.token_times[-1]) for record in good]),
     }
     if slo is not None:
         limits = ((slo.ttft, ttft), (slo.tpot, tpot), (slo.e2el, e2el))
@@ -78,6 +80,24 @@ def summary(records: Sequence[Record], slo: Slo | None = None) -> dict[str, Any]
     result |= figures("normalized_latency", [end / count for count, _, end in timed])
     queued = [(record.scheduled - record.arrival) * 1e3 for record in good if record.scheduled is not None]
     return result | figures("queued", queued) if queued else result
+
+
+def most_in_a_second(records: Sequence[Record]) -> float:
+    """Most tokens that came within one second, in seconds counted from the first arrival."""
+    began = min(record.arrival for record in records)
+    seconds: dict[int, float] = {}
+    for record in records:
+        share = (record.output_tokens or len(record.token_times)) / len(record.token_times)
+        for time in record.token_times:
+            second = int(time - began)
+            seconds[second] = seconds.get(second, 0.0) + share
+    return max(seconds.values())
+
+
+def most_at_once(spans: Sequence[tuple[float, float]]) -> int:
+    """Most of these [start, end) that overlap."""
+    edges = sorted([(start, 1) for start, _ in spans] + [(end, -1) for _, end in spans])
+    return max(accumulate(change for _, change in edges))
 
 
 def figures(name: str, values: Sequence[float]) -> dict[str, float]:

@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import lru_cache
 from itertools import pairwise
 from math import exp, log
 from pathlib import Path
@@ -218,18 +219,24 @@ def cut(workload: Workload, max_model_len: int) -> list[Conversation]:
     return fitting
 
 
+@lru_cache(maxsize=4)
+def base_text(vocab_size: int, length: int) -> tuple[int, ...]:
+    """Random tokens of which texts are cut, twice over. Kept, as searches of a capacity ask for the same often."""
+    return tuple(random.Random(0).choices(range(16, vocab_size), k=length)) * 2
+
+
 class Words:
     """Token ids for prompts: each turn has its own, and equal hash ids equal ones. The same in every run."""
 
     BASE = 1 << 16
 
-    def __init__(self, vocab_size: int) -> None:
-        """Tokens lie in [16, vocab_size): the first ones mean something to most models."""
+    def __init__(self, vocab_size: int, salt: str = "") -> None:
+        """Tokens lie in [16, vocab_size): the first ones mean something to most models. Another salt, other tokens."""
         if vocab_size < 64:
             raise ValueError(f"vocab_size is {vocab_size}; it must be at least 64")
-        choose = random.Random(0)
+        self._salt = salt
         self._letters = range(16, vocab_size)
-        self._base = tuple(choose.choices(self._letters, k=self.BASE)) * 2
+        self._base = base_text(vocab_size, self.BASE)
 
     def prompt(self, conversation: int, turn: int, wanted: Turn) -> tuple[int, ...]:
         """The new tokens of turn number `turn` of conversation number `conversation`."""
@@ -244,7 +251,7 @@ class Words:
 
     def _text(self, name: str, length: int) -> tuple[int, ...]:
         """Tokens for a name; the first ones spell it, in as many of few letters as it takes to tell all apart."""
-        choose = random.Random(name)
+        choose = random.Random(self._salt + name)
         start = choose.randrange(self.BASE)
         first = tuple(choose.choices(self._letters, k=min(length, 12)))
         return (*first, *self._slice(start, length - len(first)))

@@ -13,7 +13,8 @@ from typing import Any
 
 import uvloop
 
-from holdfast.cli import bench, chat, profile, serve
+from holdfast.bench.choice import WorkloadConfig
+from holdfast.cli import bench, chat, plan, profile, serve
 from holdfast.cli.flags import Parser, UsageError, add_flags, build, flag_of, read_file
 from holdfast.cli.talkers import ChatError
 from holdfast.core.config import BUILTIN_MODEL, EngineConfig
@@ -30,6 +31,7 @@ examples:
   holdfast chat --url http://127.0.0.1:8000   talk to a server that runs
   holdfast profile                            measure the device, for serve --tbt-target
   holdfast bench --url http://127.0.0.1:8000  measure a server under load
+  holdfast plan mistral-7b --device h200      how to serve it, and what it sustains
 """
 MODEL_HELP = f"{BUILTIN_MODEL}, which is built in (default), or the directory of a Hugging Face checkpoint"
 BAD_USAGE = 2
@@ -43,15 +45,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     memory for the options given. So does a store that cannot be opened.
     """
     try:
+        given = list(sys.argv[1:] if arguments is None else arguments)
         parser = make_parser()
-        options, unknown = parser.parse_known_args(arguments)
+        options, unknown = parser.parse_known_args(given)
         if options.command is None:
             parser.print_help()
             return 0
         if unknown:
             raise UsageError(unknown_flag(unknown[0], options.command))
         if options.command == "bench":
-            return run_bench(vars(options))
+            return run_bench(vars(options), given[given.index("bench") + 1 :])
+        if options.command == "plan":
+            return run_plan(vars(options), given[given.index("plan") + 1 :])
         code: int = uvloop.run(start(options))
         return code
     except (UsageError, EngineStartError, StoreError) as error:
@@ -114,15 +119,29 @@ def make_parser() -> argparse.ArgumentParser:
 
     load = commands.add_parser(
         "bench",
-        help="measure a server under load, or simulate one",
-        description="Send a workload to any server with OpenAI's API (--url), or simulate it on a device that was "
-        "measured (--simulate), where the engine's own scheduler runs over a virtual clock.",
+        help="measure a model or a server under load, or simulate one",
+        description="Put a model that runs here under load, or any server with OpenAI's API (--url), or a device that "
+        "was measured (--simulate), where the engine's own scheduler runs over a virtual clock.",
         allow_abbrev=False,
     )
-    load.add_argument("--config", metavar="FILE", help="YAML file with any of the options below; flags win over it")
-    add_flags(load, bench.BenchConfig, "the load")
-    others = [field.name for field in fields(EngineConfig) if field.name not in bench.ENGINE_OPTIONS]
-    add_flags(load, EngineConfig, "the engine, when it is simulated", without=others)
+    add_model(load)
+    add_flags(load, WorkloadConfig, "the workload")
+    add_flags(load, bench.BenchConfig, "the measurement")
+    add_flags(load, EngineConfig, "the engine, when the model runs here or is simulated", without=("model",))
+
+    ahead = commands.add_parser(
+        "plan",
+        help="find out how to serve a model on which devices, by simulation",
+        description="Simulate schedulers, budgets, layouts over devices and host tiers under a workload, and say which "
+        "of them sustains the most within limits, and with which command. MODEL is a checkpoint's directory, a "
+        "config.json, or a known shape by name.",
+        allow_abbrev=False,
+    )
+    add_model(ahead)
+    add_flags(ahead, WorkloadConfig, "the workload")
+    add_flags(ahead, plan.PlanConfig, "the plan")
+    others = [field.name for field in fields(EngineConfig) if field.name not in plan.ENGINE_OPTIONS]
+    add_flags(ahead, EngineConfig, "the engine, the same for all candidates", without=others)
     return parser
 
 
@@ -140,7 +159,8 @@ CONFIGS: dict[str, tuple[type, ...]] = {
     "serve": (ServerConfig, EngineConfig),
     "chat": (chat.ChatConfig, EngineConfig),
     "profile": (profile.ProfileConfig, EngineConfig),
-    "bench": (bench.BenchConfig, EngineConfig),
+    "bench": (WorkloadConfig, bench.BenchConfig, EngineConfig),
+    "plan": (WorkloadConfig, EngineConfig, plan.PlanConfig),
 }
 """Whose fields are the options of a command."""
 
@@ -167,28 +187,47 @@ async def start(options: argparse.Namespace) -> int:
     file = read_file(options.config, CONFIGS["chat"]) if options.config else {}
     talk = build(chat.ChatConfig, flags, file, {"api_key": keys[0]} if keys else {})
     if talk.url is not None:
-        refuse_engine_flags(flags)
+        refuse_engine_flags(flags, "a model that runs here; leave it out with --url", but=("model",))
     return await chat.run(talk, build(EngineConfig, flags, file), flags.get("model", file.get("model")))
 
 
-def run_bench(flags: Mapping[str, Any]) -> int:
+def run_bench(flags: Mapping[str, Any], arguments: Sequence[str]) -> int:
     """Make the configs of `bench` and call it: it brings its own event loop, if it needs one."""
     keys = environment_keys()
     file = read_file(flags["config"], CONFIGS["bench"]) if flags["config"] else {}
-    load = build(bench.BenchConfig, flags, file, {"api_key": keys[0]} if keys else {})
-    if load.url is not None:
-        refuse_engine_flags({name: value for name, value in flags.items() if name != "seed"})
+    measured = build(bench.BenchConfig, flags, file, {"api_key": keys[0]} if keys else {})
+    if measured.url is not None:
+        refuse_engine_flags(flags, "a model that runs here; leave it out with --url", but=("seed",))
+    if measured.simulate is not None:
+        refuse_engine_flags(flags, "a real engine; leave it out with --simulate", but=bench.SIMULATED_OPTIONS)
     try:
-        return bench.run(load, build(EngineConfig, flags, file))
+        return bench.run(measured, build(WorkloadConfig, flags, file), build(EngineConfig, flags, file), arguments)
     except ValueError as error:
         raise UsageError(str(error)) from None
 
 
-def refuse_engine_flags(flags: Mapping[str, object]) -> None:
-    """With --url no model runs here, so options of the engine would be ignored. Raises UsageError for the first."""
+def run_plan(flags: Mapping[str, Any], arguments: Sequence[str]) -> int:
+    """Make the configs of `plan` and call it."""
+    file = read_file(flags["config"], CONFIGS["plan"]) if flags["config"] else {}
+    shared = [{name: source[name] for name in plan.ENGINE_OPTIONS if name in source} for source in (flags, file)]
+    try:
+        return plan.run(
+            build(plan.PlanConfig, flags, file),
+            build(WorkloadConfig, flags, file),
+            build(EngineConfig, *shared),
+            flags.get("model", file.get("model")),
+            arguments,
+        )
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def refuse_engine_flags(flags: Mapping[str, object], why: str, but: Sequence[str]) -> None:
+    """Refuse options of the engine that would be ignored. Raises UsageError for the first that is not among `but`."""
     for field in fields(EngineConfig):
-        if field.name in flags and field.name != "model":
-            raise UsageError(f"{flag_of(field.name)} is for a model that runs here; leave it out with --url")
+        if field.name in flags and field.name not in but:
+            name = "MODEL" if field.name == "model" else flag_of(field.name)
+            raise UsageError(f"{name} is for {why}")
 
 
 def environment_keys() -> list[str]:

@@ -53,8 +53,12 @@ def _argument(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
         return given | {"action": argparse.BooleanOptionalAction}
     if typing.get_origin(kind) is Literal:
         return given | {"choices": typing.get_args(kind)}
+    if kind == tuple[float, ...]:
+        return given | {"type": numbers, "metavar": "X,X,…"}
     if typing.get_origin(kind) is tuple:
         return given | {"action": "append", "metavar": field.name.split("_")[-1].upper()}
+    if field.metadata["unit"] == "ms":
+        return given | {"type": milliseconds, "metavar": "MS"}
     metavar = {int: "N", float: "X", str: "TEXT"}[kind]
     words = tuple(word for other in kinds[1:] for word in typing.get_args(other))
     if not words:
@@ -67,6 +71,27 @@ def _argument(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
     return given | {"type": number_or_word, "metavar": "|".join((metavar, *words))}
 
 
+def numbers(text: str) -> tuple[float, ...]:
+    """Numbers between commas. Raises ArgumentTypeError."""
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not numbers between commas, as in 1,2,4") from None
+
+
+def milliseconds(text: str) -> float:
+    """A time such as 50, 50ms or 0.05s, in milliseconds. Raises ArgumentTypeError."""
+    number, factor = text.strip(), 1.0
+    if number.endswith("ms"):
+        number = number[:-2]
+    elif number.endswith("s"):
+        number, factor = number[:-1], 1000.0
+    try:
+        return float(number) * factor
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time, as in 50, 50ms or 0.05s") from None
+
+
 def _is_union(hint: Any) -> bool:
     return typing.get_origin(hint) in (types.UnionType, typing.Union)
 
@@ -76,6 +101,8 @@ def _help(field: dataclasses.Field[Any]) -> str:
     if field.default is None or field.default == () or (isinstance(field.default, str) and not field.default):
         return text
     shown = {True: "on", False: "off"}[field.default] if isinstance(field.default, bool) else field.default
+    if isinstance(shown, tuple):
+        shown = ",".join(f"{each:g}" for each in shown)
     return f"{text} (default: {shown})"
 
 
@@ -95,6 +122,7 @@ def read_file(path: str, configs: Sequence[type]) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise UsageError(f"{path} must hold one option a line, as in `max_model_len: 4096`")
     hints = {name: hint for config in configs for name, hint in typing.get_type_hints(config).items()}
+    times = {field.name for config in configs for field in dataclasses.fields(config) if field.metadata["unit"] == "ms"}
     options = {}
     for key, value in data.items():
         name = str(key).replace("-", "_")
@@ -102,7 +130,10 @@ def read_file(path: str, configs: Sequence[type]) -> dict[str, Any]:
             near = difflib.get_close_matches(name, hints, n=1, cutoff=0)
             raise UsageError(f"{path}: unknown option {key}; the nearest is {near[0]}")
         try:
-            options[name] = msgspec.convert(value, hints[name])
+            timed = milliseconds(value) if name in times and isinstance(value, str) else value
+            options[name] = msgspec.convert(timed, hints[name])
+        except argparse.ArgumentTypeError as error:
+            raise UsageError(f"{path}: {key}: {error}") from None
         except msgspec.ValidationError as error:
             raise UsageError(f"{path}: {key}: {str(error).partition(' - at ')[0]}") from None
     return options

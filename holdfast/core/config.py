@@ -16,9 +16,9 @@ SchedulerName = Literal[
 OrderName = Literal["fcfs", "priority", "deadline", "fair"]
 
 
-def option(default: Any, help: str) -> Any:
-    """A config field with its one help text."""
-    return field(default=default, metadata={"help": help})
+def option(default: Any, help: str, unit: Literal["", "ms"] = "") -> Any:
+    """A config field with its one help text. In the unit "ms" it may be given as 50, as "50ms" or as "0.05s"."""
+    return field(default=default, metadata={"help": help, "unit": unit})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +71,7 @@ class EngineConfig:
     tbt_target: float | None = option(
         None,
         "aim for this time between tokens in ms: sets each step's budget by the device's profile, measured once",
+        unit="ms",
     )
     steps_in_flight: int = option(2, "steps planned ahead of the device; 1 waits for each")
     cuda_graphs: bool = option(True, "run decode steps as captured CUDA graphs, where there is a GPU")

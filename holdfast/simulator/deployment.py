@@ -65,7 +65,7 @@ class Deployment:
 
 
 def deploy(
-    model: str,
+    model: str | ModelShape,
     device: str,
     *,
     tp: int = 1,
@@ -79,12 +79,13 @@ def deploy(
     `link` defaults to the device's own, and `stage_link`, the way between stages, to `link`. Raises ValueError for
     unknown names, for what cannot be shared out, and where the weights do not fit.
     """
-    shape, sheet = model_named(model), device_named(device)
+    shape = model if isinstance(model, ModelShape) else model_named(model)
+    sheet = device_named(device)
     if min(tp, pp) < 1 or pp > shape.layers:
         raise ValueError(f"tp is {tp} and pp is {pp}; both must be at least 1, and pp at most {shape.layers} layers")
     inside = link_named(link or sheet.link)
     between = link_named(stage_link or inside.name)
-    packaged = kept(model, device) if tp * pp == 1 else None
+    packaged = kept(shape.name, device) if tp * pp == 1 else None
     if packaged is not None:
         return Deployment(packaged, None, True, 1)
     share, more = divmod(shape.layers, pp)

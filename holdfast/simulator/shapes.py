@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 BYTES = 2
 """Of a weight, of an element of the KV cache: 16 bits."""
@@ -108,6 +110,39 @@ MODELS = {
         ),
     )
 }
+
+
+def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
+    """The sizes that a Hugging Face config.json says. Raises ValueError for what is missing or cannot be."""
+    said = config.get("text_config", config)
+
+    def size(*keys: str, default: int | None = None) -> int:
+        value = next((said[key] for key in keys if said.get(key) is not None), default)
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name}: {keys[0]} is {value}; a config.json of a decoder gives it as a whole number")
+        return value
+
+    if any(said.get(key) for key in ("num_local_experts", "num_experts", "n_routed_experts")):
+        raise ValueError(f"{name} is a mixture of experts, whose steps this plan does not know; give a dense model")
+    heads, hidden = size("num_attention_heads", "n_head"), size("hidden_size", "n_embd")
+    gated = said.get("model_type") not in UNGATED
+    return ModelShape(
+        name=name,
+        layers=size("num_hidden_layers", "n_layer"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=size("num_key_value_heads", "num_kv_heads", default=heads),
+        head_dim=size("head_dim", default=max(1, hidden // heads)),
+        intermediate=size("intermediate_size", "ffn_dim", "n_inner", default=None if gated else 4 * hidden),
+        vocab=size("vocab_size"),
+        max_model_len=size("max_position_embeddings", "n_positions", "max_sequence_length"),
+        gated=gated,
+        window=said.get("sliding_window") if said.get("use_sliding_window", True) else None,
+    )
+
+
+UNGATED = ("opt", "falcon", "gpt2", "gpt_neox", "gptj", "bloom", "phi", "gpt_bigcode", "starcoder2")
+"""Values of model_type whose feed-forward part has two matrices."""
 
 
 def model_named(name: str) -> ModelShape:

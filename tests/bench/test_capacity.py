@@ -32,3 +32,9 @@ def test_a_growing_queue_is_not_sustained_even_if_streams_keep_their_pace():
     figures = {"p99_itl_ms": 10.0, "median_ttft_ms": 2500.0}
     assert not sustained(figures, 50.0)
     assert sustained(figures | {"median_queued_ms": 1500.0}, 50.0)
+
+
+def test_a_limit_on_ttft_counts_where_there_is_one():
+    figures = {"p99_itl_ms": 10.0, "p99_ttft_ms": 900.0, "median_ttft_ms": 500.0}
+    assert sustained(figures, 50.0) and sustained(figures, 50.0, ttft_ms=1000.0)
+    assert not sustained(figures, 50.0, ttft_ms=800.0)

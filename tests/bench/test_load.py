@@ -5,8 +5,8 @@ import json
 import httpx
 import pytest
 
-from holdfast.bench.load import LoadClient
-from holdfast.bench.workloads import Conversation, Turn, fixed
+from holdfast.bench.load import HttpAsk, LoadClient
+from holdfast.bench.workloads import Conversation, Turn, Words, fixed
 
 
 def sse(*chunks):
@@ -34,7 +34,7 @@ async def load(server, workload, **options):
     ended = []
     transport = httpx.MockTransport(server)
     async with httpx.AsyncClient(transport=transport, base_url="http://server/v1/") as http:
-        records = await LoadClient(http, "m", vocab_size=256, on_progress=ended.append).run(workload, **options)
+        records = await LoadClient(HttpAsk(http, "m"), Words(256), ended.append).run(workload, **options)
     return records, ended
 
 

@@ -25,6 +25,8 @@ def test_figures_of_a_run():
         "request_throughput": 2 / 1.5,
         "output_throughput": 4 / 1.5,
         "total_token_throughput": 34 / 1.5,
+        "max_output_tokens_per_s": 3,
+        "max_concurrent_requests": 1,
         "mean_ttft_ms": 350.0,
         "mean_tpot_ms": 200.0,
         "mean_itl_ms": 200.0,

@@ -21,7 +21,7 @@ def bench(*arguments):
 
 def test_a_simulation_is_shown_and_written_with_the_names_of_vllm(profile, tmp_path, capsys):
     out = tmp_path / "figures.json"
-    assert bench("--simulate", profile, "--requests", "20", "--rate", "5", "--json", str(out)) == 0
+    assert bench("--simulate", profile, "--requests", "20", "--rates", "5", "--json", str(out)) == 0
     figures = json.loads(out.read_text())
     assert (figures["completed"], figures["request_rate"]) == (20, 5.0)
     for name in ("ttft", "tpot", "itl", "e2el"):
@@ -32,8 +32,8 @@ def test_a_simulation_is_shown_and_written_with_the_names_of_vllm(profile, tmp_p
 
 def test_a_sweep_has_a_run_for_each_rate(profile, tmp_path):
     out = tmp_path / "figures.json"
-    rates = [argument for rate in ("2", "40") for argument in ("--rate", rate)]
-    assert bench("--simulate", profile, "--requests", "60", *rates, "--slo-ttft", "30", "--json", str(out)) == 0
+    given = ("--requests", "60", "--rates", "40,2", "--slo-ttft", "0.03s")
+    assert bench("--simulate", profile, *given, "--json", str(out)) == 0
     slow, fast = json.loads(out.read_text())["runs"]
     assert slow["request_rate"] < fast["request_rate"]
     assert slow["median_ttft_ms"] < fast["median_ttft_ms"]
@@ -58,6 +58,38 @@ def test_what_the_context_cannot_hold_is_left_out_and_told(profile, capsys):
     assert "of 30 requests are longer than the context" in capsys.readouterr().out
 
 
+def test_a_capacity_from_too_few_arrivals_is_told_as_such(profile, capsys):
+    assert bench("--simulate", profile, "--requests", "30", "--output-tokens", "10", "--capacity", "30") == 0
+    assert "too few to tell a lasting load from a burst" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_report_says_what_was_run_and_hides_the_key(profile, tmp_path, capsys):
+    page, plots = tmp_path / "report.html", tmp_path / "plots"
+    given = ("--requests", "20", "--rates", "5,10", "--api-key", "secret", "--slo-ttft", "30ms")
+    assert bench("--simulate", profile, *given, "--report", str(page), "--plots", str(plots)) == 0
+    text = page.read_text()
+    assert "m on d, simulated" in text and "--rates 5,10" in text
+    assert "secret" not in text
+    assert {path.name for path in plots.iterdir()} == {"rates.png", "ttft.png", "tbt.png", "timeline.png"}
+    assert str(page) in capsys.readouterr().out
+
+
+def test_without_matplotlib_a_report_is_refused_before_the_run(profile, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("holdfast.cli.reports.find_spec", lambda name: None)
+    assert bench("--simulate", profile, "--report", str(tmp_path / "a.html")) == 2
+    assert "pip install 'holdfast[report]'" in capsys.readouterr().err
+
+
+def test_a_model_runs_here_and_its_steps_are_traced(checkpoint, tmp_path):
+    out, trace = tmp_path / "figures.json", tmp_path / "trace.json"
+    given = ("--requests", "3", "--prompt-tokens", "20", "--output-tokens", "4", "--load-format", "random")
+    assert bench(str(checkpoint), *given, "--json", str(out), "--trace", str(trace)) == 0
+    figures = json.loads(out.read_text())
+    assert (figures["completed"], figures["total_output_tokens"], figures["model_id"]) == (3, 12, "bytes")
+    assert figures["median_queued_ms"] <= figures["median_ttft_ms"]
+    assert {event["pid"] for event in json.loads(trace.read_text())} == {0, 1}
+
+
 def test_engine_options_reach_the_simulation_and_its_steps_the_trace(profile, tmp_path):
     trace = tmp_path / "trace.json"
     given = ("--requests", "2", "--prompt-tokens", "40", "--token-budget", "16", "--trace", str(trace))
@@ -75,7 +107,7 @@ def test_a_model_on_devices_is_simulated_by_name(tmp_path, capsys):
 
 
 def test_a_host_tier_is_simulated(capsys):
-    given = ("--workload", "multi-turn", "--requests", "30", "--think", "20", "--cache-tokens", "6000", "--rate", "2")
+    given = ("--workload", "multi-turn", "--requests", "30", "--think", "20", "--cache-tokens", "6000", "--rates", "2")
     for tier in ((), ("--host-cache-gb", "20", "--copy-gbs", "10")):
         assert bench("--simulate", "opt-13b@a100-80gb", *given, *tier) == 0
 
@@ -83,7 +115,13 @@ def test_a_host_tier_is_simulated(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "one of them"),
+        (("holdfast-tiny", "--url", "http://localhost:1"), "MODEL is for a model that runs here"),
+        (("--simulate", "PROFILE", "--dtype", "float32"), "--dtype is for a real engine"),
+        (("--simulate", "PROFILE", "--rates", "1,2", "--trace", "t.json"), "trace is the timeline of one run"),
+        (("--simulate", "PROFILE", "--rates", "1", "--capacity", "50ms"), "drop --rates or --capacity"),
+        (("--simulate", "PROFILE", "--slo-ttft", "soon"), "'soon' is not a time"),
+        (("--simulate", "PROFILE", "--slo-ttft=-1s"), "slo_ttft is -1000"),
+        (("--simulate", "PROFILE", "--report", "/no/such/place/a.html"), "/no/such/place is no directory"),
         (("--url", "http://localhost:1", "--simulate", "x"), "one of them"),
         (("--url", "localhost"), "must look like"),
         (("--url", "http://localhost:1", "--scheduler", "orca"), "--scheduler is for a model that runs here"),
@@ -93,11 +131,11 @@ def test_a_host_tier_is_simulated(capsys):
         (("--simulate", "llama-2-70b@a40"), "take more devices"),
         (("--simulate", "PROFILE", "--tp", "2"), "are for --simulate MODEL@DEVICE"),
         (("--simulate", "PROFILE", "--host-cache-gb", "1"), "give the rate with --copy-gbs"),
-        (("--simulate", "PROFILE", "--copy-gbs", "0"), "copy_gbs is 0.0"),
+        (("--simulate", "PROFILE", "--copy-gbs", "0"), "copy_gbs is 0;"),
         (("--simulate", "PROFILE", "--workload", "poems"), "workload poems is unknown"),
-        (("--simulate", "PROFILE", "--rate", "0"), "must be above 0"),
-        (("--simulate", "PROFILE", "--rate", "fast"), "must be a number"),
-        (("--simulate", "PROFILE", "--rate", "1", "--concurrency", "2"), "closed loop"),
+        (("--simulate", "PROFILE", "--rates", "1,0"), "must be above 0"),
+        (("--simulate", "PROFILE", "--rates", "fast"), "'fast' is not numbers between commas"),
+        (("--simulate", "PROFILE", "--rates", "1", "--concurrency", "2"), "closed loop"),
         (("--simulate", "PROFILE", "--requests", "0"), "requests is 0"),
         (("--simulate", "PROFILE", "--think", "0"), "think is 0.0"),
         (("--simulate", "PROFILE", "--prompt-tokens", "5000"), "none of 0 requests"),

@@ -40,6 +40,14 @@ def test_a_flag_may_take_a_number_or_a_word(tmp_path: Path) -> None:
         assert engine(file=str(path)).host_cache_gb == meant
 
 
+@pytest.mark.parametrize("given", ["50", "50ms", "0.05s"])
+def test_a_time_may_bring_its_unit(given: str, tmp_path: Path) -> None:
+    assert engine("--tbt-target", given).tbt_target == 50
+    path = tmp_path / "holdfast.yaml"
+    path.write_text(f"tbt_target: {given}\n")
+    assert engine(file=str(path)).tbt_target == 50
+
+
 def test_a_repeated_key_makes_several() -> None:
     options = make_parser().parse_args(["serve", "--api-key", "a", "--api-key", "b"])
     assert build(ServerConfig, vars(options)).api_key == ("a", "b")
@@ -61,6 +69,7 @@ def test_a_file_does_as_well_and_flags_win(tmp_path: Path) -> None:
         ("block_size: many", "block_size: Expected `int`, got `str`"),
         ("- a\n- b", "must hold one option a line"),
         ("a: [", "is not YAML"),
+        ("tbt_target: soon", "tbt_target: 'soon' is not a time"),
         ("!!python/object/apply:os.getcwd []", "is not YAML"),
     ],
 )

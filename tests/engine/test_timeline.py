@@ -85,6 +85,25 @@ def test_copies_between_the_tiers_are_bars_on_lanes_of_their_own_and_a_suspensio
     assert all(bar["args"]["GB/s"] > 0 for bar in copies)
 
 
+def test_every_event_has_what_chromes_format_asks_of_its_kind(tmp_path):
+    loop = traced_loop(tmp_path / "t.json", *create_requests(4, 4, 4, max_tokens=5))
+    while loop.has_work():
+        loop.step()
+    loop.close()
+    needed = {"X": {"dur": float, "ts": float}, "C": {"ts": float}, "i": {"ts": float}, "M": {}}
+    events = json.loads((tmp_path / "t.json").read_text())
+    assert {event["ph"] for event in events} == set(needed)
+    for event in events:
+        assert isinstance(event["name"], str) and isinstance(event["args"], dict)
+        assert isinstance(event["pid"], int) and isinstance(event["tid"], int)
+        for field, kind in needed[event["ph"]].items():
+            assert isinstance(event[field], kind) and event[field] >= 0
+        if event["ph"] == "C":
+            assert all(isinstance(value, int) for value in event["args"].values())
+        if event["ph"] == "M":
+            assert event["name"] in ("process_name", "thread_name") and isinstance(event["args"]["name"], str)
+
+
 def test_a_preemption_is_marked(tmp_path):
     loop = traced_loop(tmp_path / "t.json", *create_requests(4, 4, 4, max_tokens=5))
     while loop.has_work():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from holdfast.simulator.shapes import MODELS, model_named
+from holdfast.simulator.shapes import MODELS, model_named, shape_of
 
 
 @pytest.mark.parametrize(
@@ -30,3 +30,30 @@ def test_the_cache_of_a_token():
 def test_an_unknown_shape_is_told_with_the_known_ones():
     with pytest.raises(ValueError, match=r"gpt-9 is unknown; there are .*mistral-7b"):
         model_named("gpt-9")
+
+
+def test_sizes_are_read_from_a_config():
+    mistral = MODELS["mistral-7b"]
+    config = {
+        "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "intermediate_size": 14_336, "vocab_size": 32_000, "max_position_embeddings": 32_768, "sliding_window": 4096,
+    }  # fmt: skip
+    assert shape_of(config, "mistral-7b") == mistral
+    opt = {
+        "model_type": "opt", "num_hidden_layers": 40, "hidden_size": 5120, "num_attention_heads": 40,
+        "ffn_dim": 20_480, "vocab_size": 50_272, "max_position_embeddings": 2048,
+    }  # fmt: skip
+    assert shape_of(opt, "opt-13b") == MODELS["opt-13b"]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({}, "num_attention_heads is None"),
+        ({"num_attention_heads": "many"}, "is many"),
+        ({"num_experts": 8}, "experts"),
+    ],
+)
+def test_a_config_that_says_too_little_is_refused(config, message):
+    with pytest.raises(ValueError, match=message):
+        shape_of(config, "x")

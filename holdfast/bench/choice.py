@@ -1,0 +1,63 @@
+"""Which workload the options ask for: lengths and number of conversations, read or drawn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from holdfast.bench import workloads
+from holdfast.bench.workloads import DATASETS, Workload
+from holdfast.core.config import option
+
+CHARACTERS_A_TOKEN = 4
+"""A text's length in tokens where no tokenizer is at hand."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkloadConfig:
+    """What is sent, but for when. Raises ValueError for what cannot be."""
+
+    workload: str = option(
+        "fixed",
+        f"fixed, multi-turn, {', '.join(DATASETS)}, or a file: an Azure .csv, a Mooncake .jsonl, a ShareGPT .json",
+    )
+    requests: int = option(100, "how many conversations; of a file, the first so many")
+    prompt_tokens: int = option(256, "length of each prompt, for fixed")
+    output_tokens: int = option(64, "length of each answer, for fixed")
+    think: float = option(5.0, "mean think time in seconds, for multi-turn")
+    variation: float = option(
+        1.0, "standard deviation over mean of the intervals between arrivals; above 1 comes in bursts"
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("requests", "prompt_tokens", "output_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        for name in ("think", "variation"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
+
+    def read(self, seed: int) -> Workload:
+        """The conversations. Raises ValueError, OSError."""
+        name = self.workload
+        if name == "fixed":
+            return workloads.fixed(self.requests, self.prompt_tokens, self.output_tokens)
+        if name == "multi-turn":
+            return workloads.multi_turn(self.requests, self.think, seed)
+        if name in DATASETS:
+            return workloads.drawn(name, self.requests, seed)
+        match Path(name).suffix:
+            case ".csv":
+                read: Workload = workloads.azure_csv(name)
+            case ".jsonl":
+                read = workloads.mooncake_jsonl(name)
+            case ".json":
+                read = workloads.sharegpt_json(name, lambda text: -(-len(text) // CHARACTERS_A_TOKEN))
+            case _:
+                known = ", ".join(("fixed", "multi-turn", *DATASETS))
+                raise ValueError(f"workload {name} is unknown; there are {known}, and .csv, .jsonl and .json files")
+        return read[: self.requests]
+
+    def arriving(self, workload: Workload, rate: float, seed: int) -> Workload:
+        """The same conversations, `rate` a second."""
+        return workloads.gamma(workload, rate, self.variation, seed)

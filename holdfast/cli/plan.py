@@ -1,0 +1,344 @@
+"""`holdfast plan`: which way to serve a model on given devices has the most capacity, and the command for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from holdfast.bench.choice import WorkloadConfig
+from holdfast.cli.progress import Bar
+from holdfast.cli.reports import changed, needs_matplotlib, writable, written
+from holdfast.core.config import BUILTIN_MODEL, EngineConfig, SchedulerName, option
+from holdfast.core.version import __version__
+from holdfast.engine.checkpoint import Checkpoint, read_json
+from holdfast.engine.profiles import Profile
+from holdfast.scheduler.choice import CHUNKED, NAMES
+from holdfast.simulator.devices import DEVICES, device_named
+from holdfast.simulator.plan import Candidate, Setting, Verdict, best_of, judges
+from holdfast.simulator.shapes import MODELS, ModelShape, shape_of
+
+ENGINE_OPTIONS = (
+    "max_sequences", "max_model_len", "block_size", "headroom", "memory_fraction", "prefix_sharing", "chunk_size",
+    "eviction", "seed",
+)  # fmt: skip
+"""What of an engine is the same for all candidates."""
+SERVED_DEVICES = 1
+"""What `holdfast serve` runs a model on."""
+MARGIN = 0.9
+"""A candidate with a computed budget aims at this share of the limit: steps in the world are not as predicted."""
+PLACEHOLDER = "$MODEL"
+"""Stands for a checkpoint's directory where only a model's shape is known."""
+
+
+Policy = tuple[SchedulerName, int | None, float | None]
+"""A scheduler, its fixed budget or its target in ms."""
+Layout = tuple[int, int, float]
+"""tp, pp and GB of host tier."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanConfig:
+    """The devices, the limits, and what to choose from. Raises ValueError for what cannot be."""
+
+    device: str = option("h200", f"kind of device: {', '.join(sorted(DEVICES))}")
+    devices: int = option(1, "how many there are")
+    price: float | None = option(None, "of one device for an hour, in any currency")
+    profile: str | None = option(
+        None, "go by this profile of one device, a file of `holdfast profile --out`, in place of MODEL and --device"
+    )
+    slo_tbt: float = option(100.0, "P99 TBT must be at most this", unit="ms")
+    slo_ttft: float | None = option(None, "P99 TTFT must be at most this", unit="ms")
+    schedulers: str = option("stall-free,prefill-first,orca", "policies to compare, between commas; or all")
+    token_budgets: tuple[float, ...] = option((512, 2048), "fixed budgets for policies that cut prompts")
+    tp: tuple[float, ...] = option((), "devices that share each layer; default: 1, 2, 4 … that there are")
+    pp: tuple[float, ...] = option((), "stages of a pipeline; default: 1, 2, 4 … that there are")
+    host_gb: tuple[float, ...] = option((0,), "sizes of the host tier in GB; 0 is none")
+    seconds: float = option(60.0, "how long requests arrive in each simulated run")
+    jobs: int | None = option(None, "processes at once; default: one for each core")
+    json: str | None = option(None, "write the table to this file")
+    report: str | None = option(None, "write a report to this file: one HTML page that needs no network")
+    plots: str | None = option(None, "write the report's plots into this directory, as PNG")
+
+    def __post_init__(self) -> None:
+        for name in ("devices", "jobs"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1")
+        for name in ("price", "slo_tbt", "slo_ttft", "seconds"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise ValueError(f"{name} is {value:g}; it must be above 0")
+        for name in ("token_budgets", "tp", "pp"):
+            for value in getattr(self, name):
+                if value < 1 or value != int(value):
+                    raise ValueError(f"{name} holds {value:g}; each must be a whole number of at least 1")
+        if any(not 0 <= size < float("inf") for size in self.host_gb):
+            raise ValueError(f"host_gb holds {min(self.host_gb):g}; each must be at least 0")
+        if unknown := self.scheduler_names - {*NAMES, "all"}:
+            raise ValueError(f"scheduler {min(unknown)!r} is unknown; there are {', '.join(NAMES)}, or all")
+        device_named(self.device)
+
+    @property
+    def policies(self) -> tuple[SchedulerName, ...]:
+        """The schedulers that are known of those named, in the order of the known ones."""
+        named = self.scheduler_names
+        return tuple(name for name in NAMES if name in named or named == {"all"})
+
+    @property
+    def scheduler_names(self) -> set[str]:
+        """The schedulers as they are named."""
+        return {name.strip() for name in self.schedulers.split(",")}
+
+
+def run(
+    config: PlanConfig, load: WorkloadConfig, engine: EngineConfig, model: str | None, arguments: Sequence[str]
+) -> int:
+    """Judge, show, write. Returns the exit code: 1 where nothing keeps the limits. Raises ValueError, OSError."""
+    for path in (config.json, config.report):
+        writable(path)
+    if config.report is not None or config.plots is not None:
+        needs_matplotlib()
+    setting, ways = setting_of(config, load, engine, model), layouts(config)
+    console = Console(highlight=False)
+    console.print(Text(described(setting, load)), soft_wrap=True)
+    verdicts = search(config, setting, ways)
+    best = best_of(verdicts)
+    show(console, verdicts, best)
+    advice = recommend(verdicts, engine, model)
+    for line in advice:
+        console.print(Text(line), soft_wrap=True)
+    if config.json is not None:
+        rows = [as_row(verdict) for verdict in verdicts]
+        Path(config.json).write_text(json.dumps({"candidates": rows}, indent=1) + "\n", encoding="utf-8")
+    if config.report is not None or config.plots is not None:
+        from holdfast.cli.plan_report import report_of  # an extra: matplotlib
+
+        settings = [*changed(load), *changed(config, without=("json", "report", "plots", "jobs")), *changed(engine)]
+        page = report_of(
+            verdicts, best, described(setting, load), advice, settings, shlex.join(["holdfast", "plan", *arguments]),
+            f"Holdfast {__version__}",
+        )  # fmt: skip
+        console.print(written(page, config.report, config.plots), soft_wrap=True)
+    return 0 if best else 1
+
+
+def setting_of(config: PlanConfig, load: WorkloadConfig, engine: EngineConfig, model: str | None) -> Setting:
+    """What all candidates share. Raises ValueError, OSError."""
+    if (model is None) == (config.profile is None):
+        raise ValueError(
+            f"plan takes a MODEL or --profile FILE, one of them; known models: {', '.join(sorted(MODELS))}"
+        )
+    profile = None if config.profile is None else Profile.load(Path(config.profile))
+    return Setting(
+        model=profile.cost.model if profile else shape_named(model or ""),
+        device=profile.cost.device if profile else config.device,
+        devices=config.devices,
+        price=config.price,
+        profile=profile,
+        engine=engine,
+        workload=load.read(engine.seed),
+        variation=load.variation,
+        tbt_ms=config.slo_tbt,
+        ttft_ms=config.slo_ttft,
+        seconds=config.seconds,
+    )
+
+
+def shape_named(model: str) -> str | ModelShape:
+    """A known shape by its name, or that of a config.json or of a checkpoint. Raises ValueError."""
+    if model in MODELS:
+        return model
+    path = Path(model).expanduser()
+    if path.suffix == ".json" and path.is_file():
+        return shape_of(read_json(path), path.absolute().parent.name)
+    if model == BUILTIN_MODEL or path.is_dir():
+        found = Checkpoint.find(model)
+        return shape_of(read_json(found.directory / "config.json"), found.name)
+    raise ValueError(
+        f"model {model} is unknown; give a checkpoint's directory, a config.json, or one of {', '.join(sorted(MODELS))}"
+    )
+
+
+def search(config: PlanConfig, setting: Setting, ways: Sequence[Layout]) -> list[Verdict]:
+    """First every layout under the first policy, then every other policy on the best layout."""
+    choices = policies(config)
+    first = [candidate(policy, way) for way in ways for policy in choices[:1]]
+    jobs = min(config.jobs or os.cpu_count() or 1, max(len(first), len(choices)))
+    with judges(setting, jobs) as judge, Bar("simulating", len(first) + len(choices) - 1) as tell:
+        verdicts: list[Verdict] = []
+
+        def collect(candidates: Sequence[Candidate]) -> None:
+            for verdict in judge(candidates):
+                verdicts.append(verdict)
+                tell(len(verdicts))
+
+        collect(first)
+        best = best_of(verdicts) or verdicts[0]
+        collect([candidate(policy, layout_of(best.candidate)) for policy in choices[1:]])
+        return verdicts
+
+
+def candidate(policy: Policy, layout: Layout) -> Candidate:
+    """A policy on a layout."""
+    scheduler, budget, target = policy
+    tp, pp, host = layout
+    return Candidate(scheduler=scheduler, token_budget=budget, tbt_target=target, tp=tp, pp=pp, host_cache_gb=host)
+
+
+def layout_of(given: Candidate) -> Layout:
+    """A candidate's layout."""
+    return given.tp, given.pp, given.host_cache_gb
+
+
+def layouts(config: PlanConfig) -> list[Layout]:
+    """Every tp, pp and host tier that the devices hold; the plainest first. Raises ValueError where there is none."""
+    powers = [1 << power for power in range(config.devices.bit_length())]
+    if config.profile is not None:
+        powers = [1]
+    found = [
+        (int(tp), int(pp), host)
+        for tp in config.tp or powers
+        for pp in config.pp or powers
+        for host in config.host_gb
+        if tp * pp <= config.devices
+    ]
+    if not found:
+        raise ValueError(f"no tp x pp of those given fits on {config.devices} devices; give more --devices")
+    return sorted(set(found), key=lambda way: (way[0] * way[1], way))
+
+
+def policies(config: PlanConfig) -> list[Policy]:
+    """Schedulers with their budgets: the one that a target computes first, then fixed ones."""
+    found: list[Policy] = []
+    for name in config.policies:
+        if name == "stall-free":
+            found.append((name, None, round(MARGIN * config.slo_tbt, 3)))
+        budgets = config.token_budgets if name in CHUNKED else ()
+        found += [(name, int(budget), None) for budget in budgets]
+        if name not in CHUNKED:
+            found.append((name, None, None))
+    return found
+
+
+def described(setting: Setting, load: WorkloadConfig) -> str:
+    """The question, in one line."""
+    model = setting.model.name if isinstance(setting.model, ModelShape) else setting.model
+    ttft = "" if setting.ttft_ms is None else f", P99 TTFT within {setting.ttft_ms:g} ms"
+    return (
+        f"{model} on {setting.devices} x {setting.device}, {load.workload.rpartition('/')[2]}, "
+        f"P99 TBT within {setting.tbt_ms:g} ms{ttft}"
+    )
+
+
+HEAD = ("policy", "replicas", "rate /s", "out tok/s", "TBT p99", "TTFT p99", "per M out")
+
+
+def cells(verdict: Verdict) -> tuple[str, ...]:
+    """A row of the table: capacity and tokens of all replicas together."""
+    names = (verdict.candidate.policy, f"{verdict.replicas} × {verdict.candidate.layout}")
+    if not verdict.capacity:
+        return (*names, "none", "", "", "", "")
+    figures = verdict.figures
+    return (
+        *names,
+        f"{verdict.fleet:.3g}",
+        f"{verdict.tokens * verdict.replicas:,.0f}",
+        f"{figures['p99_itl_ms']:,.1f}",
+        f"{figures['p99_ttft_ms']:,.0f}",
+        "" if verdict.cost is None else f"{verdict.cost:,.3f}",
+    )
+
+
+def show(console: Console, verdicts: Sequence[Verdict], best: Verdict | None) -> None:
+    """The table, and why some have no capacity."""
+    table = Table(title="capacity of all devices together", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    for at, title in enumerate(HEAD):
+        table.add_column(title, justify="left" if at < 2 else "right")
+    for verdict in verdicts:
+        table.add_row(*cells(verdict), style="bold" if verdict is best else "" if verdict.capacity else "dim")
+    console.print(table)
+    for verdict in verdicts:
+        if verdict.reason:
+            told = f"{verdict.candidate.policy}, {verdict.candidate.layout}: {verdict.reason}"
+            console.print(Text(told, style="dim"), soft_wrap=True)
+
+
+def recommend(verdicts: Sequence[Verdict], engine: EngineConfig, model: str | None) -> list[str]:
+    """What to do, line by line; the command comes last, where there is one."""
+    best = best_of(verdicts)
+    if best is None:
+        return ["nothing keeps these limits: raise --slo-tbt or --slo-ttft, or give more or faster --devices"]
+    lines = [
+        f"best: {best.candidate.policy} on {best.candidate.layout}, {best.fleet:.3g} conversations a second in all"
+    ]
+    servable = best_of([verdict for verdict in verdicts if verdict.candidate.devices <= SERVED_DEVICES])
+    if servable is not best:
+        lines.append(f"holdfast serve runs a model on {SERVED_DEVICES} device for now, so this cannot be served yet")
+    if servable is None:
+        return [*lines, "nothing that runs on one device keeps these limits"]
+    if servable is not best:
+        lines.append(f"what can be: {servable.candidate.policy}, {servable.fleet:.3g} conversations a second in all")
+    served = served_model(model)
+    notes = [f"{PLACEHOLDER} is the checkpoint's directory"] if served == PLACEHOLDER else []
+    notes += [f"on each of the {servable.replicas} devices, behind a load balancer"] if servable.replicas > 1 else []
+    where = f" ({', '.join(notes)})" if notes else ""
+    command = serve_command(servable.candidate, engine, served)
+    return [*lines, f"to serve it{where}:", command]
+
+
+def served_model(model: str | None) -> str:
+    """What `holdfast serve` is to be called with: a checkpoint that is there, or what stands for one."""
+    path = Path(model or PLACEHOLDER).expanduser()
+    directory = path.parent if path.suffix == ".json" else path
+    if model == BUILTIN_MODEL:
+        return BUILTIN_MODEL
+    return str(directory) if any(directory.glob("*.safetensors")) else PLACEHOLDER
+
+
+def serve_command(chosen: Candidate, engine: EngineConfig, model: str) -> str:
+    """The command line: what the candidate sets, and what the plan was told to set for all."""
+    default = EngineConfig()
+    shared = {
+        field.name: getattr(engine, field.name)
+        for field in fields(engine)
+        if field.name in ENGINE_OPTIONS and getattr(engine, field.name) != getattr(default, field.name)
+    }
+    words = []
+    for name, value in (chosen.options() | shared).items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            words += [f"--{flag}", f"{value:g}" if isinstance(value, float) else str(value)]
+    named = f'"{PLACEHOLDER}"' if model == PLACEHOLDER else shlex.quote(model)
+    return " ".join(["holdfast serve", named, *map(shlex.quote, words)])
+
+
+def as_row(verdict: Verdict) -> dict[str, Any]:
+    """A verdict for JSON."""
+    chosen = verdict.candidate
+    return {
+        "scheduler": chosen.scheduler,
+        "token_budget": chosen.token_budget,
+        "tbt_target": chosen.tbt_target,
+        "tp": chosen.tp,
+        "pp": chosen.pp,
+        "host_cache_gb": chosen.host_cache_gb,
+        "replicas": verdict.replicas,
+        "capacity": verdict.capacity,
+        "fleet_capacity": verdict.fleet,
+        "output_tokens_per_s": verdict.tokens,
+        "cost_per_million_output_tokens": verdict.cost,
+        "reason": verdict.reason,
+        "figures": dict(verdict.figures),
+    }

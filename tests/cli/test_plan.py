@@ -1,0 +1,161 @@
+"""`holdfast plan` as a user calls it: what it recommends, that its command is real, and how a wrong call is told."""
+
+import json
+import shlex
+from dataclasses import replace
+
+import pytest
+from served import CONFIG, make_checkpoint
+
+from holdfast.cli.command import main, make_parser
+from holdfast.cli.flags import build
+from holdfast.cli.plan import recommend, serve_command, shape_named
+from holdfast.core.config import EngineConfig
+from holdfast.simulator.plan import Candidate, Verdict
+from holdfast.simulator.shapes import MODELS
+from tests.simulator.simulation import PROFILE
+
+FIGURES = {"p99_itl_ms": 40.0, "p99_ttft_ms": 900.0}
+
+
+@pytest.fixture
+def profile(tmp_path):
+    path = tmp_path / "profile.json"
+    PROFILE.save(path)
+    return str(path)
+
+
+def plan(*arguments):
+    return main(["plan", "--jobs", "1", *arguments])
+
+
+def parsed(command):
+    """What `holdfast serve` makes of a command line."""
+    program, *words = shlex.split(command)
+    assert program == "holdfast"
+    return build(EngineConfig, vars(make_parser().parse_args(words)))
+
+
+SMALL = (
+    "--prompt-tokens",
+    "60",
+    "--output-tokens",
+    "4",
+    "--seconds",
+    "0.5",
+    "--slo-tbt",
+    "20ms",
+    "--token-budgets",
+    "64",
+)
+
+
+def test_a_plan_ends_with_a_command_that_serve_takes(profile, tmp_path, capsys):
+    out = tmp_path / "plan.json"
+    assert plan("--profile", profile, *SMALL, "--price", "2", "--max-sequences", "8", "--json", str(out)) == 0
+    shown = capsys.readouterr().out
+    command = shown.strip().splitlines()[-1]
+    engine = parsed(command)
+    assert engine.max_sequences == 8
+    rows = json.loads(out.read_text())["candidates"]
+    assert [(row["scheduler"], row["token_budget"], row["tbt_target"]) for row in rows] == [
+        ("stall-free", None, 18.0),
+        ("stall-free", 64, None),
+        ("orca", None, None),
+        ("prefill-first", None, None),
+    ]
+    best = max(rows, key=lambda row: row["fleet_capacity"])
+    assert (engine.scheduler, engine.token_budget, engine.tbt_target) == (
+        best["scheduler"], best["token_budget"], best["tbt_target"],
+    )  # fmt: skip
+    assert all(row["cost_per_million_output_tokens"] > 0 for row in rows if row["capacity"])
+
+
+def test_the_same_seed_gives_the_same_plan(profile, tmp_path):
+    tables = []
+    for name in ("a.json", "b.json"):
+        assert plan("--profile", profile, *SMALL, "--schedulers", "stall-free", "--json", str(tmp_path / name)) == 0
+        tables.append((tmp_path / name).read_text())
+    assert tables[0] == tables[1]
+
+
+def test_a_report_shows_candidates_and_the_command(profile, tmp_path):
+    page, plots = tmp_path / "plan.html", tmp_path / "plots"
+    given = ("--schedulers", "stall-free", "--price", "2", "--report", str(page), "--plots", str(plots))
+    assert plan("--profile", profile, *SMALL, *given) == 0
+    text = page.read_text()
+    assert "holdfast serve" in text and "stall-free, 64 tokens" in text
+    assert {path.name for path in plots.iterdir()} == {"capacity.png", "cost.png"}
+
+
+def test_limits_that_nothing_keeps_fail_with_advice(profile, capsys):
+    given = (*SMALL, "--slo-tbt", "1ms", "--schedulers", "stall-free")
+    assert plan("--profile", profile, *given) == 1
+    shown = capsys.readouterr().out
+    assert "nothing keeps these limits" in shown and "holdfast serve" not in shown
+
+
+def verdict(fleet, **candidate):
+    return Verdict(Candidate(**candidate), fleet, FIGURES, 100.0, 1, None)
+
+
+def test_a_layout_that_cannot_be_served_yet_is_named_beside_what_can():
+    verdicts = [verdict(1.0, tbt_target=45.0), verdict(3.0, tbt_target=45.0, tp=2)]
+    lines = recommend(verdicts, EngineConfig(), None)
+    assert "TP2" in lines[0] and "cannot be served yet" in lines[1]
+    assert parsed(lines[-1]).tbt_target == 45.0
+
+
+def test_where_nothing_fits_one_device_no_command_is_given():
+    lines = recommend([verdict(0.0), verdict(3.0, tp=2)], EngineConfig(), None)
+    assert not any("holdfast serve " in line and "runs a model" not in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    "candidate",
+    [
+        Candidate(),
+        Candidate(token_budget=512, host_cache_gb=64.5),
+        Candidate(scheduler="prefill-first"),
+        Candidate(scheduler="chunked-only", token_budget=2048),
+        Candidate(tbt_target=22.5),
+    ],
+)
+def test_every_command_is_what_serve_takes(candidate):
+    engine = EngineConfig(max_sequences=64, memory_fraction=0.85, prefix_sharing=False, max_model_len=8192, seed=3)
+    made = parsed(serve_command(candidate, engine, "a model's/directory"))
+    assert made == replace(engine, model="a model's/directory", **candidate.options())
+
+
+def test_a_model_may_be_a_name_a_directory_or_a_config(tmp_path):
+    assert shape_named("mistral-7b") == "mistral-7b"
+    directory = make_checkpoint(tmp_path / "mine")
+    shapes = [shape_named(str(path)) for path in (directory, directory / "config.json")]
+    assert shapes[0] == shapes[1]
+    assert (shapes[0].name, shapes[0].layers, shapes[0].hidden) == ("mine", 2, CONFIG["hidden_size"])
+    assert shape_named("holdfast-tiny").layers > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "plan takes a MODEL or --profile FILE"),
+        (("mistral-7b", "--profile", "p.json"), "one of them"),
+        (("gpt-9",), f"model gpt-9 is unknown; give a checkpoint's directory, a config.json, or one of {min(MODELS)}"),
+        (("mistral-7b", "--device", "abacus"), "device abacus is unknown; there are"),
+        (("mistral-7b", "--devices", "0"), "devices is 0; it must be at least 1"),
+        (("mistral-7b", "--price", "0"), "price is 0; it must be above 0"),
+        (("mistral-7b", "--slo-tbt", "never"), "'never' is not a time"),
+        (("mistral-7b", "--schedulers", "stall-free,fifo"), "scheduler 'fifo' is unknown"),
+        (("mistral-7b", "--tp", "1.5"), "tp holds 1.5"),
+        (("mistral-7b", "--tp", "4"), "no tp x pp of those given fits on 1 devices"),
+        (("mistral-7b", "--host-gb=-1"), "host_gb holds -1; each must be at least 0"),
+        (("mistral-7b", "--tbt-target", "50"), "unknown option --tbt-target"),
+        (("mistral-7b", "--json", "/no/such/place/a.json"), "is no directory"),
+        (("--profile", "nowhere.json"), "nowhere.json cannot be read"),
+    ],
+)
+def test_a_wrong_call_is_told_in_one_line(capsys, arguments, message):
+    assert plan(*arguments) == 2
+    out, error = capsys.readouterr()
+    assert message in error and error.count("\n") == 1 and not out

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -24,6 +24,8 @@ class ProfileConfig:
 async def run(config: ProfileConfig, engine: EngineConfig) -> int:
     """Measure, keep, show. Returns the exit code. Raises EngineStartError, OSError."""
     console = Console(highlight=False)
+    if engine.host_cache_gb == "auto":
+        engine = replace(engine, host_cache_gb=0.0)  # nobody is served, so nothing needs to go there
     client = await EngineClient.start(
         engine, on_progress=lambda stage: console.print(Text(f"{stage} …", style="dim")), measure=True
     )

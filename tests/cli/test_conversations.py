@@ -49,6 +49,9 @@ def test_conversations_go_on_after_the_server_was_killed_in_mid_turn(checkpoint:
         with pytest.raises(openai.NotFoundError):
             client.responses.retrieve(created.response.id)
         assert client.responses.retrieve(left.id).status == "failed"
+        assert client.responses.cancel(left.id).status == "failed"
+        with pytest.raises(openai.BadRequestError, match="the previous response is failed"):
+            client.responses.create(**going_on, previous_response_id=left.id)
         items = list(client.conversations.items.list(conversation, order="asc", limit=100))
         assert [item.content[0].text for item in items] == [  # type: ignore[union-attr]
             text for number in range(TURNS) for text in (f"turn {number}", chained[number])

@@ -194,8 +194,10 @@ class Writing:
         if context is None:
             raise not_found("response", previous, "previous_response_id")
         if context.status not in GOOD:
+            lost = context.status in RUNNING and self.responses.running(tenant, previous) is None
+            status = "failed" if lost else context.status
             raise ApiError(
-                f"the previous response is {context.status}; go on from one that is completed or incomplete",
+                f"the previous response is {status}; go on from one that is completed or incomplete",
                 param="previous_response_id",
                 code="invalid_value",
             )

@@ -175,7 +175,7 @@ class Histories(RuleBasedStateMachine):
     @initialize(
         block_size=st.sampled_from([2, 4, 8]),
         device=st.sampled_from([64, 80, 120]),
-        host=st.sampled_from([0, 16, 120, 120, 400]),
+        host=st.sampled_from([0, 0, 16, 120, 120, 400]),
         chunk=st.integers(1, 2),
         eviction=st.sampled_from(["retention", "retention", "retention", "lru", "lru-conversation", "tail-first"]),
         costs=st.integers(0, 1 << 16),
@@ -394,7 +394,7 @@ class Histories(RuleBasedStateMachine):
         self.runner.run(self._work(-1))
         assert not self.under_way and not self.rivals
 
-    @event(1, count=st.integers(1, 40))
+    @event(4, count=st.integers(1, 24))
     def evict(self, count: int) -> None:
         """Make the device give up idle state."""
         self.pool.release(self.pool.take(min(count, self.pool.ready)))

@@ -120,11 +120,9 @@ class Step:
             residency = entry.residency
             start = residency.planned
             stop = start + 1
-            if stop >= entry.limit:
-                continue
             if len(chosen) >= room:
                 break
-            if stop > residency.capacity and not self._grow(entry):
+            if stop > entry.reach and not self._go_further(entry, stop):
                 continue
             chosen.append(entry)
             starts.append(start)
@@ -229,6 +227,13 @@ class Step:
             return False
         self._swap_in += queues.start(entry, found, self._now)
         self._writes.append(TableWrite(entry.row, 0, tuple(entry.residency.blocks)))
+        return True
+
+    def _go_further(self, entry: Entry, stop: int) -> bool:
+        """Whether a running sequence may be planned up to `stop`: it has not reached its limit, and finds a block."""
+        if stop >= entry.limit or (stop > entry.residency.capacity and not self._grow(entry)):
+            return False
+        entry.reach = min(entry.residency.capacity, entry.limit - 1)
         return True
 
     def _grow(self, entry: Entry) -> bool:

@@ -145,6 +145,7 @@ class Scheduler:
         if some_ended:
             pairs = [pair for pair in zip(sampling, tokens, strict=True) if pair[0].sequence.finish_reason is None]
             alive, tokens = [entry for entry, _ in pairs], [token for _, token in pairs]
+        before = self._ended
         for entry, token in zip(alive, tokens, strict=True):
             known = entry.sequence.tokens
             known.append(token)
@@ -159,7 +160,7 @@ class Scheduler:
         columns = (
             [entry.id for entry in alive],
             list(zip(tokens)),
-            [sequence.finish_reason for sequence in sequences],
+            [sequence.finish_reason for sequence in sequences] if self._ended > before else [None] * len(alive),
             [sequence.cached_tokens for sequence in sequences],
             [sequence.scheduled_at for sequence in sequences],
             [sequence.preemptions for sequence in sequences],

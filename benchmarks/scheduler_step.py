@@ -57,6 +57,7 @@ def main() -> None:
 
     gc.collect()
     gc.freeze()
+    gc.disable()  # as in the engine, which collects between steps
     plans, planning, updating = [], [], []
     while len(updating) < options.steps:
         while len(plans) < options.steps_in_flight:

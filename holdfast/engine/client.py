@@ -192,7 +192,7 @@ class EngineClient:
         """
         request = Request(
             id=request_id or uuid.uuid4().hex,
-            prompt=tuple(map(int, prompt)),
+            prompt=tuple(prompt) if set(map(type, prompt)) == {int} else tuple(map(int, prompt)),
             params=params,
             priority=priority,
             tenant=tenant,

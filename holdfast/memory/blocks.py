@@ -34,6 +34,8 @@ class StateIdentity:
 
 def chain_digests(parent: bytes, tokens: Sequence[int], block_size: int) -> list[bytes]:
     """What identifies each full block: SHA-256 of the digest before it and its tokens as 32-bit numbers."""
+    if len(tokens) == block_size:  # most often: a decode has filled it
+        return [hashlib.sha256(parent + array("I", tokens)).digest()]
     data, width, digests = array("I", tokens).tobytes(), 4 * block_size, []
     for start in range(0, len(data), width):
         parent = hashlib.sha256(parent + data[start : start + width]).digest()

@@ -145,13 +145,16 @@ class Residency:
 
     def seal(self, tokens: Sequence[int]) -> None:
         """Make every block sharable that is full of known tokens and wholly planned."""
-        full = min(len(tokens), self.planned) // self._pool.block_size
-        if full > self._sealed and self._root is not None:
-            self._hash(full, tokens)
-            for index in range(self._sealed, full):
-                self._pool.seal(self.blocks[index], self._digests[index], index)
-            self._sealed = full
-            self._await_seal()
+        known = min(len(tokens), self.planned)
+        if known < self.next_seal:
+            return
+        pool = self._pool
+        full = known // pool.block_size
+        self._hash(full, tokens)
+        for index in range(self._sealed, full):
+            pool.seal(self.blocks[index], self._digests[index], index)
+        self._sealed = full
+        self.next_seal = (full + 1) * pool.block_size
 
     def release(self) -> None:
         """Give up all blocks, those first that go first where all else is equal."""

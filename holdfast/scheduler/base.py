@@ -63,9 +63,11 @@ class Scheduler:
         self._seed = seed
         self._queues = Queues(pool, max_sequences, headroom, self._order, micro_batches)
         self._entries: dict[str, Entry] = {}
-        self._in_flight: deque[tuple[int, list[Entry]]] = deque()
+        self._in_flight: deque[tuple[int, list[Entry], int]] = deque()
+        """Of each plan its number, whose tokens it samples, and how many sequences had ended when it was made."""
         self._requests = 0
         self._steps = 0
+        self._ended = 0
         self._tokens_computed = 0
 
     def add(self, request: Request) -> None:
@@ -120,14 +122,14 @@ class Scheduler:
         self._policy.fill(step)
         plan = step.finish(in_flight=bool(self._in_flight))
         if plan is not None:
-            self._in_flight.append((self._steps, step.sampling))
+            self._in_flight.append((self._steps, step.sampling, self._ended))
             self._steps += 1
             self._tokens_computed += step.num_tokens
         return plan
 
     def update(self, plan: StepPlan, result: StepResult, now: float) -> Columns[SequenceOutput]:
         """Read in the result of the oldest plan in flight: the tokens that became known, and which sequences ended."""
-        number, sampling = self._in_flight.popleft()
+        number, sampling, ended = self._in_flight.popleft()
         if not plan.step == result.step == number or len(result.tokens) != len(sampling):
             raise RuntimeError(
                 f"step {number} with {len(sampling)} sampled tokens is due; got plan {plan.step}, "
@@ -138,33 +140,34 @@ class Scheduler:
         pool.landed(result.swapped_out)
         pool.arrived(result.swapped_in)
         self._policy.learn(plan, result)
-        return self._read(sampling, result.tokens)
+        return self._read(sampling, result.tokens, some_ended=ended < self._ended)
 
-    def _read(self, sampling: list[Entry], tokens: abc.Sequence[int]) -> Columns[SequenceOutput]:
-        """Add a token to each of these sequences, except to those that ended meanwhile."""
+    def _read(self, sampling: list[Entry], tokens: abc.Sequence[int], some_ended: bool) -> Columns[SequenceOutput]:
+        """Add a token to each of these sequences, except to those that ended since their step was planned, if any."""
         self._order.sampled(sampling)
-        added: list[Sequence] = []
-        for entry, token in zip(sampling, tokens, strict=True):
-            sequence = entry.sequence
-            if sequence.finish_reason is not None:
-                continue
-            added.append(sequence)
-            known = sequence.tokens
+        alive = sampling
+        if some_ended:
+            pairs = [pair for pair in zip(sampling, tokens, strict=True) if pair[0].sequence.finish_reason is None]
+            alive, tokens = [entry for entry, _ in pairs], [token for _, token in pairs]
+        before = self._ended
+        for entry, token in zip(alive, tokens, strict=True):
+            known = entry.sequence.tokens
             known.append(token)
             if len(known) >= entry.watch:
                 entry.residency.seal(known)
                 entry.watch = min(entry.residency.next_seal, entry.limit)
+                if len(known) == entry.limit and token not in entry.ends:
+                    self._end(entry, FinishReason.LENGTH)
             if token in entry.ends:
                 self._end(entry, FinishReason.STOP)
-            elif len(known) == entry.limit:
-                self._end(entry, FinishReason.LENGTH)
+        sequences = [entry.sequence for entry in alive]
         columns = (
-            [sequence.request.id for sequence in added],
-            list(zip(tokens)) if len(added) == len(tokens) else [(sequence.tokens[-1],) for sequence in added],
-            [sequence.finish_reason for sequence in added],
-            [sequence.cached_tokens for sequence in added],
-            [sequence.scheduled_at for sequence in added],
-            [sequence.preemptions for sequence in added],
+            [entry.id for entry in alive],
+            list(zip(tokens)),
+            [sequence.finish_reason for sequence in sequences] if self._ended > before else [None] * len(alive),
+            [sequence.cached_tokens for sequence in sequences],
+            [sequence.scheduled_at for sequence in sequences],
+            [sequence.preemptions for sequence in sequences],
         )
         return Columns(SequenceOutput, columns)
 
@@ -203,6 +206,7 @@ class Scheduler:
 
     def _end(self, entry: Entry, reason: FinishReason) -> None:
         entry.sequence.finish_reason = reason
+        self._ended += 1
         del self._entries[entry.id]
         self._queues.stop(entry)
 

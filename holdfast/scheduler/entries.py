@@ -34,6 +34,8 @@ class Entry:
     """Row of the executor's batch state while it runs."""
     fed: bool = False
     """Its row holds its last token, sampled or being sampled: that position is all that it lacks."""
+    reach: int = 0
+    """Up to here its decodes can be planned without a look at limit and blocks."""
     watch: int = 0
     """Nothing but its end tokens need be looked at while fewer tokens than this are known."""
     planned_in: int = -1

@@ -50,7 +50,7 @@ class Queues:
         copies = residency.open(found, sequence.length)
         entry.row = self.rows.pop()
         entry.fed = False
-        entry.watch = 0
+        entry.reach = entry.watch = 0
         self.arriving.append(entry)
         self.recovered += sum(stop - start for start, stop in residency.missing(sequence.length)[:-1])
         if sequence.scheduled_at is None:

@@ -131,13 +131,11 @@ class Step:
             residency = entry.residency
             start = residency.planned
             stop = start + 1
-            if stop >= entry.limit:
-                continue
             if parts > 1 and entry.sequence.in_flight:
                 continue
             if len(chosen) >= room:
                 break
-            if stop > residency.capacity and not self._grow(entry):
+            if stop > entry.reach and not self._go_further(entry, stop):
                 continue
             chosen.append(entry)
             starts.append(start)
@@ -254,6 +252,13 @@ class Step:
         entry.arrival = pool.arrival(kept if not copies else entry.residency.blocks)
         if entry.arrival < 0 or whole or not self._ids:
             queues.join(entry)
+        return True
+
+    def _go_further(self, entry: Entry, stop: int) -> bool:
+        """Whether a running sequence may be planned up to `stop`: it has not reached its limit, and finds a block."""
+        if stop >= entry.limit or (stop > entry.residency.capacity and not self._grow(entry)):
+            return False
+        entry.reach = min(entry.residency.capacity, entry.limit - 1)
         return True
 
     def _grow(self, entry: Entry) -> bool:

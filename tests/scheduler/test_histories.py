@@ -54,7 +54,7 @@ class AnyOrder(Policy):
 class History:
     """One random run: its settings, its requests, what came out of it."""
 
-    def __init__(self, seed, name="stall-free"):
+    def __init__(self, seed, name="stall-free", pipelined=False):
         self.random = choose = random.Random(seed)
         self.block_size = choose.choice((1, 2, 4, 16))
         least = -(-(MAX_MODEL_LEN - 1) // self.block_size)
@@ -65,7 +65,7 @@ class History:
         self.host_blocks = choose.choice((0, 0, 0, 1, least // 2 + 1, 4 * least))
         self.any_order = name == "stall-free" and choose.random() < 0.25
         self.never_preempts = name in RESERVING
-        self.micro_batches = self.steps_in_flight if choose.random() < 0.2 else 1
+        self.micro_batches = self.steps_in_flight if pipelined else 1
         self.scheduler = create_scheduler(
             micro_batches=self.micro_batches,
             policy=self.policy(name),
@@ -210,8 +210,8 @@ class History:
             assert self.steps <= bound, "somebody starves"
 
 
-def play(seed, name="stall-free"):
-    history = History(seed, name)
+def play(seed, name="stall-free", pipelined=False):
+    history = History(seed, name, pipelined)
     while history.steps < STEPS:
         while history.random.random() < 0.4 and history.scheduler.stats().waiting < 12:
             history.add()
@@ -228,7 +228,17 @@ def play(seed, name="stall-free"):
     [("stall-free", seed) for seed in range(320)] + [(name, seed) for name in OTHERS for seed in range(20)],
 )
 def test_every_request_of_a_random_history_gets_the_tokens_it_gets_alone(name, seed):
-    history = play(seed, name)
+    check(play(seed, name))
+
+
+@pytest.mark.parametrize("name", ("stall-free", *OTHERS))
+@pytest.mark.parametrize("seed", range(10))
+def test_so_it_does_where_the_steps_in_flight_are_micro_batches(name, seed):
+    check(play(seed, name, pipelined=True))
+
+
+def check(history):
+    """Everybody got the tokens it gets alone, and nothing is left."""
     assert history.steps >= STEPS
     assert len(history.finished) + len(history.aborted) == len(history.requests)
     for name, reason in history.finished.items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import replace
 
 from holdfast.core.protocols import MemoryProfile
 from holdfast.core.types import StepPlan, StepResult
@@ -46,7 +45,8 @@ class SimulatedExecutor:
         self._host_seconds = host_seconds
         self._free_at = [0.0] * latency.num_stages
         """By stage, when it has ended what it was given."""
-        self._in_flight: deque[tuple[StepResult, float, bool]] = deque()
+        self._in_flight: deque[tuple[StepPlan, float, float]] = deque()
+        """Plans, the seconds that each takes, and when it ends."""
         self._in_free = self._out_free = 0.0
         """When each direction of the copy link is free."""
         self._leaving: deque[tuple[int, float]] = deque()
@@ -67,8 +67,8 @@ class SimulatedExecutor:
     def submit(self, plan: StepPlan) -> None:
         self._clock.now += self._host_seconds
         now, free_at, latency = self._clock.now, self._free_at, self._latency
-        arrived = self._copy(plan, max(now, free_at[0]))
         began = at = max(now, free_at[0])
+        arrived = self._copy(plan, began)
         hop = latency.hop(plan)
         stages = latency.stages(plan)
         for stage, seconds in enumerate(stages):
@@ -77,17 +77,20 @@ class SimulatedExecutor:
             at += hop
         ends = free_at[-1]
         self.busy += sum(stages) / len(stages)
-        sampled = sum([segment[5] is not None for segment in plan.segments])
-        self._in_flight.append((StepResult(plan.step, (TOKEN,) * sampled, ends - began), ends, bool(plan.segments)))
+        self._in_flight.append((plan, ends - began, ends))
 
     def collect(self) -> StepResult:
-        result, ends, computed = self._in_flight.popleft()
+        plan, seconds, ends = self._in_flight.popleft()
         self._clock.advance_to(ends)
-        if not computed and self._leaving:  # a plan without segments is complete when all copies to the host are
-            self._clock.advance_to(self._leaving[-1][1])
-        while self._leaving and self._leaving[0][1] <= self._clock.now:
-            self._leaving.popleft()
-        return replace(result, swapped_out=self._leaving[0][0] - 1 if self._leaving else self._begun)
+        leaving = self._leaving
+        if leaving:
+            if not plan.segments:  # such a plan is complete when all copies to the host are
+                self._clock.advance_to(leaving[-1][1])
+            while leaving and leaving[0][1] <= self._clock.now:
+                leaving.popleft()
+        landed = leaving[0][0] - 1 if leaving else self._begun
+        sampled = sum([segment[5] is not None for segment in plan.segments])
+        return StepResult(plan.step, (TOKEN,) * sampled, seconds, landed)
 
     def close(self) -> None:
         self._in_flight.clear()

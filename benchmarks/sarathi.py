@@ -309,6 +309,7 @@ def plot_capacity(rows: list[dict[str, Any]], path: Path) -> None:
         for line, dataset in enumerate((SHAREGPT, ARXIV)):
             axis = axes[line][column]
             of = [row for row in rows if (row["model"], row["dataset"]) == (name, dataset)]
+            axis.set_visible(bool(of))
             for index, (system, title) in enumerate(shown.items()):
                 heights = [row["best_fixed"] if system == "best" else row["capacity"][system] for row in of]
                 places = [at + (index - 2) * 0.16 for at in range(len(of))]

@@ -116,6 +116,20 @@ DEVICES = {
             layer_seconds=30e-6,
             link="pcie4",
         ),
+        Device(
+            name="rtx-3090",
+            flops=71e12,
+            bandwidth=0.936e12,
+            memory=24e9,
+            copy_rate=24e9,
+            matmul=0.62,
+            attention=0.40,
+            weights=0.85,
+            cache=0.85,
+            step_seconds=0.5e-3,
+            layer_seconds=30e-6,
+            link="pcie4",
+        ),
     )
 }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import replace
 from typing import NamedTuple
 
 from holdfast.core.protocols import MemoryProfile
@@ -54,7 +53,8 @@ class SimulatedExecutor:
         self._host_seconds = host_seconds
         self._free_at = [0.0] * latency.num_stages
         """By stage, when it has ended what it was given."""
-        self._in_flight: deque[tuple[StepResult, float, bool]] = deque()
+        self._in_flight: deque[tuple[StepPlan, float, float]] = deque()
+        """Plans, the seconds that each takes, and when it ends."""
         self._in_free = self._out_free = 0.0
         """When each direction of the copy link is free."""
         self._leaving: deque[Copying] = deque()
@@ -87,21 +87,20 @@ class SimulatedExecutor:
             at += hop
         ends = free_at[-1]
         self.busy += sum(stages) / len(stages)
-        result = StepResult(plan.step, (TOKEN,) * plan.num_sampled, ends - began)
-        self._in_flight.append((result, ends, bool(plan.num_tokens)))
+        self._in_flight.append((plan, ends - began, ends))
 
     def collect(self) -> StepResult:
-        result, ends, computed = self._in_flight.popleft()
+        plan, seconds, ends = self._in_flight.popleft()
         clock, ways = self._clock, (self._leaving, self._arriving)
         clock.advance_to(ends)
-        if not computed:  # a plan without segments is complete when all copies are
+        if not plan.num_tokens:  # a plan without segments is complete when all copies are
             clock.advance_to(max((way[-1].ends for way in ways if way), default=0.0))
         done: list[CopyTime] = []
         for way in ways:
             while way and way[0].ends <= clock.now:
                 done.append(way.popleft().time)
         out, into = (way[0].time.step - 1 if way else self._begun for way in ways)
-        return replace(result, swapped_out=out, swapped_in=into, copies=tuple(done))
+        return StepResult(plan.step, (TOKEN,) * plan.num_sampled, seconds, out, into, tuple(done))
 
     def close(self) -> None:
         self._in_flight.clear()

@@ -55,7 +55,7 @@ class AnyOrder(Policy):
 class History:
     """One random run: its settings, its requests, what came out of it."""
 
-    def __init__(self, seed, name="stall-free", order=None):
+    def __init__(self, seed, name="stall-free", order=None, pipelined=False):
         self.random = choose = random.Random(seed)
         self.block_size = choose.choice((1, 2, 4, 16))
         least = -(-(MAX_MODEL_LEN - 1) // self.block_size)
@@ -67,7 +67,7 @@ class History:
         self.any_order = name == "stall-free" and choose.random() < 0.25
         self.never_preempts = name in RESERVING
         self.order = order or Priority(aging=choose.choice((0.5, 20.0, 1e6)))
-        self.micro_batches = self.steps_in_flight if choose.random() < 0.2 else 1
+        self.micro_batches = self.steps_in_flight if pipelined else 1
         self.scheduler = create_scheduler(
             micro_batches=self.micro_batches,
             policy=self.policy(name),
@@ -216,8 +216,8 @@ class History:
             assert self.steps <= bound, "somebody starves"
 
 
-def play(seed, name="stall-free", order=None):
-    history = History(seed, name, order)
+def play(seed, name="stall-free", order=None, pipelined=False):
+    history = History(seed, name, order, pipelined)
     while history.steps < STEPS:
         while history.random.random() < 0.4 and history.scheduler.stats().waiting < 12:
             history.add()
@@ -242,6 +242,12 @@ def test_every_request_of_a_random_history_gets_the_tokens_it_gets_alone(name, s
 @pytest.mark.parametrize("name", ["stall-free", *OTHERS])
 def test_so_it_is_under_every_order(name, order, seed):
     check(play(seed, name, order()))
+
+
+@pytest.mark.parametrize("name", ("stall-free", *OTHERS))
+@pytest.mark.parametrize("seed", range(10))
+def test_so_it_does_where_the_steps_in_flight_are_micro_batches(name, seed):
+    check(play(seed, name, pipelined=True))
 
 
 def check(history):

@@ -4,9 +4,9 @@ usage: python benchmarks/swap_in.py [--contexts 700 2000 8000] [--turns 12] [--j
 
 For each context length the same turns are taken twice beside 32 decodes: with their conversations on the device, and
 with all of them on the host. Hidden is the share of the copies' time that the second run does not take longer:
-1 - (seconds on the host - seconds on the device) / seconds of the copies, those out included that make room. How long a copy took is measured by events on
-its stream, and read from the engine's own trace. A Llama-3-8B shape with random weights, or `--small` for a CPU, where
-nothing is beside anything and only the mechanics are tried.
+1 - (seconds on the host - seconds on the device) / seconds of the copies, those out included that make room. How long
+a copy took is measured by events on its stream, and read from the engine's own trace. A Llama-3-8B shape with random
+weights, or `--small` for a CPU, where nothing is beside anything and only the mechanics are tried.
 """
 
 from __future__ import annotations

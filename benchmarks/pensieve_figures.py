@@ -88,7 +88,7 @@ def draw(which: str, rows: dict[str, Any], axes: list[Any]) -> None:
     for panel, label in zip(axes, labels[1:], strict=True):
         panel.set_xlabel(labels[0])
         panel.set_ylabel(label)
-        panel.set_ylim(bottom=0)
+        panel.set_ylim(0, 1.1 * panel.get_ylim()[1])
         panel.legend()
 
 

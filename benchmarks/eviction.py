@@ -7,10 +7,12 @@ attention gives (by default of an 8B model on one H200). After Pensieve, figures
 import argparse
 import heapq
 import itertools
+import math
 import random
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from holdfast.core.types import Request, SamplingParams, StepPlan, StepResult
 from holdfast.memory.blocks import BlockPool, StateIdentity
@@ -38,6 +40,7 @@ def conversations(options: argparse.Namespace) -> Iterator[tuple[float, Conversa
     draw, now = random.Random(options.seed), 0.0
     for number in range(options.conversations):
         now += draw.expovariate(options.rate)
+        document = int(draw.lognormvariate(math.log(options.document), 0.7)) if options.document else 0
         count = min(40, 1 + int(draw.expovariate(1 / options.turns)))
         yield (
             now,
@@ -45,11 +48,11 @@ def conversations(options: argparse.Namespace) -> Iterator[tuple[float, Conversa
                 number,
                 [
                     (
-                        max(4, int(draw.lognormvariate(3.8, 1.0))),
+                        max(4, int(draw.lognormvariate(3.8, 1.0))) + (0 if turn else min(document, 12_000)),
                         max(4, int(draw.gammavariate(2.0, options.answer / 2))),
                         draw.expovariate(1 / options.think),
                     )
-                    for _ in range(count)
+                    for turn in range(count)
                 ],
             ),
         )
@@ -61,8 +64,8 @@ def seconds(plan: StepPlan) -> float:
     return BASE + TOKEN * plan.num_tokens + PAIR * pairs
 
 
-def run(options: argparse.Namespace, name: str, eviction: str, device: int, host: int, stateful: bool) -> None:
-    """All conversations under one order; prints a line."""
+def play(options: argparse.Namespace, eviction: str, device: int, host: int, stateful: bool) -> dict[str, Any]:
+    """All conversations under one order, on the modelled clock; its figures."""
     rule = RetentionRule(EVICTIONS[eviction], lambda at: CHUNK * (TOKEN + PAIR * at), CHUNK // BLOCK, BLOCK)
     scheduler = Scheduler(
         StallFree(2048),
@@ -76,7 +79,8 @@ def run(options: argparse.Namespace, name: str, eviction: str, device: int, host
     for at, conversation in conversations(options):
         heapq.heappush(events, (at, next(order), conversation))
     alive: dict[str, Conversation] = {}
-    now, needed, generated, latencies = 0.0, 0, 0, []
+    now, needed, generated, requests, again_seconds, latencies = 0.0, 0, 0, 0, 0.0, []
+    fresh: dict[str, int] = {}
     while events or scheduler.has_work():
         while events and events[0][0] <= now:
             at, _, conversation = heapq.heappop(events)
@@ -93,12 +97,17 @@ def run(options: argparse.Namespace, name: str, eviction: str, device: int, host
             )
             scheduler.add(request)
             needed += said + answered - 1
+            fresh[request.id] = len(request.prompt) - said
         plan = scheduler.schedule(now)
         if plan is None:
             now = max(now, events[0][0])
             continue
         now += seconds(plan)
-        result = StepResult(plan.step, (1,) * sum(1 for _ in plan.sampled()), 0.0, plan.step)
+        for segment in plan.segments:
+            old = min(segment.stop, fresh[segment.sequence_id])  # what an earlier turn had computed
+            if segment.start < old:
+                again_seconds += (old - segment.start) * (TOKEN + PAIR * (segment.start + old) / 2)
+        result = StepResult(plan.step, (1,) * sum(1 for _ in plan.sampled()), 0.0, plan.step, plan.step)
         for output in scheduler.update(plan, result, now):
             conversation = alive[output.request_id]
             conversation.tokens += output.tokens
@@ -106,20 +115,37 @@ def run(options: argparse.Namespace, name: str, eviction: str, device: int, host
             if output.finish_reason is not None:
                 _, answered, thought = conversation.turns.pop(0)
                 latencies.append((now - conversation.asked_at) / answered * 1e3)
+                requests += 1
                 del alive[output.request_id]
-                if conversation.turns and len(conversation.tokens) < device // 4:
+                if conversation.turns and len(conversation.tokens) < min(device // 4, 14_000):
                     heapq.heappush(events, (now + thought, next(order), conversation))
     stats = scheduler.stats()
-    again = stats.tokens_computed - needed
-    p90 = statistics.quantiles(latencies, n=10)[8]
-    print(
-        f"{name:>26}: {again:>9,} tokens computed again, hits {stats.prefix_hits / stats.prefix_queries:5.1%}, "
-        f"normalized latency p50 {statistics.median(latencies):5.1f} ms, p90 {p90:6.1f} ms, "
-        f"{generated / now:5.0f} tokens/s, {stats.preemptions} preempted"
+    return dict(
+        again=stats.tokens_computed - needed,
+        again_seconds=round(again_seconds, 2),
+        hits=round(stats.prefix_hits / stats.prefix_queries, 4),
+        norm_latency_ms_p50=round(statistics.median(latencies), 2),
+        norm_latency_ms_mean=round(statistics.mean(latencies), 2),
+        norm_latency_ms_p90=round(statistics.quantiles(latencies, n=10)[8], 2),
+        req_s=round(requests / now, 3),
+        tokens_s=round(generated / now, 1),
+        preempted=stats.preemptions,
+        blocks_swapped_in=stats.blocks_swapped_in,
+        mean_prompt=round(stats.prefix_queries / max(1, requests)),
     )
 
 
-def main() -> None:
+def run(options: argparse.Namespace, name: str, eviction: str, device: int, host: int, stateful: bool) -> None:
+    """All conversations under one order; prints a line."""
+    row = play(options, eviction, device, host, stateful)
+    print(
+        f"{name:>26}: {row['again']:>9,} again ({row['again_seconds']:5.1f} s), hits {row['hits']:5.1%}, "
+        f"normalized latency p50 {row['norm_latency_ms_p50']:5.1f} ms, p90 {row['norm_latency_ms_p90']:6.1f} ms, "
+        f"{row['tokens_s']:5.0f} tokens/s, {row['preempted']} preempted"
+    )
+
+
+def options_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--conversations", type=int, default=150)
     parser.add_argument("--rate", type=float, default=4.0, help="new conversations a second")
@@ -128,8 +154,13 @@ def main() -> None:
     parser.add_argument("--think", type=float, default=30.0, help="mean seconds between turns")
     parser.add_argument("--device", type=int, default=32_000, help="tokens that the device holds")
     parser.add_argument("--host", type=int, default=48_000, help="tokens that the host tier holds")
+    parser.add_argument("--document", type=float, default=0.0, help="median tokens that a first prompt brings besides")
     parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    options = options_parser().parse_args()
     print(
         f"{options.conversations} conversations at {options.rate}/s, think time {options.think} s; "
         f"{options.device:,} tokens on the device, {options.host:,} on the host"

@@ -87,7 +87,8 @@ def by_kernel(source: torch.Tensor, target: torch.Tensor, pairs: np.ndarray, lau
 
     def copy(layer: int, stream: torch.cuda.Stream) -> None:
         if layer % size == 0:
-            copies.PROGRAMS, copies.TILE, copies.WARPS = programs, tile, warps
+            copies.PROGRAMS_IN = copies.PROGRAMS_OUT = programs
+            copies.TILE, copies.WARPS = tile, warps
             part = slice(layer, layer + size)
             with torch.cuda.stream(stream):
                 copies.copy_runs(source[part], from_, target[part], to)

@@ -4,9 +4,9 @@ usage: python benchmarks/swap_in.py [--contexts 700 2000 8000] [--turns 12] [--j
 
 For each context length the same turns are taken twice beside 32 decodes: with their conversations on the device, and
 with all of them on the host. Hidden is the share of the copies' time that the second run does not take longer:
-1 - (seconds on the host - seconds on the device) / seconds of the copies. How long a copy took is measured by events on
-its stream, and read from the engine's own trace. A Llama-3-8B shape with random weights, or `--small` for a CPU, where
-nothing is beside anything and only the mechanics are tried.
+1 - (seconds on the host - seconds on the device) / seconds of the copies, those out included that make room. How long
+a copy took is measured by events on its stream, and read from the engine's own trace. A Llama-3-8B shape with random
+weights, or `--small` for a CPU, where nothing is beside anything and only the mechanics are tried.
 """
 
 from __future__ import annotations
@@ -104,9 +104,9 @@ def told(row: dict[str, Any], trace: list[dict[str, Any]]) -> None:
     longer = row["host"]["seconds"] - row["device"]["seconds"]
     row |= dict(copies=len(copies), copied_gb=round(size / 1e9, 3), copy_seconds=round(seconds, 4))
     row |= dict(gb_s=round(size / seconds / 1e9, 1), longer_seconds=round(longer, 4))
-    row |= dict(hidden=round(1 - longer / seconds, 3))
-    row["out_gb"] = round(sum(copy["args"]["bytes"] for copy in out) / 1e9, 3)
-    row["out_seconds"] = round(sum(copy["dur"] for copy in out) / 1e6, 4)
+    seconds_out, size_out = sum(c["dur"] / 1e6 for c in out), sum(c["args"]["bytes"] for c in out)
+    row |= dict(out_gb=round(size_out / 1e9, 3), out_seconds=round(seconds_out, 4))
+    row |= dict(hidden=round(1 - longer / (seconds + seconds_out), 3))
     print("HOLDFAST " + json.dumps(row), flush=True)
 
 

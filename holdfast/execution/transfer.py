@@ -17,6 +17,7 @@ LayerCache = tuple[torch.Tensor, torch.Tensor]
 
 GROUPS = 4
 """Parts of the layers that a plan's own swap-in comes in: its computation starts when the first of them is there."""
+NUMBERS = 8192
 
 
 class Arrival(Protocol):
@@ -116,8 +117,11 @@ class CudaStream:
         self._stream.wait_stream(torch.cuda.current_stream())
 
     def upload(self, numbers: torch.Tensor) -> torch.Tensor:
+        # Of few sizes, so that pinned memory is soon found and not taken anew, which would wait for the device.
+        room = -(-numbers.numel() // NUMBERS) * NUMBERS
+        pinned = torch.empty(room, dtype=numbers.dtype, pin_memory=True)[: numbers.numel()].view_as(numbers)
         with torch.cuda.stream(self._stream):
-            return numbers.pin_memory().to(self._stream.device, non_blocking=True)
+            return pinned.copy_(numbers).to(self._stream.device, non_blocking=True)
 
     def copy(self, work: Callable[[], None], after: Arrival | None = None) -> Arrival:
         arrival = CudaArrival()

@@ -13,8 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
-PROGRAMS = 4
-"""Few enough to leave the processors to the model; each keeps as much on its way as it takes to fill the bus."""
+PROGRAMS_IN, PROGRAMS_OUT = 6, 2
+"""As few as fill the bus, each with a whole run on its way, to leave the processors to the model. Reads of the host are
+waited for and writes are not: more programs outwards hold up what the model itself writes."""
 TILE = 16384
 WARPS = 8
 
@@ -55,7 +56,8 @@ def copy_runs(
     run = source[0, 0, 0].numel()
     count = len(source_blocks)
     pieces = source.shape[0] * source.shape[1] * count
-    _copy_blocks[(min(PROGRAMS, pieces),)](
+    programs = PROGRAMS_OUT if target.device.type == "cpu" else PROGRAMS_IN
+    _copy_blocks[(min(programs, pieces),)](
         source,
         target,
         source_blocks,

@@ -58,15 +58,11 @@ class Candidate:
         return (" ".join(parts) or "1 device") + host
 
     def options(self) -> dict[str, Any]:
-        """The engine's options that differ from their defaults, by name."""
-        wanted = {
-            "scheduler": self.scheduler,
-            "token_budget": self.token_budget,
-            "tbt_target": self.tbt_target,
-            "host_cache_gb": self.host_cache_gb,
-        }
+        """The engine's options that differ from their defaults, by name; the host tier is always said."""
+        wanted = {"scheduler": self.scheduler, "token_budget": self.token_budget, "tbt_target": self.tbt_target}
         default = EngineConfig()
-        return {name: value for name, value in wanted.items() if value != getattr(default, name)}
+        changed = {name: value for name, value in wanted.items() if value != getattr(default, name)}
+        return changed | {"host_cache_gb": self.host_cache_gb}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from holdfast.kernels.cache import KVCache, block_bytes, copy_blocks
-from holdfast.kernels.copies import PROGRAMS, copy_runs
+from holdfast.kernels.copies import PROGRAMS_IN, copy_runs
 
 
 def make_cache(num_blocks: int = 6, dtype: torch.dtype = torch.float32) -> KVCache:
@@ -65,7 +65,7 @@ def test_the_kernel_copies_what_the_plain_copy_does(blocks: list[int], dtype: to
 
 def test_the_kernel_copies_more_runs_than_it_has_programs(device: str) -> None:
     source, target = make_cache(12), make_cache(12)
-    assert PROGRAMS < 3 * 2 * 12
+    assert PROGRAMS_IN < 3 * 2 * 12
     source.data.mul_(2.0)
     data, order = target.data.to(device), torch.arange(12)
     copy_runs(source.data.to(device), order.to(device), data, order.flip(0).to(device))

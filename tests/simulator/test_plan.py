@@ -79,6 +79,6 @@ def test_the_best_has_the_most_capacity_on_all_devices():
 
 
 def test_a_candidate_gives_only_the_options_that_differ():
-    assert Candidate().options() == {}
+    assert Candidate().options() == {"host_cache_gb": 0.0}
     assert Candidate(scheduler="orca", host_cache_gb=8.0).options() == {"scheduler": "orca", "host_cache_gb": 8.0}
     assert Candidate(tbt_target=45.0, tp=2, pp=4).layout == "TP2 PP4"

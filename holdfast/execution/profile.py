@@ -90,7 +90,8 @@ def _besides(executor: PagedExecutor, cost: CostModel, spans: Sequence[tuple[int
     plan = StepPlan(
         0,
         segments=tuple(
-            Segment(str(row), row, start, stop, (0,) * (stop - start), greedy) for row, (start, stop) in enumerate(spans)
+            Segment(str(row), row, start, stop, (0,) * (stop - start), greedy)
+            for row, (start, stop) in enumerate(spans)
         ),
         table_writes=tuple(
             TableWrite(row, 0, tuple(((blocks[: -(-stop // block_size)] + row) % num_blocks).tolist()))

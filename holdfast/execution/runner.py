@@ -287,10 +287,11 @@ class PagedExecutor:
         return min(CPU_CACHE_BYTES, free // 2)
 
     def _warm_up_plans(self) -> Iterator[StepPlan]:
-        """The two widest steps: one long prefill, and as many sampling sequences as there can be."""
-        drawn = Sampling(temperature=1.0, top_k=8, top_p=0.9, seed=0)
-        longest = self.model.spec.max_model_len
-        for step, count in enumerate((1, self.config.max_sequences)):
+        """The widest steps: one long prefill, and as many sequences as there can be; one for each way of drawing."""
+        greedy = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
+        random, filtered = replace(greedy, temperature=1.0), Sampling(temperature=1.0, top_k=8, top_p=0.9, seed=0)
+        most, longest = self.config.max_sequences, self.model.spec.max_model_len
+        for step, (count, drawn) in enumerate(((1, greedy), (most, random), (most, filtered))):
             count = min(max(count, -(-self.token_budget // longest)), self.token_budget, self.config.max_sequences)
             length = min(self.token_budget // count, longest)
             width = -(-length // self.config.block_size)

@@ -11,6 +11,7 @@ step of `stall`, where `prediction` is measured over predicted time of mixed ste
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import platform
@@ -211,6 +212,10 @@ def main() -> None:
     (directory / "config.json").write_text(json.dumps(LLAMA_3_8B | json.loads(arguments.shape)))
     begin = time.perf_counter()
     loop, info = build(EngineConfig(model=str(directory), load_format="random", **options))
+    # As the engine's process does: what exists now lives on, and no collection falls into a step.
+    gc.collect()
+    gc.freeze()
+    gc.disable()
     cost = Profile.load(Path(info.profile)).cost if info.profile else None
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor()
     about = dict(
@@ -223,6 +228,7 @@ def main() -> None:
         blocks=info.num_blocks,
         token_budget=info.token_budget,
         started_in=round(time.perf_counter() - begin, 2),
+        stages={stage: round(seconds, 2) for stage, seconds in info.stages},
     )
     print("HOLDFAST " + json.dumps(about), flush=True)
     offline(loop, "warm-up", [(32, 8)] * 4)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache as cached
+from functools import partial
+from itertools import chain
 from statistics import median
 
 import numpy as np
@@ -16,7 +19,7 @@ from holdfast.execution.device import describe
 from holdfast.execution.runner import PagedExecutor
 from holdfast.kernels.protocol import Segments
 
-SECONDS_A_POINT = 0.03
+SECONDS_A_POINT = 0.01
 """A point is measured again and again for so long, at least REPEATS times; its median counts."""
 REPEATS = 3
 WARM_UP = 2
@@ -32,7 +35,8 @@ def measure_cost(
 ) -> CostModel:
     """Time the executor's model on its device, up to `ceiling` tokens a step (default: its token budget).
 
-    Attention is timed for segments of `queries` tokens, ascending; by default for all powers of two.
+    Attention is timed for segments of `queries` tokens, ascending; by default for all powers of two, and between those
+    that are cut into few tiles.
 
     Writes over the cache: call it after `allocate` and before the first step. Contexts are measured as far as the
     cache and the model go. All but attention is what real steps take without theirs, one behind the other as when
@@ -40,9 +44,13 @@ def measure_cost(
     """
     limit = min(ceiling or executor.token_budget, executor.token_budget)
     longest = min(executor.model.spec.max_model_len, executor.memory.cache.num_blocks * executor.config.block_size)
-    queries = tuple(queries or powers(1, longest))
+    queries = tuple(queries or sorted({*powers(1, longest), *(3 * query // 4 for query in powers(256, longest))}))
     queries = tuple(dict.fromkeys(min(query, limit, longest) for query in queries))
     contexts = tuple(powers(min(16, longest), longest))
+    if executor.device.type == "cuda":  # which is faster on zeros
+        for cache in chain.from_iterable(executor.memory.layers):
+            cache.normal_()
+    attention = cached(partial(_attention, executor))
     cost = CostModel(
         model=name,
         device=describe(executor.device),
@@ -51,7 +59,7 @@ def measure_cost(
         attention_queries=queries,
         attention_contexts=contexts,
         attention_seconds=tuple(
-            tuple(_attention(executor, query, max(query, context)) for context in contexts) for query in queries
+            tuple(attention(query, max(query, context)) for context in contexts) for query in queries
         ),
     )
     # Steps are padded to the sizes of the graphs, so that their times go by stairs: each of these is measured.
@@ -120,8 +128,8 @@ def _attention(executor: PagedExecutor, query: int, context: int) -> float:
         context_stop=np.full(count, context, np.int32),
         row=np.arange(count, dtype=np.int32),
     )
-    heads = torch.zeros(count * query, spec.num_heads, spec.head_dim, dtype=spec.dtype, device=device)
-    kv_heads = torch.zeros(count * query, spec.num_kv_heads, spec.head_dim, dtype=spec.dtype, device=device)
+    heads = torch.randn(count * query, spec.num_heads, spec.head_dim, dtype=spec.dtype, device=device)
+    kv_heads = torch.randn(count * query, spec.num_kv_heads, spec.head_dim, dtype=spec.dtype, device=device)
     slot_mapping = torch.from_numpy(slots.reshape(-1)).to(device)
     block_tables = torch.from_numpy(tables).to(device)
 

@@ -35,7 +35,6 @@ from holdfast.core.types import Request, SamplingParams, StepPlan, StepResult
 from holdfast.engine.loop import Loop
 from holdfast.engine.process import build
 from holdfast.engine.profiles import Profile
-from holdfast.simulator.latency import Latency
 
 LLAMA_3_8B = dict(
     architectures=["LlamaForCausalLM"],
@@ -108,7 +107,7 @@ class Recorder:
     """Stands before a loop's executor and notes of each step what was in it and what it took."""
 
     def __init__(self, executor: Executor, cost: CostModel | None) -> None:
-        self._executor, self._latency = executor, Latency(cost) if cost is not None else None
+        self._executor, self._cost = executor, cost
         self._plans: deque[tuple[StepPlan, float]] = deque()
         self.steps: list[dict[str, Any]] = []
 
@@ -120,7 +119,7 @@ class Recorder:
     def collect(self) -> StepResult:
         result = self._executor.collect()
         plan, submitting = self._plans.popleft()
-        predicted = self._latency.seconds(plan) if self._latency is not None else None
+        segments = [(segment.stop - segment.start, segment.stop) for segment in plan.segments]
         self.steps.append(
             dict(
                 at=time.perf_counter(),
@@ -129,10 +128,17 @@ class Recorder:
                 longest_context=max((segment.stop for segment in plan.segments), default=0),
                 device_ms=round(1e3 * result.seconds, 3),
                 submit_ms=round(1e3 * submitting, 3),
-                predicted_ms=predicted and round(1e3 * predicted, 3),
+                segments=segments,
             )
         )
         return result
+
+    def predict(self) -> None:
+        """Add to each step what the cost model says of it; afterwards, as it takes time."""
+        for step in self.steps:
+            segments = step.pop("segments")
+            if self._cost is not None:
+                step["predicted_ms"] = round(1e3 * self._cost.step(segments), 3)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._executor, name)
@@ -145,6 +151,7 @@ def stall(loop: Loop, cost: CostModel | None = None) -> dict[str, Any]:
     """
     rng = random.Random(2)
     stamp = time.monotonic()
+    prompts = {f"p{index}-{stamp}": draw(rng, 8000) for index in range(4)}
     executor = loop._executor
     loop._executor = recorder = Recorder(executor, cost)
     waiting: set[str] = set()
@@ -153,19 +160,20 @@ def stall(loop: Loop, cost: CostModel | None = None) -> dict[str, Any]:
         loop.add(request(f"d{index}-{stamp}", draw(rng, 256), 400))
     while loop.has_work():
         if len(recorder.steps) == 100 and not first:
-            for index in range(4):
-                loop.add(request(f"p{index}-{stamp}", draw(rng, 8000), 4))
-                waiting.add(f"p{index}-{stamp}")
+            for name, prompt in prompts.items():
+                loop.add(request(name, prompt, 4))
+            waiting.update(prompts)
             first = len(recorder.steps)
         for output in loop.step():
             if output.request_id in waiting:
                 waiting.remove(output.request_id)
                 last = len(recorder.steps)
     loop._executor = executor
+    recorder.predict()
     steps = recorder.steps
     for before, step in pairwise(steps):
         step["gap_ms"] = round(1e3 * (step["at"] - before["at"]), 3)
-    joined = steps[first : last + 1]
+    joined = steps[first:last]
     gaps = sorted(step["gap_ms"] for step in joined)
     mixed = [step for step in joined if step["tokens"] > step["sequences"]]
     return dict(
@@ -177,9 +185,9 @@ def stall(loop: Loop, cost: CostModel | None = None) -> dict[str, Any]:
         worst_submit_ms=max(step["submit_ms"] for step in mixed),
         prediction=[
             round(quantile, 3)
-            for quantile in statistics.quantiles(
-                (step["device_ms"] / step["predicted_ms"] for step in mixed if step["predicted_ms"]), n=20
-            )[::9]
+            for quantile in statistics.quantiles((step["device_ms"] / step["predicted_ms"] for step in mixed), n=20)[
+                ::9
+            ]
         ]
         if cost is not None
         else None,

@@ -39,8 +39,8 @@ class GraphSizes:
             ),
             tokens=up_to(
                 max_tokens,
-                range(64, 512, 64),
-                range(512, 2048, 128),
+                range(64, 256, 64),
+                range(256, 2048, 128),
                 range(2048, 4096, 256),
                 range(4096, max_tokens, 512),
             ),

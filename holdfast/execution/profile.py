@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import replace
 from functools import cache as cached
 from functools import partial
@@ -23,6 +23,8 @@ SECONDS_A_POINT = 0.01
 """A point is measured again and again for so long, at least REPEATS times; its median counts."""
 REPEATS = 3
 WARM_UP = 2
+LAYERS = 4
+"""Layers whose attention is measured, for all."""
 LEAST_SECONDS = 1e-6
 """Where a measured step took no longer than its attention was measured to."""
 BATCH = 256
@@ -62,18 +64,29 @@ def measure_cost(
             tuple(attention(query, max(query, context)) for context in contexts) for query in queries
         ),
     )
-    # Steps are padded to the sizes of the graphs, so that their times go by stairs: each of these is measured.
     graphs = executor.memory.graphs
-    sizes = graphs.sizes.tokens if graphs is not None else ()
-    tokens = sorted({*powers(1, limit), *(size for size in sizes if size <= limit)})
+    sizes = [size for size in graphs.sizes.tokens if size < limit] if graphs is not None else []
+    tokens = sorted({*powers(1, limit), *sizes})
+    seconds = [_besides(executor, cost, _chunks(executor, count)) for count in tokens]
     rows = tuple(powers(1, min(executor.config.max_sequences, executor.memory.cache.num_blocks, limit)))
+    points = list(stairs(tokens, seconds, padded_to={*sizes, limit} if sizes else ()))
     return replace(
         cost,
-        linear_tokens=tuple(tokens),
-        linear_seconds=tuple(_besides(executor, cost, _chunks(executor, count)) for count in tokens),
+        linear_tokens=tuple(count for count, _ in points),
+        linear_seconds=tuple(taken for _, taken in points),
         decode_rows=rows,
         decode_seconds=tuple(_besides(executor, cost, ((0, 1),) * count) for count in rows),
     )
+
+
+def stairs(tokens: Sequence[int], seconds: Sequence[float], padded_to: Container[int]) -> Iterator[tuple[int, float]]:
+    """(tokens, seconds) of a line through what was measured, level up to each of the sizes that steps are padded to."""
+    last = 0
+    for count, taken in zip(tokens, seconds, strict=True):
+        if count in padded_to and last + 1 < count:
+            yield last + 1, taken
+        yield count, taken
+        last = count
 
 
 def powers(first: int, last: int) -> Iterator[int]:
@@ -107,7 +120,7 @@ def _besides(executor: PagedExecutor, cost: CostModel, spans: Sequence[tuple[int
         ),
     )
     # The first ones are launched while the device waits for them.
-    count = WARM_UP + 2 * REPEATS + 1
+    count = WARM_UP + REPEATS
     for _ in range(count):
         executor.submit(plan)
     whole = median([executor.collect().seconds for _ in range(count)][WARM_UP:])
@@ -135,12 +148,14 @@ def _attention(executor: PagedExecutor, query: int, context: int) -> float:
 
     schedule = executor.attention.schedule(segments)
 
-    def layers() -> None:
-        for keys, values in memory.layers:
+    layers = memory.layers[:LAYERS]  # more than a cache holds, and each is like the others
+
+    def attend() -> None:
+        for keys, values in layers:
             executor.attention.write(kv_heads, kv_heads, keys, values, slot_mapping)
             executor.attention.attend(heads, keys, values, block_tables, schedule, scale=1.0)
 
-    return _seconds(layers, device) / count
+    return _seconds(attend, device) * len(memory.layers) / len(layers) / count
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:

@@ -24,7 +24,7 @@ def test_mixed_steps_are_padded_by_an_eighth_or_a_tile(budget: int) -> None:
     assert sizes[-1] == budget
     for count in range(1, budget + 1):
         padded = next(size for size in sizes if size >= count)
-        assert padded - count <= max(63, count // 4)
+        assert padded - count <= max(127, count // 8)
     assert len(sizes) <= 60
 
 

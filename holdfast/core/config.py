@@ -74,7 +74,7 @@ class EngineConfig:
         unit="ms",
     )
     steps_in_flight: int = option(2, "steps planned ahead of the device; 1 waits for each")
-    cuda_graphs: bool = option(True, "run decode steps as captured CUDA graphs, where there is a GPU")
+    cuda_graphs: bool = option(True, "run steps as captured CUDA graphs, where there is a GPU")
     prefix_sharing: bool = option(True, "share the cache of equal prefixes between requests")
     max_waiting: int = option(4096, "requests that may wait; further ones are refused with 503")
     trace: str | None = option(None, "write what each step does to this file, in Chrome's trace format")

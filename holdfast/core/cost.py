@@ -103,9 +103,19 @@ class Predictor:
         try:
             return sum(map(self._decode.__getitem__, contexts))
         except IndexError:
-            wanted = max(2 * len(self._decode), 1 + max(contexts))
-            self._decode.extend(self.cost.attention(1, at) for at in range(len(self._decode), wanted))
+            self._extend(max(2 * len(self._decode), 1 + max(contexts)))
             return sum(map(self._decode.__getitem__, contexts))
+
+    def _extend(self, length: int) -> None:
+        """Know the attention of decodes at all contexts below `length`, by straight lines from point to point."""
+        cost, known = self.cost, self._decode
+        for stop in (*cost.attention_contexts, length):
+            first, last = len(known), max(stop, len(known) + 1)
+            start, end = cost.attention(1, first), cost.attention(1, last)
+            slope = (end - start) / (last - first)
+            known.extend(start + slope * step for step in range(min(last, length) - first))
+            if len(known) >= length:
+                return
 
     def chunk(self, start: int, stop: int) -> float:
         """Seconds of the attention of the segment [start, stop)."""

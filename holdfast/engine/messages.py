@@ -32,6 +32,8 @@ class EngineInfo:
     vocab_size: int
     started_in: float
     """Seconds from the client's call until ready."""
+    stages: tuple[tuple[str, float], ...] = ()
+    """What these were spent on, in order: each stage of the start in words, and its seconds."""
     num_host_blocks: int = 0
     """Blocks of the host tier."""
     profile: str = ""

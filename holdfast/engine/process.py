@@ -14,6 +14,7 @@ import torch
 
 from holdfast.core.config import EngineConfig
 from holdfast.core.cost import CostModel
+from holdfast.core.protocols import Clock
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.loop import Loop
 from holdfast.engine.messages import (
@@ -121,11 +122,12 @@ def build(
     ValueError (UnsupportedCheckpoint among them) and MemoryError with a reason for people.
     """
     began = clock() if began is None else began
+    stages = Stages(began, clock, on_progress)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     checkpoint = Checkpoint.find(config.model)
     device = devices.resolve(config.device)
-    on_progress(f"loading {checkpoint.name}")
+    stages.begin(f"loading {checkpoint.name}")
     model = load(
         checkpoint.directory,
         device=device,
@@ -143,12 +145,14 @@ def build(
         max_sequences=config.max_sequences,
     )
     executor = PagedExecutor(model, config, token_budget=capacity)
-    on_progress("measuring memory")
+    stages.begin("measuring memory")
     memory = executor.profile()
     num_blocks = memory.cache // memory.block
     host_blocks = memory.host_cache // memory.block
     if host_blocks:
-        on_progress(f"taking {host_blocks * memory.block / 1e9:.1f} GB of host memory")
+        stages.begin(f"taking {host_blocks * memory.block / 1e9:.1f} GB of host memory")
+    if config.cuda_graphs and device.type == "cuda":
+        stages.begin("capturing graphs")
     executor.allocate(num_blocks, host_blocks)
     info = EngineInfo(
         model=checkpoint.name,
@@ -167,16 +171,39 @@ def build(
         started_in=0.0,
         profile=str(kept_at(checkpoint.directory, dtype, memory.device)),
     )
-    profile = find_profile(executor, info, measure=measure, on_progress=on_progress)
+    profile = find_profile(executor, info, measure=measure, on_progress=stages.begin)
     cost = profile.cost if profile else None
     policy = choose_policy(config, token_budget=budget, capacity=capacity, tile=TILE[device.type], cost=cost)
     if cost is None and weighs(config, info):
-        on_progress("measuring what recomputation costs")
+        stages.begin("measuring what recomputation costs")
         cost = measure_cost(executor, name=info.model, queries=(config.chunk_size,))
     scheduler = make_scheduler(executor, info, policy, cost)
     traced = TracedExecutor(executor, config.trace, clock, suspends=host_blocks > 0) if config.trace else executor
     loop = Loop(scheduler, traced, config.steps_in_flight, clock)
-    return loop, replace(info, started_in=clock() - began, profile=info.profile if profile else "")
+    spent = stages.end()
+    return loop, replace(info, started_in=clock() - began, stages=spent, profile=info.profile if profile else "")
+
+
+class Stages:
+    """Tells what a start does next, and keeps what each stage took."""
+
+    def __init__(self, began: float, clock: Clock, tell: Callable[[str], None]) -> None:
+        self._clock, self._tell = clock, tell
+        self._stage, self._began = "starting", began
+        self._spent: list[tuple[str, float]] = []
+
+    def begin(self, stage: str) -> None:
+        """End the stage before, and begin this one."""
+        self.end()
+        self._stage = stage
+        self._tell(stage)
+
+    def end(self) -> tuple[tuple[str, float], ...]:
+        """End the last stage; what all took, in seconds."""
+        now = self._clock()
+        self._spent.append((self._stage, now - self._began))
+        self._began = now
+        return tuple(self._spent)
 
 
 def weighs(config: EngineConfig, info: EngineInfo) -> bool:

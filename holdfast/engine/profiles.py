@@ -16,6 +16,9 @@ from holdfast.engine.checkpoint import read_json, read_text
 
 CONFIG_LIMIT = 16 << 20
 
+MEASURED = 2
+"""Counts the ways in which profiles have been measured, so that none of an earlier way is taken."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
@@ -70,7 +73,7 @@ def kept_at(directory: Path, dtype: str, device: str) -> Path:
 
     A name for people, and a digest of what config.json says and of the rest, for models of one name to stay apart.
     """
-    state = json.dumps([read_text(directory / "config.json", CONFIG_LIMIT), dtype, device])
+    state = json.dumps([read_text(directory / "config.json", CONFIG_LIMIT), dtype, device, MEASURED])
     digest = hashlib.sha256(state.encode()).hexdigest()[:16]
     name = re.sub(r"[^A-Za-z0-9.]+", "-", f"{directory.name} {dtype} {device}").strip("-")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

@@ -43,6 +43,9 @@ SETTINGS = np.dtype([("seed", np.int64), ("top_k", np.int64), ("temperature", np
 PADDING = {"ids": 0, "positions": 0, "slots": -1}
 """What the fields of a token that is none hold: attention's `write` skips a negative slot."""
 
+ONE_TABLE_WRITE_IN = 4
+"""A padded step has room for a new block table entry for so many of its tokens; what is beyond is written apart."""
+
 
 class Fields:
     """One buffer and a tensor for each of its fields; float32 fields use the first half of their place."""
@@ -57,6 +60,21 @@ class Fields:
     def take(self, name: str, count: int) -> torch.Tensor:
         """The first `count` entries of a field."""
         return self._tensors[name][:count]
+
+    def packed(self, num_tokens: int, num_sampled: int) -> PackedStep:
+        """The first so many entries of each field."""
+        return PackedStep(
+            ids=self.take("ids", num_tokens),
+            positions=self.take("positions", num_tokens),
+            slot_mapping=self.take("slots", num_tokens),
+            sample_at=self.take("sample_at", num_sampled),
+            sample_rows=self.take("sample_rows", num_sampled),
+            temperature=self.take("temperature", num_sampled),
+            top_k=self.take("top_k", num_sampled),
+            top_p=self.take("top_p", num_sampled),
+            seed=self.take("seed", num_sampled),
+            sample_position=self.take("sample_position", num_sampled),
+        )
 
     def arrays(self) -> dict[str, npt.NDArray[np.generic]]:
         """The fields of a host buffer as numpy arrays that share its memory."""
@@ -74,7 +92,7 @@ class StagedStep:
     num_sampled: int
     num_writes: int
     writes_apart: torch.Tensor | None
-    """Table entries [2, num_writes] that are too many for the buffer: places, then blocks."""
+    """Table entries [2, n] that are too many for the buffer: places, then blocks."""
     has_pending: bool
     any_random: bool
     any_filtered: bool
@@ -104,32 +122,21 @@ class PackedStep:
     sample_position: torch.Tensor  # [R] int64
 
 
-def packed_step(fields: Fields, num_tokens: int, num_sampled: int) -> PackedStep:
-    """The first so many entries of each field."""
-    return PackedStep(
-        ids=fields.take("ids", num_tokens),
-        positions=fields.take("positions", num_tokens),
-        slot_mapping=fields.take("slots", num_tokens),
-        sample_at=fields.take("sample_at", num_sampled),
-        sample_rows=fields.take("sample_rows", num_sampled),
-        temperature=fields.take("temperature", num_sampled),
-        top_k=fields.take("top_k", num_sampled),
-        top_p=fields.take("top_p", num_sampled),
-        seed=fields.take("seed", num_sampled),
-        sample_position=fields.take("sample_position", num_sampled),
-    )
-
-
 class Batch:
     """Block tables and last sampled tokens by row, on the device; a mirror of the tables on the host.
 
     Staging and entering are two halves, so that the host may stage a step while the device still runs the last one:
     `stage` reads and writes host state only, `enter` applies a staged step to the device, in order of submission.
+
+    A step that a captured graph runs is entered padded: `upload` copies it to the buffer that the graph reads, and what
+    else entering takes (`settle`) is the graph's first part.
     """
 
     def __init__(self, *, rows: int, max_blocks: int, max_tokens: int, block_size: int, device: torch.device) -> None:
         self.block_size, self.max_tokens, self.device = block_size, max_tokens, device
-        self.block_tables = torch.zeros(rows, max_blocks, dtype=torch.int32, device=device)
+        # One row more than can be used: it takes the table entries that pad a step.
+        self.block_tables = torch.zeros(rows + 1, max_blocks, dtype=torch.int32, device=device)
+        self._nowhere = rows * max_blocks
         self.last_token = torch.zeros(rows, dtype=torch.int64, device=device)
         # A step's own tokens need at most this many new blocks; only prefix hits bring more, and those travel apart.
         self._layout = Layout(tokens=max_tokens, rows=rows, writes=max_tokens + rows)
@@ -143,8 +150,6 @@ class Batch:
 
     def stage(self, plan: StepPlan) -> StagedStep:
         """Pack a plan into a host buffer. Raises ValueError for a plan that the batch cannot hold."""
-        if plan.num_tokens > self.max_tokens:
-            raise ValueError(f"step {plan.step} has {plan.num_tokens} tokens; the batch holds {self.max_tokens}")
         host = self._free.pop() if self._free else self._new_buffer()
         write_at = self._write_mirror(plan)
         write_block = self._mirror.reshape(-1)[write_at]
@@ -165,7 +170,7 @@ class Batch:
             segments=segments,
             num_tokens=num_tokens,
             num_sampled=num_sampled,
-            num_writes=num_writes,
+            num_writes=num_writes if writes_apart is None else 0,
             writes_apart=writes_apart,
             has_pending=bool((arrays["ids"][:num_tokens] == PENDING).any()),
             any_random=any_random,
@@ -178,36 +183,63 @@ class Batch:
         if self.device.type == "cuda":
             self._persistent.buffer.copy_(fields.buffer, non_blocking=True)
             fields = self._persistent
-        if staged.num_writes:
-            if staged.writes_apart is None:
-                places, blocks = (fields.take(name, staged.num_writes) for name in ("write_at", "write_block"))
-            else:
-                places, blocks = staged.writes_apart.to(self.device)
-            self.block_tables.view(-1).index_copy_(0, places, blocks.to(torch.int32))
-        packed = packed_step(fields, staged.num_tokens, staged.num_sampled)
+        self._write_tables(fields, 0, staged)
         if staged.has_pending:
-            sampled = self.last_token.index_select(0, fields.take("token_rows", staged.num_tokens))
-            torch.where(packed.ids == PENDING, sampled, packed.ids, out=packed.ids)
-        return packed
+            self._fill_pending(fields, staged.num_tokens)
+        return fields.packed(staged.num_tokens, staged.num_sampled)
 
-    def pad(self, staged: StagedStep, size: int) -> None:
-        """Fill a staged step up to `size` tokens with ones that are written nowhere. Call before `enter`."""
+    def upload(self, staged: StagedStep, num_tokens: int, num_sampled: int) -> PackedStep:
+        """Bring a staged step to the device, padded up to `num_tokens` and `num_sampled`, for a graph that settles it.
+
+        Tokens of padding are written nowhere, rows of padding sample the first token. Gives the step without padding.
+        """
         arrays = staged.host.arrays
         for name, value in PADDING.items():
-            arrays[name][staged.num_tokens : size] = value
+            arrays[name][staged.num_tokens : num_tokens] = value
+        arrays["sample_at"][staged.num_sampled : num_sampled] = 0
+        room = self._room(num_tokens)
+        arrays["write_at"][staged.num_writes : room] = self._nowhere
+        self._persistent.buffer.copy_(staged.host.fields.buffer, non_blocking=True)
+        self._write_tables(self._persistent, room, staged)
+        return self._persistent.packed(staged.num_tokens, staged.num_sampled)
 
-    def inputs(self, num_tokens: int, num_sampled: int) -> PackedStep:
-        """Where steps of this size find their inputs on the device, whichever they are."""
-        return packed_step(self._persistent, num_tokens, num_sampled)
+    def settle(self, num_tokens: int, num_sampled: int) -> PackedStep:
+        """Put an uploaded step's table entries and pending tokens in their places: the same work for any such step."""
+        fields, room = self._persistent, self._room(num_tokens)
+        places, blocks = fields.take("write_at", room), fields.take("write_block", room)
+        self.block_tables.view(-1).index_copy_(0, places, blocks.to(torch.int32))
+        self._fill_pending(fields, num_tokens)
+        return fields.packed(num_tokens, num_sampled)
 
-    def clear(self, num_tokens: int) -> None:
-        """Make `inputs` a step of nothing but padding."""
-        for name, value in PADDING.items():
-            self._persistent.take(name, num_tokens).fill_(value)
+    def clear(self) -> None:
+        """Make of what `upload` brought last a step of nothing but padding."""
+        for name, value in {**PADDING, "token_rows": 0, "sample_at": 0, "write_at": self._nowhere}.items():
+            self._persistent.take(name, self._size).fill_(value)
 
     def release(self, staged: StagedStep) -> None:
         """Give the host buffer back, once the step is over."""
         self._free.append(staged.host)
+
+    def _room(self, num_tokens: int) -> int:
+        """Table entries that a padded step of so many tokens has room for."""
+        return -(-num_tokens // ONE_TABLE_WRITE_IN)
+
+    def _write_tables(self, fields: Fields, first: int, staged: StagedStep) -> None:
+        """Write the table entries from `first` on, and those that travel apart."""
+        tables = self.block_tables.view(-1)
+        if staged.writes_apart is not None:
+            places, blocks = staged.writes_apart.to(self.device)
+        elif staged.num_writes > first:
+            places, blocks = (fields.take(name, staged.num_writes)[first:] for name in ("write_at", "write_block"))
+        else:
+            return
+        tables.index_copy_(0, places, blocks.to(torch.int32))
+
+    def _fill_pending(self, fields: Fields, num_tokens: int) -> None:
+        """Put the tokens that rows sampled last where a step asks for them."""
+        ids = fields.take("ids", num_tokens)
+        sampled = self.last_token.index_select(0, fields.take("token_rows", num_tokens))
+        torch.where(ids == PENDING, sampled, ids, out=ids)
 
     def _new_buffer(self) -> HostBuffer:
         buffer = torch.zeros(self._size, dtype=torch.int64, pin_memory=self.device.type == "cuda")
@@ -237,9 +269,13 @@ class Batch:
         query_start = np.zeros(len(lengths) + 1, np.int64)
         np.cumsum(lengths, out=query_start[1:])
         total = int(query_start[-1])
+        if total > self.max_tokens:
+            raise ValueError(f"step {plan.step} has {total} tokens; the batch holds {self.max_tokens}")
         arrays["ids"][:total] = np.fromiter(chain.from_iterable(tokens), np.int64, total)
-        token_rows = np.repeat(rows, lengths)
-        positions = np.arange(total) + np.repeat(starts - query_start[:-1], lengths)
+        token_rows, positions = rows, starts
+        if total > len(rows):
+            token_rows = np.repeat(rows, lengths)
+            positions = np.arange(total) + np.repeat(starts - query_start[:-1], lengths)
         table_at, offset = np.divmod(positions, self.block_size)
         blocks = self._mirror[token_rows, table_at]
         if blocks.min() < 0:

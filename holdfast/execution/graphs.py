@@ -1,86 +1,155 @@
-"""CUDA graphs of decode steps: one launch in place of several hundred, for the batch sizes that steps are padded to."""
+"""CUDA graphs of steps: one launch in place of several hundred, for the sizes that steps are padded to."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from holdfast.execution.batch import Batch, StagedStep
+from holdfast.execution.batch import Batch, PackedStep, StagedStep
 from holdfast.kernels.protocol import CapturableAttention
-from holdfast.models.base import Model, StepInput
+from holdfast.models.base import CapturableModel, StepInput
 
 
-def graph_sizes(max_sequences: int) -> list[int]:
-    """Batch sizes to capture, ascending: a step is padded to the next one, by at most 7 rows up to 256."""
-    steps = [1, 2, 4, *range(8, 256, 8), *range(256, 512, 16), *range(512, max_sequences + 32, 32)]
-    sizes = [size for size in steps if size < max_sequences]
-    return [*sizes, max_sequences]
+@dataclass(frozen=True, slots=True)
+class GraphSizes:
+    """What is captured, each ascending."""
+
+    decodes: tuple[int, ...]
+    """Rows of steps of decodes alone: a step is padded to the next one, by at most 7 up to 256."""
+    tokens: tuple[int, ...]
+    """Tokens of all other steps: sizes that matrix tiles divide, so that padding costs little."""
+    rows: tuple[int, ...]
+    """Sampled rows of those."""
+
+    @classmethod
+    def of(cls, max_sequences: int, max_tokens: int) -> GraphSizes:
+        """The sizes for steps of at most so many sequences and tokens."""
+        most = min(max_sequences, max_tokens)
+
+        def up_to(last: int, *spans: range) -> tuple[int, ...]:
+            return (*(size for span in spans for size in span if size < last), last)
+
+        return cls(
+            decodes=up_to(
+                most, range(1, 3), range(4, 8, 4), range(8, 256, 8), range(256, 512, 16), range(512, most, 32)
+            ),
+            tokens=up_to(
+                max_tokens,
+                range(64, 256, 64),
+                range(256, 2048, 128),
+                range(2048, 4096, 256),
+                range(4096, max_tokens, 512),
+            ),
+            rows=up_to(most, range(1, 3), range(4, 8, 4), range(8, 64, 8), range(64, 256, 32), range(256, most, 64)),
+        )
+
+    def largest(self) -> GraphSizes:
+        """The last of each: their graphs take as much memory as all, which share it."""
+        return GraphSizes(self.decodes[-1:], self.tokens[-1:], self.rows[-1:])
 
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """One batch size: the graph, and the attention schedule that it reads."""
+    """The graph of one size, and the attention schedule that it reads."""
 
     graph: torch.cuda.CUDAGraph
     schedule: Any
 
 
-class DecodeGraphs:
-    """The forward pass of every step in which each segment is one token that samples, captured by batch size.
+class StepGraphs:
+    """The forward pass of steps, captured by size.
 
-    A graph reads the batch's persistent buffer and writes `logits`; both stay where they are. Rows of padding have no
-    slot, no tile of attention and no reader of their logits. Graphs share one memory pool, as no two run at once.
+    A step in which each segment is one token that samples is one graph, by its rows. Any other is two: the model's body
+    by its tokens, and its head by the rows that sample. What sizes they are padded to has no slot, no tile of
+    attention and no reader of its logits. A graph begins with the batch's persistent buffer, where the step was
+    uploaded to, and ends with `logits`; both stay where they are. Graphs share one memory pool: no two run at once, and
+    nothing in the pool outlives its graph's run.
     """
 
     def __init__(
         self,
-        model: Model,
+        model: CapturableModel,
         attention: CapturableAttention[Any],
         batch: Batch,
         caches: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        sizes: Sequence[int],
+        sizes: GraphSizes,
     ) -> None:
-        """Capture a graph for each of `sizes`, ascending; some tens of milliseconds each."""
-        self._attention, self._sizes = attention, list(sizes)
+        """Capture a graph for each of `sizes`; some tens of milliseconds each."""
+        self._model, self._attention, self._batch, self._caches = model, attention, batch, caches
+        self.sizes, self._most_rows = sizes, sizes.rows[-1]
         spec = model.spec
-        largest = self._sizes[-1]
-        self._logits = torch.empty(largest, spec.vocab_size, dtype=spec.dtype, device=spec.device)
-        self._every_row = torch.arange(largest, device=spec.device)  # kept: a graph holds addresses, not tensors
-        pool = torch.cuda.graph_pool_handle()
-        self._captured: dict[int, Captured] = {}
-        for size in reversed(self._sizes):  # the largest first: the others find room in what it took
-            batch.clear(size)
-            packed = batch.inputs(size, size)
-            step = StepInput(
-                ids=packed.ids,
-                positions=packed.positions,
-                sample_at=self._every_row[:size],
-                slot_mapping=packed.slot_mapping,
-                block_tables=batch.block_tables,
-                caches=caches,
-                attention=attention,
-                schedule=attention.reserve(size),
-            )
-            model.forward(step)  # compiles and warms up what the graph is made of
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
-                self._logits[:size].copy_(model.forward(step))
-            self._captured[size] = Captured(graph, step.schedule)
+        self._logits = torch.empty(self._most_rows, spec.vocab_size, dtype=spec.dtype, device=spec.device)
+        self._between: tuple[torch.Tensor, ...] = ()
+        self._pool = torch.cuda.graph_pool_handle()
+        batch.clear()
+        # The largest first: the others find room in what it took.
+        self._bodies = {size: self._capture(self._body, size, tokens=size) for size in reversed(sizes.tokens)}
+        self._heads = {size: self._capture(self._head, size) for size in reversed(sizes.rows)}
+        self._decodes = {size: self._capture(self._decode, size) for size in reversed(sizes.decodes)}
 
-    def size_for(self, staged: StagedStep) -> int | None:
-        """The batch size that a step is padded to; None for a step that no graph can run."""
-        count = staged.num_sampled
-        if not count == staged.num_tokens == len(staged.segments.row) or count > self._sizes[-1]:
+    def run(self, staged: StagedStep) -> tuple[PackedStep, torch.Tensor] | None:
+        """Enter a step and start its graphs: its inputs, and its logits [R, vocab_size], good until the next run.
+
+        None for a step that no graph can run; nothing has happened to it then.
+        """
+        rows, tokens = staged.num_sampled, staged.num_tokens
+        if rows == tokens == len(staged.segments.row):
+            return self._start(staged, self._decodes, _next(self.sizes.decodes, tokens))
+        started = self._start(staged, self._bodies, _next(self.sizes.tokens, tokens))
+        if started is not None and rows:
+            self._heads[_next(self.sizes.rows, rows)].graph.replay()
+        return started
+
+    def _start(
+        self, staged: StagedStep, captured: dict[int, Captured], size: int
+    ) -> tuple[PackedStep, torch.Tensor] | None:
+        """Enter a step padded to `size` and run its graph."""
+        if not self._attention.refill(captured[size].schedule, staged.segments):
             return None
-        return self._sizes[bisect_left(self._sizes, count)]
+        packed = self._batch.upload(staged, size, min(size, self._most_rows))
+        captured[size].graph.replay()
+        return packed, self._logits[: staged.num_sampled]
 
-    def replay(self, staged: StagedStep, size: int) -> torch.Tensor:
-        """Logits [R, vocab_size] of a step that was padded to `size` and entered; good until the next replay."""
-        captured = self._captured[size]
-        self._attention.refill(captured.schedule, staged.segments)
-        captured.graph.replay()
-        return self._logits[: staged.num_sampled]
+    def _capture(self, work: Callable[[int, Any], None], size: int, tokens: int | None = None) -> Captured:
+        """Run `work` once, which compiles and warms up what it is made of, and capture it."""
+        schedule = self._attention.reserve(min(size, self._most_rows), tokens)
+        work(size, schedule)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            work(size, schedule)
+        return Captured(graph, schedule)
+
+    def _body(self, size: int, schedule: Any) -> None:
+        packed = self._batch.settle(size, min(size, self._most_rows))
+        rows = self._model.body(self._input(packed, packed.sample_at, schedule))
+        if not self._between:  # kept outside of the pool: the head's graph takes memory of its own there
+            self._between = tuple(part.new_empty(self._most_rows, *part.shape[1:]) for part in rows)
+        for place, part in zip(self._between, rows, strict=True):
+            place[: len(part)].copy_(part)
+
+    def _head(self, size: int, schedule: Any) -> None:
+        self._logits[:size].copy_(self._model.head(tuple(part[:size] for part in self._between)))
+
+    def _decode(self, size: int, schedule: Any) -> None:
+        packed = self._batch.settle(size, size)
+        self._logits[:size].copy_(self._model.forward(self._input(packed, None, schedule)))
+
+    def _input(self, packed: PackedStep, sample_at: torch.Tensor | None, schedule: Any) -> StepInput:
+        return StepInput(
+            ids=packed.ids,
+            positions=packed.positions,
+            sample_at=sample_at,
+            slot_mapping=packed.slot_mapping,
+            block_tables=self._batch.block_tables,
+            caches=self._caches,
+            attention=self._attention,
+            schedule=schedule,
+        )
+
+
+def _next(sizes: Sequence[int], count: int) -> int:
+    return sizes[bisect_left(sizes, count)]

@@ -3,57 +3,32 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import replace
+from functools import cache as cached
+from functools import partial
+from itertools import chain
 from statistics import median
 
 import numpy as np
 import torch
 
-from holdfast.core.cost import CostModel, interpolate
+from holdfast.core.cost import CostModel
 from holdfast.core.types import Sampling, Segment, StepPlan, TableWrite
 from holdfast.execution.device import describe
 from holdfast.execution.runner import PagedExecutor
-from holdfast.kernels.protocol import Attention, Segments
-from holdfast.models.base import StepInput
+from holdfast.kernels.protocol import Segments
 
-SECONDS_A_POINT = 0.03
+SECONDS_A_POINT = 0.01
 """A point is measured again and again for so long, at least REPEATS times; its median counts."""
 REPEATS = 3
+WARM_UP = 2
+LAYERS = 4
+"""Layers whose attention is measured, for all."""
+LEAST_SECONDS = 1e-6
+"""Where a measured step took no longer than its attention was measured to."""
 BATCH = 256
 """Query tokens of the batch in which a segment's attention is measured: alone it would not fill the device."""
-
-
-class NoAttention(Attention[None]):
-    """Answers with the query: what is left of a step is its linear layers."""
-
-    def schedule(self, segments: Segments) -> None:
-        return None
-
-    def write(
-        self,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-    ) -> None:
-        return None
-
-    def attend(
-        self,
-        query: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-        block_tables: torch.Tensor,
-        schedule: None,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        return query
 
 
 @torch.inference_mode()
@@ -62,42 +37,56 @@ def measure_cost(
 ) -> CostModel:
     """Time the executor's model on its device, up to `ceiling` tokens a step (default: its token budget).
 
-    Attention is timed for segments of `queries` tokens, ascending; by default for all powers of two.
+    Attention is timed for segments of `queries` tokens, ascending; by default for all powers of two, and between those
+    that are cut into few tiles.
 
     Writes over the cache: call it after `allocate` and before the first step. Contexts are measured as far as the
-    cache and the model go. What a step does besides (upload, schedule, sampling) counts with the linear layers. Takes
-    a few seconds.
+    cache and the model go. All but attention is what real steps take without theirs, one behind the other as when
+    serving: upload, schedule, graphs and sampling count with the linear layers. Takes a few seconds.
     """
     limit = min(ceiling or executor.token_budget, executor.token_budget)
-    tokens = tuple(powers(1, limit))
     longest = min(executor.model.spec.max_model_len, executor.memory.cache.num_blocks * executor.config.block_size)
-    queries = tuple(queries or powers(1, longest))
+    queries = tuple(queries or sorted({*powers(1, longest), *(3 * query // 4 for query in powers(256, longest))}))
     queries = tuple(dict.fromkeys(min(query, limit, longest) for query in queries))
     contexts = tuple(powers(min(16, longest), longest))
+    if executor.device.type == "cuda":  # which is faster on zeros
+        for cache in chain.from_iterable(executor.memory.layers):
+            cache.normal_()
+    attention = cached(partial(_attention, executor))
     cost = CostModel(
         model=name,
         device=describe(executor.device),
-        linear_tokens=tokens,
-        linear_seconds=tuple(_linear(executor, count) for count in tokens),
+        linear_tokens=(1,),
+        linear_seconds=(0.0,),
         attention_queries=queries,
         attention_contexts=contexts,
         attention_seconds=tuple(
-            tuple(_attention(executor, query, max(query, context)) for context in contexts) for query in queries
+            tuple(attention(query, max(query, context)) for context in contexts) for query in queries
         ),
     )
+    graphs = executor.memory.graphs
+    sizes = [size for size in graphs.sizes.tokens if size < limit] if graphs is not None else []
+    tokens = sorted({*powers(1, limit), *sizes})
+    seconds = [_besides(executor, cost, _chunks(executor, count)) for count in tokens]
     rows = tuple(powers(1, min(executor.config.max_sequences, executor.memory.cache.num_blocks, limit)))
-    whole = [_whole(executor, count) - count * cost.attention(1, 1) for count in rows]
-    besides = [max(0.0, seconds - cost.linear(count)) for count, seconds in zip(rows, whole, strict=True)]
-    linear = (
-        seconds + interpolate(rows, besides, min(count, rows[-1]))
-        for count, seconds in zip(cost.linear_tokens, cost.linear_seconds, strict=True)
-    )
+    points = list(stairs(tokens, seconds, padded_to={*sizes, limit} if sizes else ()))
     return replace(
         cost,
-        linear_seconds=tuple(linear),
+        linear_tokens=tuple(count for count, _ in points),
+        linear_seconds=tuple(taken for _, taken in points),
         decode_rows=rows,
-        decode_seconds=tuple(max(0.0, seconds) for seconds in whole),
+        decode_seconds=tuple(_besides(executor, cost, ((0, 1),) * count) for count in rows),
     )
+
+
+def stairs(tokens: Sequence[int], seconds: Sequence[float], padded_to: Container[int]) -> Iterator[tuple[int, float]]:
+    """(tokens, seconds) of a line through what was measured, level up to each of the sizes that steps are padded to."""
+    last = 0
+    for count, taken in zip(tokens, seconds, strict=True):
+        if count in padded_to and last + 1 < count:
+            yield last + 1, taken
+        yield count, taken
+        last = count
 
 
 def powers(first: int, last: int) -> Iterator[int]:
@@ -108,37 +97,34 @@ def powers(first: int, last: int) -> Iterator[int]:
     yield last
 
 
-def _linear(executor: PagedExecutor, tokens: int) -> float:
-    """Seconds of a step of `tokens` tokens without its attention, with an LM head for as many rows as may sample."""
-    device, memory = executor.device, executor.memory
-    step = StepInput(
-        ids=torch.zeros(tokens, dtype=torch.int64, device=device),
-        positions=torch.zeros(tokens, dtype=torch.int64, device=device),
-        sample_at=torch.arange(min(tokens, executor.config.max_sequences), device=device),
-        slot_mapping=torch.arange(tokens, device=device),
-        block_tables=memory.batch.block_tables,
-        caches=memory.layers,
-        attention=NoAttention(),
-        schedule=None,
-    )
-    return _seconds(lambda: executor.model.forward(step), device)
+def _chunks(executor: PagedExecutor, tokens: int) -> tuple[tuple[int, int], ...]:
+    """The fewest segments of sequences that together have so many tokens."""
+    longest = executor.model.spec.max_model_len
+    return tuple((0, min(longest, tokens - first)) for first in range(0, tokens, longest))
 
 
-def _whole(executor: PagedExecutor, rows: int) -> float:
-    """Seconds of a real step that decodes `rows` sequences of one token each: with upload, schedule and sampling."""
+def _besides(executor: PagedExecutor, cost: CostModel, spans: Sequence[tuple[int, int]]) -> float:
+    """Seconds of a real step that computes these [start, stop) of a row each, less what their attention takes."""
     greedy = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
+    num_blocks, block_size = executor.memory.cache.num_blocks, executor.config.block_size
+    blocks = np.arange(executor.model.spec.max_model_len) % num_blocks
     plan = StepPlan(
         0,
-        segments=tuple(Segment(str(row), row, 0, 1, (0,), greedy) for row in range(rows)),
-        table_writes=tuple(TableWrite(row, 0, (row,)) for row in range(rows)),
+        segments=tuple(
+            Segment(str(row), row, start, stop, (0,) * (stop - start), greedy)
+            for row, (start, stop) in enumerate(spans)
+        ),
+        table_writes=tuple(
+            TableWrite(row, 0, tuple(((blocks[: -(-stop // block_size)] + row) % num_blocks).tolist()))
+            for row, (_, stop) in enumerate(spans)
+        ),
     )
-
-    def step() -> float:
+    # The first ones are launched while the device waits for them.
+    count = WARM_UP + REPEATS
+    for _ in range(count):
         executor.submit(plan)
-        return executor.collect().seconds
-
-    step()
-    return median(step() for _ in range(2 * REPEATS + 1))
+    whole = median([executor.collect().seconds for _ in range(count)][WARM_UP:])
+    return max(LEAST_SECONDS, whole - sum(cost.attention(stop - start, stop) for start, stop in spans))
 
 
 def _attention(executor: PagedExecutor, query: int, context: int) -> float:
@@ -155,22 +141,32 @@ def _attention(executor: PagedExecutor, query: int, context: int) -> float:
         context_stop=np.full(count, context, np.int32),
         row=np.arange(count, dtype=np.int32),
     )
-    heads = torch.zeros(count * query, spec.num_heads, spec.head_dim, dtype=spec.dtype, device=device)
-    kv_heads = torch.zeros(count * query, spec.num_kv_heads, spec.head_dim, dtype=spec.dtype, device=device)
+    heads = torch.randn(count * query, spec.num_heads, spec.head_dim, dtype=spec.dtype, device=device)
+    kv_heads = torch.randn(count * query, spec.num_kv_heads, spec.head_dim, dtype=spec.dtype, device=device)
     slot_mapping = torch.from_numpy(slots.reshape(-1)).to(device)
     block_tables = torch.from_numpy(tables).to(device)
 
-    def layers() -> None:
-        schedule = executor.attention.schedule(segments)
-        for keys, values in memory.layers:
+    schedule = executor.attention.schedule(segments)
+
+    layers = memory.layers[:LAYERS]  # more than a cache holds, and each is like the others
+
+    def attend() -> None:
+        for keys, values in layers:
             executor.attention.write(kv_heads, kv_heads, keys, values, slot_mapping)
             executor.attention.attend(heads, keys, values, block_tables, schedule, scale=1.0)
 
-    return _seconds(layers, device) / count
+    return _seconds(attend, device) * len(memory.layers) / len(layers) / count
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Median time of `work` on the device, once it is warm."""
+    """Median time of `work` on the device, once it is warm; on a GPU without the launches, as in a graph."""
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            work()
+        work = graph.replay
 
     def run() -> float:
         began = time.perf_counter()

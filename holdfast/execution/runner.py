@@ -16,14 +16,14 @@ from holdfast.core.config import EngineConfig
 from holdfast.core.protocols import MemoryProfile
 from holdfast.core.types import Sampling, Segment, StepPlan, StepResult, TableWrite
 from holdfast.execution import device as devices
-from holdfast.execution.batch import Batch, StagedStep
-from holdfast.execution.graphs import DecodeGraphs, graph_sizes
+from holdfast.execution.batch import Batch, PackedStep, StagedStep
+from holdfast.execution.graphs import GraphSizes, StepGraphs
 from holdfast.execution.transfer import CopyStream, LayerCache, Transfers, stream_for
 from holdfast.kernels.attention import attention_for
 from holdfast.kernels.cache import KVCache, block_bytes
 from holdfast.kernels.protocol import CapturableAttention
 from holdfast.kernels.sampling import sample
-from holdfast.models.base import Model, StepInput
+from holdfast.models.base import CapturableModel, Model, StepInput
 
 CPU_CACHE_BYTES = 4_000_000_000
 """The cache on a CPU, unless the config says otherwise: a laptop should not lose its memory to a first try."""
@@ -106,8 +106,7 @@ class PagedExecutor:
         if on_gpu:
             torch.cuda.empty_cache()
         before = devices.taken_memory(self.device)
-        # The graph of the largest batch takes as much as all of them, which share its memory.
-        self._allocate(blocks, 0, graph_sizes(min(self.config.max_sequences, self.token_budget))[-1:])
+        self._allocate(blocks, 0, self._graph_sizes.largest())
         for plan in plans:
             self.submit(plan)
             self.collect()
@@ -135,13 +134,17 @@ class PagedExecutor:
         )
 
     def allocate(self, num_blocks: int, host_blocks: int = 0) -> None:
-        """Make the KV cache of both tiers, an empty batch, and the graphs of decode steps.
+        """Make the KV cache of both tiers, an empty batch, and the graphs of steps.
 
         Raises MemoryError if the host's memory cannot be pinned.
         """
-        self._allocate(num_blocks, host_blocks, graph_sizes(min(self.config.max_sequences, self.token_budget)))
+        self._allocate(num_blocks, host_blocks, self._graph_sizes)
 
-    def _allocate(self, num_blocks: int, host_blocks: int, sizes: list[int]) -> None:
+    @property
+    def _graph_sizes(self) -> GraphSizes:
+        return GraphSizes.of(self.config.max_sequences, self.token_budget)
+
+    def _allocate(self, num_blocks: int, host_blocks: int, sizes: GraphSizes) -> None:
         spec, config = self.model.spec, self.config
         cache = self._cache(num_blocks, spec.device)
         batch = Batch(
@@ -176,13 +179,13 @@ class PagedExecutor:
 
     @torch.inference_mode()
     def _capture(
-        self, batch: Batch, layers: tuple[tuple[torch.Tensor, torch.Tensor], ...], sizes: list[int]
-    ) -> DecodeGraphs | None:
-        """The graphs of decode steps, where the device and the model can be captured."""
-        wanted = self.config.cuda_graphs and self.device.type == "cuda" and self.model.capturable
-        if not (wanted and isinstance(self.attention, CapturableAttention)):
-            return None
-        return DecodeGraphs(self.model, self.attention, batch, layers, sizes)
+        self, batch: Batch, layers: tuple[tuple[torch.Tensor, torch.Tensor], ...], sizes: GraphSizes
+    ) -> StepGraphs | None:
+        """The graphs of steps, where the device and the model can be captured."""
+        wanted = self.config.cuda_graphs and self.device.type == "cuda"
+        if wanted and isinstance(self.model, CapturableModel) and isinstance(self.attention, CapturableAttention):
+            return StepGraphs(self.model, self.attention, batch, layers, sizes)
+        return None
 
     @property
     def memory(self) -> _Memory:
@@ -245,25 +248,8 @@ class PagedExecutor:
         """Run one step on the device; the sampled tokens [R], which also become their rows' last tokens."""
         # A graph cannot wait, layer by layer, for what is swapped in.
         arriving = layers is not memory.layers
-        size = memory.graphs.size_for(staged) if memory.graphs is not None and not arriving else None
-        if memory.graphs is not None and size is not None:
-            memory.batch.pad(staged, size)
-            packed = memory.batch.enter(staged)
-            logits = memory.graphs.replay(staged, size)
-        else:
-            packed = memory.batch.enter(staged)
-            logits = self.model.forward(
-                StepInput(
-                    ids=packed.ids,
-                    positions=packed.positions,
-                    sample_at=packed.sample_at,
-                    slot_mapping=packed.slot_mapping,
-                    block_tables=memory.batch.block_tables,
-                    caches=layers,
-                    attention=self.attention,
-                    schedule=self.attention.schedule(staged.segments),
-                )
-            )
+        started = memory.graphs.run(staged) if memory.graphs is not None and not arriving else None
+        packed, logits = started or self._eager(memory.batch, staged, layers)
         tokens = sample(
             logits,
             packed.temperature,
@@ -276,6 +262,23 @@ class PagedExecutor:
         )
         memory.batch.last_token.index_copy_(0, packed.sample_rows, tokens)
         return tokens
+
+    def _eager(self, batch: Batch, staged: StagedStep, layers: Sequence[LayerCache]) -> tuple[PackedStep, torch.Tensor]:
+        """Enter a step and launch its kernels one by one: its inputs, and its logits [R, vocab_size]."""
+        packed = batch.enter(staged)
+        logits = self.model.forward(
+            StepInput(
+                ids=packed.ids,
+                positions=packed.positions,
+                sample_at=packed.sample_at if staged.num_sampled < staged.num_tokens else None,
+                slot_mapping=packed.slot_mapping,
+                block_tables=batch.block_tables,
+                caches=layers,
+                attention=self.attention,
+                schedule=self.attention.schedule(staged.segments),
+            )
+        )
+        return packed, logits
 
     def _cache_bytes(self, free: int, total: int, activations: int) -> int:
         """What the KV cache may take."""
@@ -302,10 +305,11 @@ class PagedExecutor:
         return size
 
     def _warm_up_plans(self) -> Iterator[StepPlan]:
-        """The two widest steps: one long prefill, and as many sampling sequences as there can be."""
-        drawn = Sampling(temperature=1.0, top_k=8, top_p=0.9, seed=0)
-        longest = self.model.spec.max_model_len
-        for step, count in enumerate((1, self.config.max_sequences)):
+        """The widest steps: one long prefill, and as many sequences as there can be; one for each way of drawing."""
+        greedy = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
+        random, filtered = replace(greedy, temperature=1.0), Sampling(temperature=1.0, top_k=8, top_p=0.9, seed=0)
+        most, longest = self.config.max_sequences, self.model.spec.max_model_len
+        for step, (count, drawn) in enumerate(((1, greedy), (most, random), (most, filtered))):
             count = min(max(count, -(-self.token_budget // longest)), self.token_budget, self.config.max_sequences)
             length = min(self.token_budget // count, longest)
             width = -(-length // self.config.block_size)
@@ -325,7 +329,7 @@ class _Memory:
     cache: KVCache
     layers: tuple[tuple[torch.Tensor, torch.Tensor], ...]
     batch: Batch
-    graphs: DecodeGraphs | None
+    graphs: StepGraphs | None
     host: KVCache | None
     transfers: Transfers | None
 

@@ -16,6 +16,8 @@ from holdfast.kernels.triton_kernels import attend_kernel, merge_kernel, write_k
 NARROW_WORK_PER_PROCESSOR = 4
 WIDE_WORK_PER_PROCESSOR = 1
 MERGE_WIDTH = 16  # partial results that a merge reads at a time
+WIDE_SEGMENTS = 64  # what a reserved schedule has room for; each takes a tile that is not full
+MERGE_PROGRAMS = 16  # for each merge of wide tiles in a reserved schedule, where most rows may be none
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class DeviceTiles:
     work: torch.Tensor  # [W, 8] int32
     merges: torch.Tensor  # [M, 8] int32
     partials: int
-    merged_rows: int  # the most rows of a tile that is merged
+    merge_programs: int  # for each merge; they share its rows
 
 
 class PagedAttention(CapturableAttention[tuple[DeviceTiles, ...]]):
@@ -70,21 +72,9 @@ class PagedAttention(CapturableAttention[tuple[DeviceTiles, ...]]):
         self.wide_target = max(1, num_processors * WIDE_WORK_PER_PROCESSOR // num_kv_heads)
 
     def schedule(self, segments: Segments) -> tuple[DeviceTiles, ...]:
-        narrow = segments.query_length * self.group_size <= self.narrow_m
-        lists = [
-            tile_list(segments, chosen, group_size=self.group_size, block_m=block_m, work_target=target)
-            for chosen, block_m, target in (
-                (~narrow, self.wide_m, self.wide_target),
-                (narrow, self.narrow_m, self.narrow_target),
-            )
-            if chosen.any()
-        ]
-        return self._upload(lists)
-
-    def _upload(self, lists: list[TileList]) -> tuple[DeviceTiles, ...]:
-        """All lists in one copy from pinned memory, which PyTorch keeps until the copy is done."""
+        lists = [tiles for tiles in self._lists(segments) if len(tiles.work)]
         parts = [records for tiles in lists for records in (tiles.work, tiles.merges)]
-        host = torch.empty((sum(map(len, parts)), FIELDS), dtype=torch.int32, pin_memory=self.device.type == "cuda")
+        host = self._host_records(sum(map(len, parts)))
         np.concatenate(parts, out=host.numpy())
         pieces = torch.split(host.to(self.device, non_blocking=True), [len(records) for records in parts])
         return tuple(
@@ -92,30 +82,52 @@ class PagedAttention(CapturableAttention[tuple[DeviceTiles, ...]]):
             for tiles, work, merges in zip(lists, pieces[::2], pieces[1::2], strict=True)
         )
 
-    def reserve(self, segments: int) -> tuple[DeviceTiles, ...]:
-        # A split is at least the keys of all over the target, so there are no more pieces than this.
-        pieces = self.narrow_target + segments
-        records = torch.zeros((pieces + segments, FIELDS), dtype=torch.int32, device=self.device)
-        return (DeviceTiles(self.narrow_m, records[:pieces], records[pieces:], pieces, self.group_size),)
+    def _lists(self, segments: Segments) -> tuple[TileList, TileList]:
+        """Wide and narrow tiles of a batch."""
+        narrow = segments.query_length * self.group_size <= self.narrow_m
+        wide = tile_list(
+            segments, ~narrow, group_size=self.group_size, block_m=self.wide_m, work_target=self.wide_target
+        )
+        return wide, tile_list(
+            segments, narrow, group_size=self.group_size, block_m=self.narrow_m, work_target=self.narrow_target
+        )
 
-    def refill(self, schedule: tuple[DeviceTiles, ...], segments: Segments) -> None:
-        (reserved,) = schedule
-        tiles = tile_list(
-            segments,
-            np.ones(len(segments.row), np.bool_),
-            group_size=self.group_size,
-            block_m=self.narrow_m,
-            work_target=self.narrow_target,
+    def _host_records(self, count: int) -> torch.Tensor:
+        """Room for records that are about to be uploaded; PyTorch keeps pinned memory until the copy is done."""
+        return torch.zeros((count, FIELDS), dtype=torch.int32, pin_memory=self.device.type == "cuda")
+
+    def reserve(self, segments: int, tokens: int | None = None) -> tuple[DeviceTiles, ...]:
+        kinds = [(self.narrow_m, segments, self.narrow_target, self.group_size)]
+        if tokens is not None:
+            shortest = self.narrow_m // self.group_size + 1  # tokens of a segment that is not narrow
+            tiles = tokens * self.group_size // self.wide_m + min(WIDE_SEGMENTS, segments, tokens // shortest)
+            kinds.insert(0, (self.wide_m, tiles, self.wide_target, MERGE_PROGRAMS))
+        # A split is at least the keys of all over the target: fewer tiles than that are longer than one, and cutting
+        # them makes at most so many pieces more.
+        sizes = [size for _, tiles, target, _ in kinds for size in (tiles + target, min(tiles, target))]
+        records = torch.zeros((sum(sizes), FIELDS), dtype=torch.int32, device=self.device)
+        pieces = torch.split(records, sizes)
+        return tuple(
+            DeviceTiles(block_m, work, merges, target + len(merges), programs)
+            for (block_m, _, target, programs), work, merges in zip(kinds, pieces[::2], pieces[1::2], strict=True)
         )
-        room = len(reserved.work)
-        host = torch.zeros(
-            (room + len(reserved.merges), FIELDS), dtype=torch.int32, pin_memory=self.device.type == "cuda"
-        )
-        records = host.numpy()
-        records[: len(tiles.work)] = tiles.work
-        records[room : room + len(tiles.merges)] = tiles.merges
-        # Both lists lie in one tensor, made so by `reserve`: one copy.
-        reserved.work.as_strided(host.shape, host.stride()).copy_(host, non_blocking=True)
+
+    def refill(self, schedule: tuple[DeviceTiles, ...], segments: Segments) -> bool:
+        lists = self._lists(segments)
+        if len(schedule) == 1 and len(lists[0].work) > 0:
+            return False
+        places = [place for tiles in schedule for place in (tiles.work, tiles.merges)]
+        parts = [records for tiles in lists[-len(schedule) :] for records in (tiles.work, tiles.merges)]
+        if any(len(records) > len(place) for records, place in zip(parts, places, strict=True)):
+            return False
+        host = self._host_records(sum(map(len, places)))
+        into, at = host.numpy(), 0
+        for records, place in zip(parts, places, strict=True):
+            into[at : at + len(records)] = records
+            at += len(place)
+        # All lists lie in one tensor, made so by `reserve`: one copy.
+        places[0].as_strided(host.shape, host.stride()).copy_(host, non_blocking=True)
+        return True
 
     def write(
         self,
@@ -190,7 +202,7 @@ class PagedAttention(CapturableAttention[tuple[DeviceTiles, ...]]):
                 num_stages=launch.num_stages,
             )
             if len(tiles.merges):
-                merge_kernel[(len(tiles.merges), tiles.merged_rows, self.num_kv_heads)](
+                merge_kernel[(len(tiles.merges), tiles.merge_programs, self.num_kv_heads)](
                     tiles.merges,
                     partial_out,
                     partial_log,

@@ -91,9 +91,13 @@ class CapturableAttention(Attention[Schedule]):
     """Attention whose launches a CUDA graph may hold: a schedule stays in place while its contents change."""
 
     @abstractmethod
-    def reserve(self, segments: int) -> Schedule:
-        """A schedule of nothing, with room for any batch of at most so many segments of one token each."""
+    def reserve(self, segments: int, tokens: int | None = None) -> Schedule:
+        """A schedule of nothing, with room for any batch of at most so many segments of one token each.
+
+        With `tokens`, for batches of so many tokens in so many segments, but not for each of them: many segments of a
+        few tokens take more.
+        """
 
     @abstractmethod
-    def refill(self, schedule: Schedule, segments: Segments) -> None:
-        """Put a batch of one-token segments into what `reserve` gave, for what is launched after this call."""
+    def refill(self, schedule: Schedule, segments: Segments) -> bool:
+        """Put a batch into what `reserve` gave, for what is launched after this call. False where it has no room."""

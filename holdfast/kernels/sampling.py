@@ -21,7 +21,8 @@ def sample(
     A row of temperature 0 takes its likeliest token (the lowest id among equals). Any other row draws from
     softmax(logits / temperature), cut first to its `top_k` likeliest tokens (0 or less: off), then to the likeliest
     of these that together reach the share `top_p` (1: off; one token always stays). Equal logits rank by token id,
-    so exactly k tokens stay.
+    so exactly k tokens stay. Sums are taken in float32: where a token ends `top_p` to within their rounding, devices
+    may differ in whether the next one stays.
 
     The draw is the Gumbel-max trick with noise hashed from (seed, position, token id): a row's token depends on its
     own logits, seed and position, not on its place in the batch nor on its neighbours. All of temperature and top_p
@@ -29,15 +30,31 @@ def sample(
     whether the batch has a row with a temperature (`any_random`) and one of those with top_k or top_p on
     (`any_filtered`), and says so: what no row needs is left out.
     """
+    if logits.device.type == "cuda":
+        # Triton comes with CUDA builds only, so that a CPU installation works without it.
+        from holdfast.kernels.sampling_kernels import sample_rows
+
+        return sample_rows(
+            logits,
+            temperature,
+            top_k,
+            top_p,
+            seed,
+            position,
+            any_random=any_random,
+            any_filtered=any_filtered,
+        )
     if not any_random:
         return _likeliest(logits)
     is_random = (temperature > 0)[:, None]
-    scores = logits.float() / torch.where(is_random, temperature[:, None], 1.0)
-    tokens = torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device)[None, :]
+    heat = torch.where(is_random, temperature[:, None], 1.0)
+    tokens = torch.arange(logits.shape[-1], dtype=torch.int32)[None, :]
     order = None
     if any_filtered:
-        scores, order = _filtered(scores, top_k, top_p)
+        scores, order = _filtered(logits.float(), heat, top_k, top_p)
         tokens = order.to(torch.int32)
+    else:
+        scores = logits.float() / heat
     scores = torch.where(is_random, scores + _gumbel(seed, position, tokens), scores)
     choice = scores.argmax(-1)
     return choice if order is None else order.gather(1, choice[:, None])[:, 0]
@@ -50,11 +67,14 @@ def _likeliest(logits: torch.Tensor) -> torch.Tensor:
     return logits.argmax(-1)
 
 
-def _filtered(scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores in falling order, those cut by top-k and top-p at -inf, and the token ids in that order."""
-    vocab = scores.shape[-1]
-    scores, order = scores.sort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(vocab, device=scores.device)[None, :]
+def _filtered(
+    logits: torch.Tensor, heat: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores by falling logit, those cut by top-k and top-p at -inf, and the token ids in that order."""
+    vocab = logits.shape[-1]
+    logits, order = logits.sort(dim=-1, descending=True, stable=True)
+    scores = logits / heat
+    rank = torch.arange(vocab)[None, :]
     scores = scores.masked_fill(rank >= torch.where(top_k > 0, top_k, vocab)[:, None], -torch.inf)
     share = scores.softmax(-1)
     likelier = share.cumsum(-1) - share  # what the tokens before this one hold together

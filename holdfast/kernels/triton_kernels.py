@@ -124,6 +124,8 @@ def attend_kernel(
     kv_head = tl.program_id(1)
     first_token = tl.load(record)
     rows = tl.load(record + 1)
+    if rows == 0:
+        return
     start = tl.load(record + 2)
     table = tables + tl.load(record + 3).to(tl.int64) * table_stride
     first_row = tl.load(record + 4)
@@ -235,17 +237,20 @@ def merge_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """Weigh the partial results of one row by their share of its softmax: program (merge record, row, KV head)."""
+    """Weigh the partial results of a row by their share of its softmax: program (merge record, first row, KV head).
+
+    A tile's rows are shared among the programs of its record.
+    """
     record = merges + tl.program_id(0) * 8
-    row_in_tile = tl.program_id(1)
     kv_head = tl.program_id(2)
     first_token = tl.load(record)
     rows = tl.load(record + 1)
-    row = tl.load(record + 2) + row_in_tile
+    first_row = tl.load(record + 2)
     first_partial = tl.load(record + 3)
     count = tl.load(record + 4)
-    if row < rows:
-        dim = tl.arange(0, BLOCK_D)
+    dim = tl.arange(0, BLOCK_D)
+    for row_in_tile in range(tl.program_id(1), tl.minimum(rows - first_row, BLOCK_M), tl.num_programs(1)):
+        row = first_row + row_in_tile
         top = tl.full([], float("-inf"), tl.float32)
         total = tl.zeros([], tl.float32)
         acc = tl.zeros([BLOCK_D], tl.float32)

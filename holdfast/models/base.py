@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -48,7 +48,7 @@ class StepInput:
 
     ids: torch.Tensor  # [T] int64
     positions: torch.Tensor  # [T] int64
-    sample_at: torch.Tensor  # [R] int64, ascending, none twice: the tokens of the batch whose logits are wanted
+    sample_at: torch.Tensor | None  # [R] int64: the tokens of the batch whose logits are wanted; None: all, in order
     slot_mapping: torch.Tensor  # [T] int64
     block_tables: torch.Tensor  # [rows, max_blocks] int32
     caches: Sequence[tuple[torch.Tensor, torch.Tensor]]  # by layer, keys and values [num_blocks, block_size, Hkv, D]
@@ -90,11 +90,22 @@ class Model(Protocol):
     @property
     def spec(self) -> ModelSpec: ...
 
-    @property
-    def capturable(self) -> bool:
-        """Whether `forward` launches the same work for any batch of the same size, and so may be a CUDA graph."""
-        ...
-
     def forward(self, step: StepInput) -> torch.Tensor:
         """Logits [R, vocab_size] of the tokens at `sample_at`. Writes the cache; never waits for the device."""
+        ...
+
+
+@runtime_checkable
+class CapturableModel(Model, Protocol):
+    """A model that launches the same work for any batch of the same size, and so may be a CUDA graph.
+
+    `forward` is `head` of `body`: what is computed for each token, and what for those alone whose logits are wanted.
+    """
+
+    def body(self, step: StepInput) -> tuple[torch.Tensor, ...]:
+        """What `head` takes: tensors of R rows, for the tokens at `sample_at`. Writes the cache."""
+        ...
+
+    def head(self, rows: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """Logits [R, vocab_size] of what `body` gave, which it may write over."""
         ...

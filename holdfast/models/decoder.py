@@ -116,8 +116,6 @@ def layer_shapes(spec: DecoderSpec) -> dict[str, tuple[Shape, ...]]:
 class Decoder:
     """A `Model`: weights of the architectures in `models.registry`, run on packed tokens without padding."""
 
-    capturable = True
-
     def __init__(
         self,
         decoder: DecoderSpec,
@@ -191,8 +189,15 @@ class Decoder:
         return whole
 
     def forward(self, step: StepInput) -> torch.Tensor:
-        """Logits [R, vocab_size]. The residual stream is one tensor that every layer adds to in place."""
-        spec, ops, last = self.decoder, self._ops, self.decoder.num_layers - 1
+        """Logits [R, vocab_size]."""
+        return self.head(self.body(step))
+
+    def body(self, step: StepInput) -> tuple[torch.Tensor, ...]:
+        """The residual stream and what the last layer attended, [R, ...]: nothing reads the other tokens from there.
+
+        The residual stream is one tensor that every layer adds to in place.
+        """
+        spec, ops = self.decoder, self._ops
         windows = spec.windows or (None,) * spec.num_layers
         rotation = ops.rotation(step.positions)
         stream = functional.embedding(step.ids, self.embedding)  # [T, hidden]
@@ -203,11 +208,21 @@ class Decoder:
                 qkv, rotation, layer.q_norm, layer.k_norm, step.caches[index], step.slot_mapping
             )
             attended = step.attend(index, query, scale=spec.scale, window=window).flatten(1)
-            if index == last and len(step.sample_at) < len(stream):
-                # Nothing reads the other tokens from here on.
-                stream, attended = stream.index_select(0, step.sample_at), attended.index_select(0, step.sample_at)
-            normed = ops.add_linear_norm(stream, attended, layer.o, layer.o_bias, layer.post_norm)
-            inner = ops.gated_linear(normed, layer.gate_up, layer.gate_up_bias)
-            following = self.norm if index == last else self.layers[index + 1].input_norm
-            normed = ops.add_linear_norm(stream, inner, layer.down, layer.down_bias, following)
-        return ops.linear(normed, self.lm_head)
+            if index < spec.num_layers - 1:
+                normed = self._finish(index, stream, attended)
+        if step.sample_at is None:
+            return stream, attended
+        return stream.index_select(0, step.sample_at), attended.index_select(0, step.sample_at)
+
+    def head(self, rows: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """Logits [R, vocab_size]: the rest of the last layer, and the LM head."""
+        stream, attended = rows
+        return self._ops.linear(self._finish(self.decoder.num_layers - 1, stream, attended), self.lm_head)
+
+    def _finish(self, index: int, stream: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """What a layer does after attention, added to the stream; the stream normed for what comes next."""
+        ops, layer = self._ops, self.layers[index]
+        following = self.norm if index == self.decoder.num_layers - 1 else self.layers[index + 1].input_norm
+        normed = ops.add_linear_norm(stream, attended, layer.o, layer.o_bias, layer.post_norm)
+        inner = ops.gated_linear(normed, layer.gate_up, layer.gate_up_bias)
+        return ops.add_linear_norm(stream, inner, layer.down, layer.down_bias, following)

@@ -47,9 +47,10 @@ class Call:
 
 
 class TransformersModel:
-    """A `Model` around a Transformers module that calls `paged_attention` in every layer."""
+    """A `Model` around a Transformers module that calls `paged_attention` in every layer.
 
-    capturable = False  # routing and masks may depend on the batch's contents
+    It is no `CapturableModel`: routing and masks may depend on what is in a batch.
+    """
 
     def __init__(self, module: Any, spec: ModelSpec) -> None:
         self.module, self.spec = module, spec
@@ -58,7 +59,7 @@ class TransformersModel:
 
     def forward(self, step: StepInput) -> torch.Tensor:
         """Logits [R, vocab_size]."""
-        kept = {"logits_to_keep": step.sample_at} if self._keeps else {}
+        kept = {"logits_to_keep": step.sample_at} if self._keeps and step.sample_at is not None else {}
         output = self.module(
             input_ids=step.ids[None],
             position_ids=step.positions[None],
@@ -67,7 +68,7 @@ class TransformersModel:
             **kept,
         )
         logits: torch.Tensor = output.logits[0]
-        return logits if self._keeps else logits.index_select(0, step.sample_at)
+        return logits if self._keeps or step.sample_at is None else logits.index_select(0, step.sample_at)
 
 
 def paged_attention(

@@ -111,12 +111,35 @@ def test_plans_that_do_not_fit_are_refused() -> None:
         step(batch, segment(1, 3, (1, 2)), writes=(TableWrite(1, 0, (1,)),))
 
 
-def test_padding_has_no_slot_and_leaves_the_step_as_it_is() -> None:
+def test_an_uploaded_step_is_padded_with_tokens_that_have_no_slot() -> None:
     batch = make_batch()
-    staged = batch.stage(StepPlan(0, (segment(0, 0, (5,), GREEDY),), (TableWrite(0, 0, (3,)),)))
-    batch.pad(staged, 4)
-    packed = batch.enter(staged)
-    assert packed.ids.tolist() == [5]
-    padded = staged.host.fields
-    assert padded.take("slots", 4).tolist() == [12, -1, -1, -1]
-    assert padded.take("ids", 4).tolist() == [5, 0, 0, 0]
+    batch.last_token.copy_(torch.tensor([100, 101, 102, 103]))
+    segments = (segment(2, 0, (PENDING,), GREEDY), segment(0, 0, (5, 6)))
+    staged = batch.stage(StepPlan(0, segments, (TableWrite(2, 0, (4,)), TableWrite(0, 0, (3,)))))
+    own = batch.upload(staged, 8, 4)
+    padded = batch.settle(8, 4)
+    assert own.ids.tolist() == [102, 5, 6]
+    assert own.sample_rows.tolist() == [2]
+    assert padded.ids.tolist() == [102, 5, 6, 0, 0, 0, 0, 0]
+    assert padded.slot_mapping.tolist() == [16, 12, 13, -1, -1, -1, -1, -1]
+    assert padded.sample_at.tolist() == [0, 0, 0, 0]
+    assert batch.block_tables[[2, 0], 0].tolist() == [4, 3]
+    assert batch.block_tables[[1, 3]].sum() == 0
+
+
+@pytest.mark.parametrize("width", [8, 64])
+def test_a_padded_step_brings_more_table_entries_than_it_has_room_for(width: int) -> None:
+    batch = make_batch(rows=2, max_blocks=width, max_tokens=4, block_size=1)
+    entries = tuple(range(1, width + 1))
+    batch.upload(batch.stage(StepPlan(0, (segment(0, 0, (1,)),), (TableWrite(0, 0, entries),))), 4, 1)
+    batch.settle(4, 1)
+    assert batch.block_tables[0].tolist() == list(entries)
+    assert batch.block_tables[1].sum() == 0
+
+
+def test_a_cleared_batch_writes_nothing() -> None:
+    batch = make_batch()
+    batch.upload(batch.stage(StepPlan(0, (segment(1, 0, (5,)),), (TableWrite(1, 0, (3,)),))), 4, 4)
+    batch.clear()
+    assert batch.settle(4, 4).slot_mapping.tolist() == [-1] * 4
+    assert batch.block_tables[:4].sum() == 0

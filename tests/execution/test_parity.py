@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,19 @@ FAMILIES = ("Llama", "Qwen3", "Mistral", "Qwen2", "GPT2", "Gemma2", "GptOss", "O
 REQUESTS, LONGEST_PROMPT, GENERATED, BUDGET = 32, 70, 12, 64
 ON_CPU = [pytest.param((family, "cpu"), id=family) for family in FAMILIES]
 ON_CUDA = [pytest.param((family, "cuda"), id=f"{family}-cuda", marks=pytest.mark.gpu) for family in FAMILIES]
+
+
+def test_tokens_stay_the_same_when_memory_is_short(case: Case) -> None:
+    tokens, plans = run(case, case.model, 1, 2, budget=40, blocks=90)
+    assert tokens == case.expected
+    assert any(plan.preempted for plan in plans)
+
+
+def test_tokens_stay_the_same_in_large_steps_with_shared_prefixes(case: Case) -> None:
+    # Ends of prompts, whole ones and decodes together, between the sizes that steps are padded to.
+    tokens, plans = run(case, case.model, 16, 2, budget=200, times=2)
+    assert tokens == case.expected | {f"again {name}": expected for name, expected in case.expected.items()}
+    assert max(plan.num_tokens for plan in plans) > 128
 
 
 @dataclass
@@ -105,27 +118,37 @@ class WatchedExecutor(PagedExecutor):
 
 
 def run(
-    case: Case, model: Model, block_size: int, steps_in_flight: int
+    case: Case,
+    model: Model,
+    block_size: int,
+    steps_in_flight: int,
+    *,
+    budget: int = BUDGET,
+    blocks: int | None = None,
+    times: int = 1,
 ) -> tuple[dict[str, tuple[int, ...]], list[StepPlan]]:
-    """All requests at once through scheduler and loop: their tokens, and the plans that were run."""
-    executor = WatchedExecutor(model, EngineConfig(block_size=block_size, token_budget=BUDGET, max_sequences=REQUESTS))
-    blocks = 2048 // block_size
+    """All requests at once through scheduler and loop, once or twice: their tokens, and the plans that were run."""
+    executor = WatchedExecutor(model, EngineConfig(block_size=block_size, token_budget=budget, max_sequences=REQUESTS))
+    blocks = blocks or 2048 // block_size
     executor.allocate(blocks)
     scheduler = Scheduler(
-        StallFree(BUDGET),
+        StallFree(budget),
         BlockPool(blocks, block_size),
         max_sequences=REQUESTS,
         max_model_len=model.spec.max_model_len,
+        headroom=0.0,
         sharing=StateIdentity("test"),
     )
     ticks = count()
     loop = Loop(scheduler, executor, steps_in_flight, lambda: float(next(ticks)))
-    tokens: dict[str, tuple[int, ...]] = {request.id: () for request in case.requests}
-    for request in case.requests:
+    requests = case.requests + [replace(request, id=f"again {request.id}") for request in case.requests]
+    requests = requests[: times * len(case.requests)]
+    tokens: dict[str, tuple[int, ...]] = {request.id: () for request in requests}
+    for request in requests:
         loop.add(request)
     while loop.has_work():
         for output in loop.step():
             tokens[output.request_id] += output.tokens
     executor.close()
-    assert all(plan.num_tokens <= BUDGET for plan in executor.plans)
+    assert all(plan.num_tokens <= budget for plan in executor.plans)
     return tokens, executor.plans

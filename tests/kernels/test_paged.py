@@ -98,7 +98,7 @@ def test_zero_records_do_nothing(device: str) -> None:
             torch.cat([tiles.work, padding]),
             torch.cat([tiles.merges, padding]),
             tiles.partials + 3,
-            tiles.merged_rows,
+            tiles.merge_programs,
         )
         for tiles in attention.schedule(batch.segments)
     )
@@ -166,18 +166,47 @@ def test_cuda_gets_the_triton_backend() -> None:
     assert isinstance(attention, PagedAttention)
 
 
+def attend_reserved(attention: PagedAttention, schedule: tuple[DeviceTiles, ...], batch: Batch, tokens: int) -> bool:
+    """Whether the schedule has room; the launch is for so many tokens, whatever is in it, as a captured graph's."""
+    if not attention.refill(schedule, batch.segments):
+        return False
+    padding = torch.full((tokens - len(batch.query), *batch.query.shape[1:]), float("nan"), device=batch.query.device)
+    attention.write(batch.key, batch.value, batch.key_cache, batch.value_cache, batch.slot_mapping)
+    found = attention.attend(
+        torch.cat([batch.query, padding]), batch.key_cache, batch.value_cache, batch.block_tables, schedule, scale=0.25
+    )
+    assert_exact(found[: len(batch.query)], oracle(batch, scale=0.25))
+    return True
+
+
 def test_a_reserved_schedule_serves_one_batch_of_decodes_after_the_other(device: str) -> None:
     decodes = [(row, stop - 1, stop) for row, stop in enumerate((300, 1, 17, 190))]
     full, small = make_batch(decodes, device=device), make_batch(decodes[2:], device=device)
     attention = make_attention(full, num_processors=40)
-    schedule = attention.reserve(segments=len(decodes))
-    for batch in (full, small):
-        # As a captured graph does it: the launch is for the full batch, whatever is in it.
-        padding = len(decodes) - len(batch.query)
-        query = torch.cat([batch.query, torch.full_like(full.query[:padding], float("nan"))])
-        attention.write(batch.key, batch.value, batch.key_cache, batch.value_cache, batch.slot_mapping)
-        attention.refill(schedule, batch.segments)
-        found = attention.attend(query, batch.key_cache, batch.value_cache, batch.block_tables, schedule, scale=0.25)[
-            : len(batch.query)
-        ]
-        assert_exact(found, oracle(batch, scale=0.25))
+    schedule = attention.reserve(len(decodes))
+    assert attend_reserved(attention, schedule, full, 4)
+    assert attend_reserved(attention, schedule, small, 4)
+    assert not attention.refill(schedule, make_batch([(0, 10, 60)]).segments)
+
+
+def test_a_reserved_schedule_serves_mixed_batches(device: str) -> None:
+    mixed = [
+        [(0, 399, 400), (1, 9, 10), (2, 20, 160), (3, 0, 1)],  # a long chunk beside decodes
+        [(2, 0, 190)],
+        [(0, 250, 251), (1, 3, 4)],  # nothing wide
+        [(row, 7, 15) for row in range(20)],  # many short ones
+        [(4, 0, 30), (4, 300, 330), (5, 0, 130)],  # two of one row
+    ]
+    batches = [make_batch(segments, device=device) for segments in mixed]
+    attention = make_attention(batches[0], num_processors=40)
+    schedule = attention.reserve(24, tokens=192)
+    for batch in batches:
+        assert attend_reserved(attention, schedule, batch, 192)
+
+
+def test_a_reserved_schedule_says_when_it_has_no_room(device: str) -> None:
+    few, many = make_batch([(0, 0, 9)], device=device), make_batch([(row, 0, 9) for row in range(20)], device=device)
+    attention = make_attention(few)
+    schedule = attention.reserve(2, tokens=180)
+    assert not attend_reserved(attention, schedule, many, 180)
+    assert attend_reserved(attention, schedule, few, 180)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.kernels.sampling import sample
+from holdfast.kernels.sampling_kernels import sample_rows
 
 
 def draw(
@@ -19,16 +22,17 @@ def draw(
     top_p: float | torch.Tensor = 1.0,
     seed: int | torch.Tensor = 0,
     position: int | torch.Tensor = 0,
+    by: Callable[..., torch.Tensor] = sample,
 ) -> torch.Tensor:
     """`sample`, with numbers that stand for all rows."""
     rows = logits.shape[0]
 
     def column(value: float | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return torch.as_tensor(value, dtype=dtype).expand(rows).contiguous()
+        return torch.as_tensor(value, dtype=dtype).expand(rows).contiguous().to(logits.device)
 
     temperature, top_p = column(temperature, torch.float32), column(top_p, torch.float32)
     top_k = column(top_k, torch.int32)
-    return sample(
+    return by(
         logits,
         temperature,
         top_k,
@@ -186,3 +190,54 @@ def test_other_seeds_and_positions_give_other_draws() -> None:
     base = draw(logits, position=torch.arange(64))
     assert len(base.unique()) > 50
     assert (draw(logits, seed=1, position=torch.arange(64)) == base).sum() < 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [1, 5, 300])
+def test_the_kernel_draws_what_the_cpu_draws(dtype: torch.dtype, vocab: int, device: str) -> None:
+    # bfloat16 has equal logits at the borders of top-k and top-p.
+    logits = (normal(len(FILTERS), vocab) * 2).to(dtype)
+    top_k, top_p, temperature = (torch.tensor(column) for column in zip(*FILTERS, strict=True))
+    seed, position = torch.arange(len(FILTERS)) * 10**15, torch.arange(len(FILTERS)) * 7
+    options = {"temperature": temperature, "top_p": top_p, "seed": seed, "position": position}
+    assert torch.equal(draw_by_kernel(logits, device, top_k=top_k, **options), draw(logits, top_k=top_k, **options))
+    unfiltered = options | {"top_p": 1.0}
+    assert torch.equal(draw_by_kernel(logits, device, **unfiltered), draw(logits, **unfiltered))
+    assert torch.equal(draw_by_kernel(logits, device, temperature=0.0), draw(logits, temperature=0.0))
+
+
+FILTERS = [
+    (0, 1.0, 0.0),
+    (0, 1.0, 1.0),
+    (5, 1.0, 0.7),
+    (0, 0.9, 2.0),
+    (3, 0.5, 1.0),
+    (50, 0.95, 1.0),
+    (400, 0.3, 0.5),
+    (1, 0.01, 1.0),
+]
+
+
+def test_the_kernel_keeps_the_lowest_ids_of_equal_logits_and_masked_tokens_out(device: str) -> None:
+    rows = 40
+    logits = torch.zeros(rows, 10)
+    logits[:, 1] = -torch.inf
+    found = draw_by_kernel(logits, device, top_k=3, position=torch.arange(rows))
+    assert set(found.tolist()) == {0, 2, 3}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spread", [0.1, 3.0])
+def test_compiled_draws_over_a_large_vocabulary_are_those_of_the_cpu(spread: float) -> None:
+    rows = 64
+    logits = (normal(rows, 128_256) * spread).bfloat16()
+    options = {"position": torch.arange(rows), "temperature": torch.linspace(0, 2, rows)}
+    for filters in ({}, {"top_k": 40}, {"top_p": 0.9}, {"top_k": 300, "top_p": 0.5}):
+        found = draw_by_kernel(logits, "cuda", **filters, **options)
+        # Sums of 128,256 shares may round to either side of a border.
+        assert (found == draw(logits, **filters, **options)).sum() >= rows - 1
+
+
+def draw_by_kernel(logits: torch.Tensor, device: str, **options: float | torch.Tensor) -> torch.Tensor:
+    """What `draw` gives, by the Triton kernel."""
+    return draw(logits.to(device), by=sample_rows, **options).cpu()

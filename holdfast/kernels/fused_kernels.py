@@ -7,6 +7,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from holdfast.kernels.chain import follow, prefetch, release
+
 
 @triton.jit
 def norm_kernel(
@@ -21,14 +23,18 @@ def norm_kernel(
     eps,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """RMS norm of one token; before it, add PARTS partial sums [PARTS, T, width] and a bias to the stream in place.
 
     Program (token). The sum is taken in a fixed order and rounded once to the stream's type; that is what is normed.
     """
+    release(CHAINED)
     token = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     held = at < width
+    gain = tl.load(weight + at, mask=held, other=0.0).to(tl.float32)
+    follow(CHAINED)
     stream_at = stream + token * stream_stride + at
     value = tl.load(stream_at, mask=held, other=0.0).to(tl.float32)
     if PARTS > 0 or bias is not None:
@@ -44,7 +50,7 @@ def norm_kernel(
         tl.store(stream_at, rounded, mask=held)
         value = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, 0) / width + eps)
-    scaled = value * scale * tl.load(weight + at, mask=held, other=0.0).to(tl.float32)
+    scaled = value * scale * gain
     tl.store(out + token * out_stride + at, scaled.to(out.dtype.element_ty), mask=held)
 
 
@@ -73,11 +79,13 @@ def rotate_write_kernel(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """Norm and turn queries and keys, and put keys and values into the cache: program (token, group of heads).
 
     A head is two halves of [BLOCK_HEADS, BLOCK_HALF] here. A negative slot is padding: nothing of it is written.
     """
+    release(CHAINED)
     HALF: tl.constexpr = HEAD_DIM // 2
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
@@ -86,6 +94,7 @@ def rotate_write_kernel(
     held = (head < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & inside[None, :]
     is_query = head < NUM_HEADS
 
+    follow(CHAINED)
     first_at = qkv + token * qkv_stride + (head * HEAD_DIM)[:, None] + dim[None, :]
     first = tl.load(first_at, mask=held, other=0.0).to(tl.float32)
     second = tl.load(first_at + HALF, mask=held, other=0.0).to(tl.float32)
@@ -129,8 +138,12 @@ def rotate_write_kernel(
 
 
 @triton.jit
-def silu_mul_kernel(gate_up, out, width, gate_up_stride, out_stride, BLOCK: tl.constexpr):
+def silu_mul_kernel(
+    gate_up, out, width, gate_up_stride, out_stride, BLOCK: tl.constexpr, CHAINED: tl.constexpr
+):
     """silu(gate) * up of a row [gate, up] of 2 * width: program (token, part of the row)."""
+    release(CHAINED)
+    follow(CHAINED)
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     held = at < width
@@ -161,12 +174,17 @@ def thin_linear_kernel(
     BLOCK_K: tl.constexpr,
     EVEN: tl.constexpr,
     STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """x [rows, inputs] times weight transposed, for a few rows: program (BLOCK_N rows of weight, part).
 
     A part is `part_length` of the inputs, and has its own result in `out` [parts, rows, outputs]. GATED: weight has
     2 * outputs rows, gate over up, which a program takes in turns, and the result is silu(gate) * up.
+
+    While the kernel before ends, the first AHEAD pieces of 512 bytes of each row of weights are on their way to L2.
     """
+    release(CHAINED)
     token = tl.arange(0, BLOCK_M)
     TAKEN: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N  # outputs of this program
     item = tl.arange(0, BLOCK_N)
@@ -177,6 +195,10 @@ def thin_linear_kernel(
         row = tl.minimum(tl.program_id(0) * TAKEN + item, outputs - 1)
     weight_at = weight + row.to(tl.int64)[:, None] * weight_stride
     begin = tl.program_id(1) * part_length
+    if CHAINED and AHEAD > 0:
+        piece: tl.constexpr = 4096 // weight.dtype.element_ty.primitive_bitwidth
+        prefetch(weight_at + tl.minimum(begin + tl.arange(0, AHEAD) * piece, inputs - piece)[None, :])
+    follow(CHAINED)
     if BLOCK_M == 1:
         # One token: sums stay apart by column until the end, so that the loop only multiplies and adds.
         acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)

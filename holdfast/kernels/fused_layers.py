@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 
+from holdfast.kernels.chain import chaining
 from holdfast.kernels.fused_kernels import norm_kernel, rotate_write_kernel, silu_mul_kernel
 from holdfast.kernels.thin_linear import ThinLaunch, launch_for, thin_linear
 from holdfast.kernels.torch_layers import LayerOps, LayerShape, Rotation
@@ -49,7 +50,7 @@ class FusedLayerOps(LayerOps):
             return out
         gate_up = super().linear(x, weight, bias)
         silu_mul_kernel[(len(gate_up), triton.cdiv(width, GATED_AT_A_TIME))](
-            gate_up, out, width, gate_up.stride(0), out.stride(0), BLOCK=GATED_AT_A_TIME, num_warps=4
+            gate_up, out, width, gate_up.stride(0), out.stride(0), BLOCK=GATED_AT_A_TIME, num_warps=4, **chaining(x.device)
         )
         return out
 
@@ -106,6 +107,7 @@ class FusedLayerOps(LayerOps):
             BLOCK_HEADS=self.block_heads,
             BLOCK_HALF=self.block_half,
             num_warps=4,
+            **chaining(qkv.device),
         )
         return query
 
@@ -133,5 +135,6 @@ class FusedLayerOps(LayerOps):
             PARTS=0 if partials is None else len(partials),
             BLOCK=block,
             num_warps=max(1, min(16, block // 256)),
+            **chaining(stream.device),
         )
         return out

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 import triton
 
+from holdfast.kernels.chain import chaining
+from holdfast.kernels.decode_kernel import decode_kernel
 from holdfast.kernels.protocol import CapturableAttention, Segments
 from holdfast.kernels.tiles import FIELDS, TileList, tile_list
 from holdfast.kernels.triton_kernels import attend_kernel, merge_kernel, write_kernel
@@ -160,7 +162,8 @@ class PagedAttention(CapturableAttention[tuple[DeviceTiles, ...]]):
             places = (tiles.partials, self.num_kv_heads, tiles.block_m)
             partial_out = query.new_empty((*places, self.head_dim), dtype=torch.float32)
             partial_log = query.new_empty(places, dtype=torch.float32)
-            attend_kernel[(len(tiles.work), self.num_kv_heads)](
+            places_of_work = (len(tiles.work), self.num_kv_heads)
+            arguments = (
                 query,
                 key_cache,
                 value_cache,
@@ -178,6 +181,8 @@ class PagedAttention(CapturableAttention[tuple[DeviceTiles, ...]]):
                 scale if softcap is None else scale / softcap,
                 softcap or 0.0,
                 window or 0,
+            )
+            constants = dict(
                 GROUP_SIZE=self.group_size,
                 HEAD_DIM=self.head_dim,
                 BLOCK_SIZE=self.block_size,
@@ -187,8 +192,13 @@ class PagedAttention(CapturableAttention[tuple[DeviceTiles, ...]]):
                 HAS_SOFTCAP=softcap is not None,
                 HAS_WINDOW=window is not None,
                 num_warps=launch.num_warps,
-                num_stages=launch.num_stages,
             )
+            if tiles.block_m == self.narrow_m:
+                decode_kernel[places_of_work[::-1]](
+                    *arguments, **constants, STAGES=launch.num_stages, **chaining(query.device)
+                )
+            else:
+                attend_kernel[places_of_work](*arguments, **constants, num_stages=launch.num_stages)
             if len(tiles.merges):
                 merge_kernel[(len(tiles.merges), tiles.merged_rows, self.num_kv_heads)](
                     tiles.merges,
@@ -202,6 +212,7 @@ class PagedAttention(CapturableAttention[tuple[DeviceTiles, ...]]):
                     BLOCK_D=self.block_d,
                     BLOCK_S=MERGE_WIDTH,
                     num_warps=1,
+                    **chaining(query.device),
                 )
         return out
 

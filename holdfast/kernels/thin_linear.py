@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 import triton
 
+from holdfast.kernels.chain import chaining
 from holdfast.kernels.fused_kernels import thin_linear_kernel
 
 MAX_ROWS = 8
@@ -14,6 +15,9 @@ MAX_ROWS = 8
 
 LEAST_ROW_BYTES = 512
 """A row of weights shorter than this does not fill the loop."""
+
+PIECE_BYTES = 512
+"""What is asked for at once, ahead of its use."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,8 @@ class ThinLaunch:
     num_stages: int
     parts: int = 1
     """Pieces the inputs are cut into; their sums are added later, in order."""
+    ahead: int = 0
+    """How much of each row a program asks for while the kernel before ends: a power of two, times 512 bytes."""
 
 
 ONE_TOKEN = ThinLaunch(block_n=16, block_k=256, num_warps=4, num_stages=4)
@@ -79,6 +85,7 @@ def thin_linear(
     rows, inputs = x.shape
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     blocks = -(-inputs // launch.block_k)
+    whole_pieces = inputs * x.element_size() % PIECE_BYTES == 0 and weight.stride(0) % 8 == 0
     thin_linear_kernel[(-(-weight.shape[0] // launch.block_n), launch.parts)](
         x,
         weight,
@@ -98,5 +105,7 @@ def thin_linear(
         BLOCK_K=launch.block_k,
         EVEN=inputs % launch.block_k == 0,
         STAGES=launch.num_stages,
+        AHEAD=launch.ahead if whole_pieces else 0,
         num_warps=launch.num_warps,
+        **chaining(x.device),
     )

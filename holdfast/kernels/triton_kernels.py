@@ -7,6 +7,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from holdfast.kernels.chain import follow, release
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -234,8 +236,10 @@ def merge_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """Weigh the partial results of one row by their share of its softmax: program (merge record, row, KV head)."""
+    release(CHAINED)
     record = merges + tl.program_id(0) * 8
     row_in_tile = tl.program_id(1)
     kv_head = tl.program_id(2)
@@ -244,6 +248,7 @@ def merge_kernel(
     row = tl.load(record + 2) + row_in_tile
     first_partial = tl.load(record + 3)
     count = tl.load(record + 4)
+    follow(CHAINED)
     if row < rows:
         dim = tl.arange(0, BLOCK_D)
         top = tl.full([], float("-inf"), tl.float32)

@@ -40,12 +40,13 @@ def follow(CHAINED: tl.constexpr):
 
 
 @triton.jit
-def prefetch(address):
-    """Bring 512 bytes from each address, a multiple of 16, on their way to the L2 cache."""
+def fetch_ahead(weights, last_piece, program, PIECES: tl.constexpr):
+    """Have PIECES pieces of 512 bytes of a weight on their way to the L2 cache; the program's turn among those."""
+    piece = tl.minimum(program * PIECES + tl.arange(0, PIECES), last_piece)
     tl.inline_asm_elementwise(
         "cp.async.bulk.prefetch.L2.global [$1], 512; mov.u32 $0, 0;",
         "=r,l",
-        [address.to(tl.int64)],
+        [weights.to(tl.int64) + piece.to(tl.int64) * 512],
         dtype=tl.int32,
         is_pure=False,
         pack=1,

@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from holdfast.kernels.chain import follow, prefetch, release
+from holdfast.kernels.chain import fetch_ahead, follow, release
 
 
 @triton.jit
@@ -17,10 +17,14 @@ def norm_kernel(
     bias,
     weight,
     out,
+    ahead,
+    rows,
     width,
     stream_stride,
     out_stride,
     eps,
+    last_piece,
+    PIECES: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
     CHAINED: tl.constexpr,
@@ -28,9 +32,14 @@ def norm_kernel(
     """RMS norm of one token; before it, add PARTS partial sums [PARTS, T, width] and a bias to the stream in place.
 
     Program (token). The sum is taken in a fixed order and rounded once to the stream's type; that is what is normed.
+    Programs beyond the rows ask for the weight `ahead` of a later kernel, while memory has little else to do.
     """
     release(CHAINED)
     token = tl.program_id(0).to(tl.int64)
+    if ahead is not None:
+        if token >= rows:
+            fetch_ahead(ahead, last_piece, tl.program_id(0) - rows, PIECES)
+            return
     at = tl.arange(0, BLOCK)
     held = at < width
     gain = tl.load(weight + at, mask=held, other=0.0).to(tl.float32)
@@ -40,7 +49,7 @@ def norm_kernel(
     if PARTS > 0 or bias is not None:
         added = tl.zeros([BLOCK], tl.float32)
         for part in tl.static_range(PARTS):
-            place = (part * tl.num_programs(0).to(tl.int64) + token) * width
+            place = (part * rows.to(tl.int64) + token) * width
             added += tl.load(partials + place + at, mask=held, other=0.0)
         if bias is not None:
             added += tl.load(bias + at, mask=held, other=0.0).to(tl.float32)
@@ -65,6 +74,8 @@ def rotate_write_kernel(
     key_cache,
     value_cache,
     slot_mapping,
+    ahead,
+    groups,
     qkv_stride,
     key_stride_block,
     key_stride_slot,
@@ -73,6 +84,8 @@ def rotate_write_kernel(
     value_stride_slot,
     value_stride_head,
     eps,
+    last_piece,
+    PIECES: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -84,8 +97,13 @@ def rotate_write_kernel(
     """Norm and turn queries and keys, and put keys and values into the cache: program (token, group of heads).
 
     A head is two halves of [BLOCK_HEADS, BLOCK_HALF] here. A negative slot is padding: nothing of it is written.
+    Programs beyond the groups ask for the weight `ahead` of a later kernel, while memory has little else to do.
     """
     release(CHAINED)
+    if ahead is not None:
+        if tl.program_id(1) >= groups:
+            fetch_ahead(ahead, last_piece, (tl.program_id(1) - groups) * tl.num_programs(0) + tl.program_id(0), PIECES)
+            return
     HALF: tl.constexpr = HEAD_DIM // 2
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
@@ -138,9 +156,7 @@ def rotate_write_kernel(
 
 
 @triton.jit
-def silu_mul_kernel(
-    gate_up, out, width, gate_up_stride, out_stride, BLOCK: tl.constexpr, CHAINED: tl.constexpr
-):
+def silu_mul_kernel(gate_up, out, width, gate_up_stride, out_stride, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
     """silu(gate) * up of a row [gate, up] of 2 * width: program (token, part of the row)."""
     release(CHAINED)
     follow(CHAINED)
@@ -174,17 +190,15 @@ def thin_linear_kernel(
     BLOCK_K: tl.constexpr,
     EVEN: tl.constexpr,
     STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     """x [rows, inputs] times weight transposed, for a few rows: program (BLOCK_N rows of weight, part).
 
     A part is `part_length` of the inputs, and has its own result in `out` [parts, rows, outputs]. GATED: weight has
     2 * outputs rows, gate over up, which a program takes in turns, and the result is silu(gate) * up.
-
-    While the kernel before ends, the first AHEAD pieces of 512 bytes of each row of weights are on their way to L2.
     """
-    release(CHAINED)
+    if BLOCK_M > 1:
+        release(CHAINED)
     token = tl.arange(0, BLOCK_M)
     TAKEN: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N  # outputs of this program
     item = tl.arange(0, BLOCK_N)
@@ -195,9 +209,6 @@ def thin_linear_kernel(
         row = tl.minimum(tl.program_id(0) * TAKEN + item, outputs - 1)
     weight_at = weight + row.to(tl.int64)[:, None] * weight_stride
     begin = tl.program_id(1) * part_length
-    if CHAINED and AHEAD > 0:
-        piece: tl.constexpr = 4096 // weight.dtype.element_ty.primitive_bitwidth
-        prefetch(weight_at + tl.minimum(begin + tl.arange(0, AHEAD) * piece, inputs - piece)[None, :])
     follow(CHAINED)
     if BLOCK_M == 1:
         # One token: sums stay apart by column until the end, so that the loop only multiplies and adds.
@@ -218,6 +229,9 @@ def thin_linear_kernel(
             values = tl.load(x + token[None, :] * x_stride + k[:, None], mask=held, other=0.0)
             acc = tl.dot(tile, values, acc, input_precision="ieee")
     if BLOCK_M == 1:
+        # So many small programs share a processor that those of the next kernel, let in at the start, would crowd on
+        # the processors that are free first.
+        release(CHAINED)
         result = tl.sum(acc, 1)[:, None]
     else:
         result = acc

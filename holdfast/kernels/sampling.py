@@ -44,9 +44,15 @@ def sample(
 
 
 def _likeliest(logits: torch.Tensor) -> torch.Tensor:
-    """The lowest of each row's likeliest tokens. NumPy's argmax is vectorised, PyTorch's on a CPU is not."""
+    """The lowest of each row's likeliest tokens. NumPy's argmax is vectorised, PyTorch's on a CPU is not; on CUDA it
+    leaves a row to too few threads."""
     if logits.device.type == "cpu" and logits.dtype == torch.float32:
         return torch.from_numpy(logits.numpy().argmax(-1))
+    if logits.device.type == "cuda":
+        # Triton comes with CUDA builds only, so that a CPU installation works without it.
+        from holdfast.kernels.likeliest import likeliest
+
+        return likeliest(logits)
     return logits.argmax(-1)
 
 

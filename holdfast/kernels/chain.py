@@ -41,7 +41,7 @@ def follow(CHAINED: tl.constexpr):
 
 @triton.jit
 def fetch_ahead(weights, last_piece, program, PIECES: tl.constexpr):
-    """Have PIECES pieces of 512 bytes of a weight on their way to the L2 cache; the program's turn among those."""
+    """Ask for PIECES pieces of 512 bytes of a weight, to lie in the L2 cache when they are read: program of many."""
     piece = tl.minimum(program * PIECES + tl.arange(0, PIECES), last_piece)
     tl.inline_asm_elementwise(
         "cp.async.bulk.prefetch.L2.global [$1], 512; mov.u32 $0, 0;",

@@ -36,10 +36,9 @@ def norm_kernel(
     """
     release(CHAINED)
     token = tl.program_id(0).to(tl.int64)
-    if ahead is not None:
-        if token >= rows:
-            fetch_ahead(ahead, last_piece, tl.program_id(0) - rows, PIECES)
-            return
+    if ahead is not None and token >= rows:
+        fetch_ahead(ahead, last_piece, tl.program_id(0) - rows, PIECES)
+        return
     at = tl.arange(0, BLOCK)
     held = at < width
     gain = tl.load(weight + at, mask=held, other=0.0).to(tl.float32)
@@ -49,7 +48,7 @@ def norm_kernel(
     if PARTS > 0 or bias is not None:
         added = tl.zeros([BLOCK], tl.float32)
         for part in tl.static_range(PARTS):
-            place = (part * rows.to(tl.int64) + token) * width
+            place = (part * rows + token) * width
             added += tl.load(partials + place + at, mask=held, other=0.0)
         if bias is not None:
             added += tl.load(bias + at, mask=held, other=0.0).to(tl.float32)
@@ -100,10 +99,9 @@ def rotate_write_kernel(
     Programs beyond the groups ask for the weight `ahead` of a later kernel, while memory has little else to do.
     """
     release(CHAINED)
-    if ahead is not None:
-        if tl.program_id(1) >= groups:
-            fetch_ahead(ahead, last_piece, (tl.program_id(1) - groups) * tl.num_programs(0) + tl.program_id(0), PIECES)
-            return
+    if ahead is not None and tl.program_id(1) >= groups:
+        fetch_ahead(ahead, last_piece, (tl.program_id(1) - groups) * tl.num_programs(0) + tl.program_id(0), PIECES)
+        return
     HALF: tl.constexpr = HEAD_DIM // 2
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)

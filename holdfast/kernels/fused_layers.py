@@ -137,7 +137,7 @@ class FusedLayerOps(LayerOps):
         return launch_for(x, weight, cut=cut)
 
     def _ahead(self, weight: torch.Tensor | None, tokens: int, most: int) -> tuple[torch.Tensor | None, int]:
-        """What of a weight is worth asking for before its product runs: the weight, and how many pieces from its start."""
+        """The weight, if it is worth asking for before its product runs, and how many pieces from its start."""
         if weight is None or not 0 < tokens <= AHEAD_TOKENS or not chaining(weight.device)["CHAINED"]:
             return None, 0
         pieces = min(weight.nbytes, most) // PIECE

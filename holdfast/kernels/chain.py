@@ -37,17 +37,3 @@ def follow(CHAINED: tl.constexpr):
     """Wait until the kernel before is done, and so all before it, as each calls this. Nothing is written earlier."""
     if CHAINED:
         gdc_wait()
-
-
-@triton.jit
-def fetch_ahead(weights, last_piece, program, PIECES: tl.constexpr):
-    """Ask for PIECES pieces of 512 bytes of a weight, to lie in the L2 cache when they are read: program of many."""
-    piece = tl.minimum(program * PIECES + tl.arange(0, PIECES), last_piece)
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], 512; mov.u32 $0, 0;",
-        "=r,l",
-        [weights.to(tl.int64) + piece.to(tl.int64) * 512],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )

@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from holdfast.kernels.chain import fetch_ahead, follow, release
+from holdfast.kernels.chain import follow, release
 
 
 @triton.jit
@@ -17,14 +17,10 @@ def norm_kernel(
     bias,
     weight,
     out,
-    ahead,
-    rows,
     width,
     stream_stride,
     out_stride,
     eps,
-    last_piece,
-    PIECES: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
     CHAINED: tl.constexpr,
@@ -32,13 +28,9 @@ def norm_kernel(
     """RMS norm of one token; before it, add PARTS partial sums [PARTS, T, width] and a bias to the stream in place.
 
     Program (token). The sum is taken in a fixed order and rounded once to the stream's type; that is what is normed.
-    Programs beyond the rows ask for the weight `ahead` of a later kernel, while memory has little else to do.
     """
     release(CHAINED)
     token = tl.program_id(0).to(tl.int64)
-    if ahead is not None and token >= rows:
-        fetch_ahead(ahead, last_piece, tl.program_id(0) - rows, PIECES)
-        return
     at = tl.arange(0, BLOCK)
     held = at < width
     gain = tl.load(weight + at, mask=held, other=0.0).to(tl.float32)
@@ -48,7 +40,7 @@ def norm_kernel(
     if PARTS > 0 or bias is not None:
         added = tl.zeros([BLOCK], tl.float32)
         for part in tl.static_range(PARTS):
-            place = (part * rows + token) * width
+            place = (part * tl.num_programs(0) + token) * width
             added += tl.load(partials + place + at, mask=held, other=0.0)
         if bias is not None:
             added += tl.load(bias + at, mask=held, other=0.0).to(tl.float32)
@@ -73,8 +65,6 @@ def rotate_write_kernel(
     key_cache,
     value_cache,
     slot_mapping,
-    ahead,
-    groups,
     qkv_stride,
     key_stride_block,
     key_stride_slot,
@@ -83,8 +73,6 @@ def rotate_write_kernel(
     value_stride_slot,
     value_stride_head,
     eps,
-    last_piece,
-    PIECES: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -96,12 +84,8 @@ def rotate_write_kernel(
     """Norm and turn queries and keys, and put keys and values into the cache: program (token, group of heads).
 
     A head is two halves of [BLOCK_HEADS, BLOCK_HALF] here. A negative slot is padding: nothing of it is written.
-    Programs beyond the groups ask for the weight `ahead` of a later kernel, while memory has little else to do.
     """
     release(CHAINED)
-    if ahead is not None and tl.program_id(1) >= groups:
-        fetch_ahead(ahead, last_piece, (tl.program_id(1) - groups) * tl.num_programs(0) + tl.program_id(0), PIECES)
-        return
     HALF: tl.constexpr = HEAD_DIM // 2
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)

@@ -11,13 +11,7 @@ from holdfast.kernels.thin_linear import ThinLaunch, launch_for, thin_linear
 from holdfast.kernels.torch_layers import LayerOps, LayerShape, Rotation
 
 ROTATED_AT_A_TIME = 512  # pairs of numbers that one program turns
-ROTATE_THREADS = 128
 GATED_AT_A_TIME = 1024  # numbers that one program gates
-
-AHEAD_TOKENS = 8  # up to so many a step leaves memory idle between its products
-AHEAD_OF_ATTENTION = 1 << 25  # bytes of weights that come to L2 while a step attends
-AHEAD_OF_NORM = 1 << 23  # and while it norms
-PIECE = 512  # bytes that are asked for at once
 
 
 class FusedLayerOps(LayerOps):
@@ -35,7 +29,7 @@ class FusedLayerOps(LayerOps):
         self.block_heads = min(heads, max(1, ROTATED_AT_A_TIME // self.block_half))
 
     def norm(self, stream: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return self._add_norm(stream, None, None, weight, None)
+        return self._add_norm(stream, None, None, weight)
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         launch = self.launch(x, weight)
@@ -74,15 +68,14 @@ class FusedLayerOps(LayerOps):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         norm: torch.Tensor,
-        ahead: torch.Tensor | None = None,
     ) -> torch.Tensor:
         launch = self.launch(x, weight, cut=True)
         if launch is None:
             stream.addmm_(x, weight.t())
-            return self._add_norm(stream, None, bias, norm, ahead)
+            return self._add_norm(stream, None, bias, norm)
         partials = x.new_empty(launch.parts, *stream.shape, dtype=torch.float32)
         thin_linear(x, weight, None, partials, launch)
-        return self._add_norm(stream, partials, bias, norm, ahead)
+        return self._add_norm(stream, partials, bias, norm)
 
     def rotation(self, positions: torch.Tensor) -> Rotation:
         """Cosine and sine [T, D / 2] float32."""
@@ -96,15 +89,12 @@ class FusedLayerOps(LayerOps):
         k_norm: torch.Tensor | None,
         caches: tuple[torch.Tensor, torch.Tensor],
         slot_mapping: torch.Tensor,
-        ahead: torch.Tensor | None = None,
     ) -> torch.Tensor:
         shape = self.shape
         tokens, heads = len(qkv), shape.num_heads + 2 * shape.num_kv_heads
         query = qkv.new_empty(tokens, shape.num_heads, shape.head_dim)
         key_cache, value_cache = caches
-        groups = triton.cdiv(heads, self.block_heads)
-        ahead, pieces = self._ahead(ahead, tokens, AHEAD_OF_ATTENTION)
-        rotate_write_kernel[(tokens, groups + triton.cdiv(pieces, tokens * ROTATE_THREADS))](
+        rotate_write_kernel[(tokens, triton.cdiv(heads, self.block_heads))](
             qkv,
             *rotation,
             q_norm,
@@ -113,21 +103,17 @@ class FusedLayerOps(LayerOps):
             key_cache,
             value_cache,
             slot_mapping,
-            ahead,
-            groups,
             qkv.stride(0),
             *key_cache.stride()[:3],
             *value_cache.stride()[:3],
             shape.eps,
-            pieces - 1,
-            PIECES=ROTATE_THREADS,
             NUM_HEADS=shape.num_heads,
             NUM_KV_HEADS=shape.num_kv_heads,
             HEAD_DIM=shape.head_dim,
             BLOCK_SIZE=key_cache.shape[1],
             BLOCK_HEADS=self.block_heads,
             BLOCK_HALF=self.block_half,
-            num_warps=ROTATE_THREADS // 32,
+            num_warps=4,
             **chaining(qkv.device),
         )
         return query
@@ -136,41 +122,28 @@ class FusedLayerOps(LayerOps):
         """How `thin_linear` runs a product; None where cuBLAS does."""
         return launch_for(x, weight, cut=cut)
 
-    def _ahead(self, weight: torch.Tensor | None, tokens: int, most: int) -> tuple[torch.Tensor | None, int]:
-        """The weight, if it is worth asking for before its product runs, and how many pieces from its start."""
-        if weight is None or not 0 < tokens <= AHEAD_TOKENS or not chaining(weight.device)["CHAINED"]:
-            return None, 0
-        pieces = min(weight.nbytes, most) // PIECE
-        return (weight, pieces) if pieces and weight.is_contiguous() else (None, 0)
-
     def _add_norm(
         self,
         stream: torch.Tensor,
         partials: torch.Tensor | None,
         bias: torch.Tensor | None,
         weight: torch.Tensor,
-        ahead: torch.Tensor | None,
     ) -> torch.Tensor:
         """Add partial sums [P, T, hidden] and a bias to the stream; the norm of the sum."""
         tokens, width = stream.shape
         out = torch.empty_like(stream)
         block = triton.next_power_of_2(width)
         num_warps = max(1, min(16, block // 256))
-        ahead, pieces = self._ahead(ahead, tokens, AHEAD_OF_NORM)
-        norm_kernel[(tokens + triton.cdiv(pieces, num_warps * 32),)](
+        norm_kernel[(tokens,)](
             stream,
             partials,
             bias,
             weight,
             out,
-            ahead,
-            tokens,
             width,
             stream.stride(0),
             out.stride(0),
             self.shape.eps,
-            pieces - 1,
-            PIECES=num_warps * 32,
             PARTS=0 if partials is None else len(partials),
             BLOCK=block,
             num_warps=num_warps,

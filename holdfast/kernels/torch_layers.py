@@ -69,12 +69,8 @@ class LayerOps:
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         norm: torch.Tensor,
-        ahead: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Add the projection of x to the stream [T, hidden] in place; `norm` of the sum.
-
-        `ahead` is the weight that is read next: a backend may ask for it while memory has little else to do.
-        """
+        """Add the projection of x to the stream [T, hidden] in place; `norm` of the sum."""
         stream.addmm_(x, weight.t())
         if bias is not None:
             stream += bias
@@ -95,14 +91,13 @@ class LayerOps:
         k_norm: torch.Tensor | None,
         caches: tuple[torch.Tensor, torch.Tensor],
         slot_mapping: torch.Tensor,
-        ahead: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Turn queries and keys, put keys and values into the cache; the queries [T, H, D].
 
         qkv [T, (H + 2 Hkv) D] holds queries, keys and values, in this order. Where q_norm and k_norm [D] are given
         (both or neither), queries and keys are normed within each head first. The first half of a head is turned
         against its second half (GPT-NeoX's pairing, that of Transformers). Caches and slot_mapping are those of
-        `Attention.write`; `ahead` is the weight of the product that follows attention.
+        `Attention.write`.
         """
         shape = self.shape
         heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim

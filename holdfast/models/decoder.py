@@ -200,15 +200,14 @@ class Decoder:
         for index, (layer, window) in enumerate(zip(self.layers, windows, strict=True)):
             qkv = ops.linear(normed, layer.qkv, layer.qkv_bias)
             query = ops.rotate_and_write(
-                qkv, rotation, layer.q_norm, layer.k_norm, step.caches[index], step.slot_mapping, ahead=layer.o
+                qkv, rotation, layer.q_norm, layer.k_norm, step.caches[index], step.slot_mapping
             )
             attended = step.attend(index, query, scale=spec.scale, window=window).flatten(1)
             if index == last and len(step.sample_at) < len(stream):
                 # Nothing reads the other tokens from here on.
                 stream, attended = stream.index_select(0, step.sample_at), attended.index_select(0, step.sample_at)
-            normed = ops.add_linear_norm(stream, attended, layer.o, layer.o_bias, layer.post_norm, ahead=layer.gate_up)
+            normed = ops.add_linear_norm(stream, attended, layer.o, layer.o_bias, layer.post_norm)
             inner = ops.gated_linear(normed, layer.gate_up, layer.gate_up_bias)
-            following = self.layers[index + 1] if index < last else None
-            norm, ahead = (following.input_norm, following.qkv) if following else (self.norm, self.lm_head)
-            normed = ops.add_linear_norm(stream, inner, layer.down, layer.down_bias, norm, ahead=ahead)
+            following = self.norm if index == last else self.layers[index + 1].input_norm
+            normed = ops.add_linear_norm(stream, inner, layer.down, layer.down_bias, following)
         return ops.linear(normed, self.lm_head)

@@ -155,6 +155,7 @@ def silu_mul_kernel(gate_up, out, width, gate_up_stride, out_stride, BLOCK: tl.c
 @triton.jit
 def thin_linear_kernel(
     x,
+    norm,
     weight,
     bias,
     out,
@@ -166,7 +167,9 @@ def thin_linear_kernel(
     weight_stride,
     out_stride_part,
     out_stride,
+    eps,
     GATED: tl.constexpr,
+    ADDED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -177,7 +180,9 @@ def thin_linear_kernel(
     """x [rows, inputs] times weight transposed, for a few rows: program (BLOCK_N rows of weight, part).
 
     A part is `part_length` of the inputs, and has its own result in `out` [parts, rows, outputs]. GATED: weight has
-    2 * outputs rows, gate over up, which a program takes in turns, and the result is silu(gate) * up.
+    2 * outputs rows, gate over up, which a program takes in turns, and the result is silu(gate) * up. ADDED: the result
+    is added to `out`. With a `norm`, for one token in one part, what is multiplied is the RMS norm of x times norm: its
+    scale is a factor of the result, known when all of x has been read.
     """
     if BLOCK_M > 1:
         release(CHAINED)
@@ -195,6 +200,7 @@ def thin_linear_kernel(
     if BLOCK_M == 1:
         # One token: sums stay apart by column until the end, so that the loop only multiplies and adds.
         acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+        squares = tl.zeros([BLOCK_K], tl.float32)
     else:
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for first in tl.range(begin, tl.minimum(inputs, begin + part_length), BLOCK_K, num_stages=STAGES):
@@ -205,7 +211,11 @@ def thin_linear_kernel(
         else:
             tile = tl.load(weight_at + k[None, :], mask=inside[None, :], other=0.0)
         if BLOCK_M == 1:
-            acc += tile.to(tl.float32) * tl.load(x + k, mask=inside, other=0.0).to(tl.float32)[None, :]
+            values = tl.load(x + k, mask=inside, other=0.0).to(tl.float32)
+            if norm is not None:
+                squares += values * values
+                values *= tl.load(norm + k, mask=inside, other=0.0).to(tl.float32)
+            acc += tile.to(tl.float32) * values[None, :]
         else:
             held = (token < rows)[None, :] & inside[:, None]
             values = tl.load(x + token[None, :] * x_stride + k[:, None], mask=held, other=0.0)
@@ -215,6 +225,8 @@ def thin_linear_kernel(
         # the processors that are free first.
         release(CHAINED)
         result = tl.sum(acc, 1)[:, None]
+        if norm is not None:
+            result *= tl.rsqrt(tl.sum(squares, 0) / inputs + eps)
     else:
         result = acc
     if bias is not None:
@@ -224,4 +236,9 @@ def thin_linear_kernel(
         result = gate / (1.0 + tl.exp(-gate)) * up
     n = tl.program_id(0) * TAKEN + tl.arange(0, TAKEN)
     place = out + tl.program_id(1).to(tl.int64) * out_stride_part + token[None, :] * out_stride + n[:, None]
-    tl.store(place, result.to(out.dtype.element_ty), mask=(n < outputs)[:, None] & (token < rows)[None, :])
+    written = (n < outputs)[:, None] & (token < rows)[None, :]
+    if ADDED:
+        result += tl.load(place, mask=written, other=0.0).to(tl.float32)
+        # Threads may hold copies of one element: all must have read it before one writes it.
+        tl.debug_barrier()
+    tl.store(place, result.to(out.dtype.element_ty), mask=written)

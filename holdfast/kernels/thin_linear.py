@@ -81,17 +81,22 @@ def thin_linear(
     launch: ThinLaunch,
     *,
     gated: bool = False,
+    added: bool = False,
+    norm: torch.Tensor | None = None,
+    eps: float = 0.0,
 ) -> None:
     """Put x [T, K] times weight [N, K] transposed, plus bias, into out [parts, T, N] of any float type.
 
     With parts above 1 each holds the sum over its piece of the inputs, and bias must be None. `gated`: weight and
-    bias have 2 N rows, gate over up, and out is silu(gate) * up.
+    bias have 2 N rows, gate over up, and out is silu(gate) * up. `added`: the result is added to out, in one part.
+    With `norm` [K], for one token in one part, x is replaced by its RMS norm (with eps) times norm, not rounded.
     """
     rows, inputs = x.shape
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     blocks = -(-inputs // launch.block_k)
     thin_linear_kernel[(-(-weight.shape[0] // launch.block_n), launch.parts)](
         x,
+        norm,
         weight,
         bias,
         out,
@@ -103,7 +108,9 @@ def thin_linear(
         weight.stride(0),
         out.stride(0),
         out.stride(1),
+        eps,
         GATED=gated,
+        ADDED=added,
         BLOCK_M=1 if rows == 1 else max(16, triton.next_power_of_2(rows)),
         BLOCK_N=launch.block_n,
         BLOCK_K=launch.block_k,

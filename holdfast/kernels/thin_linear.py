@@ -33,6 +33,7 @@ class ThinLaunch:
 
 ONE_TOKEN = ThinLaunch(block_n=16, block_k=256, num_warps=4, num_stages=4)
 ONE_TOKEN_DEEP = ThinLaunch(block_n=8, block_k=512, num_warps=4, num_stages=3)
+ONE_TOKEN_SHORT = ThinLaunch(block_n=4, block_k=1024, num_warps=4, num_stages=3)
 FEW_TOKENS = ThinLaunch(block_n=64, block_k=128, num_warps=4, num_stages=4)
 FEW_TOKENS_DEEP = ThinLaunch(block_n=64, block_k=128, num_warps=4, num_stages=6)
 MORE_TOKENS = ThinLaunch(block_n=128, block_k=128, num_warps=8, num_stages=4)
@@ -62,6 +63,8 @@ def launch_for(x: torch.Tensor, weight: torch.Tensor, *, cut: bool = False) -> T
         return None
     outputs = weight.shape[0]
     if rows == 1:
+        if cut and inputs <= PART_INPUTS:
+            return ONE_TOKEN_SHORT
         return ONE_TOKEN_DEEP if cut or outputs >= MANY_OUTPUTS else ONE_TOKEN
     if not cut and rows > FEW:
         return MORE_TOKENS if outputs >= MANY_OUTPUTS else None

@@ -201,13 +201,14 @@ def test_a_whole_layer_compiled_and_captured(dtype: torch.dtype, tokens: int) ->
     start = stream.clone()
 
     def layer(ops: LayerOps, stream: torch.Tensor, data: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
-        """A layer whose attention gives back its queries."""
+        """A layer whose attention gives back its queries, and the first product of the next."""
         qkv, o, gate_up, down, ones, head_ones = weights
         projected = ops.linear(ops.norm(stream, ones), qkv)
         caches = (data[0], data[1])
         query = ops.rotate_and_write(projected, ops.rotation(positions), head_ones, head_ones, caches, slots)
         normed = ops.add_linear_norm(stream, query.flatten(1), o, None, ones)
-        return ops.add_linear_norm(stream, ops.gated_linear(normed, gate_up), down, None, ones)
+        normed = ops.add_linear_norm(stream, ops.gated_linear(normed, gate_up), down, None, ones)
+        return ops.linear(normed, qkv)
 
     weights = (qkv, o, gate_up, down, ones, head_ones)
     ops = layer_ops_for(shape)

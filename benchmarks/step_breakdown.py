@@ -98,7 +98,6 @@ def breakdown(loop: Loop, batch: int, steps: int) -> dict[str, Any]:
     by_time = sorted(kernels.items(), key=lambda item: -sum(item[1]))
     return {
         "batch": batch,
-        "context": PROMPT + 2 * steps,
         "step_ms_p50": round(1e3 * statistics.median(times), 3),
         "watched_ms": round((reached - spans[0][0]) / steps / 1e3, 3),
         "kinds_us": {kind: round(us, 1) for kind, us in sorted(kinds.items(), key=lambda item: -item[1])},

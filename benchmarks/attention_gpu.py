@@ -47,8 +47,8 @@ class Variant(PagedAttention):
         if "work" in settings:
             self.narrow_target = properties.multi_processor_count * settings["work"] // KV_HEADS
 
-    def launch(self, block_m: int, item_bytes: int) -> Launch:
-        own = super().launch(block_m, item_bytes)
+    def launch(self, block_m: int, item_bytes: int, tokens: int) -> Launch:
+        own = super().launch(block_m, item_bytes, tokens)
         return Launch(
             block_n=self.settings.get("block_n", own.block_n),
             num_warps=self.settings.get("warps", own.num_warps),

@@ -1,6 +1,6 @@
 """Time the products of few tokens on a GPU, and a decoder layer around attention, against cuBLAS and PyTorch.
 
-    python benchmarks/gemv_gpu.py [--tune] [--tokens 1 2 4 8] [--out results.json]
+    python benchmarks/gemv_gpu.py [--tune] [--tokens 1 2 4 8 16 32 64] [--out results.json]
 
 The shapes are Llama-3-8B's, bf16. A product is timed with what the decoder fuses to it (residual and norm, or the
 gate) as one CUDA graph over more weights than L2 holds; its figure is the weights' bytes over that time, as a share of
@@ -46,6 +46,7 @@ FEW_TOKENS = [
     *((16, 256, 4, 4), (16, 512, 4, 3), (32, 128, 4, 5), (32, 256, 4, 3), (32, 256, 4, 4), (32, 256, 8, 4)),
     *((64, 128, 4, 4), (64, 128, 8, 4), (64, 256, 4, 3)),
     *((16, 256, 2, 4), (32, 256, 2, 4), (64, 64, 4, 6)),
+    *((64, 128, 4, 6), (128, 128, 8, 4), (128, 64, 4, 6)),
 ]
 PARTS = (1, 2, 4, 8)
 
@@ -185,7 +186,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tune", action="store_true", help="time other launches than the rule's too")
     parser.add_argument("--products", nargs="*", choices=PRODUCTS, default=list(PRODUCTS))
-    parser.add_argument("--tokens", nargs="*", type=int, default=[1, 2, 4, 8])
+    parser.add_argument("--tokens", nargs="*", type=int, default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--layers", nargs="*", type=int, default=[1, 2, 4, 8, 16, 64, 256, 2048], metavar="TOKENS")
     parser.add_argument("--out", type=Path, help="write every measurement here, a JSON line each")
     arguments = parser.parse_args()

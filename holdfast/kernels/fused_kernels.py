@@ -7,6 +7,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from holdfast.kernels.chain import follow, release
+
 
 @triton.jit
 def norm_kernel(
@@ -21,20 +23,24 @@ def norm_kernel(
     eps,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """RMS norm of one token; before it, add PARTS partial sums [PARTS, T, width] and a bias to the stream in place.
 
     Program (token). The sum is taken in a fixed order and rounded once to the stream's type; that is what is normed.
     """
+    release(CHAINED)
     token = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     held = at < width
+    gain = tl.load(weight + at, mask=held, other=0.0).to(tl.float32)
+    follow(CHAINED)
     stream_at = stream + token * stream_stride + at
     value = tl.load(stream_at, mask=held, other=0.0).to(tl.float32)
     if PARTS > 0 or bias is not None:
         added = tl.zeros([BLOCK], tl.float32)
         for part in tl.static_range(PARTS):
-            place = (part * tl.num_programs(0).to(tl.int64) + token) * width
+            place = (part * tl.num_programs(0) + token) * width
             added += tl.load(partials + place + at, mask=held, other=0.0)
         if bias is not None:
             added += tl.load(bias + at, mask=held, other=0.0).to(tl.float32)
@@ -44,7 +50,7 @@ def norm_kernel(
         tl.store(stream_at, rounded, mask=held)
         value = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, 0) / width + eps)
-    scaled = value * scale * tl.load(weight + at, mask=held, other=0.0).to(tl.float32)
+    scaled = value * scale * gain
     tl.store(out + token * out_stride + at, scaled.to(out.dtype.element_ty), mask=held)
 
 
@@ -73,11 +79,13 @@ def rotate_write_kernel(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """Norm and turn queries and keys, and put keys and values into the cache: program (token, group of heads).
 
     A head is two halves of [BLOCK_HEADS, BLOCK_HALF] here. A negative slot is padding: nothing of it is written.
     """
+    release(CHAINED)
     HALF: tl.constexpr = HEAD_DIM // 2
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
@@ -86,6 +94,7 @@ def rotate_write_kernel(
     held = (head < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & inside[None, :]
     is_query = head < NUM_HEADS
 
+    follow(CHAINED)
     first_at = qkv + token * qkv_stride + (head * HEAD_DIM)[:, None] + dim[None, :]
     first = tl.load(first_at, mask=held, other=0.0).to(tl.float32)
     second = tl.load(first_at + HALF, mask=held, other=0.0).to(tl.float32)
@@ -129,8 +138,10 @@ def rotate_write_kernel(
 
 
 @triton.jit
-def silu_mul_kernel(gate_up, out, width, gate_up_stride, out_stride, BLOCK: tl.constexpr):
+def silu_mul_kernel(gate_up, out, width, gate_up_stride, out_stride, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
     """silu(gate) * up of a row [gate, up] of 2 * width: program (token, part of the row)."""
+    release(CHAINED)
+    follow(CHAINED)
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     held = at < width
@@ -144,6 +155,7 @@ def silu_mul_kernel(gate_up, out, width, gate_up_stride, out_stride, BLOCK: tl.c
 @triton.jit
 def thin_linear_kernel(
     x,
+    norm,
     weight,
     bias,
     out,
@@ -155,18 +167,25 @@ def thin_linear_kernel(
     weight_stride,
     out_stride_part,
     out_stride,
+    eps,
     GATED: tl.constexpr,
+    ADDED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EVEN: tl.constexpr,
     STAGES: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """x [rows, inputs] times weight transposed, for a few rows: program (BLOCK_N rows of weight, part).
 
     A part is `part_length` of the inputs, and has its own result in `out` [parts, rows, outputs]. GATED: weight has
-    2 * outputs rows, gate over up, which a program takes in turns, and the result is silu(gate) * up.
+    2 * outputs rows, gate over up, which a program takes in turns, and the result is silu(gate) * up. ADDED: the result
+    is added to `out`. With a `norm`, for one token in one part, what is multiplied is the RMS norm of x times norm: its
+    scale is a factor of the result, known when all of x has been read.
     """
+    if BLOCK_M > 1:
+        release(CHAINED)
     token = tl.arange(0, BLOCK_M)
     TAKEN: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N  # outputs of this program
     item = tl.arange(0, BLOCK_N)
@@ -177,9 +196,11 @@ def thin_linear_kernel(
         row = tl.minimum(tl.program_id(0) * TAKEN + item, outputs - 1)
     weight_at = weight + row.to(tl.int64)[:, None] * weight_stride
     begin = tl.program_id(1) * part_length
+    follow(CHAINED)
     if BLOCK_M == 1:
         # One token: sums stay apart by column until the end, so that the loop only multiplies and adds.
         acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+        squares = tl.zeros([BLOCK_K], tl.float32)
     else:
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for first in tl.range(begin, tl.minimum(inputs, begin + part_length), BLOCK_K, num_stages=STAGES):
@@ -190,13 +211,22 @@ def thin_linear_kernel(
         else:
             tile = tl.load(weight_at + k[None, :], mask=inside[None, :], other=0.0)
         if BLOCK_M == 1:
-            acc += tile.to(tl.float32) * tl.load(x + k, mask=inside, other=0.0).to(tl.float32)[None, :]
+            values = tl.load(x + k, mask=inside, other=0.0).to(tl.float32)
+            if norm is not None:
+                squares += values * values
+                values *= tl.load(norm + k, mask=inside, other=0.0).to(tl.float32)
+            acc += tile.to(tl.float32) * values[None, :]
         else:
             held = (token < rows)[None, :] & inside[:, None]
             values = tl.load(x + token[None, :] * x_stride + k[:, None], mask=held, other=0.0)
             acc = tl.dot(tile, values, acc, input_precision="ieee")
     if BLOCK_M == 1:
+        # So many small programs share a processor that those of the next kernel, let in at the start, would crowd on
+        # the processors that are free first.
+        release(CHAINED)
         result = tl.sum(acc, 1)[:, None]
+        if norm is not None:
+            result *= tl.rsqrt(tl.sum(squares, 0) / inputs + eps)
     else:
         result = acc
     if bias is not None:
@@ -206,4 +236,9 @@ def thin_linear_kernel(
         result = gate / (1.0 + tl.exp(-gate)) * up
     n = tl.program_id(0) * TAKEN + tl.arange(0, TAKEN)
     place = out + tl.program_id(1).to(tl.int64) * out_stride_part + token[None, :] * out_stride + n[:, None]
-    tl.store(place, result.to(out.dtype.element_ty), mask=(n < outputs)[:, None] & (token < rows)[None, :])
+    written = (n < outputs)[:, None] & (token < rows)[None, :]
+    if ADDED:
+        result += tl.load(place, mask=written, other=0.0).to(tl.float32)
+        # Threads may hold copies of one element: all must have read it before one writes it.
+        tl.debug_barrier()
+    tl.store(place, result.to(out.dtype.element_ty), mask=written)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 
+from holdfast.kernels.chain import chaining
 from holdfast.kernels.fused_kernels import norm_kernel, rotate_write_kernel, silu_mul_kernel
 from holdfast.kernels.thin_linear import ThinLaunch, launch_for, thin_linear
-from holdfast.kernels.torch_layers import LayerOps, LayerShape, Rotation
+from holdfast.kernels.torch_layers import LayerOps, LayerShape, Normed, Rotation, Unnormed
 
 ROTATED_AT_A_TIME = 512  # pairs of numbers that one program turns
 GATED_AT_A_TIME = 1024  # numbers that one program gates
@@ -17,8 +20,8 @@ class FusedLayerOps(LayerOps):
     """`LayerOps` for float32, float16 and bfloat16 on CUDA, all accumulated in float32; every call may be captured.
 
     Few tokens are bound by launches and by reading weights: `thin_linear` streams these, and its partial sums, the
-    residual and the norm are one launch. More tokens go to cuBLAS, which adds the residual as it writes: fewer bytes
-    than an addition later, and one rounding less.
+    residual and the norm are one launch; for one token they are part of the products. More tokens go to cuBLAS, which
+    adds the residual as it writes: fewer bytes than an addition later, and one rounding less.
     """
 
     def __init__(self, shape: LayerShape) -> None:
@@ -30,26 +33,33 @@ class FusedLayerOps(LayerOps):
     def norm(self, stream: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return self._add_norm(stream, None, None, weight)
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        launch = self.launch(x, weight)
+    def linear(self, x: Normed, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        read, launch = self._reading(x, weight)
         if launch is None:
-            return super().linear(x, weight, bias)
-        out = x.new_empty(x.shape[0], weight.shape[0])
-        thin_linear(x, weight, bias, out[None], launch)
+            return super().linear(read, weight, bias)
+        out = read.new_empty(read.shape[0], weight.shape[0])
+        thin_linear(read, weight, bias, out[None], launch, **self._norm_of(x))
         return out
 
-    def gated_linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def gated_linear(self, x: Normed, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if self.shape.activation != "silu":
-            return super().gated_linear(x, weight, bias)
+            return super().gated_linear(self.computed(x), weight, bias)
         width = weight.shape[0] // 2
-        out = x.new_empty(x.shape[0], width)
-        launch = self.launch(x, weight)
+        read, launch = self._reading(x, weight)
+        out = read.new_empty(read.shape[0], width)
         if launch is not None:
-            thin_linear(x, weight, bias, out[None], launch, gated=True)
+            thin_linear(read, weight, bias, out[None], launch, gated=True, **self._norm_of(x))
             return out
-        gate_up = super().linear(x, weight, bias)
+        gate_up = super().linear(read, weight, bias)
         silu_mul_kernel[(len(gate_up), triton.cdiv(width, GATED_AT_A_TIME))](
-            gate_up, out, width, gate_up.stride(0), out.stride(0), BLOCK=GATED_AT_A_TIME, num_warps=4
+            gate_up,
+            out,
+            width,
+            gate_up.stride(0),
+            out.stride(0),
+            BLOCK=GATED_AT_A_TIME,
+            num_warps=4,
+            **chaining(out.device),
         )
         return out
 
@@ -60,14 +70,31 @@ class FusedLayerOps(LayerOps):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         norm: torch.Tensor,
-    ) -> torch.Tensor:
+    ) -> Normed:
         launch = self.launch(x, weight, cut=True)
         if launch is None:
             stream.addmm_(x, weight.t())
             return self._add_norm(stream, None, bias, norm)
+        if len(x) == 1:
+            thin_linear(x, weight, bias, stream[None], launch, added=True)
+            return Unnormed(stream, norm)
         partials = x.new_empty(launch.parts, *stream.shape, dtype=torch.float32)
         thin_linear(x, weight, None, partials, launch)
         return self._add_norm(stream, partials, bias, norm)
+
+    def computed(self, x: Normed) -> torch.Tensor:
+        """The tensor that `add_linear_norm` stands for."""
+        return self.norm(x.stream, x.weight) if isinstance(x, Unnormed) else x
+
+    def _reading(self, x: Normed, weight: torch.Tensor) -> tuple[torch.Tensor, ThinLaunch | None]:
+        """What a product reads, and its launch: the stream itself where the kernel can norm it."""
+        read = x.stream if isinstance(x, Unnormed) else x
+        launch = self.launch(read, weight)
+        return (self.computed(x) if launch is None else read), launch
+
+    def _norm_of(self, x: Normed) -> dict[str, Any]:
+        """The arguments of `thin_linear` for a norm that is still to be computed."""
+        return {"norm": x.weight, "eps": self.shape.eps} if isinstance(x, Unnormed) else {}
 
     def rotation(self, positions: torch.Tensor) -> Rotation:
         """Cosine and sine [T, D / 2] float32."""
@@ -106,6 +133,7 @@ class FusedLayerOps(LayerOps):
             BLOCK_HEADS=self.block_heads,
             BLOCK_HALF=self.block_half,
             num_warps=4,
+            **chaining(qkv.device),
         )
         return query
 
@@ -114,12 +142,17 @@ class FusedLayerOps(LayerOps):
         return launch_for(x, weight, cut=cut)
 
     def _add_norm(
-        self, stream: torch.Tensor, partials: torch.Tensor | None, bias: torch.Tensor | None, weight: torch.Tensor
+        self,
+        stream: torch.Tensor,
+        partials: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        weight: torch.Tensor,
     ) -> torch.Tensor:
         """Add partial sums [P, T, hidden] and a bias to the stream; the norm of the sum."""
         tokens, width = stream.shape
         out = torch.empty_like(stream)
         block = triton.next_power_of_2(width)
+        num_warps = max(1, min(16, block // 256))
         norm_kernel[(tokens,)](
             stream,
             partials,
@@ -132,6 +165,7 @@ class FusedLayerOps(LayerOps):
             self.shape.eps,
             PARTS=0 if partials is None else len(partials),
             BLOCK=block,
-            num_warps=max(1, min(16, block // 256)),
+            num_warps=num_warps,
+            **chaining(stream.device),
         )
         return out

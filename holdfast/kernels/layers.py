@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from holdfast.kernels.torch_layers import ACTIVATIONS, LayerOps, LayerShape, Rotation
+from holdfast.kernels.torch_layers import ACTIVATIONS, LayerOps, LayerShape, Normed, Rotation
 
-__all__ = ["ACTIVATIONS", "LayerOps", "LayerShape", "Rotation", "layer_ops_for"]
+__all__ = ["ACTIVATIONS", "LayerOps", "LayerShape", "Normed", "Rotation", "layer_ops_for"]
 
 
 def layer_ops_for(shape: LayerShape) -> LayerOps:

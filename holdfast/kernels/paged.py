@@ -8,6 +8,8 @@ import numpy as np
 import torch
 import triton
 
+from holdfast.kernels.chain import chaining
+from holdfast.kernels.decode_kernel import decode_kernel
 from holdfast.kernels.protocol import CapturableAttention, Segments
 from holdfast.kernels.tiles import FIELDS, TileList, tile_list
 from holdfast.kernels.triton_kernels import attend_kernel, merge_kernel, write_kernel
@@ -15,9 +17,11 @@ from holdfast.kernels.triton_kernels import attend_kernel, merge_kernel, write_k
 # The context is cut until there are about so many pieces for each processor. A wide tile fills a processor alone.
 NARROW_WORK_PER_PROCESSOR = 4
 WIDE_WORK_PER_PROCESSOR = 1
-MERGE_WIDTH = 16  # partial results that a merge reads at a time
 WIDE_SEGMENTS = 64  # what a reserved schedule has room for; each takes a tile that is not full
 MERGE_PROGRAMS = 16  # for each merge of wide tiles in a reserved schedule, where most rows may be none
+NARROW_SPLIT_UNIT = 64  # a piece is a multiple of so many keys
+WIDE_SPLIT_UNIT = 128
+FEW_TOKENS = 4  # up to so many, a program has its processor to itself
 
 
 @dataclass(frozen=True)
@@ -85,12 +89,16 @@ class PagedAttention(CapturableAttention[tuple[DeviceTiles, ...]]):
     def _lists(self, segments: Segments) -> tuple[TileList, TileList]:
         """Wide and narrow tiles of a batch."""
         narrow = segments.query_length * self.group_size <= self.narrow_m
-        wide = tile_list(
-            segments, ~narrow, group_size=self.group_size, block_m=self.wide_m, work_target=self.wide_target
+        wide, few = (
+            tile_list(
+                segments, chosen, group_size=self.group_size, block_m=block_m, work_target=target, split_unit=unit
+            )
+            for chosen, block_m, target, unit in (
+                (~narrow, self.wide_m, self.wide_target, WIDE_SPLIT_UNIT),
+                (narrow, self.narrow_m, self.narrow_target, NARROW_SPLIT_UNIT),
+            )
         )
-        return wide, tile_list(
-            segments, narrow, group_size=self.group_size, block_m=self.narrow_m, work_target=self.narrow_target
-        )
+        return wide, few
 
     def _host_records(self, count: int) -> torch.Tensor:
         """Room for records that are about to be uploaded; PyTorch keeps pinned memory until the copy is done."""
@@ -168,11 +176,13 @@ class PagedAttention(CapturableAttention[tuple[DeviceTiles, ...]]):
     ) -> torch.Tensor:
         out = query.new_empty(query.shape)
         for tiles in schedule:
-            launch = self.launch(tiles.block_m, query.element_size())
+            launch = self.launch(tiles.block_m, query.element_size(), len(query))
+            few = len(query) <= FEW_TOKENS
             places = (tiles.partials, self.num_kv_heads, tiles.block_m)
             partial_out = query.new_empty((*places, self.head_dim), dtype=torch.float32)
             partial_log = query.new_empty(places, dtype=torch.float32)
-            attend_kernel[(len(tiles.work), self.num_kv_heads)](
+            places_of_work = (len(tiles.work), self.num_kv_heads)
+            arguments = (
                 query,
                 key_cache,
                 value_cache,
@@ -190,6 +200,8 @@ class PagedAttention(CapturableAttention[tuple[DeviceTiles, ...]]):
                 scale if softcap is None else scale / softcap,
                 softcap or 0.0,
                 window or 0,
+            )
+            constants = dict(
                 GROUP_SIZE=self.group_size,
                 HEAD_DIM=self.head_dim,
                 BLOCK_SIZE=self.block_size,
@@ -199,8 +211,13 @@ class PagedAttention(CapturableAttention[tuple[DeviceTiles, ...]]):
                 HAS_SOFTCAP=softcap is not None,
                 HAS_WINDOW=window is not None,
                 num_warps=launch.num_warps,
-                num_stages=launch.num_stages,
             )
+            if tiles.block_m == self.narrow_m:
+                decode_kernel[places_of_work[::-1]](
+                    *arguments, **constants, STAGES=launch.num_stages, **chaining(query.device)
+                )
+            else:
+                attend_kernel[places_of_work](*arguments, **constants, num_stages=launch.num_stages)
             if len(tiles.merges):
                 merge_kernel[(len(tiles.merges), tiles.merge_programs, self.num_kv_heads)](
                     tiles.merges,
@@ -212,14 +229,18 @@ class PagedAttention(CapturableAttention[tuple[DeviceTiles, ...]]):
                     HEAD_DIM=self.head_dim,
                     BLOCK_M=tiles.block_m,
                     BLOCK_D=self.block_d,
-                    BLOCK_S=MERGE_WIDTH,
-                    num_warps=1,
+                    BLOCK_S=64 if few else 16,
+                    num_warps=4 if few else 1,
+                    **chaining(query.device),
                 )
         return out
 
-    def launch(self, block_m: int, item_bytes: int) -> Launch:
+    def launch(self, block_m: int, item_bytes: int, tokens: int) -> Launch:
         """Tuned on an H200 (benchmarks/attention_gpu.py); what grows with head_dim stays within shared memory."""
-        block_n = 64 if self.block_d <= 128 else 32
+        wide = block_m > self.narrow_m
+        block_n = 64 if wide or tokens <= FEW_TOKENS else 32
+        if self.block_d > 128:
+            block_n //= 2
         if item_bytes > 2:  # float32 runs without tensor cores: exact, not fast
-            return Launch(block_n=block_n // 2, num_warps=8, num_stages=1)
-        return Launch(block_n=block_n, num_warps=8 if block_m > 64 else 2, num_stages=3)
+            return Launch(block_n=max(16, block_n // 2), num_warps=8, num_stages=1)
+        return Launch(block_n=block_n, num_warps=8 if wide else 4, num_stages=4 if block_n == 32 and not wide else 3)

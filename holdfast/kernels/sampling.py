@@ -32,18 +32,13 @@ def sample(
     """
     if logits.device.type == "cuda":
         # Triton comes with CUDA builds only, so that a CPU installation works without it.
+        if not any_random:
+            from holdfast.kernels.likeliest import likeliest
+
+            return likeliest(logits)
         from holdfast.kernels.sampling_kernels import sample_rows
 
-        return sample_rows(
-            logits,
-            temperature,
-            top_k,
-            top_p,
-            seed,
-            position,
-            any_random=any_random,
-            any_filtered=any_filtered,
-        )
+        return sample_rows(logits, temperature, top_k, top_p, seed, position, any_filtered=any_filtered)
     if not any_random:
         return _likeliest(logits)
     is_random = (temperature > 0)[:, None]
@@ -62,7 +57,7 @@ def sample(
 
 def _likeliest(logits: torch.Tensor) -> torch.Tensor:
     """The lowest of each row's likeliest tokens. NumPy's argmax is vectorised, PyTorch's on a CPU is not."""
-    if logits.device.type == "cpu" and logits.dtype == torch.float32:
+    if logits.dtype == torch.float32:
         return torch.from_numpy(logits.numpy().argmax(-1))
     return logits.argmax(-1)
 

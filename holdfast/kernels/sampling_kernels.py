@@ -23,10 +23,9 @@ def sample_rows(
     seed: torch.Tensor,
     position: torch.Tensor,
     *,
-    any_random: bool,
     any_filtered: bool,
 ) -> torch.Tensor:
-    """`sampling.sample` on CUDA, for float32, float16 and bfloat16."""
+    """`sampling.sample` on CUDA where some row has a temperature, for float32, float16 and bfloat16."""
     out = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     if len(logits):
         sample_kernel[(len(logits),)](
@@ -39,7 +38,6 @@ def sample_rows(
             out,
             logits.shape[1],
             logits.stride(0),
-            ANY_RANDOM=any_random,
             ANY_FILTERED=any_filtered,
             ZERO_BITS=ZERO_BITS[logits.dtype],
             BLOCK=BLOCK,
@@ -181,7 +179,6 @@ def sample_kernel(
     out,
     vocab,
     row_stride,
-    ANY_RANDOM: tl.constexpr,
     ANY_FILTERED: tl.constexpr,
     ZERO_BITS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -194,12 +191,10 @@ def sample_kernel(
     """
     row = tl.program_id(0)
     logits += row.to(tl.int64) * row_stride
-    heat = 0.0
-    if ANY_RANDOM:
-        heat = tl.load(temperature + row)
+    heat = tl.load(temperature + row)
     if heat <= 0.0:
         tl.store(out + row, _likeliest(logits, vocab, BLOCK).to(tl.int64))
-    elif ANY_RANDOM:
+    else:
         one = row + tl.arange(0, 1)
         row_key = _mix64(_mix64(tl.load(seed + one).to(tl.uint64)) + tl.load(position + one).to(tl.uint64))
         low = (row_key & 0xFFFFFFFF).to(tl.uint32)

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 import torch
 import triton
 
+from holdfast.kernels.chain import chaining
 from holdfast.kernels.fused_kernels import thin_linear_kernel
 
-MAX_ROWS = 8
+MAX_ROWS = 64
 """Tokens up to which the kernel streams weights faster than cuBLAS; beyond them, products become worth their tiles."""
 
 LEAST_ROW_BYTES = 512
@@ -32,14 +33,22 @@ class ThinLaunch:
 
 ONE_TOKEN = ThinLaunch(block_n=16, block_k=256, num_warps=4, num_stages=4)
 ONE_TOKEN_DEEP = ThinLaunch(block_n=8, block_k=512, num_warps=4, num_stages=3)
+ONE_TOKEN_SHORT = ThinLaunch(block_n=4, block_k=1024, num_warps=4, num_stages=3)
 FEW_TOKENS = ThinLaunch(block_n=64, block_k=128, num_warps=4, num_stages=4)
-FEW_TOKENS_CUT = ThinLaunch(block_n=64, block_k=256, num_warps=4, num_stages=3)
+FEW_TOKENS_DEEP = ThinLaunch(block_n=64, block_k=128, num_warps=4, num_stages=6)
+MORE_TOKENS = ThinLaunch(block_n=128, block_k=128, num_warps=8, num_stages=4)
+MORE_TOKENS_CUT = ThinLaunch(block_n=128, block_k=64, num_warps=4, num_stages=6)
+
+FEW = 32
+"""Tokens up to which tiles of 64 rows of weights are best."""
 
 MANY_OUTPUTS = 16_384
-"""From here on there are programs enough to spare some for deeper loads."""
+"""From here on there are programs enough to fill the device without cutting, or more than one to a processor."""
 
 PROGRAMS = 128
 """Where a product may be cut over its inputs, it is cut until there are about so many programs."""
+PART_INPUTS = 4096
+"""And until no program has more than so many inputs to read, for the processors to end together."""
 MAX_PARTS = 8
 
 
@@ -52,14 +61,19 @@ def launch_for(x: torch.Tensor, weight: torch.Tensor, *, cut: bool = False) -> T
     fits = 0 < rows <= MAX_ROWS and weight.stride(1) == 1 and x.stride(1) == 1
     if not fits or x.element_size() != 2 or inputs * x.element_size() < LEAST_ROW_BYTES:
         return None
+    outputs = weight.shape[0]
     if rows == 1:
-        return ONE_TOKEN_DEEP if cut or weight.shape[0] >= MANY_OUTPUTS else ONE_TOKEN
+        if cut and inputs <= PART_INPUTS:
+            return ONE_TOKEN_SHORT
+        return ONE_TOKEN_DEEP if cut or outputs >= MANY_OUTPUTS else ONE_TOKEN
+    if not cut and rows > FEW:
+        return MORE_TOKENS if outputs >= MANY_OUTPUTS else None
     if not cut:
-        return FEW_TOKENS
-    own = FEW_TOKENS_CUT
-    programs = -(-weight.shape[0] // own.block_n)
-    parts = max(1, min(MAX_PARTS, round(PROGRAMS / programs), inputs // (4 * own.block_k)))
-    return replace(own, parts=parts)
+        return FEW_TOKENS if outputs >= MANY_OUTPUTS else FEW_TOKENS_DEEP
+    own = FEW_TOKENS_DEEP if rows <= FEW else MORE_TOKENS_CUT
+    programs = -(-outputs // own.block_n)
+    wanted = max(round(PROGRAMS / programs), -(-inputs // PART_INPUTS))
+    return replace(own, parts=max(1, min(MAX_PARTS, wanted, inputs // (4 * own.block_k))))
 
 
 def thin_linear(
@@ -70,17 +84,22 @@ def thin_linear(
     launch: ThinLaunch,
     *,
     gated: bool = False,
+    added: bool = False,
+    norm: torch.Tensor | None = None,
+    eps: float = 0.0,
 ) -> None:
     """Put x [T, K] times weight [N, K] transposed, plus bias, into out [parts, T, N] of any float type.
 
     With parts above 1 each holds the sum over its piece of the inputs, and bias must be None. `gated`: weight and
-    bias have 2 N rows, gate over up, and out is silu(gate) * up.
+    bias have 2 N rows, gate over up, and out is silu(gate) * up. `added`: the result is added to out, in one part.
+    With `norm` [K], for one token in one part, x is replaced by its RMS norm (with eps) times norm, not rounded.
     """
     rows, inputs = x.shape
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     blocks = -(-inputs // launch.block_k)
     thin_linear_kernel[(-(-weight.shape[0] // launch.block_n), launch.parts)](
         x,
+        norm,
         weight,
         bias,
         out,
@@ -92,11 +111,14 @@ def thin_linear(
         weight.stride(0),
         out.stride(0),
         out.stride(1),
+        eps,
         GATED=gated,
+        ADDED=added,
         BLOCK_M=1 if rows == 1 else max(16, triton.next_power_of_2(rows)),
         BLOCK_N=launch.block_n,
         BLOCK_K=launch.block_k,
         EVEN=inputs % launch.block_k == 0,
         STAGES=launch.num_stages,
         num_warps=launch.num_warps,
+        **chaining(x.device),
     )

@@ -10,7 +10,6 @@ import numpy.typing as npt
 from holdfast.kernels.protocol import Segments
 
 FIELDS = 8  # int32 numbers in one record, of work and of merges alike
-SPLIT_UNIT = 128  # a split of the context is a multiple of this many keys
 
 Records = npt.NDArray[np.int32]
 
@@ -43,9 +42,18 @@ class TileList:
 
 
 def tile_list(
-    segments: Segments, chosen: npt.NDArray[np.bool_], *, group_size: int, block_m: int, work_target: int
+    segments: Segments,
+    chosen: npt.NDArray[np.bool_],
+    *,
+    group_size: int,
+    block_m: int,
+    work_target: int,
+    split_unit: int,
 ) -> TileList:
-    """Tiles of the chosen [S] segments, cut over the context into no more than work_target pieces and one a tile."""
+    """Tiles of the chosen [S] segments, cut over the context into no more than work_target pieces and one a tile.
+
+    A piece is a multiple of split_unit keys.
+    """
     start = segments.context_stop - segments.query_length
     rows = segments.query_length * group_size
     tiles = np.where(chosen, -(-rows // block_m), 0)
@@ -54,7 +62,7 @@ def tile_list(
     last_token = (np.minimum(first_row + block_m, rows[segment]) - 1) // group_size
     keys = start[segment] + last_token + 1
 
-    split = max(1, -(-int(keys.sum(dtype=np.int64)) // (work_target * SPLIT_UNIT))) * SPLIT_UNIT
+    split = max(1, -(-int(keys.sum(dtype=np.int64)) // (work_target * split_unit))) * split_unit
     splits = -(-keys // split)
     tile = np.repeat(np.arange(len(splits)), splits)
     first_key = _count_within(splits) * split

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -39,6 +40,18 @@ class LayerShape:
     """What cosine and sine are multiplied with."""
 
 
+@dataclass(frozen=True)
+class Unnormed:
+    """The RMS norm of a stream of one token times a weight, left to the product that reads it."""
+
+    stream: torch.Tensor  # [1, hidden]
+    weight: torch.Tensor  # [hidden]
+
+
+Normed = Any
+"""What `add_linear_norm` gave, for `linear` and `gated_linear` of the same object: a tensor, or how to get it."""
+
+
 class LayerOps:
     """The computations of a decoder layer around `Attention`, over T packed tokens.
 
@@ -53,11 +66,11 @@ class LayerOps:
         """RMS norm [T, hidden] times weight [hidden], accumulated in float32, in the dtype of the stream."""
         return functional.rms_norm(stream, weight.shape, weight, self.shape.eps)
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def linear(self, x: Normed, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [T, K] times weight [N, K] transposed, plus bias [N]: [T, N]."""
         return functional.linear(x, weight, bias)
 
-    def gated_linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def gated_linear(self, x: Normed, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """activation(gate) * up, [T, N], of the projections gate over up, stacked in weight [2 N, K] and bias [2 N]."""
         gate, up = functional.linear(x, weight, bias).chunk(2, dim=-1)
         return ACTIVATIONS[self.shape.activation](gate).mul_(up)
@@ -69,7 +82,7 @@ class LayerOps:
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         norm: torch.Tensor,
-    ) -> torch.Tensor:
+    ) -> Normed:
         """Add the projection of x to the stream [T, hidden] in place; `norm` of the sum."""
         stream.addmm_(x, weight.t())
         if bias is not None:

@@ -7,6 +7,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from holdfast.kernels.chain import follow, release
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -236,11 +238,13 @@ def merge_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """Weigh the partial results of a row by their share of its softmax: program (merge record, first row, KV head).
 
     A tile's rows are shared among the programs of its record.
     """
+    release(CHAINED)
     record = merges + tl.program_id(0) * 8
     kv_head = tl.program_id(2)
     first_token = tl.load(record)
@@ -248,6 +252,7 @@ def merge_kernel(
     first_row = tl.load(record + 2)
     first_partial = tl.load(record + 3)
     count = tl.load(record + 4)
+    follow(CHAINED)
     dim = tl.arange(0, BLOCK_D)
     for row_in_tile in range(tl.program_id(1), tl.minimum(rows - first_row, BLOCK_M), tl.num_programs(1)):
         row = first_row + row_in_tile

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch.nn import functional
 
-from holdfast.kernels.layers import LayerShape, layer_ops_for
+from holdfast.kernels.layers import LayerShape, Normed, layer_ops_for
 from holdfast.models.base import ModelSpec, StepInput
 from holdfast.models.rope import Rope
 
@@ -219,7 +219,7 @@ class Decoder:
         stream, attended = rows
         return self._ops.linear(self._finish(self.decoder.num_layers - 1, stream, attended), self.lm_head)
 
-    def _finish(self, index: int, stream: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+    def _finish(self, index: int, stream: torch.Tensor, attended: torch.Tensor) -> Normed:
         """What a layer does after attention, added to the stream; the stream normed for what comes next."""
         ops, layer = self._ops, self.layers[index]
         following = self.norm if index == self.decoder.num_layers - 1 else self.layers[index + 1].input_norm

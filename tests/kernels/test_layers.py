@@ -75,7 +75,8 @@ def test_the_stream_is_added_to_in_place_and_normed(
     norm = drawn(width, device=device, dtype=dtype)
     exact, *given = doubled(stream, x, weight, bias, norm)
     expected = oracle(shape).add_linear_norm(exact, *given)
-    found = FusedLayerOps(shape).add_linear_norm(stream, x, weight, bias, norm)
+    ops = FusedLayerOps(shape)
+    found = ops.computed(ops.add_linear_norm(stream, x, weight, bias, norm))
     assert_near(stream, exact)
     assert_near(found, expected)
 
@@ -200,13 +201,14 @@ def test_a_whole_layer_compiled_and_captured(dtype: torch.dtype, tokens: int) ->
     start = stream.clone()
 
     def layer(ops: LayerOps, stream: torch.Tensor, data: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
-        """A layer whose attention gives back its queries."""
+        """A layer whose attention gives back its queries, and the first product of the next."""
         qkv, o, gate_up, down, ones, head_ones = weights
         projected = ops.linear(ops.norm(stream, ones), qkv)
         caches = (data[0], data[1])
         query = ops.rotate_and_write(projected, ops.rotation(positions), head_ones, head_ones, caches, slots)
         normed = ops.add_linear_norm(stream, query.flatten(1), o, None, ones)
-        return ops.add_linear_norm(stream, ops.gated_linear(normed, gate_up), down, None, ones)
+        normed = ops.add_linear_norm(stream, ops.gated_linear(normed, gate_up), down, None, ones)
+        return ops.linear(normed, qkv)
 
     weights = (qkv, o, gate_up, down, ones, head_ones)
     ops = layer_ops_for(shape)
@@ -226,3 +228,23 @@ def test_a_whole_layer_compiled_and_captured(dtype: torch.dtype, tokens: int) ->
     stream.copy_(start)
     graph.replay()
     assert torch.equal(found, first)  # no sum depends on who comes first
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize(("tokens", "hidden", "width"), [(1, 256, 100), (1, 2600, 72), (2, 256, 100)])
+def test_products_read_the_norm_of_the_stream(
+    tokens: int, hidden: int, width: int, with_bias: bool, device: str
+) -> None:
+    shape = shape_of(device, torch.float16)
+    ops, exact_ops = FusedLayerOps(shape), oracle(shape)
+    stream, x = (drawn(tokens, hidden, device=device, dtype=torch.float16, spread=2) for _ in range(2))
+    square, after = (
+        drawn(rows, hidden, device=device, dtype=torch.float16, spread=hidden**-0.5) for rows in (hidden, 2 * width)
+    )
+    norm = drawn(hidden, device=device, dtype=torch.float16)
+    bias = drawn(2 * width, device=device, dtype=torch.float16) if with_bias else None
+    exact, exact_x, exact_square, exact_after, exact_norm, exact_bias = doubled(stream, x, square, after, norm, bias)
+    expected = exact_ops.add_linear_norm(exact, exact_x, exact_square, None, exact_norm)
+    found = ops.add_linear_norm(stream, x, square, None, norm)
+    assert_near(ops.linear(found, after, bias), exact_ops.linear(expected, exact_after, exact_bias))
+    assert_near(ops.gated_linear(found, after, bias), exact_ops.gated_linear(expected, exact_after, exact_bias))

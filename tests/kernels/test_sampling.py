@@ -22,9 +22,9 @@ def draw(
     top_p: float | torch.Tensor = 1.0,
     seed: int | torch.Tensor = 0,
     position: int | torch.Tensor = 0,
-    by: Callable[..., torch.Tensor] = sample,
+    by: Callable[..., torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """`sample`, with numbers that stand for all rows."""
+    """`sample`, or a kernel of its signature but for any_random, with numbers that stand for all rows."""
     rows = logits.shape[0]
 
     def column(value: float | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -32,16 +32,12 @@ def draw(
 
     temperature, top_p = column(temperature, torch.float32), column(top_p, torch.float32)
     top_k = column(top_k, torch.int32)
-    return by(
-        logits,
-        temperature,
-        top_k,
-        top_p,
-        column(seed, torch.int64),
-        column(position, torch.int64),
-        any_random=bool((temperature > 0).any()),
-        any_filtered=bool(((top_k > 0) | (top_p < 1)).any()),
-    )
+    rest = column(seed, torch.int64), column(position, torch.int64)
+    any_filtered = bool(((top_k > 0) | (top_p < 1)).any())
+    if by is not None:
+        return by(logits, temperature, top_k, top_p, *rest, any_filtered=any_filtered)
+    any_random = bool((temperature > 0).any())
+    return sample(logits, temperature, top_k, top_p, *rest, any_random=any_random, any_filtered=any_filtered)
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:

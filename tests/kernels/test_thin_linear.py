@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from holdfast.kernels.thin_linear import MAX_ROWS, ThinLaunch, launch_for, thin_linear
+from holdfast.kernels.thin_linear import FEW, MAX_ROWS, ThinLaunch, launch_for, thin_linear
 
 
 def draw(
@@ -52,7 +52,9 @@ def test_a_row_of_nan_stays_in_its_row(rows: int, device: str) -> None:
 
 def test_float32_many_rows_and_strange_layouts_are_left_to_the_library(device: str) -> None:
     x, weight = draw(MAX_ROWS + 1, 64, 512, device, torch.float16)
-    assert launch_for(x[:MAX_ROWS], weight) is not None
+    assert launch_for(x[:FEW], weight) is not None
+    assert launch_for(x[:MAX_ROWS], weight) is None
+    assert launch_for(x[:MAX_ROWS], weight, cut=True) is not None
     assert launch_for(x, weight) is None
     assert launch_for(x[:0], weight) is None
     assert launch_for(x[:1].float(), weight.float()) is None
@@ -73,7 +75,7 @@ def test_only_a_product_that_may_be_cut_is_cut(outputs: int, inputs: int, rows: 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("rows", [1, 2, 5, 8])
+@pytest.mark.parametrize("rows", [1, 2, 8, 31])
 @pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (4096, 14336), (1000, 1030), (128256, 4096)])
 @pytest.mark.parametrize("gated", [False, True])
 def test_compiled_launches_stay_within_the_precision_of_the_type(

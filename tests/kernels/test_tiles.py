@@ -8,7 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.kernels.protocol import Segments
-from holdfast.kernels.tiles import SPLIT_UNIT, TileList, tile_list
+from holdfast.kernels.tiles import TileList, tile_list
+
+SPLIT_UNIT = 64
 
 
 def make_segments(lengths_and_stops: list[tuple[int, int]]) -> Segments:
@@ -22,7 +24,9 @@ def make_segments(lengths_and_stops: list[tuple[int, int]]) -> Segments:
 
 def make_tiles(segments: Segments, *, group_size: int = 4, block_m: int = 16, work_target: int = 10) -> TileList:
     chosen = np.ones(len(segments.row), bool)
-    return tile_list(segments, chosen, group_size=group_size, block_m=block_m, work_target=work_target)
+    return tile_list(
+        segments, chosen, group_size=group_size, block_m=block_m, work_target=work_target, split_unit=SPLIT_UNIT
+    )
 
 
 segment_lists = st.lists(
@@ -82,6 +86,6 @@ def test_longest_pieces_come_first() -> None:
 @pytest.mark.parametrize("chosen", [[True, False, True], [False, False, False]])
 def test_only_chosen_segments_get_tiles(chosen: list[bool]) -> None:
     segments = make_segments([(1, 50), (5, 70), (1, 9)])
-    tiles = tile_list(segments, np.array(chosen), group_size=4, block_m=16, work_target=5)
+    tiles = tile_list(segments, np.array(chosen), group_size=4, block_m=16, work_target=5, split_unit=SPLIT_UNIT)
     starts = segments.query_start[:-1][np.array(chosen)]
     assert set(tiles.work[:, 0].tolist()) == set(starts.tolist())

@@ -1,0 +1,182 @@
+"""Where a decode step's time goes on a GPU: kernels by name, and the gaps between them, at several batch sizes.
+
+    python benchmarks/step_breakdown.py [--batches 1 32 256] [--out after.json] [--before before.json] [--plot out.png]
+
+The shape is Llama-3-8B's with random weights, prompts of 512 tokens. PyTorch's profiler stretches a step somewhat: its
+wall time stands beside that of steps that were not watched. Prints a table, writes JSON; `--plot` draws both JSONs (or
+the one there is) as stacked bars, and needs no GPU where `--after` names a result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from llama8b import LLAMA_3_8B, draw, offline, request
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from holdfast.core.config import EngineConfig
+from holdfast.engine.loop import Loop
+from holdfast.engine.process import build
+
+PROMPT = 512
+KINDS = {  # by the start or a part of a kernel's name, in this order
+    "thin_linear_kernel": "products",
+    "nvjet": "products",
+    "splitKreduce": "products",
+    "gemm": "products",
+    "decode_kernel": "attention",
+    "attend_kernel": "attention",
+    "merge_kernel": "attention",
+    "norm_kernel": "norms",
+    "rotate_write_kernel": "rotation, cache write",
+    "silu_mul_kernel": "gate",
+    "best_of": "greedy token",
+    "ArgMax": "greedy token",
+    "reduce_kernel": "greedy token",
+}
+OTHER, GAPS = "other kernels", "between kernels"
+
+
+def kind_of(name: str) -> str:
+    return next((kind for part, kind in KINDS.items() if part in name), OTHER)
+
+
+def start(loop: Loop, batch: int) -> None:
+    """`batch` sequences that have been prefilled and decode."""
+    rng = random.Random(batch)
+    stamp = time.monotonic()
+    for index in range(batch):
+        loop.add(request(f"{batch}-{index}-{stamp}", draw(rng, PROMPT), 400))
+    for _ in range(batch * PROMPT // 2048 + 12):
+        loop.step()
+
+
+def finish(loop: Loop) -> None:
+    while loop.has_work():
+        loop.step()
+
+
+def breakdown(loop: Loop, batch: int, steps: int) -> dict[str, Any]:
+    """Microseconds of one step by kind and by kernel, and the spans they were measured in."""
+    start(loop, batch)
+    times = []
+    for _ in range(steps):
+        begin = time.perf_counter()
+        loop.step()
+        times.append(time.perf_counter() - begin)
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
+        for _ in range(steps):
+            loop.step()
+        torch.cuda.synchronize()
+    finish(loop)
+    spans = sorted(
+        (event.time_range.start, event.time_range.end, event.name)
+        for event in profiler.events()
+        if event.device_type == DeviceType.CUDA and event.name and not event.name.startswith(("Memcpy", "Memset"))
+    )
+    kernels: dict[str, list[float]] = defaultdict(list)
+    kinds: dict[str, float] = defaultdict(float)
+    reached = spans[0][0]
+    for begin, end, name in spans:
+        kernels[name[:120]].append(end - begin)
+        # Kernels of a chain overlap: what counts is the time that a kernel adds.
+        kinds[kind_of(name)] += max(0.0, end - max(begin, reached)) / steps
+        kinds[GAPS] += max(0.0, begin - reached) / steps
+        reached = max(reached, end)
+    by_time = sorted(kernels.items(), key=lambda item: -sum(item[1]))
+    return {
+        "batch": batch,
+        "step_ms_p50": round(1e3 * statistics.median(times), 3),
+        "watched_ms": round((reached - spans[0][0]) / steps / 1e3, 3),
+        "kinds_us": {kind: round(us, 1) for kind, us in sorted(kinds.items(), key=lambda item: -item[1])},
+        "kernels": [
+            {"name": name, "calls": round(len(us) / steps, 2), "us_each": round(statistics.median(us), 2)}
+            for name, us in by_time[:25]
+        ],
+    }
+
+
+def plot(results: dict[str, list[dict[str, Any]]], path: Path) -> None:
+    """Stacked bars of the kinds, one for each batch size and result."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    batches = [line["batch"] for line in next(iter(results.values()))]
+    kinds = [*dict.fromkeys(KINDS.values()), OTHER, GAPS]
+    colors = dict(zip(kinds, pyplot.get_cmap("tab10").colors, strict=False))
+    figure, axes = pyplot.subplots(1, len(batches), figsize=(3 * len(batches), 4.5))
+    for axis, batch in zip(axes if len(batches) > 1 else [axes], batches, strict=True):
+        for place, lines in enumerate(results.values()):
+            bottom = 0.0
+            line = next((line for line in lines if line["batch"] == batch), None)
+            for kind in kinds if line else ():
+                height = line["kinds_us"].get(kind, 0.0) / 1e3
+                axis.bar(place, height, bottom=bottom, color=colors[kind], label=kind, width=0.7)
+                bottom += height
+            axis.text(place, bottom, f"{bottom:.2f}", ha="center", va="bottom")
+        axis.set_xticks(range(len(results)), list(results))
+        axis.set_title(f"batch {batch}")
+    first = axes[0] if len(batches) > 1 else axes
+    first.set_ylabel("ms a step")
+    handles, labels = first.get_legend_handles_labels()
+    unique = dict(zip(labels, handles, strict=True))
+    figure.legend(unique.values(), unique.keys(), loc="lower center", ncols=4, fontsize="small")
+    figure.tight_layout(rect=(0, 0.12, 1, 1))
+    figure.savefig(path, dpi=120)
+
+
+def measure(batches: list[int], steps: int) -> dict[str, Any]:
+    directory = Path(tempfile.mkdtemp(prefix="breakdown-"))
+    (directory / "config.json").write_text(json.dumps(LLAMA_3_8B))
+    options = dict(max_sequences=max(batches), prefix_sharing=False, max_waiting=10_000)
+    loop, _ = build(EngineConfig(model=str(directory), load_format="random", **options))
+    offline(loop, "warm-up", [(PROMPT, 8)] * 8)
+    about = dict(
+        command=" ".join(["python", *sys.argv]),
+        device=torch.cuda.get_device_name(),
+        torch=torch.__version__,
+        python=platform.python_version(),
+    )
+    return {"about": about, "results": [breakdown(loop, batch, steps) for batch in batches]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batches", nargs="*", type=int, default=[1, 32, 128, 256])
+    parser.add_argument("--steps", type=int, default=20, help="steps watched, and as many not watched")
+    parser.add_argument("--out", type=Path, help="write the JSON here")
+    parser.add_argument("--after", type=Path, help="do not measure: take this JSON")
+    parser.add_argument("--before", type=Path, help="a JSON to draw beside it")
+    parser.add_argument("--plot", type=Path)
+    arguments = parser.parse_args()
+    found = json.loads(arguments.after.read_text()) if arguments.after else measure(arguments.batches, arguments.steps)
+    for line in found["results"]:
+        kinds = "  ".join(f"{kind} {us / 1e3:.3f}" for kind, us in line["kinds_us"].items())
+        print(
+            f"batch {line['batch']}: {line['step_ms_p50']} ms a step; watched {line['watched_ms']}: {kinds}", flush=True
+        )
+    if arguments.out:
+        arguments.out.write_text(json.dumps(found, indent=1) + "\n")
+    if arguments.plot:
+        results = {"after": found["results"]}
+        if arguments.before:
+            results = {"before": json.loads(arguments.before.read_text())["results"], **results}
+        plot(results, arguments.plot)
+
+
+if __name__ == "__main__":
+    main()

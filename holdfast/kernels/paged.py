@@ -8,6 +8,7 @@ import numpy as np
 import torch
 import triton
 
+from holdfast.kernels import prefill_kernel
 from holdfast.kernels.protocol import CapturableAttention, Segments
 from holdfast.kernels.tiles import FIELDS, TileList, tile_list
 from holdfast.kernels.triton_kernels import attend_kernel, merge_kernel, write_kernel
@@ -65,9 +66,15 @@ class PagedAttention(CapturableAttention[tuple[DeviceTiles, ...]]):
         self.block_d = max(16, triton.next_power_of_2(head_dim))
         self.block_size = block_size
         self.narrow_m = max(16, triton.next_power_of_2(self.group_size))
+        self.num_processors = num_processors
+        self.specialised = prefill_kernel.supports(device, head_dim=head_dim, block_size=block_size)
         self.wide_m = max(256 if self.block_d <= 128 else 128, self.narrow_m)
+        if self.specialised and self.narrow_m <= prefill_kernel.BLOCK_M:
+            self.wide_m = prefill_kernel.BLOCK_M
         self.narrow_target = max(1, num_processors * NARROW_WORK_PER_PROCESSOR // num_kv_heads)
         self.wide_target = max(1, num_processors * WIDE_WORK_PER_PROCESSOR // num_kv_heads)
+
+    variant: dict = {}
 
     def schedule(self, segments: Segments) -> tuple[DeviceTiles, ...]:
         narrow = segments.query_length * self.group_size <= self.narrow_m
@@ -160,7 +167,24 @@ class PagedAttention(CapturableAttention[tuple[DeviceTiles, ...]]):
             places = (tiles.partials, self.num_kv_heads, tiles.block_m)
             partial_out = query.new_empty((*places, self.head_dim), dtype=torch.float32)
             partial_log = query.new_empty(places, dtype=torch.float32)
-            attend_kernel[(len(tiles.work), self.num_kv_heads)](
+            if tiles.block_m == self.wide_m and self.specialised and prefill_kernel.takes(query, key_cache, value_cache):
+                prefill_kernel.attend(
+                    query,
+                    key_cache,
+                    value_cache,
+                    block_tables,
+                    tiles.work,
+                    sinks,
+                    out,
+                    partial_out,
+                    partial_log,
+                    num_processors=self.num_processors,
+                    scale=scale,
+                    window=window,
+                    softcap=softcap,
+                    **self.variant,
+                )
+            else: attend_kernel[(len(tiles.work), self.num_kv_heads)](
                 query,
                 key_cache,
                 value_cache,

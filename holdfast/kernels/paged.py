@@ -43,8 +43,9 @@ class PagedAttention(CapturableAttention[tuple[DeviceTiles, ...]]):
     """`Attention` by Triton: tiles packed over grouped heads, split over the context when queries are few.
 
     A batch has two kinds of tiles, each its own launch: narrow ones for decodes, which are bound by reading keys, and
-    wide ones for longer segments, bound by arithmetic. The grid is the length of a tile list; lists live in one device
-    buffer and zero records do nothing, so that a captured launch of fixed capacity can serve any smaller batch.
+    wide ones for longer segments, bound by arithmetic; on Hopper `prefill_kernel` computes these, where it takes the
+    tensors. Lists live in one device buffer and zero records do nothing, so that a captured launch of fixed capacity
+    can serve any smaller batch.
 
     Besides float16 and bfloat16, float32 is computed exactly (no TF32). A negative slot in `write` is skipped.
     """
@@ -67,14 +68,11 @@ class PagedAttention(CapturableAttention[tuple[DeviceTiles, ...]]):
         self.block_size = block_size
         self.narrow_m = max(16, triton.next_power_of_2(self.group_size))
         self.num_processors = num_processors
-        self.specialised = prefill_kernel.supports(device, head_dim=head_dim, block_size=block_size)
-        self.wide_m = max(256 if self.block_d <= 128 else 128, self.narrow_m)
-        if self.specialised and self.narrow_m <= prefill_kernel.BLOCK_M:
-            self.wide_m = prefill_kernel.BLOCK_M
+        self.on_hopper = prefill_kernel.supports(device, head_dim=head_dim, block_size=block_size)
+        wide_m = prefill_kernel.BLOCK_M if self.on_hopper else 256 if self.block_d <= 128 else 128
+        self.wide_m = max(wide_m, self.narrow_m)
         self.narrow_target = max(1, num_processors * NARROW_WORK_PER_PROCESSOR // num_kv_heads)
         self.wide_target = max(1, num_processors * WIDE_WORK_PER_PROCESSOR // num_kv_heads)
-
-    variant: dict = {}
 
     def schedule(self, segments: Segments) -> tuple[DeviceTiles, ...]:
         narrow = segments.query_length * self.group_size <= self.narrow_m
@@ -167,7 +165,7 @@ class PagedAttention(CapturableAttention[tuple[DeviceTiles, ...]]):
             places = (tiles.partials, self.num_kv_heads, tiles.block_m)
             partial_out = query.new_empty((*places, self.head_dim), dtype=torch.float32)
             partial_log = query.new_empty(places, dtype=torch.float32)
-            if tiles.block_m == self.wide_m and self.specialised and prefill_kernel.takes(query, key_cache, value_cache):
+            if self.on_hopper and tiles.block_m == prefill_kernel.BLOCK_M and prefill_kernel.takes(query, key_cache):
                 prefill_kernel.attend(
                     query,
                     key_cache,
@@ -182,37 +180,37 @@ class PagedAttention(CapturableAttention[tuple[DeviceTiles, ...]]):
                     scale=scale,
                     window=window,
                     softcap=softcap,
-                    **self.variant,
                 )
-            else: attend_kernel[(len(tiles.work), self.num_kv_heads)](
-                query,
-                key_cache,
-                value_cache,
-                block_tables,
-                tiles.work,
-                sinks,
-                out,
-                partial_out,
-                partial_log,
-                *query.stride()[:2],
-                *key_cache.stride()[:3],
-                *value_cache.stride()[:3],
-                *out.stride()[:2],
-                block_tables.stride(0),
-                scale if softcap is None else scale / softcap,
-                softcap or 0.0,
-                window or 0,
-                GROUP_SIZE=self.group_size,
-                HEAD_DIM=self.head_dim,
-                BLOCK_SIZE=self.block_size,
-                BLOCK_M=tiles.block_m,
-                BLOCK_N=launch.block_n,
-                BLOCK_D=self.block_d,
-                HAS_SOFTCAP=softcap is not None,
-                HAS_WINDOW=window is not None,
-                num_warps=launch.num_warps,
-                num_stages=launch.num_stages,
-            )
+            else:
+                attend_kernel[(len(tiles.work), self.num_kv_heads)](
+                    query,
+                    key_cache,
+                    value_cache,
+                    block_tables,
+                    tiles.work,
+                    sinks,
+                    out,
+                    partial_out,
+                    partial_log,
+                    *query.stride()[:2],
+                    *key_cache.stride()[:3],
+                    *value_cache.stride()[:3],
+                    *out.stride()[:2],
+                    block_tables.stride(0),
+                    scale if softcap is None else scale / softcap,
+                    softcap or 0.0,
+                    window or 0,
+                    GROUP_SIZE=self.group_size,
+                    HEAD_DIM=self.head_dim,
+                    BLOCK_SIZE=self.block_size,
+                    BLOCK_M=tiles.block_m,
+                    BLOCK_N=launch.block_n,
+                    BLOCK_D=self.block_d,
+                    HAS_SOFTCAP=softcap is not None,
+                    HAS_WINDOW=window is not None,
+                    num_warps=launch.num_warps,
+                    num_stages=launch.num_stages,
+                )
             if len(tiles.merges):
                 merge_kernel[(len(tiles.merges), tiles.merged_rows, self.num_kv_heads)](
                     tiles.merges,

@@ -1,6 +1,6 @@
 """The prefill kernel for Hopper: paged attention of long segments, in Gluon, with specialised warps.
 
-After FlashAttention-3 (Shah et al., 2024, sections 3.1 and 3.2): one warp has keys and values copied by the copy engine,
+After FlashAttention-3 (Shah et al., 2024, sections 3.1 and 3.2): one warp has the copy engine bring keys and values,
 which writes each block of the cache where the tensor cores read it; two warpgroups take turns at the tensor cores, so
 that the softmax of one runs under the products of the other. The grid is persistent, one program a processor.
 
@@ -99,7 +99,7 @@ def _load(
                         block = gl.load(table + gl.minimum(key, stop_key - 1) // BLOCK_SIZE)
                         # A box past the last row of the cache is filled with zeros.
                         place = gl.where(key < stop_key, block * BLOCK_SIZE + key % BLOCK_SIZE, cache_rows)
-                        places = (*places, place)
+                        places = places + (place,)  # noqa: RUF005 - Triton knows no star in a tuple
                     mbarrier.wait(key_empty.index(stage), phase ^ 1)
                     mbarrier.expect(key_full.index(stage), BLOCK_N * HEAD_DIM * 2)
                     for box in gl.static_range(BOXES):

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 import triton
 
+from holdfast.kernels import prefill_kernel
 from holdfast.kernels.chain import chaining
 from holdfast.kernels.decode_kernel import decode_kernel
 from holdfast.kernels.protocol import CapturableAttention, Segments
@@ -48,8 +49,9 @@ class PagedAttention(CapturableAttention[tuple[DeviceTiles, ...]]):
     """`Attention` by Triton: tiles packed over grouped heads, split over the context when queries are few.
 
     A batch has two kinds of tiles, each its own launch: narrow ones for decodes, which are bound by reading keys, and
-    wide ones for longer segments, bound by arithmetic. The grid is the length of a tile list; lists live in one device
-    buffer and zero records do nothing, so that a captured launch of fixed capacity can serve any smaller batch.
+    wide ones for longer segments, bound by arithmetic; on Hopper `prefill_kernel` computes these, where it takes the
+    tensors. Lists live in one device buffer and zero records do nothing, so that a captured launch of fixed capacity
+    can serve any smaller batch.
 
     Besides float16 and bfloat16, float32 is computed exactly (no TF32). A negative slot in `write` is skipped.
     """
@@ -71,7 +73,10 @@ class PagedAttention(CapturableAttention[tuple[DeviceTiles, ...]]):
         self.block_d = max(16, triton.next_power_of_2(head_dim))
         self.block_size = block_size
         self.narrow_m = max(16, triton.next_power_of_2(self.group_size))
-        self.wide_m = max(256 if self.block_d <= 128 else 128, self.narrow_m)
+        self.num_processors = num_processors
+        self.on_hopper = prefill_kernel.supports(device, head_dim=head_dim, block_size=block_size)
+        wide_m = prefill_kernel.BLOCK_M if self.on_hopper else 256 if self.block_d <= 128 else 128
+        self.wide_m = max(wide_m, self.narrow_m)
         self.narrow_target = max(1, num_processors * NARROW_WORK_PER_PROCESSOR // num_kv_heads)
         self.wide_target = max(1, num_processors * WIDE_WORK_PER_PROCESSOR // num_kv_heads)
 
@@ -212,7 +217,23 @@ class PagedAttention(CapturableAttention[tuple[DeviceTiles, ...]]):
                 HAS_WINDOW=window is not None,
                 num_warps=launch.num_warps,
             )
-            if tiles.block_m == self.narrow_m:
+            if self.on_hopper and tiles.block_m == prefill_kernel.BLOCK_M and prefill_kernel.takes(query, key_cache):
+                prefill_kernel.attend(
+                    query,
+                    key_cache,
+                    value_cache,
+                    block_tables,
+                    tiles.work,
+                    sinks,
+                    out,
+                    partial_out,
+                    partial_log,
+                    num_processors=self.num_processors,
+                    scale=scale,
+                    window=window,
+                    softcap=softcap,
+                )
+            elif tiles.block_m == self.narrow_m:
                 decode_kernel[places_of_work[::-1]](
                     *arguments, **constants, STAGES=launch.num_stages, **chaining(query.device)
                 )

@@ -122,7 +122,16 @@ def test_write_skips_padding_and_touches_no_other_slot(device: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "block_size"),
-    [(32, 8, 128, 16), (8, 8, 64, 1), (14, 2, 80, 16), (71, 1, 64, 5), (16, 4, 256, 16), (10, 2, 96, 64)],
+    [
+        (32, 8, 128, 16),
+        (14, 2, 64, 32),
+        (8, 8, 128, 128),
+        (8, 8, 64, 1),
+        (14, 2, 80, 16),
+        (71, 1, 64, 5),
+        (16, 4, 256, 16),
+        (10, 2, 96, 64),
+    ],
 )
 @pytest.mark.parametrize("options", [{}, {"window": 100}, {"softcap": 30.0}, {"sinks": True}])
 def test_compiled_kernels_stay_within_the_precision_of_the_type(

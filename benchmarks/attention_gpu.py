@@ -43,7 +43,8 @@ class Variant(PagedAttention):
             block_size=BLOCK_SIZE,
         )
         self.settings = settings
-        self.wide_m = settings.get("wide_m", self.wide_m)
+        if "wide_m" in settings:  # settings of the Triton kernel
+            self.on_hopper, self.wide_m = False, settings["wide_m"]
         if "work" in settings:
             self.narrow_target = properties.multi_processor_count * settings["work"] // KV_HEADS
 

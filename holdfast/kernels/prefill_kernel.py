@@ -63,7 +63,9 @@ def _read(
     begin = first_key
     if HAS_WINDOW:
         skipped = start + first_row // GROUP_SIZE - window + 1 - first_key
-        begin += gl.maximum(skipped, 0) // BLOCK_N * BLOCK_N
+        # A part that lies wholly before the window keeps its last step, whose keys are all masked.
+        skipped = gl.minimum(gl.maximum(skipped, 0), stop_key - 1 - first_key)
+        begin += skipped // BLOCK_N * BLOCK_N
     steps = gl.maximum(gl.cdiv(stop_key - begin, BLOCK_N), 1)
     return first_token, rows, start, table, first_row, first_key, stop_key, partial, begin, steps
 

@@ -125,9 +125,15 @@ def run(
 
         settings = [*changed(load), *changed(config, without=("json", "report", "plots", "jobs")), *changed(engine)]
         page = report_of(
-            verdicts, best, described(setting, load), advice, settings, shlex.join(["holdfast", "plan", *arguments]),
+            verdicts,
+            best,
+            described(setting, load),
+            advice,
+            (HEAD, [cells(verdict) for verdict in verdicts]),
+            settings,
+            shlex.join(["holdfast", "plan", *arguments]),
             f"Holdfast {__version__}",
-        )  # fmt: skip
+        )
         console.print(written(page, config.report, config.plots), soft_wrap=True)
     return 0 if best else 1
 

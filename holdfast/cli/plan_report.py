@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from holdfast.bench import drawings
 from holdfast.bench.report import Report, Section, Tile, short
-from holdfast.cli.plan import HEAD, cells
 from holdfast.simulator.plan import Verdict
 
 
@@ -15,11 +14,15 @@ def report_of(
     best: Verdict | None,
     question: str,
     advice: Sequence[str],
+    table: tuple[Sequence[str], Sequence[tuple[str, ...]]],
     settings: Sequence[tuple[str, str]],
     command: str,
     footer: str,
 ) -> Report:
-    """The report; `advice` is lines for people, the last of which is a command where there is one."""
+    """The report; `advice` is lines for people, the last of which is a command where there is one.
+
+    `table` is its head, and a row for each verdict.
+    """
     at = verdicts.index(best) if best is not None else None
     ready = advice[-1].startswith("holdfast serve ")
     said = advice[:-1] if ready else advice
@@ -42,7 +45,7 @@ def report_of(
             code=advice[-1] if ready else "",
         ),
         Section(title="By candidate", caption="The highest rate within the limits.", draws=draws),
-        Section(title="Table", draws={}, head=HEAD, rows=[cells(verdict) for verdict in verdicts], best=at),
+        Section(title="Table", draws={}, head=table[0], rows=table[1], best=at),
     ]
     if refused:
         sections.append(Section(title="Without capacity", draws={}, head=("candidate", "why"), rows=refused))

@@ -122,7 +122,8 @@ def test_where_nothing_fits_one_device_no_command_is_given():
     ],
 )
 def test_every_command_is_what_serve_takes(candidate):
-    engine = EngineConfig(max_sequences=64, memory_fraction=0.85, prefix_sharing=False, max_model_len=8192, seed=3)
+    sharing = candidate.host_cache_gb > 0  # without it there is no host tier
+    engine = EngineConfig(max_sequences=64, memory_fraction=0.85, prefix_sharing=sharing, max_model_len=8192, seed=3)
     made = parsed(serve_command(candidate, engine, "a model's/directory"))
     assert made == replace(engine, model="a model's/directory", **candidate.options())
 

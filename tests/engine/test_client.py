@@ -221,12 +221,18 @@ async def test_an_engine_that_does_not_answer_in_time_is_told(client, monkeypatc
         await client.health(timeout=0.001)
 
 
-async def test_the_socket_cannot_be_found_once_the_engine_is_connected(small, monkeypatch):
-    with tempfile.TemporaryDirectory(prefix="hf-") as room:  # other engines of this machine keep theirs elsewhere
-        monkeypatch.setattr(tempfile, "tempdir", room)
-        client = await EngineClient.start(small())
-        assert not list(Path(room).glob("holdfast-*/engine"))
-        await client.close()
+@pytest.fixture
+def room(monkeypatch):
+    """Where the engines of this test keep what is temporary, apart from the other engines of this machine."""
+    with tempfile.TemporaryDirectory(prefix="hf-") as directory:
+        monkeypatch.setattr(tempfile, "tempdir", directory)
+        yield Path(directory)
+
+
+async def test_the_socket_cannot_be_found_once_the_engine_is_connected(small, room):
+    client = await EngineClient.start(small())
+    assert not list(room.glob("holdfast-*/engine"))
+    await client.close()
 
 
 async def test_a_killed_engine_ends_every_stream_with_the_reason(small):
@@ -281,7 +287,7 @@ async def test_closing_ends_streams_and_process(small):
     wait_for_end(client.pid)
 
 
-async def test_a_start_that_fails_says_why_and_leaves_nothing(small, checkpoint, tmp_path, capfd):
+async def test_a_start_that_fails_says_why_and_leaves_nothing(small, checkpoint, tmp_path, capfd, room):
     with pytest.raises(EngineStartError, match="does not exist"):
         await EngineClient.start(small(model=str(tmp_path / "absent")))
     with pytest.raises(EngineStartError, match=r"no tokenizer\.json"):
@@ -293,7 +299,7 @@ async def test_a_start_that_fails_says_why_and_leaves_nothing(small, checkpoint,
     with pytest.raises(EngineStartError, match="Mamba"):
         await EngineClient.start(small(model=str(tmp_path)))
     assert "Traceback" not in capfd.readouterr().err
-    assert not list(Path(tempfile.gettempdir()).glob("holdfast-*/engine"))
+    assert not list(room.glob("holdfast-*/engine"))
 
 
 async def test_a_start_that_is_cancelled_ends_the_process(small, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -12,12 +13,12 @@ from holdfast.kernels import prefill_kernel
 from holdfast.kernels.chain import chaining
 from holdfast.kernels.decode_kernel import decode_kernel
 from holdfast.kernels.protocol import CapturableAttention, Segments
-from holdfast.kernels.tiles import FIELDS, TileList, tile_list
+from holdfast.kernels.tiles import FIELDS, TileList, split_by_target, split_evenly, tile_list
 from holdfast.kernels.triton_kernels import attend_kernel, merge_kernel, write_kernel
 
-# The context is cut until there are about so many pieces for each processor. A wide tile fills a processor alone.
+# The context is cut until there are about so many pieces for each processor; of wide tiles it makes at most so many.
 NARROW_WORK_PER_PROCESSOR = 4
-WIDE_WORK_PER_PROCESSOR = 1
+WIDE_WORK_PER_PROCESSOR = 2
 WIDE_SEGMENTS = 64  # what a reserved schedule has room for; each takes a tile that is not full
 MERGE_PROGRAMS = 16  # for each merge of wide tiles in a reserved schedule, where most rows may be none
 NARROW_SPLIT_UNIT = 64  # a piece is a multiple of so many keys
@@ -79,6 +80,14 @@ class PagedAttention(CapturableAttention[tuple[DeviceTiles, ...]]):
         self.wide_m = max(wide_m, self.narrow_m)
         self.narrow_target = max(1, num_processors * NARROW_WORK_PER_PROCESSOR // num_kv_heads)
         self.wide_target = max(1, num_processors * WIDE_WORK_PER_PROCESSOR // num_kv_heads)
+        self._split_narrow = partial(split_by_target, target=self.narrow_target, unit=NARROW_SPLIT_UNIT)
+        self._split_wide = partial(
+            split_evenly,
+            heads=num_kv_heads,
+            processors=num_processors,
+            spare=self.wide_target,
+            unit=WIDE_SPLIT_UNIT,
+        )
 
     def schedule(self, segments: Segments) -> tuple[DeviceTiles, ...]:
         lists = [tiles for tiles in self._lists(segments) if len(tiles.work)]
@@ -95,12 +104,10 @@ class PagedAttention(CapturableAttention[tuple[DeviceTiles, ...]]):
         """Wide and narrow tiles of a batch."""
         narrow = segments.query_length * self.group_size <= self.narrow_m
         wide, few = (
-            tile_list(
-                segments, chosen, group_size=self.group_size, block_m=block_m, work_target=target, split_unit=unit
-            )
-            for chosen, block_m, target, unit in (
-                (~narrow, self.wide_m, self.wide_target, WIDE_SPLIT_UNIT),
-                (narrow, self.narrow_m, self.narrow_target, NARROW_SPLIT_UNIT),
+            tile_list(segments, chosen, group_size=self.group_size, block_m=block_m, split_for=split_for)
+            for chosen, block_m, split_for in (
+                (~narrow, self.wide_m, self._split_wide),
+                (narrow, self.narrow_m, self._split_narrow),
             )
         )
         return wide, few
@@ -115,8 +122,7 @@ class PagedAttention(CapturableAttention[tuple[DeviceTiles, ...]]):
             shortest = self.narrow_m // self.group_size + 1  # tokens of a segment that is not narrow
             tiles = tokens * self.group_size // self.wide_m + min(WIDE_SEGMENTS, segments, tokens // shortest)
             kinds.insert(0, (self.wide_m, tiles, self.wide_target, MERGE_PROGRAMS))
-        # A split is at least the keys of all over the target: fewer tiles than that are longer than one, and cutting
-        # them makes at most so many pieces more.
+        # A cut makes at most `target` pieces more than there are tiles, so no more tiles than that are cut.
         sizes = [size for _, tiles, target, _ in kinds for size in (tiles + target, min(tiles, target))]
         records = torch.zeros((sum(sizes), FIELDS), dtype=torch.int32, device=self.device)
         pieces = torch.split(records, sizes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +11,11 @@ import numpy.typing as npt
 from holdfast.kernels.protocol import Segments
 
 FIELDS = 8  # int32 numbers in one record, of work and of merges alike
+
+PARTS = (2, 3, 4, 5, 6, 8, 10, 12, 16)  # into how many pieces the longest tile may be cut
+FIXED_STEPS = 2.5  # what a piece takes besides its keys, in the time of a unit of them
+SPLIT_STEPS = 4.5  # the same where its result is one of several, to be merged
+GAIN = 0.97  # what a finer cut must bring to be worth it
 
 Records = npt.NDArray[np.int32]
 
@@ -47,12 +53,11 @@ def tile_list(
     *,
     group_size: int,
     block_m: int,
-    work_target: int,
-    split_unit: int,
+    split_for: Callable[[Records], int],
 ) -> TileList:
-    """Tiles of the chosen [S] segments, cut over the context into no more than work_target pieces and one a tile.
+    """Tiles of the chosen [S] segments, cut over the context into pieces of no more keys than `split_for` says.
 
-    A piece is a multiple of split_unit keys.
+    It is told how many keys each tile has.
     """
     start = segments.context_stop - segments.query_length
     rows = segments.query_length * group_size
@@ -62,7 +67,7 @@ def tile_list(
     last_token = (np.minimum(first_row + block_m, rows[segment]) - 1) // group_size
     keys = start[segment] + last_token + 1
 
-    split = max(1, -(-int(keys.sum(dtype=np.int64)) // (work_target * split_unit))) * split_unit
+    split = split_for(keys)
     splits = -(-keys // split)
     tile = np.repeat(np.arange(len(splits)), splits)
     first_key = _count_within(splits) * split
@@ -84,6 +89,41 @@ def tile_list(
     merges[:, 4] = splits[in_parts]
     merges[:, 3] = np.cumsum(merges[:, 4]) - merges[:, 4]
     return TileList(block_m, work, merges)
+
+
+def split_by_target(keys: Records, *, target: int, unit: int) -> int:
+    """Keys of a piece, a multiple of `unit`: together the tiles make no more than `target` pieces and one a tile."""
+    return max(1, -(-int(keys.sum(dtype=np.int64)) // (target * unit))) * unit
+
+
+def split_evenly(keys: Records, *, heads: int, processors: int, spare: int, unit: int) -> int:
+    """Keys of a piece with which `processors` that share the pieces of all `heads` are done soonest.
+
+    A multiple of `unit`; the tiles make no more than `spare` pieces besides one a tile. 19 tiles of 8 heads on 132
+    processors, say, would keep most of them idle in a second round; in pieces the second round is a short one.
+    """
+    steps = -(-keys // unit)
+    longest = int(steps.max(initial=1))
+    best, soonest = longest, _ends(steps + FIXED_STEPS, heads, processors)
+    for parts in PARTS:
+        split = -(-longest // parts)
+        pieces = -(-steps // split)
+        if split == best or int(pieces.sum()) > len(steps) + spare:
+            continue
+        lengths = np.minimum(np.repeat(steps, pieces) - _count_within(pieces) * split, split)
+        ends = _ends(lengths + np.repeat(np.where(pieces > 1, SPLIT_STEPS, FIXED_STEPS), pieces), heads, processors)
+        if ends < GAIN * soonest:
+            best, soonest = split, ends
+    return best * unit
+
+
+def _ends(lengths: npt.NDArray[np.floating], heads: int, processors: int) -> float:
+    """When the last processor is done: longest first, each second round dealt backwards, as the kernels take them."""
+    items = np.repeat(np.sort(lengths)[::-1], heads)
+    rounds = np.zeros((-(-len(items) // processors), processors))
+    rounds.reshape(-1)[: len(items)] = items
+    rounds[1::2] = rounds[1::2, ::-1]
+    return float(rounds.sum(0).max(initial=0.0))
 
 
 def _count_within(sizes: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.kernels.protocol import Segments
-from holdfast.kernels.tiles import TileList, tile_list
+from holdfast.kernels.tiles import TileList, split_by_target, split_evenly, tile_list
 
 SPLIT_UNIT = 64
 
@@ -24,9 +26,8 @@ def make_segments(lengths_and_stops: list[tuple[int, int]]) -> Segments:
 
 def make_tiles(segments: Segments, *, group_size: int = 4, block_m: int = 16, work_target: int = 10) -> TileList:
     chosen = np.ones(len(segments.row), bool)
-    return tile_list(
-        segments, chosen, group_size=group_size, block_m=block_m, work_target=work_target, split_unit=SPLIT_UNIT
-    )
+    split_for = partial(split_by_target, target=work_target, unit=SPLIT_UNIT)
+    return tile_list(segments, chosen, group_size=group_size, block_m=block_m, split_for=split_for)
 
 
 segment_lists = st.lists(
@@ -86,6 +87,24 @@ def test_longest_pieces_come_first() -> None:
 @pytest.mark.parametrize("chosen", [[True, False, True], [False, False, False]])
 def test_only_chosen_segments_get_tiles(chosen: list[bool]) -> None:
     segments = make_segments([(1, 50), (5, 70), (1, 9)])
-    tiles = tile_list(segments, np.array(chosen), group_size=4, block_m=16, work_target=5, split_unit=SPLIT_UNIT)
+    tiles = tile_list(segments, np.array(chosen), group_size=4, block_m=16, split_for=lambda keys: SPLIT_UNIT)
     starts = segments.query_start[:-1][np.array(chosen)]
     assert set(tiles.work[:, 0].tolist()) == set(starts.tolist())
+
+
+tile_lengths = st.lists(st.integers(1, 20_000), min_size=1, max_size=80).map(lambda keys: np.array(keys, np.int32))
+
+
+@given(keys=tile_lengths, heads=st.sampled_from([1, 2, 8]), spare=st.integers(0, 40))
+def test_an_even_split_is_a_multiple_of_the_unit_and_makes_few_pieces(keys: np.ndarray, heads: int, spare: int) -> None:
+    split = split_evenly(keys, heads=heads, processors=132, spare=spare, unit=128)
+    assert split > 0 and split % 128 == 0
+    assert (-(-keys // split)).sum() <= len(keys) + spare
+
+
+def test_tiles_are_cut_where_a_last_round_would_leave_most_processors_idle() -> None:
+    split = partial(split_evenly, heads=8, processors=132, spare=33, unit=128)
+    assert split(np.full(19, 8192)) == 4096  # 152 items: the second round would have 20
+    assert split(np.full(16, 8192)) == 8192  # 128 items: one round
+    assert split(np.full(1, 16384)) == 1024  # 8 items: 128 pieces
+    assert split(np.full(64, 8192)) == 8192  # 512 items: nearly four rounds, and no room for twice as many

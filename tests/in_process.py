@@ -72,7 +72,7 @@ class Engine:
         for output in outputs:
             self.answered[output.request_id] += output.tokens
         if outputs:
-            self._tell(Outputs(outputs))
+            self._tell(Outputs(outputs.columns))
         return True
 
     def die(self) -> None:

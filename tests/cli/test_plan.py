@@ -37,17 +37,10 @@ def parsed(command):
 
 
 SMALL = (
-    "--prompt-tokens",
-    "60",
-    "--output-tokens",
-    "4",
-    "--seconds",
-    "0.5",
-    "--slo-tbt",
-    "20ms",
-    "--token-budgets",
-    "64",
-)
+    "--prompt-tokens", "60", "--output-tokens", "4", "--seconds", "0.1", "--slo-tbt", "20ms", "--slo-ttft", "100ms",
+    "--token-budgets", "64",
+)  # fmt: skip
+"""Limits that a few requests reach: without one on TTFT, a run takes as many as can queue for two seconds."""
 
 
 def test_a_plan_ends_with_a_command_that_serve_takes(profile, tmp_path, capsys):
@@ -122,7 +115,8 @@ def test_where_nothing_fits_one_device_no_command_is_given():
     ],
 )
 def test_every_command_is_what_serve_takes(candidate):
-    engine = EngineConfig(max_sequences=64, memory_fraction=0.85, prefix_sharing=False, max_model_len=8192, seed=3)
+    sharing = candidate.host_cache_gb > 0  # a host tier takes it
+    engine = EngineConfig(max_sequences=64, memory_fraction=0.85, prefix_sharing=sharing, max_model_len=8192, seed=3)
     made = parsed(serve_command(candidate, engine, "a model's/directory"))
     assert made == replace(engine, model="a model's/directory", **candidate.options())
 

@@ -177,8 +177,7 @@ class History:
                 assert self.micro_batches == 1 or segment.sequence_id not in awaited, "stages wait for no other's token"
                 assert segment.stop < self.limit(segment.sequence_id), "what is computed can still be of use"
             assert not (plan.preempted and self.never_preempts)
-            for name in plan.preempted:
-                self.seen["suspended"] += self.host_blocks > 0
+            self.seen["suspended"] += len(plan.preempted) * bool(self.host_blocks)
             self.running |= ranges.keys()
             self.judge(plan.preempted)
             self.device.submit(plan)

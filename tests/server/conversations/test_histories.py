@@ -284,7 +284,7 @@ class Histories(RuleBasedStateMachine):
 
     @event(
         20,
-        kind=st.sampled_from(["new", "branch", "branch", "conversation", "conversation"]),
+        kind=st.sampled_from(["new", "again", "branch", "branch", "conversation", "conversation"]),
         which=st.integers(0, 1 << 10),
         text=st.text("ab é", min_size=1, max_size=16),
         most=st.integers(1, 20),
@@ -292,7 +292,10 @@ class Histories(RuleBasedStateMachine):
         lost=st.sampled_from([0, 0, 0.2, 0.4]),
     )
     def talk(self, kind: str, which: int, text: str, most: int, mode: str, lost: float) -> None:
-        """Begin a turn: of a new chain, after any response, or in a conversation; some of the idle state is gone."""
+        """Begin a turn: of a new chain, one that was had before, after any response, or in a conversation.
+
+        Some of the idle state is gone.
+        """
         self.evict(lost)
         if len(self.under_way) == MOST_UNDER_WAY:
             return
@@ -304,7 +307,13 @@ class Histories(RuleBasedStateMachine):
         }.get(mode, {})
         parent, said = None, []
         visible = [talk for talk in self.stored.values() if talk.id not in self.deleted and talk.wanted.store]
-        if kind == "branch" and visible:
+        again = [talk for talk in visible if talk.parent in (None, *visible) and talk.conversation is None]
+        if kind == "again" and again:
+            earlier = again[-1 - which % len(again)]
+            text = body["input"] = earlier.said[-1][1]
+            parent, said = earlier.parent, earlier.said[:-1]
+            body |= {} if parent is None else {"previous_response_id": parent.id}
+        elif kind == "branch" and visible:
             parent = visible[-1 - which % len(visible)]
             body["previous_response_id"] = parent.id
             said = [*parent.said, ("assistant", parent.answer)]
@@ -555,6 +564,7 @@ class Histories(RuleBasedStateMachine):
         assert usage["input_tokens"] == len(prompt.tokens)
         assert cached in self.cached[tuple(prompt.tokens)], "other tokens are said to be cached than were not computed"
         self.seen["turns with cached tokens"] += bool(cached)
+        self.seen["prompts cached as far as can be"] += len(prompt.tokens) - cached <= self.pool.block_size
         if talk.conversation is not None:
             output = talk.response["output"][0]
             entries = self.items[talk.conversation]
@@ -637,6 +647,7 @@ async def listen(writing: Writing) -> None:
 OFTEN = {
     "whole turns": 300,
     "turns with cached tokens": 150,
+    "prompts cached as far as can be": 10,
     "prompts from stored tokens": 100,
     "branches": 20,
     "holes": 20,

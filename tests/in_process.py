@@ -59,6 +59,8 @@ class Engine:
         self.asked: dict[str, tuple[int, ...]] = {}
         """Prompts by request."""
         self.answered: dict[str, list[int]] = {}
+        self.began: dict[str, tuple[int, int]] = {}
+        """With the first token of each request, how many cached tokens and preemptions were told."""
         self.ended = asyncio.Event()
         self.pid = 0
         self._messages: asyncio.Queue[bytes] = asyncio.Queue()
@@ -70,6 +72,7 @@ class Engine:
             return False
         outputs = self.loop.step()
         for output in outputs:
+            self.began.setdefault(output.request_id, (output.cached_tokens, output.preemptions))
             self.answered[output.request_id] += output.tokens
         if outputs:
             self._tell(Outputs(outputs.columns))

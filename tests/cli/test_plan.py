@@ -37,17 +37,10 @@ def parsed(command):
 
 
 SMALL = (
-    "--prompt-tokens",
-    "60",
-    "--output-tokens",
-    "4",
-    "--seconds",
-    "0.5",
-    "--slo-tbt",
-    "20ms",
-    "--token-budgets",
-    "64",
-)
+    "--prompt-tokens", "60", "--output-tokens", "4", "--seconds", "0.1", "--slo-tbt", "20ms", "--slo-ttft", "100ms",
+    "--token-budgets", "64",
+)  # fmt: skip
+"""Limits that a few requests reach: without one on TTFT, a run takes as many as can queue for two seconds."""
 
 
 def test_a_plan_ends_with_a_command_that_serve_takes(profile, tmp_path, capsys):

@@ -92,6 +92,8 @@ class History:
         self.outputs = {}
         self.finished = {}
         self.aborted = set()
+        self.running = set()
+        """Who was planned and not preempted since, whatever became of it."""
         self.steps = 0
         self.seen = Counter()
 
@@ -175,11 +177,9 @@ class History:
                 assert self.micro_batches == 1 or segment.sequence_id not in awaited, "stages wait for no other's token"
                 assert segment.stop < self.limit(segment.sequence_id), "what is computed can still be of use"
             assert not (plan.preempted and self.never_preempts)
-            for name in plan.preempted:
-                self.seen["suspended"] += self.host_blocks > 0
-                if plan.segments and self.micro_batches == 1:  # else who it made room for may be in another one
-                    best = min(self.rank(segment.sequence_id) for segment in plan.segments)
-                    assert best < self.rank(name), "nobody makes room for those who rank lower"
+            self.seen["suspended"] += len(plan.preempted) * bool(self.host_blocks)
+            self.running |= ranges.keys()
+            self.judge(plan.preempted)
             self.device.submit(plan)
             self.plans.append(plan)
             self.steps += 1
@@ -195,6 +195,18 @@ class History:
             self.seen["cached"] += output.cached_tokens > 0
             self.seen["preempted"] += output.preemptions > 0
         self.scheduler.check()
+
+    def judge(self, preempted):
+        """Each must make room for somebody who ranks ahead: who ran and wanted a block, or is of a higher class.
+
+        It need not be in the plan: what is idle now may have to be copied before it can be taken.
+        """
+        self.running.difference_update(preempted)
+        alive = self.requests.keys() - self.finished.keys() - self.aborted - set(preempted)
+        for name in preempted:
+            priority = self.requests[name].priority
+            ahead = [other for other in alive if other in self.running or self.requests[other].priority < priority]
+            assert any(self.rank(other) < self.rank(name) for other in ahead), "it makes room for nobody"
 
     def drain(self):
         """Run to the end, within the bound that rules starvation out.

@@ -262,7 +262,7 @@ def report(done: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
     ]
     for name, rows in found.items():
         for row in rows:
-            shown = " | ".join(str(row[key]) for key in CURVE)
+            shown = " | ".join(str(row[key]) for key in (*CURVE, "prompt_hit"))
             lines.append(f"| {name} | {row['rate']:g} | {shown} |")
     lines += [
         "",
@@ -289,10 +289,17 @@ def plot(table: list[dict[str, Any]], found: dict[str, list[dict[str, Any]]], pa
 
     figure, (bars, lines) = pyplot.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
     shown = [row for row in table if row["ratio"]]
-    bars.barh([row["what"] for row in shown], [row["ratio"] for row in shown], color="#3b6ea5")
+    ratios = [row["ratio"] for row in shown]
+    drawn = bars.barh([row["what"] for row in shown], [ratio - 1 for ratio in ratios], left=1.0, color="#3b6ea5")
+    bars.bar_label(drawn, [f"{ratio:.2f}" for ratio in ratios], padding=4)
     bars.axvline(1.0, color="black", linewidth=0.8)
+    bars.set_xscale("log")
+    bars.set_xlim(0.6, 1.6 * max(ratios, default=1.0))
+    bars.set_xticks([], minor=True)
+    bars.set_xticks([1, 2, 5, 10], ["1", "2", "5", "10"])
+    bars.spines[["top", "right"]].set_visible(False)
     bars.invert_yaxis()
-    bars.set_xlabel("Holdfast / vLLM (above 1: Holdfast is ahead)")
+    bars.set_xlabel("vLLM = 1; to the right Holdfast is ahead")
     for name, rows in sorted(found.items()):
         rows = [row for row in rows if row["norm_latency_ms_p90"] is not None]
         style = dict(color="#3b6ea5" if name.startswith("holdfast") else "#c26a2d", marker="o")

@@ -132,7 +132,7 @@ def over_rate(runs: Sequence[Run], limits: Mapping[str, float], capacity: float 
             axes.yaxis.set_major_formatter(FuncFormatter(plain))
             mark(axes, palette, limits.get(name), vertical=False)
             mark(axes, palette, capacity, vertical=True, quiet=True)
-            heading(axes, palette, title, f"{unit}, by requests a second")
+            heading(axes, palette, title, f"{unit}, by rate")
         return figure
 
     return draw

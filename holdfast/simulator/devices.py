@@ -56,8 +56,8 @@ class Link:
 DEVICES = {
     device.name: device
     for device in (
-        # Fitted to what was measured on one (docs/benchmarks.md): matmul and weights to the floors of a step, attention
-        # and cache to the kernels alone, the rest to what decode steps take beside both.
+        # Fitted to what was measured on one: matmul and weights to the floors of a step, the rest to decode steps and
+        # to attention kernels since replaced by faster ones (docs/benchmarks.md): its prefill is too slow.
         Device(
             name="h200",
             flops=989e12,

@@ -346,14 +346,27 @@ def contenders(batch: Batch, module: Any, tune: bool) -> Iterator[tuple[str, Cal
             yield f"holdfast {settings}", partial(ours, batch, settings)
 
 
-def captured(call: Call, layers: int) -> tuple[torch.cuda.CUDAGraph, int]:
-    """A graph of at least LAUNCHES calls, layer after layer, and how many they are."""
+@dataclass(frozen=True)
+class Captured:
+    """A graph of so many launches, and what it reads: the contender holds it."""
+
+    contender: Contender
+    graph: torch.cuda.CUDAGraph
+    launches: int
+
+    def milliseconds(self) -> float:
+        """The time of one launch, in one replay."""
+        return milliseconds(self.graph.replay) / self.launches
+
+
+def captured(contender: Contender, layers: int) -> Captured:
+    """A graph of at least LAUNCHES calls, layer after layer."""
     count = max(LAUNCHES, layers)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for launch in range(count):
-            call(launch % layers)
-    return graph, count
+            contender.call(launch % layers)
+    return Captured(contender, graph, count)
 
 
 def milliseconds(work: Callable[[], object]) -> float:
@@ -381,17 +394,17 @@ def measure(work: Work, module: Any, *, tune: bool) -> dict[str, dict[str, Any]]
             error = float((out - expected).norm() / expected.norm())
             if not error < MOST_ERROR:
                 raise ValueError(f"differs from holdfast by {error:.2g}")
-            graphs[name] = captured(contender.call, batch.layers)
+            graphs[name] = captured(contender, batch.layers)
         except (RuntimeError, ValueError) as reason:
             if name == "holdfast":
                 raise
             found[name] = {"not_run": str(reason).splitlines()[0]}
-    for graph, _ in graphs.values():
-        graph.replay()
+    for each in graphs.values():
+        each.graph.replay()
     times: dict[str, list[float]] = {name: [] for name in graphs}
     for _ in range(ROUNDS):
-        for name, (graph, count) in graphs.items():
-            times[name].append(milliseconds(graph.replay) / count)
+        for name, each in graphs.items():
+            times[name].append(each.milliseconds())
     for name, taken in times.items():
         found[name] = {"ms": float(np.median(taken)), "least": min(taken), "most": max(taken)}
     return found

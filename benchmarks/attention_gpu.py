@@ -14,8 +14,9 @@ where a row names no other. Each row of work is done by:
   once and not timed, as ours is not;
 - general (options): our Triton kernel for any device, in place of the one for Hopper.
 
-All are compared with the first before they are timed. Each is a CUDA graph of several launches, over as many layers as
-a cache of 256 MB takes, so that decodes find nothing in L2; the graphs are replayed in turns, and medians count.
+All are compared with the first before they are timed, and their replays after it. Each is a CUDA graph of several
+launches, over as many layers as a cache of 256 MB takes, so that decodes find nothing in L2; the graphs are replayed in
+turns, and medians count.
 """
 
 from __future__ import annotations
@@ -348,11 +349,16 @@ def contenders(batch: Batch, module: Any, tune: bool) -> Iterator[tuple[str, Cal
 
 @dataclass(frozen=True)
 class Captured:
-    """A graph of so many launches, and what it reads: the contender holds it."""
+    """A graph of so many launches, the last one's result, and what the graph reads: the contender holds it."""
 
     contender: Contender
     graph: torch.cuda.CUDAGraph
     launches: int
+    out: list[torch.Tensor]
+
+    def error(self, expected: torch.Tensor) -> float:
+        """How far the last replay's result is from what is expected of the first layer."""
+        return error_of(self.contender.arrange(self.out), expected)
 
     def milliseconds(self) -> float:
         """The time of one launch, in one replay."""
@@ -360,13 +366,13 @@ class Captured:
 
 
 def captured(contender: Contender, layers: int) -> Captured:
-    """A graph of at least LAUNCHES calls, layer after layer."""
+    """A graph of at least LAUNCHES calls, layer after layer, the first layer last."""
     count = max(LAUNCHES, layers)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for launch in range(count):
-            contender.call(launch % layers)
-    return Captured(contender, graph, count)
+        for launch in reversed(range(count)):
+            out = contender.call(launch % layers)
+    return Captured(contender, graph, count, out)
 
 
 def milliseconds(work: Callable[[], object]) -> float:
@@ -379,6 +385,10 @@ def milliseconds(work: Callable[[], object]) -> float:
     return begin.elapsed_time(end)
 
 
+def error_of(out: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((out.float() - expected).norm() / expected.norm())
+
+
 def measure(work: Work, module: Any, *, tune: bool) -> dict[str, dict[str, Any]]:
     """By contender, milliseconds of a launch: the median, the least and the most; or why it does not do the work."""
     batch = Batch(work)
@@ -389,10 +399,8 @@ def measure(work: Work, module: Any, *, tune: bool) -> dict[str, dict[str, Any]]
         try:
             contender = make()
             out = contender.arrange(contender.call(0)).float()
-            if expected is None:
-                expected = out
-            error = float((out - expected).norm() / expected.norm())
-            if not error < MOST_ERROR:
+            expected = out if expected is None else expected
+            if not (error := error_of(out, expected)) < MOST_ERROR:
                 raise ValueError(f"differs from holdfast by {error:.2g}")
             graphs[name] = captured(contender, batch.layers)
         except (RuntimeError, ValueError) as reason:
@@ -406,6 +414,8 @@ def measure(work: Work, module: Any, *, tune: bool) -> dict[str, dict[str, Any]]
         for name, each in graphs.items():
             times[name].append(each.milliseconds())
     for name, taken in times.items():
+        if not (error := graphs[name].error(expected)) < MOST_ERROR:
+            raise ValueError(f"{work.part} {work.name}: replays of {name} differ from holdfast by {error:.2g}")
         found[name] = {"ms": float(np.median(taken)), "least": min(taken), "most": max(taken)}
     return found
 
@@ -442,7 +452,7 @@ def kernels_of_vllm(site: Path | None) -> Any:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts = list(dict.fromkeys(work.part for work in WORKS))
-    parser.add_argument("--parts", nargs="+", choices=parts, default=parts, help="the rows to run; default: all")
+    parser.add_argument("--parts", nargs="+", choices=parts, default=parts, help="the rows to run, in this order")
     parser.add_argument("--site", type=Path, help="a directory that holds vLLM's packages")
     parser.add_argument("--json", type=Path, help="write the results here, row by row")
     parser.add_argument("--plot", type=Path, help="draw them here")
@@ -464,7 +474,7 @@ def main() -> None:
         "rows": [],
     }
     print(json.dumps({key: value for key, value in results.items() if key != "rows"}), flush=True)
-    for work in WORKS:
+    for work in sorted(WORKS, key=lambda work: [*arguments.parts, *parts].index(work.part)):
         if work.part not in arguments.parts:
             continue
         if time.monotonic() - began > arguments.budget:

@@ -515,9 +515,9 @@ def draw(results: dict[str, Any], path: Path) -> None:
             at = [place + (index - (len(shown) - 1) / 2) * 0.8 / len(shown) for place in range(len(rows))]
             heights = [row["by"].get(name, {}).get(unit, 0.0) for row in rows]
             axis.bar(at, heights, 0.8 / len(shown), label=name, color=colors[name])
-        axis.set_xticks(range(len(rows)), [row["work"] for row in rows], fontsize=7)
+        axis.set_xticks(range(len(rows)), [row["work"].replace(", ", ",\n") for row in rows], fontsize=7)
         axis.set_ylabel(f"{part}: {unit}")
-        axis.legend(fontsize=7, ncols=4)
+        axis.legend(fontsize=7, bbox_to_anchor=(1.0, 1.0), loc="upper left")
     figure.suptitle(f"Attention alone, {results['device']}, torch {results['torch']}, {results['date'][:10]}")
     figure.tight_layout()
     figure.savefig(path, dpi=110)

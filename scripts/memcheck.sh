@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # Small tests of every kernel under compute-sanitizer's memcheck, side by side; the verdict of each, and 1 if one fails.
-# usage: scripts/memcheck.sh [LOG]     on a CUDA device; PYTHON names the interpreter
+# usage: scripts/memcheck.sh [LOG [PART...]]     on a CUDA device; PYTHON names the interpreter
 set -uo pipefail
 cd "$(dirname "$0")/.."
-log=${1:-memcheck.log}; parts=$(mktemp -d); trap 'rm -rf "$parts"' EXIT
+log=${1:-memcheck.log}; shift || true; chosen=" $* "; parts=$(mktemp -d); trap 'rm -rf "$parts"' EXIT
 # Without PyTorch's caching a tensor has an allocation of its own, behind whose end nothing may be touched.
 export PYTORCH_NO_CUDA_MEMORY_CACHING=1 OMP_NUM_THREADS=1
 check() {  # NAME, then what pytest runs
   local name=$1; shift
+  [[ $chosen == "  " || $chosen == *" $name "* ]] || return
   compute-sanitizer --tool memcheck --error-exitcode 9 \
     "${PYTHON:-python3}" -m pytest -o addopts= -p no:cacheprovider "$@" > "$parts/$name" 2>&1
   echo $? > "$parts/$name.rc"

@@ -148,8 +148,6 @@ class Variant(PagedAttention):
         self.settings = settings or {}
         if general or "wide_m" in self.settings:
             self.on_hopper, self.wide_m = False, self.settings.get("wide_m", self.wide_m)
-        if "work" in self.settings:
-            self.narrow_target = properties.multi_processor_count * self.settings["work"] // KV_HEADS
 
     def launch(self, block_m: int, item_bytes: int, tokens: int) -> Launch:
         own = super().launch(block_m, item_bytes, tokens)
@@ -165,9 +163,8 @@ WIDE_VARIANTS = [
     for m, n, warps, stages in ((256, 64, 8, 3), (256, 64, 8, 2), (128, 64, 4, 3), (128, 128, 8, 3))
 ]
 NARROW_VARIANTS = [
-    {"block_n": n, "warps": warps, "stages": stages, "work": work}
-    for n, warps, stages in ((64, 2, 3), (64, 4, 2), (128, 4, 2))
-    for work in (2, 4, 8)
+    {"block_n": n, "warps": warps, "stages": stages}
+    for n, warps, stages in ((32, 4, 4), (64, 2, 3), (64, 4, 2), (64, 4, 4), (128, 4, 2))
 ]
 
 

@@ -13,6 +13,8 @@ SchedulerName = Literal[
 ]
 
 
+AttentionBackendName = Literal["auto", "holdfast", "torch", "vllm-flash-attn"]
+
 OrderName = Literal["fcfs", "priority", "deadline", "fair"]
 
 
@@ -74,7 +76,14 @@ class EngineConfig:
         unit="ms",
     )
     steps_in_flight: int = option(2, "steps planned ahead of the device; 1 waits for each")
-    cuda_graphs: bool = option(True, "run steps as captured CUDA graphs, where there is a GPU")
+    cuda_graphs: bool = option(
+        True, "run steps as captured CUDA graphs, where there is a GPU and the attention backend can be captured"
+    )
+    attention_backend: AttentionBackendName = option(  # noqa: RUF009  a string
+        "auto",
+        "what computes attention: auto is holdfast's own kernels on a GPU and torch on a CPU; torch is PyTorch alone, "
+        "without graphs; vllm-flash-attn is FlashAttention-3 as an installed vLLM brings it, on Hopper",
+    )
     prefix_sharing: bool = option(True, "share the cache of equal prefixes between requests")
     max_waiting: int = option(4096, "requests that may wait; further ones are refused with 503")
     trace: str | None = option(None, "write what each step does to this file, in Chrome's trace format")

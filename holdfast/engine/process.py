@@ -37,6 +37,7 @@ from holdfast.engine.timeline import TracedExecutor
 from holdfast.execution import device as devices
 from holdfast.execution.profile import measure_cost
 from holdfast.execution.runner import DEFAULT_BUDGET, PagedExecutor
+from holdfast.kernels import attention
 from holdfast.memory.blocks import BlockPool, StateIdentity
 from holdfast.memory.retention import Cost, RetentionRule, cost_by_position
 from holdfast.models.loader import load
@@ -127,6 +128,7 @@ def build(
         torch.set_num_threads(config.threads)
     checkpoint = Checkpoint.find(config.model)
     device = devices.resolve(config.device)
+    attention.require(config.attention_backend, device)
     stages.begin(f"loading {checkpoint.name}")
     model = load(
         checkpoint.directory,

@@ -17,7 +17,7 @@ from holdfast.core.cost import CostModel
 from holdfast.core.types import Sampling, Segment, StepPlan, TableWrite
 from holdfast.execution.device import describe
 from holdfast.execution.runner import PagedExecutor
-from holdfast.kernels.protocol import Segments
+from holdfast.kernels.protocol import CapturableAttention, Segments
 
 SECONDS_A_POINT = 0.01
 """A point is measured again and again for so long, at least REPEATS times; its median counts."""
@@ -155,13 +155,14 @@ def _attention(executor: PagedExecutor, query: int, context: int) -> float:
             executor.attention.write(kv_heads, kv_heads, keys, values, slot_mapping)
             executor.attention.attend(heads, keys, values, block_tables, schedule, scale=1.0)
 
-    return _seconds(attend, device) * len(memory.layers) / len(layers) / count
+    captured = isinstance(executor.attention, CapturableAttention)
+    return _seconds(attend, device, captured=captured) * len(memory.layers) / len(layers) / count
 
 
-def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Median time of `work` on the device, once it is warm; on a GPU without the launches, as in a graph."""
+def _seconds(work: Callable[[], object], device: torch.device, *, captured: bool) -> float:
+    """Median time of `work` on the device, once it is warm; on a GPU, without the launches where it is captured."""
     work()
-    if device.type == "cuda":
+    if device.type == "cuda" and captured:
         torch.cuda.synchronize(device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):

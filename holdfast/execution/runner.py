@@ -84,6 +84,7 @@ class PagedExecutor:
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
             block_size=config.block_size,
+            backend=config.attention_backend,
         )
         self.block_bytes = block_bytes(
             layers=spec.num_layers,

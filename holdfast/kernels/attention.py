@@ -1,4 +1,4 @@
-"""The attention backend for a device."""
+"""The attention backend for a device, and by name."""
 
 from __future__ import annotations
 
@@ -6,21 +6,38 @@ from typing import Any
 
 import torch
 
-from holdfast.kernels.cpu import CpuAttention
+from holdfast.core.config import AttentionBackendName
+from holdfast.kernels.cpu import TorchAttention
+from holdfast.kernels.flash_attention_3 import FlashAttention3, vllm_kernels
 from holdfast.kernels.protocol import Attention, Segments
 
-__all__ = ["MAX_HEAD_DIM", "Attention", "Segments", "attention_for"]
+__all__ = ["MAX_HEAD_DIM", "Attention", "Segments", "attention_for", "require"]
 
 MAX_HEAD_DIM = 256
 """What the tiles of the GPU kernels have room for."""
 
 
-def attention_for(
-    device: torch.device | str, *, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int
-) -> Attention[Any]:
-    """The backend that runs a model of these heads on `device`: Triton kernels on CUDA, PyTorch on a CPU.
+def require(backend: AttentionBackendName, device: torch.device) -> None:
+    """Raises ValueError where a backend is not for the device, or its package is not installed."""
+    if device.type != "cuda" and backend in ("holdfast", "vllm-flash-attn"):
+        raise ValueError(f"attention_backend is {backend}, which takes a GPU, and the device is {device}; choose auto")
+    if backend == "vllm-flash-attn":
+        vllm_kernels(device)
 
-    Raises ValueError for heads that do not group, sizes out of range, or a device without a backend.
+
+def attention_for(
+    device: torch.device | str,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    backend: AttentionBackendName = "auto",
+) -> Attention[Any]:
+    """The backend that runs a model of these heads on `device`; by itself our kernels on CUDA, PyTorch on a CPU.
+
+    Raises ValueError for heads that do not group, sizes out of range, a device without a backend, or a backend that
+    is not installed or not for the device.
     """
     if num_kv_heads < 1 or num_heads % num_kv_heads:
         raise ValueError(f"{num_heads} query heads do not divide among {num_kv_heads} KV heads; give a multiple")
@@ -28,19 +45,26 @@ def attention_for(
         raise ValueError(f"head_dim is {head_dim}; it must lie between 1 and {MAX_HEAD_DIM}")
     if block_size < 1:
         raise ValueError(f"block_size is {block_size}; it must be at least 1")
-    kind = torch.device(device).type
-    if kind == "cpu":
-        return CpuAttention(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size)
-    if kind == "cuda":
-        # Triton comes with CUDA builds only, so that a CPU installation works without it.
-        from holdfast.kernels.paged import PagedAttention
-
-        return PagedAttention(
-            device=torch.device(device),
-            num_processors=torch.cuda.get_device_properties(device).multi_processor_count,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            block_size=block_size,
+    device = torch.device(device)
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"there is no attention for device {device!s}; use cpu or cuda")
+    require(backend, device)
+    if device.type == "cpu" or backend == "torch":
+        return TorchAttention(
+            device=device, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size
         )
-    raise ValueError(f"there is no attention for device {device!s}; use cpu or cuda")
+    # Triton comes with CUDA builds only, so that a CPU installation works without it.
+    from holdfast.kernels.paged import PagedAttention
+
+    paged = PagedAttention(
+        device=device,
+        num_processors=torch.cuda.get_device_properties(device).multi_processor_count,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        block_size=block_size,
+    )
+    if backend == "vllm-flash-attn":
+        kernels = vllm_kernels(device)
+        return FlashAttention3(kernels, paged, device=device, head_dim=head_dim, block_size=block_size)
+    return paged

@@ -1,4 +1,4 @@
-"""Paged multi-token attention on a CPU: groups of alike segments, gathered and attended by batched SDPA."""
+"""Paged multi-token attention by PyTorch alone: groups of alike segments, gathered and attended by batched SDPA."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ from holdfast.kernels.protocol import Attention, Segments
 TILE_ROWS = 512
 # Keys are gathered for as many segments at a time as stay in the second-level cache, so that SDPA finds them there.
 GATHER_BYTES = 1 << 20
+# On a GPU each group is a few launches, so groups are as large as their mask may be: a few hundred MB.
+GPU_TILE_ROWS = 2048
+GPU_GATHER_BYTES = 1 << 26
 
 # A mask of at most this many scores is kept for all layers of a step; a larger one is made anew by each.
 KEPT_MASK = 1 << 20
@@ -35,7 +38,7 @@ class Group:
     key_slots: torch.Tensor  # [B * L] where they lie in the cache; padding repeats the tile's last one
     real_queries: torch.Tensor | None  # which of B * N are no padding; None when all
     masked: bool  # whether some query must not see some key
-    kept_mask: torch.Tensor | None  # see CpuAttention._mask; None when not masked, or too large to keep
+    kept_mask: torch.Tensor | None  # see TorchAttention._mask; None when not masked, or too large to keep
 
 
 @dataclass
@@ -49,22 +52,29 @@ class CpuSchedule:
     groups: dict[int | None, list[Group]] = field(default_factory=dict)  # by window
 
 
-class CpuAttention(Attention[CpuSchedule]):
-    """`Attention` for float32, bfloat16 and float16 on a CPU. A step's cost has no Python loop over its tokens.
+class TorchAttention(Attention[CpuSchedule]):
+    """`Attention` for float32, bfloat16 and float16 on any device. A step's cost has no Python loop over its tokens.
+
+    The backend of a CPU, for which its sizes are chosen. On a GPU it takes no compiler and no other package, and
+    copies each context out of the cache before it is attended: right, not fast, and launched kernel by kernel.
 
     A decode is bound by reading its context: K and V are gathered through the block table at the rate of memory into
     a buffer that stays in cache, for several sequences of similar context at once, and grouped-query heads become
     the rows of one small matrix product. Long segments are cut into tiles, which are segments of the same row.
     """
 
-    def __init__(self, *, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int) -> None:
+    def __init__(
+        self, *, device: torch.device, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int
+    ) -> None:
+        self.device = device
         self.num_kv_heads = num_kv_heads
         self.group_size = num_heads // num_kv_heads
         self.head_dim = head_dim
         self.block_size = block_size
 
     def schedule(self, segments: Segments) -> CpuSchedule:
-        tile = max(1, TILE_ROWS // self.group_size)
+        rows = TILE_ROWS if self.device.type == "cpu" else GPU_TILE_ROWS
+        tile = max(1, rows // self.group_size)
         lengths = segments.query_length.astype(np.int64)
         tiles = -(-lengths // tile)
         segment = np.repeat(np.arange(len(lengths)), tiles)
@@ -142,7 +152,7 @@ class CpuAttention(Attention[CpuSchedule]):
         if window is not None:
             hidden |= keys <= queries - window
         b, n, _, length = hidden.shape
-        mask = torch.zeros(b, n, self.group_size, length, dtype=dtype)
+        mask = torch.zeros(b, n, self.group_size, length, dtype=dtype, device=self.device)
         return mask.masked_fill_(hidden, -torch.inf).view(b, 1, -1, length)
 
     def _groups(
@@ -153,12 +163,13 @@ class CpuAttention(Attention[CpuSchedule]):
         first = np.zeros_like(stop) if window is None else np.maximum(0, stop - queries + 1 - window)
         keys = stop - first
         row_bytes = self.num_kv_heads * self.head_dim * dtype.itemsize
+        most_bytes = GATHER_BYTES if self.device.type == "cpu" else GPU_GATHER_BYTES
         group: list[int] = []
         longest = real = 0  # longest context of the group; scores its tiles ask for without padding
         for tile in np.lexsort((keys, queries)).tolist():
             n, length = int(queries[tile]), int(keys[tile])
             size = (len(group) + 1) * max(longest, length)
-            if group and (size * row_bytes > GATHER_BYTES or size * n > 2 * (real + n * length)):
+            if group and (size * row_bytes > most_bytes or size * n > 2 * (real + n * length)):
                 yield self._group(schedule, np.array(group), first, block_tables, window, dtype)
                 group, longest, real = [], 0, 0
             group.append(tile)
@@ -182,20 +193,23 @@ class CpuAttention(Attention[CpuSchedule]):
         key = first + np.arange((stop - first).max())[None, :]
         clamped = np.minimum(query, queries - 1)
         real = query < queries
-        position = torch.from_numpy(np.minimum(key, stop - 1))
-        blocks = block_tables[torch.from_numpy(schedule.row[tiles, None]), position // self.block_size]
+        position = self._on_device(np.minimum(key, stop - 1))
+        blocks = block_tables[self._on_device(schedule.row[tiles, None]), position // self.block_size]
         group = Group(
-            query_tokens=torch.from_numpy((schedule.first_token[tiles, None] + clamped).reshape(-1)),
-            query_positions=torch.from_numpy(stop - queries + clamped),
-            key_positions=torch.from_numpy(key),
+            query_tokens=self._on_device((schedule.first_token[tiles, None] + clamped).reshape(-1)),
+            query_positions=self._on_device(stop - queries + clamped),
+            key_positions=self._on_device(key),
             key_slots=(blocks.long() * self.block_size + position % self.block_size).view(-1),
-            real_queries=None if real.all() else torch.from_numpy(np.flatnonzero(real)),
+            real_queries=None if real.all() else self._on_device(np.flatnonzero(real)),
             masked=bool(queries.max() > 1 or (stop - first).min() < key.shape[1]),
             kept_mask=None,
         )
         if group.masked and group.query_positions.numel() * self.group_size * key.shape[1] <= KEPT_MASK:
             group = replace(group, kept_mask=self._mask(group, window, dtype))
         return group
+
+    def _on_device(self, array: Ints) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device)
 
 
 def grouped_attention(

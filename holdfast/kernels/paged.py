@@ -186,8 +186,8 @@ class PagedAttention(CapturableAttention[tuple[DeviceTiles, ...]]):
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         out = query.new_empty(query.shape)
-        # Windows, caps and sinks stay with the Triton kernel until the other has passed its tests for them on a GPU.
-        plain = self.on_hopper and window is None and softcap is None and sinks is None
+        # Within a window no wider than one of its steps that kernel is the slower one (benchmarks/attention_gpu.py).
+        on_hopper = self.on_hopper and (window is None or window > prefill_kernel.BLOCK_N)
         for tiles in schedule:
             launch = self.launch(tiles.block_m, query.element_size(), len(query))
             few = len(query) <= FEW_TOKENS
@@ -225,7 +225,7 @@ class PagedAttention(CapturableAttention[tuple[DeviceTiles, ...]]):
                 HAS_WINDOW=window is not None,
                 num_warps=launch.num_warps,
             )
-            if plain and tiles.block_m == prefill_kernel.BLOCK_M and prefill_kernel.takes(query, key_cache):
+            if on_hopper and tiles.block_m == prefill_kernel.BLOCK_M and prefill_kernel.takes(query, key_cache):
                 prefill_kernel.attend(
                     query,
                     key_cache,

@@ -113,6 +113,20 @@ def test_a_model_that_is_not_there_is_one_line_and_exit_code_2(capsys: pytest.Ca
     assert "/no/such/model" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("backend", "message"),
+    [
+        ("holdfast", "attention_backend is holdfast, which takes a GPU, and the device is cpu; choose auto"),
+        ("vllm-flash-attn", "attention_backend is vllm-flash-attn, which takes a GPU, and the device is cpu"),
+    ],
+)
+def test_an_attention_that_cannot_be_had_is_one_line_and_exit_code_2(
+    backend: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", "--port", "0", "--device", "cpu", "--attention-backend", backend]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_help_has_every_option_with_its_text(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["serve", "--help"])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.core.config import EngineConfig
+from holdfast.core.config import AttentionBackendName, EngineConfig
 from holdfast.core.types import Request, SamplingParams, StepPlan
 from holdfast.engine.loop import Loop
 from holdfast.execution.runner import PagedExecutor
@@ -24,6 +24,7 @@ from tests.checkpoints import VOCAB, make
 
 FAMILIES = ("Llama", "Qwen3", "Mistral", "Qwen2", "GPT2", "Gemma2", "GptOss", "OPT", "Mixtral")
 REQUESTS, LONGEST_PROMPT, GENERATED, BUDGET = 32, 70, 12, 64
+WITH_OPTIONS = ("Gemma2", "GptOss")  # windows, caps and sinks
 ON_CPU = [pytest.param((family, "cpu"), id=family) for family in FAMILIES]
 ON_CUDA = [pytest.param((family, "cuda"), id=f"{family}-cuda", marks=pytest.mark.gpu) for family in FAMILIES]
 
@@ -73,6 +74,13 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.mark.parametrize("block_size", [1, 16])
 def test_greedy_tokens_are_those_of_generate(case: Case, block_size: int, steps_in_flight: int) -> None:
     tokens, _ = run(case, case.model, block_size, steps_in_flight)
+    assert tokens == case.expected
+
+
+@pytest.mark.parametrize("case", [(family, "cuda") for family in ("Llama", *WITH_OPTIONS)], indirect=True)
+@pytest.mark.gpu
+def test_attention_by_pytorch_alone_gives_the_same_tokens_without_graphs(case: Case) -> None:
+    tokens, _ = run(case, case.model, 16, 2, attention_backend="torch")
     assert tokens == case.expected
 
 
@@ -126,11 +134,16 @@ def run(
     budget: int = BUDGET,
     blocks: int | None = None,
     times: int = 1,
+    attention_backend: AttentionBackendName = "auto",
 ) -> tuple[dict[str, tuple[int, ...]], list[StepPlan]]:
     """All requests at once through scheduler and loop, once or twice: their tokens, and the plans that were run."""
-    executor = WatchedExecutor(model, EngineConfig(block_size=block_size, token_budget=budget, max_sequences=REQUESTS))
+    config = EngineConfig(
+        block_size=block_size, token_budget=budget, max_sequences=REQUESTS, attention_backend=attention_backend
+    )
+    executor = WatchedExecutor(model, config)
     blocks = blocks or 2048 // block_size
     executor.allocate(blocks)
+    assert attention_backend == "auto" or executor.memory.graphs is None
     scheduler = Scheduler(
         StallFree(budget),
         BlockPool(blocks, block_size),

@@ -169,6 +169,54 @@ def test_random_batches_compiled() -> None:
         assert_exact(attend(batch, num_processors=132, scale=0.125), oracle(batch, scale=0.125))
 
 
+def options_on_a_gpu(window: int | None, softcap: float | None, sinks: bool, heads: int) -> dict[str, object]:
+    made = torch.linspace(-2, 4, heads, device="cuda") if sinks else None
+    return {"window": window, "softcap": softcap, "sinks": made}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("head_dim", "block_size"), [(64, 32), (128, 16)])
+@pytest.mark.parametrize("window", [None, 1, 100, 700])
+@pytest.mark.parametrize(("softcap", "sinks"), [(None, False), (3.0, False), (None, True), (3.0, True)])
+def test_long_segments_over_a_context_cut_in_parts_compiled(
+    head_dim: int, block_size: int, window: int | None, softcap: float | None, sinks: bool
+) -> None:
+    batch = make_batch(
+        [(0, 3000, 3100), (1, 0, 131), (2, 1000, 1017)],
+        heads=8,
+        kv_heads=2,
+        head_dim=head_dim,
+        block_size=block_size,
+        dtype=torch.bfloat16,
+        device="cuda",
+    )
+    assert any(len(tiles.merges) for tiles in make_attention(batch, num_processors=132).schedule(batch.segments))
+    options = options_on_a_gpu(window, softcap, sinks, heads=8)
+    found = attend(batch, num_processors=132, scale=head_dim**-0.5, **options)
+    expected = oracle(batch, scale=head_dim**-0.5, **options)
+    assert (found.double().cpu() - expected).norm() / expected.norm() < 1e-2
+
+
+@pytest.mark.gpu
+def test_random_batches_of_long_segments_compiled() -> None:
+    random = np.random.default_rng(11)
+    for trial in range(40):
+        segments = []
+        for row in range(int(random.integers(1, 12))):
+            start = int(random.integers(0, 1500)) if random.random() < 0.7 else 0
+            segments.append((row, start, start + int(random.integers(1, 400))))
+        batch = make_batch(segments, heads=6, kv_heads=2, head_dim=64, dtype=torch.bfloat16, device="cuda", seed=trial)
+        options = options_on_a_gpu(
+            window=random.choice([None, 5, 90, 600]),
+            softcap=random.choice([None, 4.0]),
+            sinks=bool(random.random() < 0.5),
+            heads=6,
+        )
+        found = attend(batch, num_processors=132, scale=0.125, **options)
+        expected = oracle(batch, scale=0.125, **options)
+        assert (found.double().cpu() - expected).norm() / expected.norm() < 1e-2, (trial, segments, options)
+
+
 @pytest.mark.gpu
 def test_cuda_gets_the_triton_backend() -> None:
     attention = attention_for("cuda", num_heads=8, num_kv_heads=4, head_dim=64, block_size=16)

@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# Small tests of every kernel under compute-sanitizer's memcheck, side by side; the verdict of each, and 1 if one fails.
+# usage: scripts/memcheck.sh [LOG [PART...]]     on a CUDA device; PYTHON names the interpreter
+set -uo pipefail
+cd "$(dirname "$0")/.."
+log=${1:-memcheck.log}; shift || true; chosen=" $* "; parts=$(mktemp -d); trap 'rm -rf "$parts"' EXIT
+# Without PyTorch's caching a tensor has an allocation of its own, behind whose end nothing may be touched.
+export PYTORCH_NO_CUDA_MEMORY_CACHING=1 OMP_NUM_THREADS=1
+check() {  # NAME, then what pytest runs
+  local name=$1; shift
+  [[ $chosen == "  " || $chosen == *" $name "* ]] || return
+  compute-sanitizer --tool memcheck --error-exitcode 9 \
+    "${PYTHON:-python3}" -m pytest -o addopts= -p no:cacheprovider "$@" > "$parts/$name" 2>&1
+  echo $? > "$parts/$name.rc"
+}
+long=tests/kernels/test_paged.py::test_long_segments_over_a_context_cut_in_parts_compiled
+check prefill-and-merge "$long[None-False-None-128-16]" "$long[3.0-True-100-64-32]" &
+check decode-merge-and-write tests/kernels/test_paged.py \
+  -k "reserved_schedule_serves or skips_padding or compiled_kernels and options0-14-2-64-32-dtype0" &
+check swap tests/kernels/test_cache.py tests/execution/test_transfer.py -k "the_kernel or a_gpu" &
+check sampling tests/kernels/test_sampling.py tests/kernels/test_likeliest.py -k "the_kernel or argmax or nan" &
+check rotation-with-write tests/kernels/test_layers.py -k "rotation and 14-2-128-16 and dtype1 or padding_is_not" &
+wait
+worst=0
+for part in "$parts"/*.rc; do
+  name=$(basename "$part" .rc); code=$(cat "$part")
+  passed=$(grep -hoE '[0-9]+ passed[^=]*' "$parts/$name") && [ "$code" = 0 ] || worst=1
+  echo "== $name: exit code $code; ${passed:-none passed}; $(grep -h 'ERROR SUMMARY' "$parts/$name")"
+  sed 's/^/   /' "$parts/$name"
+done > "$log"
+grep '^==' "$log"
+exit $worst

@@ -134,9 +134,12 @@ def build(
         dtype=config.dtype,
         max_model_len=config.max_model_len,
         load_format=config.load_format,
+        quantization=config.quantization,
     )
     spec = model.spec
     dtype = str(spec.dtype).removeprefix("torch.")
+    if config.quantization != "none":
+        dtype = f"{dtype}, {config.quantization} weights"
     budget = config.token_budget or DEFAULT_BUDGET[device.type]
     capacity = capacity_of(
         config.scheduler,

@@ -183,8 +183,8 @@ def thin_linear_kernel(
     A part is `part_length` of the inputs, and has its own result in `out` [parts, rows, outputs]. GATED: weight has
     2 * outputs rows, gate over up, which a program takes in turns, and the result is silu(gate) * up. ADDED: the result
     is added to `out`. With a `norm`, for one token in one part, what is multiplied is the RMS norm of x times norm: its
-    scale is a factor of the result, known when all of x has been read. With a `scale` [rows of weight], the weight is
-    FP8, which floats in registers, and the result's rows are multiplied with their scales.
+    scale is a factor of the result, known when all of x has been read. With a `scale` [rows of weight], for one token,
+    the weight is FP8, and the result's rows are multiplied with their scales.
     """
     if BLOCK_M > 1:
         release(CHAINED)
@@ -221,8 +221,6 @@ def thin_linear_kernel(
         else:
             held = (token < rows)[None, :] & inside[:, None]
             values = tl.load(x + token[None, :] * x_stride + k[:, None], mask=held, other=0.0)
-            if scale is not None:
-                tile = tile.to(tl.float32).to(values.dtype)
             acc = tl.dot(tile, values, acc, input_precision="ieee")
     if BLOCK_M == 1:
         # So many small programs share a processor that those of the next kernel, let in at the start, would crowd on

@@ -9,7 +9,15 @@ import triton
 
 from holdfast.kernels.chain import chaining
 from holdfast.kernels.fp8 import Fp8Weight, Weight
-from holdfast.kernels.fp8_linear import TILE, Fp8Rows, fp8_launch_for, has_tiles, quantize_rows, tiled_product
+from holdfast.kernels.fp8_linear import (
+    TILE,
+    Fp8Rows,
+    few_rows_product,
+    fp8_launch_for,
+    has_tiles,
+    quantize_rows,
+    tiled_product,
+)
 from holdfast.kernels.fused_kernels import norm_kernel, rotate_write_kernel, silu_mul_kernel
 from holdfast.kernels.thin_linear import ThinLaunch, launch_for, thin_linear
 from holdfast.kernels.torch_layers import Gated, LayerOps, LayerShape, Normed, Rotation, Unnormed
@@ -41,7 +49,7 @@ class FusedLayerOps(LayerOps):
         if launch is None:
             return super().linear(read, weight, bias)
         out = read.new_empty(read.shape[0], weight.shape[0])
-        thin_linear(read, weight, bias, out[None], launch, **self._norm_of(x))
+        self._stream(read, weight, bias, out[None], launch, **self._norm_of(x))
         return out
 
     def gated_linear(self, x: Normed, weight: Weight, bias: torch.Tensor | None = None) -> Gated:
@@ -51,7 +59,7 @@ class FusedLayerOps(LayerOps):
         read, launch = self._reading(x, weight)
         if launch is not None:
             out = read.new_empty(read.shape[0], width)
-            thin_linear(read, weight, bias, out[None], launch, gated=True, **self._norm_of(x))
+            self._stream(read, weight, bias, out[None], launch, gated=True, **self._norm_of(x))
             return out
         gate_up = super().linear(read, weight, bias)
         if isinstance(weight, Fp8Weight) and has_tiles(read, weight) and width % TILE == 0:
@@ -87,7 +95,7 @@ class FusedLayerOps(LayerOps):
             thin_linear(x, weight, bias, stream[None], launch, added=True)
             return Unnormed(stream, norm)
         partials = x.new_empty(launch.parts, *stream.shape, dtype=torch.float32)
-        thin_linear(x, weight, None, partials, launch)
+        self._stream(x, weight, None, partials, launch)
         return self._add_norm(stream, partials, bias, norm)
 
     def computed(self, x: Normed | Gated) -> torch.Tensor:
@@ -101,6 +109,21 @@ class FusedLayerOps(LayerOps):
             rows = x if isinstance(x, Fp8Rows) else quantize_rows(x)
             return tiled_product(rows, weight, bias, self.shape.dtype)
         return super()._product(x, weight, bias)
+
+    def _stream(
+        self,
+        x: torch.Tensor,
+        weight: Weight,
+        bias: torch.Tensor | None,
+        out: torch.Tensor,
+        launch: ThinLaunch,
+        **fused: Any,
+    ) -> None:
+        """`thin_linear`, or where weights are FP8 and tokens more than one, the same by FP8 tensor cores."""
+        if isinstance(weight, Fp8Weight) and len(x) > 1:
+            few_rows_product(quantize_rows(x, halves=2), weight, bias, out, launch, **fused)
+        else:
+            thin_linear(x, weight, bias, out, launch, **fused)
 
     def _reading(self, x: Normed, weight: Weight) -> tuple[torch.Tensor, ThinLaunch | None]:
         """What a product reads, and its launch: the stream itself where the kernel can norm it."""

@@ -93,7 +93,8 @@ def thin_linear(
 
     With parts above 1 each holds the sum over its piece of the inputs, and bias must be None. `gated`: weight and
     bias have 2 N rows, gate over up, and out is silu(gate) * up. `added`: the result is added to out, in one part.
-    With `norm` [K], for one token in one part, x is replaced by its RMS norm (with eps) times norm, not rounded.
+    With `norm` [K], for one token in one part, x is replaced by its RMS norm (with eps) times norm, not rounded. An
+    FP8 weight is for one token, too; `fp8_linear` has more.
     """
     data, scale = (weight.data, weight.scale) if isinstance(weight, Fp8Weight) else (weight, None)
     rows, inputs = x.shape

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from holdfast.kernels.fp8 import FP8, LARGEST, Fp8Weight, quantize
-from holdfast.kernels.fp8_linear import Fp8Rows, fp8_launch_for, quantize_rows
+from holdfast.kernels.fp8 import LARGEST, Fp8Weight, quantize
+from holdfast.kernels.fp8_linear import few_rows_product, fp8_launch_for, quantize_rows
 from holdfast.kernels.fused_layers import FusedLayerOps
 from holdfast.kernels.layers import LayerOps, layer_ops_for
 from holdfast.kernels.thin_linear import MAX_ROWS, ThinLaunch, thin_linear
@@ -32,7 +32,7 @@ def weight_of(outputs: int, inputs: int, device: str, dtype: torch.dtype = torch
     return quantize((drawn(outputs, inputs, device=device, spread=inputs**-0.5) * spread[:, None]).to(dtype))
 
 
-def exact(weight: Fp8Weight | Fp8Rows) -> torch.Tensor:
+def exact(weight: Fp8Weight) -> torch.Tensor:
     return weight.data.double() * weight.scale.double()[:, None]
 
 
@@ -62,7 +62,7 @@ def test_rows_of_zeros_stay_zeros(device: str) -> None:
     weight = quantize(torch.zeros(2, 8, device=device))
     assert not exact(weight).any() and weight.scale.isfinite().all()
     rows = quantize_rows(torch.zeros(2, 8, device=device))
-    assert not exact(rows).any() and rows.scale.isfinite().all()
+    assert not rows.dequantized(torch.float32).any() and rows.scale.isfinite().all()
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -72,49 +72,77 @@ def test_tokens_are_rounded_to_the_nearest_number_of_their_own(width: int, gated
     found = quantize_rows(x, gated=gated)
     gate, up = x.double().chunk(2, dim=1)
     expected = functional.silu(gate) * up if gated else x.double()
-    scale = found.scale.double()[:, None]
-    right = (exact(found) - expected).abs() <= rounding(expected, scale)
-    if device == "cpu":  # Triton's interpreter loses the carry of what rounds up to a power of two; it is coarse at 0
-        nearest = (expected / scale).to(FP8).double()
-        right |= (nearest.frexp().mantissa.abs() == 0.5) & (nearest.abs() > (expected / scale).abs())
-        right |= (expected / scale).abs() < 8 * LEAST_STEP
-    assert right.all()
+    bound = rounding(expected, found.scale.double()[:, None])
+    if device == "cpu":  # Triton's interpreter is coarse next to zero
+        bound += found.scale.double()[:, None] * LEAST_STEP
+    assert ((found.dequantized(torch.float64) - expected).abs() <= bound).all()
     torch.testing.assert_close(found.scale.double() * LARGEST, expected.abs().amax(1), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("width", [16, 4096])
+def test_two_numbers_for_each_are_bfloat16_numbers(width: int, device: str) -> None:
+    x = (drawn(5, width, device=device) * torch.logspace(-2, 1, 5, device=device)[:, None]).bfloat16().float()
+    found = quantize_rows(x, halves=2).dequantized(torch.float64)
+    lost = (found - x).abs().amax(1) / x.abs().amax(1)
+    assert (lost < 2.0 ** (-22 if device == "cuda" else -21)).all()
+
+
+def multiply(x: torch.Tensor, weight: Fp8Weight, bias: Any, out: torch.Tensor, launch: Any, **fused: bool) -> None:
+    """x, whose numbers have no more bits than bfloat16, times weight, by the kernel for so many rows."""
+    if len(x) == 1:
+        thin_linear(x, weight, bias, out, launch, **fused)
+    else:
+        few_rows_product(quantize_rows(x, halves=2), weight, bias, out, launch, **fused)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 17])
 @pytest.mark.parametrize(("outputs", "inputs"), [(32, 64), (50, 208), (16, 33)])
 @pytest.mark.parametrize("parts", [1, 3])
 def test_parts_add_up_to_the_product(outputs: int, inputs: int, rows: int, parts: int, device: str) -> None:
-    weight, x = weight_of(outputs, inputs, device), drawn(rows, inputs, device=device)
+    weight, x = weight_of(outputs, inputs, device), drawn(rows, inputs, device=device).bfloat16().float()
     out = torch.full((parts, rows, outputs), torch.nan, device=device)
-    thin_linear(x, weight, None, out, ThinLaunch(16, 32, 4, 2, parts))
+    multiply(x, weight, None, out, ThinLaunch(64, 32, 4, 2, parts))
     assert_near(out.double().sum(0), x.double() @ exact(weight).t(), 1e-4)
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_the_scale_counts_before_bias_gate_and_what_is_added_to(rows: int, device: str) -> None:
-    weight, x = weight_of(40, 96, device), drawn(rows, 96, device=device)
+def test_the_scale_counts_before_bias_and_gate(rows: int, device: str) -> None:
+    weight, x = weight_of(40, 96, device), drawn(rows, 96, device=device).bfloat16().float()
     bias = torch.linspace(-1, 1, 40, device=device)
     product = x.double() @ exact(weight).t() + bias.double()
-    gate, up = product.chunk(2, dim=1)
-    launch = ThinLaunch(16, 32, 4, 2)
-
-    out = drawn(1, rows, 40, device=device)
-    expected = out[0].double() + product
-    thin_linear(x, weight, bias, out, launch, added=True)
-    assert_near(out[0], expected, 1e-4)
-
+    launch = ThinLaunch(64, 32, 4, 2)
+    out = torch.full((1, rows, 40), torch.nan, device=device)
+    multiply(x, weight, bias, out, launch)
+    assert_near(out[0], product, 1e-4)
     out = torch.full((1, rows, 20), torch.nan, device=device)
-    thin_linear(x, weight, bias, out, launch, gated=True)
+    multiply(x, weight, bias, out, launch, gated=True)
+    gate, up = product.chunk(2, dim=1)
     assert_near(out[0], functional.silu(gate) * up, 1e-4)
+
+
+def test_the_scale_counts_before_what_is_added_to(device: str) -> None:
+    weight, x, out = (weight_of(40, 96, device), *(drawn(1, size, device=device) for size in (96, 40)))
+    expected = out.double() + x.double() @ exact(weight).t()
+    thin_linear(x, weight, None, out[None], ThinLaunch(16, 32, 4, 2), added=True)
+    assert_near(out, expected, 1e-4)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.filterwarnings("ignore:invalid value")  # the interpreter's
+def test_what_is_not_finite_stays_so_and_in_its_row(bad: float, device: str) -> None:
+    weight, x = weight_of(20, 64, device), drawn(3, 64, device=device).bfloat16().float()
+    x[0, 7] = bad
+    out = torch.empty(1, 3, 20, device=device)
+    few_rows_product(quantize_rows(x, halves=2), weight, None, out, ThinLaunch(64, 32, 4, 2))
+    assert out[0, 0].isnan().all()
+    assert_near(out[0, 1:], x[1:].double() @ exact(weight).t(), 1e-4)
 
 
 def test_a_norm_of_one_token_is_part_of_the_product(device: str) -> None:
     weight, x, norm = weight_of(40, 96, device), drawn(1, 96, device=device, spread=9), drawn(96, device=device)
     out = torch.full((1, 1, 40), torch.nan, device=device)
     thin_linear(x, weight, None, out, ThinLaunch(16, 32, 4, 2), norm=norm, eps=1e-5)
-    normed = functional.rms_norm(x.double(), (96,), norm.double(), 1e-4)
+    normed = functional.rms_norm(x.double(), (96,), norm.double(), 1e-5)
     assert_near(out[0], normed @ exact(weight).t(), 1e-4)
 
 
@@ -210,13 +238,13 @@ def test_compiled_launches_stay_within_the_precision_of_the_type(
     width = outputs // 2 if gated else outputs
     dtype = torch.bfloat16 if gated else torch.float32
     out = torch.full((launch.parts, rows, width), torch.nan, device="cuda", dtype=dtype)
-    thin_linear(x, weight, None, out, launch, gated=gated)
+    multiply(x, weight, None, out, launch, gated=gated)
     expected = x.double() @ exact(weight).t()
     if gated:
         gate, up = expected.chunk(2, dim=1)
         expected = functional.silu(gate) * up
     error = (out.double().sum(0) - expected).norm() / expected.norm()
-    assert error < (5e-3 if gated else 1e-4)
+    assert error < (5e-3 if gated else 1e-3)
 
 
 @pytest.mark.gpu

@@ -264,7 +264,8 @@ def retention_cost(executor: PagedExecutor, cost: CostModel | None) -> Cost:
     """What computing a chunk again costs by position: measured, or counted from the model's sizes.
 
     A token takes 2 operations for each weight, and 4 for each position that it attends to, in every dimension of every
-    head: attention equals the rest where the position is weights / (2 · layers · heads · head_dim).
+    head: attention equals the rest where the position is weights / (2 · layers · heads · head_dim). A weight in FP8
+    takes half of the time, so half of one is what it counts.
     """
     if cost is not None:
         return partial(cost.recompute, executor.config.chunk_size)

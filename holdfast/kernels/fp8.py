@@ -10,8 +10,8 @@ FP8 = torch.float8_e4m3fn
 LARGEST = 448.0
 """The largest number of the type; it has no infinity, and what is rounded to more is not a number."""
 
-FIRST_CAPABILITY = (8, 9)
-"""GPUs from here on convert and multiply FP8."""
+FIRST_CAPABILITY = (9, 0)
+"""GPUs from here on run products with FP8 weights. Those of 8.9 multiply FP8 too, but have too little shared memory."""
 
 ROWS_AT_A_TIME = 1024
 """Rows of a weight that are quantized together: they exist in float32 meanwhile."""

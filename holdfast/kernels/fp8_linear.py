@@ -36,11 +36,15 @@ TILE = 16
 LOWER = 16.0
 """What the second number of an activation is multiplied with: it is at most a 16th of the first."""
 
-ONE_TOKEN = ThinLaunch(block_n=8, block_k=512, num_warps=4, num_stages=4)
+ONE_TOKEN = ThinLaunch(block_n=8, block_k=512, num_warps=2, num_stages=4)
 ONE_TOKEN_WIDE = ThinLaunch(block_n=16, block_k=256, num_warps=4, num_stages=6)
-ONE_TOKEN_CUT = ThinLaunch(block_n=8, block_k=1024, num_warps=4, num_stages=3)
-FEW_TOKENS = ThinLaunch(block_n=64, block_k=128, num_warps=4, num_stages=4)
-MORE_TOKENS = ThinLaunch(block_n=128, block_k=128, num_warps=8, num_stages=4)
+FEW_TOKENS = ThinLaunch(block_n=64, block_k=256, num_warps=4, num_stages=3)
+FEW_TOKENS_WIDE = ThinLaunch(block_n=128, block_k=128, num_warps=8, num_stages=4)
+MORE_TOKENS_CUT = ThinLaunch(block_n=64, block_k=128, num_warps=4, num_stages=6)
+MORE_TOKENS_WIDE = ThinLaunch(block_n=128, block_k=128, num_warps=8, num_stages=3)
+
+FEW_PROGRAMS = 256
+"""Where a product of up to FEW tokens may be cut over its inputs, until there are about so many programs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +72,13 @@ def fp8_launch_for(x: torch.Tensor, weight: Fp8Weight, *, cut: bool = False) -> 
     if not fits or x.element_size() != 2 or inputs * x.element_size() < LEAST_ROW_BYTES:
         return None
     outputs = weight.shape[0]
+    wide = outputs >= MANY_OUTPUTS
     if rows == 1:
-        return ONE_TOKEN_CUT if cut else ONE_TOKEN_WIDE if outputs >= MANY_OUTPUTS else ONE_TOKEN
-    own = FEW_TOKENS if rows <= FEW else MORE_TOKENS
+        return ONE_TOKEN_WIDE if wide and not cut else ONE_TOKEN
     if not cut:
-        return own
-    programs = -(-outputs // own.block_n)
-    wanted = max(round(PROGRAMS / programs), -(-inputs // PART_INPUTS))
+        return (FEW_TOKENS_WIDE if rows <= FEW else MORE_TOKENS_WIDE) if wide else FEW_TOKENS
+    own, most = (FEW_TOKENS, FEW_PROGRAMS) if rows <= FEW else (MORE_TOKENS_CUT, PROGRAMS)
+    wanted = max(round(most / -(-outputs // own.block_n)), -(-inputs // PART_INPUTS))
     return replace(own, parts=max(1, min(MAX_PARTS, wanted, inputs // (4 * own.block_k))))
 
 

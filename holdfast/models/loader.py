@@ -104,7 +104,7 @@ def check_fp8(architecture: str, device: torch.device) -> None:
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < FIRST_CAPABILITY:
         least = ".".join(str(number) for number in FIRST_CAPABILITY)
         raise UnsupportedCheckpoint(
-            f"quantization is fp8, which takes a GPU of compute capability {least} (Ada, Hopper) or later; "
+            f"quantization is fp8, which takes a GPU of compute capability {least} (Hopper) or later; "
             f"{torch.cuda.get_device_name(device)} is older: leave it out"
         )
 

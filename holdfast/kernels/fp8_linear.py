@@ -33,9 +33,6 @@ from holdfast.kernels.thin_linear import (
 TILE = 16
 """Inputs and outputs of a product on FP8 tensor cores are multiples of this."""
 
-MAX_CUT_ROWS = 128
-"""Tokens up to which what may be cut over its inputs runs by our kernel: PyTorch's product does not fill the device."""
-
 LOWER = 16.0
 """What the second number of an activation is multiplied with: it is at most a 16th of the first."""
 
@@ -43,7 +40,6 @@ ONE_TOKEN = ThinLaunch(block_n=8, block_k=512, num_warps=2, num_stages=4)
 ONE_TOKEN_WIDE = ThinLaunch(block_n=16, block_k=256, num_warps=4, num_stages=6)
 FEW_TOKENS = ThinLaunch(block_n=64, block_k=256, num_warps=4, num_stages=3)
 FEW_TOKENS_WIDE = ThinLaunch(block_n=128, block_k=128, num_warps=8, num_stages=4)
-MANY_TOKENS_CUT = ThinLaunch(block_n=64, block_k=128, num_warps=4, num_stages=4)
 MORE_TOKENS_CUT = ThinLaunch(block_n=64, block_k=128, num_warps=4, num_stages=6)
 MORE_TOKENS_WIDE = ThinLaunch(block_n=128, block_k=128, num_warps=8, num_stages=3)
 
@@ -66,28 +62,22 @@ class Fp8Rows:
         return (numbers * self.scale[:, None]).to(dtype)
 
 
-def halves_for(rows: int) -> int:
-    """FP8 numbers that stand for an activation: two for few tokens, one where arithmetic and L2 are what counts."""
-    return 2 if rows <= MAX_ROWS else 1
-
-
-def fp8_launch_for(rows: int, dtype: torch.dtype, weight: Fp8Weight, *, cut: bool = False) -> ThinLaunch | None:
-    """How `thin_linear` (one token) or `few_rows_product` run a product of so many tokens of a type; None: neither.
+def fp8_launch_for(x: torch.Tensor, weight: Fp8Weight, *, cut: bool = False) -> ThinLaunch | None:
+    """How `thin_linear` (one token) or `few_rows_product` run x [T, K] times an FP8 weight [N, K]; None: neither does.
 
     `cut` says that the caller adds up partial sums at no cost of its own. Tuned on an H200 (benchmarks/gemv_gpu.py).
     """
-    outputs, inputs = weight.shape
-    fits = 0 < rows <= (MAX_CUT_ROWS if cut else MAX_ROWS)
-    if not fits or dtype.itemsize != 2 or inputs * dtype.itemsize < LEAST_ROW_BYTES:
+    rows, inputs = x.shape
+    fits = 0 < rows <= MAX_ROWS and x.stride(1) == 1
+    if not fits or x.element_size() != 2 or inputs * x.element_size() < LEAST_ROW_BYTES:
         return None
+    outputs = weight.shape[0]
     wide = outputs >= MANY_OUTPUTS
     if rows == 1:
         return ONE_TOKEN_WIDE if wide and not cut else ONE_TOKEN
     if not cut:
         return (FEW_TOKENS_WIDE if rows <= FEW else MORE_TOKENS_WIDE) if wide else FEW_TOKENS
     own, most = (FEW_TOKENS, FEW_PROGRAMS) if rows <= FEW else (MORE_TOKENS_CUT, PROGRAMS)
-    if rows > MAX_ROWS:
-        own = MANY_TOKENS_CUT
     wanted = max(round(most / -(-outputs // own.block_n)), -(-inputs // PART_INPUTS))
     return replace(own, parts=max(1, min(MAX_PARTS, wanted, inputs // (4 * own.block_k))))
 
@@ -152,12 +142,12 @@ def few_rows_product(
     *,
     gated: bool = False,
 ) -> None:
-    """Put x [T, K] of one or two numbers each times weight [N, K] transposed, plus bias, into out [parts, T, N].
+    """Put x [T, K] of two numbers each times weight [N, K] transposed, plus bias, into out [parts, T, N].
 
     With parts above 1 each holds the sum over its piece of the inputs, and bias must be None. `gated`: weight and bias
     have 2 N rows, gate over up, and out is silu(gate) * up.
     """
-    halves, rows, inputs = x.data.shape
+    _, rows, inputs = x.data.shape
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     blocks = -(-inputs // launch.block_k)
     few_rows_kernel[(-(-weight.shape[0] // launch.block_n), launch.parts)](
@@ -176,7 +166,6 @@ def few_rows_product(
         weight.data.stride(0),
         out.stride(0),
         out.stride(1),
-        HALVES=halves,
         GATED=gated,
         LOWER=LOWER,
         BLOCK_M=max(16, triton.next_power_of_2(rows)),
@@ -252,7 +241,6 @@ def few_rows_kernel(
     weight_stride,
     out_stride_part,
     out_stride,
-    HALVES: tl.constexpr,
     GATED: tl.constexpr,
     LOWER: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -262,7 +250,7 @@ def few_rows_kernel(
     STAGES: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """x [rows, inputs], HALVES numbers each, times weight transposed: program (BLOCK_N rows of weight, part).
+    """x [rows, inputs], two numbers each, times weight transposed: program (BLOCK_N rows of weight, part).
 
     Parts and GATED are those of `thin_linear_kernel`. FP8 tensor cores keep few bits of their sums, so these are added
     up in float32 after each block of inputs; for the lower numbers it does not matter.
@@ -281,8 +269,7 @@ def few_rows_kernel(
     begin = tl.program_id(1) * part_length
     follow(CHAINED)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    if HALVES == 2:
-        lower = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    lower = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for first in tl.range(begin, tl.minimum(inputs, begin + part_length), BLOCK_K, num_stages=STAGES):
         k = first + tl.arange(0, BLOCK_K)
         inside = k < inputs
@@ -292,13 +279,10 @@ def few_rows_kernel(
         else:
             tile = tl.load(weight_at + k[None, :], mask=inside[None, :], other=0.0)
         high_x = tl.load(x_at + k[:, None], mask=held, other=0.0)
+        lower_x = tl.load(x_at + x_stride_half + k[:, None], mask=held, other=0.0)
         acc = tl.dot(tile, high_x, acc, max_num_imprecise_acc=BLOCK_K)
-        if HALVES == 2:
-            lower_x = tl.load(x_at + x_stride_half + k[:, None], mask=held, other=0.0)
-            lower = tl.dot(tile, lower_x, lower)
-    if HALVES == 2:
-        acc += lower / LOWER
-    result = acc * tl.load(scale + row)[:, None]
+        lower = tl.dot(tile, lower_x, lower)
+    result = (acc + lower / LOWER) * tl.load(scale + row)[:, None]
     result *= tl.load(x_scale + token, mask=token < rows, other=0.0)[None, :]
     if bias is not None:
         result += tl.load(bias + row).to(tl.float32)[:, None]

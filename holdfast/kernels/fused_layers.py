@@ -14,7 +14,6 @@ from holdfast.kernels.fp8_linear import (
     Fp8Rows,
     few_rows_product,
     fp8_launch_for,
-    halves_for,
     has_tiles,
     quantize_rows,
     tiled_product,
@@ -86,16 +85,16 @@ class FusedLayerOps(LayerOps):
         bias: torch.Tensor | None,
         norm: torch.Tensor,
     ) -> Normed:
-        launch = self.launch(x, weight, cut=True)
+        launch = None if isinstance(x, Fp8Rows) else self.launch(x, weight, cut=True)
         if launch is None:
             if isinstance(weight, Fp8Weight):
                 return self._add_norm(stream, self._product(x, weight, None)[None], bias, norm)
             stream.addmm_(x, weight.t())
             return self._add_norm(stream, None, bias, norm)
-        if len(stream) == 1:
+        if len(x) == 1:
             thin_linear(x, weight, bias, stream[None], launch, added=True)
             return Unnormed(stream, norm)
-        partials = stream.new_empty(launch.parts, *stream.shape, dtype=torch.float32)
+        partials = x.new_empty(launch.parts, *stream.shape, dtype=torch.float32)
         self._stream(x, weight, None, partials, launch)
         return self._add_norm(stream, partials, bias, norm)
 
@@ -113,7 +112,7 @@ class FusedLayerOps(LayerOps):
 
     def _stream(
         self,
-        x: Gated,
+        x: torch.Tensor,
         weight: Weight,
         bias: torch.Tensor | None,
         out: torch.Tensor,
@@ -121,10 +120,8 @@ class FusedLayerOps(LayerOps):
         **fused: Any,
     ) -> None:
         """`thin_linear`, or where weights are FP8 and tokens more than one, the same by FP8 tensor cores."""
-        rows = out.shape[1]
-        if isinstance(weight, Fp8Weight) and rows > 1:
-            numbers = x if isinstance(x, Fp8Rows) else quantize_rows(x, halves=halves_for(rows))
-            few_rows_product(numbers, weight, bias, out, launch, **fused)
+        if isinstance(weight, Fp8Weight) and len(x) > 1:
+            few_rows_product(quantize_rows(x, halves=2), weight, bias, out, launch, **fused)
         else:
             thin_linear(x, weight, bias, out, launch, **fused)
 
@@ -179,11 +176,10 @@ class FusedLayerOps(LayerOps):
         )
         return query
 
-    def launch(self, x: Gated, weight: Weight, *, cut: bool = False) -> ThinLaunch | None:
+    def launch(self, x: torch.Tensor, weight: Weight, *, cut: bool = False) -> ThinLaunch | None:
         """How `thin_linear` runs a product; None where a library does."""
         if isinstance(weight, Fp8Weight):
-            rows = x.data.shape[1] if isinstance(x, Fp8Rows) else len(x)
-            return fp8_launch_for(rows, self.shape.dtype, weight, cut=cut)
+            return fp8_launch_for(x, weight, cut=cut)
         return launch_for(x, weight, cut=cut)
 
     def _add_norm(

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from holdfast.kernels.fp8 import LARGEST, Fp8Weight, quantize
-from holdfast.kernels.fp8_linear import MAX_CUT_ROWS, few_rows_product, fp8_launch_for, quantize_rows
+from holdfast.kernels.fp8_linear import few_rows_product, fp8_launch_for, quantize_rows
 from holdfast.kernels.fused_layers import FusedLayerOps
 from holdfast.kernels.layers import LayerOps, layer_ops_for
 from holdfast.kernels.thin_linear import MAX_ROWS, ThinLaunch, thin_linear
@@ -95,16 +95,6 @@ def multiply(x: torch.Tensor, weight: Fp8Weight, bias: Any, out: torch.Tensor, l
         few_rows_product(quantize_rows(x, halves=2), weight, bias, out, launch, **fused)
 
 
-@pytest.mark.parametrize("gated", [False, True])
-def test_one_number_for_each_activation(gated: bool, device: str) -> None:
-    weight, numbers = weight_of(40, 96, device), quantize_rows(drawn(20, 96, device=device))
-    out = torch.full((1, 20, 20 if gated else 40), torch.nan, device=device)
-    few_rows_product(numbers, weight, None, out, ThinLaunch(64, 32, 4, 2), gated=gated)
-    expected = numbers.dequantized(torch.float64) @ exact(weight).t()
-    gate, up = expected.chunk(2, dim=1)
-    assert_near(out[0], functional.silu(gate) * up if gated else expected, 1e-4)
-
-
 @pytest.mark.parametrize("rows", [1, 2, 17])
 @pytest.mark.parametrize(("outputs", "inputs"), [(32, 64), (50, 208), (16, 33)])
 @pytest.mark.parametrize("parts", [1, 3])
@@ -157,25 +147,23 @@ def test_a_norm_of_one_token_is_part_of_the_product(device: str) -> None:
 
 
 def test_float32_many_rows_and_short_ones_are_not_streamed(device: str) -> None:
-    weight, half = weight_of(64, 512, device), torch.float16
-    assert fp8_launch_for(1, half, weight) is not None
-    assert fp8_launch_for(MAX_ROWS, half, weight) is not None
-    assert fp8_launch_for(MAX_ROWS + 1, half, weight) is None
-    assert fp8_launch_for(MAX_CUT_ROWS, half, weight, cut=True) is not None
-    assert fp8_launch_for(MAX_CUT_ROWS + 1, half, weight, cut=True) is None
-    assert fp8_launch_for(0, half, weight) is None
-    assert fp8_launch_for(1, torch.float32, weight) is None
-    assert fp8_launch_for(1, half, weight_of(64, 16, device)) is None
+    weight, x = weight_of(64, 512, device), drawn(MAX_ROWS + 1, 512, device=device, dtype=torch.float16)
+    assert fp8_launch_for(x[:1], weight) is not None
+    assert fp8_launch_for(x[:MAX_ROWS], weight) is not None
+    assert fp8_launch_for(x, weight) is None
+    assert fp8_launch_for(x[:0], weight) is None
+    assert fp8_launch_for(x[:1].float(), weight) is None
+    assert fp8_launch_for(x[:1, :16], weight_of(64, 16, device)) is None
 
 
-@pytest.mark.parametrize("rows", [1, 8, 64, 128])
+@pytest.mark.parametrize("rows", [1, 8, 64])
 @pytest.mark.parametrize(("outputs", "inputs"), [(4096, 4096), (4096, 14336), (28672, 4096), (64, 512)])
 def test_only_a_product_that_may_be_cut_is_cut(outputs: int, inputs: int, rows: int) -> None:
+    x = torch.empty(rows, inputs, dtype=torch.bfloat16, device="meta")
     weight = Fp8Weight(torch.empty(outputs, inputs, device="meta"), torch.empty(outputs, device="meta"))
-    whole, cut = (fp8_launch_for(rows, torch.bfloat16, weight, cut=cut) for cut in (False, True))
-    assert (whole is None) == (rows > MAX_ROWS)
-    assert whole is None or whole.parts == 1
-    assert cut is not None
+    whole, cut = fp8_launch_for(x, weight), fp8_launch_for(x, weight, cut=True)
+    assert whole is not None and cut is not None
+    assert whole.parts == 1
     assert cut.parts == 1 or inputs // cut.parts >= 4 * cut.block_k
 
 
@@ -193,8 +181,7 @@ def half_a_layer(ops: LayerOps, stream: Any, x: Any, weights: list[Any], biases:
     [
         (1, 256, 320, torch.float16, 4e-3),
         (6, 256, 320, torch.float16, 4e-3),
-        (70, 256, 320, torch.float16, 0.1),
-        (130, 256, 320, torch.float16, 0.1),  # activations in FP8 as well
+        (70, 256, 320, torch.float16, 0.1),  # activations in FP8 as well
         (70, 100, 90, torch.float16, 4e-3),  # no tiles of 16
         (70, 64, 90, torch.float16, 0.1),  # none of the second product
         (5, 64, 80, torch.float32, 1e-5),
@@ -246,7 +233,7 @@ def test_compiled_launches_stay_within_the_precision_of_the_type(
     rows: int, outputs: int, inputs: int, gated: bool
 ) -> None:
     weight, x = weight_of(outputs, inputs, "cuda"), drawn(rows, inputs, device="cuda", dtype=torch.bfloat16)
-    launch = fp8_launch_for(rows, torch.bfloat16, weight, cut=not gated)
+    launch = fp8_launch_for(x, weight, cut=not gated)
     assert launch is not None
     width = outputs // 2 if gated else outputs
     dtype = torch.bfloat16 if gated else torch.float32
@@ -262,7 +249,7 @@ def test_compiled_launches_stay_within_the_precision_of_the_type(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("tokens", "bound"), [(1, 1e-2), (8, 1e-2), (64, 1e-2), (65, 0.08), (128, 0.08), (300, 0.08)])
+@pytest.mark.parametrize(("tokens", "bound"), [(1, 1e-2), (8, 1e-2), (64, 1e-2), (65, 0.08), (300, 0.08)])
 def test_the_products_of_a_layer_compiled_and_captured(tokens: int, bound: float, dtype: torch.dtype) -> None:
     hidden, inner = 1024, 3072
     shape = shape_of("cuda", dtype)

@@ -162,7 +162,7 @@ def candidates(kind: str, tokens: int, fp8: bool) -> list[ThinLaunch]:
     return [
         ThinLaunch(*settings, parts)
         for settings in (one if tokens == 1 else few)
-        for parts in (PARTS if kind == "add_norm" else (1,))
+        for parts in (PARTS if kind == "add_norm" and tokens > 1 else (1,))
     ]
 
 

@@ -138,8 +138,6 @@ def build(
     )
     spec = model.spec
     dtype = str(spec.dtype).removeprefix("torch.")
-    if config.quantization != "none":
-        dtype = f"{dtype}, {config.quantization} weights"
     budget = config.token_budget or DEFAULT_BUDGET[device.type]
     capacity = capacity_of(
         config.scheduler,
@@ -150,6 +148,8 @@ def build(
     executor = PagedExecutor(model, config, token_budget=capacity)
     stages.begin("measuring memory")
     memory = executor.profile()
+    if config.quantization != "none":
+        dtype = f"{dtype}, {config.quantization} weights"
     num_blocks = memory.cache // memory.block
     host_blocks = memory.host_cache // memory.block
     if host_blocks:

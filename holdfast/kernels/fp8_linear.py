@@ -25,7 +25,6 @@ from holdfast.kernels.thin_linear import (
     MANY_OUTPUTS,
     MAX_PARTS,
     MAX_ROWS,
-    PART_INPUTS,
     PROGRAMS,
     ThinLaunch,
 )
@@ -78,7 +77,7 @@ def fp8_launch_for(x: torch.Tensor, weight: Fp8Weight, *, cut: bool = False) -> 
     if not cut:
         return (FEW_TOKENS_WIDE if rows <= FEW else MORE_TOKENS_WIDE) if wide else FEW_TOKENS
     own, most = (FEW_TOKENS, FEW_PROGRAMS) if rows <= FEW else (MORE_TOKENS_CUT, PROGRAMS)
-    wanted = max(round(most / -(-outputs // own.block_n)), -(-inputs // PART_INPUTS))
+    wanted = round(most / -(-outputs // own.block_n))
     return replace(own, parts=max(1, min(MAX_PARTS, wanted, inputs // (4 * own.block_k))))
 
 
@@ -224,7 +223,7 @@ def quantize_rows_kernel(
     tl.store(scale + token, factor + poison)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])  # it only masks: one kernel for all counts of a BLOCK_M
 def few_rows_kernel(
     x,
     x_scale,

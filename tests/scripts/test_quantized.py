@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from holdfast.engine.text import Text
@@ -15,8 +16,8 @@ def texts(count: int) -> list[list[int]]:
     return [text.encode_chat(messages_of(dialogue)) for dialogue in held_out(count)]
 
 
-def builtin(quantization: str) -> Decoder:
-    model = load(MODEL, device="cpu", dtype="float32", quantization=quantization)
+def builtin(quantization: str, device: str = "cpu", dtype: str = "float32") -> Decoder:
+    model = load(MODEL, device=device, dtype=dtype, quantization=quantization)
     assert isinstance(model, Decoder)
     return model
 
@@ -26,6 +27,13 @@ def test_the_likeliest_token_is_nearly_always_the_same() -> None:
     assert found.tokens > 1500
     assert 0.98 <= found.share < 1.0
     assert 0 < found.divergence < 0.001
+
+
+@pytest.mark.gpu
+def test_so_it_is_where_activations_are_fp8_as_well() -> None:
+    found = agreement(builtin("none", "cuda", "bfloat16"), builtin("fp8", "cuda", "bfloat16"), texts(4))
+    assert 0.97 <= found.share < 1.0
+    assert 0 < found.divergence < 0.002
 
 
 def test_coarser_weights_would_be_seen() -> None:

@@ -1,10 +1,11 @@
 """Time the products of few tokens on a GPU, and a decoder layer around attention, against cuBLAS and PyTorch.
 
-    python benchmarks/gemv_gpu.py [--tune] [--tokens 1 2 4 8 16 32 64] [--out results.json]
+    python benchmarks/gemv_gpu.py [--tune] [--fp8] [--tokens 1 2 4 8 16 32 64] [--out results.json]
 
 The shapes are Llama-3-8B's, bf16. A product is timed with what the decoder fuses to it (residual and norm, or the
 gate) as one CUDA graph over more weights than L2 holds; its figure is the weights' bytes over that time, as a share of
-the rate of a device-to-device copy. `--tune` times other launches than the rule's. Prints a table, writes JSON lines.
+the rate of a device-to-device copy. `--tune` times other launches than the rule's. With `--fp8` the weights are
+FP8, and nothing is timed beside them but, beyond 64 tokens, PyTorch's product. Prints a table, writes JSON lines.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import datetime
 import json
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ import torch
 import triton
 from triton.runtime.errors import OutOfResources
 
+from holdfast.kernels.fp8 import Fp8Weight, Weight, quantize
 from holdfast.kernels.fused_layers import FusedLayerOps
 from holdfast.kernels.thin_linear import ThinLaunch
 from holdfast.kernels.torch_layers import LayerOps, LayerShape
@@ -49,6 +51,14 @@ FEW_TOKENS = [
     *((64, 128, 4, 6), (128, 128, 8, 4), (128, 64, 4, 6)),
 ]
 PARTS = (1, 2, 4, 8)
+FP8_ONE_TOKEN = [
+    *((16, 256, 4, 6), (16, 512, 4, 4), (8, 512, 4, 4), (8, 1024, 4, 3), (32, 256, 4, 4), (32, 256, 8, 4)),
+    *((16, 256, 2, 6), (8, 512, 2, 4), (8, 512, 4, 6), (8, 256, 2, 6)),
+]
+FP8_FEW_TOKENS = [
+    *((64, 128, 4, 3), (64, 128, 4, 4), (64, 128, 4, 6), (128, 128, 4, 4), (128, 128, 8, 4), (128, 128, 8, 3)),
+    *((64, 256, 4, 3), (128, 256, 8, 3), (256, 128, 8, 3)),
+]
 
 
 def shape() -> LayerShape:
@@ -71,7 +81,7 @@ class Fixed(FusedLayerOps):
         super().__init__(shape())
         self.fixed = fixed
 
-    def launch(self, x: torch.Tensor, weight: torch.Tensor, *, cut: bool = False) -> ThinLaunch | None:
+    def launch(self, x: torch.Tensor, weight: Weight, *, cut: bool = False) -> ThinLaunch | None:
         return self.fixed
 
 
@@ -111,9 +121,9 @@ def random(*size: int, spread: float = 1.0) -> torch.Tensor:
     return torch.empty(size, dtype=DTYPE, device="cuda").normal_(std=spread)
 
 
-def product_time(ops: LayerOps, kind: str, weights: torch.Tensor, tokens: int) -> float:
-    """Microseconds of one product with what is fused to it; weights [copies, N, K]."""
-    x, norm = random(tokens, weights.shape[2]), random(HIDDEN)
+def product_time(ops: LayerOps, kind: str, weights: Sequence[Weight], tokens: int) -> float:
+    """Microseconds of one product with what is fused to it; of weights [N, K] in turns."""
+    x, norm = random(tokens, weights[0].shape[1]), random(HIDDEN)
     stream = random(tokens, HIDDEN)
 
     def run() -> None:
@@ -147,27 +157,30 @@ def layer_time(ops: LayerOps, tokens: int) -> float:
     return milliseconds(captured(run)) / 4 * 1e3
 
 
-def candidates(kind: str, tokens: int) -> list[ThinLaunch]:
+def candidates(kind: str, tokens: int, fp8: bool) -> list[ThinLaunch]:
+    one, few = (FP8_ONE_TOKEN, FP8_FEW_TOKENS) if fp8 else (ONE_TOKEN, FEW_TOKENS)
     return [
         ThinLaunch(*settings, parts)
-        for settings in (ONE_TOKEN if tokens == 1 else FEW_TOKENS)
-        for parts in (PARTS if kind == "add_norm" else (1,))
+        for settings in (one if tokens == 1 else few)
+        for parts in (PARTS if kind == "add_norm" and tokens > 1 else (1,))
     ]
 
 
 def brief(launch: ThinLaunch | None) -> str:
     if launch is None:
-        return "cuBLAS"
+        return "PyTorch"
     return f"{launch.block_n}x{launch.block_k} w{launch.num_warps} s{launch.num_stages} p{launch.parts}"
 
 
-def compare(name: str, tokens: int, weights: torch.Tensor, rate: float, tune: bool) -> list[dict[str, object]]:
+def compare(name: str, tokens: int, weights: Sequence[Weight], rate: float, tune: bool) -> list[dict[str, object]]:
     """cuBLAS, the rule's launch and, to tune, the others; the best of these in a line of the table."""
     kind, weight_bytes = PRODUCTS[name][0], weights[0].nbytes
     own = FusedLayerOps(shape())
-    rule = own.launch(random(tokens, weights.shape[2]), weights[0], cut=kind == "add_norm")
+    rule = own.launch(random(tokens, weights[0].shape[1]), weights[0], cut=kind == "add_norm")
+    fp8 = isinstance(weights[0], Fp8Weight)
     lines: list[dict[str, object]] = []
-    for launch in [None, rule, *(candidates(kind, tokens) if tune else [])]:
+    firsts = [rule] if fp8 else [None, rule]
+    for launch in [*firsts, *(candidates(kind, tokens, fp8) if tune and rule is not None else [])]:
         try:
             taken = product_time(Fixed(launch), kind, weights, tokens)
         except OutOfResources as refused:
@@ -175,8 +188,8 @@ def compare(name: str, tokens: int, weights: torch.Tensor, rate: float, tune: bo
             continue
         share = weight_bytes / taken / 1e6 / rate
         lines.append(dict(product=name, tokens=tokens, launch=brief(launch), us=round(taken, 2), share=round(share, 3)))
-    others = sorted(lines[2:], key=lambda line: float(str(line["share"])), reverse=True)[:3]
-    shown = [f"{line['share']:.3f} ({line['launch']})" for line in [*lines[:2], *others]]
+    others = sorted(lines[len(firsts) :], key=lambda line: float(str(line["share"])), reverse=True)[:3]
+    shown = [f"{line['share']:.3f} ({line['launch']})" for line in [*lines[: len(firsts)], *others]]
     print(f"{name:8} {tokens:6}   " + "  ".join(shown), flush=True)
     return lines
 
@@ -185,6 +198,7 @@ def compare(name: str, tokens: int, weights: torch.Tensor, rate: float, tune: bo
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tune", action="store_true", help="time other launches than the rule's too")
+    parser.add_argument("--fp8", action="store_true", help="FP8 weights; layers are left out")
     parser.add_argument("--products", nargs="*", choices=PRODUCTS, default=list(PRODUCTS))
     parser.add_argument("--tokens", nargs="*", type=int, default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--layers", nargs="*", type=int, default=[1, 2, 4, 8, 16, 64, 256, 2048], metavar="TOKENS")
@@ -204,15 +218,17 @@ def main() -> None:
         )
     ]
     print(json.dumps(lines[0]), flush=True)
-    print("product  tokens   share of the copy rate: cuBLAS, the rule's launch, the best of the others", flush=True)
+    print("product  tokens   share of the copy rate: PyTorch, the rule's launch, the best of the others", flush=True)
     for name in arguments.products:
         _, outputs, inputs = PRODUCTS[name]
-        copies = max(1, -(-RING_BYTES // (outputs * inputs * DTYPE.itemsize)))
-        weights = random(copies, outputs, inputs, spread=0.01)
+        size = 1 if arguments.fp8 else DTYPE.itemsize
+        copies = max(1, -(-RING_BYTES // (outputs * inputs * size)))
+        drawn = (random(outputs, inputs, spread=0.01) for _ in range(copies))
+        weights = [quantize(weight) if arguments.fp8 else weight for weight in drawn]
         for tokens in arguments.tokens:
             lines += compare(name, tokens, weights, rate, arguments.tune)
         del weights
-    for tokens in arguments.layers:
+    for tokens in () if arguments.fp8 else arguments.layers:
         plain, fused = layer_time(LayerOps(shape()), tokens), layer_time(FusedLayerOps(shape()), tokens)
         lines.append(
             dict(work="layer without attention", tokens=tokens, pytorch_us=round(plain, 1), us=round(fused, 1))

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 from holdfast.core.config import EngineConfig
 from holdfast.core.cost import CostModel
@@ -215,7 +216,7 @@ def main() -> None:
     options = dict(max_sequences=512, prefix_sharing=False, max_waiting=10_000)
     for pair in arguments.set:
         name, _, value = pair.partition("=")
-        options[name] = json.loads(value) if value[:1] in "0123456789tfn" else value
+        options[name] = yaml.safe_load(value)
     directory = Path(tempfile.mkdtemp(prefix="llama8b-"))
     (directory / "config.json").write_text(json.dumps(LLAMA_3_8B | json.loads(arguments.shape)))
     begin = time.perf_counter()

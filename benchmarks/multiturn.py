@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from llama8b import LLAMA_3_8B
 
 from holdfast.core.config import EngineConfig
@@ -223,7 +224,7 @@ def options_of(arguments: argparse.Namespace, mode: str) -> dict[str, Any]:
     options |= dict(host_cache_gb=arguments.host_gb) | MODES[mode]
     for pair in arguments.set:
         name, _, value = pair.partition("=")
-        options[name] = json.loads(value) if value[:1] in "0123456789tfn" else value
+        options[name] = yaml.safe_load(value)
     return options
 
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from llama8b import LLAMA_3_8B
 from multiturn import SMALL, draw
 
@@ -126,7 +127,7 @@ def main() -> None:
     options: dict[str, Any] = dict(max_sequences=128, eviction="lru", trace=str(trace))
     for pair in arguments.set:
         name, _, value = pair.partition("=")
-        options[name] = json.loads(value) if value[:1] in "0123456789tfn" else value
+        options[name] = yaml.safe_load(value)
     config = EngineConfig(
         model=str(directory),
         load_format="random",

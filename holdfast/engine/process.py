@@ -136,6 +136,7 @@ def build(
         dtype=config.dtype,
         max_model_len=config.max_model_len,
         load_format=config.load_format,
+        quantization=config.quantization,
     )
     spec = model.spec
     dtype = str(spec.dtype).removeprefix("torch.")
@@ -149,6 +150,8 @@ def build(
     executor = PagedExecutor(model, config, token_budget=capacity)
     stages.begin("measuring memory")
     memory = executor.profile()
+    if config.quantization != "none":
+        dtype = f"{dtype}, {config.quantization} weights"
     num_blocks = memory.cache // memory.block
     host_blocks = memory.host_cache // memory.block
     if host_blocks:
@@ -263,7 +266,8 @@ def retention_cost(executor: PagedExecutor, cost: CostModel | None) -> Cost:
     """What computing a chunk again costs by position: measured, or counted from the model's sizes.
 
     A token takes 2 operations for each weight, and 4 for each position that it attends to, in every dimension of every
-    head: attention equals the rest where the position is weights / (2 · layers · heads · head_dim).
+    head: attention equals the rest where the position is weights / (2 · layers · heads · head_dim). A weight in FP8
+    takes half of the time, so half of one is what it counts.
     """
     if cost is not None:
         return partial(cost.recompute, executor.config.chunk_size)

@@ -41,7 +41,7 @@ def norm_kernel(
         added = tl.zeros([BLOCK], tl.float32)
         for part in tl.static_range(PARTS):
             place = (part * tl.num_programs(0) + token) * width
-            added += tl.load(partials + place + at, mask=held, other=0.0)
+            added += tl.load(partials + place + at, mask=held, other=0.0).to(tl.float32)
         if bias is not None:
             added += tl.load(bias + at, mask=held, other=0.0).to(tl.float32)
         rounded = (value + added).to(stream.dtype.element_ty)
@@ -157,6 +157,7 @@ def thin_linear_kernel(
     x,
     norm,
     weight,
+    scale,
     bias,
     out,
     rows,
@@ -182,7 +183,8 @@ def thin_linear_kernel(
     A part is `part_length` of the inputs, and has its own result in `out` [parts, rows, outputs]. GATED: weight has
     2 * outputs rows, gate over up, which a program takes in turns, and the result is silu(gate) * up. ADDED: the result
     is added to `out`. With a `norm`, for one token in one part, what is multiplied is the RMS norm of x times norm: its
-    scale is a factor of the result, known when all of x has been read.
+    scale is a factor of the result, known when all of x has been read. With a `scale` [rows of weight], for one token,
+    the weight is FP8, and the result's rows are multiplied with their scales.
     """
     if BLOCK_M > 1:
         release(CHAINED)
@@ -229,6 +231,8 @@ def thin_linear_kernel(
             result *= tl.rsqrt(tl.sum(squares, 0) / inputs + eps)
     else:
         result = acc
+    if scale is not None:
+        result *= tl.load(scale + row)[:, None]
     if bias is not None:
         result += tl.load(bias + row).to(tl.float32)[:, None]
     if GATED:

@@ -8,9 +8,19 @@ import torch
 import triton
 
 from holdfast.kernels.chain import chaining
+from holdfast.kernels.fp8 import Fp8Weight, Weight
+from holdfast.kernels.fp8_linear import (
+    TILE,
+    Fp8Rows,
+    few_rows_product,
+    fp8_launch_for,
+    has_tiles,
+    quantize_rows,
+    tiled_product,
+)
 from holdfast.kernels.fused_kernels import norm_kernel, rotate_write_kernel, silu_mul_kernel
 from holdfast.kernels.thin_linear import ThinLaunch, launch_for, thin_linear
-from holdfast.kernels.torch_layers import LayerOps, LayerShape, Normed, Rotation, Unnormed
+from holdfast.kernels.torch_layers import Gated, LayerOps, LayerShape, Normed, Rotation, Unnormed
 
 ROTATED_AT_A_TIME = 512  # pairs of numbers that one program turns
 GATED_AT_A_TIME = 1024  # numbers that one program gates
@@ -21,7 +31,8 @@ class FusedLayerOps(LayerOps):
 
     Few tokens are bound by launches and by reading weights: `thin_linear` streams these, and its partial sums, the
     residual and the norm are one launch; for one token they are part of the products. More tokens go to cuBLAS, which
-    adds the residual as it writes: fewer bytes than an addition later, and one rounding less.
+    adds the residual as it writes: fewer bytes than an addition later, and one rounding less. With FP8 weights they go
+    to FP8 tensor cores, activations quantized by tokens.
     """
 
     def __init__(self, shape: LayerShape) -> None:
@@ -33,24 +44,27 @@ class FusedLayerOps(LayerOps):
     def norm(self, stream: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return self._add_norm(stream, None, None, weight)
 
-    def linear(self, x: Normed, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def linear(self, x: Normed, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
         read, launch = self._reading(x, weight)
         if launch is None:
             return super().linear(read, weight, bias)
         out = read.new_empty(read.shape[0], weight.shape[0])
-        thin_linear(read, weight, bias, out[None], launch, **self._norm_of(x))
+        self._stream(read, weight, bias, out[None], launch, **self._norm_of(x))
         return out
 
-    def gated_linear(self, x: Normed, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def gated_linear(self, x: Normed, weight: Weight, bias: torch.Tensor | None = None) -> Gated:
         if self.shape.activation != "silu":
             return super().gated_linear(self.computed(x), weight, bias)
         width = weight.shape[0] // 2
         read, launch = self._reading(x, weight)
-        out = read.new_empty(read.shape[0], width)
         if launch is not None:
-            thin_linear(read, weight, bias, out[None], launch, gated=True, **self._norm_of(x))
+            out = read.new_empty(read.shape[0], width)
+            self._stream(read, weight, bias, out[None], launch, gated=True, **self._norm_of(x))
             return out
         gate_up = super().linear(read, weight, bias)
+        if isinstance(weight, Fp8Weight) and has_tiles(read, weight) and width % TILE == 0:
+            return quantize_rows(gate_up, gated=True)  # as the product that follows reads it
+        out = read.new_empty(read.shape[0], width)
         silu_mul_kernel[(len(gate_up), triton.cdiv(width, GATED_AT_A_TIME))](
             gate_up,
             out,
@@ -66,27 +80,52 @@ class FusedLayerOps(LayerOps):
     def add_linear_norm(
         self,
         stream: torch.Tensor,
-        x: torch.Tensor,
-        weight: torch.Tensor,
+        x: Gated,
+        weight: Weight,
         bias: torch.Tensor | None,
         norm: torch.Tensor,
     ) -> Normed:
-        launch = self.launch(x, weight, cut=True)
+        launch = None if isinstance(x, Fp8Rows) else self.launch(x, weight, cut=True)
         if launch is None:
+            if isinstance(weight, Fp8Weight):
+                return self._add_norm(stream, self._product(x, weight, None)[None], bias, norm)
             stream.addmm_(x, weight.t())
             return self._add_norm(stream, None, bias, norm)
         if len(x) == 1:
             thin_linear(x, weight, bias, stream[None], launch, added=True)
             return Unnormed(stream, norm)
         partials = x.new_empty(launch.parts, *stream.shape, dtype=torch.float32)
-        thin_linear(x, weight, None, partials, launch)
+        self._stream(x, weight, None, partials, launch)
         return self._add_norm(stream, partials, bias, norm)
 
-    def computed(self, x: Normed) -> torch.Tensor:
-        """The tensor that `add_linear_norm` stands for."""
+    def computed(self, x: Normed | Gated) -> torch.Tensor:
+        """The tensor that `add_linear_norm` or `gated_linear` stands for."""
+        if isinstance(x, Fp8Rows):
+            return x.dequantized(self.shape.dtype)
         return self.norm(x.stream, x.weight) if isinstance(x, Unnormed) else x
 
-    def _reading(self, x: Normed, weight: torch.Tensor) -> tuple[torch.Tensor, ThinLaunch | None]:
+    def _product(self, x: Gated, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
+        if isinstance(weight, Fp8Weight) and (isinstance(x, Fp8Rows) or has_tiles(x, weight)):
+            rows = x if isinstance(x, Fp8Rows) else quantize_rows(x)
+            return tiled_product(rows, weight, bias, self.shape.dtype)
+        return super()._product(x, weight, bias)
+
+    def _stream(
+        self,
+        x: torch.Tensor,
+        weight: Weight,
+        bias: torch.Tensor | None,
+        out: torch.Tensor,
+        launch: ThinLaunch,
+        **fused: Any,
+    ) -> None:
+        """`thin_linear`, or where weights are FP8 and tokens more than one, the same by FP8 tensor cores."""
+        if isinstance(weight, Fp8Weight) and len(x) > 1:
+            few_rows_product(quantize_rows(x, halves=2), weight, bias, out, launch, **fused)
+        else:
+            thin_linear(x, weight, bias, out, launch, **fused)
+
+    def _reading(self, x: Normed, weight: Weight) -> tuple[torch.Tensor, ThinLaunch | None]:
         """What a product reads, and its launch: the stream itself where the kernel can norm it."""
         read = x.stream if isinstance(x, Unnormed) else x
         launch = self.launch(read, weight)
@@ -137,8 +176,10 @@ class FusedLayerOps(LayerOps):
         )
         return query
 
-    def launch(self, x: torch.Tensor, weight: torch.Tensor, *, cut: bool = False) -> ThinLaunch | None:
-        """How `thin_linear` runs a product; None where cuBLAS does."""
+    def launch(self, x: torch.Tensor, weight: Weight, *, cut: bool = False) -> ThinLaunch | None:
+        """How `thin_linear` runs a product; None where a library does."""
+        if isinstance(weight, Fp8Weight):
+            return fp8_launch_for(x, weight, cut=cut)
         return launch_for(x, weight, cut=cut)
 
     def _add_norm(
@@ -148,7 +189,7 @@ class FusedLayerOps(LayerOps):
         bias: torch.Tensor | None,
         weight: torch.Tensor,
     ) -> torch.Tensor:
-        """Add partial sums [P, T, hidden] and a bias to the stream; the norm of the sum."""
+        """Add partial sums [P, T, hidden] of any float type and a bias to the stream; the norm of the sum."""
         tokens, width = stream.shape
         out = torch.empty_like(stream)
         block = triton.next_power_of_2(width)

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from holdfast.kernels.fp8 import Fp8Weight, Weight, quantize
 from holdfast.kernels.torch_layers import ACTIVATIONS, LayerOps, LayerShape, Normed, Rotation
 
-__all__ = ["ACTIVATIONS", "LayerOps", "LayerShape", "Normed", "Rotation", "layer_ops_for"]
+__all__ = [
+    "ACTIVATIONS",
+    "Fp8Weight",
+    "LayerOps",
+    "LayerShape",
+    "Normed",
+    "Rotation",
+    "Weight",
+    "layer_ops_for",
+    "quantize",
+]
 
 
 def layer_ops_for(shape: LayerShape) -> LayerOps:

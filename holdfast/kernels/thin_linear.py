@@ -8,6 +8,7 @@ import torch
 import triton
 
 from holdfast.kernels.chain import chaining
+from holdfast.kernels.fp8 import Fp8Weight, Weight
 from holdfast.kernels.fused_kernels import thin_linear_kernel
 
 MAX_ROWS = 64
@@ -78,7 +79,7 @@ def launch_for(x: torch.Tensor, weight: torch.Tensor, *, cut: bool = False) -> T
 
 def thin_linear(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: Weight,
     bias: torch.Tensor | None,
     out: torch.Tensor,
     launch: ThinLaunch,
@@ -92,15 +93,18 @@ def thin_linear(
 
     With parts above 1 each holds the sum over its piece of the inputs, and bias must be None. `gated`: weight and
     bias have 2 N rows, gate over up, and out is silu(gate) * up. `added`: the result is added to out, in one part.
-    With `norm` [K], for one token in one part, x is replaced by its RMS norm (with eps) times norm, not rounded.
+    With `norm` [K], for one token in one part, x is replaced by its RMS norm (with eps) times norm, not rounded. An
+    FP8 weight is for one token, too; `fp8_linear` has more.
     """
+    data, scale = (weight.data, weight.scale) if isinstance(weight, Fp8Weight) else (weight, None)
     rows, inputs = x.shape
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     blocks = -(-inputs // launch.block_k)
     thin_linear_kernel[(-(-weight.shape[0] // launch.block_n), launch.parts)](
         x,
         norm,
-        weight,
+        data,
+        scale,
         bias,
         out,
         rows,
@@ -108,7 +112,7 @@ def thin_linear(
         inputs,
         -(-blocks // launch.parts) * launch.block_k,
         x.stride(0),
-        weight.stride(0),
+        data.stride(0),
         out.stride(0),
         out.stride(1),
         eps,

@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional
 
 from holdfast.kernels.cache import write_slots
+from holdfast.kernels.fp8 import Fp8Weight, Weight
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": functional.silu,
@@ -51,6 +52,9 @@ class Unnormed:
 Normed = Any
 """What `add_linear_norm` gave, for `linear` and `gated_linear` of the same object: a tensor, or how to get it."""
 
+Gated = Any
+"""What `gated_linear` gave, for `add_linear_norm` of the same object: a tensor, or its FP8 form."""
+
 
 class LayerOps:
     """The computations of a decoder layer around `Attention`, over T packed tokens.
@@ -66,25 +70,28 @@ class LayerOps:
         """RMS norm [T, hidden] times weight [hidden], accumulated in float32, in the dtype of the stream."""
         return functional.rms_norm(stream, weight.shape, weight, self.shape.eps)
 
-    def linear(self, x: Normed, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def linear(self, x: Normed, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [T, K] times weight [N, K] transposed, plus bias [N]: [T, N]."""
-        return functional.linear(x, weight, bias)
+        return self._product(x, weight, bias)
 
-    def gated_linear(self, x: Normed, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def gated_linear(self, x: Normed, weight: Weight, bias: torch.Tensor | None = None) -> Gated:
         """activation(gate) * up, [T, N], of the projections gate over up, stacked in weight [2 N, K] and bias [2 N]."""
-        gate, up = functional.linear(x, weight, bias).chunk(2, dim=-1)
+        gate, up = self._product(x, weight, bias).chunk(2, dim=-1)
         return ACTIVATIONS[self.shape.activation](gate).mul_(up)
 
     def add_linear_norm(
         self,
         stream: torch.Tensor,
-        x: torch.Tensor,
-        weight: torch.Tensor,
+        x: Gated,
+        weight: Weight,
         bias: torch.Tensor | None,
         norm: torch.Tensor,
     ) -> Normed:
         """Add the projection of x to the stream [T, hidden] in place; `norm` of the sum."""
-        stream.addmm_(x, weight.t())
+        if isinstance(weight, Fp8Weight):
+            stream += self._product(x, weight, None)
+        else:
+            stream.addmm_(x, weight.t())
         if bias is not None:
             stream += bias
         return self.norm(stream, norm)
@@ -123,6 +130,12 @@ class LayerOps:
         query, key = torch.split(turned, [heads, kv_heads], dim=1)
         write_slots(key, value, *caches, slot_mapping)
         return query
+
+    def _product(self, x: Gated, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
+        """x times weight transposed, plus bias. FP8 is converted for the occasion: right, and slower than without."""
+        if isinstance(weight, Fp8Weight):
+            weight = weight.dequantized(x.dtype)
+        return functional.linear(x, weight, bias)
 
     def _angles(self, positions: torch.Tensor) -> Rotation:
         """Cosine and sine, [T, D / 2] float32 with the amplitude in them."""

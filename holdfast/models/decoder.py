@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from math import prod
+from typing import Any, Protocol
 
 import torch
 from torch.nn import functional
 
-from holdfast.kernels.layers import LayerShape, Normed, layer_ops_for
+from holdfast.kernels.layers import Fp8Weight, LayerShape, Normed, Weight, layer_ops_for, quantize
 from holdfast.models.base import ModelSpec, StepInput
 from holdfast.models.rope import Rope
 
@@ -69,17 +71,21 @@ class LayerWeights:
     """The tensors of one layer; None where the architecture has none."""
 
     input_norm: torch.Tensor  # [hidden]
-    qkv: torch.Tensor  # [(H + 2 Hkv) D, hidden]
-    o: torch.Tensor  # [hidden, H D]
+    qkv: Weight  # [(H + 2 Hkv) D, hidden]
+    o: Weight  # [hidden, H D]
     post_norm: torch.Tensor  # [hidden]
-    gate_up: torch.Tensor  # [2 intermediate, hidden]
-    down: torch.Tensor  # [hidden, intermediate]
+    gate_up: Weight  # [2 intermediate, hidden]
+    down: Weight  # [hidden, intermediate]
     q_norm: torch.Tensor | None = None  # [D]
     k_norm: torch.Tensor | None = None  # [D]
     qkv_bias: torch.Tensor | None = None
     o_bias: torch.Tensor | None = None
     gate_up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
+
+
+PRODUCTS = ("qkv", "o", "gate_up", "down")
+"""The fields of LayerWeights that may be FP8: nearly all that a step reads, beside the LM head."""
 
 
 class WeightSource(Protocol):
@@ -113,6 +119,11 @@ def layer_shapes(spec: DecoderSpec) -> dict[str, tuple[Shape, ...]]:
     return shapes
 
 
+def elements_of(shapes: tuple[Shape, ...]) -> int:
+    """Numbers in all parts of a weight."""
+    return sum(prod(shape) for shape in shapes)
+
+
 class Decoder:
     """A `Model`: weights of the architectures in `models.registry`, run on packed tokens without padding."""
 
@@ -125,22 +136,20 @@ class Decoder:
         dtype: torch.dtype,
         max_model_len: int,
         eos_token_ids: tuple[int, ...],
+        fp8: bool = False,
     ) -> None:
+        """Fill the weights from `source`; with `fp8`, quantize those of PRODUCTS one by one, as they come."""
         names = decoder.names
         self._source, self._device, self._dtype = source, device, dtype
         self._bytes = 0
         self.decoder = decoder
         self.embedding = self._fused((names.embedding,), ((decoder.vocab_size, decoder.hidden_size),))
         shapes = layer_shapes(decoder)
-        self.layers = tuple(
-            LayerWeights(
-                **{
-                    field: self._fused(tuple(names.layer.format(index) + name for name in names.fields[field]), parts)
-                    for field, parts in shapes.items()
-                }
-            )
-            for index in range(decoder.num_layers)
-        )
+        quantized = PRODUCTS if fp8 else ()
+        # One buffer for the weights that are quantized: freed ones would leave holes that others do not fill.
+        self._unquantized = self._empty(max((elements_of(shapes[field]) for field in quantized), default=0))
+        self.layers = tuple(self._layer(index, shapes, quantized) for index in range(decoder.num_layers))
+        del self._unquantized
         self.norm = self._fused((names.norm,), ((decoder.hidden_size,),))
         self.lm_head = (
             self.embedding
@@ -174,19 +183,40 @@ class Decoder:
             weight_bytes=self._bytes,
         )
 
+    def _layer(self, index: int, shapes: dict[str, tuple[Shape, ...]], quantized: tuple[str, ...]) -> LayerWeights:
+        family, weights = self.decoder.names, dict[str, Any]()
+        for field, parts in shapes.items():
+            names = tuple(family.layer.format(index) + name for name in family.fields[field])
+            weights[field] = self._quantized(names, parts) if field in quantized else self._fused(names, parts)
+        return LayerWeights(**weights)
+
     def _fused(self, names: tuple[str, ...], shapes: tuple[Shape, ...]) -> torch.Tensor:
         """One tensor of parts that lie below one another."""
         rows = [shape[0] for shape in shapes]
         shape = (sum(rows), *shapes[0][1:])
         if self._device.type == "cpu" and len(shape) == 2 and names[0] != self.decoder.names.embedding:
             # Stored by inputs, as MKL likes it best for few tokens: up to twice as fast.
-            whole = torch.empty(shape[::-1], device=self._device, dtype=self._dtype).t()
+            whole = self._empty(*shape[::-1]).t()
         else:
-            whole = torch.empty(shape, device=self._device, dtype=self._dtype)
-        for name, part in zip(names, torch.split(whole, rows), strict=True):
-            self._source.fill(name, part)
+            whole = self._empty(*shape)
+        self._fill(names, torch.split(whole, rows))
         self._bytes += whole.nbytes
         return whole
+
+    def _quantized(self, names: tuple[str, ...], shapes: tuple[Shape, ...]) -> Fp8Weight:
+        """One FP8 weight of parts that lie below one another."""
+        whole = self._unquantized[: elements_of(shapes)].view(-1, shapes[0][1])
+        self._fill(names, torch.split(whole, [shape[0] for shape in shapes]))
+        weight = quantize(whole)
+        self._bytes += weight.nbytes
+        return weight
+
+    def _fill(self, names: tuple[str, ...], parts: Sequence[torch.Tensor]) -> None:
+        for name, part in zip(names, parts, strict=True):
+            self._source.fill(name, part)
+
+    def _empty(self, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, device=self._device, dtype=self._dtype)
 
     def forward(self, step: StepInput) -> torch.Tensor:
         """Logits [R, vocab_size]."""

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from safetensors import SafetensorError, safe_open
 
+from holdfast.kernels.fp8 import FIRST_CAPABILITY
 from holdfast.models import hf
 from holdfast.models.base import Model, UnsupportedCheckpoint, limited
 from holdfast.models.decoder import Decoder, DecoderSpec, WeightSource
@@ -25,11 +26,13 @@ def load(
     dtype: str = "auto",
     max_model_len: int | None = None,
     load_format: Literal["auto", "random"] = "auto",
+    quantization: Literal["none", "fp8"] = "none",
 ) -> Model:
     """The model of a Hugging Face checkpoint directory, its weights on `device`.
 
     `dtype` auto is the checkpoint's own on CUDA and float32 on a CPU. `max_model_len` shortens the model's own limit.
-    With `load_format` random only config.json is read and the weights are drawn on the device (benchmarks).
+    With `load_format` random only config.json is read and the weights are drawn on the device (benchmarks). With
+    `quantization` fp8 the products of the layers are rounded to FP8 as they are read, one scale for each output.
     Raises UnsupportedCheckpoint for what is not understood; no code of a checkpoint is ever run.
     """
     directory, device = Path(directory), torch.device(device)
@@ -37,6 +40,8 @@ def load(
     architecture = understood(config)
     kind = DTYPES[dtype] if dtype != "auto" else own_dtype(config) if device.type == "cuda" else torch.float32
     eos = eos_token_ids(directory, config)
+    if quantization == "fp8":
+        check_fp8(architecture, device)
     if architecture not in NATIVE:
         return hf.load(
             directory,
@@ -56,6 +61,7 @@ def load(
         dtype=kind,
         max_model_len=limited(max_model_len, spec.max_positions),
         eos_token_ids=eos,
+        fp8=quantization == "fp8",
     )
     if isinstance(source, Safetensors):
         source.finish(ignored=leftover_of(spec))
@@ -86,6 +92,21 @@ def understood(config: Mapping[str, Any]) -> str:
         method = quantization.get("quant_method", "unknown")
         raise UnsupportedCheckpoint(f"the checkpoint is quantized ({method}); give one in bfloat16, float16 or float32")
     return str(names[0])
+
+
+def check_fp8(architecture: str, device: torch.device) -> None:
+    """Raises UnsupportedCheckpoint where weights cannot be FP8."""
+    if architecture not in NATIVE:
+        raise UnsupportedCheckpoint(
+            f"quantization is fp8, which native decoders have ({', '.join(NATIVE)}); {architecture} runs by "
+            "Transformers' code: leave it out"
+        )
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < FIRST_CAPABILITY:
+        least = ".".join(str(number) for number in FIRST_CAPABILITY)
+        raise UnsupportedCheckpoint(
+            f"quantization is fp8, which takes a GPU of compute capability {least} (Hopper) or later; "
+            f"{torch.cuda.get_device_name(device)} is older: leave it out"
+        )
 
 
 def own_dtype(config: Mapping[str, Any]) -> torch.dtype:

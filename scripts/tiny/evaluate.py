@@ -10,6 +10,7 @@ import argparse
 import json
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
@@ -51,16 +52,16 @@ def answer_all(
 
 
 def hold(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, dialogues: list[Dialogue], rows: int
+    answer_all: Callable[[list[list[dict[str, str]]]], list[str]], dialogues: list[Dialogue]
 ) -> list[tuple[Check, str, str]]:
-    """Hold all dialogues, turn by turn. Returns (check, message, answer) of every turn that has a check."""
+    """Hold all dialogues, turn by turn, with what answers several chats. (check, message, answer) of checked turns."""
     histories = [[{"role": "system", "content": d.system}] if d.system else [] for d in dialogues]
     checked = []
     for number in range(max(len(d.turns) for d in dialogues)):
         going = [index for index, dialogue in enumerate(dialogues) if number < len(dialogue.turns)]
         for index in going:
             histories[index].append({"role": "user", "content": dialogues[index].turns[number].user})
-        answers = answer_all(model, tokenizer, [histories[index] for index in going], rows)
+        answers = answer_all([histories[index] for index in going])
         for index, answer in zip(going, answers, strict=True):
             turn = dialogues[index].turns[number]
             histories[index].append({"role": "assistant", "content": turn.assistant if turn.leads else answer})
@@ -101,7 +102,7 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).to(device).eval()
     rng = Random(options.seed)
     dialogues = [write_dialogue(rng, "heldout", rng.randint(*options.turns)) for _ in range(options.dialogues)]
-    checked = hold(model, tokenizer, dialogues, options.rows)
+    checked = hold(lambda chats: answer_all(model, tokenizer, chats, options.rows), dialogues)
     result = table(checked)
     print(f"{'kind':34} {'right':>6} {'of':>6} {'share':>7}")
     for kind, row in result.items():

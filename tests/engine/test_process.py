@@ -246,6 +246,19 @@ def test_what_is_not_measured_is_counted_from_the_models_sizes(small):
     executor.close()
 
 
+def test_fp8_weights_take_less_room_and_have_a_pace_of_their_own(small):
+    (_, plain), (loop, quantized) = (build(small(quantization=kind), measure=True) for kind in ("none", "fp8"))
+    assert quantized.memory.weights < plain.memory.weights
+    assert quantized.dtype == f"{plain.dtype}, fp8 weights"
+    assert quantized.profile != plain.profile
+    (request,) = create_requests(tuple(range(60)), max_tokens=4)
+    loop.add(request)
+    tokens = []
+    while loop.has_work():
+        tokens += [token for output in loop.step() for token in output.tokens]
+    assert len(tokens) == 4
+
+
 def first_step(config):
     """Tokens of the first step over a prompt of 60."""
     loop, _ = build(config)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from holdfast.kernels.fp8 import Fp8Weight
 from holdfast.models.base import UnsupportedCheckpoint
 from holdfast.models.decoder import Decoder
 from holdfast.models.loader import eos_token_ids, load
@@ -88,6 +89,51 @@ def test_tied_checkpoints_share_the_embedding(tmp_path: Path) -> None:
     model = load(tmp_path, device="cpu")
     assert isinstance(model, Decoder)
     assert model.lm_head is model.embedding
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+def test_fp8_is_for_the_products_of_the_layers_alone(tmp_path: Path, family: str) -> None:
+    make(tmp_path, family)
+    plain, quantized = (load(tmp_path, device="cpu", quantization=kind) for kind in ("none", "fp8"))
+    assert isinstance(plain, Decoder) and isinstance(quantized, Decoder)
+    for before, after in zip(plain.layers, quantized.layers, strict=True):
+        for field in ("qkv", "o", "gate_up", "down"):
+            weight, exact = getattr(after, field), getattr(before, field)
+            assert isinstance(weight, Fp8Weight)
+            assert (weight.dequantized(torch.float32) - exact).norm() / exact.norm() < 0.03
+        for field in ("input_norm", "post_norm", "q_norm", "qkv_bias"):
+            assert getattr(after, field) is getattr(before, field) is None or torch.equal(
+                getattr(after, field), getattr(before, field)
+            )
+    assert torch.equal(quantized.embedding, plain.embedding)
+    assert torch.equal(quantized.lm_head, plain.lm_head)
+    weights = [getattr(layer, field) for layer in quantized.layers for field in ("qkv", "o", "gate_up", "down")]
+    saved = sum(3 * weight.shape.numel() - 4 * weight.shape[0] for weight in weights)
+    assert quantized.spec.weight_bytes == plain.spec.weight_bytes - saved
+
+
+def test_fp8_weights_are_those_of_bfloat16_and_float16_too(llama: Path) -> None:
+    for dtype in ("bfloat16", "float16"):
+        model = load(llama, device="cpu", dtype=dtype, quantization="fp8")
+        assert isinstance(model, Decoder) and model.spec.dtype == getattr(torch, dtype)
+        assert isinstance(model.layers[0].o, Fp8Weight) and model.lm_head.dtype == model.spec.dtype
+
+
+def test_what_runs_by_transformers_code_has_no_fp8(tmp_path: Path) -> None:
+    make(tmp_path, "GPT2")
+    assert "fp8, which native decoders have (LlamaForCausalLM" in refusal(tmp_path, quantization="fp8")
+
+
+@pytest.mark.gpu
+def test_loading_fp8_takes_little_more_than_what_stays(llama: Path) -> None:
+    rewrite(llama, hidden_size=2048, intermediate_size=8192, num_hidden_layers=8, vocab_size=1024)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    model = load(llama, device="cuda", dtype="bfloat16", load_format="random", quantization="fp8")
+    largest = 2 * 2 * 8192 * 2048  # bytes of gate and up in bfloat16
+    assert torch.cuda.max_memory_allocated() - before < model.spec.weight_bytes + 2 * largest
+    assert torch.cuda.memory_reserved() - before < model.spec.weight_bytes + 3 * largest
 
 
 def test_random_weights_need_no_tensors(llama: Path) -> None:

@@ -1,0 +1,57 @@
+"""Weights in FP8 (e4m3), one scale for each output; activations in FP8, one scale for each token. By PyTorch alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+FP8 = torch.float8_e4m3fn
+LARGEST = 448.0
+"""The largest number of the type; it has no infinity, and what is rounded to more is not a number."""
+
+FIRST_CAPABILITY = (9, 0)
+"""GPUs from here on run products with FP8 weights. Those of 8.9 multiply FP8 too, but have too little shared memory."""
+
+ROWS_AT_A_TIME = 1024
+"""Rows of a weight that are quantized together: they exist in float32 meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Weight:
+    """A weight [N, K] as `data` times `scale`, row by row."""
+
+    data: torch.Tensor  # [N, K] float8_e4m3fn
+    scale: torch.Tensor  # [N] float32
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.data.shape
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes + self.scale.nbytes
+
+    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
+        """The weight [N, K] that the numbers stand for, rounded once."""
+        wide = torch.promote_types(dtype, torch.float32)
+        return (self.data.to(wide) * self.scale[:, None].to(wide)).to(dtype)
+
+
+Weight = torch.Tensor | Fp8Weight
+"""A weight [N, K] of a linear layer."""
+
+
+def quantize(weight: torch.Tensor) -> Fp8Weight:
+    """The nearest FP8 weight to weight [N, K] of any float type, where each row's largest number becomes LARGEST."""
+    data = torch.empty(weight.shape, dtype=FP8, device=weight.device)
+    scale = torch.empty(len(weight), dtype=torch.float32, device=weight.device)
+    pieces = (torch.split(each, ROWS_AT_A_TIME) for each in (weight, data, scale))
+    for rows, into, factors in zip(*pieces, strict=True):
+        wide = rows.float()
+        torch.amax(wide.abs(), dim=1, out=factors)
+        factors.div_(LARGEST)
+        # A row of zeros has no scale of its own; the least normal number keeps the quotients finite.
+        factors.clamp_(min=torch.finfo(torch.float32).tiny)
+        into.copy_((wide / factors[:, None]).clamp_(-LARGEST, LARGEST))
+    return Fp8Weight(data, scale)

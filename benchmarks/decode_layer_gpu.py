@@ -36,7 +36,10 @@ BLOCK_SIZE, LAYERS = 16, 4
 WORK = ("1x640", "1x8192", "8x2048", "32x600", "32x2048", "128x600", "256x670")
 LAUNCHES = [
     dict(block_n=n, num_warps=warps, num_stages=stages)
-    for n, warps, stages in ((32, 4, 4), (32, 4, 6), (64, 4, 3), (64, 4, 4), (64, 8, 3), (128, 8, 3))
+    for n, warps, stages in (
+        *((16, 1, 6), (16, 1, 8), (32, 1, 4), (32, 1, 6), (32, 2, 4), (32, 2, 6), (64, 2, 3), (64, 2, 4)),
+        *((32, 4, 4), (32, 4, 6), (64, 4, 3), (64, 4, 4), (64, 8, 3), (64, 8, 4), (128, 8, 3)),
+    )
 ]
 
 
@@ -116,15 +119,15 @@ class Layers:
 def candidates(batch: int, tune: bool) -> list[dict[str, int]]:
     if not tune:
         return [{}]
-    cuts = [dict(parts=parts) for parts in ((1, 2, 3, 4) if batch > 16 else (4, 8, 16, 24))]
-    ahead = [dict(ahead=keys) for keys in (0, 64)]
-    return [{}, *(launch | cut | early for launch, cut, early in itertools.product(LAUNCHES, cuts, ahead))]
+    cuts = [dict(parts=parts) for parts in ((1, 2) if batch > 16 else (4, 8) if batch > 4 else (10, 20, 32))]
+    return [{}, *(launch | cut for launch, cut in itertools.product(LAUNCHES, cuts))]
 
 
 def compile_all(layers: Layers, tried: list[dict[str, int]], threads: int) -> None:
     """Run each launch once, in several threads, as most of the time goes to compiling."""
     launches = {tuple((name, value) for name, value in one.items() if name != "parts"): one for one in tried}
 
+    @torch.inference_mode()
     def run(settings: dict[str, int]) -> None:
         work = layers.work(settings)
         if work is not None:

@@ -37,16 +37,3 @@ def follow(CHAINED: tl.constexpr):
     """Wait until the kernel before is done, and so all before it, as each calls this. Nothing is written earlier."""
     if CHAINED:
         gdc_wait()
-
-
-@triton.jit
-def ask_for(start, COUNT: tl.constexpr):
-    """Have COUNT numbers behind each of the pointers `start` brought to L2: a multiple of 16 bytes, and so aligned."""
-    tl.inline_asm_elementwise(
-        "{ cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
-        "=r,l,r",
-        [start.to(tl.int64), COUNT * (start.dtype.element_ty.primitive_bitwidth // 8)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )

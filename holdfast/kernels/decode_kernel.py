@@ -7,24 +7,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from holdfast.kernels.chain import ask_for, follow, release
+from holdfast.kernels.chain import follow, release
 from holdfast.kernels.triton_kernels import LOG2_E
 
 
-@triton.jit(do_not_specialize=["num_merges"])
+@triton.jit
 def decode_kernel(
     query,
     key_cache,
     value_cache,
     tables,
     work,
-    merges,
-    arrived,
     sinks,
     out,
     partial_out,
     partial_log,
-    num_merges,
     query_stride_token,
     query_stride_head,
     key_stride_block,
@@ -48,19 +45,12 @@ def decode_kernel(
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,
-    MERGES: tl.constexpr,
-    MERGED_ROWS: tl.constexpr,
-    MERGED_PARTS: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     """One record of `tiles.TileList.work` for one KV head: program (KV head, record).
 
     Programs that run together read the same slots, as the heads of a slot lie side by side. There is one loop, whose
     loads are all masked: a second one for the last keys would fill its pipeline anew.
-
-    A tile in parts is put together by the program that is done last with one of them. `arrived` counts these, for each
-    of at most MERGES merge records and each KV head; it is all zero before and after.
     """
     release(CHAINED)
     kv_head = tl.program_id(0)
@@ -93,15 +83,6 @@ def decode_kernel(
     last_key = tl.maximum(stop_key - 1, 0)
     # The blocks of a round are looked up in the round before it, so that keys and values can be asked for at once.
     block = tl.load(table + tl.minimum(begin + tl.arange(0, BLOCK_N), last_key) // BLOCK_SIZE)
-
-    if AHEAD > 0 and CHAINED:
-        # Memory is idle while the kernels before this one turn the queries: the first keys are asked for then. They
-        # only come nearer, to L2, so those that are written meanwhile are read as written.
-        early = begin + tl.arange(0, AHEAD)
-        early_block = tl.load(table + tl.minimum(early, last_key) // BLOCK_SIZE).to(tl.int64)
-        early_offset = tl.minimum(early, last_key) % BLOCK_SIZE
-        ask_for(key_cache + early_block * key_stride_block + early_offset * key_stride_slot, HEAD_DIM)
-        ask_for(value_cache + early_block * value_stride_block + early_offset * value_stride_slot, HEAD_DIM)
 
     follow(CHAINED)
     query_at = query + (batch_token * query_stride_token + head * query_stride_head)[:, None] + dim[None, :]
@@ -157,94 +138,3 @@ def decode_kernel(
         place = ((partial - 1).to(tl.int64) * tl.num_programs(0) + kv_head) * BLOCK_M + tl.arange(0, BLOCK_M)
         tl.store(partial_out + place[:, None] * HEAD_DIM + dim[None, :], result, mask=held)
         tl.store(partial_log + place, top + tl.log2(total), mask=real)
-
-        number = tl.arange(0, MERGES)
-        known = number < num_merges
-        firsts = tl.load(merges + number * 8 + 3, mask=known, other=0)
-        counts = tl.load(merges + number * 8 + 4, mask=known, other=0)
-        mine = (firsts < partial) & (partial <= firsts + counts)
-        first = tl.sum(tl.where(mine, firsts, 0), 0)
-        count = tl.sum(tl.where(mine, counts, 0), 0)
-        counter = arrived + tl.sum(tl.where(mine, number, 0), 0) * tl.num_programs(0) + kv_head
-        # All threads have stored their part before one of them counts it (release), and none reads another's part
-        # before the last has been counted (acquire).
-        tl.debug_barrier()
-        if tl.atomic_add(counter, 1, sem="acq_rel") == count - 1:
-            tl.debug_barrier()
-            tl.store(counter, 0)
-            for row_begin in range(0, tl.minimum(rows - first_row, BLOCK_M), MERGED_ROWS):
-                _merge(
-                    partial_out,
-                    partial_log,
-                    out,
-                    first,
-                    count,
-                    kv_head,
-                    row_begin,
-                    first_row,
-                    rows,
-                    first_token,
-                    out_stride_token,
-                    out_stride_head,
-                    GROUP_SIZE,
-                    HEAD_DIM,
-                    BLOCK_M,
-                    BLOCK_D,
-                    MERGED_ROWS,
-                    MERGED_PARTS,
-                )
-
-
-@triton.jit
-def _merge(
-    partial_out,
-    partial_log,
-    out,
-    first,
-    count,
-    kv_head,
-    row_begin,
-    first_row,
-    rows,
-    first_token,
-    out_stride_token,
-    out_stride_head,
-    GROUP_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    ROWS: tl.constexpr,
-    PARTS: tl.constexpr,
-):
-    """Weigh the parts [first, first + count) of a tile's rows from `row_begin` on by their share of the softmax."""
-    dim = tl.arange(0, BLOCK_D)
-    row_in_tile = row_begin + tl.arange(0, ROWS)
-    row = first_row + row_in_tile
-    real = (row < rows) & (row_in_tile < BLOCK_M)
-    top = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    for begin in range(0, count, PARTS):
-        part = begin + tl.arange(0, PARTS)
-        place = ((first + part).to(tl.int64) * tl.num_programs(0) + kv_head)[:, None] * BLOCK_M + row_in_tile[None, :]
-        held = (part < count)[:, None] & real[None, :]
-        # Past L1, which other processors' stores do not reach.
-        log = tl.load(partial_log + place, mask=held, other=float("-inf"), cache_modifier=".cg")
-        value = tl.load(
-            partial_out + place[:, :, None] * HEAD_DIM + dim[None, None, :],
-            mask=held[:, :, None] & (dim < HEAD_DIM)[None, None, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        new_top = tl.maximum(top, tl.max(log, 0))
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weights = tl.exp2(log - base[None, :])
-        fade = tl.exp2(top - base)
-        total = total * fade + tl.sum(weights, 0)
-        acc = acc * fade[:, None] + tl.sum(weights[:, :, None] * value, 0)
-        top = new_top
-    token = (first_token + row // GROUP_SIZE).to(tl.int64)
-    head = kv_head * GROUP_SIZE + row % GROUP_SIZE
-    out_at = out + (token * out_stride_token + head * out_stride_head)[:, None] + dim[None, :]
-    result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    tl.store(out_at, result.to(out.dtype.element_ty), mask=real[:, None] & (dim < HEAD_DIM)[None, :])

@@ -23,7 +23,6 @@ WIDE_SEGMENTS = 64  # what a reserved schedule has room for; each takes a tile t
 MERGE_PROGRAMS = 16  # for each merge of wide tiles in a reserved schedule, where most rows may be none
 NARROW_SPLIT_UNIT = 64  # a piece is a multiple of so many keys
 WIDE_SPLIT_UNIT = 128
-MERGED_ROWS, MERGED_PARTS = 4, 16  # of narrow tiles, put together at a time
 FEW_TOKENS = 4  # up to so many, a program has its processor to itself
 
 
@@ -34,8 +33,6 @@ class Launch:
     block_n: int
     num_warps: int
     num_stages: int
-    ahead: int = 0
-    """Keys that a program of few queries asks for before the kernel before it is done; a power of two, or none."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +43,7 @@ class DeviceTiles:
     work: torch.Tensor  # [W, 8] int32
     merges: torch.Tensor  # [M, 8] int32
     partials: int
-    merge_programs: int  # for each merge of wide tiles; they share its rows
+    merge_programs: int  # for each merge; they share its rows
 
 
 class PagedAttention(CapturableAttention[tuple[DeviceTiles, ...]]):
@@ -82,8 +79,6 @@ class PagedAttention(CapturableAttention[tuple[DeviceTiles, ...]]):
         wide_m = prefill_kernel.BLOCK_M if self.on_hopper else 256 if self.block_d <= 128 else 128
         self.wide_m = max(wide_m, self.narrow_m)
         self.narrow_target = max(1, num_processors * NARROW_WORK_PER_PROCESSOR // num_kv_heads)
-        # One for each merge that a step may have and each KV head; the kernel leaves them as it finds them.
-        self._arrived = torch.zeros(self.narrow_target, num_kv_heads, dtype=torch.int32, device=device)
         self.wide_target = max(1, num_processors * WIDE_WORK_PER_PROCESSOR // num_kv_heads)
         self._split_narrow = partial(split_by_target, target=self.narrow_target, unit=NARROW_SPLIT_UNIT)
         self._split_wide = partial(
@@ -195,13 +190,21 @@ class PagedAttention(CapturableAttention[tuple[DeviceTiles, ...]]):
         plain = self.on_hopper and window is None and softcap is None and sinks is None
         for tiles in schedule:
             launch = self.launch(tiles.block_m, query.element_size(), len(query))
+            few = len(query) <= FEW_TOKENS
             places = (tiles.partials, self.num_kv_heads, tiles.block_m)
             partial_out = query.new_empty((*places, self.head_dim), dtype=torch.float32)
             partial_log = query.new_empty(places, dtype=torch.float32)
             places_of_work = (len(tiles.work), self.num_kv_heads)
-            read = (query, key_cache, value_cache, block_tables, tiles.work)
-            results = (sinks, out, partial_out, partial_log)
-            numbers = (
+            arguments = (
+                query,
+                key_cache,
+                value_cache,
+                block_tables,
+                tiles.work,
+                sinks,
+                out,
+                partial_out,
+                partial_log,
                 *query.stride()[:2],
                 *key_cache.stride()[:3],
                 *value_cache.stride()[:3],
@@ -240,23 +243,10 @@ class PagedAttention(CapturableAttention[tuple[DeviceTiles, ...]]):
                 )
             elif tiles.block_m == self.narrow_m:
                 decode_kernel[places_of_work[::-1]](
-                    *read,
-                    tiles.merges,
-                    self._arrived,
-                    *results,
-                    len(tiles.merges),
-                    *numbers,
-                    **constants,
-                    STAGES=launch.num_stages,
-                    AHEAD=launch.ahead,
-                    MERGES=triton.next_power_of_2(self.narrow_target),
-                    MERGED_ROWS=min(MERGED_ROWS, tiles.block_m),
-                    MERGED_PARTS=MERGED_PARTS,
-                    **chaining(query.device),
+                    *arguments, **constants, STAGES=launch.num_stages, **chaining(query.device)
                 )
-                continue
             else:
-                attend_kernel[places_of_work](*read, *results, *numbers, **constants, num_stages=launch.num_stages)
+                attend_kernel[places_of_work](*arguments, **constants, num_stages=launch.num_stages)
             if len(tiles.merges):
                 merge_kernel[(len(tiles.merges), tiles.merge_programs, self.num_kv_heads)](
                     tiles.merges,
@@ -268,8 +258,8 @@ class PagedAttention(CapturableAttention[tuple[DeviceTiles, ...]]):
                     HEAD_DIM=self.head_dim,
                     BLOCK_M=tiles.block_m,
                     BLOCK_D=self.block_d,
-                    BLOCK_S=16,
-                    num_warps=1,
+                    BLOCK_S=64 if few else 16,
+                    num_warps=4 if few else 1,
                     **chaining(query.device),
                 )
         return out

@@ -55,6 +55,19 @@ def norm_kernel(
 
 
 @triton.jit
+def angles_kernel(
+    positions, inverse_frequencies, cosine, sine, amplitude, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr
+):
+    """Cosine and sine [T, HALF] of a position times each frequency: program (token)."""
+    token = tl.program_id(0).to(tl.int64)
+    dim = tl.arange(0, BLOCK_HALF)
+    inside = dim < HALF
+    angle = tl.load(positions + token).to(tl.float32) * tl.load(inverse_frequencies + dim, mask=inside, other=0.0)
+    tl.store(cosine + token * HALF + dim, tl.cos(angle) * amplitude, mask=inside)
+    tl.store(sine + token * HALF + dim, tl.sin(angle) * amplitude, mask=inside)
+
+
+@triton.jit
 def rotate_write_kernel(
     qkv,
     cosine,

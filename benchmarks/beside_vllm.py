@@ -1,12 +1,15 @@
 """Holdfast beside vLLM on one machine in one sitting: the same work, one process after the other, each row's ratio.
 
-usage: python benchmarks/beside_vllm.py --peer vllm_peer.py --site DIR --out DIR [--parts offline stall multiturn]
+usage: python benchmarks/beside_vllm.py --peer vllm_peer.py --site DIR --out DIR [--parts offline stall multiturn qwen]
                                         [--modes tiers device] [--rates 6 16 24 32] [--repeat 3] [--budget SECONDS]
 
 `--peer` is a driver that runs the engine in its own process and prints `PEER {json}` lines, `--site` the directory that
 holds its packages. Every job has a process, a log and a time limit of its own; what is done is written to
 `OUT/beside.json` at once, and a later call with the same `--out` goes on with what is missing. No job is begun that the
 budget may not hold. In the end `beside.md` has the table and `beside.png` the plot, of whatever is there.
+
+The part `qwen` is a batch of 256 on Qwen3-0.6B's shape, where the host has the least time for a step. The peer's driver
+knows one shape and its own rows: it is run as a copy, beside the results, in which these are exchanged.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from llama8b import QWEN3_06B
 from multiturn import workload
 
 HERE = Path(__file__).resolve().parent
@@ -35,6 +39,8 @@ OFFLINE = {
     "prefill": "prefill 16x8192",
 }
 """Rows by our name and by the peer's."""
+QWEN = {"bs256": "bs256 128/128"}
+QWEN_RUNS = 3
 CURVE = (
     "req_s",
     "norm_latency_ms_mean",
@@ -89,6 +95,13 @@ def jobs(arguments: argparse.Namespace) -> Iterator[Job]:
             command = [python, str(HERE / "llama8b.py"), "stall", "--repeat", str(arguments.repeat), *shape]
             yield Job("holdfast stall", "holdfast", [*command, *(ours or budget)], limit, dict(part=part))
             yield peer("stall", "stall", dict(part=part))
+        if part == "qwen":
+            command = [python, str(HERE / "llama8b.py"), *QWEN, "--qwen", "--repeat", str(QWEN_RUNS), *shape, *ours]
+            yield Job("holdfast qwen", "holdfast", command, limit, dict(part=part))
+            copy = with_qwen(arguments.peer, arguments.out)
+            # The runs are one process with equal prompts, which a prefix cache would find: neither engine has one here.
+            extra = json.dumps(dict(enable_prefix_caching=False))
+            yield Job("vllm qwen", "vllm", [python, str(copy), "offline", "--extra", extra], limit, dict(part=part))
         if part == "multiturn":
             for rate in arguments.rates:
                 path = arguments.out / f"conversations-{rate:g}.jsonl"
@@ -104,6 +117,23 @@ def jobs(arguments: argparse.Namespace) -> Iterator[Job]:
                     yield Job(f"holdfast {mode} at {rate:g}", "holdfast", command, limit, about)
                     extra = json.dumps(peer_options(mode, arguments.device_gb, arguments.host_gb))
                     yield peer(f"{mode} at {rate:g}", "multiturn", about, *window, "--extra", extra)
+
+
+def with_qwen(peer: Path, out: Path) -> Path:
+    """A copy of the peer's driver with Qwen3-0.6B's shape and the rows of that part. Raises ValueError if it has none.
+
+    Its model is a dict named LLAMA_8B, which a line below it takes the place of; its rows are the offline block's.
+    """
+    text = peer.read_text()
+    shape, rows = "\ndef say(", 'if a.what == "offline":\n'
+    if "LLAMA_8B = dict(" not in text or text.count(shape) != 1 or text.count(rows) != 1:
+        raise ValueError(f"{peer} is not the driver that is known: no place for another shape or other rows")
+    calls = "; ".join(f'offline([(128, 128)] * 256, "{label}")' for label in list(QWEN.values()) * QWEN_RUNS)
+    text = text.replace(shape, f"\nLLAMA_8B.clear(); LLAMA_8B.update({QWEN3_06B!r})\n{shape}")
+    text = text.replace(rows, f'if a.what == "offline":\n        {calls}\n        return\n')
+    copy = out / "peer_qwen.py"
+    copy.write_text(text.replace('"llama8b")', '"qwen06b")'))
+    return copy
 
 
 def small_shape() -> dict[str, Any]:
@@ -147,23 +177,23 @@ def run(job: Job, arguments: argparse.Namespace) -> dict[str, Any]:
     )
 
 
-def offline_table(done: list[dict[str, Any]], rows: list[str]) -> list[dict[str, Any]]:
-    """The median of each row of both engines, and the ratio."""
+def offline_table(done: list[dict[str, Any]], part: str, rows: dict[str, str]) -> list[dict[str, Any]]:
+    """The median of each of a part's rows, by our name and the peer's, of both engines, and the ratio."""
     table = []
-    for ours, theirs in OFFLINE.items():
+    for ours, theirs in rows.items():
         key = "total_tok_s" if ours == "prefill" else "output_tok_s"
         values = {
             engine: [
                 row[key]
                 for job in done
-                if job["engine"] == engine and job["part"] == "offline"
+                if job["engine"] == engine and job["part"] == part
                 for row in job["rows"]
                 if row.get("what") == name
             ]
             for engine, name in (("holdfast", ours), ("vllm", theirs))
         }
-        if ours in rows:
-            table.append(compared(ours, key, values, higher=True))
+        if any(values.values()):
+            table.append(compared(ours if part == "offline" else f"{part} {ours}", key, values, higher=True))
     return table
 
 
@@ -248,7 +278,8 @@ def equal_latency(found: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]
 
 def report(done: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
     """Write the merged JSON, the table and the plot."""
-    table = offline_table(done, arguments.rows) + stall_table(done)
+    asked = {ours: theirs for ours, theirs in OFFLINE.items() if ours in arguments.rows}
+    table = offline_table(done, "offline", asked) + offline_table(done, "qwen", QWEN) + stall_table(done)
     found = curves(done)
     equal = equal_latency(found)
     merged = dict(table=table, curves=found, at_equal_latency=equal, jobs=done)

@@ -1,11 +1,15 @@
 """Holdfast on the work of the peers' table: a Llama-3-8B shape with random weights, token ids in, token ids out.
 
 usage: python benchmarks/llama8b.py [ROW ...] [--json FILE] [--repeat N] [any engine flag as --set name=value]
-rows:  bs1 bs32 bs128 chat prefill stall   (default: all)
+rows:  bs1 bs32 bs128 chat prefill stall   (default: all), bs256 and, alone, start
 
 The prompts are drawn with the seeds of the peer's script, greedy, end-of-sequence ignored, in one process, so that a
 figure here stands beside the peer's of the same name. Prints one JSON line a measurement; the file also holds each
 step of `stall`, where `prediction` is measured over predicted time of mixed steps: 5%, median and 95%.
+
+`start` begins new processes and takes the time until the first token of a first request, imports included: with an
+empty Triton cache, a temporary one of its own, and again with what that left there. `--qwen` takes Qwen3-0.6B's shape,
+where the host has the least time for a step (`bs256`).
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import os
 import platform
 import random
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -55,6 +60,20 @@ LLAMA_3_8B = dict(
     hidden_act="silu",
     torch_dtype="bfloat16",
     tie_word_embeddings=False,
+)
+
+QWEN3_06B = LLAMA_3_8B | dict(
+    architectures=["Qwen3ForCausalLM"],
+    model_type="qwen3",
+    hidden_size=1024,
+    intermediate_size=3072,
+    num_hidden_layers=28,
+    num_attention_heads=16,
+    vocab_size=151936,
+    max_position_embeddings=40960,
+    rms_norm_eps=1e-6,
+    rope_theta=1000000.0,
+    tie_word_embeddings=True,
 )
 
 Lengths = list[tuple[int, int]]
@@ -202,23 +221,63 @@ ROWS: dict[str, Callable[[Loop], dict[str, Any]]] = {
     "bs128": lambda loop: offline(loop, "bs128 512/128", [(512, 128)] * 128),
     "chat": lambda loop: offline(loop, "chat 1000", chat_lengths()),
     "prefill": lambda loop: offline(loop, "prefill 16x8192", [(8192, 16)] * 16),
+    "bs256": lambda loop: offline(loop, "bs256 128/128", [(128, 128)] * 256),
+    "first": lambda loop: first_token(loop),
 }
+DEFAULT = ("bs1", "bs32", "bs128", "chat", "prefill", "stall")
+
+
+def first_token(loop: Loop) -> dict[str, Any]:
+    """The monotonic clock at the first token of a request."""
+    loop.add(request("first", draw(random.Random(4), 512), 4))
+    while not any(len(output.tokens) for output in loop.step()):
+        pass
+    return dict(at=time.monotonic())
+
+
+def starts(options: list[str], repeat: int) -> dict[str, Any]:
+    """New processes up to their first token: what each took by what it found compiled, and the stages of its start."""
+    runs = []
+    for _ in range(repeat):
+        with tempfile.TemporaryDirectory(prefix="triton-") as cache:
+            for found in ("nothing", "all kernels"):
+                command = [sys.executable, __file__, "first", *options]
+                environment = os.environ | dict(TRITON_CACHE_DIR=cache)
+                began = time.monotonic()  # one clock for all processes
+                ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+                lines = [json.loads(line[9:]) for line in ended.stdout.splitlines() if line.startswith("HOLDFAST {")]
+                if ended.returncode or len(lines) != 2:
+                    raise RuntimeError(f"the start ended with {ended.returncode}: {ended.stderr[-2000:]}")
+                about, first = lines
+                seconds = round(first["at"] - began, 2)
+                runs.append(dict(compiled=found, seconds=seconds, stages=about["stages"], about=about))
+                print("HOLDFAST " + json.dumps(dict(what="start") | runs[-1] | dict(about=None)), flush=True)
+    return dict(results=runs)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"of {', '.join(ROWS)}, stall")
+    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"of {', '.join(ROWS)}, stall, start")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="an engine option")
     parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--shape", default="{}", help="JSON that changes the shape, to try it on a small one")
+    parser.add_argument("--qwen", action="store_true", help="Qwen3-0.6B's shape in place of Llama-3-8B's")
     arguments = parser.parse_args()
+    if arguments.rows == ["start"]:
+        settings = [part for pair in arguments.set for part in ("--set", pair)] + ["--shape", arguments.shape]
+        found = starts([*settings, *(["--qwen"] if arguments.qwen else [])], arguments.repeat)
+        if arguments.json:
+            arguments.json.write_text(json.dumps(dict(command=" ".join(sys.argv), **found), indent=1))
+        return
     options = dict(max_sequences=512, prefix_sharing=False, max_waiting=10_000)
     for pair in arguments.set:
         name, _, value = pair.partition("=")
         options[name] = yaml.safe_load(value)
     directory = Path(tempfile.mkdtemp(prefix="llama8b-"))
-    (directory / "config.json").write_text(json.dumps(LLAMA_3_8B | json.loads(arguments.shape)))
+    (directory / "config.json").write_text(
+        json.dumps((QWEN3_06B if arguments.qwen else LLAMA_3_8B) | json.loads(arguments.shape))
+    )
     begin = time.perf_counter()
     loop, info = build(EngineConfig(model=str(directory), load_format="random", **options))
     # As the engine's process does: what exists now lives on, and no collection falls into a step.
@@ -240,9 +299,10 @@ def main() -> None:
         stages={stage: round(seconds, 2) for stage, seconds in info.stages},
     )
     print("HOLDFAST " + json.dumps(about), flush=True)
-    offline(loop, "warm-up", [(32, 8)] * 4)
+    if arguments.rows != ["first"]:
+        offline(loop, "warm-up", [(32, 8)] * 4)
     results = []
-    for row in arguments.rows or (*ROWS, "stall"):
+    for row in arguments.rows or DEFAULT:
         if row == "stall":
             stall(loop)  # warm-up
         for _ in range(arguments.repeat):

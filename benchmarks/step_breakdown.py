@@ -46,7 +46,8 @@ KINDS = {  # by the start or a part of a kernel's name, in this order
     "ArgMax": "greedy token",
     "reduce_kernel": "greedy token",
 }
-OTHER, GAPS = "other kernels", "between kernels"
+OTHER, GAPS, IDLE = "other kernels", "between kernels", "between steps"
+COPIES = ("Memcpy", "Memset")
 
 
 def kind_of(name: str) -> str:
@@ -84,26 +85,43 @@ def breakdown(loop: Loop, batch: int, steps: int) -> dict[str, Any]:
     spans = sorted(
         (event.time_range.start, event.time_range.end, event.name)
         for event in profiler.events()
-        if event.device_type == DeviceType.CUDA and event.name and not event.name.startswith(("Memcpy", "Memset"))
+        if event.device_type == DeviceType.CUDA and event.name
     )
+    while spans[0][2].startswith(COPIES):
+        del spans[0]
     kernels: dict[str, list[float]] = defaultdict(list)
     kinds: dict[str, float] = defaultdict(float)
-    reached = spans[0][0]
+    gaps: dict[tuple[str, str], list[float]] = defaultdict(list)
+    reached, last, copied = spans[0][0], spans[0][2], False
     for begin, end, name in spans:
+        if name.startswith(COPIES):  # what a step takes in and gives out
+            copied = True
+            continue
         kernels[name[:120]].append(end - begin)
         # Kernels of a chain overlap: what counts is the time that a kernel adds.
         kinds[kind_of(name)] += max(0.0, end - max(begin, reached)) / steps
-        kinds[GAPS] += max(0.0, begin - reached) / steps
-        reached = max(reached, end)
+        if begin > reached:
+            kinds[IDLE if copied else GAPS] += (begin - reached) / steps
+            gaps[last[:60], name[:60]].append(begin - reached)
+        if end > reached:
+            reached, last = end, name
+        copied = False
     by_time = sorted(kernels.items(), key=lambda item: -sum(item[1]))
+    by_gap = sorted(gaps.items(), key=lambda item: -sum(item[1]))
+    watched = (reached - spans[0][0]) / steps
     return {
         "batch": batch,
         "step_ms_p50": round(1e3 * statistics.median(times), 3),
-        "watched_ms": round((reached - spans[0][0]) / steps / 1e3, 3),
+        "watched_ms": round(watched / 1e3, 3),
+        "idle_share": round(kinds[IDLE] / watched, 4),
         "kinds_us": {kind: round(us, 1) for kind, us in sorted(kinds.items(), key=lambda item: -item[1])},
         "kernels": [
             {"name": name, "calls": round(len(us) / steps, 2), "us_each": round(statistics.median(us), 2)}
             for name, us in by_time[:25]
+        ],
+        "gaps": [
+            {"after": after, "before": before, "count": round(len(us) / steps, 2), "us": round(sum(us) / steps, 2)}
+            for (after, before), us in by_gap[:15]
         ],
     }
 
@@ -116,7 +134,7 @@ def plot(results: dict[str, list[dict[str, Any]]], path: Path) -> None:
     from matplotlib import pyplot
 
     batches = [line["batch"] for line in next(iter(results.values()))]
-    kinds = [*dict.fromkeys(KINDS.values()), OTHER, GAPS]
+    kinds = [*dict.fromkeys(KINDS.values()), OTHER, GAPS, IDLE]
     colors = dict(zip(kinds, pyplot.get_cmap("tab10").colors, strict=False))
     figure, axes = pyplot.subplots(1, len(batches), figsize=(3 * len(batches), 4.5))
     for axis, batch in zip(axes if len(batches) > 1 else [axes], batches, strict=True):

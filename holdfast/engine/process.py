@@ -148,6 +148,9 @@ def build(
         max_sequences=config.max_sequences,
     )
     executor = PagedExecutor(model, config, token_budget=capacity)
+    if config.cuda_graphs and device.type == "cuda":
+        stages.begin("compiling kernels")
+        executor.compile()
     stages.begin("measuring memory")
     memory = executor.profile()
     if config.quantization != "none":

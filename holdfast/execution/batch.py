@@ -146,7 +146,7 @@ class Batch:
         self._drawn: list[Sampling | None] = [None] * rows
         """By row, what `_settings` holds."""
         self._free: list[HostBuffer] = []
-        self._persistent = Fields(self._layout, torch.empty(self._size, dtype=torch.int64, device=device))
+        self._persistent = Fields(self._layout, torch.zeros(self._size, dtype=torch.int64, device=device))
 
     def stage(self, plan: StepPlan) -> StagedStep:
         """Pack a plan into a host buffer. Raises ValueError for a plan that the batch cannot hold."""
@@ -207,8 +207,14 @@ class Batch:
         """Put an uploaded step's table entries and pending tokens in their places: the same work for any such step."""
         fields, room = self._persistent, self._room(num_tokens)
         places, blocks = fields.take("write_at", room), fields.take("write_block", room)
-        self.block_tables.view(-1).index_copy_(0, places, blocks.to(torch.int32))
-        self._fill_pending(fields, num_tokens)
+        if self.device.type == "cuda":
+            from holdfast.kernels.settling import settle  # Triton comes with CUDA builds only
+
+            ids, rows = fields.take("ids", num_tokens), fields.take("token_rows", num_tokens)
+            settle(ids, rows, self.last_token, self.block_tables, places, blocks, pending=PENDING)
+        else:
+            self.block_tables.view(-1).index_copy_(0, places, blocks.to(torch.int32))
+            self._fill_pending(fields, num_tokens)
         return fields.packed(num_tokens, num_sampled)
 
     def clear(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,9 @@ import torch
 from holdfast.execution.batch import Batch, PackedStep, StagedStep
 from holdfast.kernels.protocol import CapturableAttention
 from holdfast.models.base import CapturableModel, StepInput
+
+KINDS = (1, 4, 16, 32, 64)
+"""Up to each of these, tokens have kernels of their own (`kernels.thin_linear`, `kernels.paged`); beyond, all share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,11 @@ class GraphSizes:
             rows=up_to(most, range(1, 3), range(4, 8, 4), range(8, 64, 8), range(64, 256, 32), range(256, most, 64)),
         )
 
+    def kinds(self) -> GraphSizes:
+        """Sizes that between them launch every kernel there is."""
+        few = {size for size in self.decodes if size in KINDS}
+        return GraphSizes(tuple(sorted({*few, self.decodes[-1]})), self.tokens[-1:], self.rows[-1:])
+
     def largest(self) -> GraphSizes:
         """The last of each: their graphs take as much memory as all, which share it."""
         return GraphSizes(self.decodes[-1:], self.tokens[-1:], self.rows[-1:])
@@ -78,18 +87,31 @@ class StepGraphs:
         caches: Sequence[tuple[torch.Tensor, torch.Tensor]],
         sizes: GraphSizes,
     ) -> None:
-        """Capture a graph for each of `sizes`; some tens of milliseconds each."""
+        """The graphs of `sizes`, still to be captured."""
         self._model, self._attention, self._batch, self._caches = model, attention, batch, caches
         self.sizes, self._most_rows = sizes, sizes.rows[-1]
         spec = model.spec
         self._logits = torch.empty(self._most_rows, spec.vocab_size, dtype=spec.dtype, device=spec.device)
         self._between: tuple[torch.Tensor, ...] = ()
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool: Any = None
+        self._bodies: dict[int, Captured] = {}
+        self._heads: dict[int, Captured] = {}
+        self._decodes: dict[int, Captured] = {}
         batch.clear()
+
+    def capture(self) -> None:
+        """Capture a graph for each size; some tens of milliseconds each."""
+        self._pool, sizes = torch.cuda.graph_pool_handle(), self.sizes
         # The largest first: the others find room in what it took.
         self._bodies = {size: self._capture(self._body, size, tokens=size) for size in reversed(sizes.tokens)}
         self._heads = {size: self._capture(self._head, size) for size in reversed(sizes.rows)}
         self._decodes = {size: self._capture(self._decode, size) for size in reversed(sizes.decodes)}
+
+    def rehearsals(self) -> list[Callable[[], None]]:
+        """For each size a call that runs its kernels once, without a graph; they may run at once, in any thread."""
+        sizes = self.sizes
+        bodies = [partial(self._rehearse, self._body, size, tokens=size) for size in sizes.tokens]
+        return bodies + [partial(self._rehearse, self._decode, size) for size in sizes.decodes]
 
     def run(self, staged: StagedStep) -> tuple[PackedStep, torch.Tensor] | None:
         """Enter a step and start its graphs: its inputs, and its logits [R, vocab_size], good until the next run.
@@ -115,13 +137,18 @@ class StepGraphs:
         return packed, self._logits[: staged.num_sampled]
 
     def _capture(self, work: Callable[[int, Any], None], size: int, tokens: int | None = None) -> Captured:
-        """Run `work` once, which compiles and warms up what it is made of, and capture it."""
-        schedule = self._attention.reserve(min(size, self._most_rows), tokens)
-        work(size, schedule)
+        """Run `work` once, then capture it."""
+        schedule = self._rehearse(work, size, tokens)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             work(size, schedule)
         return Captured(graph, schedule)
+
+    def _rehearse(self, work: Callable[[int, Any], None], size: int, tokens: int | None = None) -> Any:
+        """Run `work` once, which compiles and warms up what it is made of, on a schedule of nothing: its result."""
+        schedule = self._attention.reserve(min(size, self._most_rows), tokens)
+        work(size, schedule)
+        return schedule
 
     def _body(self, size: int, schedule: Any) -> None:
         packed = self._batch.settle(size, min(size, self._most_rows))

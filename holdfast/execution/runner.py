@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +32,13 @@ CPU_CACHE_BYTES = 4_000_000_000
 HOST_CACHE_BYTES = 32_000_000_000
 """The most that the host tier takes unless the config says otherwise: pinning takes time, and others live there too."""
 
+WAYS_TO_DRAW = ((False, False), (True, False), (True, True))
+"""Whether any row of a step draws, and whether any is filtered."""
+
 DEFAULT_BUDGET = {"cuda": 2048, "cpu": 512}
+
+
+Layers = tuple[LayerCache, ...]
 
 
 class Flight(Protocol):
@@ -99,6 +106,34 @@ class PagedExecutor:
         self._nothing = torch.empty(0, dtype=torch.int64, device=spec.device)
         self._worker = ThreadPoolExecutor(1, "holdfast-step") if spec.device.type == "cpu" else None
 
+    def compile(self) -> None:
+        """Run each kind of step that graphs are made of once, several at a time, over a cache of one block.
+
+        A first start spends most of its time on compiling kernels, which threads do beside each other. Does nothing
+        where steps are not captured.
+        """
+        _, layers, batch = self._empty(1)
+        graphs = self._graphs(batch, layers, self._graph_sizes.kinds())
+        if graphs is None:
+            return
+        logits = torch.zeros(1, self.model.spec.vocab_size, dtype=self.model.spec.dtype, device=self.device)
+        packed = batch.settle(1, 1)
+        draws = [partial(_sample, logits, packed, any_random, cut) for any_random, cut in WAYS_TO_DRAW]
+        works: list[Callable[[], object]] = [*graphs.rehearsals(), *draws]
+        with ThreadPoolExecutor(min(len(works), os.cpu_count() or 1), "holdfast-compile") as pool:
+            for running in [pool.submit(self._run_alone, work) for work in works]:
+                running.result()
+        torch.cuda.synchronize(self.device)
+        # Each thread's cuBLAS took a workspace of its own.
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+
+    @torch.inference_mode()
+    def _run_alone(self, work: Callable[[], object]) -> None:
+        """Run something in a thread that has not set the device up yet."""
+        with torch.cuda.device(self.device):
+            work()
+
     def profile(self) -> MemoryProfile:
         """Run full steps over a small cache and see what they take. Raises MemoryError if no block would fit."""
         on_gpu = self.device.type == "cuda"
@@ -146,6 +181,23 @@ class PagedExecutor:
         return GraphSizes.of(self.config.max_sequences, self.token_budget)
 
     def _allocate(self, num_blocks: int, host_blocks: int, sizes: GraphSizes) -> None:
+        cache, layers, batch = self._empty(num_blocks)
+        host, transfers = None, None
+        if host_blocks:
+            host = self._cache(host_blocks, torch.device("cpu"))
+            if self.device.type == "cuda":
+                host.pin()
+            transfers = Transfers(cache, host, layers, self._make_stream)
+            if self.device.type == "cuda":
+                transfers.warm_up()
+        graphs = self._graphs(batch, layers, sizes)
+        if graphs is not None:
+            with torch.inference_mode():
+                graphs.capture()
+        self._memory = _Memory(cache, layers, batch, graphs, host, transfers)
+
+    def _empty(self, num_blocks: int) -> tuple[KVCache, Layers, Batch]:
+        """A device's cache, its layers, and a batch of nothing."""
         spec, config = self.model.spec, self.config
         cache = self._cache(num_blocks, spec.device)
         batch = Batch(
@@ -155,16 +207,7 @@ class PagedExecutor:
             block_size=config.block_size,
             device=spec.device,
         )
-        layers = tuple(cache.layer(index) for index in range(spec.num_layers))
-        host, transfers = None, None
-        if host_blocks:
-            host = self._cache(host_blocks, torch.device("cpu"))
-            if self.device.type == "cuda":
-                host.pin()
-            transfers = Transfers(cache, host, layers, self._make_stream)
-            if self.device.type == "cuda":
-                transfers.warm_up()
-        self._memory = _Memory(cache, layers, batch, self._capture(batch, layers, sizes), host, transfers)
+        return cache, tuple(cache.layer(index) for index in range(spec.num_layers)), batch
 
     def _cache(self, num_blocks: int, device: torch.device) -> KVCache:
         spec = self.model.spec
@@ -178,11 +221,8 @@ class PagedExecutor:
             device=device,
         )
 
-    @torch.inference_mode()
-    def _capture(
-        self, batch: Batch, layers: tuple[tuple[torch.Tensor, torch.Tensor], ...], sizes: GraphSizes
-    ) -> StepGraphs | None:
-        """The graphs of steps, where the device and the model can be captured."""
+    def _graphs(self, batch: Batch, layers: Layers, sizes: GraphSizes) -> StepGraphs | None:
+        """The graphs of steps, still to be captured, where the device and the model can be."""
         wanted = self.config.cuda_graphs and self.device.type == "cuda"
         if wanted and isinstance(self.model, CapturableModel) and isinstance(self.attention, CapturableAttention):
             return StepGraphs(self.model, self.attention, batch, layers, sizes)
@@ -251,16 +291,7 @@ class PagedExecutor:
         arriving = layers is not memory.layers
         started = memory.graphs.run(staged) if memory.graphs is not None and not arriving else None
         packed, logits = started or self._eager(memory.batch, staged, layers)
-        tokens = sample(
-            logits,
-            packed.temperature,
-            packed.top_k,
-            packed.top_p,
-            packed.seed,
-            packed.sample_position,
-            any_random=staged.any_random,
-            any_filtered=staged.any_filtered,
-        )
+        tokens = _sample(logits, packed, staged.any_random, staged.any_filtered)
         memory.batch.last_token.index_copy_(0, packed.sample_rows, tokens)
         return tokens
 
@@ -323,12 +354,26 @@ class PagedExecutor:
             )
 
 
+def _sample(logits: torch.Tensor, packed: PackedStep, any_random: bool, any_filtered: bool) -> torch.Tensor:
+    """A token for each row of the logits, drawn as its step says."""
+    return sample(
+        logits,
+        packed.temperature,
+        packed.top_k,
+        packed.top_p,
+        packed.seed,
+        packed.sample_position,
+        any_random=any_random,
+        any_filtered=any_filtered,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class _Memory:
     """What `allocate` made."""
 
     cache: KVCache
-    layers: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    layers: Layers
     batch: Batch
     graphs: StepGraphs | None
     host: KVCache | None

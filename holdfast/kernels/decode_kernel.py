@@ -57,6 +57,8 @@ def decode_kernel(
     record = work + tl.program_id(1) * 8
     first_token = tl.load(record)
     rows = tl.load(record + 1)
+    if (rows == 0) & (tl.program_id(1) > 0):
+        return  # without waiting: the first record's programs do that for the kernel
     start = tl.load(record + 2)
     table = tables + tl.load(record + 3).to(tl.int64) * table_stride
     first_row = tl.load(record + 4)

@@ -55,6 +55,19 @@ def norm_kernel(
 
 
 @triton.jit
+def angles_kernel(
+    positions, inverse_frequencies, cosine, sine, amplitude, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr
+):
+    """Cosine and sine [T, HALF] of a position times each frequency: program (token)."""
+    token = tl.program_id(0).to(tl.int64)
+    dim = tl.arange(0, BLOCK_HALF)
+    inside = dim < HALF
+    angle = tl.load(positions + token).to(tl.float32) * tl.load(inverse_frequencies + dim, mask=inside, other=0.0)
+    tl.store(cosine + token * HALF + dim, tl.cos(angle) * amplitude, mask=inside)
+    tl.store(sine + token * HALF + dim, tl.sin(angle) * amplitude, mask=inside)
+
+
+@triton.jit
 def rotate_write_kernel(
     qkv,
     cosine,
@@ -152,7 +165,7 @@ def silu_mul_kernel(gate_up, out, width, gate_up_stride, out_stride, BLOCK: tl.c
     tl.store(out + token * out_stride + at, result.to(out.dtype.element_ty), mask=held)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])  # it only masks: one kernel for all counts of a BLOCK_M
 def thin_linear_kernel(
     x,
     norm,

@@ -18,7 +18,7 @@ from holdfast.kernels.fp8_linear import (
     quantize_rows,
     tiled_product,
 )
-from holdfast.kernels.fused_kernels import norm_kernel, rotate_write_kernel, silu_mul_kernel
+from holdfast.kernels.fused_kernels import angles_kernel, norm_kernel, rotate_write_kernel, silu_mul_kernel
 from holdfast.kernels.thin_linear import ThinLaunch, launch_for, thin_linear
 from holdfast.kernels.torch_layers import Gated, LayerOps, LayerShape, Normed, Rotation, Unnormed
 
@@ -137,7 +137,20 @@ class FusedLayerOps(LayerOps):
 
     def rotation(self, positions: torch.Tensor) -> Rotation:
         """Cosine and sine [T, D / 2] float32."""
-        return self._angles(positions)
+        frequencies = self.shape.inverse_frequencies
+        half = len(frequencies)
+        cosine, sine = frequencies.new_empty(2, len(positions), half)
+        angles_kernel[(len(positions),)](
+            positions,
+            frequencies,
+            cosine,
+            sine,
+            self.shape.amplitude,
+            HALF=half,
+            BLOCK_HALF=self.block_half,
+            num_warps=1,
+        )
+        return cosine, sine
 
     def rotate_and_write(
         self,

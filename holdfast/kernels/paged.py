@@ -13,10 +13,10 @@ from holdfast.kernels import prefill_kernel
 from holdfast.kernels.chain import chaining
 from holdfast.kernels.decode_kernel import decode_kernel
 from holdfast.kernels.protocol import CapturableAttention, Segments
-from holdfast.kernels.tiles import FIELDS, TileList, split_by_target, split_evenly, tile_list
+from holdfast.kernels.tiles import FIELDS, TileList, split_evenly, split_to_stream, tile_list
 from holdfast.kernels.triton_kernels import attend_kernel, merge_kernel, write_kernel
 
-# The context is cut until there are about so many pieces for each processor; of wide tiles it makes at most so many.
+# A cut of the context makes at most so many pieces for each processor, besides one a tile.
 NARROW_WORK_PER_PROCESSOR = 4
 WIDE_WORK_PER_PROCESSOR = 2
 WIDE_SEGMENTS = 64  # what a reserved schedule has room for; each takes a tile that is not full
@@ -80,7 +80,13 @@ class PagedAttention(CapturableAttention[tuple[DeviceTiles, ...]]):
         self.wide_m = max(wide_m, self.narrow_m)
         self.narrow_target = max(1, num_processors * NARROW_WORK_PER_PROCESSOR // num_kv_heads)
         self.wide_target = max(1, num_processors * WIDE_WORK_PER_PROCESSOR // num_kv_heads)
-        self._split_narrow = partial(split_by_target, target=self.narrow_target, unit=NARROW_SPLIT_UNIT)
+        self._split_narrow = partial(
+            split_to_stream,
+            heads=num_kv_heads,
+            processors=num_processors,
+            spare=self.narrow_target,
+            unit=NARROW_SPLIT_UNIT,
+        )
         self._split_wide = partial(
             split_evenly,
             heads=num_kv_heads,
@@ -267,9 +273,11 @@ class PagedAttention(CapturableAttention[tuple[DeviceTiles, ...]]):
     def launch(self, block_m: int, item_bytes: int, tokens: int) -> Launch:
         """Tuned on an H200 (benchmarks/attention_gpu.py); what grows with head_dim stays within shared memory."""
         wide = block_m > self.narrow_m
-        block_n = 64 if wide or tokens <= FEW_TOKENS else 32
+        # With no more programs than two to a processor, each has more on its way.
+        few = tokens * self.num_kv_heads <= 2 * self.num_processors
+        block_n = 64 if wide or few else 32
         if self.block_d > 128:
             block_n //= 2
         if item_bytes > 2:  # float32 runs without tensor cores: exact, not fast
             return Launch(block_n=max(16, block_n // 2), num_warps=8, num_stages=1)
-        return Launch(block_n=block_n, num_warps=8 if wide else 4, num_stages=4 if block_n == 32 and not wide else 3)
+        return Launch(block_n=block_n, num_warps=8 if wide else 4, num_stages=3 if wide else 4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,7 +18,12 @@ FIXED_STEPS = 2.5  # what a piece takes besides its keys, in the time of a unit 
 SPLIT_STEPS = 4.5  # the same where its result is one of several, to be merged
 GAIN = 0.97  # what a finer cut must bring to be worth it
 
+STREAMS = 2  # programs of a processor that together read at the memory's rate
+MERGE_KEYS = 120  # what a merge takes, in the time in which one program reads so many keys
+
 Records = npt.NDArray[np.int32]
+
+NONE: Records = np.zeros((0, FIELDS), np.int32)
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,8 @@ def tile_list(
 
     It is told how many keys each tile has.
     """
+    if not chosen.any():
+        return TileList(block_m, NONE, NONE)
     start = segments.context_stop - segments.query_length
     rows = segments.query_length * group_size
     tiles = np.where(chosen, -(-rows // block_m), 0)
@@ -91,9 +99,20 @@ def tile_list(
     return TileList(block_m, work, merges)
 
 
-def split_by_target(keys: Records, *, target: int, unit: int) -> int:
-    """Keys of a piece, a multiple of `unit`: together the tiles make no more than `target` pieces and one a tile."""
-    return max(1, -(-int(keys.sum(dtype=np.int64)) // (target * unit))) * unit
+def split_to_stream(keys: Records, *, heads: int, processors: int, spare: int, unit: int) -> int:
+    """Keys of a piece with which `processors` that are bound by reading the keys of all `heads` are done soonest.
+
+    A multiple of `unit`; the tiles make no more than `spare` pieces besides one a tile. A tile stays whole where its
+    program is done, but for what merging takes, by the time in which all keys are read; otherwise no piece is longer
+    than that, for one program alone reads far slower than all together.
+    """
+    longest, total = int(keys.max(initial=1)), int(keys.sum(dtype=np.int64))
+    steady = total * heads / (STREAMS * processors)
+    split = longest
+    if longest > steady + MERGE_KEYS:
+        at_most = max(steady, total / spare if spare else longest)
+        split = -(-longest // math.ceil(longest / (math.ceil(at_most / unit) * unit)))
+    return -(-split // unit) * unit
 
 
 def split_evenly(keys: Records, *, heads: int, processors: int, spare: int, unit: int) -> int:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.kernels.protocol import Segments
-from holdfast.kernels.tiles import TileList, split_by_target, split_evenly, tile_list
+from holdfast.kernels.tiles import TileList, split_evenly, split_to_stream, tile_list
 
 SPLIT_UNIT = 64
 
@@ -26,7 +26,7 @@ def make_segments(lengths_and_stops: list[tuple[int, int]]) -> Segments:
 
 def make_tiles(segments: Segments, *, group_size: int = 4, block_m: int = 16, work_target: int = 10) -> TileList:
     chosen = np.ones(len(segments.row), bool)
-    split_for = partial(split_by_target, target=work_target, unit=SPLIT_UNIT)
+    split_for = partial(split_to_stream, heads=4, processors=work_target, spare=work_target, unit=SPLIT_UNIT)
     return tile_list(segments, chosen, group_size=group_size, block_m=block_m, split_for=split_for)
 
 
@@ -100,6 +100,25 @@ def test_an_even_split_is_a_multiple_of_the_unit_and_makes_few_pieces(keys: np.n
     split = split_evenly(keys, heads=heads, processors=132, spare=spare, unit=128)
     assert split > 0 and split % 128 == 0
     assert (-(-keys // split)).sum() <= len(keys) + spare
+
+
+@given(keys=tile_lengths, heads=st.sampled_from([1, 2, 8]), spare=st.integers(0, 40))
+def test_a_cut_for_reading_is_a_multiple_of_the_unit_and_makes_few_pieces(
+    keys: np.ndarray, heads: int, spare: int
+) -> None:
+    split = split_to_stream(keys, heads=heads, processors=132, spare=spare, unit=64)
+    assert split > 0 and split % 64 == 0
+    assert (-(-keys // split)).sum() <= len(keys) + spare
+
+
+def test_few_contexts_are_cut_until_all_memory_is_in_use() -> None:
+    split = partial(split_to_stream, heads=8, processors=132, spare=66, unit=64)
+    assert split(np.full(32, 600)) == 640  # 256 programs: two to a processor, and no merge
+    assert split(np.full(8, 2048)) == 512  # 64 would be too few; 256 of a quarter
+    assert split(np.full(1, 8192)) == 256
+    assert split(np.full(1, 640)) == 64
+    assert split(np.full(128, 3000)) == 3008
+    assert split(np.array([600] * 31 + [9000])) == 832  # a long one beside short ones
 
 
 def test_tiles_are_cut_where_a_last_round_would_leave_most_processors_idle() -> None:

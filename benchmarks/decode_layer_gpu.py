@@ -1,0 +1,190 @@
+"""Time one layer of a decode step on a GPU, its attention included, by launches and cuts of the attention.
+
+    python benchmarks/decode_layer_gpu.py [--work 32x600 1x8192] [--tune] [--out results.jsonl]
+
+The shape is Llama-3-8B's, bf16, blocks of 16 in random order. Four layers are one CUDA graph, the kernels in the chain
+in which a step has them; a layer's weights drive the keys of the one before out of L2. What attention adds is the time
+beyond that of the same layers without it, and its share is that of the bytes of keys and values at the rate of a copy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import itertools
+import json
+import platform
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import triton
+from gemv_gpu import DTYPE, HEAD_DIM, HEADS, HIDDEN, INNER, KV_HEADS, QKV, captured, copy_rate, milliseconds, random
+from gemv_gpu import shape as layer_shape
+
+from holdfast.kernels.fused_layers import FusedLayerOps
+from holdfast.kernels.paged import Launch, PagedAttention
+from holdfast.kernels.protocol import Segments
+
+BLOCK_SIZE, LAYERS = 16, 4
+WORK = ("1x640", "1x8192", "8x2048", "32x600", "32x2048", "128x600", "256x670")
+LAUNCHES = [
+    dict(block_n=n, num_warps=warps, num_stages=stages)
+    for n, warps, stages in (
+        *((16, 1, 6), (16, 1, 8), (32, 1, 4), (32, 1, 6), (32, 2, 4), (32, 2, 6), (64, 2, 3), (64, 2, 4)),
+        *((32, 4, 4), (32, 4, 6), (64, 4, 3), (64, 4, 4), (64, 8, 3), (64, 8, 4), (128, 8, 3)),
+    )
+]
+
+
+class Variant(PagedAttention):
+    """The backend with other launch settings, and every context in so many parts."""
+
+    def __init__(self, settings: dict[str, int]) -> None:
+        properties = torch.cuda.get_device_properties("cuda")
+        super().__init__(
+            device=torch.device("cuda"),
+            num_processors=properties.multi_processor_count,
+            num_heads=HEADS,
+            num_kv_heads=KV_HEADS,
+            head_dim=HEAD_DIM,
+            block_size=BLOCK_SIZE,
+        )
+        self.settings = settings
+        if "parts" in settings:
+            self._split_narrow = self._in_parts
+
+    def _in_parts(self, keys: npt.NDArray[np.int32]) -> int:
+        unit = self.settings.get("unit", 32)
+        return -(-int(keys.max()) // (self.settings["parts"] * unit)) * unit
+
+    def launch(self, block_m: int, item_bytes: int, tokens: int) -> Launch:
+        own = super().launch(block_m, item_bytes, tokens)
+        names = {field.name for field in fields(own)}
+        return replace(own, **{name: value for name, value in self.settings.items() if name in names})
+
+
+class Layers:
+    """Layers of one batch and context; the weights are made once for all batches."""
+
+    def __init__(self, weights: list[torch.Tensor], batch: int, context: int) -> None:
+        self.ops, self.weights, self.batch, self.context = FusedLayerOps(layer_shape()), weights, batch, context
+        per_row = -(-context // BLOCK_SIZE)
+        self.cache = random(2, batch * per_row, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
+        self.tables = torch.randperm(batch * per_row, device="cuda").view(batch, per_row).int()
+        last = context - 1
+        self.slots = self.tables[:, last // BLOCK_SIZE].long() * BLOCK_SIZE + last % BLOCK_SIZE
+        self.stream, self.norm = random(batch, HIDDEN), random(HIDDEN)
+        self.rotation = self.ops.rotation(torch.full((batch,), last, device="cuda"))
+        self.segments = Segments(
+            np.arange(batch + 1, dtype=np.int32),
+            np.full(batch, context, np.int32),
+            np.arange(batch, dtype=np.int32),
+        )
+
+    def work(self, settings: dict[str, int] | None) -> Callable[[], None] | None:
+        """The layers with attention launched so; without any for None; nothing where the cut has no room."""
+        qkv, o, gate_up, down = self.weights
+        ops, attention = self.ops, Variant(settings or {})
+        schedule = attention.reserve(self.batch)
+        if not attention.refill(schedule, self.segments):
+            return None
+        key, value = self.cache
+
+        def run() -> None:
+            normed = ops.norm(self.stream, self.norm)
+            for _ in range(LAYERS):
+                query = ops.rotate_and_write(
+                    ops.linear(normed, qkv), self.rotation, None, None, (key, value), self.slots
+                )
+                if settings is not None:
+                    query = attention.attend(query, key, value, self.tables, schedule, scale=HEAD_DIM**-0.5)
+                normed = ops.add_linear_norm(self.stream, query.flatten(1), o, None, self.norm)
+                normed = ops.add_linear_norm(self.stream, ops.gated_linear(normed, gate_up), down, None, self.norm)
+
+        return run
+
+    def microseconds(self, settings: dict[str, int] | None) -> float | None:
+        """Of one layer."""
+        run = self.work(settings)
+        return None if run is None else milliseconds(captured(run)) / LAYERS * 1e3
+
+
+def candidates(batch: int, tune: bool) -> list[dict[str, int]]:
+    if not tune:
+        return [{}]
+    cuts = [dict(parts=parts) for parts in ((1, 2) if batch > 16 else (4, 8) if batch > 4 else (10, 20, 32))]
+    return [{}, *(launch | cut for launch, cut in itertools.product(LAUNCHES, cuts))]
+
+
+def compile_all(layers: Layers, tried: list[dict[str, int]], threads: int) -> None:
+    """Run each launch once, in several threads, as most of the time goes to compiling."""
+    launches = {tuple((name, value) for name, value in one.items() if name != "parts"): one for one in tried}
+
+    @torch.inference_mode()
+    def run(settings: dict[str, int]) -> None:
+        work = layers.work(settings)
+        if work is not None:
+            work()
+
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(run, launches.values()))
+    torch.cuda.synchronize()
+
+
+@torch.inference_mode()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", nargs="*", default=list(WORK), metavar="BATCHxCONTEXT")
+    parser.add_argument("--tune", action="store_true", help="time other launches and cuts than the rule's")
+    parser.add_argument("--threads", type=int, default=12, help="that compile kernels")
+    parser.add_argument("--out", type=Path, help="write every measurement here, a JSON line each")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    rate = copy_rate()
+    lines: list[dict[str, Any]] = [
+        dict(
+            command=" ".join(["python", *sys.argv]),
+            date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            device=torch.cuda.get_device_name(),
+            torch=torch.__version__,
+            triton=triton.__version__,
+            python=platform.python_version(),
+            copy_TB_per_s=round(rate, 3),
+        )
+    ]
+    print(json.dumps(lines[0]), flush=True)
+    weights = [
+        random(*size, spread=0.01) for size in ((QKV, HIDDEN), (HIDDEN, HIDDEN), (2 * INNER, HIDDEN), (HIDDEN, INNER))
+    ]
+    for name in arguments.work:
+        batch, context = map(int, name.split("x"))
+        layers = Layers(weights, batch, context)
+        tried = candidates(batch, arguments.tune)
+        compile_all(layers, tried, arguments.threads)
+        without = layers.microseconds(None)
+        assert without is not None
+        fewest = 2 * batch * context * KV_HEADS * HEAD_DIM * DTYPE.itemsize / rate / 1e6
+        for settings in tried:
+            taken = layers.microseconds(settings)
+            if taken is not None:
+                added = taken - without
+                share = round(fewest / added, 3)
+                lines.append(dict(work=name, settings=settings, us=round(taken, 2), added=round(added, 2), share=share))
+        own, *others = (line for line in lines if line.get("work") == name)
+        print(f"{name}: without attention {without:.1f} us, bytes {fewest:.1f}; own +{own['added']} ({own['share']})")
+        for line in sorted(others, key=lambda line: line["us"])[:6]:
+            print(f"    +{line['added']} ({line['share']}) {line['settings']}", flush=True)
+        if arguments.out:
+            arguments.out.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        del layers
+
+
+if __name__ == "__main__":
+    main()

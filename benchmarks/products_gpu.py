@@ -5,7 +5,8 @@
 Each product over the weights of eight layers, as one CUDA graph, median of its replays; random activations and weights,
 as equal or zero ones take less power and run faster. `--seconds` then runs all products of a layer in turns for so
 long, for several numbers of tokens, and says what the first and the last tenth took: a GPU under power or heat limits
-slows down. Writes one JSON line for each measurement.
+slows down. `--pieces 896=512+384` compares a layer whose products are whole with one where each, or all, are computed
+in pieces of so many tokens, in turns under load. Writes one JSON line for each measurement.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from typing import Any
 
 import torch
 from torch.autograd import DeviceType
-from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 
 LAYERS = 8
@@ -42,22 +42,27 @@ class Products:
         self.inputs = {width: normal(most, width) for width in {shape[1] for shape in SHAPES.values()}}
         self.outputs = {width: normal(most, width) for width in {shape[0] for shape in SHAPES.values()}}
 
-    def run(self, name: str, layer: int, tokens: int) -> None:
+    def run(self, name: str, layer: int, pieces: list[int]) -> None:
         weight = self.weights[name][layer]
-        x, out = self.inputs[weight.shape[1]][:tokens], self.outputs[weight.shape[0]][:tokens]
-        if name in ADDED:
-            out.addmm_(x, weight.t(), beta=0.5)  # as fast as 1, and stays finite
-        else:
-            functional.linear(x, weight)
+        first = 0
+        for tokens in pieces:
+            part = slice(first, first + tokens)
+            x, out = self.inputs[weight.shape[1]][part], self.outputs[weight.shape[0]][part]
+            if name in ADDED:
+                out.addmm_(x, weight.t(), beta=0.5)  # as fast as 1, and stays finite
+            else:
+                torch.mm(x, weight.t(), out=out)
+            first += tokens
 
-    def graph(self, names: list[str], tokens: int) -> torch.cuda.CUDAGraph:
+    def graph(self, pieces: dict[str, list[int]]) -> torch.cuda.CUDAGraph:
+        """Of these products, in turns through the layers."""
         graph = torch.cuda.CUDAGraph()
-        work = [(name, layer) for layer in range(LAYERS) for name in names]
-        for name, layer in work[: len(names)]:
-            self.run(name, layer, tokens)
+        for name in pieces:
+            self.run(name, 0, pieces[name])
         with torch.cuda.graph(graph):
-            for name, layer in work:
-                self.run(name, layer, tokens)
+            for layer in range(LAYERS):
+                for name in pieces:
+                    self.run(name, layer, pieces[name])
         return graph
 
 
@@ -78,7 +83,7 @@ def kernel_names(products: Products, tokens: list[int]) -> dict[tuple[str, int],
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
         for name, count in wanted:
             with torch.profiler.record_function(f"product {name} {count}"):
-                products.run(name, 0, count)
+                products.run(name, 0, [count])
             torch.cuda.synchronize()
     spans = sorted(
         (event.time_range.start, event.name)
@@ -99,7 +104,7 @@ def by_tokens(products: Products, tokens: list[int], library: str) -> list[dict[
     lines = []
     for count in tokens:
         for name, (outputs, inputs) in SHAPES.items():
-            graph = products.graph([name], count)
+            graph = products.graph({name: [count]})
             graph.replay()
             us = 1e3 * statistics.median(timed(graph.replay) for _ in range(5)) / LAYERS
             lines.append(
@@ -117,7 +122,7 @@ def by_tokens(products: Products, tokens: list[int], library: str) -> list[dict[
 
 def sustained(products: Products, tokens: int, seconds: float) -> dict[str, Any]:
     """All products of a layer in turns: microseconds a layer at the start and at the end."""
-    graph = products.graph(list(SHAPES), tokens)
+    graph = products.graph({name: [tokens] for name in SHAPES})
     time.sleep(0.5)
     times: list[float] = []
     begin = time.perf_counter()
@@ -136,21 +141,41 @@ def sustained(products: Products, tokens: int, seconds: float) -> dict[str, Any]
     )
 
 
+def in_pieces(products: Products, pieces: list[int]) -> dict[str, Any]:
+    """Microseconds a layer with whole products, with one of them in pieces, and with all, in turns under load."""
+    whole = {name: [sum(pieces)] for name in SHAPES}
+    ways = {"whole": whole, **{name: whole | {name: pieces} for name in SHAPES}, "all": dict.fromkeys(SHAPES, pieces)}
+    graphs = {label: products.graph(way) for label, way in ways.items()}
+    begin = time.perf_counter()
+    while time.perf_counter() - begin < 0.2:
+        timed(graphs["whole"].replay)
+    times: dict[str, list[float]] = {label: [] for label in graphs}
+    for turn in range(8):
+        for label in list(graphs)[:: 1 if turn % 2 else -1]:
+            times[label].append(1e3 * timed(graphs[label].replay) / LAYERS)
+    us = {label: round(statistics.median(taken), 1) for label, taken in times.items()}
+    return dict(tokens=sum(pieces), pieces=pieces, us=us)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", nargs="*", type=int, default=TOKENS)
     parser.add_argument("--libraries", nargs="*", default=["cublas", "cublaslt"])
     parser.add_argument("--seconds", type=float, default=0.0)
     parser.add_argument("--sustained", nargs="*", type=int, default=[1024, 2048, 8192], help="tokens of those runs")
+    parser.add_argument("--pieces", nargs="*", default=[], metavar="TOKENS=TOKENS+TOKENS")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     about = dict(command=" ".join(sys.argv), device=torch.cuda.get_device_name(), torch=torch.__version__)
     lines: list[dict[str, Any]] = [about]
-    products = Products(max(arguments.tokens + arguments.sustained))
+    pieces = [[int(part) for part in text.split("=")[-1].split("+")] for text in arguments.pieces]
+    products = Products(max(arguments.tokens + arguments.sustained + [sum(parts) for parts in pieces]))
     for library in arguments.libraries:
         lines += by_tokens(products, arguments.tokens, library)
         if arguments.seconds:
             lines += [dict(library=library, **sustained(products, n, arguments.seconds)) for n in arguments.sustained]
+    torch.backends.cuda.preferred_blas_library("cublas")
+    lines += [in_pieces(products, parts) for parts in pieces]
     text = "".join(json.dumps(line) + "\n" for line in lines)
     print(text, end="")
     if arguments.out:

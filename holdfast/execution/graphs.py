@@ -13,6 +13,9 @@ from holdfast.execution.batch import Batch, PackedStep, StagedStep
 from holdfast.kernels.protocol import CapturableAttention
 from holdfast.models.base import CapturableModel, StepInput
 
+FEW_SEGMENTS = 64
+"""Most steps with prefill work have no more segments than that."""
+
 
 @dataclass(frozen=True, slots=True)
 class GraphSizes:
@@ -21,9 +24,11 @@ class GraphSizes:
     decodes: tuple[int, ...]
     """Rows of steps of decodes alone: a step is padded to the next one, by at most 7 up to 256."""
     tokens: tuple[int, ...]
-    """Tokens of all other steps: sizes that matrix tiles divide, so that padding costs little."""
+    """Tokens of all other steps: sizes for which the library has a fast product, so that padding costs little."""
     rows: tuple[int, ...]
     """Sampled rows of those."""
+    segments: tuple[int, ...]
+    """Segments of those: attention's launches have room for so many decodes, and empty room takes time as well."""
 
     @classmethod
     def of(cls, max_sequences: int, max_tokens: int) -> GraphSizes:
@@ -37,19 +42,33 @@ class GraphSizes:
             decodes=up_to(
                 most, range(1, 3), range(4, 8, 4), range(8, 256, 8), range(256, 512, 16), range(512, most, 32)
             ),
+            # Of the multiples of 64 up to 1,024 those that pay on an H200 (docs/speed-notes.md): 960 takes no longer
+            # than 832 or 896, 512 less than 448.
             tokens=up_to(
                 max_tokens,
-                range(64, 256, 64),
-                range(256, 2048, 128),
+                range(64, 448, 64),
+                range(512, 896, 128),
+                range(960, 1024, 64),
+                range(1024, 2048, 128),
                 range(2048, 4096, 256),
                 range(4096, max_tokens, 512),
             ),
             rows=up_to(most, range(1, 3), range(4, 8, 4), range(8, 64, 8), range(64, 256, 32), range(256, most, 64)),
+            segments=up_to(most, range(FEW_SEGMENTS, FEW_SEGMENTS + 1)),
         )
 
     def largest(self) -> GraphSizes:
         """The last of each: their graphs take as much memory as all, which share it."""
-        return GraphSizes(self.decodes[-1:], self.tokens[-1:], self.rows[-1:])
+        return GraphSizes(self.decodes[-1:], self.tokens[-1:], self.rows[-1:], self.segments[-1:])
+
+    def bodies(self) -> list[tuple[int, int]]:
+        """Tokens and segments of each body, the largest first: no more segments than tokens."""
+        return sorted({(tokens, min(tokens, segments)) for tokens in self.tokens for segments in self.segments})[::-1]
+
+    def body(self, tokens: int, segments: int) -> tuple[int, int]:
+        """The body for a step of so many. Ranges computed again may be more segments than the largest has room for."""
+        size = _next(self.tokens, tokens)
+        return size, min(size, _next(self.segments, min(segments, self.segments[-1])))
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +106,7 @@ class StepGraphs:
         self._pool = torch.cuda.graph_pool_handle()
         batch.clear()
         # The largest first: the others find room in what it took.
-        self._bodies = {size: self._capture(self._body, size, tokens=size) for size in reversed(sizes.tokens)}
+        self._bodies = {body: self._capture(self._body, *body, tokens=body[0]) for body in sizes.bodies()}
         self._heads = {size: self._capture(self._head, size) for size in reversed(sizes.rows)}
         self._decodes = {size: self._capture(self._decode, size) for size in reversed(sizes.decodes)}
 
@@ -98,25 +117,27 @@ class StepGraphs:
         """
         rows, tokens = staged.num_sampled, staged.num_tokens
         if rows == tokens == len(staged.segments.row):
-            return self._start(staged, self._decodes, _next(self.sizes.decodes, tokens))
-        started = self._start(staged, self._bodies, _next(self.sizes.tokens, tokens))
+            size = _next(self.sizes.decodes, tokens)
+            return self._start(staged, self._decodes[size], size)
+        body = self.sizes.body(tokens, len(staged.segments.row))
+        started = self._start(staged, self._bodies[body], body[0])
         if started is not None and rows:
             self._heads[_next(self.sizes.rows, rows)].graph.replay()
         return started
 
-    def _start(
-        self, staged: StagedStep, captured: dict[int, Captured], size: int
-    ) -> tuple[PackedStep, torch.Tensor] | None:
-        """Enter a step padded to `size` and run its graph."""
-        if not self._attention.refill(captured[size].schedule, staged.segments):
+    def _start(self, staged: StagedStep, captured: Captured, size: int) -> tuple[PackedStep, torch.Tensor] | None:
+        """Enter a step padded to `size` tokens and run its graph."""
+        if not self._attention.refill(captured.schedule, staged.segments):
             return None
         packed = self._batch.upload(staged, size, min(size, self._most_rows))
-        captured[size].graph.replay()
+        captured.graph.replay()
         return packed, self._logits[: staged.num_sampled]
 
-    def _capture(self, work: Callable[[int, Any], None], size: int, tokens: int | None = None) -> Captured:
+    def _capture(
+        self, work: Callable[[int, Any], None], size: int, segments: int | None = None, tokens: int | None = None
+    ) -> Captured:
         """Run `work` once, which compiles and warms up what it is made of, and capture it."""
-        schedule = self._attention.reserve(min(size, self._most_rows), tokens)
+        schedule = self._attention.reserve(min(segments or size, self._most_rows), tokens)
         work(size, schedule)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):

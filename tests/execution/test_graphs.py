@@ -18,13 +18,13 @@ def test_every_batch_up_to_the_most_has_a_size_not_much_larger(most: int) -> Non
 
 
 @pytest.mark.parametrize("budget", [1, 16, 64, 100, 512, 2048, 5000, 16_640])
-def test_mixed_steps_are_padded_by_an_eighth_or_a_tile(budget: int) -> None:
+def test_mixed_steps_are_padded_by_an_eighth_or_three_tiles(budget: int) -> None:
     sizes = GraphSizes.of(256, budget).tokens
     assert list(sizes) == sorted(set(sizes))
     assert sizes[-1] == budget
     for count in range(1, budget + 1):
         padded = next(size for size in sizes if size >= count)
-        assert padded - count <= max(127, count // 8)
+        assert padded - count <= max(191, count // 8)
     assert len(sizes) <= 60
 
 
@@ -34,4 +34,22 @@ def test_no_more_rows_sample_than_there_are_tokens() -> None:
 
 
 def test_the_largest_of_each_stands_for_all() -> None:
-    assert GraphSizes.of(20, 600).largest() == GraphSizes((20,), (600,), (20,))
+    assert GraphSizes.of(20, 600).largest() == GraphSizes((20,), (600,), (20,), (20,))
+
+
+def test_a_step_of_few_segments_runs_a_body_with_room_for_few() -> None:
+    sizes = GraphSizes.of(256, 2048)
+    assert sizes.body(900, 33) == (960, 64)
+    assert sizes.body(900, 65) == sizes.body(900, 256) == (960, 256)
+    assert sizes.body(900, 300) == (960, 256), "several ranges of one sequence: attention says whether they fit"
+
+
+@pytest.mark.parametrize("most", [1, 20, 64, 65, 512])
+def test_there_is_a_body_for_every_step(most: int) -> None:
+    sizes = GraphSizes.of(most, 300)
+    bodies = sizes.bodies()
+    assert bodies == sorted(set(bodies), reverse=True)
+    for tokens in range(1, 301):
+        for segments in range(1, min(most, tokens) + 1):
+            body = sizes.body(tokens, segments)
+            assert body in bodies and body[0] >= tokens and body[1] >= segments

@@ -177,6 +177,19 @@ def test_the_cost_model_covers_budget_and_contexts(executor: PagedExecutor) -> N
     assert "CPU" in cost.device
 
 
+def test_measured_steps_hold_different_tokens(executor: PagedExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    plans: list[StepPlan] = []
+    submit = executor.submit
+
+    def watched(plan: StepPlan) -> None:
+        plans.append(plan)
+        submit(plan)
+
+    monkeypatch.setattr(executor, "submit", watched)
+    measure_cost(executor, name="tiny")
+    assert all(len(set(segment.tokens)) > len(segment.tokens) / 2 for plan in plans for segment in plan.segments)
+
+
 def test_measuring_leaves_results_as_they_are(executor: PagedExecutor) -> None:
     before = generate(executor, GREEDY)
     measure_cost(executor, name="tiny")

@@ -42,13 +42,13 @@ class GraphSizes:
             decodes=up_to(
                 most, range(1, 3), range(4, 8, 4), range(8, 256, 8), range(256, 512, 16), range(512, most, 32)
             ),
-            # Of the multiples of 64 up to 1,024 those that pay on an H200 (docs/speed-notes.md): 960 takes no longer
-            # than 832 or 896, 512 less than 448.
+            # Of the multiples of 64 up to 1,024 those that pay on an H200 (docs/speed-notes.md): 512 takes less than
+            # 448, 768 hardly more than 704.
             tokens=up_to(
                 max_tokens,
                 range(64, 448, 64),
-                range(512, 896, 128),
-                range(960, 1024, 64),
+                range(512, 768, 128),
+                range(768, 1024, 64),
                 range(1024, 2048, 128),
                 range(2048, 4096, 256),
                 range(4096, max_tokens, 512),

@@ -20,10 +20,8 @@ from holdfast.execution.runner import PagedExecutor
 from holdfast.kernels.protocol import Segments
 
 SECONDS_A_POINT = 0.01
-"""A point of attention is measured again and again for so long, at least REPEATS times; its median counts."""
+"""A point is measured again and again for so long, at least REPEATS times; its median counts."""
 REPEATS = 3
-STEPS = 5
-"""Real steps of a size that are measured, after WARM_UP others."""
 WARM_UP = 2
 LOAD_SECONDS = {"cuda": 0.3, "cpu": 0.0}
 """How long a device computes before its steps are measured: one at rest has power in hand, and is up to a fifth faster.
@@ -76,8 +74,10 @@ def measure_cost(
     began = time.perf_counter()
     while time.perf_counter() - began < LOAD_SECONDS[executor.device.type]:
         _besides(executor, cost, _chunks(executor, limit))
-    # The longest first: what follows is then measured under load, too.
-    seconds = [_besides(executor, cost, _chunks(executor, count)) for count in reversed(tokens)][::-1]
+    # The longest first, under load from the start; then back, so that a drift of the clock is the same for all.
+    there = [_besides(executor, cost, _chunks(executor, count)) for count in reversed(tokens)][::-1]
+    back = [_besides(executor, cost, _chunks(executor, count)) for count in tokens]
+    seconds = [(one + other) / 2 for one, other in zip(there, back, strict=True)]
     rows = tuple(powers(1, min(executor.config.max_sequences, executor.memory.cache.num_blocks, limit)))
     points = list(stairs(tokens, seconds, padded_to={*sizes, limit} if sizes else ()))
     return replace(
@@ -139,7 +139,7 @@ def _besides(executor: PagedExecutor, cost: CostModel, spans: Sequence[tuple[int
         ),
     )
     # The first ones are launched while the device waits for them.
-    count = WARM_UP + STEPS
+    count = WARM_UP + REPEATS
     for _ in range(count):
         executor.submit(plan)
     whole = median([executor.collect().seconds for _ in range(count)][WARM_UP:])

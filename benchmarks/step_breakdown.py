@@ -1,10 +1,12 @@
-"""Where a decode step's time goes on a GPU: kernels by name, and the gaps between them, at several batch sizes.
+"""Where a step's time goes on a GPU: kernels by name, and the gaps between them, of decodes and of prefills.
 
     python benchmarks/step_breakdown.py [--batches 1 32 256] [--out after.json] [--before before.json] [--plot out.png]
+    python benchmarks/step_breakdown.py --batches --prefill 2048 8192 --out prefill.json    # by token budget
 
-The shape is Llama-3-8B's with random weights, prompts of 512 tokens. PyTorch's profiler stretches a step somewhat: its
-wall time stands beside that of steps that were not watched. Prints a table, writes JSON; `--plot` draws both JSONs (or
-the one there is) as stacked bars, and needs no GPU where `--after` names a result.
+The shape is Llama-3-8B's with random weights, decodes at prompts of 512 tokens, prefills of 8,192. PyTorch's profiler
+stretches a step somewhat: its wall time stands beside that of steps that were not watched. Of prefills, the clock and
+the power of the GPU are read while they run, not watched. Prints a table, writes JSON; `--plot` draws the decodes of
+both JSONs (or the one there is) as stacked bars, and needs no GPU where `--after` names a result.
 """
 
 from __future__ import annotations
@@ -14,29 +16,36 @@ import json
 import platform
 import random
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from llama8b import LLAMA_3_8B, draw, offline, request
 from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity
+from torch.profiler import profile as torch_profile
 
 from holdfast.core.config import EngineConfig
 from holdfast.engine.loop import Loop
 from holdfast.engine.process import build
+from holdfast.scheduler.policies import StallFree
 
 PROMPT = 512
+LONG_PROMPT = 8192
 KINDS = {  # by the start or a part of a kernel's name, in this order
     "thin_linear_kernel": "products",
     "nvjet": "products",
     "splitKreduce": "products",
     "gemm": "products",
     "decode_kernel": "attention",
+    "prefill_kernel": "attention",
     "attend_kernel": "attention",
     "merge_kernel": "attention",
     "norm_kernel": "norms",
@@ -77,11 +86,67 @@ def breakdown(loop: Loop, batch: int, steps: int) -> dict[str, Any]:
         begin = time.perf_counter()
         loop.step()
         times.append(time.perf_counter() - begin)
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
+    with torch_profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
         for _ in range(steps):
             loop.step()
         torch.cuda.synchronize()
     finish(loop)
+    return {
+        "batch": batch,
+        "step_ms_p50": round(1e3 * statistics.median(times), 3),
+        **watched(profiler, per=steps),
+    }
+
+
+def prefill(loop: Loop, budget: int, prompts: int) -> dict[str, Any]:
+    """Microseconds of one prompt by kind and by kernel, at this token budget; one of which nothing else is decoded."""
+    policy = loop._scheduler._policy
+    assert isinstance(policy, StallFree)
+    policy.token_budget, before = budget, policy.token_budget
+    rng = random.Random(budget)
+
+    def compute() -> float:
+        for index in range(prompts):
+            loop.add(request(f"{budget}-{index}-{time.monotonic()}", draw(rng, LONG_PROMPT), 1))
+        begin = time.perf_counter()
+        finish(loop)
+        return (time.perf_counter() - begin) / prompts
+
+    with clocks() as readings:
+        seconds = [compute() for _ in range(2)]
+    with torch_profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
+        compute()
+        torch.cuda.synchronize()
+    policy.token_budget = before
+    loaded = [reading for reading in readings if reading["watts"] > 0.5 * max(r["watts"] for r in readings)]
+    return {
+        "token_budget": budget,
+        "prompt_ms": [round(1e3 * taken, 2) for taken in seconds],
+        "clocks": {key: statistics.median(reading[key] for reading in loaded) for key in readings[0]} if loaded else {},
+        **watched(profiler, per=prompts),
+    }
+
+
+@contextmanager
+def clocks() -> Iterator[list[dict[str, float]]]:
+    """What the GPU's clock, power and temperature are, every 20 ms; filled when the context ends."""
+    query = "--query-gpu=clocks.sm,power.draw.instant,temperature.gpu"
+    command = ["nvidia-smi", query, "--format=csv,noheader,nounits", "-lms", "20"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    readings: list[dict[str, float]] = []
+    try:
+        yield readings
+    finally:
+        process.terminate()
+        lines, _ = process.communicate()
+        for line in lines.splitlines():
+            values = [part.strip() for part in line.split(",")]
+            if len(values) == 3 and all(value.replace(".", "").isdigit() for value in values):
+                readings.append(dict(zip(("sm_mhz", "watts", "celsius"), map(float, values), strict=True)))
+
+
+def watched(profiler: torch_profile, *, per: int) -> dict[str, Any]:
+    """Microseconds by kind and by kernel of what was watched, over `per`."""
     spans = sorted(
         (event.time_range.start, event.time_range.end, event.name)
         for event in profiler.events()
@@ -99,28 +164,26 @@ def breakdown(loop: Loop, batch: int, steps: int) -> dict[str, Any]:
             continue
         kernels[name[:120]].append(end - begin)
         # Kernels of a chain overlap: what counts is the time that a kernel adds.
-        kinds[kind_of(name)] += max(0.0, end - max(begin, reached)) / steps
+        kinds[kind_of(name)] += max(0.0, end - max(begin, reached)) / per
         if begin > reached:
-            kinds[IDLE if copied else GAPS] += (begin - reached) / steps
+            kinds[IDLE if copied else GAPS] += (begin - reached) / per
             gaps[last[:60], name[:60]].append(begin - reached)
         if end > reached:
             reached, last = end, name
         copied = False
     by_time = sorted(kernels.items(), key=lambda item: -sum(item[1]))
     by_gap = sorted(gaps.items(), key=lambda item: -sum(item[1]))
-    watched = (reached - spans[0][0]) / steps
+    span = (reached - spans[0][0]) / per
     return {
-        "batch": batch,
-        "step_ms_p50": round(1e3 * statistics.median(times), 3),
-        "watched_ms": round(watched / 1e3, 3),
-        "idle_share": round(kinds[IDLE] / watched, 4),
+        "watched_ms": round(span / 1e3, 3),
+        "idle_share": round(kinds[IDLE] / span, 4),
         "kinds_us": {kind: round(us, 1) for kind, us in sorted(kinds.items(), key=lambda item: -item[1])},
         "kernels": [
-            {"name": name, "calls": round(len(us) / steps, 2), "us_each": round(statistics.median(us), 2)}
+            {"name": name, "calls": round(len(us) / per, 2), "us_each": round(statistics.median(us), 2)}
             for name, us in by_time[:25]
         ],
         "gaps": [
-            {"after": after, "before": before, "count": round(len(us) / steps, 2), "us": round(sum(us) / steps, 2)}
+            {"after": after, "before": before, "count": round(len(us) / per, 2), "us": round(sum(us) / per, 2)}
             for (after, before), us in by_gap[:15]
         ],
     }
@@ -133,6 +196,7 @@ def plot(results: dict[str, list[dict[str, Any]]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    results = {label: [line for line in lines if "batch" in line] for label, lines in results.items()}
     batches = [line["batch"] for line in next(iter(results.values()))]
     kinds = [*dict.fromkeys(KINDS.values()), OTHER, GAPS, IDLE]
     colors = dict(zip(kinds, pyplot.get_cmap("tab10").colors, strict=False))
@@ -157,10 +221,12 @@ def plot(results: dict[str, list[dict[str, Any]]], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def measure(batches: list[int], steps: int) -> dict[str, Any]:
+def measure(batches: list[int], steps: int, budgets: list[int]) -> dict[str, Any]:
     directory = Path(tempfile.mkdtemp(prefix="breakdown-"))
     (directory / "config.json").write_text(json.dumps(LLAMA_3_8B))
-    options = dict(max_sequences=max(batches), prefix_sharing=False, max_waiting=10_000)
+    options: dict[str, Any] = dict(max_sequences=max([8, *batches]), prefix_sharing=False, max_waiting=10_000)
+    if budgets:
+        options["token_budget"] = max(budgets)
     loop, _ = build(EngineConfig(model=str(directory), load_format="random", **options))
     offline(loop, "warm-up", [(PROMPT, 8)] * 8)
     about = dict(
@@ -169,24 +235,31 @@ def measure(batches: list[int], steps: int) -> dict[str, Any]:
         torch=torch.__version__,
         python=platform.python_version(),
     )
-    return {"about": about, "results": [breakdown(loop, batch, steps) for batch in batches]}
+    results = [breakdown(loop, batch, steps) for batch in batches]
+    return {"about": about, "results": results + [prefill(loop, budget, 3) for budget in budgets]}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", nargs="*", type=int, default=[1, 32, 128, 256])
     parser.add_argument("--steps", type=int, default=20, help="steps watched, and as many not watched")
+    parser.add_argument(
+        "--prefill", nargs="*", type=int, default=[], metavar="BUDGET", help="token budgets of prefills"
+    )
     parser.add_argument("--out", type=Path, help="write the JSON here")
     parser.add_argument("--after", type=Path, help="do not measure: take this JSON")
     parser.add_argument("--before", type=Path, help="a JSON to draw beside it")
     parser.add_argument("--plot", type=Path)
     arguments = parser.parse_args()
-    found = json.loads(arguments.after.read_text()) if arguments.after else measure(arguments.batches, arguments.steps)
+    found = json.loads(arguments.after.read_text()) if arguments.after else None
+    found = found or measure(arguments.batches, arguments.steps, arguments.prefill)
     for line in found["results"]:
         kinds = "  ".join(f"{kind} {us / 1e3:.3f}" for kind, us in line["kinds_us"].items())
-        print(
-            f"batch {line['batch']}: {line['step_ms_p50']} ms a step; watched {line['watched_ms']}: {kinds}", flush=True
-        )
+        if "batch" in line:
+            taken = f"batch {line['batch']}: {line['step_ms_p50']} ms a step"
+        else:
+            taken = f"budget {line['token_budget']}: {line['prompt_ms']} ms a prompt, {line['clocks']}"
+        print(f"{taken}; watched {line['watched_ms']}: {kinds}", flush=True)
     if arguments.out:
         arguments.out.write_text(json.dumps(found, indent=1) + "\n")
     if arguments.plot:

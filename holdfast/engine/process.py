@@ -50,7 +50,7 @@ clock = time.monotonic
 
 STEPS_A_COLLECTION = 4096
 """Garbage in cycles is looked for when nobody waits, and after so many steps without a pause."""
-TILE = {"cuda": 128, "cpu": 16}
+TILE = {"cuda": 64, "cpu": 16}
 """A computed token budget is a multiple of this: other sizes leave part of a matrix tile idle."""
 
 

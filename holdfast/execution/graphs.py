@@ -17,6 +17,9 @@ from holdfast.models.base import CapturableModel, StepInput
 KINDS = (1, 4, 16, 32, 64)
 """Up to each of these, tokens have kernels of their own (`kernels.thin_linear`, `kernels.paged`); beyond, all share."""
 
+FEW_SEGMENTS = 64
+"""Most steps with prefill work have no more segments than that."""
+
 
 @dataclass(frozen=True, slots=True)
 class GraphSizes:
@@ -25,9 +28,11 @@ class GraphSizes:
     decodes: tuple[int, ...]
     """Rows of steps of decodes alone: a step is padded to the next one, by at most 7 up to 256."""
     tokens: tuple[int, ...]
-    """Tokens of all other steps: sizes that matrix tiles divide, so that padding costs little."""
+    """Tokens of all other steps: sizes for which the library has a fast product, so that padding costs little."""
     rows: tuple[int, ...]
     """Sampled rows of those."""
+    segments: tuple[int, ...]
+    """Segments of those: attention's launches have room for so many decodes, and empty room takes time as well."""
 
     @classmethod
     def of(cls, max_sequences: int, max_tokens: int) -> GraphSizes:
@@ -41,24 +46,38 @@ class GraphSizes:
             decodes=up_to(
                 most, range(1, 3), range(4, 8, 4), range(8, 256, 8), range(256, 512, 16), range(512, most, 32)
             ),
+            # Of the multiples of 64 up to 1,024 those that pay on an H200 (docs/speed-notes.md): 512 takes less than
+            # 448, 768 hardly more than 704.
             tokens=up_to(
                 max_tokens,
-                range(64, 256, 64),
-                range(256, 2048, 128),
+                range(64, 448, 64),
+                range(512, 768, 128),
+                range(768, 1024, 64),
+                range(1024, 2048, 128),
                 range(2048, 4096, 256),
                 range(4096, max_tokens, 512),
             ),
             rows=up_to(most, range(1, 3), range(4, 8, 4), range(8, 64, 8), range(64, 256, 32), range(256, most, 64)),
+            segments=up_to(most, range(FEW_SEGMENTS, FEW_SEGMENTS + 1)),
         )
 
     def kinds(self) -> GraphSizes:
         """Sizes that between them launch every kernel there is."""
         few = {size for size in self.decodes if size in KINDS}
-        return GraphSizes(tuple(sorted({*few, self.decodes[-1]})), self.tokens[-1:], self.rows[-1:])
+        return GraphSizes(tuple(sorted({*few, self.decodes[-1]})), self.tokens[-1:], self.rows[-1:], self.segments[-1:])
 
     def largest(self) -> GraphSizes:
         """The last of each: their graphs take as much memory as all, which share it."""
-        return GraphSizes(self.decodes[-1:], self.tokens[-1:], self.rows[-1:])
+        return GraphSizes(self.decodes[-1:], self.tokens[-1:], self.rows[-1:], self.segments[-1:])
+
+    def bodies(self) -> list[tuple[int, int]]:
+        """Tokens and segments of each body, the largest first: no more segments than tokens."""
+        return sorted({(tokens, min(tokens, segments)) for tokens in self.tokens for segments in self.segments})[::-1]
+
+    def body(self, tokens: int, segments: int) -> tuple[int, int]:
+        """The body for a step of so many. Ranges computed again may be more segments than the largest has room for."""
+        size = _next(self.tokens, tokens)
+        return size, min(size, _next(self.segments, min(segments, self.segments[-1])))
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +113,7 @@ class StepGraphs:
         self._logits = torch.empty(self._most_rows, spec.vocab_size, dtype=spec.dtype, device=spec.device)
         self._between: tuple[torch.Tensor, ...] = ()
         self._pool: Any = None
-        self._bodies: dict[int, Captured] = {}
+        self._bodies: dict[tuple[int, int], Captured] = {}
         self._heads: dict[int, Captured] = {}
         self._decodes: dict[int, Captured] = {}
         batch.clear()
@@ -103,14 +122,14 @@ class StepGraphs:
         """Capture a graph for each size; some tens of milliseconds each."""
         self._pool, sizes = torch.cuda.graph_pool_handle(), self.sizes
         # The largest first: the others find room in what it took.
-        self._bodies = {size: self._capture(self._body, size, tokens=size) for size in reversed(sizes.tokens)}
+        self._bodies = {body: self._capture(self._body, *body, tokens=body[0]) for body in sizes.bodies()}
         self._heads = {size: self._capture(self._head, size) for size in reversed(sizes.rows)}
         self._decodes = {size: self._capture(self._decode, size) for size in reversed(sizes.decodes)}
 
     def rehearsals(self) -> list[Callable[[], None]]:
         """For each size a call that runs its kernels once, without a graph; they may run at once, in any thread."""
         sizes = self.sizes
-        bodies = [partial(self._rehearse, self._body, size, tokens=size) for size in sizes.tokens]
+        bodies = [partial(self._rehearse, self._body, *body, tokens=body[0]) for body in sizes.bodies()]
         return bodies + [partial(self._rehearse, self._decode, size) for size in sizes.decodes]
 
     def run(self, staged: StagedStep) -> tuple[PackedStep, torch.Tensor] | None:
@@ -120,33 +139,37 @@ class StepGraphs:
         """
         rows, tokens = staged.num_sampled, staged.num_tokens
         if rows == tokens == len(staged.segments.row):
-            return self._start(staged, self._decodes, _next(self.sizes.decodes, tokens))
-        started = self._start(staged, self._bodies, _next(self.sizes.tokens, tokens))
+            size = _next(self.sizes.decodes, tokens)
+            return self._start(staged, self._decodes[size], size)
+        body = self.sizes.body(tokens, len(staged.segments.row))
+        started = self._start(staged, self._bodies[body], body[0])
         if started is not None and rows:
             self._heads[_next(self.sizes.rows, rows)].graph.replay()
         return started
 
-    def _start(
-        self, staged: StagedStep, captured: dict[int, Captured], size: int
-    ) -> tuple[PackedStep, torch.Tensor] | None:
-        """Enter a step padded to `size` and run its graph."""
-        if not self._attention.refill(captured[size].schedule, staged.segments):
+    def _start(self, staged: StagedStep, captured: Captured, size: int) -> tuple[PackedStep, torch.Tensor] | None:
+        """Enter a step padded to `size` tokens and run its graph."""
+        if not self._attention.refill(captured.schedule, staged.segments):
             return None
         packed = self._batch.upload(staged, size, min(size, self._most_rows))
-        captured[size].graph.replay()
+        captured.graph.replay()
         return packed, self._logits[: staged.num_sampled]
 
-    def _capture(self, work: Callable[[int, Any], None], size: int, tokens: int | None = None) -> Captured:
+    def _capture(
+        self, work: Callable[[int, Any], None], size: int, segments: int | None = None, tokens: int | None = None
+    ) -> Captured:
         """Run `work` once, then capture it."""
-        schedule = self._rehearse(work, size, tokens)
+        schedule = self._rehearse(work, size, segments, tokens)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             work(size, schedule)
         return Captured(graph, schedule)
 
-    def _rehearse(self, work: Callable[[int, Any], None], size: int, tokens: int | None = None) -> Any:
+    def _rehearse(
+        self, work: Callable[[int, Any], None], size: int, segments: int | None = None, tokens: int | None = None
+    ) -> Any:
         """Run `work` once, which compiles and warms up what it is made of, on a schedule of nothing: its result."""
-        schedule = self._attention.reserve(min(size, self._most_rows), tokens)
+        schedule = self._attention.reserve(min(segments or size, self._most_rows), tokens)
         work(size, schedule)
         return schedule
 

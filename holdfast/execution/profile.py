@@ -23,6 +23,9 @@ SECONDS_A_POINT = 0.01
 """A point is measured again and again for so long, at least REPEATS times; its median counts."""
 REPEATS = 3
 WARM_UP = 2
+LOAD_SECONDS = {"cuda": 0.3, "cpu": 0.0}
+"""How long a device computes before its steps are measured: one at rest has power in hand, and is up to a fifth faster.
+"""
 LAYERS = 4
 """Layers whose attention is measured, for all."""
 LEAST_SECONDS = 1e-6
@@ -42,7 +45,8 @@ def measure_cost(
 
     Writes over the cache: call it after `allocate` and before the first step. Contexts are measured as far as the
     cache and the model go. All but attention is what real steps take without theirs, one behind the other as when
-    serving: upload, schedule, graphs and sampling count with the linear layers. Takes a few seconds.
+    serving, of random tokens and under load: upload, schedule, graphs and sampling count with the linear layers. Takes
+    a few seconds.
     """
     limit = min(ceiling or executor.token_budget, executor.token_budget)
     longest = min(executor.model.spec.max_model_len, executor.memory.cache.num_blocks * executor.config.block_size)
@@ -67,7 +71,13 @@ def measure_cost(
     graphs = executor.memory.graphs
     sizes = [size for size in graphs.sizes.tokens if size < limit] if graphs is not None else []
     tokens = sorted({*powers(1, limit), *sizes})
-    seconds = [_besides(executor, cost, _chunks(executor, count)) for count in tokens]
+    began = time.perf_counter()
+    while time.perf_counter() - began < LOAD_SECONDS[executor.device.type]:
+        _besides(executor, cost, _chunks(executor, limit))
+    # The longest first, under load from the start; then back, so that a drift of the clock is the same for all.
+    there = [_besides(executor, cost, _chunks(executor, count)) for count in reversed(tokens)][::-1]
+    back = [_besides(executor, cost, _chunks(executor, count)) for count in tokens]
+    seconds = [(one + other) / 2 for one, other in zip(there, back, strict=True)]
     rows = tuple(powers(1, min(executor.config.max_sequences, executor.memory.cache.num_blocks, limit)))
     points = list(stairs(tokens, seconds, padded_to={*sizes, limit} if sizes else ()))
     return replace(
@@ -108,10 +118,19 @@ def _besides(executor: PagedExecutor, cost: CostModel, spans: Sequence[tuple[int
     greedy = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
     num_blocks, block_size = executor.memory.cache.num_blocks, executor.config.block_size
     blocks = np.arange(executor.model.spec.max_model_len) % num_blocks
+    # Equal tokens would take less power, and so less time.
+    draw = np.random.default_rng(len(spans))
     plan = StepPlan(
         0,
         segments=tuple(
-            Segment(str(row), row, start, stop, (0,) * (stop - start), greedy)
+            Segment(
+                str(row),
+                row,
+                start,
+                stop,
+                tuple(draw.integers(executor.model.spec.vocab_size, size=stop - start).tolist()),
+                greedy,
+            )
             for row, (start, stop) in enumerate(spans)
         ),
         table_writes=tuple(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -24,6 +25,10 @@ from holdfast.kernels.torch_layers import Gated, LayerOps, LayerShape, Normed, R
 
 ROTATED_AT_A_TIME = 512  # pairs of numbers that one program turns
 GATED_AT_A_TIME = 1024  # numbers that one program gates
+
+PIECES = {832: (512, 320), 896: (512, 384)}
+"""Tokens whose products with many inputs or outputs cuBLAS (of CUDA 13.0, on an H200) computes faster in two pieces: a
+layer's by 12 and 6% under load (benchmarks/products_gpu.py --pieces). It has no good tiles for the whole."""
 
 
 class FusedLayerOps(LayerOps):
@@ -61,7 +66,7 @@ class FusedLayerOps(LayerOps):
             out = read.new_empty(read.shape[0], width)
             self._stream(read, weight, bias, out[None], launch, gated=True, **self._norm_of(x))
             return out
-        gate_up = super().linear(read, weight, bias)
+        gate_up = self._in_pieces(read, weight, bias)
         if isinstance(weight, Fp8Weight) and has_tiles(read, weight) and width % TILE == 0:
             return quantize_rows(gate_up, gated=True)  # as the product that follows reads it
         out = read.new_empty(read.shape[0], width)
@@ -89,7 +94,8 @@ class FusedLayerOps(LayerOps):
         if launch is None:
             if isinstance(weight, Fp8Weight):
                 return self._add_norm(stream, self._product(x, weight, None)[None], bias, norm)
-            stream.addmm_(x, weight.t())
+            for part in _pieces(len(x)):
+                stream[part].addmm_(x[part], weight.t())
             return self._add_norm(stream, None, bias, norm)
         if len(x) == 1:
             thin_linear(x, weight, bias, stream[None], launch, added=True)
@@ -97,6 +103,19 @@ class FusedLayerOps(LayerOps):
         partials = x.new_empty(launch.parts, *stream.shape, dtype=torch.float32)
         self._stream(x, weight, None, partials, launch)
         return self._add_norm(stream, partials, bias, norm)
+
+    def _in_pieces(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
+        """The library's product [T, N], in as many as it likes best."""
+        pieces = _pieces(len(x))
+        if len(pieces) == 1 or isinstance(weight, Fp8Weight):
+            return super().linear(x, weight, bias)
+        out = x.new_empty(len(x), weight.shape[0])
+        for part in pieces:
+            if bias is None:
+                torch.mm(x[part], weight.t(), out=out[part])
+            else:
+                torch.addmm(bias, x[part], weight.t(), out=out[part])
+        return out
 
     def computed(self, x: Normed | Gated) -> torch.Tensor:
         """The tensor that `add_linear_norm` or `gated_linear` stands for."""
@@ -223,3 +242,9 @@ class FusedLayerOps(LayerOps):
             **chaining(stream.device),
         )
         return out
+
+
+def _pieces(tokens: int) -> list[slice]:
+    """The tokens of each of the products that one is computed in."""
+    stops = list(accumulate(PIECES.get(tokens, (tokens,)), initial=0))
+    return [slice(*ends) for ends in pairwise(stops)]

@@ -66,7 +66,7 @@ def test_each_kind_of_size_is_among_those_captured(most: int) -> None:
 
 
 def test_the_largest_of_each_stands_for_all() -> None:
-    assert GraphSizes.of(20, 600).largest() == GraphSizes((20,), (600,), (20,))
+    assert GraphSizes.of(20, 600).largest() == GraphSizes((20,), (600,), (20,), (20,))
 
 
 @pytest.fixture
@@ -115,3 +115,21 @@ def test_steps_are_the_same_after_their_kernels_were_compiled_side_by_side(check
         tokens.append(executor.collect().tokens)
         executor.close()
     assert tokens[0] == tokens[1]
+
+
+def test_a_step_of_few_segments_runs_a_body_with_room_for_few() -> None:
+    sizes = GraphSizes.of(256, 2048)
+    assert sizes.body(900, 33) == (960, 64)
+    assert sizes.body(900, 65) == sizes.body(900, 256) == (960, 256)
+    assert sizes.body(900, 300) == (960, 256), "several ranges of one sequence: attention says whether they fit"
+
+
+@pytest.mark.parametrize("most", [1, 20, 64, 65, 512])
+def test_there_is_a_body_for_every_step(most: int) -> None:
+    sizes = GraphSizes.of(most, 300)
+    bodies = sizes.bodies()
+    assert bodies == sorted(set(bodies), reverse=True)
+    for tokens in range(1, 301):
+        for segments in range(1, min(most, tokens) + 1):
+            body = sizes.body(tokens, segments)
+            assert body in bodies and body[0] >= tokens and body[1] >= segments

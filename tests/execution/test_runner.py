@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,31 @@ def test_the_cost_model_covers_budget_and_contexts(executor: PagedExecutor) -> N
     times: list[Any] = [*cost.linear_seconds, *(value for row in cost.attention_seconds for value in row)]
     assert all(value > 0 for value in times)
     assert "CPU" in cost.device
+
+
+@pytest.fixture
+def measured(executor: PagedExecutor, monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
+    """The steps that measuring a cost model takes."""
+    plans: list[StepPlan] = []
+    submit = executor.submit
+
+    def watched(plan: StepPlan) -> None:
+        plans.append(plan)
+        submit(plan)
+
+    monkeypatch.setattr(executor, "submit", watched)
+    measure_cost(executor, name="tiny")
+    return plans
+
+
+def test_measured_steps_hold_different_tokens(measured: list[StepPlan]) -> None:
+    assert all(len(set(segment.tokens)) > len(segment.tokens) / 2 for plan in measured for segment in plan.segments)
+
+
+def test_sizes_are_measured_there_and_back(measured: list[StepPlan]) -> None:
+    chunks = [plan.num_tokens for plan in measured if len(plan.segments) == 1 and plan.num_tokens > 1]
+    order = [size for size, _ in groupby(chunks)]
+    assert order == [16, 8, 4, 2, 4, 8, 16]
 
 
 def test_measuring_leaves_results_as_they_are(executor: PagedExecutor) -> None:

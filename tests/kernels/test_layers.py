@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from holdfast.kernels import fused_layers
 from holdfast.kernels.fused_layers import FusedLayerOps
 from holdfast.kernels.layers import LayerOps, LayerShape, layer_ops_for
 
@@ -248,3 +249,25 @@ def test_products_read_the_norm_of_the_stream(
     found = ops.add_linear_norm(stream, x, square, None, norm)
     assert_near(ops.linear(found, after, bias), exact_ops.linear(expected, exact_after, exact_bias))
     assert_near(ops.gated_linear(found, after, bias), exact_ops.gated_linear(expected, exact_after, exact_bias))
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_products_in_pieces_are_those_of_all_tokens(biased: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_layers, "PIECES", {7: (4, 3)})
+    shape = shape_of(device)
+    stream, x, square, norm, gate_up = (
+        drawn(*size, device=device) for size in ((7, 64), (7, 48), (64, 48), (64,), (80, 64))
+    )
+    bias, wide_bias = (drawn(size, device=device) if biased else None for size in (64, 80))
+    ops, exact_ops = FusedLayerOps(shape), oracle(shape)
+    assert ops.launch(x, square) is None, "the library's products are meant"
+    exact, exact_x, exact_square, exact_bias, exact_norm, exact_gate_up, exact_wide = doubled(
+        stream, x, square, bias, norm, gate_up, wide_bias
+    )
+    expected = exact_ops.add_linear_norm(exact, exact_x, exact_square, exact_bias, exact_norm)
+    found = ops.add_linear_norm(stream, x, square, bias, norm)
+    assert_near(stream, exact)
+    assert_near(found, expected)
+    assert_near(
+        ops.gated_linear(found, gate_up, wide_bias), exact_ops.gated_linear(expected, exact_gate_up, exact_wide)
+    )

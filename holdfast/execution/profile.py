@@ -13,7 +13,7 @@ from statistics import median
 import numpy as np
 import torch
 
-from holdfast.core.cost import CostModel
+from holdfast.core.cost import CostModel, interpolate
 from holdfast.core.types import Sampling, Segment, StepPlan, TableWrite
 from holdfast.execution.device import describe
 from holdfast.execution.runner import PagedExecutor
@@ -29,6 +29,10 @@ LEAST_SECONDS = 1e-6
 """Where a measured step took no longer than its attention was measured to."""
 BATCH = 256
 """Query tokens of the batch in which a segment's attention is measured: alone it would not fill the device."""
+SPARSE = 4096
+"""Sizes of padded steps above so many tokens are measured at powers of two alone."""
+SPREAD = 0.1
+"""Decodes are measured with contexts from so much of the longest of them up to it."""
 
 
 @torch.inference_mode()
@@ -66,16 +70,20 @@ def measure_cost(
     )
     graphs = executor.memory.graphs
     sizes = [size for size in graphs.sizes.tokens if size < limit] if graphs is not None else []
-    tokens = sorted({*powers(1, limit), *sizes})
-    seconds = [_besides(executor, cost, _chunks(executor, count)) for count in tokens]
-    rows = tuple(powers(1, min(executor.config.max_sequences, executor.memory.cache.num_blocks, limit)))
+    measured = sorted({*powers(1, limit), *(size for size in sizes if size <= SPARSE)})
+    taken = [_besides(executor, cost, _chunks(executor, count)) for count in measured]
+    tokens = sorted({*measured, *sizes})
+    seconds = [interpolate(measured, taken, count) for count in tokens]
     points = list(stairs(tokens, seconds, padded_to={*sizes, limit} if sizes else ()))
+    rows = tuple(powers(1, min(executor.config.max_sequences, executor.memory.cache.num_blocks, limit)))
+    decodes = [_decodes(executor, count, contexts) for count in rows]
     return replace(
         cost,
         linear_tokens=tuple(count for count, _ in points),
         linear_seconds=tuple(taken for _, taken in points),
         decode_rows=rows,
-        decode_seconds=tuple(_besides(executor, cost, ((0, 1),) * count) for count in rows),
+        decode_seconds=tuple(rest for rest, _ in decodes),
+        decode_attention=tuple(added for _, added in decodes),
     )
 
 
@@ -105,9 +113,37 @@ def _chunks(executor: PagedExecutor, tokens: int) -> tuple[tuple[int, int], ...]
 
 def _besides(executor: PagedExecutor, cost: CostModel, spans: Sequence[tuple[int, int]]) -> float:
     """Seconds of a real step that computes these [start, stop) of a row each, less what their attention takes."""
+    attention = sum(cost.attention(stop - start, stop) for start, stop in spans)
+    return max(LEAST_SECONDS, _step(executor, spans) - attention)
+
+
+def _decodes(executor: PagedExecutor, rows: int, contexts: Sequence[int]) -> tuple[float, tuple[float, ...]]:
+    """Of real steps of so many decodes: the seconds of one at the shortest context, and what each adds at `contexts`.
+
+    Every second context is measured, and the last; the others lie between them. The decodes differ in length, as when
+    serving; that what they add is in proportion to it brings them to `contexts`.
+    """
+    points, added, least = [contexts[0]], [0.0], 0.0
+    for index, context in enumerate(contexts):
+        lengths = np.linspace(max(1, SPREAD * context) if rows > 1 and index else context, context, rows).astype(int)
+        if index and index % 2 and context != contexts[-1]:
+            continue
+        seconds = _step(executor, [(length - 1, length) for length in lengths.tolist()])
+        if not index:
+            least = seconds
+            continue
+        share = (context - contexts[0]) / max(1.0, float(lengths.mean()) - contexts[0])
+        points.append(context)
+        added.append(max(0.0, seconds - least) * share / rows)
+    return least, tuple(interpolate(points, added, context) for context in contexts)
+
+
+def _step(executor: PagedExecutor, spans: Sequence[tuple[int, int]]) -> float:
+    """Median seconds of a real step that computes these [start, stop) of a row each, the next one submitted beside it."""
     greedy = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
     num_blocks, block_size = executor.memory.cache.num_blocks, executor.config.block_size
     blocks = np.arange(executor.model.spec.max_model_len) % num_blocks
+    width = max(-(-stop // block_size) for _, stop in spans)
     plan = StepPlan(
         0,
         segments=tuple(
@@ -115,16 +151,18 @@ def _besides(executor: PagedExecutor, cost: CostModel, spans: Sequence[tuple[int
             for row, (start, stop) in enumerate(spans)
         ),
         table_writes=tuple(
-            TableWrite(row, 0, tuple(((blocks[: -(-stop // block_size)] + row) % num_blocks).tolist()))
+            TableWrite(row, 0, tuple(((blocks[: -(-stop // block_size)] + row * width) % num_blocks).tolist()))
             for row, (_, stop) in enumerate(spans)
         ),
     )
-    # The first ones are launched while the device waits for them.
-    count = WARM_UP + REPEATS
-    for _ in range(count):
+    executor.submit(plan)
+    plan = replace(plan, table_writes=())  # what was written stays there
+    taken: list[float] = []
+    for _ in range(WARM_UP + REPEATS):
         executor.submit(plan)
-    whole = median([executor.collect().seconds for _ in range(count)][WARM_UP:])
-    return max(LEAST_SECONDS, whole - sum(cost.attention(stop - start, stop) for start, stop in spans))
+        taken.append(executor.collect().seconds)
+    executor.collect()
+    return median(taken[WARM_UP:])
 
 
 def _attention(executor: PagedExecutor, query: int, context: int) -> float:

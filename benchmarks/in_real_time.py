@@ -20,7 +20,7 @@ from holdfast.core.types import StepPlan, StepResult
 from holdfast.engine.loop import Loop
 from holdfast.engine.process import build
 from holdfast.engine.profiles import Profile
-from holdfast.simulator.run import Clients, make_scheduler
+from holdfast.simulator.run import VOCAB_SIZE, Clients, make_scheduler
 from holdfast.simulator.shapes import ModelShape, model_named
 
 
@@ -115,7 +115,7 @@ def spans_of(plan: StepPlan) -> tuple[tuple[int, int], ...]:
 
 
 class RealEngine:
-    """A model on this machine's device. Weights, cache and graphs stay from run to run; scheduler and memory are new."""
+    """A model on this machine's device. Weights, cache and graphs stay from run to run, scheduler and memory do not."""
 
     def __init__(self, config: EngineConfig, *, profile: Profile | None = None) -> None:
         """`config` must have room for all that later runs ask for: the widest step, the most sequences.
@@ -135,7 +135,9 @@ class RealEngine:
         """What clients saw and what steps were run, with nobody else asking; stops `until` seconds have passed."""
         recorder, clock = Recorder(self.executor), WallClock()
         loop = Loop(make_scheduler(config, self.profile), recorder, config.steps_in_flight, clock)
-        clients = Clients(workload, loop, clock, vocab_size=self.info.vocab_size, concurrency=concurrency)
+        clients = Clients(
+            workload, loop, clock, vocab_size=min(self.info.vocab_size, VOCAB_SIZE), concurrency=concurrency
+        )
         gc.collect()
         gc.disable()
         try:

@@ -34,6 +34,8 @@ BATCH = 256
 """Query tokens of the batch in which a segment's attention is measured: alone it would not fill the device."""
 SPARSE = 4096
 """Sizes of padded steps above so many tokens are measured at powers of two alone."""
+FAR = 256
+"""Chunks of so many tokens are measured in real steps where they do not begin their sequence."""
 SPREAD = 0.1
 """Decodes are measured with contexts from so much of the longest of them up to it."""
 
@@ -78,12 +80,16 @@ def measure_cost(
     tokens = sorted({*measured, *sizes})
     seconds = [interpolate(measured, taken, count) for count in tokens]
     points = list(stairs(tokens, seconds, padded_to={*sizes, limit} if sizes else ()))
+    whole = replace(cost, linear_tokens=tuple(measured), linear_seconds=tuple(taken))
     rows = tuple(powers(1, min(executor.config.max_sequences, executor.memory.cache.num_blocks, limit)))
     decodes = [_decodes(executor, count, contexts) for count in rows]
     return replace(
         cost,
         linear_tokens=tuple(count for count, _ in points),
-        linear_seconds=tuple(taken for _, taken in points),
+        linear_seconds=tuple(seconds for _, seconds in points),
+        attention_seconds=tuple(
+            tuple(_far(executor, whole, query, context) for context in contexts) for query in queries
+        ),
         decode_rows=rows,
         decode_seconds=tuple(rest for rest, _ in decodes),
         decode_attention=tuple(added for _, added in decodes),
@@ -120,6 +126,13 @@ def _besides(executor: PagedExecutor, cost: CostModel, spans: Sequence[tuple[int
     return max(LEAST_SECONDS, _step(executor, spans) - attention)
 
 
+def _far(executor: PagedExecutor, cost: CostModel, query: int, context: int) -> float:
+    """Seconds that attention adds: of a long chunk far in its sequence, what a real step takes more than without it."""
+    if not FAR <= query < context or query > SPARSE:
+        return cost.attention(query, context)
+    return max(cost.attention(query, query), _step(executor, [(context - query, context)]) - cost.linear(query))
+
+
 def _decodes(executor: PagedExecutor, rows: int, contexts: Sequence[int]) -> tuple[float, tuple[float, ...]]:
     """Of real steps of so many decodes: the seconds of one at the shortest context, and what each adds at `contexts`.
 
@@ -143,6 +156,7 @@ def _decodes(executor: PagedExecutor, rows: int, contexts: Sequence[int]) -> tup
 
 def _step(executor: PagedExecutor, spans: Sequence[tuple[int, int]]) -> float:
     """Median seconds of a real step that computes these [start, stop) of a row each, the next submitted beside it."""
+    random, vocabulary = np.random.default_rng(0), executor.model.spec.vocab_size  # tokens unlike one another, as texts
     greedy = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
     num_blocks, block_size = executor.memory.cache.num_blocks, executor.config.block_size
     blocks = np.arange(executor.model.spec.max_model_len) % num_blocks
@@ -150,7 +164,7 @@ def _step(executor: PagedExecutor, spans: Sequence[tuple[int, int]]) -> float:
     plan = StepPlan(
         0,
         segments=tuple(
-            Segment(str(row), row, start, stop, (0,) * (stop - start), greedy)
+            Segment(str(row), row, start, stop, tuple(map(int, random.integers(vocabulary, size=stop - start))), greedy)
             for row, (start, stop) in enumerate(spans)
         ),
         table_writes=tuple(

@@ -39,8 +39,6 @@ MARGIN = 0.97
 """The target that is set, of the SLO: a target is kept by 95 of 100 steps, the SLO is on the 99th."""
 MOST_SEQUENCES = 128
 APART = 1.12
-PROBES = 4
-"""The most of one setting."""
 PROMPTS, CHUNKS = (2048, 8192, 16_256), (512, 1024, 2048)
 
 
@@ -53,6 +51,7 @@ def main() -> None:
     parser.add_argument("--datasets", nargs="+", default=["openchat_sharegpt4", "arxiv_summarization"])
     parser.add_argument("--slos", nargs="+", default=list(TIMES), choices=list(TIMES))
     parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=SYSTEMS)
+    parser.add_argument("--probes", type=int, default=4, help="the most of one setting")
     parser.add_argument("--window", type=float, default=25.0, help="seconds of a probe")
     parser.add_argument("--budget", type=float, default=1e9, help="seconds after which no probe is begun")
     parser.add_argument("--small", action="store_true", help="the built-in model on this CPU, a tenth of the lengths")
@@ -214,7 +213,7 @@ def measure(args: argparse.Namespace, book: Book, real: Any) -> None:
         limit = slo_of(real.profile, slo, args.small)
         config = engine(system, longest_of(dataset, args.small), real.profile.cache_tokens, limit)
         probes = book.data["probes"].setdefault(key, [])
-        while (rate := following(book.data["predicted"].get(key, 4.0), probes)) is not None:
+        while (rate := following(book.data["predicted"].get(key, 4.0), probes, args.probes)) is not None:
             if time.monotonic() - args.began + args.window + 3 > args.budget:
                 return
             records, steps = real.serve(config, load(dataset, rate, args.window, args.small), until=args.window)
@@ -226,13 +225,13 @@ def measure(args: argparse.Namespace, book: Book, real: Any) -> None:
             print(f"{key}: {json.dumps(got)}", flush=True)
 
 
-def following(predicted: float, probes: list[dict[str, Any]]) -> float | None:
+def following(predicted: float, probes: list[dict[str, Any]], most: int) -> float | None:
     """The next rate to probe; None when the capacity is between two of them, or enough was tried."""
     good = max((probe["rate"] for probe in probes if probe["kept"]), default=0.0)
     bad = min((probe["rate"] for probe in probes if not probe["kept"] and probe["rate"] > good), default=None)
     if not probes:
         return predicted * 0.96
-    if (good and bad) or len(probes) >= PROBES:
+    if (good and bad) or len(probes) >= most:
         return None
     return good * APART if good else bad / APART if bad else None
 

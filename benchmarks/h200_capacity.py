@@ -98,9 +98,10 @@ def engine(system: str, longest: int, cache_tokens: int, slo: float) -> EngineCo
     return EngineConfig(**common, tbt_target=slo * 1000 * MARGIN)
 
 
-def slo_of(profile: Profile, slo: str, small: bool) -> float:
-    """Seconds of P99 TBT."""
-    return TIMES[slo] * profile.cost.step([(1, 256 if small else 4096)] * 32)
+def slo_of(book: Book, profile: Profile, slo: str, small: bool) -> float:
+    """Seconds of P99 TBT; the reference step is that of the first profile that the book has seen."""
+    step = 1000 * profile.cost.step([(1, 256 if small else 4096)] * 32)
+    return TIMES[slo] * float(book.data["about"].setdefault("decode_step_ms", round(step, 4))) / 1000
 
 
 def longest_of(dataset: str, small: bool) -> int:
@@ -155,7 +156,7 @@ def predict(args: argparse.Namespace, book: Book, profile: Profile | None) -> No
         raise SystemExit("predict takes a measured profile: give --profile")
     for key, dataset, slo, system in settings(args):
         longest = longest_of(dataset, args.small)
-        limit = slo_of(profile, slo, args.small)
+        limit = slo_of(book, profile, slo, args.small)
         config = engine(system, longest, profile.cache_tokens, limit)
 
         def run(rate: float, config: EngineConfig = config, dataset: str = dataset) -> dict[str, float]:
@@ -182,7 +183,8 @@ def from_here(args: argparse.Namespace, book: Book) -> None:
     """Build the engine and do what needs it."""
     from in_real_time import RealEngine, checkpoint_of
 
-    longest = max(longest_of(dataset, args.small) for dataset in DATASETS)
+    wanted = DATASETS if "chunking" in args.what else args.datasets
+    longest = max(longest_of(dataset, args.small) for dataset in wanted)
     options: dict[str, Any] = dict(
         max_model_len=longest,
         max_sequences=MOST_SEQUENCES,
@@ -210,7 +212,7 @@ def from_here(args: argparse.Namespace, book: Book) -> None:
 def measure(args: argparse.Namespace, book: Book, real: Any) -> None:
     """Probe every setting around what is predicted of it."""
     for key, dataset, slo, system in settings(args):
-        limit = slo_of(real.profile, slo, args.small)
+        limit = slo_of(book, real.profile, slo, args.small)
         config = engine(system, longest_of(dataset, args.small), real.profile.cache_tokens, limit)
         probes = book.data["probes"].setdefault(key, [])
         while (rate := following(book.data["predicted"].get(key, 4.0), probes, args.probes)) is not None:

@@ -270,22 +270,27 @@ def capacities(book: Book) -> dict[str, tuple[float, float | None]]:
     return found
 
 
+def between(good: float, bad: float | None) -> str:
+    """A capacity in words: where it lies."""
+    return f"{good:.3g} to {bad:.3g}" if bad else f"{good:.3g} or more"
+
+
 def table(book: Book) -> list[str]:
     """Capacities and chunks, for the documentation."""
     found = capacities(book)
     lines = [
-        "| data set | SLO | orca | prefill-first | computed | over orca | over prefill-first |",
+        "| data set | SLO | orca | prefill-first | computed | at least, over orca | over prefill-first |",
         "|---|---|---|---|---|---|---|",
     ]
     for row in dict.fromkeys(key.rpartition(" ")[0] for key in found):
-        cells, at = [], {}
+        cells = []
         for system in SYSTEMS:
             key = f"{row} {system}"
-            good, bad = found.get(key, (None, None))
-            at[system] = good
-            said = "not run" if good is None else f"{good:.3g}" + (f" (not {bad:.3g})" if bad else " (or more)")
+            said = "not run" if key not in found else between(*found[key])
             cells.append(f"{said}; simulated {book.data['predicted'].get(key, 0):.3g}")
-        ratios = [f"{at['computed'] / at[name]:.2f}" if at["computed"] and at[name] else "" for name in SYSTEMS[:2]]
+        best = found.get(f"{row} computed", (0.0, None))[0]
+        bounds = [found.get(f"{row} {system}", (0.0, None))[1] for system in SYSTEMS[:2]]
+        ratios = [f"{best / bound:.2f}" if best and bound else "not bounded" for bound in bounds]
         dataset, slo = row.split()
         lines.append(f"| {dataset} | {slo} | {' | '.join(cells)} | {' | '.join(ratios)} |")
     if book.data["chunking"]:
@@ -311,25 +316,25 @@ def draw(book: Book, out: Path) -> None:
     colours = {"orca": "#9aa5b1", "prefill-first": "#d99a3d", "computed": "#1f6feb"}
     figure, axes = pyplot.subplots(1, 2, figsize=(12, 4.4), width_ratios=(1.3, 1))
     for index, system in enumerate(SYSTEMS):
-        at = [found.get(f"{row} {system}", (0.0, None))[0] for row in rows]
+        known = [found.get(f"{row} {system}", (0.0, None)) for row in rows]
+        at = [good for good, _ in known]
         places = [place + 0.27 * (index - 1) for place in range(len(rows))]
         bars = axes[0].bar(places, at, 0.25, label=names[system], color=colours[system])
-        axes[0].bar_label(bars, [f"{value:.3g}" for value in at], padding=2, fontsize=9)
+        axes[0].bar_label(bars, [between(*pair) if pair[0] else "" for pair in known], padding=2, fontsize=9)
     axes[0].set_xticks(range(len(rows)), [row.replace(" ", "\n") for row in rows])
     axes[0].set_ylabel("requests a second")
-    axes[0].set_title("Served capacity, P99 TBT within the SLO", loc="left")
+    axes[0].set_title("Served capacity: highest rate kept, to lowest that was not", loc="left")
     axes[0].legend(frameon=False)
     sizes = sorted({row["chunk"] for row in chunks if row["chunk"] < row["prompt"]})
     for index, prompt in enumerate(dict.fromkeys(row["prompt"] for row in chunks)):
         of = {row["chunk"]: row["ms"] for row in chunks if row["prompt"] == prompt}
-        over = [of[size] / of[prompt] if size in of and size < prompt else 0.0 for size in sizes]
+        over = [100 * (of[size] / of[prompt] - 1) if size in of and size < prompt else 0.0 for size in sizes]
         places = [place + 0.27 * (index - 1) for place in range(len(sizes))]
         bars = axes[1].bar(places, over, 0.25, label=f"prompt of {prompt:,}")
-        axes[1].bar_label(bars, [f"{value:.2f}" if value else "" for value in over], padding=2, fontsize=9)
-    axes[1].axhline(1.0, color="#444", linewidth=0.8)
+        axes[1].bar_label(bars, [f"{value:.1f}%" if value else "" for value in over], padding=2, fontsize=9)
     axes[1].set_xticks(range(len(sizes)), [f"{size:,}" for size in sizes])
     axes[1].set_xlabel("tokens of a chunk")
-    axes[1].set_ylabel("prefill time over that of the whole prompt")
+    axes[1].set_ylabel("more time than the whole prompt at once, %")
     axes[1].set_title("What chunking costs", loc="left")
     axes[1].legend(frameon=False, loc="upper right")
     for axis in axes:

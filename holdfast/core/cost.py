@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -71,6 +71,20 @@ class CostModel:
         rest = self.decode_only(tokens) if tokens == len(pairs) else self.linear(tokens)
         rest += sum(self.decode(len(decodes), context) for context in decodes)
         return rest + sum(self.attention(query, context) for query, context in pairs if query > 1)
+
+    def slower(self, decodes: float, others: float) -> CostModel:
+        """The same with steps of decodes alone `decodes` times as long, and all others `others` times."""
+
+        def times(factor: float, table: tuple[tuple[float, ...], ...]) -> tuple[tuple[float, ...], ...]:
+            return tuple(tuple(factor * seconds for seconds in row) for row in table)
+
+        return replace(
+            self,
+            linear_seconds=times(others, (self.linear_seconds,))[0],
+            attention_seconds=times(others, self.attention_seconds),
+            decode_seconds=times(decodes, (self.decode_seconds,))[0],
+            decode_attention=times(decodes, self.decode_attention),
+        )
 
     def recompute(self, chunk: int, position: int) -> float:
         """Time that computing `chunk` tokens that end at `position` again adds to a full step: Pensieve's Cost(l)."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -58,13 +57,7 @@ def in_service(
         spans = [(stop - start, stop) for start, stop in zip(starts, stops, strict=True)]
         kinds[plan.num_tokens > len(spans)].append(seconds / cost.step(spans))
     decodes, others = (median(ratios) if len(ratios) >= LEAST else 1.0 for ratios in kinds)
-    return replace(
-        cost,
-        linear_seconds=tuple(others * seconds for seconds in cost.linear_seconds),
-        attention_seconds=tuple(tuple(others * seconds for seconds in row) for row in cost.attention_seconds),
-        decode_seconds=tuple(decodes * seconds for seconds in cost.decode_seconds),
-        decode_attention=tuple(tuple(decodes * seconds for seconds in row) for row in cost.decode_attention),
-    )
+    return cost.slower(decodes, others)
 
 
 class _Watched:

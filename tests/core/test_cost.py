@@ -109,3 +109,9 @@ def test_what_decodes_add_survives_its_file_and_must_have_a_row_for_each_number_
 def test_steps_longer_than_any_that_was_measured_grow_in_proportion_though_the_last_points_are_level():
     level = replace(COST, linear_tokens=(1, 513, 1024), linear_seconds=(0.004, 0.020, 0.020))
     assert level.linear(4096) == pytest.approx(0.080)
+
+
+def test_a_slower_device_takes_longer_for_decodes_and_for_other_steps_each_by_its_own_factor():
+    slower = FEW_AND_MANY.slower(2.0, 3.0)
+    assert slower.step([(1, 4096)] * 4) == pytest.approx(2 * FEW_AND_MANY.step([(1, 4096)] * 4))
+    assert slower.step([(512, 2048)]) == pytest.approx(3 * FEW_AND_MANY.step([(512, 2048)]))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -19,7 +19,9 @@ class CostModel:
     `linear_tokens` (ascending) and `linear_seconds` belong together; `attention_seconds[i][j]` is the time that a
     segment of `attention_queries[i]` query tokens adds at a context of `attention_contexts[j]` positions (all layers).
     `decode_seconds` are the same of a step of `decode_rows` decodes and nothing else, for which an executor may have a
-    shorter way (a captured graph); where they were not measured it is like any other step.
+    shorter way (a captured graph); where they were not measured it is like any other step. `decode_attention[i][j]` is
+    what each of `decode_rows[i]` decodes adds at `attention_contexts[j]`, among others of other lengths: few of them
+    leave a device part idle, and unlike ones share less work than a segment among its equals.
     """
 
     model: str
@@ -31,6 +33,7 @@ class CostModel:
     attention_seconds: tuple[tuple[float, ...], ...]
     decode_rows: tuple[int, ...] = ()
     decode_seconds: tuple[float, ...] = ()
+    decode_attention: tuple[tuple[float, ...], ...] = ()
 
     def decode_only(self, rows: int) -> float:
         """Time of everything but attention in a step of `rows` decodes alone."""
@@ -39,7 +42,13 @@ class CostModel:
         )
 
     def linear(self, tokens: int) -> float:
-        """Time of everything in a step but attention, for `tokens` query tokens in all; 0 for none."""
+        """Time of everything in a step but attention, for `tokens` query tokens in all; 0 for none.
+
+        Past the last point it grows in proportion: the last points may be level, as steps are padded to the same size.
+        """
+        most = self.linear_tokens[-1]
+        if tokens > most:
+            return self.linear_seconds[-1] * tokens / most
         return interpolate(self.linear_tokens, self.linear_seconds, tokens) if tokens else 0.0
 
     def attention(self, query: int, context: int) -> float:
@@ -47,12 +56,35 @@ class CostModel:
         rows = [interpolate(self.attention_contexts, row, context) for row in self.attention_seconds]
         return interpolate(self.attention_queries, rows, query)
 
+    def decode(self, rows: int, context: int) -> float:
+        """Time that the attention of each of `rows` decodes adds that end at position `context`."""
+        if not self.decode_attention:
+            return self.attention(1, context)
+        by_rows = [interpolate(self.attention_contexts, row, context) for row in self.decode_attention]
+        return interpolate(self.decode_rows, by_rows, rows)
+
     def step(self, segments: Iterable[tuple[int, int]]) -> float:
         """Time of a step of (query, context) segments."""
         pairs = list(segments)
         tokens = sum(query for query, _ in pairs)
+        decodes = [context for query, context in pairs if query == 1]
         rest = self.decode_only(tokens) if tokens == len(pairs) else self.linear(tokens)
-        return rest + sum(self.attention(*pair) for pair in pairs)
+        rest += sum(self.decode(len(decodes), context) for context in decodes)
+        return rest + sum(self.attention(query, context) for query, context in pairs if query > 1)
+
+    def slower(self, decodes: float, others: float) -> CostModel:
+        """The same with steps of decodes alone `decodes` times as long, and all others `others` times."""
+
+        def times(factor: float, table: tuple[tuple[float, ...], ...]) -> tuple[tuple[float, ...], ...]:
+            return tuple(tuple(factor * seconds for seconds in row) for row in table)
+
+        return replace(
+            self,
+            linear_seconds=times(others, (self.linear_seconds,))[0],
+            attention_seconds=times(others, self.attention_seconds),
+            decode_seconds=times(decodes, (self.decode_seconds,))[0],
+            decode_attention=times(decodes, self.decode_attention),
+        )
 
     def recompute(self, chunk: int, position: int) -> float:
         """Time that computing `chunk` tokens that end at `position` again adds to a full step: Pensieve's Cost(l)."""
@@ -72,11 +104,14 @@ class CostModel:
             attention_seconds=tuple(tuple(row) for row in data["attention_seconds"]),
             decode_rows=tuple(data.get("decode_rows", ())),
             decode_seconds=tuple(data.get("decode_seconds", ())),
+            decode_attention=tuple(tuple(row) for row in data.get("decode_attention", ())),
         )
-        shape = [len(model.attention_contexts)] * len(model.attention_queries)
         pairs = ((model.linear_tokens, model.linear_seconds), (model.decode_rows, model.decode_seconds))
-        if any(len(points) != len(times) for points, times in pairs) or not (
-            shape == [len(row) for row in model.attention_seconds]
+        tables = [(model.attention_queries, model.attention_seconds)]
+        if model.decode_attention:
+            tables.append((model.decode_rows, model.decode_attention))
+        if any(len(points) != len(times) for points, times in pairs) or any(
+            [len(model.attention_contexts)] * len(rows) != [len(row) for row in table] for rows, table in tables
         ):
             raise ValueError(f"cost profile of {model.model} on {model.device}: points and times differ in number")
         return model
@@ -89,7 +124,9 @@ class Predictor:
         self.cost = cost
         self._linear: dict[int, float] = {}
         self._decode_only: dict[int, float] = {}
-        self._decode: list[float] = []
+        self._rows = cost.decode_rows if cost.decode_attention else (1,)
+        self._decode: tuple[list[float], ...] = tuple([] for _ in self._rows)
+        """By number of decodes, as in `_rows`, what each adds at a context."""
 
     def linear(self, tokens: int) -> float:
         """Seconds of everything in a step but attention."""
@@ -100,18 +137,30 @@ class Predictor:
 
     def decodes(self, contexts: list[int]) -> float:
         """Seconds of the attention of decodes, one for each context (positions, the new one included)."""
-        try:
-            return sum(map(self._decode.__getitem__, contexts))
-        except IndexError:
-            self._extend(max(2 * len(self._decode), 1 + max(contexts)))
-            return sum(map(self._decode.__getitem__, contexts))
+        rows, counts = len(contexts), self._rows
+        right = min(bisect_right(counts, rows), len(counts) - 1)
+        if rows <= counts[0] or not right:
+            return self._added(0, contexts)
+        left = right - 1
+        share = (rows - counts[left]) / (counts[right] - counts[left])
+        fewer = self._added(left, contexts)
+        return fewer + share * (self._added(right, contexts) - fewer) if share else fewer
 
-    def _extend(self, length: int) -> None:
-        """Know the attention of decodes at all contexts below `length`, by straight lines from point to point."""
-        cost, known = self.cost, self._decode
+    def _added(self, index: int, contexts: list[int]) -> float:
+        """What decodes of these contexts add if they were as many as `_rows[index]`."""
+        known = self._decode[index]
+        try:
+            return sum(map(known.__getitem__, contexts))
+        except IndexError:
+            self._extend(index, max(2 * len(known), 1 + max(contexts)))
+            return sum(map(known.__getitem__, contexts))
+
+    def _extend(self, index: int, length: int) -> None:
+        """Know what a decode adds at all contexts below `length`, by straight lines from point to point."""
+        cost, known, rows = self.cost, self._decode[index], self._rows[index]
         for stop in (*cost.attention_contexts, length):
             first, last = len(known), max(stop, len(known) + 1)
-            start, end = cost.attention(1, first), cost.attention(1, last)
+            start, end = cost.decode(rows, first), cost.decode(rows, last)
             slope = (end - start) / (last - first)
             known.extend(start + slope * step for step in range(min(last, length) - first))
             if len(known) >= length:

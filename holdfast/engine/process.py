@@ -14,8 +14,9 @@ import torch
 
 from holdfast.core.config import EngineConfig
 from holdfast.core.cost import CostModel
-from holdfast.core.protocols import Clock
+from holdfast.core.protocols import Clock, Executor
 from holdfast.engine.checkpoint import Checkpoint
+from holdfast.engine.in_service import in_service
 from holdfast.engine.loop import Loop
 from holdfast.engine.messages import (
     Abort,
@@ -43,6 +44,7 @@ from holdfast.memory.retention import Cost, RetentionRule, cost_by_position
 from holdfast.models.loader import load
 from holdfast.scheduler.base import Scheduler
 from holdfast.scheduler.choice import RESERVING, capacity_of, choose_policy
+from holdfast.scheduler.policies import StallFree
 from holdfast.scheduler.priority import make_order
 from holdfast.scheduler.step import Policy
 
@@ -227,8 +229,13 @@ def find_profile(
     wanted = config.tbt_target is not None
     if measure or (wanted and not path.is_file()):
         on_progress("measuring the device's pace")
+        cost = measure_cost(executor, name=info.model)
+        if executor.device.type == "cpu":  # elsewhere the loop takes nothing from the device
+            cost = in_service(
+                cost, executor, partial(_practice, executor, info), vocab_size=info.vocab_size, clock=clock
+            )
         profile = Profile(
-            cost=measure_cost(executor, name=info.model),
+            cost=cost,
             dtype=info.dtype,
             cache_tokens=info.num_blocks * info.block_size,
             max_model_len=info.max_model_len,
@@ -239,6 +246,12 @@ def find_profile(
         profile.save(path)
         return profile
     return Profile.load(path) if wanted or (weighs(config, info) and path.is_file()) else None
+
+
+def _practice(executor: PagedExecutor, info: EngineInfo, watched: Executor) -> Loop:
+    """A loop with a memory of its own, as if it were the engine's."""
+    policy = StallFree(executor.token_budget)
+    return Loop(make_scheduler(executor, info, policy, None), watched, executor.config.steps_in_flight, clock)
 
 
 def make_scheduler(executor: PagedExecutor, info: EngineInfo, policy: Policy, cost: CostModel | None) -> Scheduler:

@@ -13,7 +13,7 @@ from statistics import median
 import numpy as np
 import torch
 
-from holdfast.core.cost import CostModel
+from holdfast.core.cost import CostModel, interpolate
 from holdfast.core.types import Sampling, Segment, StepPlan, TableWrite
 from holdfast.execution.device import describe
 from holdfast.execution.runner import PagedExecutor
@@ -23,6 +23,9 @@ SECONDS_A_POINT = 0.01
 """A point is measured again and again for so long, at least REPEATS times; its median counts."""
 REPEATS = 3
 WARM_UP = 2
+SECONDS_A_STEP = {"cuda": 0.0, "cpu": 0.08}
+"""The same for real steps, of which there are more to measure: only where other work disturbs them."""
+MOST_STEPS = 16
 LOAD_SECONDS = {"cuda": 0.3, "cpu": 0.0}
 """How long a device computes before its steps are measured: one at rest has power in hand, and is up to a fifth faster.
 """
@@ -32,6 +35,12 @@ LEAST_SECONDS = 1e-6
 """Where a measured step took no longer than its attention was measured to."""
 BATCH = 256
 """Query tokens of the batch in which a segment's attention is measured: alone it would not fill the device."""
+SPARSE = 4096
+"""Sizes of padded steps above so many tokens are measured at powers of two alone."""
+FAR = 256
+"""Chunks of so many tokens are measured in real steps where they do not begin their sequence."""
+SPREAD = 0.1
+"""Decodes are measured with contexts from so much of the longest of them up to it."""
 
 
 @torch.inference_mode()
@@ -46,7 +55,7 @@ def measure_cost(
     Writes over the cache: call it after `allocate` and before the first step. Contexts are measured as far as the
     cache and the model go. All but attention is what real steps take without theirs, one behind the other as when
     serving, of random tokens and under load: upload, schedule, graphs and sampling count with the linear layers. Takes
-    a few seconds.
+    some seconds.
     """
     limit = min(ceiling or executor.token_budget, executor.token_budget)
     longest = min(executor.model.spec.max_model_len, executor.memory.cache.num_blocks * executor.config.block_size)
@@ -70,22 +79,30 @@ def measure_cost(
     )
     graphs = executor.memory.graphs
     sizes = [size for size in graphs.sizes.tokens if size < limit] if graphs is not None else []
-    tokens = sorted({*powers(1, limit), *sizes})
+    measured = sorted({*powers(1, limit), *(size for size in sizes if size <= SPARSE)})
     began = time.perf_counter()
     while time.perf_counter() - began < LOAD_SECONDS[executor.device.type]:
         _besides(executor, cost, _chunks(executor, limit))
     # The longest first, under load from the start; then back, so that a drift of the clock is the same for all.
-    there = [_besides(executor, cost, _chunks(executor, count)) for count in reversed(tokens)][::-1]
-    back = [_besides(executor, cost, _chunks(executor, count)) for count in tokens]
-    seconds = [(one + other) / 2 for one, other in zip(there, back, strict=True)]
-    rows = tuple(powers(1, min(executor.config.max_sequences, executor.memory.cache.num_blocks, limit)))
+    there = [_besides(executor, cost, _chunks(executor, count)) for count in reversed(measured)][::-1]
+    back = [_besides(executor, cost, _chunks(executor, count)) for count in measured]
+    taken = [(one + other) / 2 for one, other in zip(there, back, strict=True)]
+    tokens = sorted({*measured, *sizes})
+    seconds = [interpolate(measured, taken, count) for count in tokens]
     points = list(stairs(tokens, seconds, padded_to={*sizes, limit} if sizes else ()))
+    whole = replace(cost, linear_tokens=tuple(measured), linear_seconds=tuple(taken))
+    rows = tuple(powers(1, min(executor.config.max_sequences, executor.memory.cache.num_blocks, limit)))
+    decodes = [_decodes(executor, count, contexts) for count in rows]
     return replace(
         cost,
         linear_tokens=tuple(count for count, _ in points),
-        linear_seconds=tuple(taken for _, taken in points),
+        linear_seconds=tuple(seconds for _, seconds in points),
+        attention_seconds=tuple(
+            tuple(_far(executor, whole, query, context) for context in contexts) for query in queries
+        ),
         decode_rows=rows,
-        decode_seconds=tuple(_besides(executor, cost, ((0, 1),) * count) for count in rows),
+        decode_seconds=tuple(rest for rest, _ in decodes),
+        decode_attention=tuple(added for _, added in decodes),
     )
 
 
@@ -115,35 +132,65 @@ def _chunks(executor: PagedExecutor, tokens: int) -> tuple[tuple[int, int], ...]
 
 def _besides(executor: PagedExecutor, cost: CostModel, spans: Sequence[tuple[int, int]]) -> float:
     """Seconds of a real step that computes these [start, stop) of a row each, less what their attention takes."""
+    attention = sum(cost.attention(stop - start, stop) for start, stop in spans)
+    return max(LEAST_SECONDS, _step(executor, spans) - attention)
+
+
+def _far(executor: PagedExecutor, cost: CostModel, query: int, context: int) -> float:
+    """Seconds that attention adds: of a long chunk far in its sequence, what a real step takes more than without it."""
+    if not FAR <= query < context or query > SPARSE:
+        return cost.attention(query, context)
+    return max(cost.attention(query, query), _step(executor, [(context - query, context)]) - cost.linear(query))
+
+
+def _decodes(executor: PagedExecutor, rows: int, contexts: Sequence[int]) -> tuple[float, tuple[float, ...]]:
+    """Of real steps of so many decodes: the seconds of one at the shortest context, and what each adds at `contexts`.
+
+    Every second context is measured, and the last; the others lie between them. The decodes differ in length, as when
+    serving; that what they add is in proportion to it brings them to `contexts`.
+    """
+    points, added, least = [contexts[0]], [0.0], 0.0
+    for index, context in enumerate(contexts):
+        lengths = np.linspace(max(1, SPREAD * context) if rows > 1 and index else context, context, rows).astype(int)
+        if index and index % 2 and context != contexts[-1]:
+            continue
+        seconds = _step(executor, [(length - 1, length) for length in lengths.tolist()])
+        if not index:
+            least = seconds
+            continue
+        share = (context - contexts[0]) / max(1.0, float(lengths.mean()) - contexts[0])
+        points.append(context)
+        added.append(max(0.0, seconds - least) * share / rows)
+    return least, tuple(interpolate(points, added, context) for context in contexts)
+
+
+def _step(executor: PagedExecutor, spans: Sequence[tuple[int, int]]) -> float:
+    """Median seconds of a real step that computes these [start, stop) of a row each, the next submitted beside it."""
+    random, vocabulary = np.random.default_rng(0), executor.model.spec.vocab_size  # tokens unlike one another, as texts
     greedy = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
     num_blocks, block_size = executor.memory.cache.num_blocks, executor.config.block_size
     blocks = np.arange(executor.model.spec.max_model_len) % num_blocks
-    # Equal tokens would take less power, and so less time.
-    draw = np.random.default_rng(len(spans))
+    width = max(-(-stop // block_size) for _, stop in spans)
     plan = StepPlan(
         0,
         segments=tuple(
-            Segment(
-                str(row),
-                row,
-                start,
-                stop,
-                tuple(draw.integers(executor.model.spec.vocab_size, size=stop - start).tolist()),
-                greedy,
-            )
+            Segment(str(row), row, start, stop, tuple(map(int, random.integers(vocabulary, size=stop - start))), greedy)
             for row, (start, stop) in enumerate(spans)
         ),
         table_writes=tuple(
-            TableWrite(row, 0, tuple(((blocks[: -(-stop // block_size)] + row) % num_blocks).tolist()))
+            TableWrite(row, 0, tuple(((blocks[: -(-stop // block_size)] + row * width) % num_blocks).tolist()))
             for row, (_, stop) in enumerate(spans)
         ),
     )
-    # The first ones are launched while the device waits for them.
-    count = WARM_UP + REPEATS
-    for _ in range(count):
+    steady = SECONDS_A_STEP[executor.device.type]
+    executor.submit(plan)
+    plan = replace(plan, table_writes=())  # what was written stays there
+    taken: list[float] = []
+    while len(taken) < WARM_UP + REPEATS or (sum(taken) < steady and len(taken) < MOST_STEPS):
         executor.submit(plan)
-    whole = median([executor.collect().seconds for _ in range(count)][WARM_UP:])
-    return max(LEAST_SECONDS, whole - sum(cost.attention(stop - start, stop) for start, stop in spans))
+        taken.append(executor.collect().seconds)
+    executor.collect()
+    return median(taken[WARM_UP:])
 
 
 def _attention(executor: PagedExecutor, query: int, context: int) -> float:

@@ -87,7 +87,8 @@ def deploy(
     between = link_named(stage_link or inside.name)
     packaged = kept(shape.name, device) if tp * pp == 1 else None
     if packaged is not None:
-        return Deployment(packaged, None, True, 1)
+        copied = packaged if packaged.copy_rate else replace(packaged, copy_rate=sheet.copy_rate)
+        return Deployment(copied, None, True, 1)
     share, more = divmod(shape.layers, pp)
     stages = tuple(
         derive(shape, sheet, tp=tp, link=inside, layers=share + (at < more), head=at == pp - 1) for at in range(pp)

@@ -1,7 +1,7 @@
 """Derives a CostModel from a model's sizes and a device's data sheet, where nothing was measured.
 
 A step's matrices take the time of their arithmetic and that of reading the weights. The two overlap, but not wholly:
-the root of the sum of their squares is within 9% of what an H200 takes for 1 to 8,192 tokens, while their maximum, the
+the root of the sum of their squares is within 10% of what an H200 takes for 1 to 8,192 tokens, while their maximum, the
 textbook's roofline, is up to 25% too low where they are equal. Arithmetic is done in whole tiles of tokens (tile
 quantisation, Sarathi-Serve §4.3). Attention takes the larger of its arithmetic and of reading the cache. Under tensor
 parallelism each device has its share of both, and the layers' all-reduces come on top (Megatron-LM).

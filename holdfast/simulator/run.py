@@ -65,7 +65,7 @@ def simulate(
     host_blocks, copy_seconds = _host_tier(config, profile)
     latency = Latency(profile.cost, pipeline, copy_seconds, profile.token_bytes * config.block_size)
     executor = SimulatedExecutor(latency, clock, host_seconds)
-    scheduler = _scheduler(config, profile, host_blocks, stages)
+    scheduler = make_scheduler(config, profile, host_blocks=host_blocks, stages=stages)
     loop = Loop(scheduler, wrap(executor, clock), stages if pipeline else config.steps_in_flight, clock)
     clients = Clients(workload, loop, clock, vocab_size=VOCAB_SIZE, concurrency=concurrency)
     while clients.advance():
@@ -87,7 +87,8 @@ def _host_tier(config: EngineConfig, profile: Profile) -> tuple[int, float]:
     return int(config.host_cache_gb * 1e9 / block), block / profile.copy_rate
 
 
-def _scheduler(config: EngineConfig, profile: Profile, host_blocks: int, stages: int) -> Scheduler:
+def make_scheduler(config: EngineConfig, profile: Profile, *, host_blocks: int = 0, stages: int = 1) -> Scheduler:
+    """The scheduler of the engine that `config` describes, over the memory that `profile` says there is."""
     max_model_len = min(config.max_model_len or profile.max_model_len, profile.cache_tokens + 1)
     budget = config.token_budget or profile.token_budget
     capacity = capacity_of(

@@ -72,3 +72,46 @@ def test_it_survives_its_file():
 def test_points_and_times_that_differ_in_number_are_refused():
     with pytest.raises(ValueError, match="m on d"):
         CostModel.from_dict(asdict(COST) | {"linear_seconds": [1.0]})
+
+
+FEW_AND_MANY = replace(
+    COST,
+    decode_rows=(1, 4, 16),
+    decode_seconds=(0.001, 0.0013, 0.002),
+    decode_attention=((0.0, 0.0008), (0.0, 0.0004), (0.0, 0.0001)),
+)
+
+
+def test_few_decodes_cost_more_each_than_many_where_that_was_measured():
+    assert FEW_AND_MANY.decode(1, 4096) == 0.0008
+    assert FEW_AND_MANY.decode(10, 4096) == pytest.approx(0.00025)
+    assert COST.decode(10, 4096) == COST.attention(1, 4096)
+    mixed = FEW_AND_MANY.step([(512, 2048), (1, 4096)])
+    assert mixed == pytest.approx(COST.linear(513) + COST.attention(512, 2048) + 0.0008)
+
+
+@given(st.lists(st.integers(1, 6000), min_size=1, max_size=40), st.booleans())
+def test_a_predictor_says_of_decodes_what_the_model_says(contexts, joined):
+    chunk = [(0, 100)] if joined else []
+    spans = chunk + [(context - 1, context) for context in contexts]
+    expected = FEW_AND_MANY.step((stop - start, stop) for start, stop in spans)
+    predictor = Predictor(FEW_AND_MANY)
+    for _ in range(2):
+        assert predictor.segments(spans) == pytest.approx(expected)
+
+
+def test_what_decodes_add_survives_its_file_and_must_have_a_row_for_each_number_of_them():
+    assert CostModel.from_dict(json.loads(json.dumps(asdict(FEW_AND_MANY)))) == FEW_AND_MANY
+    with pytest.raises(ValueError, match="differ in number"):
+        CostModel.from_dict(asdict(FEW_AND_MANY) | {"decode_attention": [[0.0, 0.1]]})
+
+
+def test_steps_longer_than_any_that_was_measured_grow_in_proportion_though_the_last_points_are_level():
+    level = replace(COST, linear_tokens=(1, 513, 1024), linear_seconds=(0.004, 0.020, 0.020))
+    assert level.linear(4096) == pytest.approx(0.080)
+
+
+def test_a_slower_device_takes_longer_for_decodes_and_for_other_steps_each_by_its_own_factor():
+    slower = FEW_AND_MANY.slower(2.0, 3.0)
+    assert slower.step([(1, 4096)] * 4) == pytest.approx(2 * FEW_AND_MANY.step([(1, 4096)] * 4))
+    assert slower.step([(512, 2048)]) == pytest.approx(3 * FEW_AND_MANY.step([(512, 2048)]))

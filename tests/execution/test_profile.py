@@ -1,9 +1,15 @@
-"""The measured points: what is padded costs what it is padded to."""
+"""The measured points: what is padded costs what it is padded to, and steps of any mix what such steps took."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import pytest
+import torch
+
 from holdfast.core.cost import interpolate
-from holdfast.execution.profile import stairs
+from holdfast.execution import profile
+from holdfast.execution.profile import measure_cost, stairs
 
 
 def test_a_padded_step_takes_what_its_size_takes() -> None:
@@ -20,3 +26,54 @@ def test_a_padded_step_takes_what_its_size_takes() -> None:
 
 def test_without_padding_the_points_are_those_measured() -> None:
     assert list(stairs((1, 2, 4), (1.0, 2.0, 3.0), padded_to=())) == [(1, 1.0), (2, 2.0), (4, 3.0)]
+
+
+def alone(query: int, context: int) -> float:
+    """What a segment's attention takes by itself on a device made up for these tests."""
+    return 1e-8 * query * context
+
+
+def step(spans: list[tuple[int, int]]) -> float:
+    """What a step takes there: far chunks half as much again as alone, each of few decodes more than of many."""
+    tokens = sum(stop - start for start, stop in spans)
+    seconds = 0.003 + 1e-5 * tokens
+    for start, stop in spans:
+        far = 1.5 if start and stop - start > 1 else 1.0
+        few = 1 + 7 / len(spans) if stop - start == 1 else 1.0
+        seconds += far * few * alone(stop - start, stop)
+    return seconds
+
+
+@pytest.fixture
+def made_up(monkeypatch):
+    monkeypatch.setattr(profile, "_step", lambda executor, spans: step(list(spans)))
+    monkeypatch.setattr(profile, "_attention", lambda executor, query, context: alone(query, context))
+    return SimpleNamespace(
+        token_budget=2048,
+        device=torch.device("cpu"),
+        model=SimpleNamespace(spec=SimpleNamespace(max_model_len=8192)),
+        memory=SimpleNamespace(cache=SimpleNamespace(num_blocks=4096), graphs=None),
+        config=SimpleNamespace(block_size=16, max_sequences=64),
+    )
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [
+        [(0, 512)],
+        [(0, 2048)],
+        [(3584, 4096)],
+        [(6144, 8192)],
+        [(1999, 2000)] * 16,
+        [(100 * row, 100 * row + 1) for row in range(1, 33)],
+        [(3584, 4096)] + [(1999, 2000)] * 16,
+    ],
+)
+def test_steps_are_predicted_as_they_are_taken_not_as_their_parts_are_alone(made_up, spans):
+    cost = measure_cost(made_up, name="m")
+    least = 0.0001  # decodes count from the shortest context that is measured
+    if len(spans) == 17:  # beside a chunk they add what they add to one another
+        expected = step([(3584, 4096)]) + 16 * 1e-5 + 16 * alone(1, 2000) * (1 + 7 / 16)
+    else:
+        expected = step(spans)
+    assert cost.step([(stop - start, stop) for start, stop in spans]) == pytest.approx(expected, rel=0.02, abs=least)

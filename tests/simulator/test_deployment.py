@@ -1,5 +1,6 @@
 """Deployments: from names to profiles and stages."""
 
+from dataclasses import replace
 from importlib.resources import files
 
 import pytest
@@ -32,9 +33,11 @@ def test_more_devices_have_more_memory_and_copy_faster():
 def test_a_measured_profile_in_the_package_wins(tmp_path, monkeypatch):
     (tmp_path / "profiles").mkdir()
     PROFILE.save(tmp_path / "profiles" / "mistral-7b--h200.json")
+    replace(PROFILE, copy_rate=3e9).save(tmp_path / "profiles" / "mistral-7b--a40.json")
     monkeypatch.setattr(deployment, "files", lambda package: tmp_path)
     found = deploy("mistral-7b", "h200")
-    assert found.measured and found.profile == PROFILE
+    assert found.measured and found.profile == replace(PROFILE, copy_rate=DEVICES["h200"].copy_rate)
+    assert deploy("mistral-7b", "a40").profile.copy_rate == 3e9
     assert not deploy("mistral-7b", "h200", tp=2).measured
     assert not deploy("llama-3-8b", "h200").measured
 

@@ -2,22 +2,34 @@
 
 import pytest
 
+from holdfast.simulator.deployment import kept
 from holdfast.simulator.devices import DEVICES, LINKS
 from holdfast.simulator.roofline import TOKENS, attended, cache_tokens, derive, quantised
 from holdfast.simulator.shapes import MODELS
 
 H200, A100 = DEVICES["h200"], DEVICES["a100-80gb"]
-FLOORS = {  # ms of all linear layers of a Llama-3-8B shape in one graph, measured on an H200 by cuBLAS
-    1: 4.24, 8: 4.42, 32: 4.60, 64: 4.89, 128: 5.25, 256: 6.81, 384: 9.83, 512: 11.7, 768: 18.0,
-    1024: 20.9, 1536: 34.1, 2048: 41.4, 4096: 82.0, 8192: 171,
-}  # fmt: skip
+STEPS = {
+    "one decode": [(1, 512)],
+    "8 decodes": [(1, 600)] * 8,
+    "32 decodes": [(1, 600)] * 32,
+    "32 decodes at 4k": [(1, 4096)] * 32,
+    "128 decodes": [(1, 600)] * 128,
+    "128 decodes at 4k": [(1, 4096)] * 128,
+    "prefill of 512": [(512, 512)],
+    "prefill of 1,024": [(1024, 1024)],
+    "prefill of 2,048": [(2048, 2048)],
+    "prefill of 8,192": [(8192, 8192)],
+    "chunk of 512 at 4k": [(512, 4096)],
+    "chunk of 2,048 at 8k": [(2048, 8192)],
+    "chunk of 512 at 4k beside 32 decodes": [(512, 4096)] + [(1, 1024)] * 32,
+}
 
 
-@pytest.mark.parametrize("tokens", FLOORS)
-def test_linear_layers_are_within_a_tenth_of_what_an_h200_was_measured_to_take(tokens):
-    besides = H200.step_seconds + 32 * H200.layer_seconds
-    derived = derive(MODELS["llama-3-8b"], H200).linear(tokens) - besides
-    assert derived * 1e3 == pytest.approx(FLOORS[tokens], rel=0.1)
+@pytest.mark.parametrize("name", STEPS)
+def test_steps_of_a_llama_3_8b_on_an_h200_are_near_those_of_the_measured_profile(name):
+    measured = kept("llama-3-8b", "h200").cost
+    derived = derive(MODELS["llama-3-8b"], H200)
+    assert derived.step(STEPS[name]) == pytest.approx(measured.step(STEPS[name]), rel=0.07)
 
 
 @pytest.mark.parametrize(("model", "tp", "stated"), [("mistral-7b", 1, 0.020), ("yi-34b", 2, 0.040)])

@@ -1,0 +1,235 @@
+"""The simulator beside the real engine: one workload and its arrivals through both, and how far they differ.
+
+Run: python benchmarks/simulator_accuracy.py --device cpu [--model DIR] [--requests 60]
+     python benchmarks/simulator_accuracy.py --device cuda [--shape llama-3-8b] [--seconds 25] [--profile FILE]
+
+The device is measured first, unless a profile is given. Requests arrive by a Poisson process at `--load` of what the
+profile says the device can do: on a CPU with 32 to 256 prompt tokens and 8 to 48 generated ones, on CUDA with lengths
+as of `--dataset`. Both run in one process on the same schedulers; nobody else should use the machine. Besides what
+clients see, each step that was really run is held against what the cost model says of it: measured over predicted by
+kind of step, and what the loop takes beyond the device. A second table has the cost model's steps as much longer or
+shorter as those of the run were in all: a machine whose own pace changes from minute to minute is told apart from a
+simulator that queues otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import random
+import statistics
+import sys
+from collections import defaultdict
+from dataclasses import replace
+from datetime import date
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from in_real_time import RealEngine, Stepped, checkpoint_of, predicted
+
+from holdfast.bench import workloads
+from holdfast.bench.records import percentile, summary
+from holdfast.bench.workloads import DATASETS, Conversation, Turn, Workload
+from holdfast.core.config import BUILTIN_MODEL, EngineConfig
+from holdfast.core.cost import CostModel
+from holdfast.engine.profiles import Profile
+from holdfast.simulator.run import simulate
+from holdfast.simulator.shapes import model_named
+
+SHOWN = [f"{which}_{name}_ms" for name in ("ttft", "itl", "e2el") for which in ("mean", "median", "p99")]
+CLOSED = 32
+"""Conversations at once in the run that says what the device can do."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--model", default=BUILTIN_MODEL, help="a checkpoint's directory, without --shape")
+    parser.add_argument("--shape", help="a known shape, with random weights")
+    parser.add_argument("--profile", type=Path, help="a measured profile; default: measured first")
+    parser.add_argument("--keep-profile", type=Path, help="write the profile there")
+    parser.add_argument("--dataset", default="openchat_sharegpt4", choices=DATASETS)
+    parser.add_argument("--requests", type=int, help="default: as many as arrive in --seconds")
+    parser.add_argument("--seconds", type=float, default=25.0)
+    parser.add_argument("--load", type=float, default=0.6)
+    parser.add_argument("--schedulers", nargs="*", default=["stall-free", "prefill-first", "orca"])
+    parser.add_argument("--repeat", type=int, default=1, help="real runs of each scheduler")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--steps-in-flight", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--steps", type=Path, help="write each real step there, for looking into")
+    args = parser.parse_args()
+
+    common = settings(args)
+    profile = Profile.load(args.profile) if args.profile else None
+    engine = RealEngine(EngineConfig(**common, scheduler="prefill-first"), profile=profile)
+    profile = engine.profile
+    if args.keep_profile:
+        profile.save(args.keep_profile.absolute())
+    common.pop("model"), common.pop("device"), common.pop("load_format", None)
+    full = capacity(args, profile, common)
+    count = args.requests or max(20, round(args.load * full * args.seconds))
+    rate = args.load * full
+    workload = workloads.poisson(requests(args, count), rate, args.seed)
+    engine.serve(EngineConfig(**common), workloads.fixed(8, 200, 16))
+    about = dict(
+        date=str(date.today()),
+        command=" ".join(sys.argv),
+        model=engine.info.model,
+        device=engine.info.memory.device,
+        torch=torch.__version__,
+        python=platform.python_version(),
+        requests=count,
+        rate=round(rate, 3),
+        capacity=round(full, 3),
+    )
+    print(json.dumps(about), flush=True)
+    results, all_steps = [], []
+    for scheduler in args.schedulers:
+        config = EngineConfig(**common, scheduler=scheduler)
+        simulated = summary(simulate(config, profile, workload).records)
+        for _ in range(args.repeat):
+            records, steps = engine.serve(config, workload)
+            result = compare(scheduler, summary(records), simulated, profile.cost, steps)
+            pace = result["steps"]["all"]["over"]
+            again = replace(profile, cost=profile.cost.slower(pace, pace))
+            result |= at_pace(result["real"], summary(simulate(config, again, workload).records))
+            results.append(result)
+            all_steps.append([scheduler, steps])
+            print("\n".join(shown(results[-1])), flush=True)
+            if args.json:
+                args.json.write_text(json.dumps(dict(about=about, results=results), indent=1) + "\n")
+    print("\n".join(table(results)))
+    print("\n".join(["\nwith the cost model at the pace of the run:\n", *table(results, "off_at_pace")]))
+    if args.steps:
+        args.steps.write_text(json.dumps(all_steps, separators=(",", ":")))
+    engine.close()
+
+
+def settings(args: argparse.Namespace) -> dict[str, Any]:
+    """The engine's options."""
+    common: dict[str, Any] = dict(
+        model=checkpoint_of(args.shape) if args.shape else args.model,
+        device=args.device,
+        prefix_sharing=False,
+        steps_in_flight=args.steps_in_flight,
+    )
+    if args.shape:
+        common["load_format"] = "random"
+    if args.device == "cpu":
+        return common | dict(threads=args.threads, cache_gb=0.5, max_sequences=CLOSED, max_model_len=512)
+    longest = min(DATASETS[args.dataset].limit, model_named(args.shape).max_model_len) if args.shape else None
+    return common | dict(max_sequences=128, max_model_len=longest)
+
+
+def requests(args: argparse.Namespace, count: int) -> Workload:
+    """Requests, all at once."""
+    if args.device == "cuda":
+        return workloads.drawn(args.dataset, count, args.seed)
+    choose = random.Random(args.seed)
+    return [Conversation(0.0, (Turn(choose.randint(32, 256), choose.randint(8, 48)),)) for _ in range(count)]
+
+
+def capacity(args: argparse.Namespace, profile: Profile, common: dict[str, Any]) -> float:
+    """Requests a second that the profile gives when so many are under way all the time."""
+    workload = requests(args, 8 * CLOSED)
+    outcome = simulate(EngineConfig(**common), profile, workload, concurrency=common["max_sequences"])
+    return len(workload) / outcome.seconds
+
+
+def compare(
+    scheduler: str, real: dict[str, Any], simulated: dict[str, Any], cost: CostModel, steps: list[Stepped]
+) -> dict[str, Any]:
+    """One run: figures of both, and the steps by kind."""
+    off = {name: simulated[name] / real[name] - 1 for name in SHOWN}
+    return dict(
+        scheduler=scheduler,
+        real={name: round(real[name], 3) for name in SHOWN},
+        simulated={name: round(simulated[name], 3) for name in SHOWN},
+        off={name: round(value, 4) for name, value in off.items()},
+        steps=by_kind(cost, steps),
+        between=between(steps),
+    )
+
+
+def at_pace(real: dict[str, Any], simulated: dict[str, Any]) -> dict[str, Any]:
+    """How far the simulator is off where its steps are in all as long as the real ones: what is left is the rest."""
+    return dict(off_at_pace={name: round(simulated[name] / real[name] - 1, 4) for name in SHOWN})
+
+
+def kind(step: Stepped) -> str:
+    """Decodes by their number, others by tokens, to the next power of two."""
+    tokens = sum(query for query, _ in step.segments)
+    size = 1 << (tokens - 1).bit_length()
+    return f"decodes {size}" if tokens == len(step.segments) else f"mixed {size}"
+
+
+def by_kind(cost: CostModel, steps: list[Stepped]) -> dict[str, dict[str, float]]:
+    """Of each kind of step: how many, their mean time, and measured over predicted time."""
+    kinds: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for step, expected in zip(steps, predicted(cost, steps), strict=True):
+        kinds[kind(step)].append((step.seconds, expected))
+        kinds["all"].append((step.seconds, expected))
+    return {
+        name: dict(
+            count=len(pairs),
+            ms=round(1e3 * statistics.mean(seconds for seconds, _ in pairs), 3),
+            over=round(sum(seconds for seconds, _ in pairs) / sum(expected for _, expected in pairs), 3),
+            p5=round(percentile(sorted(seconds / expected for seconds, expected in pairs), 0.05), 3),
+            p95=round(percentile(sorted(seconds / expected for seconds, expected in pairs), 0.95), 3),
+        )
+        for name, pairs in sorted(kinds.items(), key=lambda item: (item[0].split()[0], len(item[0]), item[0]))
+    }
+
+
+def between(steps: list[Stepped]) -> dict[str, float]:
+    """What a step takes beyond the device where the next one was submitted in time, and the host's parts, ms."""
+    after = [
+        after.ended - before.ended - after.seconds
+        for before, after in pairwise(steps)
+        if after.submitted < before.ended
+    ]
+    late = [
+        after.ended - before.ended - after.seconds
+        for before, after in pairwise(steps)
+        if after.submitted >= before.ended
+    ]
+    submit = [step.submitted - step.planned for step in steps]
+    shown = dict(ahead=after, late=late, submit=submit)
+    return {
+        f"{name}_{which}": round(1e3 * value, 4)
+        for name, values in shown.items()
+        if values
+        for which, value in (("mean", statistics.mean(values)), ("p95", percentile(sorted(values), 0.95)))
+    } | {"steps": len(steps), "late_steps": len(late)}
+
+
+def shown(result: dict[str, Any]) -> list[str]:
+    """A run for people."""
+    lines = [f"{'':14}" + "".join(f"{name.removesuffix('_ms'):>13}" for name in SHOWN)]
+    for who in ("real", "simulated"):
+        lines.append(f"{who + ', ms':14}" + "".join(f"{result[who][name]:13.2f}" for name in SHOWN))
+    lines.append(f"{result['scheduler']:14}" + "".join(f"{result['off'][name]:13.1%}" for name in SHOWN))
+    for name, row in result["steps"].items():
+        lines.append(
+            f"  {name:14} {row['count']:6} of {row['ms']:8.3f} ms, {row['over']:.3f} ({row['p5']} to {row['p95']})"
+        )
+    return [*lines, f"  {result['between']}"]
+
+
+def table(results: list[dict[str, Any]], which: str = "off") -> list[str]:
+    """The table of the documentation."""
+    lines = ["| | TTFT mean, p50, p99 | TBT mean, p50, p99 | end to end mean, p50, p99 |", "|---|---|---|---|"]
+    for result in results:
+        off = [f"{result[which][name]:+.1%}" for name in SHOWN]
+        cells = [", ".join(off[first : first + 3]) for first in (0, 3, 6)]
+        lines.append(f"| {result['scheduler']} | {' | '.join(cells)} |")
+    return lines
+
+
+if __name__ == "__main__":
+    main()

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from holdfast.kernels.cache import FP8
 from holdfast.kernels.cpu import CpuAttention
 from holdfast.kernels.protocol import Attention, Segments
 
@@ -16,10 +17,17 @@ MAX_HEAD_DIM = 256
 
 
 def attention_for(
-    device: torch.device | str, *, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int
+    device: torch.device | str,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    cache_dtype: torch.dtype | None = None,
 ) -> Attention[Any]:
     """The backend that runs a model of these heads on `device`: Triton kernels on CUDA, PyTorch on a CPU.
 
+    `cache_dtype` is that of the cache where it is not the model's own: FP8.
     Raises ValueError for heads that do not group, sizes out of range, or a device without a backend.
     """
     if num_kv_heads < 1 or num_heads % num_kv_heads:
@@ -42,5 +50,6 @@ def attention_for(
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             block_size=block_size,
+            fp8_cache=cache_dtype == FP8,
         )
     raise ValueError(f"there is no attention for device {device!s}; use cpu or cuda")

@@ -66,6 +66,7 @@ class PagedAttention(CapturableAttention[tuple[DeviceTiles, ...]]):
         num_kv_heads: int,
         head_dim: int,
         block_size: int,
+        fp8_cache: bool = False,
     ) -> None:
         self.device = device
         self.num_kv_heads = num_kv_heads
@@ -75,7 +76,8 @@ class PagedAttention(CapturableAttention[tuple[DeviceTiles, ...]]):
         self.block_size = block_size
         self.narrow_m = max(16, triton.next_power_of_2(self.group_size))
         self.num_processors = num_processors
-        self.on_hopper = prefill_kernel.supports(device, head_dim=head_dim, block_size=block_size)
+        # Its tensor cores take keys and values as the copy engine brings them; FP8 must become float16 on the way.
+        self.on_hopper = not fp8_cache and prefill_kernel.supports(device, head_dim=head_dim, block_size=block_size)
         wide_m = prefill_kernel.BLOCK_M if self.on_hopper else 256 if self.block_d <= 128 else 128
         self.wide_m = max(wide_m, self.narrow_m)
         self.narrow_target = max(1, num_processors * NARROW_WORK_PER_PROCESSOR // num_kv_heads)

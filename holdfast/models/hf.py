@@ -317,7 +317,11 @@ def _paged_logits(model: TransformersModel) -> torch.Tensor:
     """The same through the cache: a first chunk, then the second packed behind another sequence."""
     spec = model.spec
     device = spec.device
-    heads = {"num_kv_heads": spec.num_kv_heads, "head_dim": spec.head_dim, "block_size": PROBE_BLOCK}
+    heads: dict[str, Any] = {
+        "num_kv_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "block_size": PROBE_BLOCK,
+    }
     attention = attention_for(device, num_heads=spec.num_heads, **heads)
     cache = KVCache.allocate(layers=spec.num_layers, num_blocks=4, dtype=spec.dtype, device=device, **heads)
     tables = np.array([[3, 1], [2, 0]], np.int32)

@@ -1,0 +1,42 @@
+"""How Triton kernels store keys and values in a cache of whatever type, and what they compute with beside them."""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from holdfast.kernels import cache
+
+LARGEST = tl.constexpr(cache.LARGEST)
+LEAST_NORMAL = tl.constexpr(2.0**-6)
+"""From here on numbers have 3 bits of fraction; below, they are multiples of 2^-9."""
+UNIT = tl.constexpr(1.5 * 2.0**14)
+"""A float32 of this size is a multiple of 2^-9."""
+
+
+@triton.jit
+def stored(numbers, to: tl.constexpr):
+    """Numbers in a cache's type `to`; in FP8 the nearest, ties to even, and at most LARGEST.
+
+    They are rounded in float32, so that the conversion is exact: that of Triton's interpreter does not round.
+    """
+    if to != tl.float8e4nv:
+        return numbers.to(to)
+    clamped = tl.clamp(numbers.to(tl.float32), -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    bits = clamped.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
+    return tl.where(tl.abs(clamped) < LEAST_NORMAL, (clamped + UNIT) - UNIT, normal).to(to)
+
+
+@triton.jit
+def computed_with(query, cached: tl.constexpr):
+    """A query of whatever type for products with keys of type `cached`, which are brought to its type.
+
+    Beside FP8, bfloat16 becomes float16: one instruction brings a pair of FP8 there, several to bfloat16, and it is the
+    more exact of the two for weights and for queries of any size that occurs (at most 65,504).
+    """
+    if cached == tl.float8e4nv and query.dtype == tl.bfloat16:
+        return query.to(tl.float16)
+    return query

@@ -22,12 +22,12 @@ def stored(numbers, to: tl.constexpr):
 
     They are rounded in float32, so that the conversion is exact: that of Triton's interpreter does not round.
     """
-    if to != tl.float8e4nv:
-        return numbers.to(to)
-    clamped = tl.clamp(numbers.to(tl.float32), -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
-    bits = clamped.to(tl.int32, bitcast=True)
-    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
-    return tl.where(tl.abs(clamped) < LEAST_NORMAL, (clamped + UNIT) - UNIT, normal).to(to)
+    if to == tl.float8e4nv:
+        clamped = tl.clamp(numbers.to(tl.float32), -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+        bits = clamped.to(tl.int32, bitcast=True)
+        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
+        numbers = tl.where(tl.abs(clamped) < LEAST_NORMAL, (clamped + UNIT) - UNIT, normal)
+    return numbers.to(to)
 
 
 @triton.jit
@@ -39,4 +39,5 @@ def computed_with(query, cached: tl.constexpr):
     """
     if cached == tl.float8e4nv and query.dtype == tl.bfloat16:
         return query.to(tl.float16)
-    return query
+    else:
+        return query

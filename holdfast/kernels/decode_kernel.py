@@ -124,7 +124,9 @@ def decode_kernel(
         weights = tl.exp2(scores * unit - base[:, None])
         fade = tl.exp2(top - base)
         total = total * fade + tl.sum(weights, 1)
-        acc = tl.dot(weights.to(tile.dtype), factor(value, tile.dtype, last_key), acc * fade[:, None], input_precision="ieee")
+        acc = tl.dot(
+            weights.to(tile.dtype), factor(value, tile.dtype, last_key), acc * fade[:, None], input_precision="ieee"
+        )
         top = new_top
 
     # A part of the context that lies wholly outside a row's window leaves it empty: its top stays -inf.

@@ -47,9 +47,9 @@ def computed_with(query, cached: tl.constexpr):
 def factor(values, to: tl.constexpr, natural):
     """Cached values [keys, D] in type `to`, for a product of small matrices; `natural` is any number not below 0.
 
-    FP8 is multiplied by a one that the compiler does not know. So it converts first and then brings the numbers to
-    their places, and there is an instruction that transposes float16 on the way (ldmatrix); bytes it would gather one
-    by one, with a third more instructions in all.
+    FP8 is multiplied by a one that the compiler, when it chooses layouts, does not know. So it converts first and then
+    brings the numbers to their places, and there is an instruction that transposes float16 on the way (ldmatrix);
+    bytes it would gather one by one, with a third more instructions in all.
     """
     if values.dtype == tl.float8e4nv:
         return values.to(to) * tl.where(natural >= 0, 1.0, 0.0).to(to)

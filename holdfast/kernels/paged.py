@@ -74,6 +74,7 @@ class PagedAttention(CapturableAttention[tuple[DeviceTiles, ...]]):
         self.head_dim = head_dim
         self.block_d = max(16, triton.next_power_of_2(head_dim))
         self.block_size = block_size
+        self.fp8_cache = fp8_cache
         self.narrow_m = max(16, triton.next_power_of_2(self.group_size))
         self.num_processors = num_processors
         # Its tensor cores take keys and values as the copy engine brings them; FP8 must become float16 on the way.
@@ -269,7 +270,7 @@ class PagedAttention(CapturableAttention[tuple[DeviceTiles, ...]]):
     def launch(self, block_m: int, item_bytes: int, tokens: int) -> Launch:
         """Tuned on an H200 (benchmarks/attention_gpu.py); what grows with head_dim stays within shared memory."""
         wide = block_m > self.narrow_m
-        block_n = 64 if wide or tokens <= FEW_TOKENS else 32
+        block_n = 64 if wide or tokens <= FEW_TOKENS or self.fp8_cache else 32
         if self.block_d > 128:
             block_n //= 2
         if item_bytes > 2:  # float32 runs without tensor cores: exact, not fast

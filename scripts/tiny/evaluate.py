@@ -10,6 +10,8 @@ import argparse
 import json
 import time
 from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -23,7 +25,7 @@ FAR = 6  # turns
 
 
 def answer_all(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, histories: list[list[dict[str, str]]], rows: int
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, histories: list[list[dict[str, str]]], *, rows: int
 ) -> list[str]:
     """Greedy answers to chats, `rows` at a time, longest first."""
     prompts = [tokenizer.apply_chat_template(h, tokenize=False, add_generation_prompt=True) for h in histories]
@@ -51,7 +53,7 @@ def answer_all(
 
 
 def hold(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, dialogues: list[Dialogue], rows: int
+    answer_all: Callable[[list[list[dict[str, str]]]], list[str]], dialogues: list[Dialogue]
 ) -> list[tuple[Check, str, str]]:
     """Hold all dialogues, turn by turn. Returns (check, message, answer) of every turn that has a check."""
     histories = [[{"role": "system", "content": d.system}] if d.system else [] for d in dialogues]
@@ -60,7 +62,7 @@ def hold(
         going = [index for index, dialogue in enumerate(dialogues) if number < len(dialogue.turns)]
         for index in going:
             histories[index].append({"role": "user", "content": dialogues[index].turns[number].user})
-        answers = answer_all(model, tokenizer, [histories[index] for index in going], rows)
+        answers = answer_all([histories[index] for index in going])
         for index, answer in zip(going, answers, strict=True):
             turn = dialogues[index].turns[number]
             histories[index].append({"role": "assistant", "content": turn.assistant if turn.leads else answer})
@@ -101,7 +103,7 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).to(device).eval()
     rng = Random(options.seed)
     dialogues = [write_dialogue(rng, "heldout", rng.randint(*options.turns)) for _ in range(options.dialogues)]
-    checked = hold(model, tokenizer, dialogues, options.rows)
+    checked = hold(partial(answer_all, model, tokenizer, rows=options.rows), dialogues)
     result = table(checked)
     print(f"{'kind':34} {'right':>6} {'of':>6} {'share':>7}")
     for kind, row in result.items():

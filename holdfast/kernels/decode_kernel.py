@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from holdfast.kernels.chain import follow, release
-from holdfast.kernels.fp8 import computed_with, factor
+from holdfast.kernels.fp8_cache import computed_with, factor
 from holdfast.kernels.triton_kernels import LOG2_E
 
 

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from holdfast.kernels.chain import follow, release
-from holdfast.kernels.fp8 import stored
+from holdfast.kernels.fp8_cache import stored
 
 
 @triton.jit

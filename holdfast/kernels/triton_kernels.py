@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from holdfast.kernels.chain import follow, release
-from holdfast.kernels.fp8 import computed_with, stored
+from holdfast.kernels.fp8_cache import computed_with, stored
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 

@@ -11,7 +11,6 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -25,7 +24,7 @@ FAR = 6  # turns
 
 
 def answer_all(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, histories: list[list[dict[str, str]]], *, rows: int
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, histories: list[list[dict[str, str]]], rows: int
 ) -> list[str]:
     """Greedy answers to chats, `rows` at a time, longest first."""
     prompts = [tokenizer.apply_chat_template(h, tokenize=False, add_generation_prompt=True) for h in histories]
@@ -55,7 +54,7 @@ def answer_all(
 def hold(
     answer_all: Callable[[list[list[dict[str, str]]]], list[str]], dialogues: list[Dialogue]
 ) -> list[tuple[Check, str, str]]:
-    """Hold all dialogues, turn by turn. Returns (check, message, answer) of every turn that has a check."""
+    """Hold all dialogues, turn by turn, with what answers several chats. (check, message, answer) of checked turns."""
     histories = [[{"role": "system", "content": d.system}] if d.system else [] for d in dialogues]
     checked = []
     for number in range(max(len(d.turns) for d in dialogues)):
@@ -103,7 +102,7 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).to(device).eval()
     rng = Random(options.seed)
     dialogues = [write_dialogue(rng, "heldout", rng.randint(*options.turns)) for _ in range(options.dialogues)]
-    checked = hold(partial(answer_all, model, tokenizer, rows=options.rows), dialogues)
+    checked = hold(lambda chats: answer_all(model, tokenizer, chats, options.rows), dialogues)
     result = table(checked)
     print(f"{'kind':34} {'right':>6} {'of':>6} {'share':>7}")
     for kind, row in result.items():

@@ -9,13 +9,13 @@ from scripts.tiny.precision import likeliest_tokens, options_of, right, share_sa
 
 def test_with_keys_and_values_in_fp8_the_likeliest_token_is_nearly_always_the_same() -> None:
     rng = Random(7)
-    dialogues = [write_dialogue(rng, "heldout", 6) for _ in range(3)]
+    dialogues = [write_dialogue(rng, "heldout", 8) for _ in range(6)]
     tokens = []
     for kv_cache_dtype in ("auto", "fp8"):
         with LLM(kv_cache_dtype=kv_cache_dtype, device="cpu", cache_gb=0.2, threads=1) as llm:
             tokens.append(likeliest_tokens(llm, dialogues))
-    assert len(tokens[0]) > 200
-    assert share_same(*tokens) >= 0.99
+    assert len(tokens[0]) > 700
+    assert share_same(*tokens) >= 0.996  # with one bit of fraction less it is 0.9947
 
 
 def test_the_share_is_that_of_equal_tokens_in_equal_places() -> None:

@@ -184,8 +184,16 @@ def test_compiled_kernels_stay_within_the_precision_of_the_type(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 8, 128), (14, 2, 64), (14, 2, 80)])
+@pytest.mark.parametrize(
+    ("dtype", "heads", "kv_heads", "head_dim"),
+    [
+        (torch.bfloat16, 32, 8, 128),
+        (torch.bfloat16, 14, 2, 64),
+        (torch.bfloat16, 14, 2, 80),
+        (torch.float16, 16, 4, 256),
+        (torch.float32, 14, 2, 64),
+    ],
+)
 @pytest.mark.parametrize("options", [{}, {"window": 100}, {"softcap": 30.0}])
 def test_compiled_kernels_read_fp8(
     dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, options: dict[str, object]

@@ -36,9 +36,9 @@ class Instant:
         memory = MemoryProfile("none", total=1, weights=1, activations=1, cache=1, block=1)
         self.text = text
         self.info = EngineInfo(
-            model=BUILTIN_MODEL, device="none", dtype="none", memory=memory, num_blocks=1 << 20, block_size=16,
-            token_budget=512, max_model_len=1 << 20, max_sequences=256, max_waiting=256, vocab_size=1 << 20,
-            started_in=0.0,
+            model=BUILTIN_MODEL, device="none", dtype="none", cache_dtype="none", memory=memory, num_blocks=1 << 20,
+            block_size=16, token_budget=512, max_model_len=1 << 20, max_sequences=256, max_waiting=256,
+            vocab_size=1 << 20, started_in=0.0,
         )  # fmt: skip
         self.answer = tuple(text.encode(ANSWER))
         self.dead = asyncio.Event()

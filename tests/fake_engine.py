@@ -20,6 +20,7 @@ def engine_info(**changes: Any) -> EngineInfo:
         "model": "tiny",
         "device": "cpu",
         "dtype": "float32",
+        "cache_dtype": "float32",
         "memory": MemoryProfile(
             "a CPU", total=8 << 30, weights=1 << 20, activations=1 << 20, cache=1 << 30, block=4096
         ),

@@ -41,7 +41,7 @@ def announce(console: Console, engine: EngineConfig, server: ServerConfig, info:
         "address": f"{url}  (API under /v1, described at /docs)",
         "device": f"{memory.device}, {info.dtype}",
         "memory": f"weights {memory.weights / GB:.2f} GB, one step {memory.activations / GB:.2f} GB",
-        "cache": tier(info, info.num_blocks),
+        "cache": tier(info, info.num_blocks) + (f", {info.cache_dtype}" if info.cache_dtype != info.dtype else ""),
         "host tier": tier(info, info.num_host_blocks) if info.num_host_blocks else no_host_tier(engine),
         "retention": retention(engine),
         "store": f"{shown(place(server.store))}, kept for {server.store_days:g} days, at most {server.store_gb:g} GB",

@@ -32,6 +32,9 @@ class EngineConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto", "weights and cache; auto is the checkpoint's own on CUDA and float32 on a CPU"
     )
+    kv_cache_dtype: Literal["auto", "fp8"] = option(
+        "auto", "keys and values in the cache; auto is dtype, fp8 (e4m3) takes half of 16 bits and is less exact"
+    )
     load_format: Literal["auto", "random"] = option(
         "auto", "auto reads the checkpoint's weights; random draws them, from its config.json alone (benchmarks)"
     )

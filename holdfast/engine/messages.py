@@ -22,6 +22,9 @@ class EngineInfo:
     """The name under which it is served."""
     device: str
     dtype: str
+    """Of weights and activations."""
+    cache_dtype: str
+    """Of keys and values in the cache."""
     memory: MemoryProfile
     num_blocks: int
     block_size: int

@@ -141,7 +141,6 @@ def build(
         quantization=config.quantization,
     )
     spec = model.spec
-    dtype = str(spec.dtype).removeprefix("torch.")
     budget = config.token_budget or DEFAULT_BUDGET[device.type]
     capacity = capacity_of(
         config.scheduler,
@@ -150,6 +149,7 @@ def build(
         max_sequences=config.max_sequences,
     )
     executor = PagedExecutor(model, config, token_budget=capacity)
+    dtype, cache_dtype = (str(kind).removeprefix("torch.") for kind in (spec.dtype, executor.cache_dtype))
     if config.cuda_graphs and device.type == "cuda":
         stages.begin("compiling kernels")
         executor.compile()
@@ -168,6 +168,7 @@ def build(
         model=checkpoint.name,
         device=memory.device,
         dtype=dtype,
+        cache_dtype=cache_dtype,
         memory=memory,
         num_blocks=num_blocks,
         num_host_blocks=host_blocks,
@@ -179,7 +180,7 @@ def build(
         max_waiting=config.max_waiting,
         vocab_size=spec.vocab_size,
         started_in=0.0,
-        profile=str(kept_at(checkpoint.directory, dtype, memory.device)),
+        profile=str(kept_at(checkpoint.directory, dtype, cache_dtype, memory.device)),
     )
     profile = find_profile(executor, info, measure=measure, on_progress=stages.begin)
     cost = profile.cost if profile else None
@@ -272,7 +273,7 @@ def make_scheduler(executor: PagedExecutor, info: EngineInfo, policy: Policy, co
         vocab_size=info.vocab_size,
         eos_token_ids=executor.model.spec.eos_token_ids,
         headroom=0.0 if config.scheduler in RESERVING else config.headroom,
-        sharing=StateIdentity(model=info.model, dtype=info.dtype) if config.prefix_sharing else None,
+        sharing=StateIdentity(info.model, dtype=f"{info.dtype} {info.cache_dtype}") if config.prefix_sharing else None,
         order=make_order(config),
         seed=config.seed,
     )

@@ -1,4 +1,4 @@
-"""Profiles: what was measured of a model on a device, kept as a file per model, dtype and device. Imports no torch."""
+"""Profiles: what was measured of a model on a device, kept as a file per model, dtypes and device. Imports no torch."""
 
 from __future__ import annotations
 
@@ -68,11 +68,13 @@ class Profile:
         return profile
 
 
-def kept_at(directory: Path, dtype: str, device: str) -> Path:
-    """Where the profile of the checkpoint in `directory` is kept, for this dtype and device.
+def kept_at(directory: Path, dtype: str, cache_dtype: str, device: str) -> Path:
+    """Where the profile of the checkpoint in `directory` is kept, for these dtypes and this device.
 
     A name for people, and a digest of what config.json says and of the rest, for models of one name to stay apart.
     """
+    if cache_dtype != dtype:
+        dtype = f"{dtype} {cache_dtype}"
     state = json.dumps([read_text(directory / "config.json", CONFIG_LIMIT), dtype, device, MEASURED])
     digest = hashlib.sha256(state.encode()).hexdigest()[:16]
     name = re.sub(r"[^A-Za-z0-9.]+", "-", f"{directory.name} {dtype} {device}").strip("-")

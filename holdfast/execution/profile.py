@@ -33,6 +33,8 @@ LAYERS = 4
 """Layers whose attention is measured, for all."""
 LEAST_SECONDS = 1e-6
 """Where a measured step took no longer than its attention was measured to."""
+BLOCKS_FILLED = 1024
+"""Blocks that are given numbers at a time: PyTorch draws none in FP8, and a copy of a whole cache has no room."""
 BATCH = 256
 """Query tokens of the batch in which a segment's attention is measured: alone it would not fill the device."""
 SPARSE = 4096
@@ -64,7 +66,8 @@ def measure_cost(
     contexts = tuple(powers(min(16, longest), longest))
     if executor.device.type == "cuda":  # which is faster on zeros
         for cache in chain.from_iterable(executor.memory.layers):
-            cache.normal_()
+            for blocks in torch.split(cache, BLOCKS_FILLED):
+                blocks.copy_(torch.randn(blocks.shape, device=cache.device))
     attention = cached(partial(_attention, executor))
     cost = CostModel(
         model=name,

@@ -21,7 +21,7 @@ from holdfast.execution.batch import Batch, PackedStep, StagedStep
 from holdfast.execution.graphs import GraphSizes, StepGraphs
 from holdfast.execution.transfer import CopyStream, LayerCache, Transfers, stream_for
 from holdfast.kernels.attention import attention_for
-from holdfast.kernels.cache import KVCache, block_bytes
+from holdfast.kernels.cache import FP8, KVCache, block_bytes
 from holdfast.kernels.protocol import CapturableAttention
 from holdfast.kernels.sampling import sample
 from holdfast.models.base import CapturableModel, Model, StepInput
@@ -85,6 +85,7 @@ class PagedExecutor:
         spec = model.spec
         self.model, self.config, self.device = model, config, spec.device
         self.token_budget = token_budget or config.token_budget or DEFAULT_BUDGET[spec.device.type]
+        self.cache_dtype = FP8 if config.kv_cache_dtype == "fp8" else spec.dtype
         self.attention = attention_for(
             spec.device,
             num_heads=spec.num_heads,
@@ -92,13 +93,14 @@ class PagedExecutor:
             head_dim=spec.head_dim,
             block_size=config.block_size,
             backend=config.attention_backend,
+            cache_dtype=self.cache_dtype,
         )
         self.block_bytes = block_bytes(
             layers=spec.num_layers,
             block_size=config.block_size,
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
-            dtype=spec.dtype,
+            dtype=self.cache_dtype,
         )
         self._memory: _Memory | None = None
         self._make_stream = make_stream or partial(stream_for, spec.device)
@@ -217,7 +219,7 @@ class PagedExecutor:
             block_size=self.config.block_size,
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
-            dtype=spec.dtype,
+            dtype=self.cache_dtype,
             device=device,
         )
 

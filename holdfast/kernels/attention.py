@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from holdfast.core.config import AttentionBackendName
+from holdfast.kernels.cache import FP8
 from holdfast.kernels.cpu import TorchAttention
 from holdfast.kernels.flash_attention_3 import FlashAttention3, vllm_kernels
 from holdfast.kernels.protocol import Attention, Segments
@@ -33,11 +34,13 @@ def attention_for(
     head_dim: int,
     block_size: int,
     backend: AttentionBackendName = "auto",
+    cache_dtype: torch.dtype | None = None,
 ) -> Attention[Any]:
     """The backend that runs a model of these heads on `device`; by itself our kernels on CUDA, PyTorch on a CPU.
 
+    `cache_dtype` is that of the cache where it is not the model's own: FP8.
     Raises ValueError for heads that do not group, sizes out of range, a device without a backend, or a backend that
-    is not installed or not for the device.
+    is not installed, not for the device or not for the cache.
     """
     if num_kv_heads < 1 or num_heads % num_kv_heads:
         raise ValueError(f"{num_heads} query heads do not divide among {num_kv_heads} KV heads; give a multiple")
@@ -49,6 +52,8 @@ def attention_for(
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"there is no attention for device {device!s}; use cpu or cuda")
     require(backend, device)
+    if backend == "vllm-flash-attn" and cache_dtype == FP8:
+        raise ValueError("attention_backend vllm-flash-attn reads no FP8 cache; choose auto, or kv_cache_dtype auto")
     if device.type == "cpu" or backend == "torch":
         return TorchAttention(
             device=device, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size
@@ -63,6 +68,7 @@ def attention_for(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         block_size=block_size,
+        fp8_cache=cache_dtype == FP8,
     )
     if backend == "vllm-flash-attn":
         kernels = vllm_kernels(device)

@@ -16,7 +16,8 @@ import triton.language as tl
 PROGRAMS_IN, PROGRAMS_OUT = 6, 2
 """As few as fill the bus, each with a whole run on its way, to leave the processors to the model. Reads of the host are
 waited for and writes are not: more programs outwards hold up what the model itself writes."""
-TILE = 16384
+TILE = 32768
+"""Bytes that a program has on their way."""
 WARPS = 8
 
 
@@ -67,6 +68,6 @@ def copy_runs(
         SOURCE_STRIDE=source.stride(1),
         TARGET_STRIDE=target.stride(1),
         RUN=run,
-        TILE=min(TILE, triton.next_power_of_2(run)),
+        TILE=min(TILE // source.element_size(), triton.next_power_of_2(run)),
         num_warps=WARPS,
     )

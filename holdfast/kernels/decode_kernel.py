@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from holdfast.kernels.chain import follow, release
+from holdfast.kernels.fp8_cache import computed_with, factor
 from holdfast.kernels.triton_kernels import LOG2_E
 
 
@@ -86,7 +87,7 @@ def decode_kernel(
 
     follow(CHAINED)
     query_at = query + (batch_token * query_stride_token + head * query_stride_head)[:, None] + dim[None, :]
-    tile = tl.load(query_at, mask=held, other=0.0)
+    tile = computed_with(tl.load(query_at, mask=held, other=0.0), key_cache.dtype.element_ty)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     if sinks is not None:
         # The sink counts once, in the first part of the context.
@@ -108,7 +109,7 @@ def decode_kernel(
             whole = dim < HEAD_DIM
             key = tl.load(key_at[None, :] + dim[:, None], mask=inside[None, :] & whole[:, None], other=0.0)
             value = tl.load(value_at[:, None] + dim[None, :], mask=inside[:, None] & whole[None, :], other=0.0)
-        scores = tl.dot(tile, key, input_precision="ieee")
+        scores = tl.dot(tile, key.to(tile.dtype), input_precision="ieee")
         if HAS_SOFTCAP:
             # scale holds 1 / softcap; tanh(x) = 1 - 2 / (exp(2 x) + 1) is right at both infinities
             scores = 1.0 - 2.0 / (tl.exp2(scores * (scale * 2.0 * LOG2_E)) + 1.0)
@@ -125,7 +126,9 @@ def decode_kernel(
         weights = tl.exp2(scores * unit - base[:, None])
         fade = tl.exp2(top - base)
         total = total * fade + tl.sum(weights, 1)
-        acc = tl.dot(weights.to(value.dtype), value, acc * fade[:, None], input_precision="ieee")
+        acc = tl.dot(
+            weights.to(tile.dtype), factor(value, tile.dtype, last_key), acc * fade[:, None], input_precision="ieee"
+        )
         top = new_top
 
     # A part of the context that lies wholly outside a row's window leaves it empty: its top stays -inf.

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from holdfast.kernels.chain import follow, release
+from holdfast.kernels.fp8_cache import stored
 
 
 @triton.jit
@@ -139,15 +140,15 @@ def rotate_write_kernel(
         key_at = key_cache + block * key_stride_block + offset * key_stride_slot
         key_at = key_at + (key_head * key_stride_head)[:, None] + dim[None, :]
         key_held = held & ((key_head >= 0) & (key_head < NUM_KV_HEADS))[:, None]
-        tl.store(key_at, turned_first.to(key_cache.dtype.element_ty), mask=key_held)
-        tl.store(key_at + HALF, turned_second.to(key_cache.dtype.element_ty), mask=key_held)
+        tl.store(key_at, stored(turned_first, key_cache.dtype.element_ty), mask=key_held)
+        tl.store(key_at + HALF, stored(turned_second, key_cache.dtype.element_ty), mask=key_held)
 
         value_head = key_head - NUM_KV_HEADS
         value_at = value_cache + block * value_stride_block + offset * value_stride_slot
         value_at = value_at + (value_head * value_stride_head)[:, None] + dim[None, :]
         value_held = held & (value_head >= 0)[:, None]
-        tl.store(value_at, first.to(value_cache.dtype.element_ty), mask=value_held)
-        tl.store(value_at + HALF, second.to(value_cache.dtype.element_ty), mask=value_held)
+        tl.store(value_at, stored(first, value_cache.dtype.element_ty), mask=value_held)
+        tl.store(value_at + HALF, stored(second, value_cache.dtype.element_ty), mask=value_held)
 
 
 @triton.jit

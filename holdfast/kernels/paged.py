@@ -66,6 +66,7 @@ class PagedAttention(CapturableAttention[tuple[DeviceTiles, ...]]):
         num_kv_heads: int,
         head_dim: int,
         block_size: int,
+        fp8_cache: bool = False,
     ) -> None:
         self.device = device
         self.num_kv_heads = num_kv_heads
@@ -73,9 +74,11 @@ class PagedAttention(CapturableAttention[tuple[DeviceTiles, ...]]):
         self.head_dim = head_dim
         self.block_d = max(16, triton.next_power_of_2(head_dim))
         self.block_size = block_size
+        self.fp8_cache = fp8_cache
         self.narrow_m = max(16, triton.next_power_of_2(self.group_size))
         self.num_processors = num_processors
-        self.on_hopper = prefill_kernel.supports(device, head_dim=head_dim, block_size=block_size)
+        # Its tensor cores take keys and values as the copy engine brings them; FP8 must become float16 on the way.
+        self.on_hopper = not fp8_cache and prefill_kernel.supports(device, head_dim=head_dim, block_size=block_size)
         wide_m = prefill_kernel.BLOCK_M if self.on_hopper else 256 if self.block_d <= 128 else 128
         self.wide_m = max(wide_m, self.narrow_m)
         self.narrow_target = max(1, num_processors * NARROW_WORK_PER_PROCESSOR // num_kv_heads)
@@ -275,9 +278,9 @@ class PagedAttention(CapturableAttention[tuple[DeviceTiles, ...]]):
         wide = block_m > self.narrow_m
         # With no more programs than two to a processor, each has more on its way.
         few = tokens * self.num_kv_heads <= 2 * self.num_processors
-        block_n = 64 if wide or few else 32
+        block_n = 64 if wide or few or self.fp8_cache else 32
         if self.block_d > 128:
             block_n //= 2
         if item_bytes > 2:  # float32 runs without tensor cores: exact, not fast
             return Launch(block_n=max(16, block_n // 2), num_warps=8, num_stages=1)
-        return Launch(block_n=block_n, num_warps=8 if wide else 4, num_stages=3 if wide else 4)
+        return Launch(block_n=block_n, num_warps=8 if wide else 4, num_stages=3 if wide or self.fp8_cache else 4)

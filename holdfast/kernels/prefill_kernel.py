@@ -397,7 +397,8 @@ def supports(device: torch.device, *, head_dim: int, block_size: int) -> bool:
 
 def takes(query: torch.Tensor, key_cache: torch.Tensor) -> bool:
     """Whether these tensors are of a type and a layout that the copy engine takes."""
-    return query.dtype in (torch.bfloat16, torch.float16) and key_cache.is_contiguous()
+    sixteen_bits = query.dtype in (torch.bfloat16, torch.float16)
+    return sixteen_bits and key_cache.dtype == query.dtype and key_cache.is_contiguous()
 
 
 def attend(

@@ -42,7 +42,7 @@ class Attention(ABC, Generic[Schedule]):
 
     Made once per model by `attention.attention_for`. A step calls `schedule` once, then each layer calls `write` and
     `attend`. Every key of the step is written before it is attended, so a query sees the keys that another segment
-    of its sequence brings in the same step.
+    of its sequence brings in the same step, and in the same precision as those that were there before.
     """
 
     @abstractmethod
@@ -60,6 +60,7 @@ class Attention(ABC, Generic[Schedule]):
     ) -> None:
         """Put new keys and values [T, Hkv, D] into their slots of the caches [num_blocks, block_size, Hkv, D].
 
+        Caches are of the same dtype, or of `cache.FP8`, which numbers are then rounded to.
         slot_mapping is [T] int64; a slot is block * block_size + offset. No slot may occur twice.
         """
 

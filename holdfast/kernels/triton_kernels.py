@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from holdfast.kernels.chain import follow, release
+from holdfast.kernels.fp8_cache import computed_with, stored
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -58,7 +59,7 @@ def _attend_keys(
             key = tl.load(key_at, mask=(dim < HEAD_DIM)[:, None], other=0.0)
         else:
             key = tl.load(key_at)
-        scores = tl.dot(query, key, input_precision="ieee")
+        scores = tl.dot(query, key.to(query.dtype), input_precision="ieee")
         if HAS_SOFTCAP:
             # scale holds 1 / softcap; tanh(x) = 1 - 2 / (exp(2 x) + 1) is right at both infinities
             scores = 1.0 - 2.0 / (tl.exp2(scores * (scale * 2.0 * LOG2_E)) + 1.0)
@@ -82,7 +83,7 @@ def _attend_keys(
             value = tl.load(value_at, mask=(dim < HEAD_DIM)[None, :], other=0.0)
         else:
             value = tl.load(value_at)
-        acc = tl.dot(weights.to(value.dtype), value, acc * fade[:, None], input_precision="ieee")
+        acc = tl.dot(weights.to(query.dtype), value.to(query.dtype), acc * fade[:, None], input_precision="ieee")
         top = new_top
     return acc, top, total
 
@@ -144,7 +145,7 @@ def attend_kernel(
     position = start + token
     batch_token = (first_token + token).to(tl.int64)
     query_at = query + (batch_token * query_stride_token + head * query_stride_head)[:, None] + dim[None, :]
-    tile = tl.load(query_at, mask=held, other=0.0)
+    tile = computed_with(tl.load(query_at, mask=held, other=0.0), key_cache.dtype.element_ty)
 
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     if sinks is not None:
@@ -314,5 +315,7 @@ def write_kernel(
         value_item = tl.load(value + token * value_stride_token + head * value_stride_head + dim, mask=held)
         key_at = key_cache + block * key_cache_stride_block + offset * key_cache_stride_slot
         value_at = value_cache + block * value_cache_stride_block + offset * value_cache_stride_slot
+        key_item = stored(key_item, key_cache.dtype.element_ty)
+        value_item = stored(value_item, value_cache.dtype.element_ty)
         tl.store(key_at + head * key_cache_stride_head + dim, key_item, mask=held)
         tl.store(value_at + head * value_cache_stride_head + dim, value_item, mask=held)

@@ -37,7 +37,7 @@ class ModelSpec:
     """Longest sequence in tokens."""
     eos_token_ids: tuple[int, ...]
     dtype: torch.dtype
-    """Of weights, activations and cache."""
+    """Of weights and activations; of the cache too, unless the engine's configuration says otherwise."""
     device: torch.device
     weight_bytes: int
 

@@ -66,6 +66,7 @@ def test_a_file_does_as_well_and_flags_win(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("max_modl_len: 3", "unknown option max_modl_len; the nearest is max_model_len"),
+        ("kv_cache_dtype: fp4", "kv_cache_dtype: Invalid enum value 'fp4'"),
         ("block_size: many", "block_size: Expected `int`, got `str`"),
         ("- a\n- b", "must hold one option a line"),
         ("a: [", "is not YAML"),
@@ -91,6 +92,8 @@ def test_a_bad_file_is_told_in_one_line(tmp_path: Path, text: str, message: str)
         (["serve", "--host-cache-gb", "lots"], "argument --host-cache-gb: invalid float or auto value: 'lots'"),
         (["serve", "--host-cache-gb", "-1"], "host_cache_gb is -1.0; it must be auto, or at least 0"),
         (["serve", "--dtype", "int4"], "invalid choice: 'int4'"),
+        (["serve", "--kv-cache-dtype", "fp4"], "--kv-cache-dtype: invalid choice: 'fp4' (choose from"),
+        (["chat", "--kv-cache-dtype", "e5m2"], "--kv-cache-dtype: invalid choice: 'e5m2' (choose from"),
         (["serve", "--block-size", "0"], "block_size is 0; it must lie between 1 and 1024"),
         (["serve", "--config", "/no/such/file"], "cannot read /no/such/file"),
         (["sing"], "invalid choice: 'sing'"),

@@ -14,6 +14,7 @@ INFO = messages.EngineInfo(
     model="m",
     device="cpu",
     dtype="float32",
+    cache_dtype="float8_e4m3fn",
     memory=MemoryProfile("a CPU", total=10, weights=1, activations=2, cache=3, block=1),
     num_blocks=3,
     block_size=16,

@@ -301,6 +301,26 @@ def test_a_profile_is_measured_once_and_kept_for_the_next_engine(small):
         build(small(token_budget=None, tbt_target=50, max_model_len=64))
 
 
+def test_a_cache_in_fp8_has_room_for_four_times_the_blocks_and_a_profile_of_its_own(small):
+    (_, plain), (loop, fp8) = (
+        build(small(max_model_len=64, kv_cache_dtype=kind), measure=True) for kind in ("auto", "fp8")
+    )
+    assert (plain.cache_dtype, fp8.dtype, fp8.cache_dtype) == ("float32", "float32", "float8_e4m3fn")
+    assert fp8.num_blocks // 4 == plain.num_blocks
+    profiles = [Profile.load(Path(info.profile)) for info in (plain, fp8)]
+    assert profiles[1].token_bytes * 4 == profiles[0].token_bytes
+    assert all(seconds > 0 for row in profiles[1].cost.attention_seconds for seconds in row)
+    requests = [create_requests(tuple(range(n, n + 30)), temperature=0.0, max_tokens=4)[0] for n in (0, 0)]
+    answers = []
+    for request in requests:  # the second finds what the first has left
+        loop.add(request)
+        answers.append([])
+        while loop.has_work():
+            answers[-1] += [token for output in loop.step() for token in output.tokens]
+    assert answers[0] == answers[1]
+    assert loop.stats().prefix_hits == 16
+
+
 def test_the_scheduler_that_is_chosen_runs(small):
     assert first_step(small(max_model_len=64, steps_in_flight=1, token_budget=32)) == 32
     assert first_step(small(max_model_len=64, steps_in_flight=1, token_budget=32, scheduler="orca")) == 60

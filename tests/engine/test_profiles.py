@@ -42,11 +42,11 @@ def test_each_model_dtype_and_device_has_a_place_of_its_own(tmp_path, monkeypatc
         (directory / "config.json").write_text(json.dumps({"number": number}))
         models.append(directory)
     places = {
-        kept_at(model, dtype, device)
+        kept_at(model, dtype, cache_dtype, device)
         for model in models
-        for dtype in ("float32", "bfloat16")
+        for dtype, cache_dtype in (("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "float8_e4m3fn"))
         for device in ("CPU (x86_64, 1 thread)", "NVIDIA H200")
     }
-    assert len(places) == 8
+    assert len(places) == 12
     assert all(place.parent == tmp_path / "cache" / "holdfast" / "profiles" for place in places)
     assert all(" " not in place.name and "/" not in place.name for place in places)

@@ -1,4 +1,7 @@
-"""Greedy tokens and logits are those of Hugging Face, for native models and for those of the generic route."""
+"""Greedy tokens and logits are those of Hugging Face, for native models and for those of the generic route.
+
+With keys and values in FP8 they are those of Hugging Face over a cache that rounds likewise.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +24,14 @@ from holdfast.models.loader import load
 from holdfast.scheduler.base import Scheduler
 from holdfast.scheduler.policies import StallFree
 from tests.checkpoints import VOCAB, make
+from tests.rounded_cache import cache_for
 
 FAMILIES = ("Llama", "Qwen3", "Mistral", "Qwen2", "GPT2", "Gemma2", "GptOss", "OPT", "Mixtral")
 REQUESTS, LONGEST_PROMPT, GENERATED, BUDGET = 32, 70, 12, 64
 WITH_OPTIONS = ("Gemma2", "GptOss")  # windows, caps and sinks
-ON_CPU = [pytest.param((family, "cpu"), id=family) for family in FAMILIES]
-ON_CUDA = [pytest.param((family, "cuda"), id=f"{family}-cuda", marks=pytest.mark.gpu) for family in FAMILIES]
+CASES = [(family, "auto") for family in FAMILIES] + [(family, "fp8") for family in ("Llama", "Gemma2", "GptOss")]
+ON_CPU = [pytest.param((*case, "cpu"), id="-".join(case)) for case in CASES]
+ON_CUDA = [pytest.param((*case, "cuda"), id="-".join((*case, "cuda")), marks=pytest.mark.gpu) for case in CASES]
 
 
 def test_tokens_stay_the_same_when_memory_is_short(case: Case) -> None:
@@ -47,6 +52,7 @@ class Case:
     """A model, requests for it, Transformers' own module and what it generates for them."""
 
     model: Model
+    kv_cache_dtype: str
     module: Any
     requests: list[Request]
     expected: dict[str, tuple[int, ...]]
@@ -54,7 +60,7 @@ class Case:
 
 @pytest.fixture(scope="module", params=ON_CPU + ON_CUDA)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    family, device = request.param
+    family, kv_cache_dtype, device = request.param
     torch.set_num_threads(1)
     directory: Path = tmp_path_factory.mktemp(family)
     module = make(directory, family).to(device)
@@ -65,9 +71,14 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         wanted = draw.randint(1, GENERATED)
         params = SamplingParams(temperature=0, max_tokens=wanted, ignore_eos=True)
         requests.append(Request(str(number), prompt, params))
-        tokens = module.generate(torch.tensor([prompt], device=device), max_new_tokens=wanted, do_sample=False)
+        tokens = module.generate(
+            torch.tensor([prompt], device=device),
+            max_new_tokens=wanted,
+            do_sample=False,
+            **cache_for(module, kv_cache_dtype),
+        )
         expected[str(number)] = tuple(tokens[0, len(prompt) :].tolist())
-    return Case(load(directory, device=device, dtype="float32"), module, requests, expected)
+    return Case(load(directory, device=device, dtype="float32"), kv_cache_dtype, module, requests, expected)
 
 
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
@@ -77,7 +88,7 @@ def test_greedy_tokens_are_those_of_generate(case: Case, block_size: int, steps_
     assert tokens == case.expected
 
 
-@pytest.mark.parametrize("case", [(family, "cuda") for family in ("Llama", *WITH_OPTIONS)], indirect=True)
+@pytest.mark.parametrize("case", [(family, "auto", "cuda") for family in ("Llama", *WITH_OPTIONS)], indirect=True)
 @pytest.mark.gpu
 def test_attention_by_pytorch_alone_gives_the_same_tokens_without_graphs(case: Case) -> None:
     tokens, _ = run(case, case.model, 16, 2, attention_backend="torch")
@@ -95,8 +106,11 @@ def test_logits_are_those_of_the_whole_sequence(case: Case) -> None:
         generated = case.expected[request.id]
         whole = torch.tensor([request.prompt + generated], device=case.model.spec.device)
         with torch.inference_mode():
-            expected = case.module(whole, use_cache=False).logits[0, len(request.prompt) - 1 : -1]
-        torch.testing.assert_close(torch.stack(logits[request.id]), expected, rtol=0, atol=1e-4)
+            options = {"use_cache": False} | cache_for(case.module, case.kv_cache_dtype)
+            expected = case.module(whole, **options).logits[0, len(request.prompt) - 1 : -1]
+        # What lies in the middle of two numbers of FP8 may go to either, by the order in which sums were taken.
+        atol = 5e-3 if case.kv_cache_dtype == "fp8" else 1e-4
+        torch.testing.assert_close(torch.stack(logits[request.id]), expected, rtol=0, atol=atol)
 
 
 class Watched:
@@ -138,7 +152,11 @@ def run(
 ) -> tuple[dict[str, tuple[int, ...]], list[StepPlan]]:
     """All requests at once through scheduler and loop, once or twice: their tokens, and the plans that were run."""
     config = EngineConfig(
-        block_size=block_size, token_budget=budget, max_sequences=REQUESTS, attention_backend=attention_backend
+        block_size=block_size,
+        token_budget=budget,
+        max_sequences=REQUESTS,
+        attention_backend=attention_backend,
+        kv_cache_dtype=case.kv_cache_dtype,
     )
     executor = WatchedExecutor(model, config)
     blocks = blocks or 2048 // block_size

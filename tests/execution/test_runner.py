@@ -128,6 +128,20 @@ def test_the_memory_profile_adds_up(model: Model) -> None:
     assert "CPU" in profile.device
 
 
+def test_in_fp8_a_block_takes_a_quarter_of_what_it_takes_in_float32(model: Model) -> None:
+    plain, fp8 = (
+        PagedExecutor(model, EngineConfig(max_sequences=4, block_size=4, token_budget=16, kv_cache_dtype=kind))
+        for kind in ("auto", "fp8")
+    )
+    assert fp8.block_bytes * 4 == plain.block_bytes
+    fp8.allocate(8, host_blocks=3)
+    host = fp8.memory.host
+    assert host is not None and host.data.dtype == fp8.memory.cache.data.dtype == torch.float8_e4m3fn
+    assert fp8.memory.cache.data[:, :, 0].nbytes == host.data[:, :, 0].nbytes == fp8.block_bytes
+    for executor in (plain, fp8):
+        executor.close()
+
+
 def test_a_cache_that_holds_no_block_is_refused_with_the_sizes(model: Model) -> None:
     executor = PagedExecutor(model, EngineConfig(max_sequences=4, block_size=16, token_budget=16, cache_gb=1e-6))
     with pytest.raises(MemoryError, match="left for the KV cache and one block takes"):

@@ -1,4 +1,7 @@
-"""Conversations on a real model with two tiers that are far too small: greedy tokens stay those of Hugging Face."""
+"""Conversations on a real model with two tiers that are far too small: greedy tokens stay those of Hugging Face.
+
+Also with keys and values in FP8, where Hugging Face's cache rounds likewise.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,7 @@ from holdfast.scheduler.base import Scheduler
 from holdfast.scheduler.policies import StallFree
 from tests.checkpoints import VOCAB, make
 from tests.late_streams import ForgottenStream, LateStream
+from tests.rounded_cache import cache_for
 
 CONVERSATIONS, TURNS, NEW_TOKENS, GENERATED = 6, 6, 9, 6
 BLOCK_SIZE, BUDGET, ROWS = 4, 24, 4
@@ -34,21 +38,33 @@ class Small:
     """A model and Transformers' own module of it."""
 
     model: Model
+    kv_cache_dtype: str
     module: Any
 
     def expected(self, prompt: tuple[int, ...]) -> tuple[int, ...]:
         tokens = torch.tensor([prompt], device=self.model.spec.device)
         seen = torch.ones_like(tokens)  # otherwise an answer's token 0 would count as padding
-        out = self.module.generate(tokens, attention_mask=seen, max_new_tokens=GENERATED, do_sample=False)
+        out = self.module.generate(
+            tokens,
+            attention_mask=seen,
+            max_new_tokens=GENERATED,
+            do_sample=False,
+            **cache_for(self.module, self.kv_cache_dtype),
+        )
         return tuple(out[0, len(prompt) :].tolist())
 
 
+@pytest.fixture(scope="module", params=["auto", "fp8"])
+def kv_cache_dtype(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def small(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Small:
+def small(request: pytest.FixtureRequest, kv_cache_dtype: str, tmp_path_factory: pytest.TempPathFactory) -> Small:
     torch.set_num_threads(1)
     directory: Path = tmp_path_factory.mktemp("Llama")
     module = make(directory, "Llama").to(request.param)
-    return Small(load(directory, device=request.param, dtype="float32"), module)
+    return Small(load(directory, device=request.param, dtype="float32"), kv_cache_dtype, module)
 
 
 def converse(
@@ -60,7 +76,9 @@ def converse(
     **streams: Any,
 ) -> tuple[list[tuple[tuple[int, ...], tuple[int, ...]]], SchedulerStats]:
     """Conversations that take turns at random, branch and are broken off: each turn's prompt and answer, the stats."""
-    config = EngineConfig(block_size=BLOCK_SIZE, token_budget=BUDGET, max_sequences=ROWS)
+    config = EngineConfig(
+        block_size=BLOCK_SIZE, token_budget=BUDGET, max_sequences=ROWS, kv_cache_dtype=small.kv_cache_dtype
+    )
     executor = PagedExecutor(small.model, config, **streams)
     executor.allocate(device_blocks, HOST_BLOCKS)
     rule = RetentionRule(EVICTIONS[eviction], cost=float, chunk_blocks=2, block_size=BLOCK_SIZE)

@@ -33,10 +33,14 @@ def make_batch(
     head_dim: int = 16,
     block_size: int = 16,
     dtype: torch.dtype = torch.float32,
+    cache_dtype: torch.dtype | None = None,
     device: str = "cpu",
     seed: int = 0,
 ) -> Batch:
-    """A batch of (row, start, stop) segments over blocks that lie in random order in the second layer of a cache."""
+    """A batch of (row, start, stop) segments over blocks that lie in random order in the second layer of a cache.
+
+    With a `cache_dtype` the step's own keys and values are still of `dtype`; the oracle gets them as they are stored.
+    """
     random = np.random.default_rng(seed)
     noise = torch.Generator().manual_seed(seed)
 
@@ -48,22 +52,25 @@ def make_batch(
     num_blocks = sum(needed.values()) + 3
     free = random.permutation(num_blocks).tolist()
     tables = torch.full((max(lengths) + 2, max(needed.values()) + 2), num_blocks + 10**6, dtype=torch.int32)
-    cache = torch.full((3, 2, num_blocks, block_size, kv_heads, head_dim), torch.nan, dtype=dtype)
+    cache_dtype = cache_dtype or dtype
+    cache = torch.full((3, 2, num_blocks, block_size, kv_heads, head_dim), torch.nan).to(cache_dtype)
     key_cache, value_cache = cache[1]
     contexts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    exact: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     slots: dict[int, torch.Tensor] = {}
     for row, length in lengths.items():
         blocks = torch.tensor([free.pop() for _ in range(needed[row])])
         tables[row, : len(blocks)] = blocks.int()
         position = torch.arange(length)
         slots[row] = blocks[position // block_size] * block_size + position % block_size
-        contexts[row] = normal(length, kv_heads, head_dim), normal(length, kv_heads, head_dim)
+        exact[row] = normal(length, kv_heads, head_dim), normal(length, kv_heads, head_dim)
+        contexts[row] = tuple(numbers.to(cache_dtype).to(dtype) for numbers in exact[row])
         written = torch.ones(length, dtype=torch.bool)
         for other, start, stop in segments:
             if other == row:
                 written[start:stop] = False
         for place, context in zip((key_cache, value_cache), contexts[row], strict=True):
-            place.view(-1, kv_heads, head_dim)[slots[row][written]] = context[written]
+            place.view(-1, kv_heads, head_dim)[slots[row][written]] = context[written].to(cache_dtype)
     starts = np.cumsum([0] + [stop - start for _, start, stop in segments])
     cache = cache.to(device)
     return Batch(
@@ -73,8 +80,8 @@ def make_batch(
             row=np.array([row for row, _, _ in segments], np.int32),
         ),
         query=normal(int(starts[-1]), heads, head_dim).to(device),
-        key=torch.cat([contexts[row][0][start:stop] for row, start, stop in segments]).to(device),
-        value=torch.cat([contexts[row][1][start:stop] for row, start, stop in segments]).to(device),
+        key=torch.cat([exact[row][0][start:stop] for row, start, stop in segments]).to(device),
+        value=torch.cat([exact[row][1][start:stop] for row, start, stop in segments]).to(device),
         key_cache=cache[1, 0],
         value_cache=cache[1, 1],
         block_tables=tables.to(device),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from holdfast.kernels.cache import KVCache, block_bytes, copy_blocks
+from holdfast.kernels.cache import FP8, KVCache, block_bytes, copy_blocks
 from holdfast.kernels.copies import PROGRAMS_IN, copy_runs
 
 
@@ -29,15 +29,17 @@ def test_a_layer_is_a_view_of_keys_and_values() -> None:
 
 
 def test_block_bytes_is_the_memory_of_one_block() -> None:
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in (torch.float32, torch.bfloat16, FP8):
         size = block_bytes(layers=3, block_size=4, num_kv_heads=2, head_dim=8, dtype=dtype)
         assert size * 6 == make_cache(dtype=dtype).data.nbytes
 
 
-def test_blocks_move_between_caches_in_every_layer() -> None:
-    device, host = make_cache(6), make_cache(9)
+@pytest.mark.parametrize("dtype", [torch.float32, FP8])
+def test_blocks_move_between_caches_in_every_layer(dtype: torch.dtype) -> None:
+    device, host = make_cache(6, dtype), make_cache(9, dtype)
     before = host.data.clone()
     copy_blocks(device, torch.tensor([4, 0]), host, torch.tensor([8, 2]))
+    before, device, host = before.float(), KVCache(device.data.float()), KVCache(host.data.float())
     assert torch.equal(host.data[:, :, 8], device.data[:, :, 4])
     assert torch.equal(host.data[:, :, 2], device.data[:, :, 0])
     others = [block for block in range(9) if block not in (8, 2)]
@@ -53,14 +55,14 @@ def test_a_copy_of_one_layer_leaves_the_others() -> None:
 
 
 @pytest.mark.parametrize("blocks", [[4], [5, 0, 2, 1]])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FP8])
 def test_the_kernel_copies_what_the_plain_copy_does(blocks: list[int], dtype: torch.dtype, device: str) -> None:
     source, target, expected = make_cache(6, dtype), make_cache(9, dtype), make_cache(9, dtype)
     places = torch.tensor([8, 3, 0, 6][: len(blocks)])
     copy_blocks(source, torch.tensor(blocks), expected, places)
     data = target.data.to(device)
     copy_runs(source.data.to(device), torch.tensor(blocks, device=device), data, places.to(device))
-    assert torch.equal(data.cpu(), expected.data)
+    assert torch.equal(data.cpu().view(torch.uint8), expected.data.view(torch.uint8))
 
 
 def test_the_kernel_copies_more_runs_than_it_has_programs(device: str) -> None:

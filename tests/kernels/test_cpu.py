@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from holdfast.kernels import cpu
 from holdfast.kernels.attention import attention_for
+from holdfast.kernels.cache import FP8, LARGEST, write_slots
 
 
 def attend(batch: Batch, **options: object) -> torch.Tensor:
@@ -54,6 +55,7 @@ def segment_lists(draw: st.DrawFn) -> list[tuple[int, int, int]]:
     block_size=st.sampled_from([1, 5, 16]),
     window=st.sampled_from([None, None, 1, 7, 33]),
     softcap=st.sampled_from([None, None, 5.0]),
+    cache_dtype=st.sampled_from([None, FP8]),
     with_sinks=st.booleans(),
     tile_rows=st.sampled_from([8, cpu.TILE_ROWS]),
     kept_mask=st.sampled_from([500, cpu.KEPT_MASK]),
@@ -67,12 +69,21 @@ def test_equals_the_oracle(
     block_size: int,
     window: int | None,
     softcap: float | None,
+    cache_dtype: torch.dtype | None,
     with_sinks: bool,
     tile_rows: int,
     kept_mask: int,
     seed: int,
 ) -> None:
-    batch = make_batch(segments, heads=heads[0], kv_heads=heads[1], head_dim=head_dim, block_size=block_size, seed=seed)
+    batch = make_batch(
+        segments,
+        heads=heads[0],
+        kv_heads=heads[1],
+        head_dim=head_dim,
+        block_size=block_size,
+        cache_dtype=cache_dtype,
+        seed=seed,
+    )
     sinks = torch.randn(heads[0], generator=torch.Generator().manual_seed(seed)) if with_sinks else None
     options = {"scale": head_dim**-0.5, "window": window, "softcap": softcap, "sinks": sinks}
     with pytest.MonkeyPatch.context() as patch:
@@ -91,6 +102,22 @@ def test_half_precision_stays_within_one_percent(dtype: torch.dtype, softcap: fl
     expected = oracle(batch, scale=0.125, softcap=softcap)
     assert found.dtype == dtype
     assert (found.double() - expected).norm() < 0.01 * expected.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_number_of_fp8_is_read_exactly(dtype: torch.dtype) -> None:
+    numbers = torch.arange(256, dtype=torch.uint8).view(FP8)
+    finite = ~numbers.float().isnan()
+    assert torch.equal(cpu.as_computed(numbers, dtype)[finite], numbers.to(dtype)[finite])
+
+
+def test_what_is_too_large_for_fp8_becomes_its_largest_number() -> None:
+    key = torch.tensor([[[449.0, -1e30, 0.3, 2.0**-10]]])
+    caches = [torch.zeros(2, 1, 1, 4).to(FP8) for _ in range(2)]
+    write_slots(key, -key, *caches, torch.tensor([1]))
+    expected = torch.tensor([LARGEST, -LARGEST, 0.3125, 0.0])
+    assert torch.equal(caches[0][1, 0, 0].float(), expected)
+    assert torch.equal(caches[1][1, 0, 0].float(), -expected)
 
 
 def test_many_decodes_of_mixed_context_go_in_groups_of_alike_context() -> None:

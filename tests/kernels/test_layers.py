@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from holdfast.kernels import fused_layers
+from holdfast.kernels.cache import FP8
 from holdfast.kernels.fused_layers import FusedLayerOps
 from holdfast.kernels.layers import LayerOps, LayerShape, layer_ops_for
 
@@ -158,6 +159,18 @@ def test_rotation_with_the_cache_write(
     written = ~exact.isnan()
     assert torch.equal(~data.isnan(), written)
     assert_near(data[written], exact[written])
+
+
+def test_an_fp8_cache_gets_what_another_gets_rounded(device: str) -> None:
+    ops = FusedLayerOps(shape_of(device))
+    qkv = drawn(7, 128, device=device, spread=3)
+    positions, slots = torch.arange(7, device=device), torch.arange(7, device=device)
+    exact = torch.zeros(2, 4, 2, 2, 16, device=device)
+    found = exact.to(FP8)
+    for data in (exact, found):
+        ops.rotate_and_write(qkv, ops.rotation(positions), None, None, (data[0], data[1]), slots)
+    assert torch.equal(found.float(), exact.to(FP8).float())
+    assert found.float().abs().max() > 4
 
 
 def test_padding_is_not_written(device: str) -> None:

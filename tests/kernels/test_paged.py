@@ -8,6 +8,7 @@ import torch
 from attention_oracle import Batch, make_batch, oracle
 
 from holdfast.kernels.attention import attention_for
+from holdfast.kernels.cache import FP8, LARGEST
 from holdfast.kernels.paged import DeviceTiles, PagedAttention
 from holdfast.kernels.tiles import FIELDS
 
@@ -20,6 +21,7 @@ def make_attention(batch: Batch, num_processors: int = 4) -> PagedAttention:
         num_kv_heads=batch.key.shape[1],
         head_dim=batch.query.shape[2],
         block_size=batch.key_cache.shape[1],
+        fp8_cache=batch.key_cache.dtype == FP8,
     )
 
 
@@ -63,6 +65,31 @@ def test_softcap_and_sinks(softcap: float | None, device: str) -> None:
     batch = make_batch(MIXED, device=device, block_size=5)
     options = {"scale": 0.25, "softcap": softcap, "sinks": torch.linspace(-2, 3, 4, device=device)}
     assert_exact(attend(batch, **options), oracle(batch, **options))
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 7}, {"softcap": 3.0}])
+@pytest.mark.parametrize(("head_dim", "block_size"), [(16, 16), (40, 5)])
+def test_keys_and_values_in_fp8(head_dim: int, block_size: int, options: dict[str, float], device: str) -> None:
+    batch = make_batch(MIXED, head_dim=head_dim, block_size=block_size, cache_dtype=FP8, device=device)
+    options = {"scale": 0.25, "sinks": torch.linspace(-2, 3, 4, device=device), **options}
+    assert_exact(attend(batch, **options), oracle(batch, **options))
+
+
+def test_a_half_precision_query_meets_fp8(device: str) -> None:
+    batch = make_batch(MIXED, dtype=torch.bfloat16, cache_dtype=FP8, device=device)
+    found, expected = attend(batch, scale=0.25), oracle(batch, scale=0.25)
+    assert found.dtype == torch.bfloat16
+    assert (found.double().cpu() - expected).norm() < 5e-3 * expected.norm()
+
+
+def test_fp8_is_rounded_to_the_nearest_as_on_a_cpu(device: str) -> None:
+    batch = make_batch([(0, 0, 48)], cache_dtype=FP8, device=device)
+    spread = torch.exp2(torch.linspace(-13, 10, 48, device=device))[:, None, None]
+    ties = torch.arange(48 * 2 * 16, device=device).view(48, 2, 16) / 2**10 + 1 / 2**11
+    for key in (batch.key * spread, ties, -ties * 2**9):
+        make_attention(batch).write(key, batch.value, batch.key_cache, batch.value_cache, batch.slot_mapping)
+        expected = key.cpu().clamp(-LARGEST, LARGEST).to(FP8)
+        assert torch.equal(batch.key_cache.float().flatten(0, 1)[batch.slot_mapping].cpu(), expected.float())
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 100}, {"sinks": True}])
@@ -154,6 +181,29 @@ def test_compiled_kernels_stay_within_the_precision_of_the_type(
     error = (found.double().cpu() - expected).norm() / expected.norm()
     assert error < (1e-5 if dtype == torch.float32 else 1e-2)
     assert found.dtype == dtype
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("dtype", "heads", "kv_heads", "head_dim"),
+    [
+        (torch.bfloat16, 32, 8, 128),
+        (torch.bfloat16, 14, 2, 64),
+        (torch.bfloat16, 14, 2, 80),
+        (torch.float16, 16, 4, 256),
+        (torch.float32, 14, 2, 64),
+    ],
+)
+@pytest.mark.parametrize("options", [{}, {"window": 100}, {"softcap": 30.0}])
+def test_compiled_kernels_read_fp8(
+    dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, options: dict[str, object]
+) -> None:
+    segments = [(0, 0, 517), (1, 1999, 2000), (2, 300, 333), (3, 0, 1), (4, 0, 64), (4, 200, 264), (5, 900, 901)]
+    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+    batch = make_batch(segments, dtype=dtype, cache_dtype=FP8, device="cuda", **sizes)
+    found = attend(batch, num_processors=132, scale=head_dim**-0.5, **options)
+    expected = oracle(batch, scale=head_dim**-0.5, **options)
+    assert (found.double().cpu() - expected).norm() < (1e-5 if dtype == torch.float32 else 1e-2) * expected.norm()
 
 
 @pytest.mark.gpu

@@ -22,7 +22,7 @@ import torch
 import triton
 
 from holdfast.kernels.attention import attention_for
-from holdfast.kernels.cache import FP8
+from holdfast.kernels.fp8 import FP8
 from holdfast.kernels.protocol import Segments
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 16

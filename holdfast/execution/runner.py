@@ -21,7 +21,8 @@ from holdfast.execution.batch import Batch, PackedStep, StagedStep
 from holdfast.execution.graphs import GraphSizes, StepGraphs
 from holdfast.execution.transfer import CopyStream, LayerCache, Transfers, stream_for
 from holdfast.kernels.attention import attention_for
-from holdfast.kernels.cache import FP8, KVCache, block_bytes
+from holdfast.kernels.cache import KVCache, block_bytes
+from holdfast.kernels.fp8 import FP8
 from holdfast.kernels.protocol import CapturableAttention
 from holdfast.kernels.sampling import sample
 from holdfast.models.base import CapturableModel, Model, StepInput

@@ -14,9 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-FP8 = torch.float8_e4m3fn
-LARGEST = 448.0
-"""The largest finite number of FP8."""
+from holdfast.kernels.fp8 import FP8, LARGEST
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional
 
-from holdfast.kernels.cache import FP8, write_slots
+from holdfast.kernels.cache import write_slots
+from holdfast.kernels.fp8 import FP8
 from holdfast.kernels.protocol import Attention, Segments
 
 # A tile takes at most this many query rows (tokens times heads that share a KV head). Tiles bound the score mask and

@@ -1,4 +1,4 @@
-"""Weights in FP8 (e4m3), one scale for each output; activations in FP8, one scale for each token. By PyTorch alone."""
+"""FP8 (e4m3), and weights in it, one scale for each output. By PyTorch alone."""
 
 from __future__ import annotations
 

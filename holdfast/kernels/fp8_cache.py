@@ -7,9 +7,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from holdfast.kernels import cache
+from holdfast.kernels import fp8
 
-LARGEST = tl.constexpr(cache.LARGEST)
+LARGEST = tl.constexpr(fp8.LARGEST)
 LEAST_NORMAL = tl.constexpr(2.0**-6)
 """From here on numbers have 3 bits of fraction; below, they are multiples of 2^-9."""
 UNIT = tl.constexpr(1.5 * 2.0**14)

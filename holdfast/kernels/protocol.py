@@ -60,7 +60,7 @@ class Attention(ABC, Generic[Schedule]):
     ) -> None:
         """Put new keys and values [T, Hkv, D] into their slots of the caches [num_blocks, block_size, Hkv, D].
 
-        Caches are of the same dtype, or of `cache.FP8`, which numbers are then rounded to.
+        Caches are of the same dtype, or of `fp8.FP8`, which numbers are then rounded to.
         slot_mapping is [T] int64; a slot is block * block_size + offset. No slot may occur twice.
         """
 

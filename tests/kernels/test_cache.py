@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from holdfast.kernels.cache import FP8, KVCache, block_bytes, copy_blocks
+from holdfast.kernels.cache import KVCache, block_bytes, copy_blocks
 from holdfast.kernels.copies import PROGRAMS_IN, copy_runs
+from holdfast.kernels.fp8 import FP8
 
 
 def make_cache(num_blocks: int = 6, dtype: torch.dtype = torch.float32) -> KVCache:

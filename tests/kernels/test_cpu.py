@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from holdfast.kernels import cpu
 from holdfast.kernels.attention import attention_for
-from holdfast.kernels.cache import FP8, LARGEST, write_slots
+from holdfast.kernels.cache import write_slots
+from holdfast.kernels.fp8 import FP8, LARGEST
 
 
 def attend(batch: Batch, **options: object) -> torch.Tensor:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from holdfast.kernels import fused_layers
-from holdfast.kernels.cache import FP8
+from holdfast.kernels.fp8 import FP8
 from holdfast.kernels.fused_layers import FusedLayerOps
 from holdfast.kernels.layers import LayerOps, LayerShape, layer_ops_for
 

@@ -8,7 +8,7 @@ import torch
 from attention_oracle import Batch, make_batch, oracle
 
 from holdfast.kernels.attention import attention_for
-from holdfast.kernels.cache import FP8, LARGEST
+from holdfast.kernels.fp8 import FP8, LARGEST
 from holdfast.kernels.paged import DeviceTiles, PagedAttention
 from holdfast.kernels.tiles import FIELDS
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from array import array
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from holdfast.core.types import BlockCopy
+from holdfast.memory.chains import Chains
 from holdfast.memory.retention import Retention, RetentionRule, Victims
 from holdfast.memory.tiers import HostPool
 
@@ -30,17 +30,6 @@ class StateIdentity:
             digest.update(struct.pack("<Q", len(encoded)))
             digest.update(encoded)
         return digest.digest()
-
-
-def chain_digests(parent: bytes, tokens: Sequence[int], block_size: int) -> list[bytes]:
-    """What identifies each full block: SHA-256 of the digest before it and its tokens as 32-bit numbers."""
-    if len(tokens) == block_size:  # most often: a decode has filled it
-        return [hashlib.sha256(parent + array("I", tokens)).digest()]
-    data, width, digests = array("I", tokens).tobytes(), 4 * block_size, []
-    for start in range(0, len(data), width):
-        parent = hashlib.sha256(parent + data[start : start + width]).digest()
-        digests.append(parent)
-    return digests
 
 
 class BlockPool:
@@ -77,6 +66,7 @@ class BlockPool:
         self.block_size = block_size
         self.rule = rule or RetentionRule(block_size=block_size)
         self.host = HostPool(host_blocks, self.rule) if host_blocks else None
+        self.chains = Chains(block_size, 2 * (num_blocks + host_blocks))
         self.now = 0.0
         """Time of what happens next, in seconds; the scheduler's to set."""
         self.swapped_in = 0

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from holdfast.core.types import BlockCopy
-from holdfast.memory.blocks import BlockPool, chain_digests
+from holdfast.memory.blocks import BlockPool
+from holdfast.memory.chains import chain_digests
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,9 +171,10 @@ class Residency:
 
     def _hash(self, count: int, tokens: Sequence[int]) -> None:
         """Know the digests of the first `count` blocks, all full; the chain is kept, so each block is hashed once."""
-        digests, known = self._digests, len(self._digests)
-        if known < count:
-            size = self._pool.block_size
-            parent = digests[-1] if digests else self._root
-            assert parent is not None
-            digests.extend(chain_digests(parent, tokens[known * size : count * size], size))
+        digests, known, pool = self._digests, len(self._digests), self._pool
+        size = pool.block_size
+        if not known and count:
+            assert self._root is not None
+            digests += pool.chains.digests(self._root, tokens[: count * size])
+        elif known < count:
+            digests += chain_digests(digests[-1], tokens[known * size : count * size], size)

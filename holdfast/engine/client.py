@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import Any
 
 from holdfast.core.config import EngineConfig
@@ -192,7 +193,7 @@ class EngineClient:
         """
         request = Request(
             id=request_id or uuid.uuid4().hex,
-            prompt=tuple(prompt) if set(map(type, prompt)) == {int} else tuple(map(int, prompt)),
+            prompt=tuple(map(index, prompt)),
             params=params,
             priority=priority,
             tenant=tenant,

@@ -52,11 +52,15 @@ def fig10(options: argparse.Namespace) -> dict[str, Any]:
 def fig14(options: argparse.Namespace) -> dict[str, Any]:
     """Retention value against other orders: what is computed again, and the hits."""
     rows: dict[str, Any] = {}
-    for eviction in ("retention", "lru", "lru-conversation", "tail-first"):
-        for rate in options.rates:
-            changed = argparse.Namespace(**vars(options) | dict(rate=rate))
-            row = play(changed, eviction, options.device, options.host, True)
-            rows.setdefault(eviction, []).append(dict(rate=rate, **row))
+    for rate in options.rates:
+        for eviction in ("retention", "lru", "lru-conversation", "tail-first"):
+            runs = []
+            for seed in range(options.seed, options.seed + options.seeds):
+                changed = argparse.Namespace(**vars(options) | dict(rate=rate, seed=seed))
+                runs.append(play(changed, eviction, options.device, options.host, True))
+            mean = {name: round(sum(run[name] for run in runs) / len(runs), 4) for name in runs[0]}
+            rows.setdefault(eviction, []).append(dict(rate=rate, **mean, runs=runs))
+            print(eviction, rate, json.dumps(mean), flush=True)
     return rows
 
 
@@ -101,6 +105,7 @@ def main() -> None:
     parser.add_argument("--thinks", type=float, nargs="+", default=[60.0, 120.0, 300.0, 600.0])
     parser.add_argument("--measured", type=Path, nargs="+", default=[], help="JSON of multiturn.py")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--seeds", type=int, default=1, help="runs of figure 14 with seeds of their own, averaged")
     parser.add_argument("--name", default="", help="of the files, beside the figure's")
     options = parser.parse_args()
     rows = dict(fig10=fig10, fig14=fig14, fig15=fig15)[options.which](options)

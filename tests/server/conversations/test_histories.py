@@ -51,6 +51,7 @@ from holdfast.server.config import ServerConfig
 from holdfast.server.conversations import keeper as keeper_module
 from holdfast.server.conversations import schema
 from holdfast.server.conversations.keeper import Keeper
+from holdfast.server.conversations.prompt import Prompt
 from holdfast.server.conversations.protocol import ResponseRequest, new_id, new_item
 from holdfast.server.conversations.service import RUNNING, Background, Responses, Writing
 from holdfast.server.conversations.store import Store
@@ -572,6 +573,19 @@ class Histories(RuleBasedStateMachine):
             entries.append((output["id"], "assistant", talk.answer))
         if wanted.store or talk.conversation is not None:
             self.stored[talk.id] = talk
+            self._see_what_was_known(talk.id, prompt)
+
+    def _see_what_was_known(self, id: str, prompt: Prompt) -> None:
+        """A prompt that goes on as its parent ended takes all of the parent's tokens from the store, not some."""
+        rows = self._rows()
+        parent = rows.get(rows[id].parent) if id in rows else None
+        if parent is None:  # it begins a chain, or was pruned meanwhile
+            return
+        text, border = self.client.text, parent.characters
+        before, after = prompt.text[:border], prompt.text[border:]
+        goes_on = text.digest(before) == parent.digest and text.encode_after(before, after) is not None
+        assert prompt.known == (parent.start + len(parent.tokens) // 4 if goes_on else 0), "stored tokens were not used"
+        self.seen["prompts from all of a parent's tokens"] += goes_on
 
     def _rows(self) -> dict[str, Row[Any]]:
         """All turns that the store holds, seen or not, by id."""
@@ -649,6 +663,7 @@ OFTEN = {
     "turns with cached tokens": 150,
     "prompts cached as far as can be": 10,
     "prompts from stored tokens": 100,
+    "prompts from all of a parent's tokens": 50,
     "branches": 20,
     "holes": 20,
     "several holes of one sequence": 5,

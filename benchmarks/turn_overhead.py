@@ -16,7 +16,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import AsyncGenerator, Sequence
-from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +70,8 @@ class Instant:
         """One delta with the whole answer, once every step for it is planned."""
         self.asked = time.perf_counter()
         now = time.monotonic()
-        tokens = tuple(map(index, prompt))
         limited = SamplingParams(temperature=0.0, max_tokens=len(self.answer), ignore_eos=True)
-        request = Request(f"{now}", tokens, limited, tenant=tenant, arrival=now)
+        request = Request(f"{now}", tuple(prompt), limited, tenant=tenant, arrival=now)
         check(request, self.info)
         submit = decode_to_engine(encode(Submit(request)))
         assert isinstance(submit, Submit)

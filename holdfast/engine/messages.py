@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from array import array
 from dataclasses import dataclass, replace
 
@@ -136,7 +137,10 @@ class Submitted(Message, tag="submit"):
 
     def submit(self) -> Submit:
         """The message as it was meant. Raises ValueError for part of a number."""
-        return Submit(replace(self.request, prompt=tuple(array("I", self.prompt))))
+        data = self.prompt
+        if len(data) % 4:
+            raise ValueError(f"a prompt of {len(data)} bytes, which is no whole number of tokens")
+        return Submit(replace(self.request, prompt=struct.unpack(f"={len(data) // 4}I", data)))
 
 
 ToEngine = Start | Submit | Abort | Ask | Shutdown

@@ -113,7 +113,8 @@ class Queue:
 
     def remove(self, block: int) -> Bounds:
         """Let a block go; what it went by."""
-        return self._row.pop(block) if block in self._row else self._late.pop(block)
+        bounds = self._row.pop(block, None)
+        return self._late.pop(block) if bounds is None else bounds
 
     def first(self) -> Bounds:
         """Of what goes first; there must be one."""
@@ -197,6 +198,13 @@ class Retention:
     def remove(self, block: int) -> None:
         """Let a block go that is in use again."""
         self._queues[self._class_of.pop(block)].remove(block)
+
+    def discard(self, block: int) -> bool:
+        """Let a block go, if it is here; whether it was."""
+        number = self._class_of.pop(block, None)
+        if number is not None:
+            self._queues[number].remove(block)
+        return number is not None
 
     def victims(self, now: float) -> Victims:
         """All blocks, the lowest value first. Nothing may be added or removed meanwhile but by taking from it."""

@@ -1,7 +1,7 @@
 """`multiturn.py`'s conversations through the engine's own scheduler and memory, on a clock fitted to measured steps.
 
 usage: python benchmarks/multiturn_modelled.py --rates 24 28 [--modes tiers] [--warm 10] [--until 45] [--set name=value]
-           [--join-every 3] [--even-attention]
+           [--join-every 3] [--even-attention] [--json FILE]
 
 No model runs. The step times are those of a Llama-3-8B shape on one H200 as `multiturn.py --steps` recorded them on
 2026-11-21 (docs/speed-notes.md), with 7,629 blocks on the device and 15,258 on the host (16 and 32 GB). Two changes may
@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -97,8 +99,10 @@ def main() -> None:
     parser.add_argument("--join-every", type=int, default=1, help="steps")
     parser.add_argument("--even-attention", action="store_true")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="an engine option")
+    parser.add_argument("--json", type=Path, help="for `pensieve_figures.py fig10 --measured`")
     arguments = parser.parse_args()
     options: dict[str, Any] = {}
+    results: list[dict[str, Any]] = []
     for pair in arguments.set:
         name, _, value = pair.partition("=")
         options[name] = json.loads(value) if value[:1] in "0123456789tfn" else value
@@ -123,7 +127,11 @@ def main() -> None:
                 sleep=lambda seconds, clock=clock: clock.advance_to(clock.now + max(1e-6, seconds)),
                 info=SimpleNamespace(vocab_size=VOCABULARY, max_model_len=LONGEST),  # type: ignore[arg-type]
             )  # fmt: skip
-            print("MODELLED " + json.dumps(dict(mode=mode, rate=rate) | row), flush=True)
+            results.append(dict(mode=mode, rate=rate) | row)
+            print("MODELLED " + json.dumps(results[-1]), flush=True)
+            if arguments.json:
+                about = dict(modelled=True, command=" ".join(["multiturn_modelled.py", *sys.argv[1:]]))
+                arguments.json.write_text(json.dumps(dict(about=about, results=results), indent=1))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@ usage: python benchmarks/pensieve_figures.py fig10|fig14|fig15 [--out DIR] [opti
        python benchmarks/pensieve_figures.py fig10 --measured multiturn.json … [--out DIR]
 
 Without `--measured` steps take the time that eviction.py's model of an 8B model on one H200 gives them; scheduler,
-memory and every decision are the engine's own. `--measured` takes the JSON of multiturn.py. Writes numbers and plot.
+memory and every decision are the engine's own. `--measured` takes the JSON of multiturn.py, or that of
+multiturn_modelled.py, whose figure is called modelled. Writes numbers and plot.
 """
 
 from __future__ import annotations
@@ -109,14 +110,15 @@ def main() -> None:
     parser.add_argument("--name", default="", help="of the files, beside the figure's")
     options = parser.parse_args()
     rows = dict(fig10=fig10, fig14=fig14, fig15=fig15)[options.which](options)
-    how = "measured" if options.measured else "modelled"
+    read = [json.loads(path.read_text())["about"] for path in options.measured]
+    how = "measured" if read and not any(about.get("modelled") for about in read) else "modelled"
     stem = "-".join(filter(None, (f"pensieve-{options.which}-{how}", options.name)))
     about = vars(options) | dict(out="", measured=[path.name for path in options.measured])
     (options.out / f"{stem}.json").write_text(json.dumps(dict(about=about, rows=rows), indent=1))
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     draw(options.which, rows, list(axes))
     if options.measured:
-        title = f"{options.which}, measured: {', '.join(path.name for path in options.measured)}"
+        title = f"{options.which}, {how}: {', '.join(path.name for path in options.measured)}"
     else:
         title = (
             f"{options.which}, modelled: {options.conversations} conversations, {options.device:,} tokens on the "

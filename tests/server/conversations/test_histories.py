@@ -28,6 +28,7 @@ from typing import Any, ClassVar
 from unittest.mock import patch
 
 import msgspec
+import pytest
 import torch
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
@@ -67,6 +68,8 @@ LONGEST, ROWS = 240, 4
 FAST = Path("/dev/shm")
 """Where a commit need not wait for a disk."""
 MOST_UNDER_WAY = 6
+MOST_STEPS = 2000
+"""Far more than it takes to end all that can be under way."""
 TIE = 1e-3
 """Logits closer than this are equal: sums are taken in another order here than there."""
 TEMPLATE = "{% for m in messages %}[{{ m.role[0] }}]{{ m.content }}{% endfor %}[a]"
@@ -436,10 +439,13 @@ class Histories(RuleBasedStateMachine):
         self.runner.run(self._work(count))
 
     async def _work(self, count: int) -> None:
-        while count and self.engine.step():
+        for _ in range(MOST_STEPS):
+            if not count or not self.engine.step():
+                return
             count -= 1
             self.scheduler.check()
             await self._settle()
+        raise AssertionError(f"what is under way has come to no end in {MOST_STEPS} steps")
 
     @event(8)
     def finish(self) -> None:
@@ -687,6 +693,7 @@ OFTEN = {
 """What all histories together must come to, and at least how often."""
 
 
+@pytest.mark.timeout(1800)  # half a minute of work, which takes ten times that beside ten others
 def test_whatever_happens_each_answer_is_that_of_a_model_without_any_cache() -> None:
     Histories.seen.clear()
     first = random.randrange(1 << 32) if HISTORIES else 0

@@ -1,7 +1,8 @@
 """What each eviction order computes again, on conversations with think time: the scheduler alone, on a modelled clock.
 
 Every line runs the same conversations through the same scheduler; steps take the time that a model of linear layers and
-attention gives (by default of an 8B model on one H200). After Pensieve, figures 10 and 14.
+attention gives (by default of an 8B model on one H200). After Pensieve, figures 10 and 14; `--opt` takes the set-up of
+its §6.1 and §6.6: OPT-13B on one A100, conversations as ShareGPT's in number and lengths of turns, 60 s of thought.
 """
 
 import argparse
@@ -22,7 +23,15 @@ from holdfast.scheduler.policies import StallFree
 
 BASE, TOKEN, PAIR = 5e-3, 28e-6, 1.7e-9
 """Seconds of a step, of each of its tokens, and of each pair of a query and a position that it attends to."""
+DECODE = 0.0
+"""Seconds of each position that a decode attends to, beside the pair."""
 CHUNK, BLOCK = 32, 16
+
+OPT = dict(
+    # 13e9 weights of 2 bytes over 1.5 TB/s, 2 operations each at 156 TFLOP/s; in attention 4 operations by 5,120
+    # dimensions by 40 layers; 819,200 bytes of keys and values a position, of which 40 GB and 200 GB hold so many.
+    base=17.3e-3, token=0.167e-3, pair=5.3e-9, decode=0.55e-6, device=48_828, host=244_140, think=60.0, sharegpt=True,
+)  # fmt: skip
 
 
 @dataclass
@@ -37,6 +46,9 @@ class Conversation:
 
 def conversations(options: argparse.Namespace) -> Iterator[tuple[float, Conversation]]:
     """Arrivals; turns of (new tokens, answered tokens, seconds of thought after them)."""
+    if options.sharegpt:
+        yield from sharegpt(options)
+        return
     draw, now = random.Random(options.seed), 0.0
     for number in range(options.conversations):
         now += draw.expovariate(options.rate)
@@ -58,15 +70,37 @@ def conversations(options: argparse.Namespace) -> Iterator[tuple[float, Conversa
         )
 
 
-def seconds(plan: StepPlan) -> float:
+def sharegpt(options: argparse.Namespace) -> Iterator[tuple[float, Conversation]]:
+    """Conversations with the means of ShareGPT (Pensieve, Table 2) and the spread of `multiturn.py`'s."""
+    draw, now = random.Random(options.seed), 0.0
+
+    def length(mean: float, sigma: float, most: int) -> int:
+        return max(4, min(most, round(draw.lognormvariate(math.log(mean) - sigma * sigma / 2, sigma))))
+
+    for number in range(options.conversations):
+        now += draw.expovariate(options.rate)
+        count = min(40, 1 + int(math.log(1 - draw.random()) / math.log(1 - 1 / 5.56)))
+        turns = [
+            (length(37.77, 1.0, 2048), length(204.58, 0.8, 1024), draw.expovariate(1 / options.think))
+            for _ in range(count)
+        ]
+        yield now, Conversation(number, turns)
+
+
+def seconds(plan: StepPlan, options: argparse.Namespace) -> float:
     """What a step takes."""
     pairs = sum((segment.stop - segment.start) * (segment.start + segment.stop) / 2 for segment in plan.segments)
-    return BASE + TOKEN * plan.num_tokens + PAIR * pairs
+    decoded = sum(segment.stop for segment in plan.segments if segment.stop - segment.start == 1)
+    tokens = plan.num_tokens
+    # Few tokens take as long as the weights take to be read, many as long as their operations.
+    linear = max(options.base, options.token * tokens) if options.decode else options.base + options.token * tokens
+    return float(linear + options.pair * pairs + options.decode * decoded)
 
 
 def play(options: argparse.Namespace, eviction: str, device: int, host: int, stateful: bool) -> dict[str, Any]:
     """All conversations under one order, on the modelled clock; its figures."""
-    rule = RetentionRule(EVICTIONS[eviction], lambda at: CHUNK * (TOKEN + PAIR * at), CHUNK // BLOCK, BLOCK)
+    token, pair = options.token, options.pair
+    rule = RetentionRule(EVICTIONS[eviction], lambda at: CHUNK * (token + pair * at), CHUNK // BLOCK, BLOCK)
     scheduler = Scheduler(
         StallFree(2048),
         BlockPool(device // BLOCK, BLOCK, rule=rule, host_blocks=host // BLOCK),
@@ -102,11 +136,11 @@ def play(options: argparse.Namespace, eviction: str, device: int, host: int, sta
         if plan is None:
             now = max(now, events[0][0])
             continue
-        now += seconds(plan)
+        now += seconds(plan, options)
         for segment in plan.segments:
             old = min(segment.stop, fresh[segment.sequence_id])  # what an earlier turn had computed
             if segment.start < old:
-                again_seconds += (old - segment.start) * (TOKEN + PAIR * (segment.start + old) / 2)
+                again_seconds += (old - segment.start) * (token + pair * (segment.start + old) / 2)
         result = StepResult(plan.step, (1,) * sum(1 for _ in plan.sampled()), 0.0, plan.step, plan.step)
         for output in scheduler.update(plan, result, now):
             conversation = alive[output.request_id]
@@ -120,10 +154,12 @@ def play(options: argparse.Namespace, eviction: str, device: int, host: int, sta
                 if conversation.turns and len(conversation.tokens) < min(device // 4, 14_000):
                     heapq.heappush(events, (now + thought, next(order), conversation))
     stats = scheduler.stats()
+    on_device = stats.prefix_hits - stats.prefix_hits_on_host
     return dict(
         again=stats.tokens_computed - needed,
         again_seconds=round(again_seconds, 2),
         hits=round(stats.prefix_hits / stats.prefix_queries, 4),
+        host_hits=round(stats.prefix_hits_on_host / max(1, stats.prefix_queries - on_device), 4),
         norm_latency_ms_p50=round(statistics.median(latencies), 2),
         norm_latency_ms_mean=round(statistics.mean(latencies), 2),
         norm_latency_ms_p90=round(statistics.quantiles(latencies, n=10)[8], 2),
@@ -147,6 +183,12 @@ def run(options: argparse.Namespace, name: str, eviction: str, device: int, host
 
 def options_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
+
+    class Preset(argparse.Action):
+        def __call__(self, parser: Any, namespace: argparse.Namespace, *_: Any, **__: Any) -> None:
+            vars(namespace).update(OPT)
+
+    parser.add_argument("--opt", action=Preset, nargs=0, help="Pensieve's set-up; give what should differ after it")
     parser.add_argument("--conversations", type=int, default=150)
     parser.add_argument("--rate", type=float, default=4.0, help="new conversations a second")
     parser.add_argument("--turns", type=float, default=8.0, help="mean turns of a conversation")
@@ -156,6 +198,11 @@ def options_parser() -> argparse.ArgumentParser:
     parser.add_argument("--host", type=int, default=48_000, help="tokens that the host tier holds")
     parser.add_argument("--document", type=float, default=0.0, help="median tokens that a first prompt brings besides")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--base", type=float, default=BASE, help="seconds of a step")
+    parser.add_argument("--token", type=float, default=TOKEN, help="seconds of each token")
+    parser.add_argument("--pair", type=float, default=PAIR, help="seconds of each position that a token attends to")
+    parser.add_argument("--decode", type=float, default=DECODE, help="those of each that a decode attends to, besides")
+    parser.add_argument("--sharegpt", action="store_true", help="conversations as ShareGPT's, whatever else is said")
     return parser
 
 

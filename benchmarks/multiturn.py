@@ -23,7 +23,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from typing import Any
 import torch
 import yaml
 from llama8b import LLAMA_3_8B
+from step_record import StepRecord
 
 from holdfast.core.config import EngineConfig
 from holdfast.core.types import Request, SamplingParams, SchedulerStats
@@ -127,7 +128,14 @@ class Seen:
 
 
 def converse(
-    loop: Loop, conversations: Sequence[dict[str, Any]], *, warm: float, until: float, info: EngineInfo
+    loop: Loop,
+    conversations: Sequence[dict[str, Any]],
+    *,
+    warm: float,
+    until: float,
+    info: EngineInfo,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
 ) -> dict[str, Any]:
     """Play the conversations for `until` seconds; the figures of what happened after `warm`."""
     rng, seen = random.Random(3), Seen()
@@ -136,9 +144,9 @@ def converse(
     history: dict[int, tuple[int, ...]] = {}
     live: dict[str, Asked] = {}
     run = str(time.monotonic_ns())  # a tenant of its own, so that nothing is found that another run has left
-    start = time.monotonic()
+    start = clock()
     now, before, waited = 0.0, loop.stats(), 0
-    while (due or live) and (now := time.monotonic() - start) < until:
+    while (due or live) and (now := clock() - start) < until:
         while due and due[0][0] <= now:
             _, number, turn = heapq.heappop(due)
             said = conversations[number]["turns"][turn]
@@ -150,10 +158,10 @@ def converse(
             params = SamplingParams(temperature=0.0, max_tokens=said["output_tokens"], ignore_eos=True)
             loop.add(Request(name, prompt, params, tenant=run, arrival=start + now))
         if not live:
-            time.sleep(max(0.0, min(until, due[0][0]) - (time.monotonic() - start)))
+            sleep(max(0.0, min(until, due[0][0]) - (clock() - start)))
             continue
         outputs = loop.step()
-        now = time.monotonic() - start
+        now = clock() - start
         for output in outputs:
             asked = live[output.request_id]
             if now > warm:
@@ -174,7 +182,7 @@ def converse(
             if asked.turn + 1 < len(turns):
                 heapq.heappush(due, (now + turns[asked.turn + 1]["think_s"], asked.conversation, asked.turn + 1))
         waited = max(waited, loop.stats().waiting) if outputs and len(seen.tbt) % 64 == 0 else waited
-    seconds = time.monotonic() - start - warm
+    seconds = clock() - start - warm
     after = loop.stats()
     for request in live:
         loop.abort(request)
@@ -244,6 +252,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="a small model, for a CPU")
     parser.add_argument("--shorter", type=float, default=1.0, help="divide the lengths of turns by this")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--steps", type=Path, help="write a record of every step there; of the last mode, all loads")
     arguments = parser.parse_args()
     loads: dict[str, list[dict[str, Any]]] = {
         f"{rate:g}/s": list(workload(rate, arguments.seconds, arguments.think, arguments.seed))
@@ -271,6 +280,7 @@ def main() -> None:
             "HOLDFAST " + json.dumps(about | started | dict(start_s=round(time.perf_counter() - begin, 1))), flush=True
         )
         warm_up(loop, info)
+        record = StepRecord(loop) if arguments.steps else None
         gc.collect()
         gc.freeze()
         gc.disable()
@@ -287,7 +297,9 @@ def main() -> None:
             if arguments.json:
                 arguments.json.write_text(json.dumps(dict(about=about, results=results), indent=1))
         loop.close()
-        del loop
+        if record is not None:
+            record.write(arguments.steps)
+        del loop, record
         gc.enable()
         gc.unfreeze()
         gc.collect()

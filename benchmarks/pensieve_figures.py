@@ -1,10 +1,11 @@
 """Pensieve's figures 10, 14 and 15 in shape: the scheduler and memory on a modelled clock, or figure 10 from real runs.
 
 usage: python benchmarks/pensieve_figures.py fig10|fig14|fig15 [--out DIR] [options of eviction.py]
-       python benchmarks/pensieve_figures.py fig10 --measured multiturn.json [--out DIR]
+       python benchmarks/pensieve_figures.py fig10 --measured multiturn.json … [--out DIR]
 
 Without `--measured` steps take the time that eviction.py's model of an 8B model on one H200 gives them; scheduler,
-memory and every decision are the engine's own. `--measured` takes the JSON of multiturn.py. Writes numbers and plot.
+memory and every decision are the engine's own. `--measured` takes the JSON of multiturn.py, or that of
+multiturn_modelled.py, whose figure is called modelled. Writes numbers and plot.
 """
 
 from __future__ import annotations
@@ -42,20 +43,25 @@ def fig10(options: argparse.Namespace) -> dict[str, Any]:
     """Throughput against normalized latency."""
     if options.measured:
         rows: dict[str, list[dict[str, Any]]] = {}
-        for row in json.loads(options.measured.read_text())["results"]:
-            rows.setdefault(NAMES[row["mode"]], []).append(row)
-        return rows
+        for path in options.measured:
+            for row in json.loads(path.read_text())["results"]:
+                rows.setdefault(NAMES[row["mode"]], []).append(row)
+        return {name: sorted(points, key=lambda point: float(point["req_s"])) for name, points in rows.items()}
     return {system: [dict(rate=r, **modelled(options, system, rate=r)) for r in options.rates] for system in SYSTEMS}
 
 
 def fig14(options: argparse.Namespace) -> dict[str, Any]:
     """Retention value against other orders: what is computed again, and the hits."""
     rows: dict[str, Any] = {}
-    for eviction in ("retention", "lru", "lru-conversation", "tail-first"):
-        for rate in options.rates:
-            changed = argparse.Namespace(**vars(options) | dict(rate=rate))
-            row = play(changed, eviction, options.device, options.host, True)
-            rows.setdefault(eviction, []).append(dict(rate=rate, **row))
+    for rate in options.rates:
+        for eviction in ("retention", "lru", "lru-conversation", "tail-first"):
+            runs = []
+            for seed in range(options.seed, options.seed + options.seeds):
+                changed = argparse.Namespace(**vars(options) | dict(rate=rate, seed=seed))
+                runs.append(play(changed, eviction, options.device, options.host, True))
+            mean = {name: round(sum(run[name] for run in runs) / len(runs), 4) for name in runs[0]}
+            rows.setdefault(eviction, []).append(dict(rate=rate, **mean, runs=runs))
+            print(eviction, rate, json.dumps(mean), flush=True)
     return rows
 
 
@@ -98,19 +104,21 @@ def main() -> None:
     parser.add_argument("which", choices=["fig10", "fig14", "fig15"])
     parser.add_argument("--rates", type=float, nargs="+", default=[1.0, 2.0, 4.0, 8.0])
     parser.add_argument("--thinks", type=float, nargs="+", default=[60.0, 120.0, 300.0, 600.0])
-    parser.add_argument("--measured", type=Path)
+    parser.add_argument("--measured", type=Path, nargs="+", default=[], help="JSON of multiturn.py")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--seeds", type=int, default=1, help="runs of figure 14 with seeds of their own, averaged")
     parser.add_argument("--name", default="", help="of the files, beside the figure's")
     options = parser.parse_args()
     rows = dict(fig10=fig10, fig14=fig14, fig15=fig15)[options.which](options)
-    how = "measured" if options.measured else "modelled"
+    read = [json.loads(path.read_text())["about"] for path in options.measured]
+    how = "measured" if read and not any(about.get("modelled") for about in read) else "modelled"
     stem = "-".join(filter(None, (f"pensieve-{options.which}-{how}", options.name)))
-    about = {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()}
+    about = vars(options) | dict(out="", measured=[path.name for path in options.measured])
     (options.out / f"{stem}.json").write_text(json.dumps(dict(about=about, rows=rows), indent=1))
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     draw(options.which, rows, list(axes))
     if options.measured:
-        title = f"{options.which}, measured: {options.measured.name}"
+        title = f"{options.which}, {how}: {', '.join(path.name for path in options.measured)}"
     else:
         title = (
             f"{options.which}, modelled: {options.conversations} conversations, {options.device:,} tokens on the "

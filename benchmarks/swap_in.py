@@ -26,6 +26,7 @@ import torch
 import yaml
 from llama8b import LLAMA_3_8B
 from multiturn import SMALL, draw
+from step_record import StepRecord
 
 from holdfast.core.config import EngineConfig
 from holdfast.core.types import Request, SamplingParams
@@ -120,6 +121,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="an engine option")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--steps", type=Path, help="write a record of every step there")
     arguments = parser.parse_args()
     directory = Path(tempfile.mkdtemp(prefix="swap-in-"))
     (directory / "config.json").write_text(json.dumps(LLAMA_3_8B | (SMALL if arguments.small else {})))
@@ -138,6 +140,7 @@ def main() -> None:
     loop, info = build(config)
     rng = random.Random(5)
     run_all(loop, *(request(draw(rng, length, info.vocab_size), 8) for length in (4, 40, 200, 38) for _ in range(8)))
+    record = StepRecord(loop) if arguments.steps else None
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -154,6 +157,8 @@ def main() -> None:
         row["host"] = under_load(loop, info, rng, histories, decoded)
         results.append(row | dict(between=(began, time.monotonic())))
     loop.close()
+    if record is not None:
+        record.write(arguments.steps)
     events = json.loads(trace.read_text())
     for row in results:
         told(row, events)

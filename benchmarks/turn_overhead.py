@@ -1,11 +1,17 @@
-"""Time that a turn takes outside the model: HTTP, store, template, tokenizer, on a long stored conversation.
+"""Time that a turn takes outside the model: HTTP, store, template, tokenizer, planning, on a long stored conversation.
 
-The real server on a loopback socket; in place of the engine a client that answers at once. What the server's own client
-takes is counted as well.
+The real server on a loopback socket, asked over a bare connection, so that no client's own work is counted. In place of
+the engine process the same steps in this one: the request is made and checked as the client does it, goes through its
+message both ways, and a scheduler plans it over a pool in which the conversation stays resident; every token is there
+at once. What is left out is the hop between the two processes, and the model.
+
+The three parts: until the engine is asked; from there until its last token, so the planning of all its steps; from
+there until the response is back, its turn stored. Wall time, and processor time of the whole process.
 """
 
 import argparse
 import asyncio
+import json
 import statistics
 import tempfile
 import time
@@ -13,15 +19,18 @@ from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Any
 
-import httpx
 import uvloop
 
 from holdfast.core.config import BUILTIN_MODEL
 from holdfast.core.protocols import MemoryProfile
-from holdfast.core.types import FinishReason, SamplingParams
+from holdfast.core.types import FinishReason, Request, SamplingParams, StepPlan, StepResult
 from holdfast.engine.checkpoint import Checkpoint
-from holdfast.engine.client import Delta, EngineInfo, Timings, Usage
+from holdfast.engine.client import Delta, EngineInfo, Timings, Usage, check
+from holdfast.engine.messages import Submit, decode_to_engine, encode
 from holdfast.engine.text import Text
+from holdfast.memory.blocks import BlockPool, StateIdentity
+from holdfast.scheduler.base import Scheduler
+from holdfast.scheduler.policies import StallFree
 from holdfast.server.config import ServerConfig
 from holdfast.server.run import listen, open_store, serve
 
@@ -30,31 +39,88 @@ ANSWER = "There is much to tell about it."
 
 
 class Instant:
-    """An engine that answers the same at once. `began` is when it was last asked."""
+    """An engine whose model takes no time: it plans as the real one and always answers the same.
+
+    `asked` and `answered` are when the last turn's request came, and when its answer was complete.
+    """
 
     def __init__(self, text: Text) -> None:
         memory = MemoryProfile("none", total=1, weights=1, activations=1, cache=1, block=1)
         self.text = text
         self.info = EngineInfo(
-            model=BUILTIN_MODEL, device="none", dtype="none", cache_dtype="none", memory=memory, num_blocks=1 << 20,
-            block_size=16, token_budget=512, max_model_len=1 << 20, max_sequences=256, max_waiting=256,
-            vocab_size=1 << 20, started_in=0.0,
+            model=BUILTIN_MODEL, device="none", dtype="none", cache_dtype="none", memory=memory, num_blocks=1 << 14, block_size=16,
+            token_budget=2048, max_model_len=1 << 18, max_sequences=256, max_waiting=256, vocab_size=1 << 17,
+            started_in=0.0,
+        )  # fmt: skip
+        info = self.info
+        self.scheduler = Scheduler(
+            StallFree(info.token_budget), BlockPool(info.num_blocks, info.block_size),
+            max_sequences=info.max_sequences, max_model_len=info.max_model_len, vocab_size=info.vocab_size,
+            sharing=StateIdentity(info.model),
         )  # fmt: skip
         self.answer = tuple(text.encode(ANSWER))
         self.dead = asyncio.Event()
         self.reason = "the benchmark is over"
-        self.began = 0.0
+        self.asked = self.answered = 0.0
+        self.cached = 0
 
-    async def stream(self, prompt: Sequence[int], params: SamplingParams, **_: Any) -> AsyncGenerator[Delta, None]:
-        """One delta with the whole answer."""
-        self.began = now = time.perf_counter()
-        usage = Usage(len(prompt), len(self.answer), 0)
+    async def stream(
+        self, prompt: Sequence[int], params: SamplingParams, *, tenant: str = "", **_: Any
+    ) -> AsyncGenerator[Delta, None]:
+        """One delta with the whole answer, once every step for it is planned."""
+        self.asked = time.perf_counter()
+        now = time.monotonic()
+        limited = SamplingParams(temperature=0.0, max_tokens=len(self.answer), ignore_eos=True)
+        request = Request(f"{now}", tuple(prompt), limited, tenant=tenant, arrival=now)
+        check(request, self.info)
+        submit = decode_to_engine(encode(Submit(request)))
+        assert isinstance(submit, Submit)
+        scheduler, answer = self.scheduler, iter(self.answer)
+        scheduler.add(submit.request)
+        while scheduler.has_work():
+            plan = scheduler.schedule(now)
+            assert isinstance(plan, StepPlan)
+            sampled = tuple(next(answer) for _ in range(plan.num_sampled))
+            for output in scheduler.update(plan, StepResult(plan.step, sampled, 0.0), now):
+                self.cached = output.cached_tokens
+        self.answered = time.perf_counter()
+        usage = Usage(len(prompt), len(self.answer), self.cached)
         timings = Timings(now, now, now, now, len(self.answer))
         yield Delta(ANSWER, self.answer, FinishReason.LENGTH, usage, timings)
 
     async def close(self) -> None:
         """Nothing to end."""
         self.dead.set()
+
+
+class Connection:
+    """A bare HTTP/1.1 connection that is kept open."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+
+    @classmethod
+    async def to(cls, url: str) -> "Connection":
+        """Connect to a server by its URL."""
+        host, _, port = url.partition("//")[2].rstrip("/").partition(":")
+        return cls(*await asyncio.open_connection(host, int(port)))
+
+    async def post(self, path: str, body: dict[str, Any]) -> bytes:
+        """The body of the answer. Raises RuntimeError for any status but 200."""
+        content = json.dumps(body).encode()
+        head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        self._writer.write(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
+        status, *lines = (await self._reader.readuntil(b"\r\n\r\n")).decode().lower().split("\r\n")
+        headers = dict(line.split(": ", 1) for line in lines if line)
+        answer = await self._reader.readexactly(int(headers["content-length"]))
+        if " 200 " not in status:
+            raise RuntimeError(f"{status}: {answer!r}")
+        return answer
+
+    async def close(self) -> None:
+        """Close it."""
+        self._writer.close()
+        await self._writer.wait_closed()
 
 
 async def main() -> None:
@@ -73,33 +139,43 @@ async def main() -> None:
             config, open_store(config), listen(config), on_ready=lambda _, url: ready.set_result(url),
         )  # fmt: skip
         server = asyncio.create_task(running)
-        async with httpx.AsyncClient(base_url=await ready) as http:
-            await measure(http, client, options)
+        connection = await Connection.to(await ready)
+        await measure(connection, client, options)
+        await connection.close()
         await client.close()
         await server
 
 
-async def measure(http: httpx.AsyncClient, client: Instant, options: argparse.Namespace) -> None:
+async def measure(connection: Connection, client: Instant, options: argparse.Namespace) -> None:
     """Grow a conversation, then time turns that say one sentence."""
     previous, length, grown = None, 0, 0
-    before: list[float] = []
-    whole: list[float] = []
-    while len(whole) < options.turns:
+    rows: list[tuple[float, ...]] = []
+    while len(rows) < options.turns:
         measured = length >= options.tokens
         grown += not measured
         said = SAID if measured else " ".join([SAID] * options.repeats)
         body = {"model": BUILTIN_MODEL, "input": said, "previous_response_id": previous}
-        began = time.perf_counter()
-        response = await http.post("/v1/responses", json=body)
-        ended = time.perf_counter()
-        reply = response.raise_for_status().json()
+        worked, began = time.process_time(), time.perf_counter()
+        answer = await connection.post("/v1/responses", body)
+        ended, worked = time.perf_counter(), time.process_time() - worked
+        reply = json.loads(answer)
         previous, length = reply["id"], reply["usage"]["input_tokens"]
         if measured:
-            before.append((client.began - began) * 1e3)
-            whole.append((ended - began) * 1e3)
-    print(f"{grown} turns of {options.tokens:,} tokens, then {options.turns} turns of {len(SAID)} characters; medians:")
-    print(f"request to engine    {statistics.median(before):6.2f} ms")
-    print(f"request to response  {statistics.median(whole):6.2f} ms, its turn stored")
+            parts = (client.asked - began, client.answered - client.asked, ended - client.answered)
+            rows.append((*parts, ended - began, worked))
+            assert client.cached > length - len(SAID) - 2 * client.info.block_size, "the conversation is resident"
+    print(f"{grown} turns of {options.tokens:,} tokens, then {options.turns} turns of {len(SAID)} characters; in ms:")
+    print(f"{'':32}{'median':>8}{'best':>8}{'p90':>8}")
+    names = (
+        "request to engine",
+        "message and planning",
+        "last token to response, stored",
+        "all three",
+        "processor time",
+    )
+    for name, times in zip(names, zip(*rows, strict=True), strict=True):
+        p90 = statistics.quantiles(times, n=10)[8]
+        print(f"{name:32}{1e3 * statistics.median(times):8.2f}{1e3 * min(times):8.2f}{1e3 * p90:8.2f}")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import time
 import uuid
+from array import array
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -192,7 +193,7 @@ class EngineClient:
         """
         request = Request(
             id=request_id or uuid.uuid4().hex,
-            prompt=tuple(prompt) if set(map(type, prompt)) == {int} else tuple(map(int, prompt)),
+            prompt=tuple(prompt),
             params=params,
             priority=priority,
             tenant=tenant,
@@ -389,11 +390,14 @@ def check(request: Request, info: EngineInfo) -> None:
             "prompt",
         )
     for name, tokens in (("prompt", prompt), ("stop_token_ids", params.stop_token_ids)):
-        for token in (min(tokens, default=0), max(tokens, default=0)):
-            if not 0 <= token < info.vocab_size:
-                raise RequestRefused(
-                    f"{name} holds token id {token}; this model's lie between 0 and {info.vocab_size - 1}", name
-                )
+        try:
+            array("I", tokens)  # sees at once whether all are numbers and none is negative
+        except TypeError as error:
+            raise RequestRefused(f"{name} holds what is no token id: {error}", name) from None
+        except OverflowError:
+            raise RequestRefused(_outside(name, min(tokens), max(tokens), info), name) from None
+        if max(tokens, default=0) >= info.vocab_size:
+            raise RequestRefused(_outside(name, 0, max(tokens), info), name)
     # The last token ends the sequence, so its position is never computed.
     positions = min(len(prompt) + params.max_tokens, info.max_model_len) - 1
     capacity = info.num_blocks * info.block_size
@@ -410,3 +414,8 @@ def check(request: Request, info: EngineInfo) -> None:
             f"the deadline is {request.deadline} s after arrival; it must lie above 0 and be at most {MAX_DEADLINE} s",
             "deadline_ms",
         )
+
+
+def _outside(name: str, lowest: int, highest: int, info: EngineInfo) -> str:
+    token = lowest if lowest < 0 else highest
+    return f"{name} holds token id {token}; this model's lie between 0 and {info.vocab_size - 1}"

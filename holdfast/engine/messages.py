@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import struct
+from array import array
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -125,22 +127,44 @@ class Failure(Message, tag="failure"):
     reason: str
 
 
+class Submitted(Message, tag="submit"):
+    """Submit on its way: the prompt as 32-bit numbers, as both ends are one machine; a number each takes far longer."""
+
+    request: Request
+    prompt: bytes
+
+    @classmethod
+    def of(cls, request: Request) -> Submitted:
+        """Pack a request. Raises OverflowError for tokens that are no 32-bit numbers."""
+        return cls(replace(request, prompt=()), array("I", request.prompt).tobytes())
+
+    def submit(self) -> Submit:
+        """The message as it was meant. Raises ValueError for part of a number."""
+        data = self.prompt
+        if len(data) % 4:
+            raise ValueError(f"a prompt of {len(data)} bytes, which is no whole number of tokens")
+        return Submit(replace(self.request, prompt=struct.unpack(f"={len(data) // 4}I", data)))
+
+
 ToEngine = Start | Submit | Abort | Ask | Shutdown
 FromEngine = Hello | Progress | Ready | Outputs | Refused | Stats | Failure
 
 _encode = msgspec.msgpack.Encoder().encode
-_to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+_to_engine: msgspec.msgpack.Decoder[Start | Submitted | Abort | Ask | Shutdown] = msgspec.msgpack.Decoder(
+    Start | Submitted | Abort | Ask | Shutdown
+)
 _from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
 
 
 def encode(message: ToEngine | FromEngine) -> bytes:
     """A message as bytes. Raises ValueError beyond MESSAGE_LIMIT."""
-    return _bounded(_encode(message))
+    return _bounded(_encode(Submitted.of(message.request) if isinstance(message, Submit) else message))
 
 
 def decode_to_engine(data: bytes) -> ToEngine:
     """Read what the client sent. Raises ValueError for anything but a message to the engine."""
-    return _to_engine.decode(_bounded(data))
+    message = _to_engine.decode(_bounded(data))
+    return message.submit() if isinstance(message, Submitted) else message
 
 
 def decode_from_engine(data: bytes) -> FromEngine:

@@ -6,8 +6,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from typing import NamedTuple, Protocol, overload
 
+import numpy as np
 import torch
 
 from holdfast.core.types import BlockCopy, CopyTime, StepPlan
@@ -213,7 +215,7 @@ class Transfers:
         if plan.swap_in:
             own = plan.awaits >= plan.step
             self._inward.follow()
-            places, blocks = self._inward.upload(torch.tensor(plan.swap_in).t().contiguous())
+            places, blocks = self._inward.upload(block_numbers(plan.swap_in))
             copy = partial(copy_blocks, self._host, places, self._device, blocks)
             groups = self._groups if own else [slice(0, len(layers))]
             parts = tuple(self._inward.copy(partial(copy, group)) for group in groups)
@@ -223,7 +225,7 @@ class Transfers:
                 layers = ArrivingLayers(layers, [parts[at // groups[0].stop] for at in range(len(layers))])
         if plan.swap_out:
             self._outward.follow()
-            blocks, places = self._outward.upload(torch.tensor(plan.swap_out).t().contiguous())
+            blocks, places = self._outward.upload(block_numbers(plan.swap_out))
             work = partial(copy_blocks, self._device, blocks, self._host, places)
             arrival = self._outward.copy(work, after=self._last_in)
             self._leaving.append(_UnderWay(plan.step, (arrival,), len(places)))
@@ -248,6 +250,12 @@ class Transfers:
             seconds = sum(part.seconds() for part in parts)
             copies.append(CopyTime(step, under_way is self._coming, blocks * self._block_bytes, seconds))
         return begun
+
+
+def block_numbers(copies: Sequence[BlockCopy]) -> torch.Tensor:
+    """Sources and targets of copies, int64 [2, n]. The device may be waiting: `torch.tensor` would take ten times."""
+    flat = np.fromiter(chain.from_iterable(copies), np.int64, 2 * len(copies))
+    return torch.from_numpy(flat.reshape(-1, 2).T.copy())
 
 
 class _UnderWay(NamedTuple):

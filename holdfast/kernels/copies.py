@@ -21,8 +21,9 @@ TILE = 32768
 WARPS = 8
 
 
-# Counts differ from step to step and must not compile anew; strides are the caches' own, and tell how reads align.
-@triton.jit(do_not_specialize=["count", "pieces"])
+# Counts differ from step to step, and with them how the targets' numbers align, which lie behind the sources': neither
+# must compile anew. Strides are the caches' own, and tell how reads align.
+@triton.jit(do_not_specialize=["source_blocks", "target_blocks", "count", "pieces"])
 def _copy_blocks(
     source,
     target,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from array import array
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from holdfast.core.types import BlockCopy
+from holdfast.memory.chains import Chains
 from holdfast.memory.retention import Retention, RetentionRule, Victims
 from holdfast.memory.tiers import HostPool
 
@@ -30,17 +30,6 @@ class StateIdentity:
             digest.update(struct.pack("<Q", len(encoded)))
             digest.update(encoded)
         return digest.digest()
-
-
-def chain_digests(parent: bytes, tokens: Sequence[int], block_size: int) -> list[bytes]:
-    """What identifies each full block: SHA-256 of the digest before it and its tokens as 32-bit numbers."""
-    if len(tokens) == block_size:  # most often: a decode has filled it
-        return [hashlib.sha256(parent + array("I", tokens)).digest()]
-    data, width, digests = array("I", tokens).tobytes(), 4 * block_size, []
-    for start in range(0, len(data), width):
-        parent = hashlib.sha256(parent + data[start : start + width]).digest()
-        digests.append(parent)
-    return digests
 
 
 class BlockPool:
@@ -77,6 +66,7 @@ class BlockPool:
         self.block_size = block_size
         self.rule = rule or RetentionRule(block_size=block_size)
         self.host = HostPool(host_blocks, self.rule) if host_blocks else None
+        self.chains = Chains(block_size, 2 * (num_blocks + host_blocks))
         self.now = 0.0
         """Time of what happens next, in seconds; the scheduler's to set."""
         self.swapped_in = 0
@@ -153,6 +143,10 @@ class BlockPool:
         """The sealed block with this digest on the device, owned or not."""
         return self._sealed.get(digest)
 
+    def find_all(self, digests: Iterable[bytes]) -> list[int | None]:
+        """`find` for each."""
+        return list(map(self._sealed.get, digests))
+
     def find_on_host(self, digest: bytes) -> int | None:
         """The place of the block with this digest on the host."""
         return self.host.find(digest) if self.host is not None else None
@@ -172,19 +166,23 @@ class BlockPool:
 
     def share(self, block: int) -> None:
         """Add an owner to a sealed block."""
-        digest = self._digests[block]
-        if digest is None:
-            raise RuntimeError(f"block {block} is shared, but it is not sealed")
-        if not self._owners[block]:
-            if block in self._kept:
-                self._kept.remove(block)
-            elif block in self._leaving:
-                self._leaving_idle -= 1
-            else:
-                del self._reclaimable[block]
-            if self.host is not None:
-                self.host.hold(digest)
-        self._owners[block] += 1
+        self.share_all((block,))
+
+    def share_all(self, blocks: Iterable[int]) -> None:
+        """Add an owner to each of these sealed blocks."""
+        owners, digests, kept, host = self._owners, self._digests, self._kept, self.host
+        for block in blocks:
+            digest = digests[block]
+            if digest is None:
+                raise RuntimeError(f"block {block} is shared, but it is not sealed")
+            if not owners[block]:
+                if block in self._leaving:
+                    self._leaving_idle -= 1
+                elif not kept.discard(block):
+                    del self._reclaimable[block]
+                if host is not None:
+                    host.hold(digest)
+            owners[block] += 1
 
     def seal(self, block: int, digest: bytes, index: int) -> None:
         """Make an owned, full block sharable, the `index`-th of its sequence. The first block of a digest stays so."""
@@ -212,13 +210,14 @@ class BlockPool:
     def release(self, blocks: Iterable[int]) -> None:
         """Take one owner from each block. Sealed ones without any are idle from now on, earlier ones a bit longer."""
         self._releases += 1
+        owned, digests = self._owners, self._digests
         for block in blocks:
-            owners = self._owners[block] - 1
+            owners = owned[block] - 1
             if owners < 0:
                 raise RuntimeError(f"block {block} is released, but nobody owns it")
-            self._owners[block] = owners
+            owned[block] = owners
             if not owners:
-                digest = self._digests[block]
+                digest = digests[block]
                 if digest is None:
                     self._free.append(block)
                 else:

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from holdfast.core.types import BlockCopy
-from holdfast.memory.blocks import BlockPool, chain_digests
+from holdfast.memory.blocks import BlockPool
+from holdfast.memory.chains import chain_digests
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +90,18 @@ class Residency:
         if self._root is not None:
             count = (len(tokens) - 1) // pool.block_size
             self._hash(count, tokens)
-            find, find_on_host = pool.find, pool.find_on_host
-            for index, digest in enumerate(self._digests[:count]):
-                block = find(digest)
+            digests = self._digests if len(self._digests) == count else self._digests[:count]
+            blocks = pool.find_all(digests)
+            on_device = [block for block in blocks if block is not None]
+            if len(on_device) == count:
+                found.device.update(enumerate(on_device))
+                return found
+            find_on_host = pool.find_on_host
+            for index, block in enumerate(blocks):
                 if block is not None:
                     found.device[index] = block
-                elif find_on_host(digest) is not None:
-                    found.host[index] = digest
+                elif find_on_host(digests[index]) is not None:
+                    found.host[index] = digests[index]
         return found
 
     def touch(self, tokens: Sequence[int]) -> None:
@@ -111,10 +117,11 @@ class Residency:
         """
         assert not self.blocks
         pool = self._pool
-        for block in found.device.values():
-            pool.share(block)
+        pool.share_all(found.device.values())
         count = pool.blocks_for(length)
-        if found:
+        if not found.host and len(found.device) and next(reversed(found.device)) == len(found.device) - 1:
+            self.blocks.extend((*found.device.values(), *pool.take(count - len(found.device))))  # no holes: most often
+        elif found:
             fresh = iter(pool.take(count - len(found.device)))
             self.blocks.extend(found.device[index] if index in found.device else next(fresh) for index in range(count))
         else:
@@ -127,7 +134,8 @@ class Residency:
     def _settle(self, found: Found) -> None:
         """Set what is planned, and the islands beyond it, from what was found."""
         size, indices = self._pool.block_size, sorted((*found.device, *found.host))
-        leading = next((at for at, index in enumerate(indices) if at != index), len(indices))
+        whole = not indices or indices[-1] == len(indices) - 1
+        leading = len(indices) if whole else next(at for at, index in enumerate(indices) if at != index)
         self._sealed = leading
         self.planned = leading * size
         for index in indices[leading:]:
@@ -170,9 +178,10 @@ class Residency:
 
     def _hash(self, count: int, tokens: Sequence[int]) -> None:
         """Know the digests of the first `count` blocks, all full; the chain is kept, so each block is hashed once."""
-        digests, known = self._digests, len(self._digests)
-        if known < count:
-            size = self._pool.block_size
-            parent = digests[-1] if digests else self._root
-            assert parent is not None
-            digests.extend(chain_digests(parent, tokens[known * size : count * size], size))
+        digests, known, pool = self._digests, len(self._digests), self._pool
+        size = pool.block_size
+        if not known and count:
+            assert self._root is not None
+            digests += pool.chains.digests(self._root, tokens[: count * size])
+        elif known < count:
+            digests += chain_digests(digests[-1], tokens[known * size : count * size], size)

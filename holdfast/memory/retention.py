@@ -10,8 +10,8 @@ from heapq import heapify, heappop, heappush
 
 from holdfast.core.config import EngineConfig
 
-Queue = OrderedDict[int, tuple[float, int, int]]
-"""Blocks with what they go together by: time of last use, number of the release, chunk."""
+Bounds = tuple[float, int, int]
+"""What blocks go together by: time of last use, number of the release, rank of the chunk therein."""
 
 Cost = Callable[[int], float]
 """Cost of computing a chunk again that ends at this position, in any unit."""
@@ -81,8 +81,74 @@ class RetentionRule:
         return self.cost((chunk + 1) * self.chunk_blocks * self.block_size)
 
 
+class Queue:
+    """The blocks of one cost class, those first that were used longest ago.
+
+    Most come in that order and are in a row. But what lands on the host was idle for longer than what was put to rest
+    there meanwhile: such blocks are in a heap beside it, where one that is used again stays until it comes up, or until
+    such are half of it.
+    """
+
+    def __init__(self) -> None:
+        self._row: OrderedDict[int, Bounds] = OrderedDict()
+        self._newest = -math.inf
+        """The last use of what was used last of all that the row has held."""
+        self._late: dict[int, Bounds] = {}
+        self._heap: list[tuple[Bounds, int]] = []
+
+    def __len__(self) -> int:
+        return len(self._row) + len(self._late)
+
+    def add(self, block: int, bounds: Bounds) -> None:
+        """Take in a block: O(1), or O(log n) where younger ones are in the row."""
+        if bounds[0] >= self._newest:
+            self._newest = bounds[0]
+            self._row[block] = bounds
+            return
+        self._late[block] = bounds
+        heappush(self._heap, (bounds, block))
+        if len(self._heap) > 2 * len(self._late) + 64:
+            self._heap = [(bounds, block) for block, bounds in self._late.items()]
+            heapify(self._heap)
+
+    def remove(self, block: int) -> Bounds:
+        """Let a block go; what it went by."""
+        bounds = self._row.pop(block, None)
+        return self._late.pop(block) if bounds is None else bounds
+
+    def first(self) -> Bounds:
+        """Of what goes first; there must be one."""
+        late = self._first_late()
+        row = next(iter(self._row.values()), None)
+        if row is None or (late is not None and late < row):
+            assert late is not None
+            return late
+        return row
+
+    def _first_late(self) -> Bounds | None:
+        heap, late = self._heap, self._late
+        while heap and late.get(heap[0][1]) != heap[0][0]:
+            heappop(heap)
+        return heap[0][0] if heap else None
+
+    def take(self) -> list[int]:
+        """Remove the chunk that goes first: the blocks that were let go together and have one rank."""
+        bounds, row, blocks = self.first(), self._row, []
+        while row:
+            block = next(iter(row))
+            if row[block] != bounds:
+                break
+            del row[block]
+            blocks.append(block)
+        while self._first_late() == bounds:
+            _, block = heappop(self._heap)
+            del self._late[block]
+            blocks.append(block)
+        return blocks
+
+
 class Retention:
-    """Idle blocks in the order of their value, which changes with time, though each operation is O(1).
+    """Idle blocks in the order of their value, which changes with time, though no operation is worse than O(log n).
 
     V = cost / age orders blocks of one cost class by age alone, and that order never changes. So each class is a queue
     by the time of last use, and the block of the lowest value overall is at the head of one of the queues: a choice
@@ -93,10 +159,8 @@ class Retention:
         self._rule = rule
         self._queues: dict[int, Queue] = {}
         self._costs: dict[int, float] = {}
-        self._newest: dict[int, float] = {}
-        """By class, the last use of what was used last of all that it has held."""
         self._places: dict[int, tuple[int, int]] = {}
-        """By index in a sequence, class and chunk."""
+        """By index in a sequence, class and the chunk's rank among those that were let go with it."""
         self._class_of: dict[int, int] = {}
 
     def __len__(self) -> int:
@@ -110,44 +174,37 @@ class Retention:
 
     def add(self, block: int, index: int, last: float, release: int) -> None:
         """Take in an idle block: the `index`-th of its sequence, last used at `last`, let go in release `release`."""
-        rule = self._rule
         place = self._places.get(index)
         if place is None:
-            number = rule.cost_class(index)
-            place = self._places[index] = number, 0 if rule.eviction.whole else index // rule.chunk_blocks
-            if number not in self._queues:
-                self._queues[number] = OrderedDict()
-                self._costs[number] = rule.class_cost(number)
-                self._newest[number] = last
-        number, chunk = place
+            place = self._places[index] = self._place(index)
+        number, rank = place
         self._class_of[block] = number
-        self._enter(block, number, (last, release, chunk))
+        self._queues[number].add(block, (last, release, rank))
+
+    def _place(self, index: int) -> tuple[int, int]:
+        rule = self._rule
+        eviction, number, chunk = rule.eviction, rule.cost_class(index), index // rule.chunk_blocks
+        if number not in self._queues:
+            self._queues[number] = Queue()
+            self._costs[number] = rule.class_cost(number)
+        return number, 0 if eviction.whole else -chunk if eviction.trailing_first else chunk
 
     def renew(self, block: int, last: float, release: int) -> None:
         """Count a block as used at `last`."""
-        number = self._class_of[block]
-        _, _, chunk = self._queues[number].pop(block)
-        self._enter(block, number, (last, release, chunk))
-
-    def _enter(self, block: int, number: int, bounds: tuple[float, int, int]) -> None:
-        """Put a block behind all those of its class that were used earlier; hardly ever is one used later."""
-        queue, last = self._queues[number], bounds[0]
-        if last >= self._newest[number]:
-            self._newest[number] = last
-            queue[block] = bounds
-            return
-        younger = []
-        for other in reversed(queue):
-            if queue[other][0] <= last:
-                break
-            younger.append(other)
-        queue[block] = bounds
-        for other in reversed(younger):
-            queue.move_to_end(other)
+        queue = self._queues[self._class_of[block]]
+        _, _, rank = queue.remove(block)
+        queue.add(block, (last, release, rank))
 
     def remove(self, block: int) -> None:
         """Let a block go that is in use again."""
-        del self._queues[self._class_of.pop(block)][block]
+        self._queues[self._class_of.pop(block)].remove(block)
+
+    def discard(self, block: int) -> bool:
+        """Let a block go, if it is here; whether it was."""
+        number = self._class_of.pop(block, None)
+        if number is not None:
+            self._queues[number].remove(block)
+        return number is not None
 
     def victims(self, now: float) -> Victims:
         """All blocks, the lowest value first. Nothing may be added or removed meanwhile but by taking from it."""
@@ -165,29 +222,21 @@ class Victims:
         now: float,
     ) -> None:
         self._queues, self._costs, self._class_of, self._now = queues, costs, class_of, now
-        self._heads = [(self._value(number), number) for number, queue in queues.items() if queue]
+        self._heads = [(self._value(number, queue), number) for number, queue in queues.items() if queue]
         heapify(self._heads)
 
-    def _value(self, number: int) -> float:
-        last = next(iter(self._queues[number].values()))[0]
-        return self._costs[number] / max(self._now - last, LEAST_AGE)
+    def _value(self, number: int, queue: Queue) -> float:
+        return self._costs[number] / max(self._now - queue.first()[0], LEAST_AGE)
 
     def take(self, below: float = math.inf) -> tuple[float, list[int]] | None:
         """Remove the chunk of the lowest value and give its value and blocks; None if there is none `below` that."""
         if not self._heads or self._heads[0][0] >= below:
             return None
         value, number = heappop(self._heads)
-        queue, blocks = self._queues[number], []
-        block, bounds = queue.popitem(last=False)
-        blocks.append(block)
-        while queue:
-            block = next(iter(queue))
-            if queue[block] != bounds:
-                break
-            del queue[block]
-            blocks.append(block)
+        queue = self._queues[number]
+        blocks = queue.take()
         for block in blocks:
             del self._class_of[block]
         if queue:
-            heappush(self._heads, (self._value(number), number))
+            heappush(self._heads, (self._value(number, queue), number))
         return value, blocks

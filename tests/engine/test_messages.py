@@ -70,8 +70,10 @@ def test_what_comes_from_the_engine_arrives_as_it_was(message):
     [
         b"",
         b"\x80\x04K\x01.",  # a pickle
-        msgspec.msgpack.encode(["submit", {"id": "r", "prompt": ["x"], "params": {}}]),
-        msgspec.msgpack.encode(["submit", {"id": "r", "prompt": [1], "params": {"temperature": -1.0}}]),
+        msgspec.msgpack.encode(["submit", {"id": "r", "prompt": [], "params": {}}]),
+        msgspec.msgpack.encode(["submit", {"id": "r", "prompt": [], "params": {}}, b"12345"]),
+        msgspec.msgpack.encode(["submit", {"id": "r", "prompt": ["x"], "params": {}}, b"1234"]),
+        msgspec.msgpack.encode(["submit", {"id": "r", "prompt": [], "params": {"temperature": -1.0}}, b"1234"]),
         msgspec.msgpack.encode(["abort", 5]),
         msgspec.msgpack.encode(["run", "rm"]),
     ],

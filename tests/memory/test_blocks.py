@@ -5,7 +5,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from holdfast.memory.blocks import BlockPool, StateIdentity, chain_digests
+from holdfast.memory.blocks import BlockPool, StateIdentity
+from holdfast.memory.chains import chain_digests
 
 
 def digests(count):

@@ -1,6 +1,7 @@
 """Retention: the lowest value first, whatever comes and goes, against a search through everything."""
 
 import random
+import sys
 
 import pytest
 
@@ -81,6 +82,29 @@ def test_what_is_used_again_is_out_and_what_comes_in_late_finds_its_place():
     retention.remove(1)
     retention.add(9, 0, 3.0, 9)
     assert order(retention, 10.0) == [[0], [9], [2], [3]]
+
+
+def test_blocks_that_land_late_are_as_cheap_as_others():
+    """Each block that lands on the host was idle for longer than all that was put to rest there meanwhile."""
+    retention, count = Retention(rule("lru")), 4000
+    for block in range(count):
+        retention.add(block, 0, 1000.0 + block, block)
+    steps = 0
+
+    def count_lines(frame, event, argument):
+        nonlocal steps
+        steps += 1
+        return count_lines
+
+    before = sys.gettrace()
+    sys.settrace(count_lines)
+    try:
+        for block in range(100):
+            retention.add(count + block, 0, float(block), block)
+    finally:
+        sys.settrace(before)
+    assert steps < 100 * 50, "none walks past those that are younger"
+    assert order(retention, 9000.0)[:101] == [[count + block] for block in range(100)] + [[0]]
 
 
 def test_classes_are_few_and_narrow():

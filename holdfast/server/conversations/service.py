@@ -220,8 +220,11 @@ class Writing:
         text, answer = self.responses.service.client.text, "".join(self.shape.text)
         known = self.prompt.answered(text, answer, tokens, reason)
         self.settled = True
-        turn = self._turn(whole)
-        await self._keep(replace(turn, tokens=known.tokens, characters=known.characters, digest=known.digest))
+        turn = replace(
+            self._turn(whole),
+            tokens=known.tokens, known=self.prompt.known, characters=known.characters, digest=known.digest,
+        )  # fmt: skip
+        await self._keep(turn)
 
     async def _keep(self, turn: Turn) -> None:
         with kept():

@@ -339,7 +339,7 @@ class Store:
             return 0
         if db.execute(_EXISTS, {"id": parent}).scalar() is None:
             raise Gone("the previous response was deleted while this one was written")
-        if turn.tokens[: len(known)] == known:
+        if turn.known == len(known) or turn.tokens[: len(known)] == known:
             return len(known)
         pairs = enumerate(zip(turn.tokens, known, strict=False))
         return next((at for at, (one, other) in pairs if one != other), min(len(turn.tokens), len(known)))

@@ -44,6 +44,8 @@ class Turn:
     conversation: str | None = None
     visible: bool = True
     tokens: Sequence[int] = ()
+    known: int = 0
+    """How many of the first of them were taken from the context as they are."""
     characters: int = 0
     digest: bytes = b""
 

@@ -28,6 +28,7 @@ from typing import Any, ClassVar
 from unittest.mock import patch
 
 import msgspec
+import pytest
 import torch
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
@@ -51,6 +52,7 @@ from holdfast.server.config import ServerConfig
 from holdfast.server.conversations import keeper as keeper_module
 from holdfast.server.conversations import schema
 from holdfast.server.conversations.keeper import Keeper
+from holdfast.server.conversations.prompt import Prompt
 from holdfast.server.conversations.protocol import ResponseRequest, new_id, new_item
 from holdfast.server.conversations.service import RUNNING, Background, Responses, Writing
 from holdfast.server.conversations.store import Store
@@ -66,6 +68,8 @@ LONGEST, ROWS = 240, 4
 FAST = Path("/dev/shm")
 """Where a commit need not wait for a disk."""
 MOST_UNDER_WAY = 6
+MOST_STEPS = 2000
+"""Far more than it takes to end all that can be under way."""
 TIE = 1e-3
 """Logits closer than this are equal: sums are taken in another order here than there."""
 TEMPLATE = "{% for m in messages %}[{{ m.role[0] }}]{{ m.content }}{% endfor %}[a]"
@@ -436,10 +440,13 @@ class Histories(RuleBasedStateMachine):
         self.runner.run(self._work(count))
 
     async def _work(self, count: int) -> None:
-        while count and self.engine.step():
+        for _ in range(MOST_STEPS):
+            if not count or not self.engine.step():
+                return
             count -= 1
             self.scheduler.check()
             await self._settle()
+        raise AssertionError(f"what is under way has come to no end in {MOST_STEPS} steps")
 
     @event(8)
     def finish(self) -> None:
@@ -573,6 +580,19 @@ class Histories(RuleBasedStateMachine):
             entries.append((output["id"], "assistant", talk.answer))
         if wanted.store or talk.conversation is not None:
             self.stored[talk.id] = talk
+            self._see_what_was_known(talk.id, prompt)
+
+    def _see_what_was_known(self, id: str, prompt: Prompt) -> None:
+        """A prompt that goes on as its parent ended takes all of the parent's tokens from the store, not some."""
+        rows = self._rows()
+        parent = rows.get(rows[id].parent) if id in rows else None
+        if parent is None:  # it begins a chain, or was pruned meanwhile
+            return
+        text, border = self.client.text, parent.characters
+        before, after = prompt.text[:border], prompt.text[border:]
+        goes_on = text.digest(before) == parent.digest and text.encode_after(before, after) is not None
+        assert prompt.known == (parent.start + len(parent.tokens) // 4 if goes_on else 0), "stored tokens were not used"
+        self.seen["prompts from all of a parent's tokens"] += goes_on
 
     def _rows(self) -> dict[str, Row[Any]]:
         """All turns that the store holds, seen or not, by id."""
@@ -650,6 +670,7 @@ OFTEN = {
     "turns with cached tokens": 150,
     "prompts cached as far as can be": 10,
     "prompts from stored tokens": 100,
+    "prompts from all of a parent's tokens": 50,
     "branches": 20,
     "holes": 20,
     "several holes of one sequence": 5,
@@ -673,6 +694,7 @@ OFTEN = {
 """What all histories together must come to, and at least how often."""
 
 
+@pytest.mark.timeout(1800)  # half a minute of work, which takes ten times that beside ten others
 def test_whatever_happens_each_answer_is_that_of_a_model_without_any_cache() -> None:
     Histories.seen.clear()
     first = random.randrange(1 << 32) if HISTORIES else 0

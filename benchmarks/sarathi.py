@@ -55,10 +55,16 @@ A100S = {"device": "a100-80gb"}
 SETTINGS = {
     "Mistral-7B": Setting("mistral-7b", A100S, 0.1, 0.5),
     "Yi-34B": Setting("yi-34b", {**A100S, "tp": 2}, 0.2, 1.0),
-    # Pairwise NVLink: a ring over four devices goes over PCIe as well, which bounds it.
-    "LLaMA2-70B": Setting("llama-2-70b", {"device": "a40", "tp": 4, "pp": 2, "link": "pcie4"}, 1.0, 5.0, 1536),
+    # NVLink in pairs: a ring over four devices goes over PCIe as well.
+    "LLaMA2-70B": Setting(
+        "llama-2-70b",
+        {"device": "a40", "tp": 4, "pp": 2, "link": "nvlink-pairs", "stage_link": "pcie4-staged"},
+        1.0,
+        5.0,
+        1536,
+    ),
     "Falcon-180B": Setting(
-        "falcon-180b", {**A100S, "tp": 4, "pp": 2, "link": "pcie4", "stage_link": "ethernet-100g"}, 1.0, 5.0
+        "falcon-180b", {**A100S, "tp": 4, "pp": 2, "link": "pcie4", "stage_link": "ethernet-100g-tcp"}, 1.0, 5.0
     ),
 }
 PAPER = {  # all that the text states; the bars of Figures 9 and 10 are not in it

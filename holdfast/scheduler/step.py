@@ -70,6 +70,16 @@ class Step:
         return self._number
 
     @property
+    def now(self) -> float:
+        """When it is planned, in seconds."""
+        return self._now
+
+    @property
+    def micro_batches(self) -> int:
+        """Stages of the pipeline that steps pass; 1 without one."""
+        return self._queues.micro_batches
+
+    @property
     def running(self) -> RankedQueue:
         """The running sequences, to look at."""
         return self._queues.running

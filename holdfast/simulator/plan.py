@@ -85,6 +85,10 @@ class Setting:
     ttft_ms: float | None
     seconds: float
     """How long conversations arrive in each run."""
+    link: str | None = None
+    """What joins the devices of a layer; None: the device's own."""
+    stage_link: str | None = None
+    """What joins the stages of a pipeline; None: the same."""
 
     def deployment(self, candidate: Candidate) -> Deployment:
         """Profile and stages of a replica. Raises ValueError where it does not fit."""
@@ -93,7 +97,13 @@ class Setting:
                 raise ValueError("the profile was measured on one device")
             return Deployment(self.profile, None, True, 1)
         return deploy(
-            self.model, self.device, tp=candidate.tp, pp=candidate.pp, memory_fraction=self.engine.memory_fraction
+            self.model,
+            self.device,
+            tp=candidate.tp,
+            pp=candidate.pp,
+            link=self.link,
+            stage_link=self.stage_link,
+            memory_fraction=self.engine.memory_fraction,
         )
 
     def arriving(self, base: Workload, rate: float) -> Workload:
@@ -120,6 +130,8 @@ class Verdict:
     """Of a million generated tokens at that rate; None without a price or capacity."""
     reason: str = ""
     """Why there is no capacity."""
+    fits: bool = True
+    """Whether it can run at all: where it cannot, no policy can on its layout."""
 
     @property
     def fleet(self) -> float:
@@ -148,7 +160,7 @@ def judge(setting: Setting, candidate: Candidate) -> Verdict:
 
         capacity = find_capacity(at, setting.tbt_ms, ttft_ms=setting.ttft_ms, start=guess(engine, deployment, base))
     except ValueError as error:
-        return Verdict(candidate, 0.0, {}, 0.0, replicas, None, str(error))
+        return Verdict(candidate, 0.0, {}, 0.0, replicas, None, str(error), fits=False)
     if not capacity:
         fewest = runs[min(runs)]
         reason = f"P99 TBT {fewest['p99_itl_ms']:,.0f} ms, TTFT {fewest['p99_ttft_ms']:,.0f} ms however few arrive"
@@ -181,8 +193,14 @@ def judges(setting: Setting, jobs: int) -> Iterator[Judge]:
     if jobs == 1:
         yield partial(map, partial(judge, setting))
         return
-    # Spawned, as a forked child would inherit the locks of threads that it does not have.
-    with multiprocessing.get_context("spawn").Pool(jobs, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:
+    # Spawned, as a forked child would inherit the locks of threads that it does not have. An interrupt is ours to
+    # see: children inherit that it is ignored, as they would otherwise show where they were.
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        pool = multiprocessing.get_context("spawn").Pool(jobs)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    with pool:
         yield partial(pool.imap, partial(judge, setting))
 
 

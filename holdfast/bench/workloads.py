@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import lru_cache
@@ -270,12 +270,8 @@ class Words:
         choose = random.Random(self._salt + name)
         start = choose.randrange(self.BASE)
         first = tuple(choose.choices(self._letters, k=min(length, 12)))
-        return (*first, *self._slice(start, length - len(first)))
-
-    def _slice(self, start: int, length: int) -> Iterator[int]:
-        while length > 0:
-            yield from self._base[start : start + min(length, self.BASE)]
-            length -= self.BASE
+        whole, rest = divmod(length - len(first), self.BASE)
+        return first + self._base[start : start + self.BASE] * whole + self._base[start : start + rest]
 
 
 def checked(turn: Turn, path: str | Path, line: int) -> Turn:

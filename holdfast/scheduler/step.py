@@ -101,9 +101,11 @@ class Step:
         has room for beside the decodes. They come back as any that was preempted, with what is kept of their state.
         """
         queues, pool, running = self._queues, self._queues.pool, self._queues.running
+        if not queues.contenders:
+            return
         rows, spare = len(queues.rows), pool.available - queues.growth
         room = max(1, self.budget - len(running))
-        for entry in queues.contenders or ():
+        for entry in queues.contenders:
             sequence = entry.sequence
             if room <= 0 or sequence.in_flight or not running or entry.rank > running.last().rank:
                 return

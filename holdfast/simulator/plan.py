@@ -23,6 +23,8 @@ from holdfast.simulator.shapes import ModelShape
 
 LEAST = 40
 """Conversations of a run, however low its rate."""
+STRIDE = 1.2
+"""First factor of a search, whose start is a good guess where throughput is the bound."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +160,8 @@ def judge(setting: Setting, candidate: Candidate) -> Verdict:
             runs[rate] = figures | {"num_conversations": len(arriving)}
             return runs[rate]
 
-        capacity = find_capacity(at, setting.tbt_ms, ttft_ms=setting.ttft_ms, start=guess(engine, deployment, base))
+        start = guess(engine, deployment, base)
+        capacity = find_capacity(at, setting.tbt_ms, ttft_ms=setting.ttft_ms, start=start, stride=STRIDE)
     except ValueError as error:
         return Verdict(candidate, 0.0, {}, 0.0, replicas, None, str(error), fits=False)
     if not capacity:
@@ -177,8 +180,8 @@ def longest(engine: EngineConfig, profile: Profile) -> int:
 
 
 def guess(engine: EngineConfig, deployment: Deployment, base: Workload) -> float:
-    """Where to begin the search: what is done a second when all comes at once. Saves the long runs at low rates."""
-    sample = [replace(conversation, arrival=0.0) for conversation in base[:LEAST]]
+    """Where to begin the search: what is done a second when more comes at once than runs at once. Saves long runs."""
+    sample = [replace(base[number % len(base)], arrival=0.0) for number in range(2 * engine.max_sequences)]
     outcome = simulate(engine, deployment.profile, sample, pipeline=deployment.pipeline)
     return len(sample) / outcome.seconds
 

@@ -87,7 +87,7 @@ FIGURES: dict[int, list[Task]] = {
     ],
     15: [
         Task("llama-2-13b-gqa", 1, "ShareGPT", system, think)
-        for system, thinks in (("Pensieve", (60.0, 120.0, 600.0)), ("vLLM", (60.0, 600.0)))
+        for system, thinks in (("Pensieve", (60.0, 120.0, 300.0, 600.0)), ("vLLM", (60.0, 600.0)))
         for think in thinks
     ],
 }
@@ -157,9 +157,9 @@ LATENCY = "mean_normalized_latency_ms"
 SHOWN = ("completed", LATENCY, "p90_normalized_latency_ms", "median_ttft_ms", "median_itl_ms")
 
 
-def curve(job: tuple[Task, float]) -> tuple[Task, list[dict[str, Any]]]:
-    """Runs at rising rates, up to the first that is far beyond the limit, and at some between."""
-    task, seconds = job
+def curve(job: tuple[Task, float, Sequence[float]]) -> tuple[Task, list[dict[str, Any]]]:
+    """Runs at these rates; where there are none at rising ones, up to far beyond the limit, and at some between."""
+    task, seconds, rates = job
     runs: dict[float, dict[str, Any]] = {}
 
     def latency(rate: float) -> float:
@@ -170,6 +170,10 @@ def curve(job: tuple[Task, float]) -> tuple[Task, list[dict[str, Any]]]:
         print(f"  {' '.join(map(str, task))}: {rate:.3g}/s {told}", file=sys.stderr, flush=True)
         return float(run[LATENCY])
 
+    for rate in rates:
+        latency(rate)
+    if rates:
+        return task, [runs[rate] for rate in sorted(runs)]
     rate = LOWEST[task.model]
     while latency(rate) <= 2 * LIMIT:
         rate *= STEP
@@ -223,6 +227,20 @@ def show(figures: Sequence[int], found: Found) -> list[str]:
     return lines
 
 
+def show_rates(figures: Sequence[int], found: Found) -> list[str]:
+    """A line for each run."""
+    lines = [
+        "| model | data set | think, s | system | requests/s | ms a token, mean | p90 | TTFT p50 | from the cache |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for task in dict.fromkeys(task for figure in figures for task in FIGURES[figure] if task in found):
+        for run in found[task]:
+            names = ("asked_rate", LATENCY, "p90_normalized_latency_ms", "median_ttft_ms", "cached_share")
+            cells = [f"{run[name]:.3g}" for name in names]
+            lines.append(f"| {task.model} | {task.dataset} | {task.think:g} | {task.system} | {' | '.join(cells)} |")
+    return lines
+
+
 def plot(figures: Sequence[int], found: Found, path: Path) -> None:
     """Normalized latency over the rate, a panel for each figure, model and data set."""
     import matplotlib.pyplot as plt
@@ -266,24 +284,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--figures", nargs="+", type=int, default=list(FIGURES), choices=FIGURES)
     parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--rates", nargs="+", type=float, default=[], help="only these, into a file of their own")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON, the table and the plot")
     args = parser.parse_args()
 
     today, command = date.today().isoformat(), "python benchmarks/pensieve_sim.py " + " ".join(sys.argv[1:])
-    stem = args.out / "pensieve-simulated"
+    stem = args.out / ("pensieve-simulated-rates" if args.rates else "pensieve-simulated")
     kept = stem.with_suffix(".json")
     found: Found = {}
     if kept.exists():
         found = {Task(**row["task"]): row["runs"] for row in json.loads(kept.read_text())["rows"]}
     jobs = dict.fromkeys(task for figure in args.figures for task in FIGURES[figure] if task not in found)
     with get_context("spawn").Pool(args.processes) as pool:
-        for task, runs in pool.imap_unordered(curve, [(task, args.seconds) for task in jobs]):
+        for task, runs in pool.imap_unordered(curve, [(task, args.seconds, args.rates) for task in jobs]):
             found[task] = runs
             rows = [{"task": task._asdict(), "runs": runs} for task, runs in found.items()]
             told = {"date": today, "command": command, "rows": rows}
             kept.write_text(json.dumps(told, indent=1) + "\n")
-    lines = show(args.figures, found)
+    lines = (show_rates if args.rates else show)(args.figures, found)
     print("\n".join(lines))
     stem.with_suffix(".md").write_text(f"`{command}`, {today}\n\n" + "\n".join(lines) + "\n")
     plot(args.figures, found, stem.with_suffix(".png"))

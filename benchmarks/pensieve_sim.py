@@ -290,7 +290,8 @@ def main() -> None:
     args = parser.parse_args()
 
     today, command = date.today().isoformat(), "python benchmarks/pensieve_sim.py " + " ".join(sys.argv[1:])
-    stem = args.out / ("pensieve-simulated-rates" if args.rates else "pensieve-simulated")
+    which = "-".join(f"fig{figure}" for figure in args.figures)
+    stem = args.out / f"pensieve-simulated-{which}{'-rates' if args.rates else ''}"
     kept = stem.with_suffix(".json")
     found: Found = {}
     if kept.exists():

@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from datetime import date
 from functools import cache
+from math import inf
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,10 @@ from holdfast.bench.records import summary
 from holdfast.bench.workloads import DATASETS
 from holdfast.core.config import EngineConfig
 from holdfast.simulator.deployment import Deployment, deploy
+from holdfast.simulator.devices import DEVICES, LINKS, Link
+from holdfast.simulator.roofline import derive
 from holdfast.simulator.run import simulate
+from holdfast.simulator.shapes import MODELS
 
 RESULTS = Path(__file__).parent / "results"
 SHAREGPT, ARXIV = "openchat_sharegpt4", "arxiv_summarization"
@@ -55,10 +59,16 @@ A100S = {"device": "a100-80gb"}
 SETTINGS = {
     "Mistral-7B": Setting("mistral-7b", A100S, 0.1, 0.5),
     "Yi-34B": Setting("yi-34b", {**A100S, "tp": 2}, 0.2, 1.0),
-    # Pairwise NVLink: a ring over four devices goes over PCIe as well, which bounds it.
-    "LLaMA2-70B": Setting("llama-2-70b", {"device": "a40", "tp": 4, "pp": 2, "link": "pcie4"}, 1.0, 5.0, 1536),
+    # NVLink in pairs: a ring over four devices goes over PCIe as well.
+    "LLaMA2-70B": Setting(
+        "llama-2-70b",
+        {"device": "a40", "tp": 4, "pp": 2, "link": "nvlink-pairs", "stage_link": "pcie4-staged"},
+        1.0,
+        5.0,
+        1536,
+    ),
     "Falcon-180B": Setting(
-        "falcon-180b", {**A100S, "tp": 4, "pp": 2, "link": "pcie4", "stage_link": "ethernet-100g"}, 1.0, 5.0
+        "falcon-180b", {**A100S, "tp": 4, "pp": 2, "link": "pcie4", "stage_link": "ethernet-100g-tcp"}, 1.0, 5.0
     ),
 }
 PAPER = {  # all that the text states; the bars of Figures 9 and 10 are not in it
@@ -256,8 +266,46 @@ def show_joining(rows: list[dict[str, Any]]) -> list[str]:
     return [*lines, f"\nAt most {worst:.1f} times with a whole prompt; the paper says up to 28.3 (prompt not stated)."]
 
 
+LAYERS = {  # ms of a layer of Llama-2-70B over four devices, its all-reduces left out: by device and tokens
+    "a40": {32: 0.861, 512: 2.301, 2048: 8.801},
+    "a100-80gb": {32: 0.329, 512: 1.127, 2048: 4.212},
+}
+REDUCTIONS = {  # ms of an all-reduce over four devices: by link and bytes
+    "nvlink-pairs": {524_288: 0.054, 33_554_432: 1.260},
+    "pcie4": {526_336: 0.091, 33_554_432: 2.157},
+}
+"""Medians that Vidur publishes (github.com/microsoft/vidur, data/profiling: at 7d47513 mlp.csv of Llama-2-70b-hf in
+compute/a40 and compute/a100, and network/a100_pairwise_nvlink/all_reduce.csv; at 513ddc1 a40/all_reduce.csv)."""
+
+
+def checks_of_vidur() -> list[dict[str, Any]]:
+    """Layers and all-reduces as measured elsewhere, beside the derived ones."""
+    shape, free = MODELS["llama-2-70b"], Link("none", inf, 0.0)
+    rows: list[dict[str, Any]] = []
+    for device, measured in LAYERS.items():
+        one, two = (derive(shape, DEVICES[device], tp=4, link=free, layers=at, head=False) for at in (1, 2))
+        rows += [
+            {
+                "what": f"{device}: a layer of Llama-2-70B, TP4, {tokens} tokens, ms (Vidur)",
+                "paper": ms,
+                "ours": (two.linear(tokens) - one.linear(tokens)) * 1e3,
+            }
+            for tokens, ms in measured.items()
+        ]
+    for link, measured in REDUCTIONS.items():
+        rows += [
+            {
+                "what": f"{link}: all-reduce of {size / 1e6:.1f} MB over four, ms (Vidur)",
+                "paper": ms,
+                "ours": LINKS[link].all_reduce(size, 4) * 1e3,
+            }
+            for size, ms in measured.items()
+        ]
+    return rows
+
+
 def checks() -> list[dict[str, Any]]:
-    """Every step time that the paper's text states or implies, beside the derived one."""
+    """Every step time that the paper's text states or implies, beside the derived one, and parts measured by others."""
     rows: list[dict[str, Any]] = []
     for name, setting in SETTINGS.items():
         ours = deployed(name).profile.cost.step([(1, 4096)] * 32)
@@ -279,12 +327,12 @@ def checks() -> list[dict[str, Any]]:
         {"what": "Yi-34B, step of 1,024 tokens, chunk at 16k (Table 4, P99 TBT), s", "paper": 0.35,
          "ours": yi.step([(1000, 16000)] + [(1, 8000)] * 24)},
     ]  # fmt: skip
-    return rows
+    return rows + checks_of_vidur()
 
 
 def show_checks(rows: list[dict[str, Any]]) -> list[str]:
     """Paper, ours, error."""
-    lines = ["| what | paper | derived | error |", "|---|---|---|---|"]
+    lines = ["| what | stated | derived | error |", "|---|---|---|---|"]
     return lines + [
         f"| {row['what']} | {row['paper']:.3g} | {row['ours']:.3g} | {row['ours'] / row['paper'] - 1:+.0%} |"
         for row in rows

@@ -22,20 +22,27 @@ def sustained(figures: Mapping[str, float], target_ms: float, ttft_ms: float | N
 
 
 def find_capacity(
-    run: Callable[[float], Mapping[str, float]], target_ms: float, *, ttft_ms: float | None = None, start: float = 1.0
+    run: Callable[[float], Mapping[str, float]],
+    target_ms: float,
+    *,
+    ttft_ms: float | None = None,
+    start: float = 1.0,
+    stride: float = 2.0,
 ) -> float:
     """The highest rate (requests a second) that is sustained, within 5%; 0.0 if none is.
 
-    `run` gives the figures of a run at a rate. Doubles or halves from `start` until it stands between two bounds, then
-    bisects.
+    `run` gives the figures of a run at a rate. Goes from `start` up or down by a factor until it stands between two
+    bounds, then bisects. The factor is `stride`, which suits how good a guess `start` is; its square next, and so on up
+    to 2.
     """
     good, bad = 0.0, 0.0
     rate = start
     while not (good and bad):
         if sustained(run(rate), target_ms, ttft_ms):
-            good, rate = rate, rate * 2
+            good, rate = rate, rate * stride
         else:
-            bad, rate = rate, rate / 2
+            bad, rate = rate, rate / stride
+        stride = min(stride * stride, 2.0)
         if rate < LOWEST:
             return 0.0
         if rate > HIGHEST:

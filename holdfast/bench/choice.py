@@ -9,6 +9,8 @@ from holdfast.bench import workloads
 from holdfast.bench.workloads import DATASETS, Workload
 from holdfast.core.config import option
 
+DRAWN = 100
+"""Conversations that are made where no number is said."""
 CHARACTERS_A_TOKEN = 4
 """A text's length in tokens where no tokenizer is at hand."""
 
@@ -21,7 +23,9 @@ class WorkloadConfig:
         "fixed",
         f"fixed, multi-turn, {', '.join(DATASETS)}, or a file: an Azure .csv, a Mooncake .jsonl, a ShareGPT .json",
     )
-    requests: int = option(100, "how many conversations; of a file, the first so many")
+    requests: int | None = option(
+        None, "how many conversations; default: 100, and of a file all; else the first so many"
+    )
     prompt_tokens: int = option(256, "length of each prompt, for fixed")
     output_tokens: int = option(64, "length of each answer, for fixed")
     think: float = option(5.0, "mean think time in seconds, for multi-turn")
@@ -31,21 +35,22 @@ class WorkloadConfig:
 
     def __post_init__(self) -> None:
         for name in ("requests", "prompt_tokens", "output_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1")
         for name in ("think", "variation"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
 
     def read(self, seed: int) -> Workload:
         """The conversations. Raises ValueError, OSError."""
-        name = self.workload
+        name, count = self.workload, self.requests or DRAWN
         if name == "fixed":
-            return workloads.fixed(self.requests, self.prompt_tokens, self.output_tokens)
+            return workloads.fixed(count, self.prompt_tokens, self.output_tokens)
         if name == "multi-turn":
-            return workloads.multi_turn(self.requests, self.think, seed)
+            return workloads.multi_turn(count, self.think, seed)
         if name in DATASETS:
-            return workloads.drawn(name, self.requests, seed)
+            return workloads.drawn(name, count, seed)
         match Path(name).suffix:
             case ".csv":
                 read: Workload = workloads.azure_csv(name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import lru_cache
@@ -79,6 +79,22 @@ DATASETS = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Talks:
+    """Means of a data set of conversations."""
+
+    turns: float
+    """Requests of a conversation."""
+    prompt: float
+    """New tokens of a request."""
+    output: float
+    """Generated ones."""
+
+
+SHAREGPT, ULTRACHAT = Talks(5.56, 37.77, 204.58), Talks(3.86, 51.78, 257.81)
+"""Pensieve, Table 2."""
+
+
 def fixed(count: int, prompt: int, output: int) -> list[Conversation]:
     """Requests that are all alike, all at once."""
     return [Conversation(0.0, (Turn(prompt, output),))] * count
@@ -97,17 +113,17 @@ def drawn(name: str, count: int, seed: int) -> list[Conversation]:
     return requests
 
 
-def multi_turn(count: int, think: float, seed: int) -> list[Conversation]:
-    """Conversations with the ShareGPT figures of Pensieve (§6.1), all at once.
+def multi_turn(count: int, think: float, seed: int, talks: Talks = SHAREGPT) -> list[Conversation]:
+    """Conversations with the means of a data set, all at once.
 
-    A geometric number of turns (5.56 in the mean, 40 at most), 37.77 new and 204.58 generated tokens a turn in the
-    mean, and exponential think times of `think` seconds in the mean before each turn but the first.
+    A geometric number of turns (40 at most), lognormal lengths, and exponential think times of `think` seconds in the
+    mean before each turn but the first.
     """
     choose = random.Random(seed)
-    prompts, outputs = Lengths.of_mean(37.77, 1.0, 4, 2048), Lengths.of_mean(204.58, 0.8, 4, 1024)
+    prompts, outputs = Lengths.of_mean(talks.prompt, 1.0, 4, 2048), Lengths.of_mean(talks.output, 0.8, 4, 1024)
     conversations = []
     for _ in range(count):
-        turns = min(40, 1 + int(log(1 - choose.random()) / log(1 - 1 / 5.56)))
+        turns = min(40, 1 + int(log(1 - choose.random()) / log(1 - 1 / talks.turns)))
         conversations.append(
             Conversation(
                 0.0,
@@ -254,12 +270,8 @@ class Words:
         choose = random.Random(self._salt + name)
         start = choose.randrange(self.BASE)
         first = tuple(choose.choices(self._letters, k=min(length, 12)))
-        return (*first, *self._slice(start, length - len(first)))
-
-    def _slice(self, start: int, length: int) -> Iterator[int]:
-        while length > 0:
-            yield from self._base[start : start + min(length, self.BASE)]
-            length -= self.BASE
+        whole, rest = divmod(length - len(first), self.BASE)
+        return first + self._base[start : start + self.BASE] * whole + self._base[start : start + rest]
 
 
 def checked(turn: Turn, path: str | Path, line: int) -> Turn:

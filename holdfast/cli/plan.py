@@ -23,7 +23,7 @@ from holdfast.core.version import __version__
 from holdfast.engine.checkpoint import Checkpoint, read_json
 from holdfast.engine.profiles import Profile
 from holdfast.scheduler.choice import CHUNKED, NAMES
-from holdfast.simulator.devices import DEVICES, device_named
+from holdfast.simulator.devices import DEVICES, LINKS, device_named, link_named
 from holdfast.simulator.plan import Candidate, Setting, Verdict, best_of, judges
 from holdfast.simulator.shapes import MODELS, ModelShape, shape_of
 
@@ -62,6 +62,8 @@ class PlanConfig:
     token_budgets: tuple[float, ...] = option((512, 2048), "fixed budgets for policies that cut prompts")
     tp: tuple[float, ...] = option((), "devices that share each layer; default: 1, 2, 4 … that there are")
     pp: tuple[float, ...] = option((), "stages of a pipeline; default: 1, 2, 4 … that there are")
+    link: str | None = option(None, f"what joins the devices of a layer: {', '.join(LINKS)}; default: the device's own")
+    stage_link: str | None = option(None, "what joins the stages of a pipeline; default: the same")
     host_gb: tuple[float, ...] = option((0,), "sizes of the host tier in GB; 0 is none")
     seconds: float = option(60.0, "how long requests arrive in each simulated run")
     jobs: int | None = option(None, "processes at once; default: one for each core")
@@ -87,6 +89,11 @@ class PlanConfig:
         if unknown := self.scheduler_names - {*NAMES, "all"}:
             raise ValueError(f"scheduler {min(unknown)!r} is unknown; there are {', '.join(NAMES)}, or all")
         device_named(self.device)
+        for name in ("link", "stage_link"):
+            if getattr(self, name) is not None:
+                link_named(getattr(self, name))
+                if self.profile is not None:
+                    raise ValueError(f"{name} joins devices, and a profile is of one; drop it, or name a MODEL")
 
     @property
     def policies(self) -> tuple[SchedulerName, ...]:
@@ -157,6 +164,8 @@ def setting_of(config: PlanConfig, load: WorkloadConfig, engine: EngineConfig, m
         tbt_ms=config.slo_tbt,
         ttft_ms=config.slo_ttft,
         seconds=config.seconds,
+        link=config.link,
+        stage_link=config.stage_link,
     )
 
 
@@ -273,15 +282,24 @@ def show(console: Console, verdicts: Sequence[Verdict], best: Verdict | None) ->
     for verdict in verdicts:
         table.add_row(*cells(verdict), style="bold" if verdict is best else "" if verdict.capacity else "dim")
     console.print(table)
-    for verdict in verdicts:
-        if verdict.reason:
-            told = f"{verdict.candidate.policy}, {verdict.candidate.layout}: {verdict.reason}"
+    for told in dict.fromkeys(map(reason_of, verdicts)):
+        if told:
             console.print(Text(told, style="dim"), soft_wrap=True)
+
+
+def reason_of(verdict: Verdict) -> str:
+    """Why a candidate has no capacity; of a layout that cannot be, the same for every policy."""
+    if not verdict.reason:
+        return ""
+    policy = f"{verdict.candidate.policy}, " if verdict.fits else ""
+    return f"{policy}{verdict.candidate.layout}: {verdict.reason}"
 
 
 def recommend(verdicts: Sequence[Verdict], engine: EngineConfig, model: str | None) -> list[str]:
     """What to do, line by line; the command comes last, where there is one."""
     best = best_of(verdicts)
+    if best is None and not any(verdict.fits for verdict in verdicts):
+        return ["no layout fits these devices: give more or other --devices, another --tp and --pp, or a smaller model"]
     if best is None:
         return ["nothing keeps these limits: raise --slo-tbt or --slo-ttft, or give more or faster --devices"]
     lines = [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 from holdfast.core.cost import CostModel, Predictor
 from holdfast.core.types import StepPlan, StepResult
 from holdfast.scheduler.step import Policy, Step
@@ -25,6 +27,8 @@ class PacedStallFree(Policy):
     The prediction is corrected by what steps with prefill work were measured to take. The correction follows the 0.95
     quantile of measured over predicted time (a step of the pinball loss's gradient for each), so that it is nearly all
     steps that meet the target, not the average one, and a single outlier moves it no more than any other step.
+
+    In a pipeline a stream waits for more than its own step, and the target bounds all of that wait (`Stages.wait`).
     """
 
     def __init__(self, cost: CostModel, target: float, *, tile: int, ceiling: int) -> None:
@@ -40,11 +44,16 @@ class PacedStallFree(Policy):
         """Measured over predicted time."""
         self._predictor = Predictor(cost)
         self._attention = 0.0
+        self._stages: Stages | None = None
+        """Of a pipeline."""
         self._predicted: dict[int, float] = {}
         """By number, the predicted seconds of steps in flight with prefill work."""
 
     def fill(self, step: Step) -> None:
         step.budget = self.ceiling
+        if step.micro_batches > 1:
+            self._stages = self._stages or Stages(step.micro_batches)
+            self._stages.look(step.now)
         step.make_way()
         step.decode()
         decodes = step.num_tokens
@@ -52,11 +61,16 @@ class PacedStallFree(Policy):
         step.pace = lambda start, stop: self._take(step.num_tokens, start, stop, first=step.num_tokens == decodes)
         step.prefill()
         step.admit(lambda entry: step.num_tokens == decodes or self._room(step.num_tokens, entry.sequence.length))
+        seconds = self._predictor.linear(step.num_tokens) + self._attention
+        if self._stages is not None and step.num_tokens:
+            seconds = self._stages.add(step.number, seconds * self.correction) / self.correction
         if step.num_tokens > decodes:
-            self._predicted[step.number] = self._predictor.linear(step.num_tokens) + self._attention
+            self._predicted[step.number] = seconds
 
     def learn(self, plan: StepPlan, result: StepResult) -> None:
         """Correct the prediction by what a step took."""
+        if self._stages is not None:
+            self._stages.ended(plan.step)
         predicted = self._predicted.pop(plan.step, None)
         if predicted:
             over = result.seconds > predicted * self.correction
@@ -92,4 +106,59 @@ class PacedStallFree(Policy):
         """Whether a step of `total` tokens, [start, stop) the last of them, is predicted to meet the target."""
         predictor = self._predictor
         seconds = predictor.linear(total) + self._attention + predictor.chunk(start, stop)
-        return seconds * self.correction <= self.target
+        seconds *= self.correction
+        return (seconds if self._stages is None else self._stages.wait(seconds)) <= self.target
+
+
+class Stages:
+    """A pipeline's stages, in predicted time: when each will have ended the steps in flight.
+
+    Stages share a step out evenly, and each takes the steps in order.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._ends = [0.0] * count
+        """By stage, when it has ended all that was planned."""
+        self._in_flight: deque[tuple[int, float]] = deque()
+        """Number and end of each step."""
+        self._ended: float | None = None
+        """When the step that was seen to end last was to end."""
+        self._now = 0.0
+
+    def look(self, now: float) -> None:
+        """It is so late, and a step is about to be planned: what was predicted is late or early by what is seen."""
+        late = 0.0 if self._ended is None else now - self._ended
+        self._ends = [end + late if self._in_flight else now for end in self._ends]
+        self._in_flight = deque((number, end + late) for number, end in self._in_flight)
+        self._ended, self._now = None, now
+
+    def wait(self, seconds: float) -> float:
+        """The longest that a stream waits for its token if the next step takes so long, and one after it as well.
+
+        The streams of this one wait from now on until it ends behind those in flight. Those of the one after it wait
+        from its planning, when the oldest step in flight ends, for this one to leave the first stage, and for theirs:
+        were it not left as much time, long and short steps would alternate, and stages stand empty.
+        """
+        ends = self._passage(seconds)
+        full = len(self._in_flight) + 1 >= len(ends)
+        after = max(self._now, self._in_flight[0][1]) if full else self._now
+        return max(ends[-1] - self._now, ends[0] + seconds - after)
+
+    def add(self, number: int, seconds: float) -> float:
+        """Plan a step; the time from its begin to its end, waits between stages included."""
+        begins, self._ends = max(self._now, self._ends[0]), self._passage(seconds)
+        self._in_flight.append((number, self._ends[-1]))
+        return self._ends[-1] - begins
+
+    def ended(self, number: int) -> None:
+        """The oldest step in flight has ended, if it is the one of this number: others had no segments."""
+        if self._in_flight and self._in_flight[0][0] == number:
+            self._ended = self._in_flight.popleft()[1]
+
+    def _passage(self, seconds: float) -> list[float]:
+        """When each stage would end a step that is planned now."""
+        share, at, ends = seconds / len(self._ends), self._now, []
+        for end in self._ends:
+            at = max(at, end) + share
+            ends.append(at)
+        return ends

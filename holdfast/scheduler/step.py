@@ -70,6 +70,16 @@ class Step:
         return self._number
 
     @property
+    def now(self) -> float:
+        """When it is planned, in seconds."""
+        return self._now
+
+    @property
+    def micro_batches(self) -> int:
+        """Stages of the pipeline that steps pass; 1 without one."""
+        return self._queues.micro_batches
+
+    @property
     def running(self) -> RankedQueue:
         """The running sequences, to look at."""
         return self._queues.running
@@ -91,9 +101,11 @@ class Step:
         has room for beside the decodes. They come back as any that was preempted, with what is kept of their state.
         """
         queues, pool, running = self._queues, self._queues.pool, self._queues.running
+        if not queues.contenders:
+            return
         rows, spare = len(queues.rows), pool.available - queues.growth
         room = max(1, self.budget - len(running))
-        for entry in queues.contenders or ():
+        for entry in queues.contenders:
             sequence = entry.sequence
             if room <= 0 or sequence.in_flight or not running or entry.rank > running.last().rank:
                 return

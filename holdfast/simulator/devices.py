@@ -102,15 +102,17 @@ DEVICES = {
             layer_seconds=30e-6,
             link="nvlink3",
         ),
+        # matmul and weights fitted to layers of Llama-2-70B as Vidur measured them (docs/benchmarks.md), the small
+        # kernels between the matrices included; attention and cache are the A100's.
         Device(
             name="a40",
             flops=149.7e12,
             bandwidth=0.696e12,
             memory=48e9,
             copy_rate=24e9,
-            matmul=0.55,
+            matmul=0.67,
             attention=0.40,
-            weights=0.85,
+            weights=0.75,
             cache=0.85,
             step_seconds=0.5e-3,
             layer_seconds=30e-6,
@@ -138,8 +140,14 @@ LINKS = {
     for link in (
         Link("nvlink3", 230e9, 8e-6),
         Link("nvlink4", 370e9, 6e-6),
-        Link("pcie4", 16e9, 12e-6),
-        Link("pcie5", 32e9, 12e-6),
+        # As Vidur measured them (docs/benchmarks.md): all-reduces of four A100s bridged in pairs, of four A40s so
+        # bridged, what an A40 sends to one that it is not bridged to, what a node sends to another.
+        Link("pcie4", 24e9, 10e-6),
+        Link("nvlink-pairs", 40e9, 6e-6),
+        Link("pcie4-staged", 4.1e9, 30e-6),
+        Link("ethernet-100g-tcp", 2.5e9, 60e-6),
+        # Not measured.
+        Link("pcie5", 48e9, 10e-6),
         Link("ethernet-100g", 11e9, 40e-6),
         Link("ethernet-25g", 2.8e9, 50e-6),
     )

@@ -23,6 +23,8 @@ from holdfast.simulator.shapes import ModelShape
 
 LEAST = 40
 """Conversations of a run, however low its rate."""
+STRIDE = 1.2
+"""First factor of a search, whose start is a good guess where throughput is the bound."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +87,10 @@ class Setting:
     ttft_ms: float | None
     seconds: float
     """How long conversations arrive in each run."""
+    link: str | None = None
+    """What joins the devices of a layer; None: the device's own."""
+    stage_link: str | None = None
+    """What joins the stages of a pipeline; None: the same."""
 
     def deployment(self, candidate: Candidate) -> Deployment:
         """Profile and stages of a replica. Raises ValueError where it does not fit."""
@@ -93,7 +99,13 @@ class Setting:
                 raise ValueError("the profile was measured on one device")
             return Deployment(self.profile, None, True, 1)
         return deploy(
-            self.model, self.device, tp=candidate.tp, pp=candidate.pp, memory_fraction=self.engine.memory_fraction
+            self.model,
+            self.device,
+            tp=candidate.tp,
+            pp=candidate.pp,
+            link=self.link,
+            stage_link=self.stage_link,
+            memory_fraction=self.engine.memory_fraction,
         )
 
     def arriving(self, base: Workload, rate: float) -> Workload:
@@ -120,6 +132,8 @@ class Verdict:
     """Of a million generated tokens at that rate; None without a price or capacity."""
     reason: str = ""
     """Why there is no capacity."""
+    fits: bool = True
+    """Whether it can run at all: where it cannot, no policy can on its layout."""
 
     @property
     def fleet(self) -> float:
@@ -146,9 +160,10 @@ def judge(setting: Setting, candidate: Candidate) -> Verdict:
             runs[rate] = figures | {"num_conversations": len(arriving)}
             return runs[rate]
 
-        capacity = find_capacity(at, setting.tbt_ms, ttft_ms=setting.ttft_ms, start=guess(engine, deployment, base))
+        start = guess(engine, deployment, base)
+        capacity = find_capacity(at, setting.tbt_ms, ttft_ms=setting.ttft_ms, start=start, stride=STRIDE)
     except ValueError as error:
-        return Verdict(candidate, 0.0, {}, 0.0, replicas, None, str(error))
+        return Verdict(candidate, 0.0, {}, 0.0, replicas, None, str(error), fits=False)
     if not capacity:
         fewest = runs[min(runs)]
         reason = f"P99 TBT {fewest['p99_itl_ms']:,.0f} ms, TTFT {fewest['p99_ttft_ms']:,.0f} ms however few arrive"
@@ -165,8 +180,8 @@ def longest(engine: EngineConfig, profile: Profile) -> int:
 
 
 def guess(engine: EngineConfig, deployment: Deployment, base: Workload) -> float:
-    """Where to begin the search: what is done a second when all comes at once. Saves the long runs at low rates."""
-    sample = [replace(conversation, arrival=0.0) for conversation in base[:LEAST]]
+    """Where to begin the search: what is done a second when more comes at once than runs at once. Saves long runs."""
+    sample = [replace(base[number % len(base)], arrival=0.0) for number in range(2 * engine.max_sequences)]
     outcome = simulate(engine, deployment.profile, sample, pipeline=deployment.pipeline)
     return len(sample) / outcome.seconds
 
@@ -181,8 +196,14 @@ def judges(setting: Setting, jobs: int) -> Iterator[Judge]:
     if jobs == 1:
         yield partial(map, partial(judge, setting))
         return
-    # Spawned, as a forked child would inherit the locks of threads that it does not have.
-    with multiprocessing.get_context("spawn").Pool(jobs, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:
+    # Spawned, as a forked child would inherit the locks of threads that it does not have. An interrupt is ours to
+    # see: children inherit that it is ignored, as they would otherwise show where they were.
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        pool = multiprocessing.get_context("spawn").Pool(jobs)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    with pool:
         yield partial(pool.imap, partial(judge, setting))
 
 

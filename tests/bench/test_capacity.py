@@ -24,6 +24,14 @@ def test_it_ends_within_five_per_cent_below_the_limit(limit):
     assert len(calls) < 25
 
 
+@pytest.mark.parametrize("guess", [9.0, 10.0, 11.0])
+def test_from_a_good_guess_a_short_stride_takes_few_runs(guess):
+    calls = []
+    found = find_capacity(server(10.0, calls), 50.0, start=guess, stride=1.2)
+    assert 10.0 / 1.05 <= found <= 10.0
+    assert len(calls) <= 5
+
+
 def test_a_target_that_is_never_met_gives_nothing():
     assert find_capacity(server(0.0), 50.0) == 0.0
 

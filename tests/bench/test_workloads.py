@@ -93,12 +93,13 @@ def test_drawn_lengths_have_the_quantiles_of_the_paper(name, prompt_median, prom
     assert max(turn.prompt + turn.output for turn in turns) <= DATASETS[name].limit
 
 
-def test_multi_turn_conversations_have_the_figures_of_the_paper():
-    conversations = workloads.multi_turn(3000, think=5.0, seed=2)
+@pytest.mark.parametrize("talks", [workloads.SHAREGPT, workloads.ULTRACHAT])
+def test_multi_turn_conversations_have_the_figures_of_the_paper(talks):
+    conversations = workloads.multi_turn(3000, think=5.0, seed=2, talks=talks)
     turns = [turn for conversation in conversations for turn in conversation.turns]
-    assert len(turns) / len(conversations) == pytest.approx(5.56, rel=0.05)
-    assert statistics.mean(turn.prompt for turn in turns) == pytest.approx(37.77, rel=0.05)
-    assert statistics.mean(turn.output for turn in turns) == pytest.approx(204.58, rel=0.05)
+    assert len(turns) / len(conversations) == pytest.approx(talks.turns, rel=0.05)
+    assert statistics.mean(turn.prompt for turn in turns) == pytest.approx(talks.prompt, rel=0.05)
+    assert statistics.mean(turn.output for turn in turns) == pytest.approx(talks.output, rel=0.05)
     thinks = [turn.think for conversation in conversations for turn in conversation.turns[1:]]
     assert statistics.mean(thinks) == pytest.approx(5.0, rel=0.05)
     assert {conversation.turns[0].think for conversation in conversations} == {0.0}

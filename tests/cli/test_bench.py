@@ -98,6 +98,16 @@ def test_engine_options_reach_the_simulation_and_its_steps_the_trace(profile, tm
     assert max(args["decodes"] + args["prefill"] for args in counted) == 16
 
 
+def test_a_file_is_sent_whole_unless_a_number_is_said(profile, tmp_path, capsys):
+    trace = tmp_path / "trace.csv"
+    rows = [f"2023-11-16 18:00:{at // 10:02}.{at % 10}000000,20,2" for at in range(130)]
+    trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]) + "\n")
+    for given, completed in (((), 130), (("--requests", "7"), 7)):
+        out = tmp_path / "figures.json"
+        assert bench("--simulate", profile, "--workload", str(trace), *given, "--json", str(out)) == 0
+        assert json.loads(out.read_text())["completed"] == completed
+
+
 def test_a_model_on_devices_is_simulated_by_name(tmp_path, capsys):
     out = tmp_path / "figures.json"
     layout = ("--tp", "2", "--pp", "2", "--link", "pcie4", "--stage-link", "ethernet-100g")

@@ -88,6 +88,23 @@ def test_limits_that_nothing_keeps_fail_with_advice(profile, capsys):
     assert "nothing keeps these limits" in shown and "holdfast serve" not in shown
 
 
+def test_where_no_layout_fits_the_devices_are_to_blame_and_told_once(capsys):
+    assert plan("falcon-180b", "--device", "a40", *SMALL) == 1
+    shown = capsys.readouterr().out
+    assert shown.count("falcon-180b takes 359 GB, and 1 a40 have 48") == 1
+    assert "no layout fits these devices" in shown and "--slo-tbt" not in shown
+
+
+def test_a_slower_link_serves_less(tmp_path):
+    capacities = []
+    for link in ("nvlink4", "ethernet-25g"):
+        out = tmp_path / f"{link}.json"
+        given = (*SMALL, "--devices", "2", "--tp", "2", "--pp", "1", "--schedulers", "orca", "--link", link)
+        plan("mistral-7b", *given, "--json", str(out))
+        capacities += [row["capacity"] for row in json.loads(out.read_text())["candidates"]]
+    assert capacities[0] > 1.2 * capacities[1]
+
+
 def verdict(fleet, **candidate):
     return Verdict(Candidate(**candidate), fleet, FIGURES, 100.0, 1, None)
 
@@ -143,6 +160,8 @@ def test_a_model_may_be_a_name_a_directory_or_a_config(tmp_path):
         (("mistral-7b", "--schedulers", "stall-free,fifo"), "scheduler 'fifo' is unknown"),
         (("mistral-7b", "--tp", "1.5"), "tp holds 1.5"),
         (("mistral-7b", "--tp", "4"), "no tp x pp of those given fits on 1 devices"),
+        (("mistral-7b", "--link", "string"), "link string is unknown; there are"),
+        (("--profile", "p.json", "--stage-link", "pcie4"), "stage_link joins devices, and a profile is of one"),
         (("mistral-7b", "--host-gb=-1"), "host_gb holds -1; each must be at least 0"),
         (("mistral-7b", "--tbt-target", "50"), "unknown option --tbt-target"),
         (("mistral-7b", "--json", "/no/such/place/a.json"), "is no directory"),

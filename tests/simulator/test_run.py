@@ -144,6 +144,18 @@ def test_two_stages_prefill_almost_twice_as_fast_as_one_device_of_their_time():
     assert 0.85 < two.busy / two.seconds <= 1
 
 
+def test_a_target_holds_for_streams_that_wait_for_the_steps_of_others_in_a_pipeline():
+    streams = [Conversation(0.0, (Turn(20, 120),))] * 8
+    prompts = [Conversation(0.3 + 0.4 * at, (Turn(1500, 2),)) for at in range(3)]
+    target, roomy = 20.0, replace(BOTH, token_budget=1024)
+    outcome = run([*streams, *prompts], profile=roomy, pipeline=STAGED, config={"tbt_target": target})
+    gaps = [after - before for record in outcome.records[:8] for before, after in pairwise(record.token_times)]
+    assert max(gaps) <= 1.02e-3 * target
+    free = run([*streams, *prompts], profile=roomy, pipeline=STAGED)
+    waits = [max(each.token_times[0] - each.arrival for each in of.records[8:]) for of in (outcome, free)]
+    assert waits[0] < 1.3 * waits[1], "nor do the prompts wait for long"
+
+
 def test_a_request_alone_leaves_bubbles():
     outcome = run(one_by_one(1, 20, 50), profile=BOTH, pipeline=STAGED)
     assert outcome.busy / outcome.seconds == pytest.approx(0.5, abs=0.02)

@@ -56,6 +56,7 @@ KINDS = {  # by the start or a part of a kernel's name, in this order
     "reduce_kernel": "greedy token",
 }
 OTHER, GAPS, IDLE = "other kernels", "between kernels", "between steps"
+"""Between steps is from a step's last kernel to the next one's first: where the step's tokens and inputs are copied."""
 COPIES = ("Memcpy", "Memset")
 
 

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from holdfast.core.config import AttentionBackendName
-from holdfast.kernels.cpu import TorchAttention
 from holdfast.kernels.flash_attention_3 import FlashAttention3, vllm_kernels
 from holdfast.kernels.fp8 import FP8
 from holdfast.kernels.protocol import Attention, Segments
+from holdfast.kernels.torch_attention import TorchAttention
 
 __all__ = ["MAX_HEAD_DIM", "Attention", "Segments", "attention_for", "require"]
 

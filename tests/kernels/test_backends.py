@@ -13,9 +13,9 @@ from attention_oracle import Batch, make_batch, oracle
 
 from holdfast.core.config import AttentionBackendName
 from holdfast.kernels.attention import Attention, attention_for, require
-from holdfast.kernels.cpu import TorchAttention
 from holdfast.kernels.flash_attention_3 import FlashAttention3
 from holdfast.kernels.protocol import CapturableAttention, Segments
+from holdfast.kernels.torch_attention import TorchAttention
 
 MIXED = [(3, 0, 37), (0, 149, 150), (1, 20, 161), (4, 0, 1), (2, 0, 9), (2, 30, 42), (5, 199, 200)]
 OPTIONS = [{}, {"window": 7}, {"softcap": 5.0}, {"sinks": True}, {"window": 40, "softcap": 5.0, "sinks": True}]

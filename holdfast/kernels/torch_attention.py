@@ -43,7 +43,7 @@ class Group:
 
 
 @dataclass
-class CpuSchedule:
+class TileSchedule:
     """The tiles of one step, [C] each. Groups are made at the first layer that needs them and kept for the others."""
 
     first_token: Ints  # in the packed batch
@@ -53,7 +53,7 @@ class CpuSchedule:
     groups: dict[int | None, list[Group]] = field(default_factory=dict)  # by window
 
 
-class TorchAttention(Attention[CpuSchedule]):
+class TorchAttention(Attention[TileSchedule]):
     """`Attention` for float32, bfloat16 and float16 on any device. A step's cost has no Python loop over its tokens.
 
     The backend of a CPU, for which its sizes are chosen. On a GPU it takes no compiler and no other package, and
@@ -73,7 +73,7 @@ class TorchAttention(Attention[CpuSchedule]):
         self.head_dim = head_dim
         self.block_size = block_size
 
-    def schedule(self, segments: Segments) -> CpuSchedule:
+    def schedule(self, segments: Segments) -> TileSchedule:
         rows = TILE_ROWS if self.device.type == "cpu" else GPU_TILE_ROWS
         tile = max(1, rows // self.group_size)
         lengths = segments.query_length.astype(np.int64)
@@ -82,7 +82,7 @@ class TorchAttention(Attention[CpuSchedule]):
         offset = (np.arange(len(segment)) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * tile
         queries = np.minimum(tile, lengths[segment] - offset)
         start = segments.context_stop.astype(np.int64) - lengths
-        return CpuSchedule(
+        return TileSchedule(
             first_token=segments.query_start[:-1].astype(np.int64)[segment] + offset,
             queries=queries,
             stop=start[segment] + offset + queries,
@@ -105,7 +105,7 @@ class TorchAttention(Attention[CpuSchedule]):
         key_cache: torch.Tensor,
         value_cache: torch.Tensor,
         block_tables: torch.Tensor,
-        schedule: CpuSchedule,
+        schedule: TileSchedule,
         *,
         scale: float,
         window: int | None = None,
@@ -158,7 +158,7 @@ class TorchAttention(Attention[CpuSchedule]):
         return mask.masked_fill_(hidden, -torch.inf).view(b, 1, -1, length)
 
     def _groups(
-        self, schedule: CpuSchedule, block_tables: torch.Tensor, window: int | None, dtype: torch.dtype
+        self, schedule: TileSchedule, block_tables: torch.Tensor, window: int | None, dtype: torch.dtype
     ) -> Iterator[Group]:
         """Cut the tiles, sorted by shape, into groups that fit the gather buffer and pad little."""
         stop, queries = schedule.stop, schedule.queries
@@ -182,7 +182,7 @@ class TorchAttention(Attention[CpuSchedule]):
 
     def _group(
         self,
-        schedule: CpuSchedule,
+        schedule: TileSchedule,
         tiles: Ints,
         first: Ints,
         block_tables: torch.Tensor,

@@ -1,4 +1,4 @@
-"""The CPU attention against the float64 oracle, over random batches."""
+"""Attention by PyTorch alone against the float64 oracle, over random batches."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from attention_oracle import Batch, make_batch, oracle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.kernels import cpu
+from holdfast.kernels import torch_attention
 from holdfast.kernels.attention import attention_for
 from holdfast.kernels.cache import write_slots
 from holdfast.kernels.fp8 import FP8, LARGEST
@@ -58,8 +58,8 @@ def segment_lists(draw: st.DrawFn) -> list[tuple[int, int, int]]:
     softcap=st.sampled_from([None, None, 5.0]),
     cache_dtype=st.sampled_from([None, FP8]),
     with_sinks=st.booleans(),
-    tile_rows=st.sampled_from([8, cpu.TILE_ROWS]),
-    kept_mask=st.sampled_from([500, cpu.KEPT_MASK]),
+    tile_rows=st.sampled_from([8, torch_attention.TILE_ROWS]),
+    kept_mask=st.sampled_from([500, torch_attention.KEPT_MASK]),
     seed=st.integers(0, 10**6),
 )
 @settings(max_examples=150)
@@ -88,8 +88,8 @@ def test_equals_the_oracle(
     sinks = torch.randn(heads[0], generator=torch.Generator().manual_seed(seed)) if with_sinks else None
     options = {"scale": head_dim**-0.5, "window": window, "softcap": softcap, "sinks": sinks}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu, "TILE_ROWS", tile_rows)
-        patch.setattr(cpu, "KEPT_MASK", kept_mask)
+        patch.setattr(torch_attention, "TILE_ROWS", tile_rows)
+        patch.setattr(torch_attention, "KEPT_MASK", kept_mask)
         found = attend(batch, **options)
     torch.testing.assert_close(found.double(), oracle(batch, **options), rtol=1e-5, atol=1e-5)
 
@@ -109,7 +109,7 @@ def test_half_precision_stays_within_one_percent(dtype: torch.dtype, softcap: fl
 def test_every_number_of_fp8_is_read_exactly(dtype: torch.dtype) -> None:
     numbers = torch.arange(256, dtype=torch.uint8).view(FP8)
     finite = ~numbers.float().isnan()
-    assert torch.equal(cpu.as_computed(numbers, dtype)[finite], numbers.to(dtype)[finite])
+    assert torch.equal(torch_attention.as_computed(numbers, dtype)[finite], numbers.to(dtype)[finite])
 
 
 def test_what_is_too_large_for_fp8_becomes_its_largest_number() -> None:

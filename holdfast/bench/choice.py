@@ -13,6 +13,8 @@ DRAWN = 100
 """Conversations that are made where no number is said."""
 CHARACTERS_A_TOKEN = 4
 """A text's length in tokens where no tokenizer is at hand."""
+EVENEST, BURSTIEST = 0.01, 100.0
+"""Variations of arrivals. Beyond, there is nothing to see but numbers that are out of range."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +40,13 @@ class WorkloadConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
-        for name in ("think", "variation"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
+        if not 0 < self.think < float("inf"):
+            raise ValueError(f"think is {self.think}; it must be above 0")
+        if not EVENEST <= self.variation <= BURSTIEST:
+            raise ValueError(f"variation is {self.variation}; it must lie between {EVENEST} and {BURSTIEST:g}")
 
     def read(self, seed: int) -> Workload:
-        """The conversations. Raises ValueError, OSError."""
+        """The conversations. Raises ValueError, for a file with its name."""
         name, count = self.workload, self.requests or DRAWN
         if name == "fixed":
             return workloads.fixed(count, self.prompt_tokens, self.output_tokens)
@@ -61,6 +64,8 @@ class WorkloadConfig:
             case _:
                 known = ", ".join(("fixed", "multi-turn", *DATASETS))
                 raise ValueError(f"workload {name} is unknown; there are {known}, and .csv, .jsonl and .json files")
+        if not read:
+            raise ValueError(f"{name} holds no requests")
         return read[: self.requests]
 
     def arriving(self, workload: Workload, rate: float, seed: int) -> Workload:

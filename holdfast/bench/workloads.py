@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import random
 from collections.abc import Callable, Sequence
@@ -140,32 +141,30 @@ def azure_csv(path: str | Path) -> list[Conversation]:
     """An Azure LLM inference trace: TIMESTAMP, ContextTokens, GeneratedTokens. Raises ValueError with the line."""
     requests: list[Conversation] = []
     first: datetime | None = None
-    with Path(path).open(encoding="utf-8", newline="") as file:
-        for number, row in enumerate(csv.DictReader(file), start=2):
-            try:
-                stamp = datetime.fromisoformat(row["TIMESTAMP"][:26])
-                turn = Turn(int(row["ContextTokens"]), int(row["GeneratedTokens"]))
-            except (KeyError, TypeError, ValueError) as error:
-                raise ValueError(
-                    f"{path}, line {number}: {error}; the columns are TIMESTAMP, ContextTokens, GeneratedTokens"
-                ) from None
+    rows = csv.DictReader(io.StringIO(text_of(path)))
+    try:
+        for row in rows:
+            stamp = datetime.fromisoformat(row["TIMESTAMP"][:26])
+            turn = Turn(int(row["ContextTokens"]), int(row["GeneratedTokens"]))
             first = first or stamp
-            requests.append(Conversation((stamp - first).total_seconds(), (checked(turn, path, number),)))
+            requests.append(request((stamp - first).total_seconds(), turn))
+    except (KeyError, TypeError, ValueError, csv.Error) as error:
+        raise ValueError(
+            f"{path}, line {rows.reader.line_num}: {error}; the columns are TIMESTAMP, ContextTokens, GeneratedTokens"
+        ) from None
     return requests
 
 
 def mooncake_jsonl(path: str | Path) -> list[Conversation]:
     """A Mooncake trace: timestamp (ms), input_length, output_length, hash_ids. Raises ValueError with the line."""
     requests: list[Conversation] = []
-    with Path(path).open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                row = json.loads(line)
-                turn = Turn(int(row["input_length"]), int(row["output_length"]), hashes=tuple(row["hash_ids"]))
-                arrival = row["timestamp"] / 1000
-            except (KeyError, TypeError, ValueError) as error:
-                raise ValueError(f"{path}, line {number}: {error!r}; it must be a line of a Mooncake trace") from None
-            requests.append(Conversation(arrival, (checked(turn, path, number),)))
+    for number, line in enumerate(io.StringIO(text_of(path)), start=1):
+        try:
+            row = json.loads(line)
+            turn = Turn(int(row["input_length"]), int(row["output_length"]), hashes=tuple(row["hash_ids"]))
+            requests.append(request(row["timestamp"] / 1000, turn))
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise ValueError(f"{path}, line {number}: {error!r}; it must be a line of a Mooncake trace") from None
     return requests
 
 
@@ -174,10 +173,13 @@ def sharegpt_json(path: str | Path, count_tokens: Callable[[str], int]) -> list[
 
     `count_tokens` gives a text's length in tokens. Raises ValueError for a file of another form.
     """
+    text = text_of(path)
     try:
-        rows: list[dict[str, Any]] = json.loads(Path(path).read_text(encoding="utf-8"))
+        rows: list[dict[str, Any]] = json.loads(text)
         said = [[(message["from"], message["value"]) for message in row["conversations"]] for row in rows]
-    except (KeyError, TypeError, ValueError) as error:
+        if not all(isinstance(value, str) for messages in said for _, value in messages):
+            raise TypeError("a value is not text")
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(
             f"{path}: {error!r}; it must hold a list of {{id, conversations: [{{from, value}}]}}"
         ) from None
@@ -274,10 +276,20 @@ class Words:
         return first + self._base[start : start + self.BASE] * whole + self._base[start : start + rest]
 
 
-def checked(turn: Turn, path: str | Path, line: int) -> Turn:
-    """A turn of a trace. Raises ValueError for lengths that cannot be."""
+def text_of(path: str | Path) -> str:
+    """The text of a workload's file. Raises ValueError that names it."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not text: {error}") from None
+
+
+def request(arrival: float, turn: Turn) -> Conversation:
+    """A request of a trace. Raises ValueError for a time and for lengths that cannot be."""
+    if not 0 <= arrival < float("inf"):
+        raise ValueError(f"it arrives {arrival:g} s after the first")
     if turn.prompt < 1 or turn.output < 1 or (turn.hashes and len(turn.hashes) * HASH_BLOCK < turn.prompt):
-        raise ValueError(
-            f"{path}, line {line}: {turn.prompt} and {turn.output} tokens with {len(turn.hashes)} hash ids"
-        )
-    return turn
+        raise ValueError(f"{turn.prompt} and {turn.output} tokens with {len(turn.hashes)} hash ids")
+    return Conversation(arrival, (turn,))

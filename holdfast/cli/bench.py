@@ -20,8 +20,9 @@ from holdfast.bench.choice import WorkloadConfig
 from holdfast.bench.records import Record, Slo, summary
 from holdfast.bench.series import Run
 from holdfast.bench.workloads import Workload
+from holdfast.cli.flags import check_url
 from holdfast.cli.progress import turns_of
-from holdfast.cli.reports import changed, needs_matplotlib, writable, written
+from holdfast.cli.reports import changed, makeable, needs_matplotlib, writable, written
 from holdfast.cli.targets import Simulated, Target, engine_here, server
 from holdfast.core.config import EngineConfig, option
 from holdfast.core.version import __version__
@@ -82,8 +83,7 @@ class BenchConfig:
             raise ValueError(
                 "bench takes a MODEL to run here, --url URL for a server, or --simulate PROFILE: one of them"
             )
-        if self.url is not None and not re.match(r"https?://\S+$", self.url):
-            raise ValueError(f"url is {self.url}; it must look like http://127.0.0.1:8000")
+        check_url(self.url)
         for name in ("concurrency", "cache_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -97,8 +97,8 @@ class BenchConfig:
             raise ValueError(
                 "tp, pp, link and stage_link are for --simulate MODEL@DEVICE; a profile has its own layout"
             )
-        if not self.host_us >= 0:
-            raise ValueError(f"host_us is {self.host_us:g}; it must be at least 0")
+        if not 0 <= self.host_us < float("inf"):
+            raise ValueError(f"host_us is {self.host_us:g}; it must be at least 0 and finite")
         if self.concurrency is not None and (self.rates or self.capacity):
             raise ValueError(
                 "concurrency is a closed loop, which has no rate; drop --concurrency, or --rates and --capacity"
@@ -121,14 +121,17 @@ def run(config: BenchConfig, load: WorkloadConfig, engine: EngineConfig, argumen
         needs_matplotlib()
     if engine.trace is not None and (config.capacity is not None or len(config.rates) > 1):
         raise ValueError("trace is the timeline of one run; give it with one of --rates, and without --capacity")
-    for path in (config.json, config.report):
+    for path in (config.json, config.report, engine.trace):
         writable(path)
+    makeable(config.plots)
     console = Console(highlight=False)
     base = load.read(engine.seed)
     with target_of(config, engine, console) as target:
         if target.longest is not None:
             asked = turns_of(base)
             base = workloads.cut(base, target.longest)
+            if not base:
+                raise ValueError(f"all {asked} requests are longer than the context of {target.longest} tokens")
             if turns_of(base) < asked:
                 console.print(f"{asked - turns_of(base)} of {asked} requests are longer than the context and left out")
         bench = _Bench(config, load, engine.seed, target, base)

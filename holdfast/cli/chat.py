@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from holdfast.cli.bookmarks import LAST, Bookmark, Bookmarks
+from holdfast.cli.flags import check_url
 from holdfast.cli.talkers import ChatError, Head, LocalTalker, Settings, Talker, connect
 from holdfast.core.config import EngineConfig, option
 from holdfast.engine.client import EngineClient, Usage
@@ -57,8 +58,7 @@ class ChatConfig:
     max_tokens: int | None = option(None, "longest answer in tokens; default: what the context leaves")
 
     def __post_init__(self) -> None:
-        if self.url is not None and not re.match(r"https?://\S+$", self.url):
-            raise ValueError(f"url is {self.url}; it must look like http://127.0.0.1:8000")
+        check_url(self.url)
         if not 0 <= self.temperature <= 2:
             raise ValueError(f"temperature is {self.temperature}; it must lie between 0 and 2")
         if self.max_tokens is not None and self.max_tokens < 1:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
+from urllib.parse import urlsplit
 
 import msgspec
 import yaml
@@ -90,6 +92,18 @@ def milliseconds(text: str) -> float:
         return float(number) * factor
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a time, as in 50, 50ms or 0.05s") from None
+
+
+def check_url(url: str | None) -> None:
+    """Raises ValueError for what is not the URL of a server."""
+    if url is None:
+        return
+    try:
+        known = re.match(r"https?://\S+$", url) and urlsplit(url).hostname and urlsplit(url).port != 0
+    except ValueError:  # a port that is no number, or brackets around no address
+        known = False
+    if not known:
+        raise ValueError(f"url is {url}; it must look like http://127.0.0.1:8000")
 
 
 def _is_union(hint: Any) -> bool:

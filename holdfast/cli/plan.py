@@ -17,7 +17,7 @@ from rich.text import Text
 
 from holdfast.bench.choice import WorkloadConfig
 from holdfast.cli.progress import Bar
-from holdfast.cli.reports import changed, needs_matplotlib, writable, written
+from holdfast.cli.reports import changed, makeable, needs_matplotlib, writable, written
 from holdfast.core.config import BUILTIN_MODEL, EngineConfig, SchedulerName, option
 from holdfast.core.version import __version__
 from holdfast.engine.checkpoint import Checkpoint, read_json
@@ -82,7 +82,7 @@ class PlanConfig:
                 raise ValueError(f"{name} is {value:g}; it must be above 0")
         for name in ("token_budgets", "tp", "pp"):
             for value in getattr(self, name):
-                if value < 1 or value != int(value):
+                if not (1 <= value < float("inf")) or value != int(value):
                     raise ValueError(f"{name} holds {value:g}; each must be a whole number of at least 1")
         if any(not 0 <= size < float("inf") for size in self.host_gb):
             raise ValueError(f"host_gb holds {min(self.host_gb):g}; each must be at least 0")
@@ -113,6 +113,7 @@ def run(
     """Judge, show, write. Returns the exit code: 1 where nothing keeps the limits. Raises ValueError, OSError."""
     for path in (config.json, config.report):
         writable(path)
+    makeable(config.plots)
     if config.report is not None or config.plots is not None:
         needs_matplotlib()
     setting, ways = setting_of(config, load, engine, model), layouts(config)

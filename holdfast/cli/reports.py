@@ -29,8 +29,23 @@ def needs_matplotlib() -> None:
 
 def writable(path: str | None) -> None:
     """Raises ValueError where a file cannot be put: before the work, and not after it."""
-    if path is not None and not (directory := Path(path).absolute().parent).is_dir():
+    if path is None:
+        return
+    if not (directory := Path(path).absolute().parent).is_dir():
         raise ValueError(f"{path} cannot be written: {directory} is no directory")
+    if Path(path).is_dir():
+        raise ValueError(f"{path} cannot be written: it is a directory")
+
+
+def makeable(path: str | None) -> None:
+    """Raises ValueError where a directory cannot be made: before the work, and not after it."""
+    if path is None:
+        return
+    for place in (Path(path).absolute(), *Path(path).absolute().parents):
+        if place.exists():
+            if not place.is_dir():
+                raise ValueError(f"{path} cannot be a directory: {place} is a file")
+            return
 
 
 def changed(config: Any, without: Sequence[str] = ()) -> list[tuple[str, str]]:

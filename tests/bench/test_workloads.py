@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.bench import workloads
+from holdfast.bench.choice import WorkloadConfig
 from holdfast.bench.workloads import DATASETS, Conversation, Turn, Words
 
 TRACES = Path(__file__).parents[3] / "shared" / "traces"
@@ -29,7 +30,7 @@ def test_an_azure_trace_becomes_requests_at_their_times(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "row", ["2023-11-16 18:15:46.68,many,44", "yesterday,374,44", "2023-11-16 18:15:46.68,0,4", "x"]
+    "row", ["2023-11-16 18:15:46.68,many,44", "yesterday,374,44", "2023-11-16 18:15:46.68,0,4", "x", "y" * 200_000]
 )
 def test_a_bad_line_of_an_azure_trace_is_named(tmp_path, row):
     path = tmp_path / "trace.csv"
@@ -54,7 +55,15 @@ def test_a_mooncake_trace_shares_tokens_where_hash_ids_are_equal(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "row", ["{", '{"timestamp": 1}', '{"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": [4]}']
+    "row",
+    [
+        "{",
+        '{"timestamp": 1}',
+        '{"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": [4]}',
+        '{"timestamp": 0, "input_length": 1e999, "output_length": 1, "hash_ids": []}',
+        '{"timestamp": NaN, "input_length": 6, "output_length": 1, "hash_ids": []}',
+        '{"timestamp": -1, "input_length": 6, "output_length": 1, "hash_ids": []}',
+    ],
 )
 def test_a_bad_line_of_a_mooncake_trace_is_named(tmp_path, row):
     path = tmp_path / "trace.jsonl"
@@ -74,9 +83,24 @@ def test_sharegpt_conversations_become_turns(tmp_path):
     assert workloads.sharegpt_json(path, lambda text: len(text.split())) == [
         Conversation(0.0, (Turn(3, 2), Turn(1, 4)))
     ]
-    path.write_text('[{"id": 1}]')
-    with pytest.raises(ValueError, match=r"chats\.json: KeyError"):
-        workloads.sharegpt_json(path, len)
+    for wrong, reason in (
+        ('[{"id": 1}]', "KeyError"),
+        ('[{"conversations": [{"from": "human", "value": 3}]}]', "TypeError"),
+    ):
+        path.write_text(wrong)
+        with pytest.raises(ValueError, match=rf"chats\.json: {reason}"):
+            workloads.sharegpt_json(path, len)
+
+
+@pytest.mark.parametrize("name", ["trace.csv", "trace.jsonl", "chats.json"])
+def test_a_file_that_is_not_text_or_holds_nothing_is_named(tmp_path, name):
+    path, empty = tmp_path / name, "[]" if name == "chats.json" else ""
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match=rf"{name} is not text"):
+        WorkloadConfig(workload=str(path)).read(seed=0)
+    path.write_text(empty)
+    with pytest.raises(ValueError, match=rf"{name} holds no requests"):
+        WorkloadConfig(workload=str(path)).read(seed=0)
 
 
 @pytest.mark.parametrize(

@@ -148,11 +148,20 @@ def test_a_host_tier_is_simulated(capsys):
         (("--simulate", "PROFILE", "--rates", "1", "--concurrency", "2"), "closed loop"),
         (("--simulate", "PROFILE", "--requests", "0"), "requests is 0"),
         (("--simulate", "PROFILE", "--think", "0"), "think is 0.0"),
-        (("--simulate", "PROFILE", "--prompt-tokens", "5000"), "none of 0 requests"),
+        (("--simulate", "PROFILE", "--prompt-tokens", "5000"), "all 100 requests are longer than the context of"),
+        (("--simulate", "PROFILE", "--host-us", "inf"), "host_us is inf; it must be at least 0 and finite"),
+        (("--simulate", "PROFILE", "--variation", "1e-200"), "variation is 1e-200; it must lie between 0.01 and 100"),
+        (("--simulate", "PROFILE", "--workload", "nowhere.csv"), "nowhere.csv cannot be read: No such file"),
+        (("--simulate", "PROFILE", "--json", "/"), "/ cannot be written: it is a directory"),
+        (("--simulate", "PROFILE", "--trace", "/no/such/place/t.json"), "/no/such/place is no directory"),
+        (("--simulate", "PROFILE", "--plots", "PROFILE"), "is a file"),
+        (("--simulate", "PROFILE", "--plots", "PROFILE/plots"), "is a file"),
+        (("--url", "http://[::1"), "url is http://[::1; it must look like"),
+        (("--url", "http://localhost:99999"), "must look like"),
     ],
 )
 def test_a_wrong_call_is_told_in_one_line(profile, capsys, arguments, message):
-    assert bench(*(profile if argument == "PROFILE" else argument for argument in arguments)) == 2
+    assert bench(*(argument.replace("PROFILE", profile) for argument in arguments)) == 2
     error = capsys.readouterr().err.strip()
     assert message in error and "\n" not in error
 

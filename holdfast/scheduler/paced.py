@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from math import inf
 
 from holdfast.core.cost import CostModel, Predictor
 from holdfast.core.types import StepPlan, StepResult
@@ -22,7 +23,8 @@ class PacedStallFree(Policy):
     All running decodes come first. Then as much prefill work as the cost model predicts to end within `target`, given
     the contexts of these very decodes and the place of each chunk in its prompt. A step that this bound ends is a
     multiple of the tile size (Sarathi-Serve §4.3). However tight the target, prefills go on: a step may always fill
-    the tile that it has begun.
+    the tile that it has begun. Where nobody streams yet, a step holds up nobody, and takes all that the
+    ceiling allows.
 
     The prediction is corrected by what steps with prefill work were measured to take. The correction follows the 0.95
     quantile of measured over predicted time (a step of the pinball loss's gradient for each), so that it is nearly all
@@ -44,6 +46,9 @@ class PacedStallFree(Policy):
         """Measured over predicted time."""
         self._predictor = Predictor(cost)
         self._attention = 0.0
+        """Predicted seconds of the attention of the step that is being planned."""
+        self._bound = inf
+        """Seconds that this step may take."""
         self._stages: Stages | None = None
         """Of a pipeline."""
         self._predicted: dict[int, float] = {}
@@ -57,6 +62,8 @@ class PacedStallFree(Policy):
         step.make_way()
         step.decode()
         decodes = step.num_tokens
+        # Of all that have begun to stream, some may sit this step out, for a block or in a pipeline: they wait as well.
+        self._bound = self.target if any(entry.fed for entry in step.running) else inf
         self._attention = self._predictor.decodes([entry.residency.planned for entry in step.sampling])
         step.pace = lambda start, stop: self._take(step.num_tokens, start, stop, first=step.num_tokens == decodes)
         step.prefill()
@@ -107,7 +114,7 @@ class PacedStallFree(Policy):
         predictor = self._predictor
         seconds = predictor.linear(total) + self._attention + predictor.chunk(start, stop)
         seconds *= self.correction
-        return (seconds if self._stages is None else self._stages.wait(seconds)) <= self.target
+        return (seconds if self._stages is None else self._stages.wait(seconds)) <= self._bound
 
 
 class Stages:

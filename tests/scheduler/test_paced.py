@@ -33,6 +33,16 @@ def scheduler_of(policy, *prompts, **options):
     return scheduler
 
 
+def beside_a_stream(policy, *prompts, **options):
+    """A scheduler with a stream, "0", and prompts that came after it."""
+    scheduler = scheduler_of(policy, 1, **options)
+    step(scheduler)
+    policy.correction = 1.0
+    for request in create_requests(1, *prompts, max_tokens=100)[1:]:
+        scheduler.add(request)
+    return scheduler
+
+
 def seconds(plan):
     return COST.step((segment.length, segment.stop) for segment in plan.segments)
 
@@ -52,7 +62,7 @@ def with_one_tile_more(plan):
 
 
 def test_a_long_prefill_is_cut_where_the_target_is_and_a_tile_ends():
-    scheduler = scheduler_of(policy := paced(6.0), 1000)
+    scheduler = beside_a_stream(policy := paced(6.0), 1000)
     lengths = []
     for _ in range(5):
         correction = policy.correction
@@ -79,17 +89,30 @@ def test_the_more_context_the_decodes_have_the_less_prefill_joins_them():
 
 
 def test_however_tight_the_target_the_tile_begun_is_filled():
-    scheduler = scheduler_of(paced(0.001), 3, 3, 100)
+    scheduler = beside_a_stream(paced(0.001), 3, 3, 100)
     lengths = [[segment.length for segment in step(scheduler).segments] for _ in range(4)]
-    assert lengths == [[3], [1, 3], [1, 1, 14], [1, 1, 14]]
+    assert lengths == [[1, 3], [1, 1, 3], [1, 1, 1, 13], [1, 1, 1, 13]]
+
+
+def test_where_nobody_streams_yet_a_step_takes_all_that_the_ceiling_allows():
+    scheduler = scheduler_of(paced(0.001, ceiling=256), 200, 100, 100)
+    assert spans(step(scheduler)) == [("0", 0, 200), ("1", 0, 56)]
+    assert spans(step(scheduler)) == [("0", 200, 201), ("1", 56, 71)], "the target counts from the first token on"
+
+
+def test_a_stream_whose_token_is_on_its_way_through_a_pipeline_waits_as_well():
+    scheduler = beside_a_stream(paced(0.001), micro_batches=2)
+    assert spans(scheduler.schedule(0.0)) == [("0", 1, 2)]
+    (_, late) = create_requests(1, 100)
+    scheduler.add(late)
+    assert spans(scheduler.schedule(0.0)) == [("1", 0, 16)]
 
 
 def test_a_second_prompt_joins_only_within_the_target():
-    assert spans(scheduler_of(paced(8.0), 20, 20).schedule(0.0)) == [("0", 0, 20), ("1", 0, 20)]
-    scheduler = scheduler_of(paced(4.45), 20, 20)
-    plan = step(scheduler)
-    assert [name for name, _, _ in spans(plan)] == ["0"]
-    assert seconds(plan) <= 0.00445
+    assert spans(beside_a_stream(paced(8.0), 20, 20).schedule(0.0))[1:] == [("1", 0, 20), ("2", 0, 20)]
+    plan = step(beside_a_stream(paced(4.6), 20, 20))
+    assert spans(plan)[1:] == [("1", 0, 20)]
+    assert seconds(plan) <= 0.0046
 
 
 def test_what_steps_take_corrects_what_is_predicted():
@@ -133,17 +156,16 @@ def test_steps_of_decodes_alone_teach_nothing():
 
 
 def test_a_cached_prefix_counts_as_context_of_its_chunk():
-    scheduler = scheduler_of(policy := paced(6.0), 900, sharing=True)
+    scheduler = scheduler_of(policy := paced(8.0), 900, sharing=True)
     while any(segment.sampling is None for segment in step(scheduler).segments):
         pass
     (first, _) = create_requests(900, 1)
-    (again,) = create_requests((*first.prompt[:896], *range(800)), max_tokens=1)
-    scheduler.abort("0")
+    (_, again) = create_requests(1, (*first.prompt[:896], *range(800)), max_tokens=1)
     scheduler.add(again)
     policy.correction = 1.0
     plan = step(scheduler)
-    assert plan.segments[0].start == 896
-    assert seconds(plan) <= 0.006 < with_one_tile_more(plan)
+    assert plan.segments[-1].start == 896
+    assert seconds(plan) <= 0.008 < with_one_tile_more(plan)
 
 
 @pytest.mark.parametrize(("target", "tile", "ceiling"), [(0.0, 16, 64), (1.0, 0, 64), (1.0, 128, 64)])

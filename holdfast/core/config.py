@@ -129,6 +129,10 @@ class EngineConfig:
                 )
         if self.chunk_size < 1:
             raise ValueError(f"chunk_size is {self.chunk_size}; it must be at least 1")
+        if self.attention_backend == "vllm-flash-attn" and self.kv_cache_dtype == "fp8":
+            raise ValueError(
+                "attention_backend is vllm-flash-attn, which reads no FP8, and kv_cache_dtype is fp8; choose auto"
+            )
         if self.tbt_target is not None and self.token_budget is not None:
             raise ValueError("token_budget and tbt_target both set the step's size; give one of them")
         if self.tbt_target is not None and self.scheduler != "stall-free":

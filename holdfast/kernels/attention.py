@@ -40,7 +40,7 @@ def attention_for(
 
     `cache_dtype` is that of the cache where it is not the model's own: FP8.
     Raises ValueError for heads that do not group, sizes out of range, a device without a backend, or a backend that
-    is not installed, not for the device or not for the cache.
+    is not installed or not for the device.
     """
     if num_kv_heads < 1 or num_heads % num_kv_heads:
         raise ValueError(f"{num_heads} query heads do not divide among {num_kv_heads} KV heads; give a multiple")
@@ -52,8 +52,6 @@ def attention_for(
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"there is no attention for device {device!s}; use cpu or cuda")
     require(backend, device)
-    if backend == "vllm-flash-attn" and cache_dtype == FP8:
-        raise ValueError("attention_backend vllm-flash-attn reads no FP8 cache; choose auto, or kv_cache_dtype auto")
     if device.type == "cpu" or backend == "torch":
         return TorchAttention(
             device=device, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size

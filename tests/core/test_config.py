@@ -38,6 +38,13 @@ def test_two_ways_to_set_the_budget_exclude_each_other():
         EngineConfig(token_budget=512, tbt_target=50.0)
 
 
+def test_attention_that_reads_no_fp8_is_refused_beside_a_cache_in_fp8():
+    with pytest.raises(ValueError, match="vllm-flash-attn, which reads no FP8, and kv_cache_dtype is fp8"):
+        EngineConfig(attention_backend="vllm-flash-attn", kv_cache_dtype="fp8")
+    for backend in ("auto", "holdfast", "torch"):
+        EngineConfig(attention_backend=backend, kv_cache_dtype="fp8")
+
+
 def test_every_field_brings_its_help():
     assert all(field.metadata["help"] for field in dataclasses.fields(EngineConfig))
 

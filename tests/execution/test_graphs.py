@@ -62,11 +62,13 @@ def test_each_kind_of_size_is_among_those_captured(most: int) -> None:
     sizes, kinds = GraphSizes.of(most, 600), GraphSizes.of(most, 600).kinds()
     assert set(kinds.decodes) <= set(sizes.decodes)
     assert list(kinds.decodes) == sorted({size for size in (1, 4, 16, 32, 64) if size <= most} | {most})
-    assert kinds.tokens == (600,)
+    assert kinds.bodies() == [(600, most)]
+    assert set(kinds.bodies()) <= set(sizes.bodies())
 
 
 def test_the_largest_of_each_stands_for_all() -> None:
     assert GraphSizes.of(20, 600).largest() == GraphSizes((20,), (600,), (20,), (20,))
+    assert GraphSizes.of(200, 600).largest().bodies() == GraphSizes.of(200, 600).bodies()[:1] == [(600, 200)]
 
 
 @pytest.fixture

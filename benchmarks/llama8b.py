@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
+from engine_options import add_engine_options
 
 from holdfast.core.config import EngineConfig
 from holdfast.core.cost import CostModel
@@ -258,22 +258,21 @@ def starts(options: list[str], repeat: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", nargs="*", metavar="ROW", help=f"of {', '.join(ROWS)}, stall, start")
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="an engine option")
+    add_engine_options(parser)
     parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--shape", default="{}", help="JSON that changes the shape, to try it on a small one")
     parser.add_argument("--qwen", action="store_true", help="Qwen3-0.6B's shape in place of Llama-3-8B's")
     arguments = parser.parse_args()
     if arguments.rows == ["start"]:
-        settings = [part for pair in arguments.set for part in ("--set", pair)] + ["--shape", arguments.shape]
+        settings = [part for name, value in arguments.set for part in ("--set", f"{name}={json.dumps(value)}")]
+        settings += ["--shape", arguments.shape]
         found = starts([*settings, *(["--qwen"] if arguments.qwen else [])], arguments.repeat)
         if arguments.json:
             arguments.json.write_text(json.dumps(dict(command=" ".join(sys.argv), **found), indent=1))
         return
     options = dict(max_sequences=512, prefix_sharing=False, max_waiting=10_000)
-    for pair in arguments.set:
-        name, _, value = pair.partition("=")
-        options[name] = yaml.safe_load(value)
+    options |= dict(arguments.set)
     directory = Path(tempfile.mkdtemp(prefix="llama8b-"))
     (directory / "config.json").write_text(
         json.dumps((QWEN3_06B if arguments.qwen else LLAMA_3_8B) | json.loads(arguments.shape))

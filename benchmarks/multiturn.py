@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
+from engine_options import add_engine_options
 from llama8b import LLAMA_3_8B
 from step_record import StepRecord
 
@@ -229,11 +229,7 @@ def moved(before: SchedulerStats, after: SchedulerStats) -> dict[str, int]:
 def options_of(arguments: argparse.Namespace, mode: str) -> dict[str, Any]:
     """Engine options of a mode."""
     options: dict[str, Any] = dict(max_sequences=512, max_waiting=100_000, cache_gb=arguments.device_gb)
-    options |= dict(host_cache_gb=arguments.host_gb) | MODES[mode]
-    for pair in arguments.set:
-        name, _, value = pair.partition("=")
-        options[name] = yaml.safe_load(value)
-    return options
+    return options | dict(host_cache_gb=arguments.host_gb) | MODES[mode] | dict(arguments.set)
 
 
 def main() -> None:
@@ -248,7 +244,7 @@ def main() -> None:
     parser.add_argument("--until", type=float, default=70.0)
     parser.add_argument("--device-gb", type=float, default=16.0)
     parser.add_argument("--host-gb", type=float, default=32.0)
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="an engine option")
+    add_engine_options(parser)
     parser.add_argument("--small", action="store_true", help="a small model, for a CPU")
     parser.add_argument("--shorter", type=float, default=1.0, help="divide the lengths of turns by this")
     parser.add_argument("--json", type=Path)

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from engine_options import add_engine_options
 from multiturn import MODES, converse, workload
 
 from holdfast.core.config import EngineConfig
@@ -98,16 +99,12 @@ def main() -> None:
     parser.add_argument("--until", type=float, default=45.0)
     parser.add_argument("--join-every", type=int, default=1, help="steps")
     parser.add_argument("--even-attention", action="store_true")
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="an engine option")
+    add_engine_options(parser)
     parser.add_argument("--json", type=Path, help="for `pensieve_figures.py fig10 --measured`")
     arguments = parser.parse_args()
-    options: dict[str, Any] = {}
     results: list[dict[str, Any]] = []
-    for pair in arguments.set:
-        name, _, value = pair.partition("=")
-        options[name] = json.loads(value) if value[:1] in "0123456789tfn" else value
     for mode in arguments.modes:
-        config = EngineConfig(max_sequences=512, max_waiting=100_000, **(MODES[mode] | options))
+        config = EngineConfig(max_sequences=512, max_waiting=100_000, **(MODES[mode] | dict(arguments.set)))
         for rate in arguments.rates:
             clock = VirtualClock()
             executor = SimulatedExecutor(H200(arguments.even_attention), clock)  # type: ignore[arg-type]

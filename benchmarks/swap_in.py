@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
+from engine_options import add_engine_options
 from llama8b import LLAMA_3_8B
 from multiturn import SMALL, draw
 from step_record import StepRecord
@@ -119,7 +119,7 @@ def main() -> None:
     parser.add_argument("--device-gb", type=float, default=18.0)
     parser.add_argument("--host-gb", type=float, default=30.0)
     parser.add_argument("--small", action="store_true")
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="an engine option")
+    add_engine_options(parser)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--steps", type=Path, help="write a record of every step there")
     arguments = parser.parse_args()
@@ -127,9 +127,7 @@ def main() -> None:
     (directory / "config.json").write_text(json.dumps(LLAMA_3_8B | (SMALL if arguments.small else {})))
     trace = directory / "trace.json"
     options: dict[str, Any] = dict(max_sequences=128, eviction="lru", trace=str(trace))
-    for pair in arguments.set:
-        name, _, value = pair.partition("=")
-        options[name] = yaml.safe_load(value)
+    options |= dict(arguments.set)
     config = EngineConfig(
         model=str(directory),
         load_format="random",

@@ -7,12 +7,11 @@ often the likeliest is the same. And the dialogues held live, as `evaluate` hold
 """
 
 import argparse
-import json
 import time
 from functools import partial
 from random import Random
-from typing import Any
 
+from benchmarks.engine_options import add_engine_options
 from holdfast import LLM, SamplingParams
 
 from .dialogues import Dialogue, write_dialogue
@@ -54,8 +53,8 @@ def right(checked: dict[str, dict[str, float]], kind: str = "") -> tuple[int, in
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="an engine option to look at")
-    parser.add_argument("--beside", action="append", default=[], metavar="NAME=VALUE", help="one that both have")
+    add_engine_options(parser, "--set", "an engine option to look at")
+    add_engine_options(parser, "--beside", "one that both have")
     parser.add_argument("--dialogues", type=int, default=40)
     parser.add_argument("--turns", type=int, nargs=2, default=(8, 16), help="length of the dialogues, from and to")
     parser.add_argument("--seed", type=int, default=1)
@@ -63,9 +62,9 @@ def main() -> None:
     started = time.monotonic()
     rng = Random(given.seed)
     dialogues = [write_dialogue(rng, "heldout", rng.randint(*given.turns)) for _ in range(given.dialogues)]
-    both = options_of(given.beside)
+    both = dict(given.beside)
     tokens = []
-    for options in (both, both | options_of(given.set)):
+    for options in (both, both | dict(given.set)):
         with LLM(**options) as llm:
             tokens.append(likeliest_tokens(llm, dialogues))
             checked = table(hold(partial(answer_all, llm), dialogues))
@@ -76,18 +75,6 @@ def main() -> None:
     same = share_same(*tokens)
     print(f"the same likeliest token at {same:.3%} of {len(tokens[0])} places")
     print(f"{given.dialogues} dialogues, {time.monotonic() - started:.0f} s")
-
-
-def options_of(pairs: list[str]) -> dict[str, Any]:
-    """Engine options of NAME=VALUE, where a value may be JSON."""
-    options = {}
-    for pair in pairs:
-        name, _, value = pair.partition("=")
-        try:
-            options[name] = json.loads(value)
-        except json.JSONDecodeError:
-            options[name] = value
-    return options
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import pytest
 
 from holdfast import LLM
 from scripts.tiny.dialogues import Dialogue, write_dialogue
-from scripts.tiny.precision import likeliest_tokens, options_of, right, share_same
+from scripts.tiny.precision import likeliest_tokens, right, share_same
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +59,3 @@ def test_answers_are_counted_by_kind_or_all_at_once() -> None:
     }
     assert right(checked) == (7, 8)
     assert right(checked, "RECALL, all") == (3, 4)
-
-
-def test_options_are_words_or_json() -> None:
-    given = ["kv_cache_dtype=fp8", "block_size=8", "prefix_sharing=false"]
-    assert options_of(given) == {"kv_cache_dtype": "fp8", "block_size": 8, "prefix_sharing": False}

@@ -70,6 +70,24 @@ def test_no_room_imports_itself_in_a_circle() -> None:
     assert cycle(rooms) == []
 
 
+def test_an_engine_on_a_cpu_starts_without_triton() -> None:
+    needs: dict[str, set[str]] = {}
+    for path in FILES:
+        body = [node for node in TREES[path].body if isinstance(node, ast.Import | ast.ImportFrom)]
+        needs[name_of(path)] = {
+            name
+            for node in body
+            for alias in node.names
+            for name in ([alias.name] if isinstance(node, ast.Import) else [f"{node.module}.{alias.name}", node.module])
+        }
+    reached, ahead = set(), ["holdfast.engine.process"]
+    while ahead:
+        reached.add(name := ahead.pop())
+        ahead += needs.get(name, set()) - reached
+    assert "holdfast.kernels.attention" in reached and "torch" in reached
+    assert not {name for name in reached if name.split(".")[0] == "triton"}
+
+
 def test_rooms_do_not_import_the_public_names() -> None:
     assert [name_of(path) for path in FILES if path.parent != PACKAGE and "holdfast" in imports(path)] == []
 

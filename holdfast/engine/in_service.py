@@ -10,10 +10,9 @@ import random
 from collections import deque
 from collections.abc import Callable
 from statistics import median
-from typing import Any
 
 from holdfast.core.cost import CostModel
-from holdfast.core.protocols import Clock, Executor
+from holdfast.core.protocols import Clock, Executor, MemoryProfile
 from holdfast.core.types import Request, SamplingParams, StepPlan, StepResult
 from holdfast.engine.loop import Loop
 
@@ -21,9 +20,10 @@ SECONDS = 3.0
 """How long requests go on to be served."""
 APART = 3
 """Steps between two requests."""
-OUTPUT = (8, 48)
 PROMPT = 256
-"""The longest prompt."""
+"""Tokens of the longest prompt."""
+OUTPUT = (8, 48)
+"""Tokens of the shortest answer and of the longest."""
 LEAST = 8
 """So many steps of a kind must have been seen to correct it."""
 
@@ -33,15 +33,14 @@ def in_service(
 ) -> CostModel:
     """The cost model with its decode steps and its others as much longer as the median one of each is in the loop.
 
-    Serves requests for some seconds. `make_loop` puts a loop around an executor; its memory must be its own, and what
-    is written to the cache has no owner afterwards.
+    Serves requests for SECONDS of `clock`, of tokens below `vocab_size`. `make_loop` puts a loop around an executor;
+    its memory must be its own, and what is written to the cache has no owner afterwards.
     """
-    watched = _Watched(executor)
-    loop = make_loop(watched)
-    choose = random.Random(0)
     longest = min(PROMPT, cost.attention_contexts[-1] - OUTPUT[1] - 1)
     if longest < 1:
         return cost
+    watched = _Watched(executor)
+    loop, choose = make_loop(watched), random.Random(0)
     began, number = clock(), 0
     while clock() - began < SECONDS:
         if number % APART == 0:
@@ -53,8 +52,7 @@ def in_service(
     watched.drain()
     kinds: tuple[list[float], list[float]] = [], []
     for plan, seconds in watched.steps:
-        _, _, starts, stops, _, _ = plan.columns.columns
-        spans = [(stop - start, stop) for start, stop in zip(starts, stops, strict=True)]
+        spans = [(segment.length, segment.stop) for segment in plan.segments]
         kinds[plan.num_tokens > len(spans)].append(seconds / cost.step(spans))
     decodes, others = (median(ratios) if len(ratios) >= LEAST else 1.0 for ratios in kinds)
     return cost.slower(decodes, others)
@@ -67,6 +65,12 @@ class _Watched:
         self.steps: list[tuple[StepPlan, float]] = []
         self._inner = inner
         self._plans: deque[StepPlan] = deque()
+
+    def profile(self) -> MemoryProfile:
+        return self._inner.profile()
+
+    def allocate(self, num_blocks: int, host_blocks: int = 0) -> None:
+        self._inner.allocate(num_blocks, host_blocks)
 
     def submit(self, plan: StepPlan) -> None:
         self._inner.submit(plan)
@@ -84,5 +88,5 @@ class _Watched:
         while self._plans:
             self.collect()
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
+    def close(self) -> None:
+        self._inner.close()

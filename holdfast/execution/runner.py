@@ -37,9 +37,10 @@ WAYS_TO_DRAW = ((False, False), (True, False), (True, True))
 """Whether any row of a step draws, and whether any is filtered."""
 
 DEFAULT_BUDGET = {"cuda": 2048, "cpu": 512}
-
+"""Tokens of a step, by the kind of device."""
 
 Layers = tuple[LayerCache, ...]
+"""By layer, its key cache and its value cache."""
 
 
 class Flight(Protocol):

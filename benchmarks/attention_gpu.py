@@ -22,9 +22,7 @@ turns, and medians count.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import platform
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -35,7 +33,7 @@ from typing import Any
 
 import numpy as np
 import torch
-import triton
+from provenance import provenance
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
@@ -459,13 +457,7 @@ def main() -> None:
     began = time.monotonic()
     torch.manual_seed(0)
     module = kernels_of_vllm(arguments.site)
-    results: dict[str, Any] = {
-        "command": " ".join(["python benchmarks/attention_gpu.py", *sys.argv[1:]]),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "python": platform.python_version(),
+    results: dict[str, Any] = provenance() | {
         "copy_TB_per_s": round(copy_rate(), 3),
         "rounds": ROUNDS,
         "rows": [],

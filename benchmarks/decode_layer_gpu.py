@@ -10,11 +10,8 @@ beyond that of the same layers without it, and its share is that of the bytes of
 from __future__ import annotations
 
 import argparse
-import datetime
 import itertools
 import json
-import platform
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
@@ -24,9 +21,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-import triton
 from gemv_gpu import DTYPE, HEAD_DIM, HEADS, HIDDEN, INNER, KV_HEADS, QKV, captured, copy_rate, milliseconds, random
 from gemv_gpu import shape as layer_shape
+from provenance import provenance
 
 from holdfast.kernels.fused_layers import FusedLayerOps
 from holdfast.kernels.paged import Launch, PagedAttention
@@ -148,17 +145,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.manual_seed(0)
     rate = copy_rate()
-    lines: list[dict[str, Any]] = [
-        dict(
-            command=" ".join(["python", *sys.argv]),
-            date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            device=torch.cuda.get_device_name(),
-            torch=torch.__version__,
-            triton=triton.__version__,
-            python=platform.python_version(),
-            copy_TB_per_s=round(rate, 3),
-        )
-    ]
+    lines: list[dict[str, Any]] = [provenance() | dict(copy_TB_per_s=round(rate, 3))]
     print(json.dumps(lines[0]), flush=True)
     weights = [
         random(*size, spread=0.01) for size in ((QKV, HIDDEN), (HIDDEN, HIDDEN), (2 * INNER, HIDDEN), (HIDDEN, INNER))

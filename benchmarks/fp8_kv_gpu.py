@@ -10,16 +10,13 @@ layers that nothing stays in L2 from one replay to the next; the graphs are repl
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import platform
 import statistics
-import sys
 from pathlib import Path
 
 import numpy as np
 import torch
-import triton
+from provenance import provenance
 
 from holdfast.kernels.attention import attention_for
 from holdfast.kernels.fp8 import FP8
@@ -98,16 +95,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write all lines here as well")
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    about = {
-        "command": " ".join(["python", *sys.argv]),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "python": platform.python_version(),
-    }
-    lines: list[dict[str, float | str]] = [about]
-    print(json.dumps(about), flush=True)
+    lines = [provenance()]
+    print(json.dumps(lines[0]), flush=True)
     for work in WORK:
         lines.append(compare(*work))
         print(json.dumps(lines[-1]), flush=True)

@@ -11,16 +11,13 @@ FP8, and nothing is timed beside them but, beyond 64 tokens, PyTorch's product. 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import platform
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
-import triton
+from provenance import provenance
 from triton.runtime.errors import OutOfResources
 
 from holdfast.kernels.fp8 import Fp8Weight, Weight, quantize
@@ -206,17 +203,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.manual_seed(0)
     rate = copy_rate()
-    lines: list[dict[str, object]] = [
-        dict(
-            command=" ".join(["python", *sys.argv]),
-            date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            device=torch.cuda.get_device_name(),
-            torch=torch.__version__,
-            triton=triton.__version__,
-            python=platform.python_version(),
-            copy_TB_per_s=round(rate, 3),
-        )
-    ]
+    lines: list[dict[str, object]] = [provenance() | dict(copy_TB_per_s=round(rate, 3))]
     print(json.dumps(lines[0]), flush=True)
     print("product  tokens   share of the copy rate: PyTorch, the rule's launch, the best of the others", flush=True)
     for name in arguments.products:

@@ -18,7 +18,6 @@ import argparse
 import gc
 import json
 import os
-import platform
 import random
 import statistics
 import subprocess
@@ -31,8 +30,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import torch
 from engine_options import add_engine_options
+from provenance import provenance
 
 from holdfast.core.config import EngineConfig
 from holdfast.core.cost import CostModel
@@ -269,7 +268,7 @@ def main() -> None:
         settings += ["--shape", arguments.shape]
         found = starts([*settings, *(["--qwen"] if arguments.qwen else [])], arguments.repeat)
         if arguments.json:
-            arguments.json.write_text(json.dumps(dict(command=" ".join(sys.argv), **found), indent=1))
+            arguments.json.write_text(json.dumps(provenance() | found, indent=1))
         return
     options = dict(max_sequences=512, prefix_sharing=False, max_waiting=10_000)
     options |= dict(arguments.set)
@@ -284,13 +283,7 @@ def main() -> None:
     gc.freeze()
     gc.disable()
     cost = Profile.load(Path(info.profile)).cost if info.profile else None
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor()
-    about = dict(
-        device=device,
-        torch=torch.__version__,
-        python=platform.python_version(),
-        cores=os.cpu_count(),
-        command=" ".join(sys.argv),
+    about = provenance() | dict(
         options=options,
         blocks=info.num_blocks,
         token_budget=info.token_budget,

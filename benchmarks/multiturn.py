@@ -16,11 +16,8 @@ import gc
 import heapq
 import json
 import math
-import os
-import platform
 import random
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +28,7 @@ from typing import Any
 import torch
 from engine_options import add_engine_options
 from llama8b import LLAMA_3_8B
+from provenance import provenance
 from step_record import StepRecord
 
 from holdfast.core.config import EngineConfig
@@ -260,12 +258,7 @@ def main() -> None:
     directory = Path(tempfile.mkdtemp(prefix="llama8b-"))
     (directory / "config.json").write_text(json.dumps(LLAMA_3_8B | (SMALL if arguments.small else {})))
     results: list[dict[str, Any]] = []
-    about: dict[str, Any] = dict(
-        device=torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor(),
-        torch=torch.__version__,
-        cores=os.cpu_count(),
-        command=" ".join(sys.argv),
-    )
+    about = provenance()
     for mode in arguments.modes:
         options = options_of(arguments, mode)
         begin = time.perf_counter()

@@ -14,13 +14,13 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from provenance import provenance
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
@@ -166,8 +166,7 @@ def main() -> None:
     parser.add_argument("--pieces", nargs="*", default=[], metavar="TOKENS=TOKENS+TOKENS")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    about = dict(command=" ".join(sys.argv), device=torch.cuda.get_device_name(), torch=torch.__version__)
-    lines: list[dict[str, Any]] = [about]
+    lines = [provenance()]
     pieces = [[int(part) for part in text.split("=")[-1].split("+")] for text in arguments.pieces]
     products = Products(max(arguments.tokens + arguments.sustained + [sum(parts) for parts in pieces]))
     for library in arguments.libraries:

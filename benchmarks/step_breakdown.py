@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import random
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -28,6 +26,7 @@ from typing import Any
 
 import torch
 from llama8b import LLAMA_3_8B, draw, offline, request
+from provenance import provenance
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 from torch.profiler import profile as torch_profile
@@ -230,14 +229,8 @@ def measure(batches: list[int], steps: int, budgets: list[int]) -> dict[str, Any
         options["token_budget"] = max(budgets)
     loop, _ = build(EngineConfig(model=str(directory), load_format="random", **options))
     offline(loop, "warm-up", [(PROMPT, 8)] * 8)
-    about = dict(
-        command=" ".join(["python", *sys.argv]),
-        device=torch.cuda.get_device_name(),
-        torch=torch.__version__,
-        python=platform.python_version(),
-    )
     results = [breakdown(loop, batch, steps) for batch in batches]
-    return {"about": about, "results": results + [prefill(loop, budget, 3) for budget in budgets]}
+    return {"about": provenance(), "results": results + [prefill(loop, budget, 3) for budget in budgets]}
 
 
 def main() -> None:

@@ -22,10 +22,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
 from engine_options import add_engine_options
 from llama8b import LLAMA_3_8B
 from multiturn import SMALL, draw
+from provenance import provenance
 from step_record import StepRecord
 
 from holdfast.core.config import EngineConfig
@@ -160,9 +160,8 @@ def main() -> None:
     events = json.loads(trace.read_text())
     for row in results:
         told(row, events)
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     if arguments.json:
-        arguments.json.write_text(json.dumps(dict(device=device, torch=torch.__version__, results=results), indent=1))
+        arguments.json.write_text(json.dumps(dict(about=provenance(), results=results), indent=1))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,8 @@ check decode-merge-and-write tests/kernels/test_paged.py \
 check swap tests/kernels/test_cache.py tests/execution/test_transfer.py -k "the_kernel or a_gpu" &
 check sampling tests/kernels/test_sampling.py tests/kernels/test_likeliest.py -k "the_kernel or argmax or nan" &
 check rotation-with-write tests/kernels/test_layers.py -k "rotation and 14-2-128-16 and dtype1 or padding_is_not" &
+check fp8-products tests/kernels/test_fp8.py -k "parts_add_up and 50-208 or two_numbers or before_bias" &
+check settling tests/kernels/test_settling.py &
 wait
 worst=0
 for part in "$parts"/*.rc; do

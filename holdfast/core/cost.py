@@ -75,15 +75,15 @@ class CostModel:
     def slower(self, decodes: float, others: float) -> CostModel:
         """The same with steps of decodes alone `decodes` times as long, and all others `others` times."""
 
-        def times(factor: float, table: tuple[tuple[float, ...], ...]) -> tuple[tuple[float, ...], ...]:
-            return tuple(tuple(factor * seconds for seconds in row) for row in table)
+        def times(factor: float, row: tuple[float, ...]) -> tuple[float, ...]:
+            return tuple(factor * seconds for seconds in row)
 
         return replace(
             self,
-            linear_seconds=times(others, (self.linear_seconds,))[0],
-            attention_seconds=times(others, self.attention_seconds),
-            decode_seconds=times(decodes, (self.decode_seconds,))[0],
-            decode_attention=times(decodes, self.decode_attention),
+            linear_seconds=times(others, self.linear_seconds),
+            attention_seconds=tuple(times(others, row) for row in self.attention_seconds),
+            decode_seconds=times(decodes, self.decode_seconds),
+            decode_attention=tuple(times(decodes, row) for row in self.decode_attention),
         )
 
     def recompute(self, chunk: int, position: int) -> float:

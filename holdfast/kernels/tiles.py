@@ -23,7 +23,7 @@ MERGE_KEYS = 120  # what a merge takes, in the time in which one program reads s
 
 Records = npt.NDArray[np.int32]
 
-NONE: Records = np.zeros((0, FIELDS), np.int32)
+NO_RECORDS: Records = np.zeros((0, FIELDS), np.int32)
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def tile_list(
     It is told how many keys each tile has.
     """
     if not chosen.any():
-        return TileList(block_m, NONE, NONE)
+        return TileList(block_m, NO_RECORDS, NO_RECORDS)
     start = segments.context_stop - segments.query_length
     rows = segments.query_length * group_size
     tiles = np.where(chosen, -(-rows // block_m), 0)

@@ -131,7 +131,7 @@ def run(config: BenchConfig, load: WorkloadConfig, engine: EngineConfig, argumen
             asked = turns_of(base)
             base = workloads.cut(base, target.longest)
             if not base:
-                raise ValueError(f"all {asked} requests are longer than the context of {target.longest} tokens")
+                raise ValueError(f"all {asked} requests are longer than the context of {target.longest:,} tokens")
             if turns_of(base) < asked:
                 console.print(f"{asked - turns_of(base)} of {asked} requests are longer than the context and left out")
         bench = _Bench(config, load, engine.seed, target, base)

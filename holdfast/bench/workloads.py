@@ -281,9 +281,9 @@ def text_of(path: str | Path) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+        raise ValueError(f"workload {path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not text: {error}") from None
+        raise ValueError(f"workload {path} is not text: {error}") from None
 
 
 def request(arrival: float, turn: Turn) -> Conversation:

@@ -104,21 +104,21 @@ class Queue:
 
     def add(self, block: int, bounds: Bounds) -> None:
         """Take in a block: O(1), or O(log n) where younger ones are in the row."""
-        self.adder(bounds[0])(block, bounds)
-
-    def adder(self, last: float) -> Callable[[int, Bounds], None]:
-        """What takes in blocks last used at `last`, as `add` does; until something else is done here."""
-        if last < self._newest:
-            return self._add_late
-        self._newest = last
-        return self.row.__setitem__
-
-    def _add_late(self, block: int, bounds: Bounds) -> None:
+        if self.in_order(bounds[0]):
+            self.row[block] = bounds
+            return
         self.late[block] = bounds
         heappush(self._heap, (bounds, block))
         if len(self._heap) > 2 * len(self.late) + 64:
             self._heap = [(bounds, block) for block, bounds in self.late.items()]
             heapify(self._heap)
+
+    def in_order(self, last: float) -> bool:
+        """Whether blocks last used at `last` go to the end of the row, where they must then be put."""
+        if last < self._newest:
+            return False
+        self._newest = last
+        return True
 
     def remove(self, block: int) -> Bounds:
         """Let a block go; what it went by."""
@@ -192,9 +192,13 @@ class Retention:
             if index // size != at:
                 at = index // size
                 number, rank = self._places.get(at) or self._place(at)
-                bounds, add = (last, release, rank), self._queues[number].adder(last)
+                bounds, queue = (last, release, rank), self._queues[number]
+                row, in_order = queue.row, queue.in_order(last)
             class_of[block] = number
-            add(block, bounds)
+            if in_order:
+                row[block] = bounds
+            else:
+                queue.add(block, bounds)
 
     def _place(self, chunk: int) -> tuple[int, int]:
         rule = self._rule

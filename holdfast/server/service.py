@@ -73,7 +73,7 @@ class Answer:
         service: Service,
         wanted: Wanted,
         tenant: str,
-        encode: Callable[[], list[list[int]]],
+        encode: Callable[[], Sequence[Sequence[int]]],
         num_prompts: int = 1,
     ) -> None:
         self.service = service
@@ -118,7 +118,7 @@ class Answer:
             except RequestRefused as error:
                 raise ApiError(str(error), param=error.param, code="invalid_value") from None
 
-    async def _prompts(self) -> list[list[int]]:
+    async def _prompts(self) -> Sequence[Sequence[int]]:
         try:
             prompts = await asyncio.to_thread(self.encode)
         except ValueError as error:  # a chat template that refuses these messages

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from array import array
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
@@ -124,7 +125,7 @@ class Writing:
         self.tenant = tenant
         self.shape = ResponseShape(wanted, service.client.info.model)
         self.context = Context()
-        self.prompt = Prompt("", [], 0)
+        self.prompt = Prompt("", array("I"), 0)
         self.answer = Answer(service, wanted, tenant, lambda: [self.prompt.tokens])
         self.prepared = asyncio.Event()
         """Set once it is known that the response can be served."""

@@ -22,6 +22,7 @@ from holdfast.core.version import __version__
 from holdfast.engine.client import EngineDead, EngineStartError
 from holdfast.server.config import ServerConfig
 from holdfast.server.conversations.store import StoreError
+from holdfast.simulator.shapes import MODELS
 
 EXAMPLES = """\
 examples:
@@ -146,7 +147,7 @@ def make_parser() -> argparse.ArgumentParser:
         "config.json, or a known shape by name.",
         allow_abbrev=False,
     )
-    add_model(ahead)
+    add_model(ahead, f"a checkpoint's directory, a config.json, or one of {', '.join(sorted(MODELS))}")
     add_flags(ahead, WorkloadConfig, "the workload")
     add_flags(ahead, plan.PlanConfig, "the plan")
     add_flags(ahead, EngineConfig, "the engine, the same for all candidates", without=UNPLANNED)
@@ -158,9 +159,9 @@ def usage(command: str) -> str:
     return f"holdfast {command} [MODEL] [OPTION ...]"
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
-    """What a command that runs a model takes before its flags."""
-    parser.add_argument("model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help=MODEL_HELP)
+def add_model(parser: argparse.ArgumentParser, told: str = MODEL_HELP) -> None:
+    """What a command that takes a model takes before its flags."""
+    parser.add_argument("model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help=told)
     parser.add_argument(
         "--config",
         metavar="FILE",

@@ -166,3 +166,13 @@ def test_ctrl_c_ends_the_start_as_it_ends_what_follows(monkeypatch: pytest.Monke
     monkeypatch.delitem(sys.modules, "holdfast.cli.command")
     monkeypatch.setattr(sys, "meta_path", [Impatient(), *sys.meta_path])
     assert holdfast.cli.main(["--version"]) == 130
+
+
+def test_help_begins_with_one_line_and_says_what_a_model_is(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = {}
+    for command in ("serve", "plan"):
+        with pytest.raises(SystemExit, match="0"):
+            main([command, "--help"])
+        shown[command] = capsys.readouterr().out
+        assert shown[command].startswith(f"usage: holdfast {command} [MODEL] [OPTION ...]\n\n")
+    assert "holdfast-tiny, which is built in" in shown["serve"] and "mistral-7b" in shown["plan"]

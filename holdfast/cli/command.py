@@ -182,7 +182,7 @@ CONFIGS: dict[str, tuple[type, ...]] = {
 def unknown_flag(given: str, command: str) -> str:
     """What to say of a flag that there is not, or of a word too many."""
     if not given.startswith("-"):
-        return f"holdfast {command} takes one MODEL, and there is {given} besides"
+        return f"{command} takes one MODEL, and there is {given} besides"
     names = [field.name for config in CONFIGS[command] for field in fields(config)]
     flags = [flag_of(name) for name in names if command != "plan" or name not in UNPLANNED]
     asked = given.partition("=")[0]

@@ -91,7 +91,7 @@ def test_a_bad_file_is_told_in_one_line(tmp_path: Path, text: str, message: str)
     [
         (["serve", "--max-modl-len", "3"], "unknown option --max-modl-len; did you mean --max-model-len?"),
         (["plan", "mistral-7b", "--quantization", "fp8"], "unknown option --quantization; holdfast plan --help lists"),
-        (["serve", "one", "two"], "holdfast serve takes one MODEL, and there is two besides"),
+        (["serve", "one", "two"], "serve takes one MODEL, and there is two besides"),
         (["serve", "--port", "high"], "argument --port: invalid int value: 'high'"),
         (["serve", "--port", "70000"], "port is 70000; it must lie between 0 and 65535"),
         (["serve", "--host-cache-gb", "lots"], "argument --host-cache-gb: invalid float or auto value: 'lots'"),

@@ -43,7 +43,13 @@ class WorkloadConfig:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
 
     def read(self, seed: int) -> Workload:
-        """The conversations. Raises ValueError, OSError."""
+        """The conversations. Raises ValueError."""
+        try:
+            return self._read(seed)
+        except OSError as error:
+            raise ValueError(f"workload {self.workload} cannot be read: {error.strerror}") from None
+
+    def _read(self, seed: int) -> Workload:
         name, count = self.workload, self.requests or DRAWN
         if name == "fixed":
             return workloads.fixed(count, self.prompt_tokens, self.output_tokens)

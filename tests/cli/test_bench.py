@@ -135,7 +135,10 @@ def test_a_host_tier_is_simulated(capsys):
         (("--url", "http://localhost:1", "--simulate", "x"), "one of them"),
         (("--url", "localhost"), "must look like"),
         (("--url", "http://localhost:1", "--scheduler", "orca"), "--scheduler is for a model that runs here"),
-        (("--simulate", "nowhere.json"), "nowhere.json cannot be read"),
+        (("--simulate", "nowhere.json"), "holdfast: nowhere.json cannot be read: No such file or directory"),
+        (("--simulate", "PROFILE", "--workload", "no.csv"), "workload no.csv cannot be read: No such file"),
+        (("--simulate", "PROFILE", "--prompt-tokens", "99999"), "all 100 requests are longer than the context of"),
+        (("--simulate", "PROFILE", "--trace", "/no/such/t.json"), "trace /no/such/t.json cannot be written: No such"),
         (("--simulate", "gpt-9@h200"), "model shape gpt-9 is unknown"),
         (("--simulate", "mistral-7b@tpu"), "device tpu is unknown"),
         (("--simulate", "llama-2-70b@a40"), "take more devices"),
@@ -148,7 +151,6 @@ def test_a_host_tier_is_simulated(capsys):
         (("--simulate", "PROFILE", "--rates", "1", "--concurrency", "2"), "closed loop"),
         (("--simulate", "PROFILE", "--requests", "0"), "requests is 0"),
         (("--simulate", "PROFILE", "--think", "0"), "think is 0.0"),
-        (("--simulate", "PROFILE", "--prompt-tokens", "5000"), "none of 0 requests"),
     ],
 )
 def test_a_wrong_call_is_told_in_one_line(profile, capsys, arguments, message):

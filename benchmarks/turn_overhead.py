@@ -25,7 +25,7 @@ from holdfast.core.config import BUILTIN_MODEL
 from holdfast.core.protocols import MemoryProfile
 from holdfast.core.types import FinishReason, Request, SamplingParams, StepPlan, StepResult
 from holdfast.engine.checkpoint import Checkpoint
-from holdfast.engine.client import Delta, EngineInfo, Timings, Usage, check
+from holdfast.engine.client import Delta, EngineInfo, Timings, Usage, check, token_ids
 from holdfast.engine.messages import Submit, decode_to_engine, encode
 from holdfast.engine.text import Text
 from holdfast.memory.blocks import BlockPool, StateIdentity
@@ -72,7 +72,7 @@ class Instant:
         self.asked = time.perf_counter()
         now = time.monotonic()
         limited = SamplingParams(temperature=0.0, max_tokens=len(self.answer), ignore_eos=True)
-        request = Request(f"{now}", tuple(prompt), limited, tenant=tenant, arrival=now)
+        request = Request(f"{now}", token_ids("prompt", prompt, self.info), limited, tenant=tenant, arrival=now)
         check(request, self.info)
         submit = decode_to_engine(encode(Submit(request)))
         assert isinstance(submit, Submit)

@@ -94,7 +94,7 @@ class Engine:
             self._tell(Ready(self.info))
             return
         if isinstance(message, Submit):
-            self.asked[message.request.id] = message.request.prompt
+            self.asked[message.request.id] = tuple(message.request.prompt)
             self.answered[message.request.id] = []
         handle(message, self.loop, Parent(self._tell))  # type: ignore[arg-type]
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -222,8 +222,12 @@ def heading(axes: Axes, palette: Palette, title: str, unit: str) -> None:
 
 
 def legend(axes: Axes, palette: Palette, names: Sequence[str], place: Literal["lower right", "upper right"]) -> None:
-    """Names of the first lines, without a frame."""
-    shown = axes.legend(axes.get_lines()[: len(names)], names, loc=place, frameon=False, fontsize=9, handlelength=1.4)
+    """Names of the first lines, without a frame; those at the top stand above the plot, where no line runs."""
+    above: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "ncols": len(names)}
+    where = above if place == "upper right" else {"loc": place}
+    shown = axes.legend(
+        axes.get_lines()[: len(names)], names, frameon=False, fontsize=9, handlelength=1.4, borderaxespad=0.2, **where
+    )
     for text in shown.get_texts():
         text.set_color(palette.quiet)
 

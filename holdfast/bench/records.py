@@ -44,7 +44,9 @@ def summary(records: Sequence[Record], slo: Slo | None = None) -> dict[str, Any]
     good = [record for record in records if not record.error and record.token_times]
     if not good:
         reasons = {record.error for record in records if record.error}
-        raise ValueError(f"none of {len(records)} requests succeeded: {'; '.join(sorted(reasons)) or 'no tokens came'}")
+        raise ValueError(
+            f"none of {len(records)} requests succeeded: {'; '.join(sorted(reasons)[:3]) or 'no tokens came'}"
+        )
     outputs = [record.output_tokens or len(record.token_times) for record in good]
     ttft = [(record.token_times[0] - record.arrival) * 1e3 for record in good]
     e2el = [(record.token_times[-1] - record.arrival) * 1e3 for record in good]

@@ -1,5 +1,18 @@
 """The `holdfast` command: parse, then call."""
 
-from holdfast.cli.command import main
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line, as `command.main` does. Returns the exit code."""
+    try:
+        from holdfast.cli.command import main as run  # takes half a second, in which Ctrl-C ends it as it does later
+
+        return run(arguments)
+    except KeyboardInterrupt:
+        return 130
+
 
 __all__ = ["main"]

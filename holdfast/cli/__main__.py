@@ -2,6 +2,6 @@
 
 import sys
 
-from holdfast.cli.command import main
+from holdfast.cli import main
 
 sys.exit(main())

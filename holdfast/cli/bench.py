@@ -13,6 +13,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from holdfast.bench import workloads
 from holdfast.bench.capacity import find_capacity
@@ -139,6 +140,8 @@ def run(config: BenchConfig, load: WorkloadConfig, engine: EngineConfig, argumen
     runs = bench.runs
     figures = [run.figures for run in runs]
     show(console, figures)
+    for line in bench.refusals:
+        console.print(Text(line), soft_wrap=True)
     if capacity is not None:
         console.print(told_capacity(config, capacity, base))
     if config.json is not None:
@@ -154,6 +157,8 @@ class _Bench:
 
     def __init__(self, config: BenchConfig, load: WorkloadConfig, seed: int, target: Target, base: Workload) -> None:
         self.runs: list[Run] = []
+        self.refusals: list[str] = []
+        """What went wrong, a line for each run in which anything did."""
         self._config, self._load, self._seed, self._target, self._base = config, load, seed, target, base
         slo = Slo(config.slo_ttft, config.slo_tpot, config.slo_e2el)
         self._slo = slo if slo != Slo() else None
@@ -184,6 +189,9 @@ class _Bench:
         about |= {"max_concurrency": self._config.concurrency} if self._config.concurrency else {}
         figures = about | summary(records, self._slo)
         self.runs.append(Run.of(records, figures))
+        if errors := [record.error for record in records if record.error]:
+            at = "" if rate is None else f" at {rate:.4g} a second"
+            self.refusals.append(f"{len(errors)} of {len(records)} requests failed{at}, as in: {errors[0]}")
         return figures
 
 
@@ -328,9 +336,14 @@ def latencies_by_rate(runs: Sequence[Mapping[str, Any]]) -> Table:
     for title in TIMES.values():
         table.add_column(title, justify="right")
     for figures in runs:
-        cells = (f"{figures[f'median_{name}_ms']:,.1f} / {figures[f'p99_{name}_ms']:,.1f}" for name in TIMES)
+        cells = (" / ".join(brief(figures[f"{which}_{name}_ms"]) for which in ("median", "p99")) for name in TIMES)
         table.add_row(number(figures, "request_rate"), *cells)
     return table
+
+
+def brief(value: float) -> str:
+    """A time, short enough for five pairs in 80 columns."""
+    return f"{value:,.1f}" if value < 100 else f"{value:,.0f}"
 
 
 def number(figures: Mapping[str, Any], key: str) -> str:

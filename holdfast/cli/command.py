@@ -22,6 +22,7 @@ from holdfast.core.version import __version__
 from holdfast.engine.client import EngineDead, EngineStartError
 from holdfast.server.config import ServerConfig
 from holdfast.server.conversations.store import StoreError
+from holdfast.simulator.shapes import MODELS
 
 EXAMPLES = """\
 examples:
@@ -36,6 +37,10 @@ examples:
 MODEL_HELP = f"{BUILTIN_MODEL}, which is built in (default), or the directory of a Hugging Face checkpoint"
 BAD_USAGE = 2
 INTERRUPTED = 130
+
+
+UNPLANNED = [field.name for field in fields(EngineConfig) if field.name not in plan.ENGINE_OPTIONS]
+"""What of an engine `holdfast plan` does not take."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -87,6 +92,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     server = commands.add_parser(
         "serve",
+        usage=usage("serve"),
         help="serve a model over HTTP, with OpenAI's API",
         description="Serve a model over HTTP, with OpenAI's API. Without any argument it serves the built-in model.",
         allow_abbrev=False,
@@ -97,6 +103,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     talk = commands.add_parser(
         "chat",
+        usage=usage("chat"),
         help="talk to a model in the terminal",
         description="Talk to a model in the terminal: one that runs here, or behind the URL of any server with "
         "OpenAI's API. Lines may come from a pipe as well.",
@@ -108,6 +115,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     measure = commands.add_parser(
         "profile",
+        usage=usage("profile"),
         help="measure a model's pace on this device, for --tbt-target and simulations",
         description="Measure how long steps of a model take on this device, and keep it: `holdfast serve --tbt-target` "
         "goes by it, and `holdfast bench --simulate` too.",
@@ -119,6 +127,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     load = commands.add_parser(
         "bench",
+        usage=usage("bench"),
         help="measure a model or a server under load, or simulate one",
         description="Put a model that runs here under load, or any server with OpenAI's API (--url), or a device that "
         "was measured (--simulate), where the engine's own scheduler runs over a virtual clock.",
@@ -131,23 +140,28 @@ def make_parser() -> argparse.ArgumentParser:
 
     ahead = commands.add_parser(
         "plan",
+        usage=usage("plan"),
         help="find out how to serve a model on which devices, by simulation",
         description="Simulate schedulers, budgets, layouts over devices and host tiers under a workload, and say which "
         "of them sustains the most within limits, and with which command. MODEL is a checkpoint's directory, a "
         "config.json, or a known shape by name.",
         allow_abbrev=False,
     )
-    add_model(ahead)
+    add_model(ahead, f"a checkpoint's directory, a config.json, or one of {', '.join(sorted(MODELS))}")
     add_flags(ahead, WorkloadConfig, "the workload")
     add_flags(ahead, plan.PlanConfig, "the plan")
-    others = [field.name for field in fields(EngineConfig) if field.name not in plan.ENGINE_OPTIONS]
-    add_flags(ahead, EngineConfig, "the engine, the same for all candidates", without=others)
+    add_flags(ahead, EngineConfig, "the engine, the same for all candidates", without=UNPLANNED)
     return parser
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
-    """What a command that runs a model takes before its flags."""
-    parser.add_argument("model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help=MODEL_HELP)
+def usage(command: str) -> str:
+    """A command's first line of help: its options are listed below, and are too many to be listed twice."""
+    return f"holdfast {command} [MODEL] [OPTION ...]"
+
+
+def add_model(parser: argparse.ArgumentParser, told: str = MODEL_HELP) -> None:
+    """What a command that takes a model takes before its flags."""
+    parser.add_argument("model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help=told)
     parser.add_argument(
         "--config",
         metavar="FILE",
@@ -166,9 +180,15 @@ CONFIGS: dict[str, tuple[type, ...]] = {
 
 
 def unknown_flag(given: str, command: str) -> str:
-    """What to say of a flag that there is not."""
-    flags = [flag_of(field.name) for config in CONFIGS[command] for field in fields(config)]
-    near = difflib.get_close_matches(given.partition("=")[0], flags, n=1)
+    """What to say of a flag that there is not, or of a word too many."""
+    if not given.startswith("-"):
+        return f"{command} takes one MODEL, and there is {given} besides"
+    names = [field.name for config in CONFIGS[command] for field in fields(config)]
+    flags = [flag_of(name) for name in names if command != "plan" or name not in UNPLANNED]
+    asked = given.partition("=")[0]
+    every = [field for configs in CONFIGS.values() for config in configs for field in fields(config)]
+    meant = asked in {flag_of(field.name) for field in every}
+    near = [] if meant else difflib.get_close_matches(asked, flags, n=1)  # another command has it
     hint = f"did you mean {near[0]}?" if near else f"holdfast {command} --help lists what there is"
     return f"unknown option {given}; {hint}"
 

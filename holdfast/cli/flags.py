@@ -149,7 +149,9 @@ def read_file(path: str, configs: Sequence[type]) -> dict[str, Any]:
         except argparse.ArgumentTypeError as error:
             raise UsageError(f"{path}: {key}: {error}") from None
         except msgspec.ValidationError as error:
-            raise UsageError(f"{path}: {key}: {str(error).partition(' - at ')[0]}") from None
+            words = typing.get_args(hints[name]) if typing.get_origin(hints[name]) is Literal else ()
+            choices = f"; choose from {', '.join(words)}" if words else ""
+            raise UsageError(f"{path}: {key}: {str(error).partition(' - at ')[0]}{choices}") from None
     return options
 
 

@@ -256,7 +256,8 @@ def described(setting: Setting, load: WorkloadConfig) -> str:
     )
 
 
-HEAD = ("policy", "replicas", "rate /s", "out tok/s", "TBT p99", "TTFT p99", "per M out")
+HEAD = ("policy", "replicas", "rate/s", "out tok/s", "TBT p99", "TTFT p99", "cost/M")
+"""Of the table, which 80 columns hold."""
 
 
 def cells(verdict: Verdict) -> tuple[str, ...]:
@@ -277,9 +278,10 @@ def cells(verdict: Verdict) -> tuple[str, ...]:
 
 def show(console: Console, verdicts: Sequence[Verdict], best: Verdict | None) -> None:
     """The table, and why some have no capacity."""
-    table = Table(title="capacity of all devices together", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    for at, title in enumerate(HEAD):
-        table.add_column(title, justify="left" if at < 2 else "right")
+    title = "capacity of all devices together"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=0)
+    for at, head in enumerate(HEAD):
+        table.add_column(head, justify="left" if at < 2 else "right")
     for verdict in verdicts:
         table.add_row(*cells(verdict), style="bold" if verdict is best else "" if verdict.capacity else "dim")
     console.print(table)

@@ -66,7 +66,12 @@ def tiles(best: Verdict | None) -> list[Tile]:
         return [Tile("Capacity", "none", "", "within these limits", missed=True)]
     shown = [
         Tile("Capacity", f"{best.fleet:.3g}", "/s", "conversations, all devices"),
-        Tile("Throughput", f"{best.tokens * best.replicas:,.0f}", "tok/s out", f"{best.replicas} replicas"),
+        Tile(
+            "Throughput",
+            f"{best.tokens * best.replicas:,.0f}",
+            "tok/s out",
+            f"{best.replicas} replica{'s' if best.replicas > 1 else ''}",
+        ),
         Tile("TBT p99", short(best.figures["p99_itl_ms"]), "ms"),
         Tile("TTFT p99", short(best.figures["p99_ttft_ms"]), "ms"),
     ]

@@ -98,6 +98,9 @@ async def first_model(http: httpx.AsyncClient) -> str:
         response = await http.get("models")
         response.raise_for_status()
         return str(response.json()["data"][0]["id"])
+    except httpx.HTTPStatusError as error:
+        wanted = "; give the key with --api-key or HOLDFAST_API_KEY" if error.response.status_code == 401 else ""
+        raise OSError(f"{http.base_url}models answers with {error.response.status_code}{wanted}") from None
     except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
         raise OSError(f"{http.base_url}models does not list a model: {type(error).__name__}: {error}") from None
 

@@ -7,6 +7,7 @@ the plan into a StepResult, and the scheduler reads the result back into its seq
 from __future__ import annotations
 
 import enum
+from array import array
 from collections import abc
 from dataclasses import dataclass, field
 from itertools import repeat
@@ -247,7 +248,9 @@ class Request:
     """A client's ask, as the engine takes it: token ids in, token ids out."""
 
     id: str
-    prompt: tuple[int, ...]
+    prompt: abc.Sequence[int]
+    """Token ids, 32-bit numbers; not to be changed. A long one is best an array of typecode I, which goes from hand to
+    hand without a look at each."""
     params: SamplingParams
     priority: int = 0
     """Class: lower runs first; FCFS among equals."""
@@ -269,7 +272,7 @@ class Sequence:
     request: Request
     seed: int
     """The request's own seed, or one drawn for it."""
-    tokens: list[int] = field(default_factory=list)
+    tokens: array[int] = field(default_factory=lambda: array("I"))
     """Prompt and generated tokens known to the host."""
     length: int = 0
     """Positions that exist, those whose token is still being sampled included."""
@@ -281,7 +284,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         if not self.tokens:
-            self.tokens = list(self.request.prompt)
+            self.tokens = array("I", self.request.prompt)
         self.length = self.length or len(self.tokens)
 
     @property

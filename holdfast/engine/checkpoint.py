@@ -69,8 +69,9 @@ def read_json(path: Path, *, missing_ok: bool = False) -> dict[str, Any]:
     """The object that a JSON file holds; empty for a missing file if `missing_ok`. Raises ValueError otherwise."""
     if missing_ok and not path.is_file():
         return {}
+    text = read_text(path, JSON_LIMIT)
     try:
-        value = json.loads(read_text(path, JSON_LIMIT))
+        value = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(value, dict):

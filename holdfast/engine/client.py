@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.core.config import EngineConfig
+from holdfast.core.tokens import packed
 from holdfast.core.types import MAX_DEADLINE, FinishReason, Request, SamplingParams, SchedulerStats, SequenceOutput
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.child import Child
@@ -191,16 +192,17 @@ class EngineClient:
         Leaving the iterator before its last Delta (aclose, cancellation) aborts the request in the engine. Raises
         RequestRefused at once for what can never fit, QueueFull, EngineDead; and EngineDead while it runs.
         """
+        request_id = request_id or uuid.uuid4().hex
+        self._admit(request_id)
         request = Request(
-            id=request_id or uuid.uuid4().hex,
-            prompt=tuple(prompt),
+            id=request_id,
+            prompt=token_ids("prompt", prompt, self.info),
             params=params,
             priority=priority,
             tenant=tenant,
             arrival=time.monotonic(),
             deadline=deadline,
         )
-        self._admit(request)
         check(request, self.info)
         try:
             text = TextStream(self.text, params.stop)
@@ -232,8 +234,8 @@ class EngineClient:
             await self._child.close(at_once=at_once)
 
     async def _run(self, stream: _Stream) -> AsyncGenerator[Delta, None]:
-        self._admit(stream.request)  # again: this may be long after `stream` was called
         request_id = stream.request.id
+        self._admit(request_id)  # again: this may be long after `stream` was called
         self._streams[request_id] = stream
         self._waiting.add(request_id)
         try:
@@ -253,11 +255,11 @@ class EngineClient:
         if self.dead.is_set():
             raise EngineDead(self.reason)
 
-    def _admit(self, request: Request) -> None:
-        """Raise what speaks against taking a request now."""
+    def _admit(self, request_id: str) -> None:
+        """Raise what speaks against taking a request of this id now."""
         self._check_alive()
-        if request.id in self._streams:
-            raise RequestRefused(f"request id {request.id} is already in use; give each its own", "request_id")
+        if request_id in self._streams:
+            raise RequestRefused(f"request id {request_id} is already in use; give each its own", "request_id")
         if len(self._waiting) >= self.config.max_waiting:
             raise QueueFull(f"{len(self._waiting)} requests wait, and max_waiting is {self.config.max_waiting}")
 
@@ -378,8 +380,18 @@ class _Stream:
         return Delta(text, tokens, self.finish_reason, usage, timings)
 
 
+def token_ids(name: str, tokens: Sequence[int], info: EngineInfo) -> array[int]:
+    """Tokens as 32-bit numbers. Raises RequestRefused for what is no token id of this engine's model."""
+    try:
+        return packed(tokens, info.vocab_size)
+    except TypeError as error:
+        raise RequestRefused(f"{name} holds what is no token id: {error}", name) from None
+    except ValueError as error:
+        raise RequestRefused(f"{name} holds {error}", name) from None
+
+
 def check(request: Request, info: EngineInfo) -> None:
-    """Raise RequestRefused for a request that this engine can never serve."""
+    """Raise RequestRefused for a request that this engine can never serve, whatever tokens its prompt holds."""
     prompt, params = request.prompt, request.params
     if not prompt:
         raise RequestRefused("the prompt is empty; it must hold at least one token", "prompt")
@@ -389,15 +401,7 @@ def check(request: Request, info: EngineInfo) -> None:
             f"{info.max_model_len}; shorten the prompt",
             "prompt",
         )
-    for name, tokens in (("prompt", prompt), ("stop_token_ids", params.stop_token_ids)):
-        try:
-            array("I", tokens)  # sees at once whether all are numbers and none is negative
-        except TypeError as error:
-            raise RequestRefused(f"{name} holds what is no token id: {error}", name) from None
-        except OverflowError:
-            raise RequestRefused(_outside(name, min(tokens), max(tokens), info), name) from None
-        if max(tokens, default=0) >= info.vocab_size:
-            raise RequestRefused(_outside(name, 0, max(tokens), info), name)
+    token_ids("stop_token_ids", params.stop_token_ids, info)
     # The last token ends the sequence, so its position is never computed.
     positions = min(len(prompt) + params.max_tokens, info.max_model_len) - 1
     capacity = info.num_blocks * info.block_size
@@ -414,8 +418,3 @@ def check(request: Request, info: EngineInfo) -> None:
             f"the deadline is {request.deadline} s after arrival; it must lie above 0 and be at most {MAX_DEADLINE} s",
             "deadline_ms",
         )
-
-
-def _outside(name: str, lowest: int, highest: int, info: EngineInfo) -> str:
-    token = lowest if lowest < 0 else highest
-    return f"{name} holds token id {token}; this model's lie between 0 and {info.vocab_size - 1}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from array import array
 from dataclasses import dataclass, replace
 
@@ -143,7 +142,7 @@ class Submitted(Message, tag="submit"):
         data = self.prompt
         if len(data) % 4:
             raise ValueError(f"a prompt of {len(data)} bytes, which is no whole number of tokens")
-        return Submit(replace(self.request, prompt=struct.unpack(f"={len(data) // 4}I", data)))
+        return Submit(replace(self.request, prompt=array("I", data)))
 
 
 ToEngine = Start | Submit | Abort | Ask | Shutdown

@@ -29,12 +29,15 @@ class TracedExecutor:
     def __init__(self, inner: Executor, path: str | Path, clock: Clock, *, suspends: bool = False) -> None:
         """`clock` is the loop's; `suspends` says that what is preempted is kept on the host.
 
-        Raises OSError if the file cannot be written.
+        Raises ValueError if the file cannot be written.
         """
         self._inner = inner
         self._clock = clock
         self._preempted = "suspended" if suspends else "preempted"
-        self._file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115  closed by `close`
+        try:
+            self._file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115  closed by `close`
+        except OSError as error:
+            raise ValueError(f"trace {path} cannot be written: {error.strerror}") from None
         self._plans: deque[tuple[StepPlan, float]] = deque()
         self._free_at = 0.0
         self._lanes: set[int] = set()

@@ -156,6 +156,11 @@ class PagedExecutor:
             torch.cuda.empty_cache()
         free, total = devices.memory(self.device)
         cache = self._cache_bytes(free, total, activations)
+        if cache > free:
+            raise MemoryError(
+                f"cache_gb is {self.config.cache_gb}: of {total / 1e9:.1f} GB on {devices.describe(self.device)} "
+                f"{free / 1e9:.1f} are free; lower it, or leave it out"
+            )
         if cache < self.block_bytes:
             raise MemoryError(
                 f"{max(cache, 0) / 1e9:.2f} GB are left for the KV cache and one block takes "

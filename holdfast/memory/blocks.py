@@ -153,13 +153,15 @@ class BlockPool:
 
     def unowned(self, blocks: Iterable[int]) -> int:
         """How many of these sealed blocks sharing makes unavailable that were available."""
-        return sum(not self._owners[block] and block not in self._leaving for block in blocks)
+        owners, leaving = self._owners, self._leaving
+        idle = [block for block in blocks if not owners[block]]
+        return len(idle) - sum(map(leaving.__contains__, idle)) if leaving else len(idle)
 
     def fits(self, fresh: int, shared: Iterable[int]) -> bool:
         """Whether `fresh` blocks are ready beside those to be shared. If not, the next `relieve` sees to it."""
         if self.host is None:
             return True
-        needed = fresh + sum(block in self._reclaimable for block in shared)
+        needed = fresh + sum(map(self._reclaimable.__contains__, shared))
         if needed > self.ready:
             self._demand = max(self._demand, needed)
         return needed <= self.ready
@@ -168,21 +170,22 @@ class BlockPool:
         """Add an owner to a sealed block."""
         self.share_all((block,))
 
-    def share_all(self, blocks: Iterable[int]) -> None:
-        """Add an owner to each of these sealed blocks."""
-        owners, digests, kept, host = self._owners, self._digests, self._kept, self.host
+    def share_all(self, blocks: Collection[int]) -> None:
+        """Add an owner to each of these sealed blocks, no block twice."""
+        owners, digests = self._owners, self._digests
+        if not all(map(digests.__getitem__, blocks)):
+            unsealed = next(block for block in blocks if digests[block] is None)
+            raise RuntimeError(f"block {unsealed} is shared, but it is not sealed")
+        idle = [block for block in blocks if not owners[block]]
         for block in blocks:
-            digest = digests[block]
-            if digest is None:
-                raise RuntimeError(f"block {block} is shared, but it is not sealed")
-            if not owners[block]:
-                if block in self._leaving:
-                    self._leaving_idle -= 1
-                elif not kept.discard(block):
-                    del self._reclaimable[block]
-                if host is not None:
-                    host.hold(digest)
             owners[block] += 1
+        if self.host is not None:
+            self.host.hold_all([digest for block in idle if (digest := digests[block])])
+        for block in self._kept.discard_all(idle):
+            if block in self._leaving:
+                self._leaving_idle -= 1
+            else:
+                del self._reclaimable[block]
 
     def seal(self, block: int, digest: bytes, index: int) -> None:
         """Make an owned, full block sharable, the `index`-th of its sequence. The first block of a digest stays so."""
@@ -210,18 +213,26 @@ class BlockPool:
     def release(self, blocks: Iterable[int]) -> None:
         """Take one owner from each block. Sealed ones without any are idle from now on, earlier ones a bit longer."""
         self._releases += 1
-        owned, digests = self._owners, self._digests
+        owned, digests, last, used = self._owners, self._digests, self._last, (self.now, self._releases)
+        idle: list[int] = []
         for block in blocks:
             owners = owned[block] - 1
             if owners < 0:
                 raise RuntimeError(f"block {block} is released, but nobody owns it")
             owned[block] = owners
             if not owners:
-                digest = digests[block]
-                if digest is None:
+                if digests[block] is None:
                     self._free.append(block)
                 else:
-                    self._rest(block, digest)
+                    last[block] = used
+                    idle.append(block)
+        if self._leaving:
+            staying = [block for block in idle if block not in self._leaving]
+            self._leaving_idle += len(idle) - len(staying)
+            idle = staying
+        self._kept.add_all(idle, map(self._indices.__getitem__, idle), *used)
+        if self.host is not None:
+            self.host.rest_all([digest for block in idle if (digest := digests[block])], *used)
 
     def touch(self, blocks: Iterable[int], digests: Iterable[bytes]) -> None:
         """Count idle blocks on the device, and those of these digests on the host, as used now."""
@@ -307,16 +318,6 @@ class BlockPool:
         """The copies from the host that plan `step` and those before it began are complete, or will be awaited."""
         if self._arriving:
             self._arriving = {block: number for block, number in self._arriving.items() if number > step}
-
-    def _rest(self, block: int, digest: bytes) -> None:
-        """Note that a sealed block has lost its last owner."""
-        self._last[block] = self.now, self._releases
-        if block in self._leaving:
-            self._leaving_idle += 1
-            return
-        self._kept.add(block, self._indices[block], self.now, self._releases)
-        if self.host is not None:
-            self.host.rest(digest, self.now, self._releases)
 
     def _reclaim(self, count: int) -> None:
         """Free `count` idle blocks."""

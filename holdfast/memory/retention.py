@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
+from itertools import repeat
 
 from holdfast.core.config import EngineConfig
 
@@ -90,50 +91,58 @@ class Queue:
     """
 
     def __init__(self) -> None:
-        self._row: OrderedDict[int, Bounds] = OrderedDict()
+        self.row: OrderedDict[int, Bounds] = OrderedDict()
+        """What came in order."""
         self._newest = -math.inf
         """The last use of what was used last of all that the row has held."""
-        self._late: dict[int, Bounds] = {}
+        self.late: dict[int, Bounds] = {}
+        """The others: those that the heap holds."""
         self._heap: list[tuple[Bounds, int]] = []
 
     def __len__(self) -> int:
-        return len(self._row) + len(self._late)
+        return len(self.row) + len(self.late)
 
     def add(self, block: int, bounds: Bounds) -> None:
         """Take in a block: O(1), or O(log n) where younger ones are in the row."""
-        if bounds[0] >= self._newest:
-            self._newest = bounds[0]
-            self._row[block] = bounds
+        if self.in_order(bounds[0]):
+            self.row[block] = bounds
             return
-        self._late[block] = bounds
+        self.late[block] = bounds
         heappush(self._heap, (bounds, block))
-        if len(self._heap) > 2 * len(self._late) + 64:
-            self._heap = [(bounds, block) for block, bounds in self._late.items()]
+        if len(self._heap) > 2 * len(self.late) + 64:
+            self._heap = [(bounds, block) for block, bounds in self.late.items()]
             heapify(self._heap)
+
+    def in_order(self, last: float) -> bool:
+        """Whether blocks last used at `last` go to the end of the row, where they must then be put."""
+        if last < self._newest:
+            return False
+        self._newest = last
+        return True
 
     def remove(self, block: int) -> Bounds:
         """Let a block go; what it went by."""
-        bounds = self._row.pop(block, None)
-        return self._late.pop(block) if bounds is None else bounds
+        bounds = self.row.pop(block, None)
+        return self.late.pop(block) if bounds is None else bounds
 
     def first(self) -> Bounds:
         """Of what goes first; there must be one."""
         late = self._first_late()
-        row = next(iter(self._row.values()), None)
+        row = next(iter(self.row.values()), None)
         if row is None or (late is not None and late < row):
             assert late is not None
             return late
         return row
 
     def _first_late(self) -> Bounds | None:
-        heap, late = self._heap, self._late
+        heap, late = self._heap, self.late
         while heap and late.get(heap[0][1]) != heap[0][0]:
             heappop(heap)
         return heap[0][0] if heap else None
 
     def take(self) -> list[int]:
         """Remove the chunk that goes first: the blocks that were let go together and have one rank."""
-        bounds, row, blocks = self.first(), self._row, []
+        bounds, row, blocks = self.first(), self.row, []
         while row:
             block = next(iter(row))
             if row[block] != bounds:
@@ -142,7 +151,7 @@ class Queue:
             blocks.append(block)
         while self._first_late() == bounds:
             _, block = heappop(self._heap)
-            del self._late[block]
+            del self.late[block]
             blocks.append(block)
         return blocks
 
@@ -160,7 +169,7 @@ class Retention:
         self._queues: dict[int, Queue] = {}
         self._costs: dict[int, float] = {}
         self._places: dict[int, tuple[int, int]] = {}
-        """By index in a sequence, class and the chunk's rank among those that were let go with it."""
+        """Of a sequence's chunks, class and rank among those that were let go with it."""
         self._class_of: dict[int, int] = {}
 
     def __len__(self) -> int:
@@ -174,20 +183,32 @@ class Retention:
 
     def add(self, block: int, index: int, last: float, release: int) -> None:
         """Take in an idle block: the `index`-th of its sequence, last used at `last`, let go in release `release`."""
-        place = self._places.get(index)
-        if place is None:
-            place = self._places[index] = self._place(index)
-        number, rank = place
-        self._class_of[block] = number
-        self._queues[number].add(block, (last, release, rank))
+        self.add_all((block,), (index,), last, release)
 
-    def _place(self, index: int) -> tuple[int, int]:
+    def add_all(self, blocks: Iterable[int], indices: Iterable[int], last: float, release: int) -> None:
+        """`add` for each: what their chunks have in common is looked up once where they are in a row."""
+        class_of, size, at = self._class_of, self._rule.chunk_blocks, -1
+        for block, index in zip(blocks, indices, strict=True):
+            if index // size != at:
+                at = index // size
+                number, rank = self._places.get(at) or self._place(at)
+                bounds, queue = (last, release, rank), self._queues[number]
+                row, in_order = queue.row, queue.in_order(last)
+            class_of[block] = number
+            if in_order:
+                row[block] = bounds
+            else:
+                queue.add(block, bounds)
+
+    def _place(self, chunk: int) -> tuple[int, int]:
         rule = self._rule
-        eviction, number, chunk = rule.eviction, rule.cost_class(index), index // rule.chunk_blocks
+        eviction, number = rule.eviction, rule.cost_class(chunk * rule.chunk_blocks)
         if number not in self._queues:
             self._queues[number] = Queue()
             self._costs[number] = rule.class_cost(number)
-        return number, 0 if eviction.whole else -chunk if eviction.trailing_first else chunk
+        rank = 0 if eviction.whole else -chunk if eviction.trailing_first else chunk
+        self._places[chunk] = number, rank
+        return number, rank
 
     def renew(self, block: int, last: float, release: int) -> None:
         """Count a block as used at `last`."""
@@ -199,12 +220,20 @@ class Retention:
         """Let a block go that is in use again."""
         self._queues[self._class_of.pop(block)].remove(block)
 
-    def discard(self, block: int) -> bool:
-        """Let a block go, if it is here; whether it was."""
-        number = self._class_of.pop(block, None)
-        if number is not None:
-            self._queues[number].remove(block)
-        return number is not None
+    def discard_all(self, blocks: Sequence[int]) -> list[int]:
+        """Let go of those of these blocks that are here; the others."""
+        others: list[int] = []
+        at = None
+        for block, number in zip(blocks, map(self._class_of.pop, blocks, repeat(None)), strict=True):
+            if number is None:
+                others.append(block)
+                continue
+            if number != at:
+                at, queue = number, self._queues[number]
+                row, late = queue.row, queue.late
+            if row.pop(block, None) is None:
+                del late[block]
+        return others
 
     def victims(self, now: float) -> Victims:
         """All blocks, the lowest value first. Nothing may be added or removed meanwhile but by taking from it."""

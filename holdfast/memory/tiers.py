@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from holdfast.memory.retention import Retention, RetentionRule, Victims
 
@@ -80,17 +80,24 @@ class HostPool:
 
     def hold(self, digest: bytes) -> None:
         """The device block of this digest is in use: a copy of it here is redundant."""
-        place = self._sealed.get(digest)
-        if place is not None and place in self._kept:
-            self._kept.remove(place)
-            self._redundant[place] = None
+        self.hold_all((digest,))
+
+    def hold_all(self, digests: Iterable[bytes]) -> None:
+        """`hold` for each."""
+        here = [place for digest in digests if (place := self._sealed.get(digest)) is not None]
+        others = set(self._kept.discard_all(here))
+        self._redundant.update((place, None) for place in here if place not in others)
 
     def rest(self, digest: bytes, last: float, release: int) -> None:
         """The device block of this digest is idle since `last`: a copy of it here will be needed."""
-        place = self._sealed.get(digest)
-        if place is not None:
+        self.rest_all((digest,), last, release)
+
+    def rest_all(self, digests: Iterable[bytes], last: float, release: int) -> None:
+        """`rest` for each."""
+        here = [place for digest in digests if (place := self._sealed.get(digest)) is not None]
+        for place in here:
             del self._redundant[place]
-            self._kept.add(place, self._indices[place], last, release)
+        self._kept.add_all(here, map(self._indices.__getitem__, here), last, release)
 
     def touch(self, digest: bytes, last: float, release: int) -> None:
         """Count a kept block as used at `last`."""

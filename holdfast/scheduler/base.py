@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import abc, deque
 
+from holdfast.core.tokens import VOCABULARY_LIMIT, packed
 from holdfast.core.types import (
     MAX_SEED,
     Columns,
@@ -39,7 +40,7 @@ class Scheduler:
         *,
         max_sequences: int,
         max_model_len: int,
-        vocab_size: int = 1 << 32,
+        vocab_size: int = VOCABULARY_LIMIT,
         eos_token_ids: abc.Collection[int] = (),
         headroom: float = 0.1,
         sharing: StateIdentity | None = None,
@@ -77,9 +78,10 @@ class Scheduler:
             raise ValueError(f"request {request.id} is already being served; give each request an id of its own")
         if not length:
             raise ValueError("the prompt is empty; it must hold at least one token")
-        for token in (min(request.prompt), max(request.prompt)):
-            if not 0 <= token < self._vocab_size:
-                raise ValueError(f"the prompt holds token {token}; tokens lie between 0 and {self._vocab_size - 1}")
+        try:
+            packed(request.prompt, self._vocab_size)
+        except ValueError as error:
+            raise ValueError(f"the prompt holds {error}") from None
         if length >= self.max_model_len:
             raise ValueError(
                 f"the prompt has {length} tokens; with one generated token it exceeds the limit of "

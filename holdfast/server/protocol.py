@@ -231,7 +231,7 @@ def parse(body: bytes, shape: type[Body]) -> Body:
     try:
         request = msgspec.convert(given, shape)
     except msgspec.ValidationError as error:
-        raise _invalid(str(error)) from None
+        raise _invalid(str(error), given) from None
     if "stream_options" in given and not given.get("stream"):
         raise ApiError("stream_options needs stream: true", param="stream_options", code="invalid_value")
     return request
@@ -242,8 +242,8 @@ def _same(value: Any, neutral: Any) -> bool:
     return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
 
 
-def _invalid(reason: str) -> ApiError:
-    """msgspec's words as OpenAI's error, with the parameter that they are about."""
+def _invalid(reason: str, given: Mapping[str, Any]) -> ApiError:
+    """msgspec's words as OpenAI's error, with the parameter that they are about, and its value if that is a number."""
     missing = re.search(r"missing required field `(\w+)`", reason)
     if missing:
         return ApiError(f"{missing[1]} is missing", param=missing[1], code="missing_required_parameter")
@@ -252,7 +252,9 @@ def _invalid(reason: str) -> ApiError:
     param = path.rstrip("`") + (f".{unknown[1]}" if unknown else "")
     if unknown:
         return ApiError(f"unknown parameter: {param}", param=param, code="unknown_parameter")
-    return ApiError(f"{param}: {what[:1].lower()}{what[1:]}", param=param, code="invalid_value")
+    value = given.get(param)
+    got = f", got {value}" if isinstance(value, int | float) and ", got " not in what else ""
+    return ApiError(f"{param}: {what[:1].lower()}{what[1:]}{got}", param=param, code="invalid_value")
 
 
 def _token_ids(value: list[Any], name: str) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import ClassVar, Protocol
 
@@ -56,11 +56,13 @@ class Service:
         text = self.client.text
         if isinstance(wanted, ChatRequest):
             messages = wanted.conversation()
-            return Answer(self, wanted, tenant, lambda: [text.encode_chat(messages)])
+            return Answer(self, wanted, tenant, lambda: asyncio.to_thread(lambda: [text.encode_chat(messages)]))
         prompts = wanted.prompts()
         return Answer(
             self, wanted, tenant,
-            lambda: [text.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts],
+            lambda: asyncio.to_thread(
+                lambda: [text.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+            ),
             num_prompts=len(prompts),
         )  # fmt: skip
 
@@ -73,9 +75,10 @@ class Answer:
         service: Service,
         wanted: Wanted,
         tenant: str,
-        encode: Callable[[], list[list[int]]],
+        encode: Callable[[], Awaitable[Sequence[Sequence[int]]]],
         num_prompts: int = 1,
     ) -> None:
+        """`encode` gives the prompts once there is a place for them."""
         self.service = service
         self.wanted = wanted
         self.tenant = tenant
@@ -118,9 +121,9 @@ class Answer:
             except RequestRefused as error:
                 raise ApiError(str(error), param=error.param, code="invalid_value") from None
 
-    async def _prompts(self) -> list[list[int]]:
+    async def _prompts(self) -> Sequence[Sequence[int]]:
         try:
-            prompts = await asyncio.to_thread(self.encode)
+            prompts = await self.encode()
         except ValueError as error:  # a chat template that refuses these messages
             raise ApiError(str(error), param=self.wanted.prompted_by, code="invalid_value") from None
         longest = self.service.client.info.max_model_len

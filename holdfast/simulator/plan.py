@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from holdfast.bench import workloads
-from holdfast.bench.capacity import find_capacity
+from holdfast.bench.capacity import CLOSE, find_capacity
 from holdfast.bench.records import summary
 from holdfast.bench.workloads import Workload
 from holdfast.core.config import EngineConfig, SchedulerName
@@ -208,6 +208,9 @@ def judges(setting: Setting, jobs: int) -> Iterator[Judge]:
 
 
 def best_of(verdicts: Sequence[Verdict]) -> Verdict | None:
-    """The one with the highest capacity over all devices; the first of equals; None where none has any."""
-    able = [verdict for verdict in verdicts if verdict.capacity]
-    return max(able, key=lambda verdict: verdict.fleet, default=None)
+    """The one with the highest capacity over all devices; None where none has any.
+
+    A search cannot tell apart what is closer than its bounds: of those the first is best, which is the plainest.
+    """
+    most = max((verdict.fleet for verdict in verdicts), default=0.0)
+    return next((verdict for verdict in verdicts if verdict.capacity and verdict.fleet >= most * (1 - CLOSE)), None)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+from importlib.abc import MetaPathFinder
 from pathlib import Path
 
 import pytest
 
+import holdfast.cli
 from holdfast.cli.command import main, make_parser
 from holdfast.cli.flags import UsageError, build, read_file
 from holdfast.core.config import EngineConfig
@@ -66,7 +69,7 @@ def test_a_file_does_as_well_and_flags_win(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("max_modl_len: 3", "unknown option max_modl_len; the nearest is max_model_len"),
-        ("kv_cache_dtype: fp4", "kv_cache_dtype: Invalid enum value 'fp4'"),
+        ("kv_cache_dtype: fp4", "kv_cache_dtype: Invalid enum value 'fp4'; choose from auto, fp8"),
         ("block_size: many", "block_size: Expected `int`, got `str`"),
         ("- a\n- b", "must hold one option a line"),
         ("a: [", "is not YAML"),
@@ -87,6 +90,8 @@ def test_a_bad_file_is_told_in_one_line(tmp_path: Path, text: str, message: str)
     ("arguments", "message"),
     [
         (["serve", "--max-modl-len", "3"], "unknown option --max-modl-len; did you mean --max-model-len?"),
+        (["plan", "mistral-7b", "--quantization", "fp8"], "unknown option --quantization; holdfast plan --help lists"),
+        (["serve", "one", "two"], "serve takes one MODEL, and there is two besides"),
         (["serve", "--port", "high"], "argument --port: invalid int value: 'high'"),
         (["serve", "--port", "70000"], "port is 70000; it must lie between 0 and 65535"),
         (["serve", "--host-cache-gb", "lots"], "argument --host-cache-gb: invalid float or auto value: 'lots'"),
@@ -151,3 +156,24 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--version"])
     assert capsys.readouterr().out.startswith("holdfast 0.")
+
+
+def test_ctrl_c_ends_the_start_as_it_ends_what_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Impatient(MetaPathFinder):
+        def find_spec(self, name: str, path: object, target: object = None) -> None:
+            if name == "holdfast.cli.command":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "holdfast.cli.command")
+    monkeypatch.setattr(sys, "meta_path", [Impatient(), *sys.meta_path])
+    assert holdfast.cli.main(["--version"]) == 130
+
+
+def test_help_begins_with_one_line_and_says_what_a_model_is(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = {}
+    for command in ("serve", "plan"):
+        with pytest.raises(SystemExit, match="0"):
+            main([command, "--help"])
+        shown[command] = capsys.readouterr().out
+        assert shown[command].startswith(f"usage: holdfast {command} [MODEL] [OPTION ...]\n\n")
+    assert "holdfast-tiny, which is built in" in shown["serve"] and "mistral-7b" in shown["plan"]

@@ -1,5 +1,7 @@
 """Messages: each comes back as it went, and nothing else is read."""
 
+from array import array
+
 import msgspec
 import pytest
 
@@ -9,7 +11,8 @@ from holdfast.core.types import Columns, FinishReason, Request, SamplingParams, 
 from holdfast.engine import messages
 from holdfast.engine.messages import decode_from_engine, decode_to_engine, encode
 
-REQUEST = Request("r", (1, 2, 3), SamplingParams(stop=("x", "\n"), stop_token_ids=(4,), seed=7), 2, "tenant", 1.5)
+PROMPT = array("I", (1, 2, 3))
+REQUEST = Request("r", PROMPT, SamplingParams(stop=("x", "\n"), stop_token_ids=(4,), seed=7), 2, "tenant", 1.5)
 INFO = messages.EngineInfo(
     model="m",
     device="cpu",

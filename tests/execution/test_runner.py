@@ -149,6 +149,13 @@ def test_a_cache_that_holds_no_block_is_refused_with_the_sizes(model: Model) -> 
     executor.close()
 
 
+def test_a_cache_larger_than_what_is_free_is_refused_with_what_is(model: Model) -> None:
+    executor = PagedExecutor(model, EngineConfig(max_sequences=4, token_budget=16, cache_gb=1e6))
+    with pytest.raises(MemoryError, match=r"cache_gb is 1000000\.0: of [\d.]+ GB on CPU .* [\d.]+ are free; lower it"):
+        executor.profile()
+    executor.close()
+
+
 @pytest.mark.parametrize("size", [1e6, 1e-7])
 def test_a_host_tier_that_the_host_has_no_room_for_is_refused_with_what_is_free(model: Model, size: float) -> None:
     executor = PagedExecutor(model, EngineConfig(max_sequences=4, token_budget=16, host_cache_gb=size))

@@ -156,3 +156,27 @@ def test_victims_are_those_that_a_search_through_everything_finds(seed):
                     assert value == values[victim] == min(values.values())
                     del held[victim]
     assert len(retention) == len(held) and set(retention) == set(held)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_blocks_that_come_and_go_together_do_as_if_each_came_and_went_alone(seed):
+    choose = random.Random(seed)
+    retention_rule = rule(choose.choice(list(EVICTIONS)), chunk_blocks=choose.choice((1, 2, 3)))
+    together, alone, held, now = Retention(retention_rule), Retention(retention_rule), [], 0.0
+    for release in range(60):
+        now += choose.choice((0.0, 0.5, 3.0))
+        last = now if choose.random() < 0.8 else now * choose.random()
+        blocks = [1000 * release + at for at in range(choose.randrange(120))]
+        indices = [choose.randrange(5) + at for at in range(len(blocks))]
+        together.add_all(blocks, indices, last, release)
+        for block, index in zip(blocks, indices, strict=True):
+            alone.add(block, index, last, release)
+        held += blocks
+        gone = choose.sample(held, len(held) // 3)
+        others = [-1, *choose.sample(gone, len(gone) // 4)]
+        assert together.discard_all(gone) == [] and together.discard_all(others) == others
+        for block in gone:
+            alone.remove(block)
+        held = [block for block in held if block in together]
+        assert set(held) == set(together) == set(alone)
+    assert order(together, now + 5.0) == order(alone, now + 5.0)

@@ -213,6 +213,12 @@ async def test_what_cannot_be_honoured_is_refused_by_name(
     assert not client.asked
 
 
+async def test_a_number_out_of_range_is_told_with_its_limit(http: Http) -> None:
+    async with http() as api:
+        response = await api.post(CHAT, json={**HELLO, "temperature": 3})
+    assert error_of(response)["message"] == "temperature: expected `float` <= 2.0, got 3"
+
+
 async def test_stream_options_need_a_stream(http: Http) -> None:
     async with http() as api:
         response = await api.post(CHAT, json={**HELLO, "stream_options": {"include_usage": True}})

@@ -78,6 +78,13 @@ def test_the_best_has_the_most_capacity_on_all_devices():
     assert best_of([replace(wide, capacity=0.0)]) is None
 
 
+def test_of_what_a_search_cannot_tell_apart_the_first_is_best():
+    plain = replace(judge(SETTING, PLAIN), capacity=3.0, replicas=1)
+    assert best_of([plain, replace(plain, capacity=3.1)]) is plain
+    more = replace(plain, capacity=3.3)
+    assert best_of([plain, more]) is more
+
+
 def test_a_candidate_gives_only_the_options_that_differ():
     assert Candidate().options() == {"host_cache_gb": 0.0}
     assert Candidate(scheduler="orca", host_cache_gb=8.0).options() == {"scheduler": "orca", "host_cache_gb": 8.0}

@@ -9,11 +9,13 @@ from typing import Any
 import sqlalchemy
 from sqlalchemy import Connection, event
 from sqlalchemy.engine import Engine
-from sqlalchemy.exc import ArgumentError
+from sqlalchemy.exc import ArgumentError, OperationalError
 from sqlalchemy.pool import StaticPool
 
 MEMORY = "memory"
 BUSY_SECONDS = 30.0
+DatabaseFailed = OperationalError
+"""What a database raises that has no room, is locked or cannot be reached."""
 
 
 def data_directory() -> Path:

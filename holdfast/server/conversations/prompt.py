@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ from holdfast.server.conversations.turns import Context
 class Known:
     """The tokens behind a text, of which a digest is enough to know it again."""
 
-    tokens: list[int]
+    tokens: array[int]
     characters: int
     digest: bytes
 
@@ -24,7 +25,8 @@ class Prompt:
     """A rendered conversation, ready for the answer."""
 
     text: str
-    tokens: list[int]
+    tokens: array[int]
+    """32-bit numbers; not to be changed."""
     known: int
     """How many of the tokens came from the store; the others were made from text."""
 
@@ -39,7 +41,7 @@ class Prompt:
         if not all(map(text.is_visible, tokens)) or text.decode(tokens) != answer:
             answer, tokens = "", ()
         whole = self.text + answer
-        return Known([*self.tokens, *tokens], len(whole), text.digest(whole))
+        return Known(self.tokens + array("I", tokens), len(whole), text.digest(whole))
 
 
 def compose(text: Text, messages: Sequence[Mapping[str, str]], context: Context) -> Prompt:
@@ -56,5 +58,5 @@ def compose(text: Text, messages: Sequence[Mapping[str, str]], context: Context)
     if context.tokens and border <= len(whole) and text.digest(whole[:border]) == context.digest:
         rest = text.encode_after(whole[:border], whole[border:])
         if rest is not None:
-            return Prompt(whole, [*context.tokens, *rest], len(context.tokens))
-    return Prompt(whole, text.encode(whole, add_special_tokens=False), 0)
+            return Prompt(whole, array("I", context.tokens) + array("I", rest), len(context.tokens))
+    return Prompt(whole, array("I", text.encode(whole, add_special_tokens=False)), 0)

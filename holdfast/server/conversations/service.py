@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Iterator
+from array import array
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
 
@@ -124,8 +125,8 @@ class Writing:
         self.tenant = tenant
         self.shape = ResponseShape(wanted, service.client.info.model)
         self.context = Context()
-        self.prompt = Prompt("", [], 0)
-        self.answer = Answer(service, wanted, tenant, lambda: [self.prompt.tokens])
+        self.prompt = Prompt("", array("I"), 0)
+        self.answer = Answer(service, wanted, tenant, self._prompts)
         self.prepared = asyncio.Event()
         """Set once it is known that the response can be served."""
         self.begun = False
@@ -179,6 +180,9 @@ class Writing:
             await self._keep(self._turn(self.shape.response))
             self.begun = True
         self.prepared.set()
+
+    async def _prompts(self) -> list[Sequence[int]]:
+        return [self.prompt.tokens]
 
     async def _find_context(self) -> Context:
         keeper, tenant = self.responses.keeper, self.tenant

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import array
 import sys
 import time
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -305,7 +305,7 @@ class Store:
         chain = select(turns, literal(0).label("depth")).where(turns.c.id == last.id).cte("chain", recursive=True)
         chain = chain.union_all(select(turns, chain.c.depth + 1).join(chain, turns.c.id == chain.c.parent))
         said: list[Item] = []
-        tokens: list[int] = []
+        tokens = array("I")
         for row in db.execute(select(chain).order_by(chain.c.depth.desc())):
             said += [*_decode(row.history), *_decode(row.input), *_decode(row.response)["output"]]
             del tokens[row.start :]
@@ -383,14 +383,14 @@ def _shown(row: Row[Any]) -> dict[str, Any]:
 
 def _packed(tokens: Sequence[int]) -> bytes:
     """Token ids as 32-bit little-endian numbers."""
-    packed = array.array("I", tokens)
+    packed = array("I", tokens)
     if sys.byteorder == "big":
         packed.byteswap()
     return packed.tobytes()
 
 
-def _unpacked(data: bytes) -> list[int]:
-    numbers = array.array("I", data)
+def _unpacked(data: bytes) -> array[int]:
+    numbers = array("I", data)
     if sys.byteorder == "big":
         numbers.byteswap()
-    return numbers.tolist()
+    return numbers

@@ -6,7 +6,8 @@ usage: python benchmarks/multiturn.py [--modes stateless device tiers] (--rates 
 Each turn's request carries the whole conversation as token ids, greedy, end-of-sequence ignored; the next turn comes
 its think time after the answer. What happens after `--warm` seconds counts, until `--until`. A mode is what is kept
 between turns: nothing, what the device holds, or what device and host hold. The model is a Llama-3-8B in shape with
-random weights; `--small` takes a small one, for a CPU, and `--shorter` divides lengths. One JSON line a mode and rate.
+random weights; `--small` takes a small one, for a CPU, `--shape` changes either, and `--shorter` divides lengths. One
+JSON line a mode and rate.
 """
 
 from __future__ import annotations
@@ -244,6 +245,7 @@ def main() -> None:
     parser.add_argument("--host-gb", type=float, default=32.0)
     add_engine_options(parser)
     parser.add_argument("--small", action="store_true", help="a small model, for a CPU")
+    parser.add_argument("--shape", default="{}", help="JSON that changes the model's shape")
     parser.add_argument("--shorter", type=float, default=1.0, help="divide the lengths of turns by this")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--steps", type=Path, help="write a record of every step there; of the last mode, all loads")
@@ -256,7 +258,9 @@ def main() -> None:
     if not loads:
         parser.error("give --rates or --workload")
     directory = Path(tempfile.mkdtemp(prefix="llama8b-"))
-    (directory / "config.json").write_text(json.dumps(LLAMA_3_8B | (SMALL if arguments.small else {})))
+    (directory / "config.json").write_text(
+        json.dumps(LLAMA_3_8B | (SMALL if arguments.small else {}) | json.loads(arguments.shape))
+    )
     results: list[dict[str, Any]] = []
     about = provenance()
     for mode in arguments.modes:

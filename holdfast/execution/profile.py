@@ -13,7 +13,7 @@ from statistics import median
 import numpy as np
 import torch
 
-from holdfast.core.cost import CostModel, interpolate
+from holdfast.core.cost import HEAVY, Burst, CostModel, interpolate
 from holdfast.core.types import Sampling, Segment, StepPlan, TableWrite
 from holdfast.execution.device import describe
 from holdfast.execution.runner import PagedExecutor
@@ -29,6 +29,16 @@ MOST_STEPS = 16
 LOAD_SECONDS = {"cuda": 0.3, "cpu": 0.0}
 """How long a device computes before its steps are measured: one at rest has power in hand, and is up to a fifth faster.
 """
+BURST_TOKENS = 1024
+"""Tokens of the steps by which it is measured how long it stays so much faster."""
+BURST_STEPS = 8
+REST_SECONDS = 0.15
+"""How long decodes run before them."""
+REST_ROWS, REST_CONTEXT = 16, 512
+BURST_TIMES = {"cuda": 3, "cpu": 0}
+"""How often this is measured; the median counts. A CPU is not taken to have power in hand."""
+LEAST_BURST = 0.03
+"""A burst that saves less of a step's time is none."""
 LAYERS = 4
 """Layers whose attention is measured, for all."""
 LEAST_SECONDS = 1e-6
@@ -56,8 +66,8 @@ def measure_cost(
 
     Writes over the cache: call it after `allocate` and before the first step. Contexts are measured as far as the
     cache and the model go. All but attention is what real steps take without theirs, one behind the other as when
-    serving, of random tokens and under load: upload, schedule, graphs and sampling count with the linear layers. Takes
-    some seconds.
+    serving, of random tokens and under load: upload, schedule, graphs and sampling count with the linear layers. How
+    much less long steps take where they come behind decodes is measured last. Takes some seconds.
     """
     limit = min(ceiling or executor.token_budget, executor.token_budget)
     longest = min(executor.model.spec.max_model_len, executor.memory.cache.num_blocks * executor.config.block_size)
@@ -96,7 +106,7 @@ def measure_cost(
     whole = replace(cost, linear_tokens=tuple(measured), linear_seconds=tuple(taken))
     rows = tuple(powers(1, min(executor.config.max_sequences, executor.memory.cache.num_blocks, limit)))
     decodes = [_decodes(executor, count, contexts) for count in rows]
-    return replace(
+    steady = replace(
         cost,
         linear_tokens=tuple(count for count, _ in points),
         linear_seconds=tuple(seconds for _, seconds in points),
@@ -107,6 +117,7 @@ def measure_cost(
         decode_seconds=tuple(rest for rest, _ in decodes),
         decode_attention=tuple(added for _, added in decodes),
     )
+    return replace(steady, burst=_burst(executor, steady, min(limit, longest)))
 
 
 def stairs(tokens: Sequence[int], seconds: Sequence[float], padded_to: Container[int]) -> Iterator[tuple[int, float]]:
@@ -167,14 +178,72 @@ def _decodes(executor: PagedExecutor, rows: int, contexts: Sequence[int]) -> tup
     return least, tuple(interpolate(points, added, context) for context in contexts)
 
 
+def _burst(executor: PagedExecutor, cost: CostModel, most: int) -> Burst:
+    """How much less heavy steps of up to `most` tokens take behind decodes than `cost` says, and for how long."""
+    tokens, times = min(BURST_TOKENS, most), BURST_TIMES[executor.device.type]
+    if tokens < HEAVY or not times:
+        return Burst()
+    context = min(REST_CONTEXT, most)
+    decodes = [(context - 1, context)] * min(REST_ROWS, cost.decode_rows[-1])
+    rest = int(REST_SECONDS / cost.step([(1, context)] * len(decodes))) + 1
+    expected = cost.step([(tokens, tokens)])
+    runs = [_behind(executor, decodes, rest, [(0, tokens)], BURST_STEPS) for _ in range(times)]
+    return burst_of([median(step) / expected for step in zip(*runs, strict=True)], expected)
+
+
+def burst_of(ratios: Sequence[float], seconds: float) -> Burst:
+    """The burst with which steps of `seconds` took these shares of it, in order, the first of them wholly within it."""
+    share, saved = ratios[0], 0.0
+    if share > 1 - LEAST_BURST:
+        return Burst()
+    for ratio in ratios:
+        saved += seconds * max(0.0, 1 - ratio)
+        if ratio > (1 + share) / 2:  # the burst ends in this step; what follows swings about the pace that holds
+            break
+    return Burst(share, saved / (1 / share - 1))
+
+
 def _step(executor: PagedExecutor, spans: Sequence[tuple[int, int]]) -> float:
     """Median seconds of a real step that computes these [start, stop) of a row each, the next submitted beside it."""
+    plan, steady = _plan(executor, spans), SECONDS_A_STEP[executor.device.type]
+    executor.submit(plan)
+    plan = replace(plan, table_writes=())  # what was written stays there
+    taken: list[float] = []
+    while len(taken) < WARM_UP + REPEATS or (sum(taken) < steady and len(taken) < MOST_STEPS):
+        executor.submit(plan)
+        taken.append(executor.collect().seconds)
+    executor.collect()
+    return median(taken[WARM_UP:])
+
+
+def _behind(
+    executor: PagedExecutor,
+    before: Sequence[tuple[int, int]],
+    count: int,
+    spans: Sequence[tuple[int, int]],
+    times: int,
+) -> list[float]:
+    """Seconds of each of `times` real steps that compute `spans`, behind `count` that compute `before`."""
+    plans = []
+    for plan, repeated in ((_plan(executor, before), count), (_plan(executor, spans), times)):
+        plans += [plan, *[replace(plan, table_writes=())] * (repeated - 1)]
+    taken: list[float] = []
+    executor.submit(plans[0])
+    for plan in plans[1:]:
+        executor.submit(plan)
+        taken.append(executor.collect().seconds)
+    taken.append(executor.collect().seconds)
+    return taken[count:]
+
+
+def _plan(executor: PagedExecutor, spans: Sequence[tuple[int, int]]) -> StepPlan:
+    """A step of these [start, stop) of a row each."""
     random, vocabulary = np.random.default_rng(0), executor.model.spec.vocab_size  # tokens unlike one another, as texts
     greedy = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
     num_blocks, block_size = executor.memory.cache.num_blocks, executor.config.block_size
     blocks = np.arange(executor.model.spec.max_model_len) % num_blocks
     width = max(-(-stop // block_size) for _, stop in spans)
-    plan = StepPlan(
+    return StepPlan(
         0,
         segments=tuple(
             Segment(str(row), row, start, stop, tuple(map(int, random.integers(vocabulary, size=stop - start))), greedy)
@@ -185,15 +254,6 @@ def _step(executor: PagedExecutor, spans: Sequence[tuple[int, int]]) -> float:
             for row, (_, stop) in enumerate(spans)
         ),
     )
-    steady = SECONDS_A_STEP[executor.device.type]
-    executor.submit(plan)
-    plan = replace(plan, table_writes=())  # what was written stays there
-    taken: list[float] = []
-    while len(taken) < WARM_UP + REPEATS or (sum(taken) < steady and len(taken) < MOST_STEPS):
-        executor.submit(plan)
-        taken.append(executor.collect().seconds)
-    executor.collect()
-    return median(taken[WARM_UP:])
 
 
 def _attention(executor: PagedExecutor, query: int, context: int) -> float:

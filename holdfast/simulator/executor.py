@@ -37,6 +37,8 @@ class VirtualClock:
 class SimulatedExecutor:
     """`core.protocols.Executor` without a device: steps take the time that the cost model predicts, one after another.
 
+    Heavy steps behind lighter ones take less, as far as the cost model's burst goes.
+
     `host_seconds` pass on the clock with each plan: planning and packing, which overlap the device as they do for real.
 
     A step passes the stages of a pipeline in order, and each stage takes the steps in order: it begins one when it has
@@ -53,6 +55,7 @@ class SimulatedExecutor:
         self._host_seconds = host_seconds
         self._free_at = [0.0] * latency.num_stages
         """By stage, when it has ended what it was given."""
+        self._reserves = latency.reserves()
         self._in_flight: deque[tuple[StepPlan, float, float]] = deque()
         """Plans, the seconds that each takes, and when it ends."""
         self._in_free = self._out_free = 0.0
@@ -81,8 +84,10 @@ class SimulatedExecutor:
         arrived = max((copy.ends for copy in self._arriving if copy.time.step <= plan.awaits), default=0.0)
         hop = latency.hop(plan)
         stages = latency.stages(plan)
-        for stage, seconds in enumerate(stages):
-            at = max(max(at, free_at[stage]) + seconds, arrived)
+        for stage, reserve in enumerate(self._reserves):
+            idle = max(0.0, at - free_at[stage])
+            stages[stage] = reserve.step(plan.num_tokens, stages[stage], idle)
+            at = max(free_at[stage] + idle + stages[stage], arrived)
             free_at[stage] = at
             at += hop
         ends = free_at[-1]

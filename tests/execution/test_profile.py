@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import deque
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from holdfast.core.cost import interpolate
+from holdfast.core.cost import Burst, Reserve, interpolate
+from holdfast.core.types import StepPlan, StepResult
 from holdfast.execution import profile
-from holdfast.execution.profile import measure_cost, stairs
+from holdfast.execution.profile import burst_of, measure_cost, stairs
 
 
 def test_a_padded_step_takes_what_its_size_takes() -> None:
@@ -77,3 +79,38 @@ def test_steps_are_predicted_as_they_are_taken_not_as_their_parts_are_alone(made
     else:
         expected = step(spans)
     assert cost.step([(stop - start, stop) for start, stop in spans]) == pytest.approx(expected, rel=0.02, abs=least)
+
+
+class PowerLimited:
+    """An executor of the device made up above, which is faster behind lighter work."""
+
+    def __init__(self, about: SimpleNamespace, burst: Burst) -> None:
+        self.__dict__ |= vars(about) | dict(device=torch.device("cuda"))
+        self.memory.layers = ()
+        self.model.spec.vocab_size = 1000
+        self._reserve = Reserve(burst)
+        self._in_flight: deque[StepPlan] = deque()
+
+    def submit(self, plan: StepPlan) -> None:
+        self._in_flight.append(plan)
+
+    def collect(self) -> StepResult:
+        plan = self._in_flight.popleft()
+        seconds = step([(segment.start, segment.stop) for segment in plan.segments])
+        return StepResult(plan.step, (), self._reserve.step(plan.num_tokens, seconds))
+
+
+@pytest.mark.parametrize("burst", [Burst(0.86, 0.04), Burst(0.9, 0.06), Burst()])
+def test_how_much_faster_a_device_is_behind_decodes_is_measured_beside_the_pace_that_holds(made_up, monkeypatch, burst):
+    monkeypatch.setattr(profile, "describe", str)
+    monkeypatch.setitem(profile.LOAD_SECONDS, "cuda", 0.0)
+    cost = measure_cost(PowerLimited(made_up, burst), name="m")
+    assert cost.step([(2048, 2048)]) == pytest.approx(step([(0, 2048)]), rel=0.02)
+    assert (cost.burst.share, cost.burst.seconds) == pytest.approx((burst.share, burst.seconds), rel=0.03)
+
+
+def test_a_burst_lasts_as_long_as_its_steps_save_what_they_saved_at_first() -> None:
+    assert burst_of((0.8, 0.8, 0.9, 1.0, 1.1, 0.9), 0.02) == Burst(0.8, pytest.approx(0.04))
+    assert burst_of((0.8, 0.8, 0.95, 1.0), 0.02) == Burst(0.8, pytest.approx(0.036))
+    assert burst_of((0.8, 1.05, 0.9), 0.02) == Burst(0.8, pytest.approx(0.016))
+    assert burst_of((0.99, 0.99, 0.9), 0.02) == Burst()

@@ -3,13 +3,13 @@
 Run: python benchmarks/simulator_accuracy.py --device cpu [--model DIR] [--requests 60]
      python benchmarks/simulator_accuracy.py --device cuda [--shape llama-3-8b] [--seconds 25] [--profile FILE]
 
-The device is measured first, unless a profile is given. Requests arrive by a Poisson process at `--load` of what the
-profile says the device can do: on a CPU with 32 to 256 prompt tokens and 8 to 48 generated ones, on CUDA with lengths
-as of `--dataset`. Both run in one process on the same schedulers; nobody else should use the machine. Besides what
-clients see, each step that was really run is held against what the cost model says of it: measured over predicted by
-kind of step, and what the loop takes beyond the device. A second table has the cost model's steps as much longer or
-shorter as those of the run were in all: a machine whose own pace changes from minute to minute is told apart from a
-simulator that queues otherwise.
+The device is measured first, unless a profile is given; with `--schedulers` and none, that is all. Requests arrive by a
+Poisson process at `--load` of what the profile says the device can do: on a CPU with 32 to 256 prompt tokens and 8 to
+48 generated ones, on CUDA with lengths as of `--dataset`. Both run in one process on the same schedulers; nobody else
+should use the machine. Besides what clients see, each step that was really run is held against what the cost model says
+of it: measured over predicted by kind of step, and what the loop takes beyond the device. A second table has the cost
+model's steps as much longer or shorter as those of the run were in all: a machine whose own pace changes from minute to
+minute is told apart from a simulator that queues otherwise.
 """
 
 from __future__ import annotations
@@ -70,6 +70,9 @@ def main() -> None:
     profile = engine.profile
     if args.keep_profile:
         profile.save(args.keep_profile.absolute())
+    if not args.schedulers:
+        engine.close()
+        return
     common.pop("model"), common.pop("device"), common.pop("load_format", None)
     full = capacity(args, profile, common)
     count = args.requests or max(20, round(args.load * full * args.seconds))

@@ -48,7 +48,7 @@ def step(spans: list[tuple[int, int]]) -> float:
 
 @pytest.fixture
 def made_up(monkeypatch):
-    monkeypatch.setattr(profile, "_step", lambda executor, spans: step(list(spans)))
+    monkeypatch.setattr(profile, "_step", lambda executor, spans: [step(list(spans))])
     monkeypatch.setattr(profile, "_attention", lambda executor, query, context: alone(query, context))
     return SimpleNamespace(
         token_budget=2048,
@@ -98,6 +98,36 @@ class PowerLimited:
         plan = self._in_flight.popleft()
         seconds = step([(segment.start, segment.stop) for segment in plan.segments])
         return StepResult(plan.step, (), self._reserve.step(plan.num_tokens, seconds))
+
+
+class Disturbed:
+    """An executor of the device made up above, on a CPU that others take half of for some steps."""
+
+    def __init__(self, disturbed: range) -> None:
+        self.device = torch.device("cpu")
+        self.model = SimpleNamespace(spec=SimpleNamespace(max_model_len=8192, vocab_size=1000))
+        self.memory = SimpleNamespace(cache=SimpleNamespace(num_blocks=4096))
+        self.config = SimpleNamespace(block_size=16)
+        self._disturbed = disturbed
+        self._in_flight: deque[StepPlan] = deque()
+        self.steps = 0
+
+    def submit(self, plan: StepPlan) -> None:
+        self._in_flight.append(plan)
+
+    def collect(self) -> StepResult:
+        plan = self._in_flight.popleft()
+        self.steps += 1
+        slower = 2.0 if self.steps in self._disturbed else 1.0
+        return StepResult(plan.step, (), slower * step([(segment.start, segment.stop) for segment in plan.segments]))
+
+
+def test_who_disturbs_some_steps_in_a_row_makes_no_kind_of_step_look_slow() -> None:
+    kinds = [((0, size),) for size in (512, 256, 128, 64, 32, 16, 8, 4)]
+    whole = Disturbed(range(0))
+    profile._in_rounds(whole, kinds)
+    executor = Disturbed(range(whole.steps // 3, whole.steps // 2))
+    assert profile._in_rounds(executor, kinds) == pytest.approx({spans: step(list(spans)) for spans in kinds})
 
 
 @pytest.mark.parametrize("burst", [Burst(0.86, 0.04), Burst(0.9, 0.06), Burst()])

@@ -27,7 +27,7 @@ ROUNDS = {"cuda": 2, "cpu": 4}
 second, is so for all of them."""
 WARM_UP = {"cuda": 1, "cpu": 0}
 """Steps of a kind that do not count in a round. On a CPU all do, as in service no step is like the one before it."""
-COUNTED = 2
+COUNTED = {"cuda": 2, "cpu": 3}
 LOAD_SECONDS = {"cuda": 0.3, "cpu": 0.0}
 """How long a device computes before its steps are measured: one at rest has power in hand, and is up to a fifth faster.
 """
@@ -203,7 +203,8 @@ def _burst(executor: PagedExecutor, cost: CostModel, most: int) -> Burst:
     decodes = ((context - 1, context),) * min(REST_ROWS, cost.decode_rows[-1])
     rest = int(REST_SECONDS / cost.step([(1, context)] * len(decodes))) + 1
     expected = cost.step([(tokens, tokens)])
-    runs = [_behind(executor, decodes, rest, ((0, tokens),), BURST_STEPS) for _ in range(times)]
+    plans = [*_repeated(executor, decodes, rest), *_repeated(executor, ((0, tokens),), BURST_STEPS)]
+    runs = [_taken(executor, plans)[rest:] for _ in range(times)]
     return burst_of([median(step) / expected for step in zip(*runs, strict=True)], expected)
 
 
@@ -229,30 +230,25 @@ def _in_rounds(executor: PagedExecutor, steps: Sequence[Spans]) -> dict[Spans, f
 
 
 def _step(executor: PagedExecutor, spans: Spans) -> list[float]:
-    """Seconds of real steps that compute these, the next submitted beside each."""
-    plan = _plan(executor, spans)
-    executor.submit(plan)
-    plan = replace(plan, table_writes=())  # what was written stays there
+    """Seconds of real steps that compute these, one behind the other."""
+    uncounted = WARM_UP[executor.device.type]
+    return _taken(executor, _repeated(executor, spans, uncounted + COUNTED[executor.device.type]))[uncounted:]
+
+
+def _taken(executor: PagedExecutor, plans: Sequence[StepPlan]) -> list[float]:
+    """Seconds of each of these real steps, the next submitted beside each."""
     taken = []
-    for _ in range(WARM_UP[executor.device.type] + COUNTED):
-        executor.submit(plan)
-        taken.append(executor.collect().seconds)
-    executor.collect()
-    return taken[-COUNTED:]
-
-
-def _behind(executor: PagedExecutor, before: Spans, count: int, spans: Spans, times: int) -> list[float]:
-    """Seconds of each of `times` real steps that compute `spans`, behind `count` that compute `before`."""
-    plans = []
-    for plan, repeated in ((_plan(executor, before), count), (_plan(executor, spans), times)):
-        plans += [plan, *[replace(plan, table_writes=())] * (repeated - 1)]
-    taken: list[float] = []
     executor.submit(plans[0])
     for plan in plans[1:]:
         executor.submit(plan)
         taken.append(executor.collect().seconds)
-    taken.append(executor.collect().seconds)
-    return taken[count:]
+    return [*taken, executor.collect().seconds]
+
+
+def _repeated(executor: PagedExecutor, spans: Spans, times: int) -> list[StepPlan]:
+    """A step that computes these, so many times: what the first writes to the block tables stays there."""
+    plan = _plan(executor, spans)
+    return [plan, *[replace(plan, table_writes=())] * (times - 1)]
 
 
 def _plan(executor: PagedExecutor, spans: Spans) -> StepPlan:

@@ -56,7 +56,7 @@ class Link:
 DEVICES = {
     device.name: device
     for device in (
-        # Fitted to the profiles of three models that were measured on one: within 7% of them for 14 kinds of step, up to
+        # Fitted to the profiles of three models that were measured on one: within 7% of them for 14 kinds of step, 5 to
         # 11% too fast for a prefill of 128 tokens alone; docs/benchmarks.md has the table.
         Device(
             name="h200",

@@ -42,6 +42,15 @@ def test_the_hosts_time_passes_beside_the_devices():
     assert clock() == pytest.approx(0.001 + 2 * COST.step([(1, 1)]))
 
 
+def test_a_step_is_as_slow_as_the_device_is_when_it_begins():
+    executor = SimulatedExecutor(Latency(COST), VirtualClock(), pace=lambda now: 1.5 if now else 1.0)
+    executor.submit(plan(0))
+    executor.submit(plan(1))
+    assert [executor.collect().seconds for _ in range(2)] == pytest.approx(
+        [COST.step([(1, 1)]), 1.5 * COST.step([(1, 1)])]
+    )
+
+
 def test_only_sampling_segments_give_a_token():
     executor = SimulatedExecutor(Latency(COST), VirtualClock())
     executor.submit(plan(0))

@@ -56,18 +56,18 @@ class Link:
 DEVICES = {
     device.name: device
     for device in (
-        # Fitted to the profile of a Llama-3-8B shape that was measured on one: within 6% of it for 16 kinds of step,
-        # 10% too fast for a prefill of 128 tokens alone; docs/benchmarks.md has the table.
+        # Fitted to the profiles of three models that were measured on one: within 7% of them for 14 kinds of step, 5 to
+        # 11% too fast for a prefill of 128 tokens alone; docs/benchmarks.md has the table.
         Device(
             name="h200",
             flops=989e12,
             bandwidth=4.8e12,
             memory=141e9,
             copy_rate=50e9,
-            matmul=0.62,
-            attention=0.58,
-            weights=0.82,
-            cache=0.86,
+            matmul=0.63,
+            attention=0.55,
+            weights=0.84,
+            cache=0.91,
             step_seconds=0.25e-3,
             layer_seconds=9e-6,
             link="nvlink4",
@@ -79,10 +79,10 @@ DEVICES = {
             bandwidth=3.35e12,
             memory=80e9,
             copy_rate=50e9,
-            matmul=0.62,
-            attention=0.58,
-            weights=0.82,
-            cache=0.86,
+            matmul=0.63,
+            attention=0.55,
+            weights=0.84,
+            cache=0.91,
             step_seconds=0.25e-3,
             layer_seconds=9e-6,
             link="nvlink4",

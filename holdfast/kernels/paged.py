@@ -24,7 +24,6 @@ WIDE_SEGMENTS = 64  # what a reserved schedule has room for; each takes a tile t
 MERGE_PROGRAMS = 16  # for each merge of wide tiles in a reserved schedule, where most rows may be none
 NARROW_SPLIT_UNIT = 64  # a piece is a multiple of so many keys
 WIDE_SPLIT_UNIT = 128
-READ_IN_A_STEP = 16_000  # keys of a head, with their values, that narrow tiles read while a wide one computes a unit
 FEW_TOKENS = 4  # up to so many, a program has its processor to itself
 
 
@@ -115,11 +114,10 @@ class PagedAttention(CapturableAttention[tuple[DeviceTiles, ...]]):
     def _lists(self, segments: Segments) -> tuple[TileList, TileList]:
         """Wide and narrow tiles of a batch."""
         narrow = segments.query_length * self.group_size <= self.narrow_m
-        read = int(segments.context_stop[narrow].sum(dtype=np.int64)) * self.num_kv_heads
         wide, few = (
             tile_list(segments, chosen, group_size=self.group_size, block_m=block_m, split_for=split_for)
             for chosen, block_m, split_for in (
-                (~narrow, self.wide_m, partial(self._split_wide, beside=read / READ_IN_A_STEP)),
+                (~narrow, self.wide_m, self._split_wide),
                 (narrow, self.narrow_m, self._split_narrow),
             )
         )

@@ -115,18 +115,15 @@ def split_to_stream(keys: Records, *, heads: int, processors: int, spare: int, u
     return -(-split // unit) * unit
 
 
-def split_evenly(keys: Records, *, heads: int, processors: int, spare: int, unit: int, beside: float = 0.0) -> int:
+def split_evenly(keys: Records, *, heads: int, processors: int, spare: int, unit: int) -> int:
     """Keys of a piece with which `processors` that share the pieces of all `heads` are done soonest.
 
     A multiple of `unit`; the tiles make no more than `spare` pieces besides one a tile. 19 tiles of 8 heads on 132
-    processors, say, would keep most of them idle in a second round; in pieces the second round is a short one. Other
-    work runs `beside` for so many times as long as a unit takes: tiles that are done by then stay whole.
+    processors, say, would keep most of them idle in a second round; in pieces the second round is a short one.
     """
     steps = -(-keys // unit)
     longest = int(steps.max(initial=1))
     best, soonest = longest, _ends(steps + FIXED_STEPS, heads, processors)
-    if soonest <= beside:
-        return best * unit
     for parts in PARTS:
         split = -(-longest // parts)
         pieces = -(-steps // split)

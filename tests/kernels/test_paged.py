@@ -10,7 +10,6 @@ from attention_oracle import Batch, make_batch, oracle
 from holdfast.kernels.attention import attention_for
 from holdfast.kernels.fp8 import FP8, LARGEST
 from holdfast.kernels.paged import DeviceTiles, PagedAttention
-from holdfast.kernels.protocol import Segments
 from holdfast.kernels.tiles import FIELDS
 
 
@@ -101,18 +100,6 @@ def test_a_context_cut_in_parts_is_put_together(options: dict[str, object], devi
     schedule = make_attention(batch, num_processors=40).schedule(batch.segments)
     assert all(len(tiles.merges) for tiles in schedule)
     assert_exact(attend(batch, num_processors=40, scale=0.25, **options), oracle(batch, scale=0.25, **options))
-
-
-def test_a_chunk_is_not_cut_where_decodes_take_longer(device: str) -> None:
-    attention = make_attention(make_batch([(0, 0, 1)], device=device), num_processors=40)
-
-    def merges(decodes: int) -> int:
-        tokens, stops, rows = [100] + [1] * decodes, [800] + [20_000] * decodes, range(1 + decodes)
-        segments = Segments(*(np.array(numbers, np.int32) for numbers in ([0, *np.cumsum(tokens)], stops, rows)))
-        return len(attention.schedule(segments)[0].merges)
-
-    assert merges(0) > 0
-    assert merges(7) == 0
 
 
 def test_strided_views_of_a_fused_projection_are_read_in_place(device: str) -> None:

@@ -127,9 +127,3 @@ def test_tiles_are_cut_where_a_last_round_would_leave_most_processors_idle() -> 
     assert split(np.full(16, 8192)) == 8192  # 128 items: one round
     assert split(np.full(1, 16384)) == 1024  # 8 items: 128 pieces
     assert split(np.full(64, 8192)) == 8192  # 512 items: nearly four rounds, and no room for twice as many
-
-
-def test_tiles_that_are_done_before_other_work_stay_whole() -> None:
-    split = partial(split_evenly, heads=8, processors=132, spare=33, unit=128)
-    assert split(np.full(2, 1024), beside=20) == 1024  # eight steps and the start of them
-    assert split(np.full(2, 1024), beside=5) == split(np.full(2, 1024)) < 1024

@@ -11,22 +11,13 @@ from holdfast.kernels import fp8
 from holdfast.kernels.fp8_rounding import nearest
 
 LARGEST = tl.constexpr(fp8.LARGEST)
-LEAST_NORMAL = tl.constexpr(2.0**-6)
-"""From here on numbers have 3 bits of fraction; below, they are multiples of 2^-9."""
-UNIT = tl.constexpr(1.5 * 2.0**14)
-"""A float32 of this size is a multiple of 2^-9."""
 
 
 @triton.jit
 def stored(numbers, to: tl.constexpr):
-    """Numbers in a cache's type `to`; in FP8 the nearest, ties to even, and at most LARGEST.
-
-    They are rounded in float32, so that the conversion is exact.
-    """
+    """Numbers in a cache's type `to`; in FP8 the nearest, ties to even, and at most LARGEST."""
     if to == tl.float8e4nv:
-        clamped = tl.clamp(numbers.to(tl.float32), -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
-        normal = nearest(clamped)
-        numbers = tl.where(tl.abs(clamped) < LEAST_NORMAL, (clamped + UNIT) - UNIT, normal)
+        numbers = nearest(tl.clamp(numbers.to(tl.float32), -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL))
     return numbers.to(to)
 
 

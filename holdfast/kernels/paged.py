@@ -321,11 +321,12 @@ class PagedAttention(CapturableAttention[tuple[DeviceTiles, ...]]):
     def launch(self, block_m: int, item_bytes: int, tokens: int) -> Launch:
         """Tuned on an H200 (benchmarks/attention_gpu.py); what grows with head_dim stays within shared memory."""
         wide = block_m > self.narrow_m
-        # With no more programs than two to a processor, each has more on its way.
-        few = tokens * self.num_kv_heads <= 2 * self.num_processors
-        block_n = 64 if wide or few or self.fp8_cache else 32
+        # The fewer programs a processor has of decodes alone, the more each has on its way.
+        share = tokens * self.num_kv_heads / self.num_processors
+        block_n = 64 if wide or self.fp8_cache or share <= 4 else 32
         if self.block_d > 128:
             block_n //= 2
         if item_bytes > 2:  # float32 runs without tensor cores: exact, not fast
             return Launch(block_n=max(16, block_n // 2), num_warps=8, num_stages=1)
-        return Launch(block_n=block_n, num_warps=8 if wide else 4, num_stages=3 if wide or self.fp8_cache else 4)
+        num_stages = 3 if wide or self.fp8_cache or 2 < share <= 4 else 4
+        return Launch(block_n=block_n, num_warps=8 if wide else 4, num_stages=num_stages)

@@ -43,7 +43,7 @@ def rounding(numbers: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 def bound_of_sums(device: str, rows: int) -> float:
     """How far off a product may be: the tensor cores that multiply several rows keep few bits of their sums."""
-    return 1e-3 if device == "cuda" and rows > 1 else 1e-4
+    return 5e-3 if device == "cuda" and rows > 1 else 1e-4
 
 
 def assert_near(found: torch.Tensor, expected: torch.Tensor, bound: float) -> None:
@@ -78,8 +78,6 @@ def test_tokens_are_rounded_to_the_nearest_number_of_their_own(width: int, gated
     gate, up = x.double().chunk(2, dim=1)
     expected = functional.silu(gate) * up if gated else x.double()
     bound = rounding(expected, found.scale.double()[:, None])
-    if device == "cpu":  # Triton's interpreter is coarse next to zero
-        bound += found.scale.double()[:, None] * LEAST_STEP
     assert ((found.dequantized(torch.float64) - expected).abs() <= bound).all()
     torch.testing.assert_close(found.scale.double() * LARGEST, expected.abs().amax(1), rtol=1e-5, atol=0)
 

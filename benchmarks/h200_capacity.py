@@ -63,6 +63,13 @@ def main() -> None:
     parser.add_argument("--slos", nargs="+", default=list(TIMES), choices=list(TIMES))
     parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=SYSTEMS)
     parser.add_argument("--probes", type=int, default=4, help="the most of one setting")
+    parser.add_argument(
+        "--at",
+        nargs=4,
+        action="append",
+        metavar=("DATASET", "SLO", "SYSTEM", "RATE"),
+        help="a probe to make, in place of those that would follow",
+    )
     parser.add_argument("--budget", type=float, default=1e9, help="seconds after which no probe is begun")
     parser.add_argument("--small", action="store_true", help="the built-in model on this CPU, a 16th of the lengths")
     args = parser.parse_args()
@@ -254,49 +261,63 @@ def command() -> str:
 
 
 def measure(args: argparse.Namespace, book: Book, real: Any) -> None:
-    """Probe every setting around what is predicted of it."""
+    """Make the probes that are named, or else probe every setting around what is predicted of it."""
+    if args.at:
+        named = [(" ".join(setting), float(rate)) for *setting, rate in args.at]
+        all(probe(args, book, real, key, rate) for key, rate in named)
+        return
     for key in settings(args):
-        dataset, slo, system = key.split()
-        limit, window = slo_of(book, slo), window_of(dataset, args.small)
-        config = engine(system, longest_of(dataset, args.small), real.profile.cache_tokens, limit)
-        probes = book.data["probes"].setdefault(key, [])
-        while len(probes) < args.probes:
+        while len(book.data["probes"].get(key, ())) < args.probes:
             rate = following(book.data["predicted"].get(key, 4.0), bracket(book, key))
             if rate is None:
                 break
-            if time.monotonic() - args.began + window + 3 > args.budget:
+            if not probe(args, book, real, key, rate):
                 return
-            rate = round(rate, 3)
-            records, steps = real.serve(config, load(dataset, rate, window, args.small), until=window)
-            got: dict[str, Any] = dict(rate=rate, slo_ms=round(limit, 2), window=window) | figures(records, window)
-            got["longest_step_ms"] = round(1e3 * max(step.seconds for step in steps), 2)
-            got["kept"] = sustained(got, limit)
-            probes.append(got)
-            book.write()
-            print(f"{key}: {json.dumps(got)}", flush=True)
+
+
+def probe(args: argparse.Namespace, book: Book, real: Any, key: str, rate: float) -> bool:
+    """Serve a setting at a rate; False if no time is left to."""
+    dataset, slo, system = key.split()
+    limit, window = slo_of(book, slo), window_of(dataset, args.small)
+    if time.monotonic() - args.began + window + 3 > args.budget:
+        return False
+    config = engine(system, longest_of(dataset, args.small), real.profile.cache_tokens, limit)
+    records, steps = real.serve(config, load(dataset, rate, window, args.small), until=window)
+    got: dict[str, Any] = dict(rate=rate, slo_ms=round(limit, 2), window=window) | figures(records, window)
+    got["longest_step_ms"] = round(1e3 * max(step.seconds for step in steps), 2)
+    got["kept"] = sustained(got, limit)
+    book.data["probes"].setdefault(key, []).append(got)
+    book.write()
+    print(f"{key}: {json.dumps(got)}", flush=True)
+    return True
 
 
 def bracket(book: Book, key: str) -> tuple[float, float | None]:
-    """The highest rate of a setting that was kept, 0.0 for none, and the lowest above it that was not."""
+    """The highest rate of a setting that was kept, 0.0 for none, and the lowest above it that was not.
+
+    A rate that was probed several times is kept if it was each time.
+    """
     dataset, slo, system = key.split()
     under = (slo,) if system == "computed" else TIMES
     probes = [probe for other in under for probe in book.data["probes"].get(f"{dataset} {other} {system}", ())]
-    kept = {probe["rate"]: sustained(probe, slo_of(book, slo)) for probe in probes}
+    kept: dict[float, bool] = {}
+    for probe in probes:
+        kept[probe["rate"]] = kept.get(probe["rate"], True) and sustained(probe, slo_of(book, slo))
     good = max((rate for rate in kept if kept[rate]), default=0.0)
     return good, min((rate for rate in kept if rate > good), default=None)
 
 
 def following(predicted: float, known: tuple[float, float | None]) -> float | None:
-    """The next rate to probe where the capacity is `known` to lie; None if that is near enough."""
+    """The next rate to probe, to three digits, where the capacity is `known` to lie; None if that is near enough."""
     good, bad = known
     if good and bad and bad <= NEAR * good:
         return None
-    for rate in (predicted * BELOW, predicted * ABOVE):
+    for rate in (round(predicted * share, 3) for share in (BELOW, ABOVE)):
         if good < rate and (bad is None or rate < bad):
             return rate
     if bad is None:
-        return good * APART
-    return (good * bad) ** 0.5 if good else bad / APART
+        return round(good * APART, 3)
+    return round((good * bad) ** 0.5 if good else bad / APART, 3)
 
 
 def chunking(args: argparse.Namespace, book: Book, real: Any, longest: int) -> None:

@@ -82,6 +82,7 @@ def test_a_baseline_knows_no_slo_so_its_probes_count_under_both(book: Book) -> N
         ((3.84, 4.3), None),
         ((4.3, None), 4.3 * 1.12),
         ((0.0, 3.84), 3.84 / 1.12),
+        ((5.0, None), 5.6),
         ((0.0, 7.0), 0.96 * 4),
         ((1.0, 2.0), 2.0**0.5),
         ((3.5, 7.0), 0.96 * 4),
@@ -90,7 +91,28 @@ def test_a_baseline_knows_no_slo_so_its_probes_count_under_both(book: Book) -> N
 def test_probes_begin_at_the_prediction_and_go_on_until_the_bracket_is_narrow(
     known: tuple[float, float | None], expected: float | None
 ) -> None:
-    assert following(4.0, known) == (None if expected is None else pytest.approx(expected))
+    assert following(4.0, known) == (None if expected is None else pytest.approx(expected, abs=0.0005))
+
+
+@pytest.mark.parametrize("predicted", [3.891, 1.436, 12.338, 2.215])
+@pytest.mark.parametrize("capacity", [0.5, 1.0, 1.5])
+def test_no_rate_is_probed_twice_and_the_probes_end(book: Book, predicted: float, capacity: float) -> None:
+    key = "arxiv_summarization strict computed"
+    tried: list[float] = []
+    while (rate := following(predicted, bracket(book, key))) is not None:
+        assert rate not in tried
+        tried.append(rate)
+        p99 = 30.0 if rate <= predicted * capacity else 50.0
+        book.data["probes"].setdefault(key, []).append(probed(rate, p99))
+    good, bad = bracket(book, key)
+    assert bad is not None and good <= predicted * capacity < bad <= 1.3 * good
+    assert len(tried) < 10
+
+
+def test_a_rate_that_was_once_not_kept_is_not_kept(book: Book) -> None:
+    key = "arxiv_summarization strict computed"
+    book.data["probes"][key] = [probed(2.0, 30.0), probed(3.0, 50.0), probed(3.0, 30.0)]
+    assert bracket(book, key) == (2.0, 3.0)
 
 
 def test_brackets_and_what_they_say_of_a_ratio() -> None:

@@ -12,7 +12,8 @@ by simulation, `measure` serves a little less and a little more, 12% apart, and 
 lies between two rates that are near one another. A probe is a Poisson process cut off after a window whose second half
 counts, with the same requests and arrivals for all policies. Orca and prefill-first know of no SLO: what they were
 probed at counts under both. What a probe gave is written to DIR/capacity.json at once, and a later call goes on with
-what is missing. `show` simulates every probe that was served and puts the figures beside one another.
+what is missing. `show` simulates every probe that was served and puts the figures beside one another. How much of a
+capacity is the window's and the arrivals' is told by `predict --window SECONDS --seed NUMBER`.
 """
 
 from __future__ import annotations
@@ -70,9 +71,13 @@ def main() -> None:
         metavar=("DATASET", "SLO", "SYSTEM", "RATE"),
         help="a probe to make, in place of those that would follow",
     )
+    parser.add_argument("--window", type=float, help="for predict: seconds of a probe, in place of what is served")
+    parser.add_argument("--seed", type=int, help="for predict: of lengths and arrivals, in place of what is served")
     parser.add_argument("--budget", type=float, default=1e9, help="seconds after which no probe is begun")
     parser.add_argument("--small", action="store_true", help="the built-in model on this CPU, a 16th of the lengths")
     args = parser.parse_args()
+    if (args.window, args.seed) != (None, None) and args.what != ["predict"]:
+        parser.error("--window and --seed are for predict alone: served probes are to compare with one another")
     args.began = time.monotonic()
     args.out.mkdir(parents=True, exist_ok=True)
     book = Book(args.out / "capacity.json")
@@ -141,9 +146,10 @@ def window_of(dataset: str, small: bool) -> float:
     return 12.0 if small else WINDOWS[dataset]
 
 
-def load(dataset: str, rate: float, window: float, small: bool) -> Workload:
+def load(dataset: str, rate: float, window: float, small: bool, seed: int | None = None) -> Workload:
     """What arrives within the window."""
-    drawn = workloads.drawn(dataset, 20 + round(2 * rate * window), SEEDS[dataset])
+    seed = SEEDS[dataset] if seed is None else seed
+    drawn = workloads.drawn(dataset, 20 + round(2 * rate * window), seed)
     if small:
         drawn = [
             workloads.Conversation(
@@ -151,7 +157,7 @@ def load(dataset: str, rate: float, window: float, small: bool) -> Workload:
             )
             for one in drawn
         ]
-    return [one for one in workloads.poisson(drawn, rate, SEEDS[dataset]) if one.arrival <= window]
+    return [one for one in workloads.poisson(drawn, rate, seed) if one.arrival <= window]
 
 
 def figures(records: list[Record], window: float) -> dict[str, float]:
@@ -194,20 +200,33 @@ def predict(args: argparse.Namespace, book: Book, profile: Profile | None) -> No
     if profile is None:
         raise SystemExit("predict takes a measured profile: give --profile")
     refer(book, profile, args.small)
+    into = book.data["predicted"]
+    if (args.window, args.seed) != (None, None):
+        other = [f"{name} {value:g}" for name in ("window", "seed") if (value := getattr(args, name)) is not None]
+        into = book.data.setdefault("predicted_otherwise", {}).setdefault(", ".join(other), {})
     for key in settings(args):
         start = 8.0 if key.startswith("open") else 3.0
-        found = find_capacity(partial(simulated, args, book, profile, key), slo_of(book, key.split()[1]), start=start)
-        book.data["predicted"][key] = round(found, 3)
+        run = partial(simulated, args, book, profile, key, window=args.window, seed=args.seed)
+        into[key] = round(find_capacity(run, slo_of(book, key.split()[1]), start=start), 3)
         book.write()
-        print(f"{key}: {found:.3g} a second by simulation", file=sys.stderr, flush=True)
+        print(f"{key}: {into[key]:.3g} a second by simulation", file=sys.stderr, flush=True)
 
 
-def simulated(args: argparse.Namespace, book: Book, profile: Profile, key: str, rate: float) -> dict[str, float]:
-    """The figures of a probe by simulation."""
+def simulated(
+    args: argparse.Namespace,
+    book: Book,
+    profile: Profile,
+    key: str,
+    rate: float,
+    *,
+    window: float | None = None,
+    seed: int | None = None,
+) -> dict[str, float]:
+    """The figures of a probe by simulation; of the probe that is served, unless another window or seed is given."""
     dataset, slo, system = key.split()
-    window = window_of(dataset, args.small)
+    window = window or window_of(dataset, args.small)
     config = engine(system, longest_of(dataset, args.small), profile.cache_tokens, slo_of(book, slo))
-    return figures(simulate(config, profile, load(dataset, rate, window, args.small)).records, window)
+    return figures(simulate(config, profile, load(dataset, rate, window, args.small, seed)).records, window)
 
 
 def simulate_probes(args: argparse.Namespace, book: Book, profile: Profile) -> None:

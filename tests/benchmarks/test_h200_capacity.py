@@ -61,6 +61,11 @@ def test_requests_arrive_until_the_window_ends(rate: float) -> None:
     assert 50.0 - 5 / rate < part[-1].arrival <= 50.0
 
 
+def test_arxiv_has_the_arrivals_of_its_own_seed() -> None:
+    served, eighth, first = (load("arxiv_summarization", 2.0, 35.0, False, seed) for seed in (None, 8, 0))
+    assert served == eighth != first
+
+
 def test_a_capacity_lies_between_what_was_kept_and_the_lowest_above_that_was_not(book: Book) -> None:
     book.data["probes"]["arxiv_summarization strict computed"] = [probed(3.0, 39.0), probed(4.0, 39.0, waited=2500.0)]
     assert bracket(book, "arxiv_summarization strict computed") == (3.0, 4.0)

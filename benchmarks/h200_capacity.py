@@ -435,6 +435,7 @@ def draw(book: Book, out: Path) -> None:
     rows = list(dict.fromkeys(key.rpartition(" ")[0] for key in found))
     names = {"orca": "Orca", "prefill-first": "prefill first (vLLM of the papers)", "computed": "stall-free, computed"}
     colours = {"orca": "#7b8794", "prefill-first": "#d99a3d", "computed": "#1f6feb"}
+    windows = " and ".join(f"{window:g}" for window in sorted(set(WINDOWS.values())))
     simulated_mark: dict[str, Any] = dict(marker="|", markersize=13, markeredgewidth=1.6, color="black")
     figure, axes = pyplot.subplots(1, 2, figsize=(13, 1.6 + 1.05 * max(3, len(rows))), width_ratios=(1.3, 1))
     right = 1.25 * max(bad or good for good, bad in found.values())
@@ -450,7 +451,7 @@ def draw(book: Book, out: Path) -> None:
         if told:
             axes[0].plot(told, at, **simulated_mark)
     axes[0].set_yticks(range(len(rows)), [row.replace(" ", "\n") for row in rows])
-    axes[0].set(xlim=(0, right), ylim=(len(rows) - 0.5, -0.5), xlabel="requests a second")
+    axes[0].set(xlim=(0, right), ylim=(len(rows) - 0.5, -0.5), xlabel=f"requests a second, in windows of {windows} s")
     axes[0].set_title("Capacity: from the highest rate kept to the lowest that was not", loc="left", fontsize=11)
     handles = [Patch(color=colours[system], label=name) for system, name in names.items()]
     handles.append(Line2D([], [], linestyle="", label="simulated", **simulated_mark))

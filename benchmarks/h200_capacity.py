@@ -3,15 +3,17 @@
 Run: python benchmarks/h200_capacity.py predict --profile FILE --out DIR       # simulated, on any machine
      python benchmarks/h200_capacity.py measure --out DIR --budget SECONDS     # again until nothing is left
      python benchmarks/h200_capacity.py chunking --out DIR
-     python benchmarks/h200_capacity.py show --out DIR
+     python benchmarks/h200_capacity.py show --profile FILE --out DIR          # tables and DIR/capacity.png
 
 A Mistral-7B shape with random weights, in one process on the real clock, end-of-sequence ignored. The SLOs are those of
 Sarathi-Serve's Table 3 by its rule: P99 TBT within 5 (strict) and 25 times (relaxed) the decode step of 32 sequences at
 a context of 4,096 on this device, and a median wait of at most 2 s for the first step. `predict` searches each capacity
-by simulation, `measure` serves what should be kept and what should not, 12% apart, and goes on from there until the
-capacity lies between two rates. A probe is a Poisson process cut off after a window, whose second half counts: requests
-and arrivals are the same for all policies. What it gave is written to DIR/capacity.json at once, and a later call goes
-on with what is missing.
+by simulation, `measure` serves a little less and a little more, 12% apart, and goes on from there until the capacity
+lies between two rates that are near one another. A probe is a Poisson process cut off after a window whose second half
+counts, with the same requests and arrivals for all policies. Orca and prefill-first know of no SLO: what they were
+probed at counts under both. What a probe gave is written to DIR/capacity.json at once, and a later call goes on with
+what is missing. `show` simulates every probe that was served and puts the figures beside one another. How much of a
+capacity is the window's and the arrivals' is told by `predict --window SECONDS --seed NUMBER`.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import argparse
 import json
 import sys
 import time
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -38,7 +41,16 @@ TIMES = {"strict": 5, "relaxed": 25}
 MARGIN = 0.97
 """The target that is set, of the SLO: a target is kept by 95 of 100 steps, the SLO is on the 99th."""
 MOST_SEQUENCES = 128
-APART = 1.12
+BELOW, ABOVE = 0.96, 1.075
+"""The first two rates, of what is predicted: a search by simulation ends up to 5% below the capacity."""
+APART, NEAR = 1.12, 1.3
+"""From a rate to the next where all were kept, or none; and from a kept rate to one that was not, near enough."""
+WINDOWS = {"openchat_sharegpt4": 20.0, "arxiv_summarization": 35.0}
+"""Seconds of a probe. Rates above the capacity show in a queue that grows, and the shorter the window, the higher the
+rate at which the median wait of its second half stays below 2 s; and of arxiv, 1 to 4 a second, 10 s hold too few."""
+SEEDS = {"openchat_sharegpt4": 0, "arxiv_summarization": 8}
+"""Of lengths and arrivals. So few requests may be far more or fewer than their rate says: with seed 0, 0.5 to 1.3 times
+the prompts' tokens at 1 to 4.5 a second of arxiv. 8 is the seed of the first ten that is nearest, with 0.8 to 1.2."""
 PROMPTS, CHUNKS = (2048, 8192, 16_256), (512, 1024, 2048)
 
 
@@ -52,10 +64,20 @@ def main() -> None:
     parser.add_argument("--slos", nargs="+", default=list(TIMES), choices=list(TIMES))
     parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=SYSTEMS)
     parser.add_argument("--probes", type=int, default=4, help="the most of one setting")
-    parser.add_argument("--window", type=float, default=25.0, help="seconds of a probe")
+    parser.add_argument(
+        "--at",
+        nargs=4,
+        action="append",
+        metavar=("DATASET", "SLO", "SYSTEM", "RATE"),
+        help="a probe to make, in place of those that would follow",
+    )
+    parser.add_argument("--window", type=float, help="for predict: seconds of a probe, in place of what is served")
+    parser.add_argument("--seed", type=int, help="for predict: of lengths and arrivals, in place of what is served")
     parser.add_argument("--budget", type=float, default=1e9, help="seconds after which no probe is begun")
-    parser.add_argument("--small", action="store_true", help="the built-in model on this CPU, a tenth of the lengths")
+    parser.add_argument("--small", action="store_true", help="the built-in model on this CPU, a 16th of the lengths")
     args = parser.parse_args()
+    if (args.window, args.seed) != (None, None) and args.what != ["predict"]:
+        parser.error("--window and --seed are for predict alone: served probes are to compare with one another")
     args.began = time.monotonic()
     args.out.mkdir(parents=True, exist_ok=True)
     book = Book(args.out / "capacity.json")
@@ -64,6 +86,8 @@ def main() -> None:
     if {"measure", "chunking"} & set(args.what):
         from_here(args, book)
     if "show" in args.what:
+        if (profile := profile_of(args)) is not None:
+            simulate_probes(args, book, profile)
         print("\n".join(table(book)))
         draw(book, args.out)
 
@@ -82,26 +106,34 @@ class Book:
 
 
 def profile_of(args: argparse.Namespace) -> Profile | None:
-    """The profile to go by, if there is one."""
+    """The profile to go by, if there is one. Raises ValueError for one that was asked for and is not there."""
     path = args.profile or args.out / "profile.json"
-    return Profile.load(path) if path.is_file() else None
+    return Profile.load(path) if args.profile or path.is_file() else None
 
 
 def engine(system: str, longest: int, cache_tokens: int, slo: float) -> EngineConfig:
-    """The engine that stands for a system of the paper; `computed` is the default with nothing but a target."""
+    """The engine that stands for a system of the paper; `computed` is the default with nothing but a target.
+
+    `slo` is in milliseconds.
+    """
     common: dict[str, Any] = dict(max_model_len=longest, max_sequences=MOST_SEQUENCES, prefix_sharing=False)
     if system == "orca":  # no paging: as many sequences as fit at the longest length
         most = max(1, min(MOST_SEQUENCES, cache_tokens // longest))
         return EngineConfig(**common | {"max_sequences": most}, scheduler="orca")
     if system == "prefill-first":
         return EngineConfig(**common, scheduler="prefill-first")
-    return EngineConfig(**common, tbt_target=slo * 1000 * MARGIN)
+    return EngineConfig(**common, tbt_target=slo * MARGIN)
 
 
-def slo_of(book: Book, profile: Profile, slo: str, small: bool) -> float:
-    """Seconds of P99 TBT; the reference step is that of the first profile that the book has seen."""
+def refer(book: Book, profile: Profile, small: bool) -> None:
+    """The SLOs' reference step is that of the first profile that the book has seen."""
     step = 1000 * profile.cost.step([(1, 256 if small else 4096)] * 32)
-    return TIMES[slo] * float(book.data["about"].setdefault("decode_step_ms", round(step, 4))) / 1000
+    book.data["about"].setdefault("decode_step_ms", round(step, 4))
+
+
+def slo_of(book: Book, slo: str) -> float:
+    """Milliseconds of P99 TBT."""
+    return TIMES[slo] * float(book.data["about"]["decode_step_ms"])
 
 
 def longest_of(dataset: str, small: bool) -> int:
@@ -109,25 +141,38 @@ def longest_of(dataset: str, small: bool) -> int:
     return DATASETS[dataset].limit // (16 if small else 1)
 
 
-def load(dataset: str, rate: float, window: float, small: bool) -> Workload:
+def window_of(dataset: str, small: bool) -> float:
+    """Seconds of a probe; above 8, or no median wait could reach 2 s in its second half."""
+    return 12.0 if small else WINDOWS[dataset]
+
+
+def load(dataset: str, rate: float, window: float, small: bool, seed: int | None = None) -> Workload:
     """What arrives within the window."""
-    drawn = workloads.drawn(dataset, 1 + round(1.5 * rate * window), seed=0)
+    seed = SEEDS[dataset] if seed is None else seed
+    drawn = workloads.drawn(dataset, 20 + round(2 * rate * window), seed)
     if small:
         drawn = [
             workloads.Conversation(
-                0.0, tuple(workloads.Turn(1 + turn.prompt // 16, 1 + turn.output // 16) for turn in one.turns)
+                0.0, tuple(workloads.Turn(max(1, turn.prompt // 16), max(1, turn.output // 16)) for turn in one.turns)
             )
             for one in drawn
         ]
-    return [one for one in workloads.poisson(drawn, rate, seed=0) if one.arrival <= window]
+    return [one for one in workloads.poisson(drawn, rate, seed) if one.arrival <= window]
 
 
 def figures(records: list[Record], window: float) -> dict[str, float]:
-    """The figures of the window's second half; who has not begun by then has waited until its end."""
+    """The figures of the window's second half; who has not begun by its end has waited until then.
+
+    Raises ValueError if no request or no gap between tokens falls into it.
+    """
     half = window / 2
     seen = [[at for at in record.token_times if at <= window] for record in records]
     gaps = sorted(1e3 * (after - before) for times in seen for before, after in pairwise(times) if after > half)
     late = [record for record in records if record.arrival > half]
+    if not (gaps and late):
+        raise ValueError(
+            f"{len(late)} requests and {len(gaps)} gaps in the second half of {window:g} s: nothing to judge"
+        )
     waits = sorted(
         1e3 * ((record.scheduled if times and record.scheduled is not None else window) - record.arrival)
         for record, times in zip(records, seen, strict=True)
@@ -154,29 +199,47 @@ def predict(args: argparse.Namespace, book: Book, profile: Profile | None) -> No
     """Search each capacity by simulation."""
     if profile is None:
         raise SystemExit("predict takes a measured profile: give --profile")
-    for key, dataset, slo, system in settings(args):
-        longest = longest_of(dataset, args.small)
-        limit = slo_of(book, profile, slo, args.small)
-        config = engine(system, longest, profile.cache_tokens, limit)
-
-        def run(rate: float, config: EngineConfig = config, dataset: str = dataset) -> dict[str, float]:
-            workload = load(dataset, rate, args.window, args.small)
-            return figures(simulate(config, profile, workload).records, args.window)
-
-        found = find_capacity(run, limit * 1000, start=8.0 if dataset.startswith("open") else 3.0)
-        book.data["predicted"][key] = round(found, 3)
+    refer(book, profile, args.small)
+    into = book.data["predicted"]
+    if (args.window, args.seed) != (None, None):
+        other = [f"{name} {value:g}" for name in ("window", "seed") if (value := getattr(args, name)) is not None]
+        into = book.data.setdefault("predicted_otherwise", {}).setdefault(", ".join(other), {})
+    for key in settings(args):
+        start = 8.0 if key.startswith("open") else 3.0
+        run = partial(simulated, args, book, profile, key, window=args.window, seed=args.seed)
+        into[key] = round(find_capacity(run, slo_of(book, key.split()[1]), start=start), 3)
         book.write()
-        print(f"{key}: {found:.3g} a second by simulation", file=sys.stderr, flush=True)
+        print(f"{key}: {into[key]:.3g} a second by simulation", file=sys.stderr, flush=True)
 
 
-def settings(args: argparse.Namespace) -> list[tuple[str, str, str, str]]:
-    """(key, data set, SLO, system) of all that is asked for."""
-    return [
-        (f"{dataset} {slo} {system}", dataset, slo, system)
-        for slo in args.slos
-        for dataset in args.datasets
-        for system in args.systems
-    ]
+def simulated(
+    args: argparse.Namespace,
+    book: Book,
+    profile: Profile,
+    key: str,
+    rate: float,
+    *,
+    window: float | None = None,
+    seed: int | None = None,
+) -> dict[str, float]:
+    """The figures of a probe by simulation; of the probe that is served, unless another window or seed is given."""
+    dataset, slo, system = key.split()
+    window = window or window_of(dataset, args.small)
+    config = engine(system, longest_of(dataset, args.small), profile.cache_tokens, slo_of(book, slo))
+    return figures(simulate(config, profile, load(dataset, rate, window, args.small, seed)).records, window)
+
+
+def simulate_probes(args: argparse.Namespace, book: Book, profile: Profile) -> None:
+    """Note beside each probe what a simulation of it gives."""
+    for key, probes in book.data["probes"].items():
+        for probe in probes:
+            probe["simulated"] = simulated(args, book, profile, key, probe["rate"])
+    book.write()
+
+
+def settings(args: argparse.Namespace) -> list[str]:
+    """All that is asked for, each as "data set, SLO, system" with blanks between them."""
+    return [f"{dataset} {slo} {system}" for slo in args.slos for dataset in args.datasets for system in args.systems]
 
 
 def from_here(args: argparse.Namespace, book: Book) -> None:
@@ -199,7 +262,9 @@ def from_here(args: argparse.Namespace, book: Book) -> None:
     real = RealEngine(EngineConfig(**options), profile=kept)
     if kept is None:
         real.profile.save((args.out / "profile.json").absolute())
-    book.data["about"] |= dict(model=real.info.model, device=real.info.memory.device, command=" ".join(sys.argv))
+    refer(book, real.profile, args.small)
+    book.data["about"] |= dict(model=real.info.model, device=real.info.memory.device)
+    book.data["about"].setdefault("commands", []).append(command())
     common = dict(max_model_len=longest, max_sequences=MOST_SEQUENCES, prefix_sharing=False)
     real.serve(EngineConfig(**common), workloads.fixed(4, 100, 8))
     if "measure" in args.what:
@@ -209,33 +274,69 @@ def from_here(args: argparse.Namespace, book: Book) -> None:
     real.close()
 
 
+def command() -> str:
+    """How this was called, with the names of files and no paths."""
+    return " ".join(["python", "benchmarks/h200_capacity.py", *(Path(word).name for word in sys.argv[1:])])
+
+
 def measure(args: argparse.Namespace, book: Book, real: Any) -> None:
-    """Probe every setting around what is predicted of it."""
-    for key, dataset, slo, system in settings(args):
-        limit = slo_of(book, real.profile, slo, args.small)
-        config = engine(system, longest_of(dataset, args.small), real.profile.cache_tokens, limit)
-        probes = book.data["probes"].setdefault(key, [])
-        while (rate := following(book.data["predicted"].get(key, 4.0), probes, args.probes)) is not None:
-            if time.monotonic() - args.began + args.window + 3 > args.budget:
+    """Make the probes that are named, or else probe every setting around what is predicted of it."""
+    if args.at:
+        named = [(" ".join(setting), float(rate)) for *setting, rate in args.at]
+        all(probe(args, book, real, key, rate) for key, rate in named)
+        return
+    for key in settings(args):
+        while len(book.data["probes"].get(key, ())) < args.probes:
+            rate = following(book.data["predicted"].get(key, 4.0), bracket(book, key))
+            if rate is None:
+                break
+            if not probe(args, book, real, key, rate):
                 return
-            records, steps = real.serve(config, load(dataset, rate, args.window, args.small), until=args.window)
-            got = figures(records, args.window) | {"rate": round(rate, 3), "slo_ms": round(1e3 * limit, 2)}
-            got["longest_step_ms"] = round(1e3 * max(step.seconds for step in steps), 2)
-            got["kept"] = sustained(got, limit * 1000)
-            probes.append(got)
-            book.write()
-            print(f"{key}: {json.dumps(got)}", flush=True)
 
 
-def following(predicted: float, probes: list[dict[str, Any]], most: int) -> float | None:
-    """The next rate to probe; None when the capacity is between two of them, or enough was tried."""
-    good = max((probe["rate"] for probe in probes if probe["kept"]), default=0.0)
-    bad = min((probe["rate"] for probe in probes if not probe["kept"] and probe["rate"] > good), default=None)
-    if not probes:
-        return predicted * 0.96
-    if (good and bad) or len(probes) >= most:
+def probe(args: argparse.Namespace, book: Book, real: Any, key: str, rate: float) -> bool:
+    """Serve a setting at a rate; False if no time is left to."""
+    dataset, slo, system = key.split()
+    limit, window = slo_of(book, slo), window_of(dataset, args.small)
+    if time.monotonic() - args.began + window + 3 > args.budget:
+        return False
+    config = engine(system, longest_of(dataset, args.small), real.profile.cache_tokens, limit)
+    records, steps = real.serve(config, load(dataset, rate, window, args.small), until=window)
+    got: dict[str, Any] = dict(rate=rate, slo_ms=round(limit, 2), window=window) | figures(records, window)
+    got["longest_step_ms"] = round(1e3 * max(step.seconds for step in steps), 2)
+    got["kept"] = sustained(got, limit)
+    book.data["probes"].setdefault(key, []).append(got)
+    book.write()
+    print(f"{key}: {json.dumps(got)}", flush=True)
+    return True
+
+
+def bracket(book: Book, key: str) -> tuple[float, float | None]:
+    """The highest rate of a setting that was kept, 0.0 for none, and the lowest above it that was not.
+
+    A rate that was probed several times is kept if it was each time.
+    """
+    dataset, slo, system = key.split()
+    under = (slo,) if system == "computed" else TIMES
+    probes = [probe for other in under for probe in book.data["probes"].get(f"{dataset} {other} {system}", ())]
+    kept: dict[float, bool] = {}
+    for probe in probes:
+        kept[probe["rate"]] = kept.get(probe["rate"], True) and sustained(probe, slo_of(book, slo))
+    good = max((rate for rate in kept if kept[rate]), default=0.0)
+    return good, min((rate for rate in kept if rate > good), default=None)
+
+
+def following(predicted: float, known: tuple[float, float | None]) -> float | None:
+    """The next rate to probe, to three digits, where the capacity is `known` to lie; None if that is near enough."""
+    good, bad = known
+    if good and bad and bad <= NEAR * good:
         return None
-    return good * APART if good else bad / APART if bad else None
+    for rate in (round(predicted * share, 3) for share in (BELOW, ABOVE)):
+        if good < rate and (bad is None or rate < bad):
+            return rate
+    if bad is None:
+        return round(good * APART, 3)
+    return round((good * bad) ** 0.5 if good else bad / APART, 3)
 
 
 def chunking(args: argparse.Namespace, book: Book, real: Any, longest: int) -> None:
@@ -260,39 +361,57 @@ def chunking(args: argparse.Namespace, book: Book, real: Any, longest: int) -> N
 
 
 def capacities(book: Book) -> dict[str, tuple[float, float | None]]:
-    """By setting, the highest rate that was kept, and the lowest above it that was not."""
-    found = {}
-    for key, probes in book.data["probes"].items():
-        good = max((probe["rate"] for probe in probes if probe["kept"]), default=0.0)
-        bad = min((probe["rate"] for probe in probes if not probe["kept"] and probe["rate"] > good), default=None)
-        if probes:
-            found[key] = good, bad
-    return found
+    """Where the capacity of each setting lies that a probe says something about."""
+    keys = (f"{row} {slo} {system}" for row in WINDOWS for slo in TIMES for system in SYSTEMS)
+    found = {key: bracket(book, key) for key in keys}
+    return {key: known for key, known in found.items() if known != (0.0, None)}
 
 
 def between(good: float, bad: float | None) -> str:
-    """A capacity in words: where it lies."""
+    """Where something lies, in words."""
+    if not good:
+        return f"under {bad:.3g}"
     return f"{good:.3g} to {bad:.3g}" if bad else f"{good:.3g} or more"
 
 
+def gain(over: tuple[float, float | None], base: tuple[float, float | None]) -> str:
+    """How many times as much as `base`, in words."""
+    least = over[0] / base[1] if base[1] else 0.0
+    most = over[1] / base[0] if over[1] and base[0] else None
+    return between(least, most) if least or most else "not bounded"
+
+
 def table(book: Book) -> list[str]:
-    """Capacities and chunks, for the documentation."""
+    """Capacities, probes and chunks, for the documentation; simulated figures in brackets."""
     found = capacities(book)
     lines = [
-        "| data set | SLO | orca | prefill-first | computed | at least, over orca | over prefill-first |",
+        "| data set | SLO | orca | prefill-first | computed | over orca | over prefill-first |",
         "|---|---|---|---|---|---|---|",
     ]
     for row in dict.fromkeys(key.rpartition(" ")[0] for key in found):
-        cells = []
-        for system in SYSTEMS:
-            key = f"{row} {system}"
-            said = "not run" if key not in found else between(*found[key])
-            cells.append(f"{said}; simulated {book.data['predicted'].get(key, 0):.3g}")
-        best = found.get(f"{row} computed", (0.0, None))[0]
-        bounds = [found.get(f"{row} {system}", (0.0, None))[1] for system in SYSTEMS[:2]]
-        ratios = [f"{best / bound:.2f}" if best and bound else "not bounded" for bound in bounds]
-        dataset, slo = row.split()
-        lines.append(f"| {dataset} | {slo} | {' | '.join(cells)} | {' | '.join(ratios)} |")
+        known = [found.get(f"{row} {system}") for system in SYSTEMS]
+        told = [book.data["predicted"].get(f"{row} {system}") for system in SYSTEMS]
+        cells = [
+            (between(*pair) if pair else "not run") + (f" ({rate:.3g})" if rate else "")
+            for pair, rate in zip(known, told, strict=True)
+        ]
+        *bases, best = known
+        cells += [gain(best, base) if best and base else "" for base in bases]
+        lines.append(f"| {' | '.join([*row.split(), *cells])} |")
+    lines += [
+        "",
+        "| data set, SLO, policy | window, s | requests/s | TBT p99, ms | median wait, ms | output tok/s | kept |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for key, probes in book.data["probes"].items():
+        for probe in probes:
+            told = probe.get("simulated", {})
+            shown = [
+                f"{probe[name]:,.{places}f}" + (f" ({told[name]:,.{places}f})" if told else "")
+                for name, places in (("p99_itl_ms", 1), ("median_queued_ms", 0), ("output_tok_s", 0))
+            ]
+            kept = "yes" if probe["kept"] else "no"
+            lines.append(f"| {key} | {probe['window']:g} | {probe['rate']:.2f} | {' | '.join(shown)} | {kept} |")
     if book.data["chunking"]:
         lines += ["", "| prompt | chunk | ms | over the whole | by the cost model |", "|---|---|---|---|---|"]
         whole = {row["prompt"]: row for row in book.data["chunking"] if row["chunk"] == row["prompt"]}
@@ -304,27 +423,39 @@ def table(book: Book) -> list[str]:
 
 
 def draw(book: Book, out: Path) -> None:
-    """Capacities by setting, and the overhead of chunking."""
+    """Where each capacity lies, and the overhead of chunking."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
 
-    found, chunks = capacities(book), book.data["chunking"]
+    found, chunks, predicted = capacities(book), book.data["chunking"], book.data["predicted"]
     rows = list(dict.fromkeys(key.rpartition(" ")[0] for key in found))
     names = {"orca": "Orca", "prefill-first": "prefill first (vLLM of the papers)", "computed": "stall-free, computed"}
-    colours = {"orca": "#9aa5b1", "prefill-first": "#d99a3d", "computed": "#1f6feb"}
-    figure, axes = pyplot.subplots(1, 2, figsize=(12, 4.4), width_ratios=(1.3, 1))
-    for index, system in enumerate(SYSTEMS):
-        known = [found.get(f"{row} {system}", (0.0, None)) for row in rows]
-        at = [good for good, _ in known]
-        places = [place + 0.27 * (index - 1) for place in range(len(rows))]
-        bars = axes[0].bar(places, at, 0.25, label=names[system], color=colours[system])
-        axes[0].bar_label(bars, [between(*pair) if pair[0] else "" for pair in known], padding=2, fontsize=9)
-    axes[0].set_xticks(range(len(rows)), [row.replace(" ", "\n") for row in rows])
-    axes[0].set_ylabel("requests a second")
-    axes[0].set_title("Served capacity: highest rate kept, to lowest that was not", loc="left")
-    axes[0].legend(frameon=False)
+    colours = {"orca": "#7b8794", "prefill-first": "#d99a3d", "computed": "#1f6feb"}
+    windows = " and ".join(f"{window:g}" for window in sorted(set(WINDOWS.values())))
+    simulated_mark: dict[str, Any] = dict(marker="|", markersize=13, markeredgewidth=1.6, color="black")
+    figure, axes = pyplot.subplots(1, 2, figsize=(13, 1.6 + 1.05 * max(3, len(rows))), width_ratios=(1.3, 1))
+    right = 1.25 * max(bad or good for good, bad in found.values())
+    for key, (good, bad) in found.items():
+        row, _, system = key.rpartition(" ")
+        at, colour, told = rows.index(row) + 0.27 * (SYSTEMS.index(system) - 1), colours[system], predicted.get(key, 0)
+        axes[0].hlines(at, 0, good, color=colour, linewidth=1.2, alpha=0.5)
+        if bad:
+            axes[0].barh(at, bad - good, 0.17, good, color=colour)
+        else:
+            axes[0].plot(good, at, marker=">", markersize=8, color=colour)
+        axes[0].text(max(bad or good, told) + 0.02 * right, at, between(good, bad), va="center", fontsize=9)
+        if told:
+            axes[0].plot(told, at, **simulated_mark)
+    axes[0].set_yticks(range(len(rows)), [row.replace(" ", "\n") for row in rows])
+    axes[0].set(xlim=(0, right), ylim=(len(rows) - 0.5, -0.5), xlabel=f"requests a second, in windows of {windows} s")
+    axes[0].set_title("Capacity: from the highest rate kept to the lowest that was not", loc="left", fontsize=11)
+    handles = [Patch(color=colours[system], label=name) for system, name in names.items()]
+    handles.append(Line2D([], [], linestyle="", label="simulated", **simulated_mark))
+    axes[0].legend(handles=handles, frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=4)
     sizes = sorted({row["chunk"] for row in chunks if row["chunk"] < row["prompt"]})
     for index, prompt in enumerate(dict.fromkeys(row["prompt"] for row in chunks)):
         of = {row["chunk"]: row["ms"] for row in chunks if row["prompt"] == prompt}
@@ -335,11 +466,11 @@ def draw(book: Book, out: Path) -> None:
     axes[1].set_xticks(range(len(sizes)), [f"{size:,}" for size in sizes])
     axes[1].set_xlabel("tokens of a chunk")
     axes[1].set_ylabel("more time than the whole prompt at once, %")
-    axes[1].set_title("What chunking costs", loc="left")
+    axes[1].set_title("What chunking costs", loc="left", fontsize=11)
     axes[1].legend(frameon=False, loc="upper right")
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
-        axis.margins(y=0.15)
+    axes[1].margins(y=0.15)
     figure.tight_layout()
     figure.savefig(out / "capacity.png", dpi=150)
 

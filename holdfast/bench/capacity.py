@@ -9,6 +9,7 @@ MOST_QUEUED_MS = 2000.0
 CLOSE = 0.05
 """The search ends when the bounds are this close to one another, unless it is told how close."""
 LOWEST, HIGHEST = 1e-3, 1e5
+"""The rates between which a capacity is looked for."""
 
 
 def sustained(figures: Mapping[str, float], target_ms: float, ttft_ms: float | None = None) -> bool:
@@ -16,7 +17,7 @@ def sustained(figures: Mapping[str, float], target_ms: float, ttft_ms: float | N
 
     TTFT stands in where queueing is unknown.
     """
-    queued = figures.get("median_queued_ms", figures["median_ttft_ms"])
+    queued = figures["median_queued_ms" if "median_queued_ms" in figures else "median_ttft_ms"]
     prompt = ttft_ms is None or figures["p99_ttft_ms"] <= ttft_ms
     return prompt and figures["p99_itl_ms"] <= target_ms and queued <= MOST_QUEUED_MS
 
@@ -34,8 +35,10 @@ def find_capacity(
 
     `run` gives the figures of a run at a rate. Goes from `start` up or down by a factor until it stands between two
     bounds, then bisects. The factor is `stride`, which suits how good a guess `start` is; its square next, and so on up
-    to 2.
+    to 2. Raises ValueError for a start or a stride with which it would never end.
     """
+    if not (start > 0 and stride > 1):
+        raise ValueError(f"start is {start} and stride {stride}; they must be above 0 and above 1")
     good, bad = 0.0, 0.0
     rate = start
     while not (good and bad):

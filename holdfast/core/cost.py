@@ -67,7 +67,15 @@ class CostModel:
         return interpolate(self.linear_tokens, self.linear_seconds, tokens) if tokens else 0.0
 
     def attention(self, query: int, context: int) -> float:
-        """Time that one segment's attention adds: `query` tokens that end at position `context`."""
+        """Time that one segment's attention adds: `query` tokens that end at position `context`.
+
+        A segment longer than any that was measured takes as much more as it has more pairs of query and position: the
+        last points say nothing of it, as they hold segments that are cut to their context.
+        """
+        longest = self.attention_queries[-1]
+        if query > longest:
+            share = longest / query
+            return self.attention(longest, round(context * share)) / share**2
         rows = [interpolate(self.attention_contexts, row, context) for row in self.attention_seconds]
         return interpolate(self.attention_queries, rows, query)
 

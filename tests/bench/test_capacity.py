@@ -44,9 +44,20 @@ def test_a_growing_queue_is_not_sustained_even_if_streams_keep_their_pace():
     figures = {"p99_itl_ms": 10.0, "median_ttft_ms": 2500.0}
     assert not sustained(figures, 50.0)
     assert sustained(figures | {"median_queued_ms": 1500.0}, 50.0)
+    assert sustained({"p99_itl_ms": 10.0, "median_queued_ms": 1500.0}, 50.0)
 
 
 def test_a_limit_on_ttft_counts_where_there_is_one():
     figures = {"p99_itl_ms": 10.0, "p99_ttft_ms": 900.0, "median_ttft_ms": 500.0}
     assert sustained(figures, 50.0) and sustained(figures, 50.0, ttft_ms=1000.0)
     assert not sustained(figures, 50.0, ttft_ms=800.0)
+
+
+@pytest.mark.parametrize(("start", "stride"), [(0.0, 2.0), (-1.0, 2.0), (1.0, 1.0), (1.0, 0.5), (float("nan"), 2.0)])
+def test_a_search_that_would_never_end_is_refused(start, stride):
+    with pytest.raises(ValueError, match="must be above 0 and above 1"):
+        find_capacity(server(10.0), 50.0, start=start, stride=stride)
+
+
+def test_a_server_without_a_limit_ends_the_search_as_well():
+    assert 5e4 <= find_capacity(server(float("inf")), 50.0) <= 1e5

@@ -111,6 +111,16 @@ def test_steps_longer_than_any_that_was_measured_grow_in_proportion_though_the_l
     assert level.linear(4096) == pytest.approx(0.080)
 
 
+def test_the_attention_of_a_prompt_longer_than_any_that_was_measured_grows_with_its_square():
+    # As measured: a segment is no longer than its context, so the longer row is level where the shorter one rises.
+    measured = replace(
+        COST, attention_queries=(1, 512, 1024), attention_seconds=((0.00001, 0.0001), (0.0005, 0.006), (0.002, 0.004))
+    )
+    assert measured.attention(2048, 8192) == pytest.approx(4 * measured.attention(1024, 4096))
+    assert measured.attention(3072, 3072) == pytest.approx(9 * measured.attention(1024, 1024))
+    assert measured.attention(1025, 4100) == pytest.approx(measured.attention(1024, 4096), rel=0.01)
+
+
 def test_a_slower_device_takes_longer_for_decodes_and_for_other_steps_each_by_its_own_factor():
     slower = FEW_AND_MANY.slower(2.0, 3.0)
     assert slower.step([(1, 4096)] * 4) == pytest.approx(2 * FEW_AND_MANY.step([(1, 4096)] * 4))

@@ -47,7 +47,7 @@ async def run(config: ProfileConfig, engine: EngineConfig) -> int:
 def show(console: Console, profile: Profile) -> None:
     """The measured points as two tables, in milliseconds."""
     cost = profile.cost
-    console.print(Text.assemble("\n", (cost.model, "bold"), f" on {cost.device}, {profile.dtype}"))
+    console.print(Text.assemble("\n", (cost.model, "bold"), f" on {cost.device}, {profile.precision}"))
     linear = Table(title="a step without attention", title_justify="left")
     linear.add_column("tokens", justify="right")
     linear.add_column("ms", justify="right")

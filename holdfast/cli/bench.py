@@ -28,14 +28,14 @@ from holdfast.cli.targets import Simulated, Target, engine_here, server
 from holdfast.core.config import EngineConfig, option
 from holdfast.core.version import __version__
 from holdfast.engine.profiles import Profile
-from holdfast.simulator.deployment import deploy
+from holdfast.simulator.deployment import deploy, shape_on
 from holdfast.simulator.devices import DEVICES, LINKS
 from holdfast.simulator.shapes import MODELS
 
 SIMULATED_OPTIONS = (
     "scheduler", "token_budget", "tbt_target", "max_sequences", "max_model_len", "block_size", "headroom",
     "steps_in_flight", "prefix_sharing", "trace", "seed", "host_cache_gb", "chunk_size", "eviction", "swap_threshold",
-    "memory_fraction",
+    "memory_fraction", "quantization", "kv_cache_dtype",
 )  # fmt: skip
 """What of an engine counts in a simulation."""
 SHORT_SECONDS = 20.0
@@ -216,7 +216,7 @@ def simulated(config: BenchConfig, named: str, engine: EngineConfig, console: Co
     model, at, device = named.partition("@")
     if at and not Path(named).exists():
         deployment = deploy(
-            model,
+            shape_on(model, device, engine),
             device,
             tp=config.tp,
             pp=config.pp,
@@ -226,9 +226,14 @@ def simulated(config: BenchConfig, named: str, engine: EngineConfig, console: Co
         )
         profile, pipeline = deployment.profile, deployment.pipeline
         source = "measured" if deployment.measured else "derived from data sheets"
-        console.print(f"{model} on {profile.cost.device}, {source}: {profile.cache_tokens:,} tokens of KV cache")
+        console.print(
+            f"{model} on {profile.cost.device}, {profile.precision}, {source}: "
+            f"{profile.cache_tokens:,} tokens of KV cache",
+            soft_wrap=True,
+        )
     else:
         profile, pipeline = Profile.load(Path(named)), None
+        profile.require(engine)
     if config.cache_tokens is not None:
         profile = replace(profile, cache_tokens=config.cache_tokens)
     if config.copy_gbs is not None:

@@ -15,7 +15,7 @@ import uvloop
 
 from holdfast.bench.choice import WorkloadConfig
 from holdfast.cli import bench, chat, plan, profile, serve
-from holdfast.cli.flags import Parser, UsageError, add_flags, build, flag_of, read_file
+from holdfast.cli.flags import Parser, UsageError, add_flags, build, flag_of, read_file, signed
 from holdfast.cli.talkers import ChatError
 from holdfast.core.config import BUILTIN_MODEL, EngineConfig
 from holdfast.core.version import __version__
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         given = list(sys.argv[1:] if arguments is None else arguments)
         parser = make_parser()
-        options, unknown = parser.parse_known_args(given)
+        options, unknown = parser.parse_known_args(signed(given))
         if options.command is None:
             parser.print_help()
             return 0

@@ -21,15 +21,16 @@ from holdfast.cli.reports import changed, makeable, needs_matplotlib, writable, 
 from holdfast.core.config import BUILTIN_MODEL, EngineConfig, SchedulerName, option
 from holdfast.core.version import __version__
 from holdfast.engine.checkpoint import Checkpoint, read_json
-from holdfast.engine.profiles import Profile
+from holdfast.engine.profiles import Profile, precision_of
 from holdfast.scheduler.choice import CHUNKED, NAMES
+from holdfast.simulator.deployment import shape_on
 from holdfast.simulator.devices import DEVICES, LINKS, device_named, link_named
 from holdfast.simulator.plan import Candidate, Setting, Verdict, best_of, judges
 from holdfast.simulator.shapes import MODELS, ModelShape, shape_of
 
 ENGINE_OPTIONS = (
     "max_sequences", "max_model_len", "block_size", "headroom", "memory_fraction", "prefix_sharing", "chunk_size",
-    "eviction", "seed",
+    "eviction", "seed", "quantization", "kv_cache_dtype",
 )  # fmt: skip
 """What of an engine is the same for all candidates."""
 SERVED_DEVICES = 1
@@ -153,8 +154,10 @@ def setting_of(config: PlanConfig, load: WorkloadConfig, engine: EngineConfig, m
             f"plan takes a MODEL or --profile FILE, one of them; known models: {', '.join(sorted(MODELS))}"
         )
     profile = None if config.profile is None else Profile.load(Path(config.profile))
+    if profile is not None:
+        profile.require(engine)
     return Setting(
-        model=profile.cost.model if profile else shape_named(model or ""),
+        model=profile.cost.model if profile else shape_on(shape_named(model or ""), config.device, engine),
         device=profile.cost.device if profile else config.device,
         devices=config.devices,
         price=config.price,
@@ -249,9 +252,11 @@ def policies(config: PlanConfig) -> list[Policy]:
 def described(setting: Setting, load: WorkloadConfig) -> str:
     """The question, in one line."""
     model = setting.model.name if isinstance(setting.model, ModelShape) else setting.model
+    dtype = setting.profile.dtype if setting.profile else "bfloat16"
+    precision = precision_of(dtype, setting.engine.quantization, setting.engine.kv_cache_dtype)
     ttft = "" if setting.ttft_ms is None else f", P99 TTFT within {setting.ttft_ms:g} ms"
     return (
-        f"{model} on {setting.devices} x {setting.device}, {load.workload.rpartition('/')[2]}, "
+        f"{model} on {setting.devices} x {setting.device}, {precision}, {load.workload.rpartition('/')[2]}, "
         f"P99 TBT within {setting.tbt_ms:g} ms{ttft}"
     )
 

@@ -158,7 +158,7 @@ class Simulated:
     @property
     def name(self) -> str:
         """What is simulated."""
-        return f"{self.profile.cost.model} on {self.profile.cost.device}, simulated"
+        return f"{self.model} on {self.profile.cost.device}, {self.profile.precision}, simulated"
 
     @property
     def model(self) -> str:

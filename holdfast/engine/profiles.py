@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from holdfast.core.config import CacheTypeName, QuantizationName
+from holdfast.core.config import CacheTypeName, EngineConfig, QuantizationName
 from holdfast.core.cost import CostModel
 from holdfast.engine.checkpoint import read_json, read_text
 
@@ -49,12 +49,11 @@ class Profile:
         """What its numbers are, for people."""
         return precision_of(self.dtype, self.quantization, self.kv_cache_dtype)
 
-    def require(self, quantization: QuantizationName, kv_cache_dtype: CacheTypeName) -> None:
-        """Raises ValueError, naming both, where an engine of these options goes at another pace than was measured."""
-        asked = {"quantization": quantization, "kv_cache_dtype": kv_cache_dtype}
-        for name, value in asked.items():
-            measured = getattr(self, name)
-            if measured != value:
+    def require(self, config: EngineConfig) -> None:
+        """Raises ValueError, naming both values, where an engine's weights or cache are not as those measured."""
+        for name in ("quantization", "kv_cache_dtype"):
+            value, measured = getattr(config, name), getattr(self, name)
+            if value != measured:
                 raise ValueError(
                     f"{name} is {value}, and the profile of {self.cost.model} on {self.cost.device} was measured with "
                     f"{measured}; give --{name.replace('_', '-')} {measured}, or another profile"

@@ -6,6 +6,20 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Fp8:
+    """The same of products with FP8 weights and of a cache in FP8."""
+
+    flops: float
+    matmul: float
+    weights: float
+    round_seconds: float
+    """What rounding activations takes in each layer, in steps of more than one token."""
+    attention: float
+    """Share of the device's `flops`: keys and values are widened to 16 bits, and another kernel computes with them."""
+    cache: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
     """One accelerator: the makers' figures, and what the kernels of a serving stack reach of them."""
 
@@ -32,6 +46,8 @@ class Device:
     """What each layer takes besides its matrices and its attention."""
     link: str
     """The link between devices of one host."""
+    fp8: Fp8 | None = None
+    """None before Hopper: the engine has FP8 neither for weights nor, in its own kernels, for the cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +69,10 @@ class Link:
         return 2 * (ranks - 1) * self.send(size / ranks) if ranks > 1 else 0.0
 
 
+# Fitted to what a Llama-3-8B shape on an H200 gains by FP8 (docs/benchmarks.md): `weights` and `round_seconds` to one
+# and to many decodes, `matmul` to long prefills, `cache` to decode attention, `attention` to that of 8,192 tokens.
+HOPPER_FP8 = Fp8(flops=1979e12, matmul=0.52, weights=0.66, round_seconds=10e-6, attention=0.31, cache=0.57)
+
 DEVICES = {
     device.name: device
     for device in (
@@ -71,6 +91,7 @@ DEVICES = {
             step_seconds=0.25e-3,
             layer_seconds=9e-6,
             link="nvlink4",
+            fp8=HOPPER_FP8,
         ),
         # Not measured: the H200's shares of its own figures.
         Device(
@@ -86,6 +107,7 @@ DEVICES = {
             step_seconds=0.25e-3,
             layer_seconds=9e-6,
             link="nvlink4",
+            fp8=HOPPER_FP8,
         ),
         # The PCIe card of Azure's NC A100 v4, under the papers' software of 2023 (PyTorch, xFormers, no graphs).
         Device(
@@ -159,6 +181,16 @@ def device_named(name: str) -> Device:
     if name not in DEVICES:
         raise ValueError(f"device {name} is unknown; there are {', '.join(sorted(DEVICES))}")
     return DEVICES[name]
+
+
+def fp8_of(device: Device, option: str) -> Fp8:
+    """The device's figures in FP8. Raises ValueError, naming the option that asks for them, where it has none."""
+    if device.fp8 is None:
+        able = ", ".join(sorted(name for name, other in DEVICES.items() if other.fp8))
+        raise ValueError(
+            f"{option} is fp8, which takes a Hopper GPU or later ({able}), not {device.name}: leave it out"
+        )
+    return device.fp8
 
 
 def link_named(name: str) -> Link:

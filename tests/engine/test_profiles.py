@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from holdfast.core.config import EngineConfig
 from holdfast.engine.profiles import Profile, kept_at, precision_of
 from tests.simulator.simulation import PROFILE
 
@@ -64,11 +65,10 @@ def test_each_model_precision_and_device_has_a_place_of_its_own(tmp_path, monkey
     ("kv_cache_dtype", "fp8", "auto"),
 ])  # fmt: skip
 def test_a_profile_is_not_taken_for_an_engine_of_another_precision(name, measured, asked):
-    options = {"quantization": "none", "kv_cache_dtype": "auto"}
     profile = replace(PROFILE, **{name: measured})
-    profile.require(**options | {name: measured})
+    profile.require(EngineConfig(**{name: measured}))
     with pytest.raises(ValueError, match=f"{name} is {asked}, and the profile of m on d was measured with {measured}"):
-        profile.require(**options | {name: asked})
+        profile.require(EngineConfig(**{name: asked}))
 
 
 def test_a_precision_is_told_with_what_is_in_fp8():

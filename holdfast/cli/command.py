@@ -22,6 +22,7 @@ from holdfast.core.version import __version__
 from holdfast.engine.client import EngineDead, EngineStartError
 from holdfast.server.config import ServerConfig
 from holdfast.server.conversations.store import StoreError
+from holdfast.simulator.plan import SHARED_OPTIONS
 from holdfast.simulator.shapes import MODELS
 
 EXAMPLES = """\
@@ -39,7 +40,7 @@ BAD_USAGE = 2
 INTERRUPTED = 130
 
 
-UNPLANNED = [field.name for field in fields(EngineConfig) if field.name not in plan.ENGINE_OPTIONS]
+UNPLANNED = [field.name for field in fields(EngineConfig) if field.name not in SHARED_OPTIONS]
 """What of an engine `holdfast plan` does not take."""
 
 
@@ -229,7 +230,7 @@ def run_bench(flags: Mapping[str, Any], arguments: Sequence[str]) -> int:
 def run_plan(flags: Mapping[str, Any], arguments: Sequence[str]) -> int:
     """Make the configs of `plan` and call it."""
     file = read_file(flags["config"], CONFIGS["plan"]) if flags["config"] else {}
-    shared = [{name: source[name] for name in plan.ENGINE_OPTIONS if name in source} for source in (flags, file)]
+    shared = [{name: source[name] for name in SHARED_OPTIONS if name in source} for source in (flags, file)]
     try:
         return plan.run(
             build(plan.PlanConfig, flags, file),

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 from served import CONFIG, make_checkpoint
 
+from holdfast.cli.advice import recommend, serve_command
 from holdfast.cli.command import main, make_parser
 from holdfast.cli.flags import build
-from holdfast.cli.plan import recommend, serve_command, shape_named
+from holdfast.cli.plan import shape_named
 from holdfast.core.config import EngineConfig
 from holdfast.simulator.plan import Candidate, Verdict
 from holdfast.simulator.shapes import MODELS

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,87 +73,52 @@ class Link:
 # and to many decodes, `matmul` to long prefills, `cache` to decode attention, `attention` to that of 8,192 tokens.
 HOPPER_FP8 = Fp8(flops=1979e12, matmul=0.52, weights=0.66, round_seconds=10e-6, attention=0.31, cache=0.57)
 
+# Fitted to the profile of a Llama-3-8B shape that was measured on one: within 6% of it for 16 kinds of step, 10% too
+# fast for a prefill of 128 tokens alone; docs/benchmarks.md has the table.
+H200 = Device(
+    name="h200",
+    flops=989e12,
+    bandwidth=4.8e12,
+    memory=141e9,
+    copy_rate=50e9,
+    matmul=0.62,
+    attention=0.58,
+    weights=0.82,
+    cache=0.86,
+    step_seconds=0.25e-3,
+    layer_seconds=9e-6,
+    link="nvlink4",
+    fp8=HOPPER_FP8,
+)
+# The PCIe card of Azure's NC A100 v4, under the papers' software of 2023 (PyTorch, xFormers, no graphs).
+A100 = Device(
+    name="a100-80gb",
+    flops=312e12,
+    bandwidth=1.935e12,
+    memory=80e9,
+    copy_rate=24e9,
+    matmul=0.62,
+    attention=0.40,
+    weights=0.85,
+    cache=0.85,
+    step_seconds=0.5e-3,
+    layer_seconds=30e-6,
+    link="nvlink3",
+)
 DEVICES = {
     device.name: device
     for device in (
-        # Fitted to the profile of a Llama-3-8B shape that was measured on one: within 6% of it for 16 kinds of step,
-        # 10% too fast for a prefill of 128 tokens alone; docs/benchmarks.md has the table.
-        Device(
-            name="h200",
-            flops=989e12,
-            bandwidth=4.8e12,
-            memory=141e9,
-            copy_rate=50e9,
-            matmul=0.62,
-            attention=0.58,
-            weights=0.82,
-            cache=0.86,
-            step_seconds=0.25e-3,
-            layer_seconds=9e-6,
-            link="nvlink4",
-            fp8=HOPPER_FP8,
-        ),
+        H200,
         # Not measured: the H200's shares of its own figures.
-        Device(
-            name="h100",
-            flops=989e12,
-            bandwidth=3.35e12,
-            memory=80e9,
-            copy_rate=50e9,
-            matmul=0.62,
-            attention=0.58,
-            weights=0.82,
-            cache=0.86,
-            step_seconds=0.25e-3,
-            layer_seconds=9e-6,
-            link="nvlink4",
-            fp8=HOPPER_FP8,
-        ),
-        # The PCIe card of Azure's NC A100 v4, under the papers' software of 2023 (PyTorch, xFormers, no graphs).
-        Device(
-            name="a100-80gb",
-            flops=312e12,
-            bandwidth=1.935e12,
-            memory=80e9,
-            copy_rate=24e9,
-            matmul=0.62,
-            attention=0.40,
-            weights=0.85,
-            cache=0.85,
-            step_seconds=0.5e-3,
-            layer_seconds=30e-6,
-            link="nvlink3",
-        ),
+        replace(H200, name="h100", bandwidth=3.35e12, memory=80e9),
+        A100,
         # matmul and weights fitted to layers of Llama-2-70B as Vidur measured them (docs/benchmarks.md), the small
-        # kernels between the matrices included; attention and cache are the A100's.
-        Device(
-            name="a40",
-            flops=149.7e12,
-            bandwidth=0.696e12,
-            memory=48e9,
-            copy_rate=24e9,
-            matmul=0.67,
-            attention=0.40,
-            weights=0.75,
-            cache=0.85,
-            step_seconds=0.5e-3,
-            layer_seconds=30e-6,
-            link="pcie4",
+        # kernels between the matrices included; the rest are the A100's shares.
+        replace(
+            A100, name="a40", flops=149.7e12, bandwidth=0.696e12, memory=48e9, matmul=0.67, weights=0.75, link="pcie4"
         ),
-        Device(
-            name="rtx-3090",
-            flops=71e12,
-            bandwidth=0.936e12,
-            memory=24e9,
-            copy_rate=24e9,
-            matmul=0.62,
-            attention=0.40,
-            weights=0.85,
-            cache=0.85,
-            step_seconds=0.5e-3,
-            layer_seconds=30e-6,
-            link="pcie4",
-        ),
+        # Not measured: the A100's shares.
+        replace(A100, name="rtx-3090", flops=71e12, bandwidth=0.936e12, memory=24e9, link="pcie4"),
     )
 }
 

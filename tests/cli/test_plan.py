@@ -105,6 +105,17 @@ def test_a_profile_of_another_precision_is_refused(tmp_path, capsys):
     assert parsed(capsys.readouterr().out.strip().splitlines()[-1]).quantization == "fp8"
 
 
+def test_a_file_may_hold_what_flags_may_and_nothing_else(profile, tmp_path, capsys):
+    path = tmp_path / "plan.yaml"
+    path.write_text("slo-tbt: 20ms\nslo-ttft: 100ms\nmax-sequences: 8\n")
+    given = (*SMALL[:6], "--schedulers", "orca", "--config", str(path))
+    assert plan("--profile", profile, *given) == 0
+    assert parsed(capsys.readouterr().out.strip().splitlines()[-1]).max_sequences == 8
+    path.write_text("tbt_target: 20ms\n")
+    assert plan("--profile", profile, *given) == 2
+    assert f"{path}: unknown option tbt_target; holdfast plan --help" in capsys.readouterr().err
+
+
 def test_limits_that_nothing_keeps_fail_with_advice(profile, capsys):
     given = (*SMALL, "--slo-tbt", "1ms", "--schedulers", "stall-free")
     assert plan("--profile", profile, *given) == 1

@@ -26,6 +26,7 @@ from holdfast.simulator.devices import DEVICES, LINKS, device_named, link_named
 from holdfast.simulator.plan import Candidate, Setting, Verdict, best_of, judges
 from holdfast.simulator.shapes import MODELS, ModelShape, shape_of
 
+DEVICE = "h200"
 MARGIN = 0.9
 """A candidate with a computed budget aims at this share of the limit: steps in the world are not as predicted."""
 
@@ -40,7 +41,7 @@ Layout = tuple[int, int, float]
 class PlanConfig:
     """The devices, the limits, and what to choose from. Raises ValueError for what cannot be."""
 
-    device: str = option("h200", f"kind of device: {', '.join(sorted(DEVICES))}")
+    device: str | None = option(None, f"kind of device: {', '.join(sorted(DEVICES))}; default: {DEVICE}")
     devices: int = option(1, "how many there are")
     price: float | None = option(None, "of one device for an hour, in any currency")
     profile: str | None = option(
@@ -78,7 +79,9 @@ class PlanConfig:
             raise ValueError(f"host_gb holds {min(self.host_gb):g}; each must be at least 0")
         if unknown := self.scheduler_names - {*NAMES, "all"}:
             raise ValueError(f"scheduler {min(unknown)!r} is unknown; there are {', '.join(NAMES)}, or all")
-        device_named(self.device)
+        device_named(self.device or DEVICE)
+        if self.profile is not None and self.device is not None:
+            raise ValueError(f"device is {self.device}, and a profile is of its own; drop it, or name a MODEL")
         for name in ("link", "stage_link"):
             if getattr(self, name) is not None:
                 link_named(getattr(self, name))
@@ -112,7 +115,7 @@ def run(
     verdicts = search(config, setting, ways)
     best = best_of(verdicts)
     show(console, verdicts, best)
-    advice = recommend(verdicts, engine, model)
+    advice = recommend(verdicts, engine, BUILTIN_MODEL if setting.model == BUILTIN_MODEL else model)
     for line in advice:
         console.print(Text(line), soft_wrap=True)
     if config.json is not None:
@@ -145,9 +148,10 @@ def setting_of(config: PlanConfig, load: WorkloadConfig, engine: EngineConfig, m
     profile = None if config.profile is None else Profile.load(Path(config.profile))
     if profile is not None:
         profile.require(engine)
+    device = config.device or DEVICE
     return Setting(
-        model=profile.cost.model if profile else shape_on(shape_named(model or ""), config.device, engine),
-        device=profile.cost.device if profile else config.device,
+        model=profile.cost.model if profile else shape_on(shape_named(model or ""), device, engine),
+        device=profile.cost.device if profile else device,
         devices=config.devices,
         price=config.price,
         profile=profile,

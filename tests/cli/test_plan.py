@@ -105,6 +105,13 @@ def test_a_profile_of_another_precision_is_refused(tmp_path, capsys):
     assert parsed(capsys.readouterr().out.strip().splitlines()[-1]).quantization == "fp8"
 
 
+def test_a_profile_of_the_built_in_model_gives_a_command_for_it(tmp_path, capsys):
+    path = tmp_path / "profile.json"
+    replace(PROFILE, cost=replace(PROFILE.cost, model="holdfast-tiny")).save(path)
+    assert plan("--profile", str(path), *SMALL, "--schedulers", "orca") == 0
+    assert parsed(capsys.readouterr().out.strip().splitlines()[-1]).model == "holdfast-tiny"
+
+
 def test_a_file_may_hold_what_flags_may_and_nothing_else(profile, tmp_path, capsys):
     path = tmp_path / "plan.yaml"
     path.write_text("slo-tbt: 20ms\nslo-ttft: 100ms\nmax-sequences: 8\n")
@@ -199,6 +206,7 @@ def test_a_model_may_be_a_name_a_directory_or_a_config(tmp_path):
         (("mistral-7b", "--plots", __file__), "is a file"),
         (("mistral-7b", "--tp", "4"), "no tp x pp of those given fits on 1 devices"),
         (("mistral-7b", "--link", "string"), "link string is unknown; there are"),
+        (("--profile", "p.json", "--device", "h200"), "device is h200, and a profile is of its own; drop it"),
         (("--profile", "p.json", "--stage-link", "pcie4"), "stage_link joins devices, and a profile is of one"),
         (("mistral-7b", "--host-gb", "4,-1"), "host_gb holds -1; each must be at least 0"),
         (("mistral-7b", "--host-gb", "-1,4"), "host_gb holds -1; each must be at least 0"),

@@ -213,8 +213,16 @@ def describe(executor: PagedExecutor, checkpoint: Checkpoint, memory: MemoryProf
         max_waiting=config.max_waiting,
         vocab_size=spec.vocab_size,
         started_in=0.0,
-        profile=str(kept_at(checkpoint.directory, precision, memory.device)),
+        profile=str(kept_at(checkpoint.directory, precision, pace_of(config, executor.device.type, memory.device))),
     )
+
+
+def pace_of(config: EngineConfig, kind: str, name: str) -> str:
+    """The device's name, with the options that make steps of one model run at another pace on a device of its kind."""
+    if kind != "cuda":
+        return name
+    backend = [] if config.attention_backend in ("auto", "holdfast") else [config.attention_backend]
+    return ", ".join([name, *backend, *([] if config.cuda_graphs else ["no graphs"])])
 
 
 class StartStages:

@@ -15,7 +15,7 @@ from holdfast.engine import process
 from holdfast.engine.__main__ import one_line
 from holdfast.engine.loop import Loop
 from holdfast.engine.messages import Abort, Ask, Outputs, Refused, Shutdown, Start, Stats, Submit
-from holdfast.engine.process import build, retention_cost, run, serve
+from holdfast.engine.process import build, pace_of, retention_cost, run, serve
 from holdfast.engine.profiles import Profile
 from holdfast.execution.runner import PagedExecutor
 from holdfast.models.loader import load
@@ -313,6 +313,13 @@ def test_a_profile_is_measured_once_and_kept_for_the_next_engine(small):
     Path(path).write_text("{}")
     with pytest.raises(ValueError, match="is not a profile"):
         build(small(token_budget=None, tbt_target=50, max_model_len=64))
+
+
+def test_on_a_gpu_a_profile_is_of_an_attention_backend_and_of_graphs_too(small):
+    options = ({}, {"attention_backend": "torch"}, {"cuda_graphs": False})
+    assert [pace_of(small(**each), "cuda", "H200") for each in options] == ["H200", "H200, torch", "H200, no graphs"]
+    assert {pace_of(small(**each), "cpu", "CPU") for each in options} == {"CPU"}
+    assert pace_of(small(attention_backend="holdfast"), "cuda", "H200") == "H200"
 
 
 def test_a_cache_in_fp8_has_room_for_four_times_the_blocks_and_a_profile_of_its_own(small):

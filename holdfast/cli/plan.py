@@ -122,21 +122,36 @@ def run(
         rows = [as_row(verdict) for verdict in verdicts]
         Path(config.json).write_text(json.dumps({"candidates": rows}, indent=1) + "\n", encoding="utf-8")
     if config.report is not None or config.plots is not None:
-        from holdfast.cli.plan_report import report_of  # an extra: matplotlib
-
-        settings = [*changed(load), *changed(config, without=("json", "report", "plots", "jobs")), *changed(engine)]
-        page = report_of(
-            verdicts,
-            best,
-            described(setting, load),
-            advice,
-            (HEAD, [cells(verdict) for verdict in verdicts]),
-            settings,
-            shlex.join(["holdfast", "plan", *arguments]),
-            f"Holdfast {__version__}",
-        )
-        console.print(written(page, config.report, config.plots), soft_wrap=True)
+        write_report(console, config, load, setting, verdicts, advice, arguments)
     return 0 if best else 1
+
+
+def write_report(
+    console: Console,
+    config: PlanConfig,
+    load: WorkloadConfig,
+    setting: Setting,
+    verdicts: Sequence[Verdict],
+    advice: Sequence[str],
+    arguments: Sequence[str],
+) -> None:
+    """Draw and write. Raises OSError."""
+    from holdfast.cli.plan_report import report_of  # an extra: matplotlib
+
+    page = report_of(
+        verdicts,
+        best_of(verdicts),
+        described(setting, load),
+        advice,
+        (HEAD, [cells(verdict) for verdict in verdicts]),
+        [*changed(load), *changed(config, without=OUTPUTS), *changed(setting.engine)],
+        shlex.join(["holdfast", "plan", *arguments]),
+        f"Holdfast {__version__}",
+    )
+    console.print(written(page, config.report, config.plots), soft_wrap=True)
+
+
+OUTPUTS = ("json", "report", "plots", "jobs")
 
 
 def setting_of(config: PlanConfig, load: WorkloadConfig, engine: EngineConfig, model: str | None) -> Setting:

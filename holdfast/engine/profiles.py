@@ -51,13 +51,15 @@ class Profile:
 
     def require(self, config: EngineConfig) -> None:
         """Raises ValueError, naming both values, where an engine's weights or cache are not as those measured."""
-        for name in ("quantization", "kv_cache_dtype"):
-            value, measured = getattr(config, name), getattr(self, name)
-            if value != measured:
-                raise ValueError(
-                    f"{name} is {value}, and the profile of {self.cost.model} on {self.cost.device} was measured with "
-                    f"{measured}; give --{name.replace('_', '-')} {measured}, or another profile"
-                )
+        names = [name for name in ("quantization", "kv_cache_dtype") if getattr(config, name) != getattr(self, name)]
+        if names:
+            asked = " and ".join(f"{name} is {getattr(config, name)}" for name in names)
+            measured = " and ".join(getattr(self, name) for name in names)
+            flags = " ".join(f"--{name.replace('_', '-')} {getattr(self, name)}" for name in names)
+            raise ValueError(
+                f"{asked}, and the profile of {self.cost.model} on {self.cost.device} was measured with {measured}; "
+                f"give {flags}, or another profile"
+            )
 
     def save(self, path: Path) -> None:
         """Write the file whole or not at all. Raises OSError."""

@@ -71,6 +71,13 @@ def test_a_profile_is_not_taken_for_an_engine_of_another_precision(name, measure
         profile.require(EngineConfig(**{name: asked}))
 
 
+def test_all_that_a_profile_does_not_fit_is_told_at_once():
+    with pytest.raises(
+        ValueError, match=r"none and kv_cache_dtype is auto.*--quantization fp8 --kv-cache-dtype fp8, or"
+    ):
+        replace(PROFILE, quantization="fp8", kv_cache_dtype="fp8").require(EngineConfig())
+
+
 def test_a_precision_is_told_with_what_is_in_fp8():
     assert precision_of("bfloat16", "none", "auto") == "bfloat16"
     assert precision_of("bfloat16", "fp8", "auto") == "bfloat16, fp8 weights"

@@ -181,14 +181,13 @@ def divide_memory(executor: PagedExecutor, stages: StartStages) -> MemoryProfile
         executor.compile()
     stages.begin("measuring memory")
     memory = executor.profile()
-    host = (
-        [f"taking {memory.num_host_blocks * memory.block / 1e9:.1f} GB of host memory"]
-        if memory.num_host_blocks
-        else []
-    )
-    made = [*host, *(["capturing graphs"] if captured else [])]
-    if made:
-        stages.begin(" and ".join(made))
+    making = []
+    if memory.num_host_blocks:
+        making.append(f"taking {memory.num_host_blocks * memory.block / 1e9:.1f} GB of host memory")
+    if captured:
+        making.append("capturing graphs")
+    if making:
+        stages.begin(" and ".join(making))
     executor.allocate(memory.num_blocks, memory.num_host_blocks)
     return memory
 

@@ -71,7 +71,7 @@ class Link:
 
 # Fitted to what a Llama-3-8B shape on an H200 gains by FP8 (docs/benchmarks.md): `weights` and `round_seconds` to one
 # and to many decodes, `matmul` to long prefills, `cache` to decode attention, `attention` to that of 8,192 tokens.
-HOPPER_FP8 = Fp8(flops=1979e12, matmul=0.52, weights=0.66, round_seconds=10e-6, attention=0.31, cache=0.57)
+HOPPER_FP8 = Fp8(flops=1979e12, matmul=0.52, weights=0.66, round_seconds=8e-6, attention=0.31, cache=0.58)
 
 # Fitted to the profile of a Llama-3-8B shape that was measured on one: within 6% of it for 16 kinds of step, 10% too
 # fast for a prefill of 128 tokens alone; docs/benchmarks.md has the table.

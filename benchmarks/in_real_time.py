@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from holdfast.bench.records import Record
 from holdfast.bench.workloads import Workload
 from holdfast.core.config import EngineConfig
-from holdfast.core.cost import CostModel
+from holdfast.core.cost import CostModel, Reserve
 from holdfast.core.protocols import Executor
 from holdfast.core.types import StepPlan, StepResult
 from holdfast.engine.loop import Loop
@@ -156,5 +156,10 @@ class RealEngine:
 
 
 def predicted(cost: CostModel, steps: list[Stepped]) -> list[float]:
-    """What the cost model says of the very steps that were run, seconds."""
-    return [cost.step(step.segments) for step in steps]
+    """What the cost model says of the very steps that were run, one behind the other as they were, seconds."""
+    reserve, taken, free_at = Reserve(cost.burst), [], 0.0
+    for step in steps:
+        idle = max(0.0, step.ended - step.seconds - free_at)
+        taken.append(reserve.step(sum(query for query, _ in step.segments), cost.step(step.segments), idle))
+        free_at = step.ended
+    return taken

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from datetime import date
-from functools import cache
+from functools import cache, partial
 from math import inf
 from multiprocessing import get_context
 from pathlib import Path
@@ -35,8 +35,8 @@ from holdfast.simulator.shapes import MODELS
 
 RESULTS = Path(__file__).parent / "results"
 SHAREGPT, ARXIV = "openchat_sharegpt4", "arxiv_summarization"
-MARGIN = 0.97
-"""The target that is set, of the SLO: a target is kept by 95 of 100 steps, the SLO is on the 99th."""
+CLOSE = 0.02
+"""The search ends when its bounds are this close to one another."""
 CEILING = 4096
 """The most tokens of a computed budget, shared out among the stages: larger steps are no cheaper, and leave bubbles."""
 BUDGETS = {"strict": (512, 1024, 2048), "relaxed": (1536, 2048, 4096)}
@@ -102,7 +102,7 @@ def engine(system: str, dataset: str, cache_tokens: int, slo: float) -> EngineCo
     if system == "vllm":
         return EngineConfig(**common, scheduler="prefill-first", token_budget=longest)
     if system == "computed":
-        return EngineConfig(**common, tbt_target=slo * 1000 * MARGIN)
+        return EngineConfig(**common, tbt_target=slo * 1000)
     return EngineConfig(**common, token_budget=int(system.removeprefix("fixed-")))
 
 
@@ -120,7 +120,8 @@ def capacity_of(task: tuple[str, str, str, str, int, float]) -> tuple[tuple[str,
     name, dataset, slo, system, requests, start = task
     limit = SETTINGS[name].relaxed if slo == "relaxed" else SETTINGS[name].strict
     config = engine(system, dataset, deployed(name).profile.cache_tokens, limit)
-    found = find_capacity(lambda rate: served(name, dataset, config, rate, requests), limit * 1000, start=start)
+    run = partial(served, name, dataset, config, requests=requests)
+    found = find_capacity(run, limit * 1000, start=start, close=CLOSE)
     print(f"  {name} {dataset} {slo} {system}: {found:.3g}", file=sys.stderr, flush=True)
     return (name, dataset, slo, system), found
 

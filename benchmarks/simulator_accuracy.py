@@ -3,13 +3,13 @@
 Run: python benchmarks/simulator_accuracy.py --device cpu [--model DIR] [--requests 60]
      python benchmarks/simulator_accuracy.py --device cuda [--shape llama-3-8b] [--seconds 25] [--profile FILE]
 
-The device is measured first, unless a profile is given. Requests arrive by a Poisson process at `--load` of what the
-profile says the device can do: on a CPU with 32 to 256 prompt tokens and 8 to 48 generated ones, on CUDA with lengths
-as of `--dataset`. Both run in one process on the same schedulers; nobody else should use the machine. Besides what
-clients see, each step that was really run is held against what the cost model says of it: measured over predicted by
-kind of step, and what the loop takes beyond the device. A second table has the cost model's steps as much longer or
-shorter as those of the run were in all: a machine whose own pace changes from minute to minute is told apart from a
-simulator that queues otherwise.
+The device is measured first, unless a profile is given; with `--schedulers` and none, that is all. Requests arrive by a
+Poisson process at `--load` of what the profile says the device can do: on a CPU with 32 to 256 prompt tokens and 8 to
+48 generated ones, on CUDA with lengths as of `--dataset`. Both run in one process on the same schedulers; nobody else
+should use the machine. Besides what clients see, each step that was really run is held against what the cost model says
+of it: measured over predicted by kind of step, and what the loop takes beyond the device. A second table has the cost
+model's steps as much longer or shorter as those of the run were in the same half second: a machine whose own pace
+changes is told apart from a simulator that queues otherwise.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import random
 import statistics
 import sys
 from collections import defaultdict
-from dataclasses import replace
+from collections.abc import Callable
 from datetime import date
 from itertools import pairwise
 from pathlib import Path
@@ -40,6 +40,8 @@ from holdfast.simulator.run import simulate
 from holdfast.simulator.shapes import model_named
 
 SHOWN = [f"{which}_{name}_ms" for name in ("ttft", "itl", "e2el") for which in ("mean", "median", "p99")]
+PACE_SECONDS = 0.5
+"""The second table has the machine's pace over so long."""
 CLOSED = 32
 """Conversations at once in the run that says what the device can do."""
 
@@ -70,6 +72,9 @@ def main() -> None:
     profile = engine.profile
     if args.keep_profile:
         profile.save(args.keep_profile.absolute())
+    if not args.schedulers:
+        engine.close()
+        return
     common.pop("model"), common.pop("device"), common.pop("load_format", None)
     full = capacity(args, profile, common)
     count = args.requests or max(20, round(args.load * full * args.seconds))
@@ -95,16 +100,19 @@ def main() -> None:
         for _ in range(args.repeat):
             records, steps = engine.serve(config, workload)
             result = compare(scheduler, summary(records), simulated, profile.cost, steps)
-            pace = result["steps"]["all"]["over"]
-            again = replace(profile, cost=profile.cost.slower(pace, pace))
-            result |= at_pace(result["real"], summary(simulate(config, again, workload).records))
+            again = simulate(config, profile, workload, pace=pace_of(profile.cost, steps, workload))
+            result |= at_pace(result["real"], summary(again.records))
             results.append(result)
             all_steps.append([scheduler, steps])
             print("\n".join(shown(results[-1])), flush=True)
             if args.json:
                 args.json.write_text(json.dumps(dict(about=about, results=results), indent=1) + "\n")
     print("\n".join(table(results)))
-    print("\n".join(["\nwith the cost model at the pace of the run:\n", *table(results, "off_at_pace")]))
+    print(
+        "\n".join(
+            ["\nwith the cost model at the pace of each half second of the run:\n", *table(results, "off_at_pace")]
+        )
+    )
     if args.steps:
         args.steps.write_text(json.dumps(all_steps, separators=(",", ":")))
     engine.close()
@@ -156,8 +164,22 @@ def compare(
     )
 
 
+def pace_of(cost: CostModel, steps: list[Stepped], workload: Workload) -> Callable[[float], float]:
+    """Measured over predicted time of the steps begun about a time, in seconds as the workload's arrivals."""
+    start = steps[0].planned - min(conversation.arrival for conversation in workload)
+    real: dict[int, float] = defaultdict(float)
+    expected: dict[int, float] = defaultdict(float)
+    for step, seconds in zip(steps, predicted(cost, steps), strict=True):
+        about = int((step.ended - step.seconds - start) / PACE_SECONDS)
+        real[about] += step.seconds
+        expected[about] += seconds
+    whole = sum(real.values()) / sum(expected.values())
+    pace = {about: real[about] / expected[about] for about in real}
+    return lambda now: pace.get(int(now / PACE_SECONDS), whole)
+
+
 def at_pace(real: dict[str, Any], simulated: dict[str, Any]) -> dict[str, Any]:
-    """How far the simulator is off where its steps are in all as long as the real ones: what is left is the rest."""
+    """How far the simulator is off where its steps are as long as the real ones about then: the rest of what it is."""
     return dict(off_at_pace={name: round(simulated[name] / real[name] - 1, 4) for name in SHOWN})
 
 

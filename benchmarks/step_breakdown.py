@@ -2,11 +2,14 @@
 
     python benchmarks/step_breakdown.py [--batches 1 32 256] [--out after.json] [--before before.json] [--plot out.png]
     python benchmarks/step_breakdown.py --batches --prefill 2048 8192 --out prefill.json    # by token budget
+    python benchmarks/step_breakdown.py --batches --mixed 64 256 --out mixed.json           # by tokens of the prompt
 
 The shape is Llama-3-8B's with random weights, decodes at prompts of 512 tokens, prefills of 8,192. PyTorch's profiler
 stretches a step somewhat: its wall time stands beside that of steps that were not watched. Of prefills, the clock and
-the power of the GPU are read while they run, not watched. Prints a table, writes JSON; `--plot` draws the decodes of
-both JSONs (or the one there is) as stacked bars, and needs no GPU where `--after` names a result.
+the power of the GPU are read while they run, not watched. Mixed steps are whole steps of 128 decodes at contexts of
+600 to 1,200, and of half as much, with so many tokens of a prompt or without, in turns. Prints a table, writes JSON;
+`--plot` draws the decodes of both JSONs (or the one there is) as stacked bars, and needs no GPU where `--after` names a
+result.
 """
 
 from __future__ import annotations
@@ -32,12 +35,17 @@ from torch.profiler import ProfilerActivity
 from torch.profiler import profile as torch_profile
 
 from holdfast.core.config import EngineConfig
+from holdfast.core.types import Sampling, Segment, StepPlan, TableWrite
 from holdfast.engine.loop import Loop
 from holdfast.engine.process import build
+from holdfast.execution.runner import PagedExecutor
 from holdfast.scheduler.policies import StallFree
 
 PROMPT = 512
 LONG_PROMPT = 8192
+DECODES, CONTEXTS, CHUNK_ENDS = 128, (600, 1200), 1024
+"""Of mixed steps; chunks of no more tokens than that end there, longer ones begin their sequence."""
+ROUNDS = 3
 KINDS = {  # by the start or a part of a kernel's name, in this order
     "thin_linear_kernel": "products",
     "nvjet": "products",
@@ -125,6 +133,68 @@ def prefill(loop: Loop, budget: int, prompts: int) -> dict[str, Any]:
         "clocks": {key: statistics.median(reading[key] for reading in loaded) for key in readings[0]} if loaded else {},
         **watched(profiler, per=prompts),
     }
+
+
+def spans(chunk: int, share: float = 1.0) -> list[tuple[int, int]]:
+    """First and last position of each segment of a mixed step: decodes, contexts spread evenly, then a chunk."""
+    low, high = (share * context for context in CONTEXTS)
+    stops = [round(low + (high - low) * index / (DECODES - 1)) for index in range(DECODES)]
+    end = max(CHUNK_ENDS, chunk)
+    return [(stop - 1, stop) for stop in stops] + [(end - chunk, end)] * bool(chunk)
+
+
+def tables(block_size: int, longest: int) -> tuple[TableWrite, ...]:
+    """Blocks of their own for the rows of mixed steps."""
+    width = -(-max(CONTEXTS[1], longest) // block_size)
+    return tuple(TableWrite(row, 0, tuple(range(row * width, (row + 1) * width))) for row in range(DECODES + 1))
+
+
+def timed(
+    executor: PagedExecutor, parts: list[tuple[int, int]], steps: int, writes: tuple[TableWrite, ...] = ()
+) -> list[float]:
+    """Milliseconds of each step on the device, two in flight; row by row these positions, of random tokens."""
+    rng, greedy = random.Random(len(parts)), Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
+    segments = tuple(
+        Segment(str(row), row if stop - start == 1 else DECODES, start, stop, draw(rng, stop - start), greedy)
+        for row, (start, stop) in enumerate(parts)
+    )
+    times = []
+    for number in range(steps + 1):
+        if number < steps:
+            executor.submit(StepPlan(number, segments, table_writes=() if number else writes))
+        if number:
+            times.append(1e3 * executor.collect().seconds)
+    return times
+
+
+def mixed(loop: Loop, chunks: list[int], steps: int) -> list[dict[str, Any]]:
+    """Milliseconds and kernels of steps of decodes with each chunk and without, at the contexts and at half of them."""
+    executor = loop._executor
+    assert isinstance(executor, PagedExecutor)
+    kinds = [(chunk, share) for chunk in (0, *chunks) for share in (1.0, 0.5)]
+    writes = tables(executor.config.block_size, max(chunks))
+    executor.memory.cache.data[:, :, : 1 + writes[-1].blocks[-1]].normal_()  # what was never written may be zeros
+    timed(executor, spans(0), 1, writes)
+    times: dict[tuple[int, float], list[float]] = defaultdict(list)
+    for _ in range(ROUNDS):
+        for chunk, share in kinds:
+            times[chunk, share] += timed(executor, spans(chunk, share), steps)[2:]
+    results = []
+    for chunk, share in kinds:
+        with torch_profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
+            timed(executor, spans(chunk, share), steps)
+            torch.cuda.synchronize()
+        parts = spans(chunk, share)
+        results.append(
+            {
+                "decodes": DECODES,
+                "chunk": chunk,
+                "context": sum(stop for _, stop in parts[:DECODES]),
+                "step_ms_p50": round(statistics.median(times[chunk, share]), 3),
+                **watched(profiler, per=steps),
+            }
+        )
+    return results
 
 
 @contextmanager
@@ -221,16 +291,20 @@ def plot(results: dict[str, list[dict[str, Any]]], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def measure(batches: list[int], steps: int, budgets: list[int]) -> dict[str, Any]:
+def measure(batches: list[int], steps: int, budgets: list[int], chunks: list[int]) -> dict[str, Any]:
     directory = Path(tempfile.mkdtemp(prefix="breakdown-"))
     (directory / "config.json").write_text(json.dumps(LLAMA_3_8B))
-    options: dict[str, Any] = dict(max_sequences=max([8, *batches]), prefix_sharing=False, max_waiting=10_000)
+    most = max([8, *batches, *[DECODES + 1 for _ in chunks]])
+    options: dict[str, Any] = dict(max_sequences=most, prefix_sharing=False, max_waiting=10_000)
     if budgets:
         options["token_budget"] = max(budgets)
     loop, _ = build(EngineConfig(model=str(directory), load_format="random", **options))
     offline(loop, "warm-up", [(PROMPT, 8)] * 8)
     results = [breakdown(loop, batch, steps) for batch in batches]
-    return {"about": provenance(), "results": results + [prefill(loop, budget, 3) for budget in budgets]}
+    results += [prefill(loop, budget, 3) for budget in budgets]
+    if chunks:
+        results += mixed(loop, chunks, steps)
+    return {"about": provenance(), "results": results}
 
 
 def main() -> None:
@@ -240,17 +314,20 @@ def main() -> None:
     parser.add_argument(
         "--prefill", nargs="*", type=int, default=[], metavar="BUDGET", help="token budgets of prefills"
     )
+    parser.add_argument("--mixed", nargs="*", type=int, default=[], metavar="TOKENS", help="prompts beside decodes")
     parser.add_argument("--out", type=Path, help="write the JSON here")
     parser.add_argument("--after", type=Path, help="do not measure: take this JSON")
     parser.add_argument("--before", type=Path, help="a JSON to draw beside it")
     parser.add_argument("--plot", type=Path)
     arguments = parser.parse_args()
     found = json.loads(arguments.after.read_text()) if arguments.after else None
-    found = found or measure(arguments.batches, arguments.steps, arguments.prefill)
+    found = found or measure(arguments.batches, arguments.steps, arguments.prefill, arguments.mixed)
     for line in found["results"]:
         kinds = "  ".join(f"{kind} {us / 1e3:.3f}" for kind, us in line["kinds_us"].items())
         if "batch" in line:
             taken = f"batch {line['batch']}: {line['step_ms_p50']} ms a step"
+        elif "chunk" in line:
+            taken = f"chunk {line['chunk']}, context {line['context']}: {line['step_ms_p50']} ms a step"
         else:
             taken = f"budget {line['token_budget']}: {line['prompt_ms']} ms a prompt, {line['clocks']}"
         print(f"{taken}; watched {line['watched_ms']}: {kinds}", flush=True)

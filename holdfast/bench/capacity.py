@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 MOST_QUEUED_MS = 2000.0
 """Most milliseconds that the median request may wait for its first step (Sarathi-Serve §5: the load is sustained)."""
 CLOSE = 0.05
-"""The search ends when the bounds are this close to one another."""
+"""The search ends when the bounds are this close to one another, unless it is told how close."""
 LOWEST, HIGHEST = 1e-3, 1e5
 
 
@@ -28,8 +28,9 @@ def find_capacity(
     ttft_ms: float | None = None,
     start: float = 1.0,
     stride: float = 2.0,
+    close: float = CLOSE,
 ) -> float:
-    """The highest rate (requests a second) that is sustained, within 5%; 0.0 if none is.
+    """The highest rate (requests a second) that is sustained, within `close` of it; 0.0 if none is.
 
     `run` gives the figures of a run at a rate. Goes from `start` up or down by a factor until it stands between two
     bounds, then bisects. The factor is `stride`, which suits how good a guess `start` is; its square next, and so on up
@@ -47,7 +48,7 @@ def find_capacity(
             return 0.0
         if rate > HIGHEST:
             return good
-    while bad / good > 1 + CLOSE:
+    while bad / good > 1 + close:
         rate = (good * bad) ** 0.5
         if sustained(run(rate), target_ms, ttft_ms):
             good = rate

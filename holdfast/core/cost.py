@@ -11,6 +11,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+HEAVY = 512
+"""Query tokens from which on a step is arithmetic above all, and takes the most power."""
+
+
+@dataclass(frozen=True, slots=True)
+class Burst:
+    """How a device computes behind lighter work: it has power in hand, and is faster until its limit holds it back."""
+
+    share: float = 1.0
+    """Of the time that a heavy step takes behind others like it, what it takes then."""
+    seconds: float = 0.0
+    """For so long, from a full reserve."""
+
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
@@ -21,7 +34,8 @@ class CostModel:
     `decode_seconds` are the same of a step of `decode_rows` decodes and nothing else, for which an executor may have a
     shorter way (a captured graph); where they were not measured it is like any other step. `decode_attention[i][j]` is
     what each of `decode_rows[i]` decodes adds at `attention_contexts[j]`, among others of other lengths: few of them
-    leave a device part idle, and unlike ones share less work than a segment among its equals.
+    leave a device part idle, and unlike ones share less work than a segment among its equals. All of it is the pace
+    that holds; `burst` says how much faster the first heavy steps behind lighter ones are.
     """
 
     model: str
@@ -34,6 +48,7 @@ class CostModel:
     decode_rows: tuple[int, ...] = ()
     decode_seconds: tuple[float, ...] = ()
     decode_attention: tuple[tuple[float, ...], ...] = ()
+    burst: Burst = Burst()
 
     def decode_only(self, rows: int) -> float:
         """Time of everything but attention in a step of `rows` decodes alone."""
@@ -105,6 +120,7 @@ class CostModel:
             decode_rows=tuple(data.get("decode_rows", ())),
             decode_seconds=tuple(data.get("decode_seconds", ())),
             decode_attention=tuple(tuple(row) for row in data.get("decode_attention", ())),
+            burst=Burst(**data.get("burst", {})),
         )
         pairs = ((model.linear_tokens, model.linear_seconds), (model.decode_rows, model.decode_seconds))
         tables = [(model.attention_queries, model.attention_seconds)]
@@ -115,6 +131,30 @@ class CostModel:
         ):
             raise ValueError(f"cost profile of {model.model} on {model.device}: points and times differ in number")
         return model
+
+
+class Reserve:
+    """What a device has in hand of its burst: heavy steps use it up, and all other time gives as much of it back."""
+
+    def __init__(self, burst: Burst) -> None:
+        self._burst = burst
+        self._left = burst.seconds
+
+    def step(self, tokens: int, seconds: float, idle: float = 0.0) -> float:
+        """Seconds of the next step, of so many query tokens: in the long run it takes `seconds`.
+
+        It comes `idle` seconds behind the one before it.
+        """
+        burst = self._burst
+        if not burst.seconds:
+            return seconds
+        left = min(burst.seconds, self._left + idle)
+        if tokens < HEAVY:
+            self._left = min(burst.seconds, left + seconds)
+            return seconds
+        fast = min(left, burst.share * seconds)
+        self._left = left - fast
+        return fast + seconds - fast / burst.share
 
 
 class Predictor:

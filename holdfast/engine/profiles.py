@@ -19,7 +19,7 @@ from holdfast.engine.checkpoint import read_json, read_text
 CONFIG_LIMIT = 16 << 20
 DTYPES = ("float32", "bfloat16", "float16")
 
-MEASURED = 3
+MEASURED = 4
 """Counts the ways in which profiles have been measured, so that none of an earlier way is taken."""
 
 

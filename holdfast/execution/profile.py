@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache as cached
 from functools import partial
@@ -13,7 +13,7 @@ from statistics import median
 import numpy as np
 import torch
 
-from holdfast.core.cost import CostModel, interpolate
+from holdfast.core.cost import HEAVY, Burst, CostModel, interpolate
 from holdfast.core.types import Sampling, Segment, StepPlan, TableWrite
 from holdfast.execution.device import describe
 from holdfast.execution.runner import PagedExecutor
@@ -22,13 +22,25 @@ from holdfast.kernels.protocol import CapturableAttention, Segments
 SECONDS_A_POINT = 0.01
 """A point is measured again and again for so long, at least REPEATS times; its median counts."""
 REPEATS = 3
-WARM_UP = 2
-SECONDS_A_STEP = {"cuda": 0.0, "cpu": 0.08}
-"""The same for real steps, of which there are more to measure: only where other work disturbs them."""
-MOST_STEPS = 16
+ROUNDS = {"cuda": 2, "cpu": 4}
+"""Real steps are measured in so many rounds, there and back: a clock that falls under load, or a CPU that is slow for a
+second, is so for all of them."""
+WARM_UP = {"cuda": 1, "cpu": 0}
+"""Steps of a kind that do not count in a round. On a CPU all do, as in service no step is like the one before it."""
+COUNTED = {"cuda": 2, "cpu": 3}
 LOAD_SECONDS = {"cuda": 0.3, "cpu": 0.0}
 """How long a device computes before its steps are measured: one at rest has power in hand, and is up to a fifth faster.
 """
+BURST_TOKENS = 1024
+"""Tokens of the steps by which it is measured how long it stays so much faster."""
+BURST_STEPS = 8
+REST_SECONDS = 0.15
+"""How long decodes run before them."""
+REST_ROWS, REST_CONTEXT = 16, 512
+BURST_TIMES = {"cuda": 3, "cpu": 0}
+"""How often this is measured; the median counts. A CPU is not taken to have power in hand."""
+LEAST_BURST = 0.03
+"""A burst that saves less of a step's time is none."""
 LAYERS = 4
 """Layers whose attention is measured, for all."""
 LEAST_SECONDS = 1e-6
@@ -44,6 +56,9 @@ FAR = 256
 SPREAD = 0.1
 """Decodes are measured with contexts from so much of the longest of them up to it."""
 
+Spans = tuple[tuple[int, int], ...]
+"""The [start, stop) that a step computes of a row each."""
+
 
 @torch.inference_mode()
 def measure_cost(
@@ -56,8 +71,8 @@ def measure_cost(
 
     Writes over the cache: call it after `allocate` and before the first step. Contexts are measured as far as the
     cache and the model go. All but attention is what real steps take without theirs, one behind the other as when
-    serving, of random tokens and under load: upload, schedule, graphs and sampling count with the linear layers. Takes
-    some seconds.
+    serving, of random tokens and under load: upload, schedule, graphs and sampling count with the linear layers. How
+    much less long steps take where they come behind decodes is measured last. Takes some seconds.
     """
     limit = min(ceiling or executor.token_budget, executor.token_budget)
     longest = min(executor.model.spec.max_model_len, executor.memory.cache.num_blocks * executor.config.block_size)
@@ -83,30 +98,32 @@ def measure_cost(
     graphs = executor.memory.graphs
     sizes = [size for size in graphs.sizes.tokens if size < limit] if graphs is not None else []
     measured = sorted({*powers(1, limit), *(size for size in sizes if size <= SPARSE)})
+    rows = tuple(powers(1, min(executor.config.max_sequences, executor.memory.cache.num_blocks, limit)))
+    chunks = [_chunks(executor, count) for count in measured]
+    far = [((context - query, context),) for query in queries for context in contexts if _goes_on(query, context)]
+    decodes = [[(context, _unlike(count, context)) for context in _every_second(contexts)] for count in rows]
     began = time.perf_counter()
     while time.perf_counter() - began < LOAD_SECONDS[executor.device.type]:
-        _besides(executor, cost, _chunks(executor, limit))
-    # The longest first, under load from the start; then back, so that a drift of the clock is the same for all.
-    there = [_besides(executor, cost, _chunks(executor, count)) for count in reversed(measured)][::-1]
-    back = [_besides(executor, cost, _chunks(executor, count)) for count in measured]
-    taken = [(one + other) / 2 for one, other in zip(there, back, strict=True)]
+        _step(executor, chunks[-1])
+    # The longest first, under load from the start.
+    taken = _in_rounds(executor, [*reversed(chunks), *far, *(spans for row in decodes for _, spans in row)])
+    besides = [max(LEAST_SECONDS, taken[spans] - _attention_of(cost, spans)) for spans in chunks]
     tokens = sorted({*measured, *sizes})
-    seconds = [interpolate(measured, taken, count) for count in tokens]
+    seconds = [interpolate(measured, besides, count) for count in tokens]
     points = list(stairs(tokens, seconds, padded_to={*sizes, limit} if sizes else ()))
-    whole = replace(cost, linear_tokens=tuple(measured), linear_seconds=tuple(taken))
-    rows = tuple(powers(1, min(executor.config.max_sequences, executor.memory.cache.num_blocks, limit)))
-    decodes = [_decodes(executor, count, contexts) for count in rows]
-    return replace(
+    whole = replace(cost, linear_tokens=tuple(measured), linear_seconds=tuple(besides))
+    steady = replace(
         cost,
         linear_tokens=tuple(count for count, _ in points),
         linear_seconds=tuple(seconds for _, seconds in points),
         attention_seconds=tuple(
-            tuple(_far(executor, whole, query, context) for context in contexts) for query in queries
+            tuple(_added(whole, query, context, taken) for context in contexts) for query in queries
         ),
         decode_rows=rows,
-        decode_seconds=tuple(rest for rest, _ in decodes),
-        decode_attention=tuple(added for _, added in decodes),
+        decode_seconds=tuple(taken[row[0][1]] for row in decodes),
+        decode_attention=tuple(_each_adds(row, taken, contexts) for row in decodes),
     )
+    return replace(steady, burst=_burst(executor, steady, min(limit, longest)))
 
 
 def stairs(tokens: Sequence[int], seconds: Sequence[float], padded_to: Container[int]) -> Iterator[tuple[int, float]]:
@@ -127,54 +144,121 @@ def powers(first: int, last: int) -> Iterator[int]:
     yield last
 
 
-def _chunks(executor: PagedExecutor, tokens: int) -> tuple[tuple[int, int], ...]:
+def _chunks(executor: PagedExecutor, tokens: int) -> Spans:
     """The fewest segments of sequences that together have so many tokens."""
     longest = executor.model.spec.max_model_len
     return tuple((0, min(longest, tokens - first)) for first in range(0, tokens, longest))
 
 
-def _besides(executor: PagedExecutor, cost: CostModel, spans: Sequence[tuple[int, int]]) -> float:
-    """Seconds of a real step that computes these [start, stop) of a row each, less what their attention takes."""
-    attention = sum(cost.attention(stop - start, stop) for start, stop in spans)
-    return max(LEAST_SECONDS, _step(executor, spans) - attention)
+def _attention_of(cost: CostModel, spans: Spans) -> float:
+    return sum(cost.attention(stop - start, stop) for start, stop in spans)
 
 
-def _far(executor: PagedExecutor, cost: CostModel, query: int, context: int) -> float:
+def _goes_on(query: int, context: int) -> bool:
+    """Whether such chunks, which do not begin their sequence, are measured as real steps."""
+    return FAR <= query < context and query <= SPARSE
+
+
+def _added(cost: CostModel, query: int, context: int, taken: Mapping[Spans, float]) -> float:
     """Seconds that attention adds: of a long chunk far in its sequence, what a real step takes more than without it."""
-    if not FAR <= query < context or query > SPARSE:
+    if not _goes_on(query, context):
         return cost.attention(query, context)
-    return max(cost.attention(query, query), _step(executor, [(context - query, context)]) - cost.linear(query))
+    return max(cost.attention(query, query), taken[((context - query, context),)] - cost.linear(query))
 
 
-def _decodes(executor: PagedExecutor, rows: int, contexts: Sequence[int]) -> tuple[float, tuple[float, ...]]:
-    """Of real steps of so many decodes: the seconds of one at the shortest context, and what each adds at `contexts`.
+def _every_second(contexts: Sequence[int]) -> tuple[int, ...]:
+    """The first, every second one, and the last."""
+    return tuple(dict.fromkeys((*contexts[::2], contexts[-1])))
 
-    Every second context is measured, and the last; the others lie between them. The decodes differ in length, as when
-    serving; that what they add is in proportion to it brings them to `contexts`.
+
+def _unlike(rows: int, context: int) -> Spans:
+    """So many decodes with contexts up to this one, which differ as when serving."""
+    least = max(1, SPREAD * context) if rows > 1 else context
+    return tuple((length - 1, length) for length in np.linspace(least, context, rows).astype(int).tolist())
+
+
+def _each_adds(
+    measured: Sequence[tuple[int, Spans]], taken: Mapping[Spans, float], contexts: Sequence[int]
+) -> tuple[float, ...]:
+    """What each decode adds at `contexts` over the shortest, by steps of them that were measured up to some contexts.
+
+    What they add is in proportion to their contexts; of a context that was not measured it lies between.
     """
-    points, added, least = [contexts[0]], [0.0], 0.0
-    for index, context in enumerate(contexts):
-        lengths = np.linspace(max(1, SPREAD * context) if rows > 1 and index else context, context, rows).astype(int)
-        if index and index % 2 and context != contexts[-1]:
-            continue
-        seconds = _step(executor, [(length - 1, length) for length in lengths.tolist()])
-        if not index:
-            least = seconds
-            continue
-        share = (context - contexts[0]) / max(1.0, float(lengths.mean()) - contexts[0])
+    (first, shortest), *longer = measured
+    points, added = [first], [0.0]
+    for context, spans in longer:
+        mean = sum(stop for _, stop in spans) / len(spans)
+        share = (context - first) / max(1.0, mean - first)
         points.append(context)
-        added.append(max(0.0, seconds - least) * share / rows)
-    return least, tuple(interpolate(points, added, context) for context in contexts)
+        added.append(max(0.0, taken[spans] - taken[shortest]) * share / len(spans))
+    return tuple(interpolate(points, added, context) for context in contexts)
 
 
-def _step(executor: PagedExecutor, spans: Sequence[tuple[int, int]]) -> float:
-    """Median seconds of a real step that computes these [start, stop) of a row each, the next submitted beside it."""
+def _burst(executor: PagedExecutor, cost: CostModel, most: int) -> Burst:
+    """How much less heavy steps of up to `most` tokens take behind decodes than `cost` says, and for how long."""
+    tokens, times = min(BURST_TOKENS, most), BURST_TIMES[executor.device.type]
+    if tokens < HEAVY or not times:
+        return Burst()
+    context = min(REST_CONTEXT, most)
+    decodes = ((context - 1, context),) * min(REST_ROWS, cost.decode_rows[-1])
+    rest = int(REST_SECONDS / cost.step([(1, context)] * len(decodes))) + 1
+    expected = cost.step([(tokens, tokens)])
+    plans = [*_repeated(executor, decodes, rest), *_repeated(executor, ((0, tokens),), BURST_STEPS)]
+    runs = [_taken(executor, plans)[rest:] for _ in range(times)]
+    return burst_of([median(step) / expected for step in zip(*runs, strict=True)], expected)
+
+
+def burst_of(ratios: Sequence[float], seconds: float) -> Burst:
+    """The burst with which steps of `seconds` took these shares of it, in order, the first of them wholly within it."""
+    share, saved = ratios[0], 0.0
+    if share > 1 - LEAST_BURST:
+        return Burst()
+    for ratio in ratios:
+        saved += seconds * max(0.0, 1 - ratio)
+        if ratio > (1 + share) / 2:  # the burst ends in this step; what follows swings about the pace that holds
+            break
+    return Burst(share, saved / (1 / share - 1))
+
+
+def _in_rounds(executor: PagedExecutor, steps: Sequence[Spans]) -> dict[Spans, float]:
+    """Median seconds of real steps, of each of these."""
+    taken: dict[Spans, list[float]] = {spans: [] for spans in steps}
+    for number in range(ROUNDS[executor.device.type]):
+        for spans in taken if number % 2 == 0 else reversed(taken):
+            taken[spans] += _step(executor, spans)
+    return {spans: median(seconds) for spans, seconds in taken.items()}
+
+
+def _step(executor: PagedExecutor, spans: Spans) -> list[float]:
+    """Seconds of real steps that compute these, one behind the other."""
+    uncounted = WARM_UP[executor.device.type]
+    return _taken(executor, _repeated(executor, spans, uncounted + COUNTED[executor.device.type]))[uncounted:]
+
+
+def _taken(executor: PagedExecutor, plans: Sequence[StepPlan]) -> list[float]:
+    """Seconds of each of these real steps, the next submitted beside each."""
+    taken = []
+    executor.submit(plans[0])
+    for plan in plans[1:]:
+        executor.submit(plan)
+        taken.append(executor.collect().seconds)
+    return [*taken, executor.collect().seconds]
+
+
+def _repeated(executor: PagedExecutor, spans: Spans, times: int) -> list[StepPlan]:
+    """A step that computes these, so many times: what the first writes to the block tables stays there."""
+    plan = _plan(executor, spans)
+    return [plan, *[replace(plan, table_writes=())] * (times - 1)]
+
+
+def _plan(executor: PagedExecutor, spans: Spans) -> StepPlan:
+    """A step that computes these."""
     random, vocabulary = np.random.default_rng(0), executor.model.spec.vocab_size  # tokens unlike one another, as texts
     greedy = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
     num_blocks, block_size = executor.memory.cache.num_blocks, executor.config.block_size
     blocks = np.arange(executor.model.spec.max_model_len) % num_blocks
     width = max(-(-stop // block_size) for _, stop in spans)
-    plan = StepPlan(
+    return StepPlan(
         0,
         segments=tuple(
             Segment(str(row), row, start, stop, tuple(map(int, random.integers(vocabulary, size=stop - start))), greedy)
@@ -185,15 +269,6 @@ def _step(executor: PagedExecutor, spans: Sequence[tuple[int, int]]) -> float:
             for row, (_, stop) in enumerate(spans)
         ),
     )
-    steady = SECONDS_A_STEP[executor.device.type]
-    executor.submit(plan)
-    plan = replace(plan, table_writes=())  # what was written stays there
-    taken: list[float] = []
-    while len(taken) < WARM_UP + REPEATS or (sum(taken) < steady and len(taken) < MOST_STEPS):
-        executor.submit(plan)
-        taken.append(executor.collect().seconds)
-    executor.collect()
-    return median(taken[WARM_UP:])
 
 
 def _attention(executor: PagedExecutor, query: int, context: int) -> float:

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from holdfast.kernels import fp8
+from holdfast.kernels.fp8_rounding import nearest
 
 LARGEST = tl.constexpr(fp8.LARGEST)
 LEAST_NORMAL = tl.constexpr(2.0**-6)
@@ -20,12 +21,11 @@ UNIT = tl.constexpr(1.5 * 2.0**14)
 def stored(numbers, to: tl.constexpr):
     """Numbers in a cache's type `to`; in FP8 the nearest, ties to even, and at most LARGEST.
 
-    They are rounded in float32, so that the conversion is exact: that of Triton's interpreter does not round.
+    They are rounded in float32, so that the conversion is exact.
     """
     if to == tl.float8e4nv:
         clamped = tl.clamp(numbers.to(tl.float32), -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
-        bits = clamped.to(tl.int32, bitcast=True)
-        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
+        normal = nearest(clamped)
         numbers = tl.where(tl.abs(clamped) < LEAST_NORMAL, (clamped + UNIT) - UNIT, normal)
     return numbers.to(to)
 

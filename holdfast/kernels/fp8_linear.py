@@ -19,6 +19,7 @@ from torch.nn.functional import ScalingType
 
 from holdfast.kernels.chain import chaining, follow, release
 from holdfast.kernels.fp8 import FP8, LARGEST, Fp8Weight
+from holdfast.kernels.fp8_rounding import nearest
 from holdfast.kernels.thin_linear import (
     FEW,
     LEAST_ROW_BYTES,
@@ -148,8 +149,7 @@ def few_rows_product(
     """
     _, rows, inputs = x.data.shape
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
-    blocks = -(-inputs // launch.block_k)
-    few_rows_kernel[(-(-weight.shape[0] // launch.block_n), launch.parts)](
+    few_rows_kernel[launch.grid(weight.shape[0])](
         x.data,
         x.scale,
         weight.data,
@@ -159,7 +159,7 @@ def few_rows_product(
         rows,
         outputs,
         inputs,
-        -(-blocks // launch.parts) * launch.block_k,
+        launch.part_length(inputs),
         x.data.stride(0),
         x.data.stride(1),
         weight.data.stride(0),
@@ -168,20 +168,9 @@ def few_rows_product(
         GATED=gated,
         LOWER=LOWER,
         BLOCK_M=max(16, triton.next_power_of_2(rows)),
-        BLOCK_N=launch.block_n,
-        BLOCK_K=launch.block_k,
-        EVEN=inputs % launch.block_k == 0,
-        STAGES=launch.num_stages,
-        num_warps=launch.num_warps,
+        **launch.options(inputs),
         **chaining(out.device),
     )
-
-
-@triton.jit
-def nearest(value):
-    """float32 rounded to the three bits behind the first that FP8 has: Triton's interpreter loses the carry of it."""
-    bits = value.to(tl.int32, bitcast=True)
-    return ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -10,6 +10,7 @@ import torch
 import triton
 
 from holdfast.kernels import prefill_kernel
+from holdfast.kernels.branch import Branch
 from holdfast.kernels.chain import chaining
 from holdfast.kernels.decode_kernel import decode_kernel
 from holdfast.kernels.protocol import CapturableAttention, Segments
@@ -83,6 +84,7 @@ class PagedAttention(CapturableAttention[tuple[DeviceTiles, ...]]):
         self.wide_m = max(wide_m, self.narrow_m)
         self.narrow_target = max(1, num_processors * NARROW_WORK_PER_PROCESSOR // num_kv_heads)
         self.wide_target = max(1, num_processors * WIDE_WORK_PER_PROCESSOR // num_kv_heads)
+        self._branch = Branch(device)
         self._split_narrow = partial(
             split_to_stream,
             heads=num_kv_heads,
@@ -195,16 +197,91 @@ class PagedAttention(CapturableAttention[tuple[DeviceTiles, ...]]):
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         out = query.new_empty(query.shape)
+        attend = partial(
+            self._attend,
+            query,
+            key_cache,
+            value_cache,
+            block_tables,
+            out,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+        )
+        # Those of both kinds before either runs: memory given back would be taken again while a branch still uses it.
+        kinds = [(tiles, self._partials(query, tiles)) for tiles in schedule]
+        if len(kinds) == 2:
+            wide, narrow = kinds
+            with self._branch.fork():
+                attend(*wide)
+            attend(*narrow)
+            self._branch.join()
+        else:
+            for kind in kinds:
+                attend(*kind)
+        return out
+
+    def _partials(self, query: torch.Tensor, tiles: DeviceTiles) -> tuple[torch.Tensor, torch.Tensor]:
+        """Room for partial results [P, Hkv, M, D] and the logarithms of their sums [P, Hkv, M]."""
+        places = (tiles.partials, self.num_kv_heads, tiles.block_m)
+        log = query.new_empty(places, dtype=torch.float32)
+        return query.new_empty((*places, self.head_dim), dtype=torch.float32), log
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        block_tables: torch.Tensor,
+        out: torch.Tensor,
+        tiles: DeviceTiles,
+        partials: tuple[torch.Tensor, torch.Tensor],
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> None:
+        """Launch the tiles of one height, and the merge of those that are cut."""
+        partial_out, partial_log = partials
+        launch = self.launch(tiles.block_m, query.element_size(), len(query))
+        few = len(query) <= FEW_TOKENS
+        places_of_work = (len(tiles.work), self.num_kv_heads)
+        arguments = (
+            query,
+            key_cache,
+            value_cache,
+            block_tables,
+            tiles.work,
+            sinks,
+            out,
+            partial_out,
+            partial_log,
+            *query.stride()[:2],
+            *key_cache.stride()[:3],
+            *value_cache.stride()[:3],
+            *out.stride()[:2],
+            block_tables.stride(0),
+            scale if softcap is None else scale / softcap,
+            softcap or 0.0,
+            window or 0,
+        )
+        constants = dict(
+            GROUP_SIZE=self.group_size,
+            HEAD_DIM=self.head_dim,
+            BLOCK_SIZE=self.block_size,
+            BLOCK_M=tiles.block_m,
+            BLOCK_N=launch.block_n,
+            BLOCK_D=self.block_d,
+            HAS_SOFTCAP=softcap is not None,
+            HAS_WINDOW=window is not None,
+            num_warps=launch.num_warps,
+        )
         # Within a window no wider than one of its steps that kernel is the slower one (benchmarks/attention_gpu.py).
         on_hopper = self.on_hopper and (window is None or window > prefill_kernel.BLOCK_N)
-        for tiles in schedule:
-            launch = self.launch(tiles.block_m, query.element_size(), len(query))
-            few = len(query) <= FEW_TOKENS
-            places = (tiles.partials, self.num_kv_heads, tiles.block_m)
-            partial_out = query.new_empty((*places, self.head_dim), dtype=torch.float32)
-            partial_log = query.new_empty(places, dtype=torch.float32)
-            places_of_work = (len(tiles.work), self.num_kv_heads)
-            arguments = (
+        if on_hopper and tiles.block_m == prefill_kernel.BLOCK_M and prefill_kernel.takes(query, key_cache):
+            prefill_kernel.attend(
                 query,
                 key_cache,
                 value_cache,
@@ -214,64 +291,32 @@ class PagedAttention(CapturableAttention[tuple[DeviceTiles, ...]]):
                 out,
                 partial_out,
                 partial_log,
-                *query.stride()[:2],
-                *key_cache.stride()[:3],
-                *value_cache.stride()[:3],
-                *out.stride()[:2],
-                block_tables.stride(0),
-                scale if softcap is None else scale / softcap,
-                softcap or 0.0,
-                window or 0,
+                num_processors=self.num_processors,
+                scale=scale,
+                window=window,
+                softcap=softcap,
             )
-            constants = dict(
+        elif tiles.block_m == self.narrow_m:
+            decode_kernel[places_of_work[::-1]](
+                *arguments, **constants, STAGES=launch.num_stages, **chaining(query.device)
+            )
+        else:
+            attend_kernel[places_of_work](*arguments, **constants, num_stages=launch.num_stages)
+        if len(tiles.merges):
+            merge_kernel[(len(tiles.merges), tiles.merge_programs, self.num_kv_heads)](
+                tiles.merges,
+                partial_out,
+                partial_log,
+                out,
+                *out.stride()[:2],
                 GROUP_SIZE=self.group_size,
                 HEAD_DIM=self.head_dim,
-                BLOCK_SIZE=self.block_size,
                 BLOCK_M=tiles.block_m,
-                BLOCK_N=launch.block_n,
                 BLOCK_D=self.block_d,
-                HAS_SOFTCAP=softcap is not None,
-                HAS_WINDOW=window is not None,
-                num_warps=launch.num_warps,
+                BLOCK_S=64 if few else 16,
+                num_warps=4 if few else 1,
+                **chaining(query.device),
             )
-            if on_hopper and tiles.block_m == prefill_kernel.BLOCK_M and prefill_kernel.takes(query, key_cache):
-                prefill_kernel.attend(
-                    query,
-                    key_cache,
-                    value_cache,
-                    block_tables,
-                    tiles.work,
-                    sinks,
-                    out,
-                    partial_out,
-                    partial_log,
-                    num_processors=self.num_processors,
-                    scale=scale,
-                    window=window,
-                    softcap=softcap,
-                )
-            elif tiles.block_m == self.narrow_m:
-                decode_kernel[places_of_work[::-1]](
-                    *arguments, **constants, STAGES=launch.num_stages, **chaining(query.device)
-                )
-            else:
-                attend_kernel[places_of_work](*arguments, **constants, num_stages=launch.num_stages)
-            if len(tiles.merges):
-                merge_kernel[(len(tiles.merges), tiles.merge_programs, self.num_kv_heads)](
-                    tiles.merges,
-                    partial_out,
-                    partial_log,
-                    out,
-                    *out.stride()[:2],
-                    GROUP_SIZE=self.group_size,
-                    HEAD_DIM=self.head_dim,
-                    BLOCK_M=tiles.block_m,
-                    BLOCK_D=self.block_d,
-                    BLOCK_S=64 if few else 16,
-                    num_warps=4 if few else 1,
-                    **chaining(query.device),
-                )
-        return out
 
     def launch(self, block_m: int, item_bytes: int, tokens: int) -> Launch:
         """Tuned on an H200 (benchmarks/attention_gpu.py); what grows with head_dim stays within shared memory."""

@@ -31,6 +31,25 @@ class ThinLaunch:
     parts: int = 1
     """Pieces the inputs are cut into; their sums are added later, in order."""
 
+    def grid(self, weight_rows: int) -> tuple[int, int]:
+        """Programs by rows of weights and by parts."""
+        return -(-weight_rows // self.block_n), self.parts
+
+    def part_length(self, inputs: int) -> int:
+        """Inputs of a part: whole blocks."""
+        blocks = -(-inputs // self.block_k)
+        return -(-blocks // self.parts) * self.block_k
+
+    def options(self, inputs: int) -> dict[str, int]:
+        """What the kernel is compiled for."""
+        return dict(
+            BLOCK_N=self.block_n,
+            BLOCK_K=self.block_k,
+            EVEN=inputs % self.block_k == 0,
+            STAGES=self.num_stages,
+            num_warps=self.num_warps,
+        )
+
 
 ONE_TOKEN = ThinLaunch(block_n=16, block_k=256, num_warps=4, num_stages=4)
 ONE_TOKEN_DEEP = ThinLaunch(block_n=8, block_k=512, num_warps=4, num_stages=3)
@@ -99,8 +118,7 @@ def thin_linear(
     data, scale = (weight.data, weight.scale) if isinstance(weight, Fp8Weight) else (weight, None)
     rows, inputs = x.shape
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
-    blocks = -(-inputs // launch.block_k)
-    thin_linear_kernel[(-(-weight.shape[0] // launch.block_n), launch.parts)](
+    thin_linear_kernel[launch.grid(weight.shape[0])](
         x,
         norm,
         data,
@@ -110,7 +128,7 @@ def thin_linear(
         rows,
         outputs,
         inputs,
-        -(-blocks // launch.parts) * launch.block_k,
+        launch.part_length(inputs),
         x.stride(0),
         data.stride(0),
         out.stride(0),
@@ -119,10 +137,6 @@ def thin_linear(
         GATED=gated,
         ADDED=added,
         BLOCK_M=1 if rows == 1 else max(16, triton.next_power_of_2(rows)),
-        BLOCK_N=launch.block_n,
-        BLOCK_K=launch.block_k,
-        EVEN=inputs % launch.block_k == 0,
-        STAGES=launch.num_stages,
-        num_warps=launch.num_warps,
+        **launch.options(inputs),
         **chaining(x.device),
     )

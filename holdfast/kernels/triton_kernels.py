@@ -9,8 +9,7 @@ import triton.language as tl
 
 from holdfast.kernels.chain import follow, release
 from holdfast.kernels.fp8_cache import computed_with, stored
-
-LOG2_E = tl.constexpr(1.4426950408889634)
+from holdfast.kernels.softmax import begin_rows, capped, put_rows, weigh
 
 
 @triton.jit
@@ -60,23 +59,13 @@ def _attend_keys(
         else:
             key = tl.load(key_at)
         scores = tl.dot(query, key.to(query.dtype), input_precision="ieee")
-        if HAS_SOFTCAP:
-            # scale holds 1 / softcap; tanh(x) = 1 - 2 / (exp(2 x) + 1) is right at both infinities
-            scores = 1.0 - 2.0 / (tl.exp2(scores * (scale * 2.0 * LOG2_E)) + 1.0)
-            unit = softcap * LOG2_E
-        else:
-            unit = scale * LOG2_E
+        scores, unit = capped(scores, scale, softcap, HAS_SOFTCAP)
         if MASKED:
             seen = (key_position[None, :] <= position[:, None]) & inside[None, :]
             if HAS_WINDOW:
                 seen = seen & (key_position[None, :] > position[:, None] - window)
             scores = tl.where(seen, scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1) * unit)  # scaled late, to fuse with the difference
-        # A row that has seen no key yet has no top: any number will do, as all its weights are zero.
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weights = tl.exp2(scores * unit - base[:, None])
-        fade = tl.exp2(top - base)
-        total = total * fade + tl.sum(weights, 1)
+        weights, top, total, fade = weigh(scores, unit, top, total)
         if MASKED:
             value = tl.load(value_at, mask=inside[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
         elif BLOCK_D != HEAD_DIM:
@@ -84,7 +73,6 @@ def _attend_keys(
         else:
             value = tl.load(value_at)
         acc = tl.dot(weights.to(query.dtype), value.to(query.dtype), acc * fade[:, None], input_precision="ieee")
-        top = new_top
     return acc, top, total
 
 
@@ -147,12 +135,7 @@ def attend_kernel(
     query_at = query + (batch_token * query_stride_token + head * query_stride_head)[:, None] + dim[None, :]
     tile = computed_with(tl.load(query_at, mask=held, other=0.0), key_cache.dtype.element_ty)
 
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    if sinks is not None:
-        # The sink counts once, in the first part of the context.
-        counted = row < tl.where(first_key == 0, rows, 0)
-        top = tl.load(sinks + head, mask=counted, other=float("-inf")).to(tl.float32) * LOG2_E
-    total = tl.where(top == float("-inf"), 0.0, 1.0)
+    top, total = begin_rows(sinks, head, row, rows, first_key, BLOCK_M)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
     key_cache += kv_head.to(tl.int64) * key_stride_head
@@ -214,16 +197,25 @@ def attend_kernel(
         HAS_WINDOW,
         True,
     )
-    # A part of the context that lies wholly outside a row's window leaves it empty: its top stays -inf.
-    total = tl.where(total == 0.0, 1.0, total)
-    result = acc / total[:, None]
-    if partial == 0:
-        out_at = out + (batch_token * out_stride_token + head * out_stride_head)[:, None] + dim[None, :]
-        tl.store(out_at, result.to(out.dtype.element_ty), mask=held)
-    else:
-        place = ((partial - 1).to(tl.int64) * tl.num_programs(1) + kv_head) * BLOCK_M + tl.arange(0, BLOCK_M)
-        tl.store(partial_out + place[:, None] * HEAD_DIM + dim[None, :], result, mask=held)
-        tl.store(partial_log + place, top + tl.log2(total), mask=real)
+    put_rows(
+        acc,
+        top,
+        total,
+        partial,
+        kv_head,
+        batch_token,
+        head,
+        real,
+        out,
+        partial_out,
+        partial_log,
+        out_stride_token,
+        out_stride_head,
+        HEAD_DIM,
+        BLOCK_M,
+        BLOCK_D,
+        1,
+    )
 
 
 @triton.jit

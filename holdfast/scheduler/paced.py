@@ -9,12 +9,16 @@ from holdfast.core.cost import CostModel, Predictor
 from holdfast.core.types import StepPlan, StepResult
 from holdfast.scheduler.step import Policy, Step
 
-QUANTILE = 0.95
-"""The share of steps that the correction covers."""
-RATE = 0.05
-"""How far one step may move the correction."""
+MEAN_GAIN, DEVIATION_GAIN = 0.25, 0.1
+"""How much one step counts in the mean and in the mean deviation of those before it."""
+DEVIATIONS = 2.5
+"""Mean deviations above the mean that nearly all steps stay below: two standard deviations, were they normal."""
+UNSEEN = 0.02
+"""The mean deviation, of the mean, that is supposed before any step was seen."""
+LEAP = 0.1
+"""What a step is off by counts no further, of the mean: a single outlier is no news of the steps to come."""
 LEAST, MOST = 0.2, 20.0
-"""Where the correction stays, whatever is measured."""
+"""Where the mean stays, whatever is measured."""
 
 
 class PacedStallFree(Policy):
@@ -26,11 +30,10 @@ class PacedStallFree(Policy):
     the tile that it has begun. Where nobody streams yet, a step holds up nobody, and takes all that the
     ceiling allows.
 
-    The prediction is corrected by what steps with prefill work were measured to take. The correction follows the 0.95
-    quantile of measured over predicted time (a step of the pinball loss's gradient for each), so that it is nearly all
-    steps that meet the target, not the average one, and a single outlier moves it no more than any other step.
+    The prediction is corrected by what steps with prefill work were measured to take, so that it is nearly all steps
+    that meet the target, not the average one (`Correction`).
 
-    In a pipeline a stream waits for more than its own step, and the target bounds all of that wait (`Stages.wait`).
+    In a pipeline a stream waits for more than its own step, and the target bounds all of that wait (`StageTimes.wait`).
     """
 
     def __init__(self, cost: CostModel, target: float, *, tile: int, ceiling: int) -> None:
@@ -42,14 +45,13 @@ class PacedStallFree(Policy):
         self.target = target
         self.tile = tile
         self.ceiling = ceiling
-        self.correction = 1.0
-        """Measured over predicted time."""
+        self.correction = Correction()
         self._predictor = Predictor(cost)
         self._attention = 0.0
         """Predicted seconds of the attention of the step that is being planned."""
         self._bound = inf
         """Seconds that this step may take."""
-        self._stages: Stages | None = None
+        self._stages: StageTimes | None = None
         """Of a pipeline."""
         self._predicted: dict[int, float] = {}
         """By number, the predicted seconds of steps in flight with prefill work."""
@@ -57,7 +59,7 @@ class PacedStallFree(Policy):
     def fill(self, step: Step) -> None:
         step.budget = self.ceiling
         if step.micro_batches > 1:
-            self._stages = self._stages or Stages(step.micro_batches)
+            self._stages = self._stages or StageTimes(step.micro_batches)
             self._stages.look(step.now)
         step.make_way()
         step.decode()
@@ -70,7 +72,7 @@ class PacedStallFree(Policy):
         step.admit(lambda entry: step.num_tokens == decodes or self._room(step.num_tokens, entry.sequence.length))
         seconds = self._predictor.linear(step.num_tokens) + self._attention
         if self._stages is not None and step.num_tokens:
-            seconds = self._stages.add(step.number, seconds * self.correction) / self.correction
+            seconds = self._stages.add(step.number, seconds * self.correction.factor) / self.correction.factor
         if step.num_tokens > decodes:
             self._predicted[step.number] = seconds
 
@@ -80,9 +82,7 @@ class PacedStallFree(Policy):
             self._stages.ended(plan.step)
         predicted = self._predicted.pop(plan.step, None)
         if predicted:
-            over = result.seconds > predicted * self.correction
-            factor = 1 + RATE * (QUANTILE if over else QUANTILE - 1)
-            self.correction = min(max(self.correction * factor, LEAST), MOST)
+            self.correction.see(result.seconds / predicted)
 
     def _take(self, planned: int, start: int, stop: int, *, first: bool) -> int:
         """How many tokens of [start, stop) still fit a step of `planned` tokens; counts their attention as taken.
@@ -113,11 +113,33 @@ class PacedStallFree(Policy):
         """Whether a step of `total` tokens, [start, stop) the last of them, is predicted to meet the target."""
         predictor = self._predictor
         seconds = predictor.linear(total) + self._attention + predictor.chunk(start, stop)
-        seconds *= self.correction
+        seconds *= self.correction.factor
         return (seconds if self._stages is None else self._stages.wait(seconds)) <= self._bound
 
 
-class Stages:
+class Correction:
+    """Measured over predicted time of steps: what nearly all of them stay below.
+
+    It is the mean of the latest steps and so many mean deviations more, as TCP reckons how long an answer may take
+    (Jacobson, Congestion Avoidance and Control, 1988). Where steps take what is predicted, it comes to that and stays.
+    """
+
+    def __init__(self) -> None:
+        self._mean, self._deviation = 1.0, UNSEEN
+
+    @property
+    def factor(self) -> float:
+        """By this the prediction of a step is multiplied."""
+        return self._mean * (1 + DEVIATIONS * self._deviation)
+
+    def see(self, ratio: float) -> None:
+        """A step took so many times what was predicted of it."""
+        off = min(max(ratio / self._mean - 1, -LEAP), LEAP)
+        self._deviation += DEVIATION_GAIN * (abs(off) - self._deviation)
+        self._mean = min(max(self._mean * (1 + MEAN_GAIN * off), LEAST), MOST)
+
+
+class StageTimes:
     """A pipeline's stages, in predicted time: when each will have ended the steps in flight.
 
     Stages share a step out evenly, and each takes the steps in order.

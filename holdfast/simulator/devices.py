@@ -73,7 +73,7 @@ class Link:
 # and to many decodes, `matmul` to long prefills, `cache` to decode attention, `attention` to that of 8,192 tokens.
 HOPPER_FP8 = Fp8(flops=1979e12, matmul=0.52, weights=0.66, round_seconds=8e-6, attention=0.31, cache=0.58)
 
-# Fitted to the profile of a Llama-3-8B shape that was measured on one: within 6% of it for 16 kinds of step, 10% too
+# Fitted to the profiles of three models that were measured on one: within 7% of them for 14 kinds of step, 5 to 11% too
 # fast for a prefill of 128 tokens alone; docs/benchmarks.md has the table.
 H200 = Device(
     name="h200",
@@ -81,10 +81,10 @@ H200 = Device(
     bandwidth=4.8e12,
     memory=141e9,
     copy_rate=50e9,
-    matmul=0.62,
-    attention=0.58,
-    weights=0.82,
-    cache=0.86,
+    matmul=0.63,
+    attention=0.55,
+    weights=0.84,
+    cache=0.91,
     step_seconds=0.25e-3,
     layer_seconds=9e-6,
     link="nvlink4",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 from holdfast.core.protocols import MemoryProfile
@@ -37,7 +38,10 @@ class VirtualClock:
 class SimulatedExecutor:
     """`core.protocols.Executor` without a device: steps take the time that the cost model predicts, one after another.
 
+    Heavy steps behind lighter ones take less, as far as the cost model's burst goes.
+
     `host_seconds` pass on the clock with each plan: planning and packing, which overlap the device as they do for real.
+    A step that begins at a time takes `pace` of it times as long: a device that others use is not always as fast.
 
     A step passes the stages of a pipeline in order, and each stage takes the steps in order: it begins one when it has
     ended the one before, and the stage before it has sent its part. What a stage waits is a bubble.
@@ -47,12 +51,20 @@ class SimulatedExecutor:
     do; blocks that go out wait for both. A result says which of either have landed.
     """
 
-    def __init__(self, latency: Latency, clock: VirtualClock, host_seconds: float = 0.0) -> None:
+    def __init__(
+        self,
+        latency: Latency,
+        clock: VirtualClock,
+        host_seconds: float = 0.0,
+        pace: Callable[[float], float] = lambda now: 1.0,
+    ) -> None:
         self._latency = latency
         self._clock = clock
         self._host_seconds = host_seconds
+        self._pace = pace
         self._free_at = [0.0] * latency.num_stages
         """By stage, when it has ended what it was given."""
+        self._reserves = latency.reserves()
         self._in_flight: deque[tuple[StepPlan, float, float]] = deque()
         """Plans, the seconds that each takes, and when it ends."""
         self._in_free = self._out_free = 0.0
@@ -80,9 +92,12 @@ class SimulatedExecutor:
         self._copy(plan, began)
         arrived = max((copy.ends for copy in self._arriving if copy.time.step <= plan.awaits), default=0.0)
         hop = latency.hop(plan)
-        stages = latency.stages(plan)
-        for stage, seconds in enumerate(stages):
-            at = max(max(at, free_at[stage]) + seconds, arrived)
+        pace = self._pace(began)
+        stages = [pace * seconds for seconds in latency.stages(plan)]
+        for stage, reserve in enumerate(self._reserves):
+            idle = max(0.0, at - free_at[stage])
+            stages[stage] = reserve.step(plan.num_tokens, stages[stage], idle)
+            at = max(free_at[stage] + idle + stages[stage], arrived)
             free_at[stage] = at
             at += hop
         ends = free_at[-1]

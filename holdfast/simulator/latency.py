@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast.core.cost import CostModel, Predictor
+from holdfast.core.cost import CostModel, Predictor, Reserve
 from holdfast.core.types import StepPlan
 from holdfast.simulator.deployment import Pipeline
 
@@ -24,8 +24,12 @@ class Latency:
         """Stages that a step passes."""
         return len(self._stages)
 
+    def reserves(self) -> list[Reserve]:
+        """What each stage has in hand at first."""
+        return [Reserve(stage.cost.burst) for stage in self._stages]
+
     def stages(self, plan: StepPlan) -> list[float]:
-        """Time that each stage spends on the step."""
+        """Time that each stage spends on the step in the long run."""
         _, _, starts, stops, _, _ = plan.columns.columns
         spans = list(zip(starts, stops, strict=True))
         return [stage.segments(spans) for stage in self._stages]

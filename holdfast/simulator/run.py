@@ -48,6 +48,7 @@ def simulate(
     *,
     concurrency: int | None = None,
     host_seconds: float = 0.0,
+    pace: Callable[[float], float] = lambda now: 1.0,
     pipeline: Pipeline | None = None,
     wrap: Callable[[Executor, VirtualClock], Executor] = lambda executor, clock: executor,
     on_progress: Callable[[int], None] = lambda done: None,
@@ -55,8 +56,9 @@ def simulate(
     """Serve `workload` with the engine that `config` describes on the device that `profile` was measured on.
 
     With `concurrency` so many conversations are under way at once and their arrivals do not count (closed loop);
-    without, each arrives at its time. `host_seconds` is the host's time for a step, `wrap` may put something around
-    the executor, `on_progress` is told how many requests have ended. With a `pipeline` as many steps are in flight as
+    without, each arrives at its time. `host_seconds` is the host's time for a step, a step that begins at a time takes
+    `pace` of it times as long, `wrap` may put something around the executor, `on_progress` is told how many requests
+    have ended. With a `pipeline` as many steps are in flight as
     it has stages, and `profile.cost` is its `whole()`. The same arguments give the same outcome. Raises ValueError for
     a request that this engine can never serve, and for a host tier on a profile that does not know the cache's bytes.
     """
@@ -64,7 +66,7 @@ def simulate(
     stages = len(pipeline.stages) if pipeline else 1
     host_blocks, copy_seconds = _host_tier(config, profile)
     latency = Latency(profile.cost, pipeline, copy_seconds, profile.token_bytes * config.block_size)
-    executor = SimulatedExecutor(latency, clock, host_seconds)
+    executor = SimulatedExecutor(latency, clock, host_seconds, pace)
     scheduler = make_scheduler(config, profile, host_blocks=host_blocks, stages=stages)
     loop = Loop(scheduler, wrap(executor, clock), stages if pipeline else config.steps_in_flight, clock)
     clients = Clients(workload, loop, clock, vocab_size=VOCAB_SIZE, concurrency=concurrency)

@@ -24,6 +24,10 @@ def test_it_ends_within_five_per_cent_below_the_limit(limit):
     assert len(calls) < 25
 
 
+def test_it_ends_as_close_to_the_limit_as_it_is_told():
+    assert 7.3 / 1.01 <= find_capacity(server(7.3), 50.0, close=0.01) <= 7.3
+
+
 @pytest.mark.parametrize("guess", [9.0, 10.0, 11.0])
 def test_from_a_good_guess_a_short_stride_takes_few_runs(guess):
     calls = []

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import deque
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from holdfast.core.cost import interpolate
+from holdfast.core.cost import Burst, Reserve, interpolate
+from holdfast.core.types import StepPlan, StepResult
 from holdfast.execution import profile
-from holdfast.execution.profile import measure_cost, stairs
+from holdfast.execution.profile import burst_of, measure_cost, stairs
 
 
 def test_a_padded_step_takes_what_its_size_takes() -> None:
@@ -46,7 +48,7 @@ def step(spans: list[tuple[int, int]]) -> float:
 
 @pytest.fixture
 def made_up(monkeypatch):
-    monkeypatch.setattr(profile, "_step", lambda executor, spans: step(list(spans)))
+    monkeypatch.setattr(profile, "_step", lambda executor, spans: [step(list(spans))])
     monkeypatch.setattr(profile, "_attention", lambda executor, query, context: alone(query, context))
     return SimpleNamespace(
         token_budget=2048,
@@ -77,3 +79,68 @@ def test_steps_are_predicted_as_they_are_taken_not_as_their_parts_are_alone(made
     else:
         expected = step(spans)
     assert cost.step([(stop - start, stop) for start, stop in spans]) == pytest.approx(expected, rel=0.02, abs=least)
+
+
+class PowerLimited:
+    """An executor of the device made up above, which is faster behind lighter work."""
+
+    def __init__(self, about: SimpleNamespace, burst: Burst) -> None:
+        self.__dict__ |= vars(about) | dict(device=torch.device("cuda"))
+        self.memory.layers = ()
+        self.model.spec.vocab_size = 1000
+        self._reserve = Reserve(burst)
+        self._in_flight: deque[StepPlan] = deque()
+
+    def submit(self, plan: StepPlan) -> None:
+        self._in_flight.append(plan)
+
+    def collect(self) -> StepResult:
+        plan = self._in_flight.popleft()
+        seconds = step([(segment.start, segment.stop) for segment in plan.segments])
+        return StepResult(plan.step, (), self._reserve.step(plan.num_tokens, seconds))
+
+
+class Disturbed:
+    """An executor of the device made up above, on a CPU that others take half of for some steps."""
+
+    def __init__(self, disturbed: range) -> None:
+        self.device = torch.device("cpu")
+        self.model = SimpleNamespace(spec=SimpleNamespace(max_model_len=8192, vocab_size=1000))
+        self.memory = SimpleNamespace(cache=SimpleNamespace(num_blocks=4096))
+        self.config = SimpleNamespace(block_size=16)
+        self._disturbed = disturbed
+        self._in_flight: deque[StepPlan] = deque()
+        self.steps = 0
+
+    def submit(self, plan: StepPlan) -> None:
+        self._in_flight.append(plan)
+
+    def collect(self) -> StepResult:
+        plan = self._in_flight.popleft()
+        self.steps += 1
+        slower = 2.0 if self.steps in self._disturbed else 1.0
+        return StepResult(plan.step, (), slower * step([(segment.start, segment.stop) for segment in plan.segments]))
+
+
+def test_who_disturbs_some_steps_in_a_row_makes_no_kind_of_step_look_slow() -> None:
+    kinds = [((0, size),) for size in (512, 256, 128, 64, 32, 16, 8, 4)]
+    whole = Disturbed(range(0))
+    profile._in_rounds(whole, kinds)
+    executor = Disturbed(range(whole.steps // 3, whole.steps // 2))
+    assert profile._in_rounds(executor, kinds) == pytest.approx({spans: step(list(spans)) for spans in kinds})
+
+
+@pytest.mark.parametrize("burst", [Burst(0.86, 0.04), Burst(0.9, 0.06), Burst()])
+def test_how_much_faster_a_device_is_behind_decodes_is_measured_beside_the_pace_that_holds(made_up, monkeypatch, burst):
+    monkeypatch.setattr(profile, "describe", str)
+    monkeypatch.setitem(profile.LOAD_SECONDS, "cuda", 0.0)
+    cost = measure_cost(PowerLimited(made_up, burst), name="m")
+    assert cost.step([(2048, 2048)]) == pytest.approx(step([(0, 2048)]), rel=0.02)
+    assert (cost.burst.share, cost.burst.seconds) == pytest.approx((burst.share, burst.seconds), rel=0.03)
+
+
+def test_a_burst_lasts_as_long_as_its_steps_save_what_they_saved_at_first() -> None:
+    assert burst_of((0.8, 0.8, 0.9, 1.0, 1.1, 0.9), 0.02) == Burst(0.8, pytest.approx(0.04))
+    assert burst_of((0.8, 0.8, 0.95, 1.0), 0.02) == Burst(0.8, pytest.approx(0.036))
+    assert burst_of((0.8, 1.05, 0.9), 0.02) == Burst(0.8, pytest.approx(0.016))
+    assert burst_of((0.99, 0.99, 0.9), 0.02) == Burst()

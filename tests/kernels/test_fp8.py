@@ -38,7 +38,12 @@ def exact(weight: Fp8Weight) -> torch.Tensor:
 
 def rounding(numbers: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """How far off the nearest FP8 numbers can be."""
-    return torch.maximum(numbers.abs() * HALF_STEP, scale * LEAST_STEP / 2) * (1 + 1e-5)
+    return torch.maximum(numbers.abs() * HALF_STEP, scale * LEAST_STEP / 2) * (1 + 1e-4)
+
+
+def bound_of_sums(device: str, rows: int) -> float:
+    """How far off a product may be: the tensor cores that multiply several rows keep few bits of their sums."""
+    return 1e-3 if device == "cuda" and rows > 1 else 1e-4
 
 
 def assert_near(found: torch.Tensor, expected: torch.Tensor, bound: float) -> None:
@@ -102,7 +107,7 @@ def test_parts_add_up_to_the_product(outputs: int, inputs: int, rows: int, parts
     weight, x = weight_of(outputs, inputs, device), drawn(rows, inputs, device=device).bfloat16().float()
     out = torch.full((parts, rows, outputs), torch.nan, device=device)
     multiply(x, weight, None, out, ThinLaunch(64, 32, 4, 2, parts))
-    assert_near(out.double().sum(0), x.double() @ exact(weight).t(), 1e-4)
+    assert_near(out.double().sum(0), x.double() @ exact(weight).t(), bound_of_sums(device, rows))
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -113,11 +118,11 @@ def test_the_scale_counts_before_bias_and_gate(rows: int, device: str) -> None:
     launch = ThinLaunch(64, 32, 4, 2)
     out = torch.full((1, rows, 40), torch.nan, device=device)
     multiply(x, weight, bias, out, launch)
-    assert_near(out[0], product, 1e-4)
+    assert_near(out[0], product, bound_of_sums(device, rows))
     out = torch.full((1, rows, 20), torch.nan, device=device)
     multiply(x, weight, bias, out, launch, gated=True)
     gate, up = product.chunk(2, dim=1)
-    assert_near(out[0], functional.silu(gate) * up, 1e-4)
+    assert_near(out[0], functional.silu(gate) * up, bound_of_sums(device, rows))
 
 
 def test_the_scale_counts_before_what_is_added_to(device: str) -> None:
@@ -135,7 +140,7 @@ def test_what_is_not_finite_stays_so_and_in_its_row(bad: float, device: str) -> 
     out = torch.empty(1, 3, 20, device=device)
     few_rows_product(quantize_rows(x, halves=2), weight, None, out, ThinLaunch(64, 32, 4, 2))
     assert out[0, 0].isnan().all()
-    assert_near(out[0, 1:], x[1:].double() @ exact(weight).t(), 1e-4)
+    assert_near(out[0, 1:], x[1:].double() @ exact(weight).t(), bound_of_sums(device, len(x)))
 
 
 def test_a_norm_of_one_token_is_part_of_the_product(device: str) -> None:

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from holdfast.core.cost import Burst
 from holdfast.core.types import BlockCopy, Sampling, Segment, StepPlan
 from holdfast.simulator.deployment import Pipeline
 from holdfast.simulator.devices import Link
@@ -41,6 +42,15 @@ def test_the_hosts_time_passes_beside_the_devices():
     assert clock() == pytest.approx(0.001 + 2 * COST.step([(1, 1)]))
 
 
+def test_a_step_is_as_slow_as_the_device_is_when_it_begins():
+    executor = SimulatedExecutor(Latency(COST), VirtualClock(), pace=lambda now: 1.5 if now else 1.0)
+    executor.submit(plan(0))
+    executor.submit(plan(1))
+    assert [executor.collect().seconds for _ in range(2)] == pytest.approx(
+        [COST.step([(1, 1)]), 1.5 * COST.step([(1, 1)])]
+    )
+
+
 def test_only_sampling_segments_give_a_token():
     executor = SimulatedExecutor(Latency(COST), VirtualClock())
     executor.submit(plan(0))
@@ -53,6 +63,23 @@ def test_time_never_goes_back():
     clock.advance_to(3.0)
     clock.advance_to(2.0)
     assert clock() == 3.0
+
+
+def test_heavy_steps_are_faster_behind_lighter_ones_and_behind_idle_time():
+    clock = VirtualClock()
+    executor = SimulatedExecutor(Latency(replace(COST, burst=Burst(0.8, 0.020))), clock)
+    heavy, light = COST.step([(1024, 1024)]), COST.step([(1, 1)])
+
+    def seconds(number, tokens):
+        executor.submit(plan(number, tokens))
+        return executor.collect().seconds
+
+    after = 0.020 + heavy - 0.020 / 0.8
+    assert [seconds(number, 1024) for number in range(2)] == pytest.approx([after, heavy])
+    assert seconds(2, 1) == pytest.approx(light)
+    assert seconds(3, 1024) == pytest.approx(light + heavy - light / 0.8)
+    clock.advance_to(clock() + 0.010)
+    assert seconds(4, 1024) == pytest.approx(0.010 + heavy - 0.010 / 0.8)
 
 
 STAGES = Pipeline((COST, replace(COST, linear_seconds=(0.008, 0.010, 0.040))), Link("wire", 1e6, 0.001), token_bytes=10)

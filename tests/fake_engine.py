@@ -19,8 +19,7 @@ def engine_info(**changes: Any) -> EngineInfo:
     fields: dict[str, Any] = {
         "model": "tiny",
         "device": "cpu",
-        "dtype": "float32",
-        "cache_dtype": "float32",
+        "precision": "float32",
         "memory": MemoryProfile(
             "a CPU", total=8 << 30, weights=1 << 20, activations=1 << 20, cache=1 << 30, block=4096
         ),

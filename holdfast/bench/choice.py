@@ -45,6 +45,16 @@ class WorkloadConfig:
         if not EVENEST <= self.variation <= BURSTIEST:
             raise ValueError(f"variation is {self.variation}; it must lie between {EVENEST} and {BURSTIEST:g}")
 
+    @property
+    def lengths(self) -> str:
+        """What is sent, for people: a file by its name alone."""
+        return "fixed lengths" if self.workload == "fixed" else self.workload.rpartition("/")[2]
+
+    @property
+    def shares(self) -> bool:
+        """Whether prompts of one run have tokens in common."""
+        return self.workload != "fixed" and self.workload not in DATASETS
+
     def read(self, seed: int) -> Workload:
         """The conversations. Raises ValueError, for a file with its name."""
         name, count = self.workload, self.requests or DRAWN

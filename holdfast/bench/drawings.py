@@ -33,6 +33,8 @@ class Palette:
     accent: str
     second: str
     limit: str
+    card: str
+    """Behind the plot."""
     ramp: tuple[str, ...]
     """From the lowest rate to the highest."""
 
@@ -44,9 +46,10 @@ PRINT = Palette(
     accent="#2f6690",
     second="#c27c2c",
     limit="#b5473c",
+    card="#ffffff",
     ramp=("#a9cbe0", "#76a9ca", "#4986ae", "#2f6690", "#173f5f"),
 )
-NAMES = ("ink", "quiet", "grid", "accent", "second", "limit", *(f"ramp-{at}" for at in range(MOST_CURVES)))
+NAMES = ("ink", "quiet", "grid", "accent", "second", "limit", "card", *(f"ramp-{at}" for at in range(MOST_CURVES)))
 MARKS = {name: f"#0a0b{at:02x}" for at, name in enumerate(NAMES, start=16)}
 PAGE = Palette(
     ink=MARKS["ink"],
@@ -55,6 +58,7 @@ PAGE = Palette(
     accent=MARKS["accent"],
     second=MARKS["second"],
     limit=MARKS["limit"],
+    card=MARKS["card"],
     ramp=tuple(mark for name, mark in MARKS.items() if name.startswith("ramp")),
 )
 Draw = Callable[[Palette], Figure]
@@ -76,7 +80,7 @@ def svg(draw: Draw, label: str) -> str:
 
 def png(draw: Draw, path: Path) -> None:
     """The plot as a file. Raises OSError."""
-    draw(PRINT).savefig(path, format="png", dpi=160, facecolor="white")
+    draw(PRINT).savefig(path, format="png", dpi=160, facecolor=PRINT.card)
 
 
 def distributions(which: str, title: str, runs: Sequence[Run], limit: float | None = None) -> Draw:
@@ -222,12 +226,14 @@ def heading(axes: Axes, palette: Palette, title: str, unit: str) -> None:
 
 
 def legend(axes: Axes, palette: Palette, names: Sequence[str], place: Literal["lower right", "upper right"]) -> None:
-    """Names of the first lines, without a frame; those at the top stand above the plot, where no line runs."""
+    """Names of the first lines; those at the top stand above the plot, where no line runs, others before the lines."""
     above: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "ncols": len(names)}
     where = above if place == "upper right" else {"loc": place}
     shown = axes.legend(
-        axes.get_lines()[: len(names)], names, frameon=False, fontsize=9, handlelength=1.4, borderaxespad=0.2, **where
-    )
+        axes.get_lines()[: len(names)], names, fontsize=9, handlelength=1.4, borderaxespad=0.2,
+        facecolor=palette.card, edgecolor="none", framealpha=1.0, **where,
+    )  # fmt: skip
+    shown.set_zorder(5)
     for text in shown.get_texts():
         text.set_color(palette.quiet)
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from holdfast.bench import workloads
@@ -21,6 +20,7 @@ from holdfast.bench.choice import WorkloadConfig
 from holdfast.bench.records import Record, Slo, summary
 from holdfast.bench.series import Run
 from holdfast.bench.workloads import Workload
+from holdfast.cli.bench_tables import show
 from holdfast.cli.flags import check_url
 from holdfast.cli.progress import turns_of
 from holdfast.cli.reports import changed, makeable, needs_matplotlib, writable, written
@@ -28,14 +28,14 @@ from holdfast.cli.targets import Simulated, Target, engine_here, server
 from holdfast.core.config import EngineConfig, option
 from holdfast.core.version import __version__
 from holdfast.engine.profiles import Profile
-from holdfast.simulator.deployment import deploy
+from holdfast.simulator.deployment import deploy, shape_on
 from holdfast.simulator.devices import DEVICES, LINKS
 from holdfast.simulator.shapes import MODELS
 
 SIMULATED_OPTIONS = (
     "scheduler", "token_budget", "tbt_target", "max_sequences", "max_model_len", "block_size", "headroom",
     "steps_in_flight", "prefix_sharing", "trace", "seed", "host_cache_gb", "chunk_size", "eviction", "swap_threshold",
-    "memory_fraction",
+    "memory_fraction", "quantization", "kv_cache_dtype",
 )  # fmt: skip
 """What of an engine counts in a simulation."""
 SHORT_SECONDS = 20.0
@@ -140,7 +140,7 @@ def run(config: BenchConfig, load: WorkloadConfig, engine: EngineConfig, argumen
     runs = bench.runs
     figures = [run.figures for run in runs]
     show(console, figures)
-    for line in bench.refusals:
+    for line in bench.remarks:
         console.print(Text(line), soft_wrap=True)
     if capacity is not None:
         console.print(told_capacity(config, capacity, base))
@@ -157,8 +157,8 @@ class _Bench:
 
     def __init__(self, config: BenchConfig, load: WorkloadConfig, seed: int, target: Target, base: Workload) -> None:
         self.runs: list[Run] = []
-        self.refusals: list[str] = []
-        """What went wrong, a line for each run in which anything did."""
+        self.remarks: list[str] = []
+        """What a person should know of a run, line by line: what went wrong in it, what its figures owe to others."""
         self._config, self._load, self._seed, self._target, self._base = config, load, seed, target, base
         slo = Slo(config.slo_ttft, config.slo_tpot, config.slo_e2el)
         self._slo = slo if slo != Slo() else None
@@ -189,9 +189,14 @@ class _Bench:
         about |= {"max_concurrency": self._config.concurrency} if self._config.concurrency else {}
         figures = about | summary(records, self._slo)
         self.runs.append(Run.of(records, figures))
+        at = "" if rate is None else f" at {rate:.4g} a second"
         if errors := [record.error for record in records if record.error]:
-            at = "" if rate is None else f" at {rate:.4g} a second"
-            self.refusals.append(f"{len(errors)} of {len(records)} requests failed{at}, as in: {errors[0]}")
+            self.remarks.append(f"{len(errors)} of {len(records)} requests failed{at}, as in: {errors[0]}")
+        if figures["cached_tokens"] and not self._load.shares:
+            self.remarks.append(
+                f"{figures['cached_tokens']:,} prompt tokens{at} came from the cache, though no two of these prompts "
+                "are alike: an earlier call sent the same; give another --seed"
+            )
         return figures
 
 
@@ -216,7 +221,7 @@ def simulated(config: BenchConfig, named: str, engine: EngineConfig, console: Co
     model, at, device = named.partition("@")
     if at and not Path(named).exists():
         deployment = deploy(
-            model,
+            shape_on(model, device, engine),
             device,
             tp=config.tp,
             pp=config.pp,
@@ -226,9 +231,14 @@ def simulated(config: BenchConfig, named: str, engine: EngineConfig, console: Co
         )
         profile, pipeline = deployment.profile, deployment.pipeline
         source = "measured" if deployment.measured else "derived from data sheets"
-        console.print(f"{model} on {profile.cost.device}, {source}: {profile.cache_tokens:,} tokens of KV cache")
+        console.print(
+            f"{model} on {profile.cost.device}, {profile.precision}, {source}: "
+            f"{profile.cache_tokens:,} tokens of KV cache",
+            soft_wrap=True,
+        )
     else:
         profile, pipeline = Profile.load(Path(named)), None
+        profile.require(engine)
     if config.cache_tokens is not None:
         profile = replace(profile, cache_tokens=config.cache_tokens)
     if config.copy_gbs is not None:
@@ -268,7 +278,7 @@ def write_report(
     page = report.of_runs(
         runs,
         title=target.name,
-        workload=load.workload.rpartition("/")[2],
+        workload=load.lengths,
         limits={name: limit for name, limit in limits.items() if limit is not None},
         capacity=capacity,
         settings=settings,
@@ -288,67 +298,3 @@ def without_key(arguments: Sequence[str]) -> list[str]:
         "…" if previous == "--api-key" else re.sub(r"^(--api-key=).*", r"\1…", argument)
         for previous, argument in zip(before, arguments, strict=False)
     ]
-
-
-COLUMNS = {
-    "request_rate": "rate /s",
-    "completed": "done",
-    "failed": "failed",
-    "request_throughput": "req/s",
-    "request_goodput": "good/s",
-    "output_throughput": "out tok/s",
-    "total_token_throughput": "tok/s",
-    "cached_share": "cached",
-}
-TIMES = {"ttft": "TTFT", "itl": "TBT", "tpot": "TPOT", "e2el": "end to end", "normalized_latency": "normalized"}
-
-
-def show(console: Console, runs: Sequence[Mapping[str, Any]]) -> None:
-    """The figures of all runs: a line for each, then their latencies."""
-    table = Table(title="throughput", title_justify="left")
-    runs = [
-        {**figures, "cached_share": f"{figures['cached_tokens'] / figures['total_input_tokens']:.0%}"}
-        for figures in runs
-    ]
-    shown = {key: title for key, title in COLUMNS.items() if any(key in figures for figures in runs)}
-    for title in shown.values():
-        table.add_column(title, justify="right")
-    for figures in runs:
-        table.add_row(*(number(figures, key) for key in shown))
-    console.print(table)
-    console.print(latencies(runs[0]) if len(runs) == 1 else latencies_by_rate(runs))
-
-
-def latencies(figures: Mapping[str, Any]) -> Table:
-    """All latencies of one run."""
-    table = Table(title="latency, ms", title_justify="left")
-    for title in ("", "mean", "p50", "p90", "p99"):
-        table.add_column(title, justify="right")
-    for name, title in TIMES.items():
-        table.add_row(title, *(f"{figures[f'{which}_{name}_ms']:,.2f}" for which in ("mean", "median", "p90", "p99")))
-    return table
-
-
-def latencies_by_rate(runs: Sequence[Mapping[str, Any]]) -> Table:
-    """Median and P99 of each run; the rest is in the JSON."""
-    table = Table(title="latency, ms: p50 / p99", title_justify="left")
-    table.add_column("rate /s", justify="right")
-    for title in TIMES.values():
-        table.add_column(title, justify="right")
-    for figures in runs:
-        cells = (" / ".join(brief(figures[f"{which}_{name}_ms"]) for which in ("median", "p99")) for name in TIMES)
-        table.add_row(number(figures, "request_rate"), *cells)
-    return table
-
-
-def brief(value: float) -> str:
-    """A time, short enough for five pairs in 80 columns."""
-    return f"{value:,.1f}" if value < 100 else f"{value:,.0f}"
-
-
-def number(figures: Mapping[str, Any], key: str) -> str:
-    """One figure for people; empty where there is none."""
-    value = figures.get(key)
-    if value is None or isinstance(value, str):
-        return value or ""
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.2f}"

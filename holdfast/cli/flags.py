@@ -30,6 +30,20 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message} ({self.prog} --help lists what there is)")
 
 
+def signed(words: Sequence[str]) -> list[str]:
+    """The words of a command line with what begins like a negative quantity joined to the flag before it.
+
+    argparse takes -3ms for a flag of its own, and says that the one before it has no value.
+    """
+    joined: list[str] = []
+    for word in words:
+        if joined and re.match(r"--[^=]+$", joined[-1]) and re.match(r"-(\d|\.\d|inf|nan)", word):
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    return joined
+
+
 def add_flags(parser: argparse.ArgumentParser, config: type, title: str, without: Sequence[str] = ()) -> None:
     """A flag for every field of a config dataclass: `max_model_len` becomes --max-model-len, a bool --x and --no-x.
 

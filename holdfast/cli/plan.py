@@ -6,38 +6,29 @@ import json
 import os
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from holdfast.bench.choice import WorkloadConfig
+from holdfast.cli.advice import HEAD, as_row, cells, recommend, show
 from holdfast.cli.progress import Bar
 from holdfast.cli.reports import changed, makeable, needs_matplotlib, writable, written
 from holdfast.core.config import BUILTIN_MODEL, EngineConfig, SchedulerName, option
 from holdfast.core.version import __version__
 from holdfast.engine.checkpoint import Checkpoint, read_json
-from holdfast.engine.profiles import Profile
+from holdfast.engine.profiles import Profile, precision_of
 from holdfast.scheduler.choice import CHUNKED, NAMES
+from holdfast.simulator.deployment import shape_on
 from holdfast.simulator.devices import DEVICES, LINKS, device_named, link_named
 from holdfast.simulator.plan import Candidate, Setting, Verdict, best_of, judges
 from holdfast.simulator.shapes import MODELS, ModelShape, shape_of
 
-ENGINE_OPTIONS = (
-    "max_sequences", "max_model_len", "block_size", "headroom", "memory_fraction", "prefix_sharing", "chunk_size",
-    "eviction", "seed",
-)  # fmt: skip
-"""What of an engine is the same for all candidates."""
-SERVED_DEVICES = 1
-"""What `holdfast serve` runs a model on."""
+DEVICE = "h200"
 MARGIN = 0.9
 """A candidate with a computed budget aims at this share of the limit: steps in the world are not as predicted."""
-PLACEHOLDER = "$MODEL"
-"""Stands for a checkpoint's directory where only a model's shape is known."""
 
 
 Policy = tuple[SchedulerName, int | None, float | None]
@@ -50,7 +41,7 @@ Layout = tuple[int, int, float]
 class PlanConfig:
     """The devices, the limits, and what to choose from. Raises ValueError for what cannot be."""
 
-    device: str = option("h200", f"kind of device: {', '.join(sorted(DEVICES))}")
+    device: str | None = option(None, f"kind of device: {', '.join(sorted(DEVICES))}; default: {DEVICE}")
     devices: int = option(1, "how many there are")
     price: float | None = option(None, "of one device for an hour, in any currency")
     profile: str | None = option(
@@ -88,7 +79,9 @@ class PlanConfig:
             raise ValueError(f"host_gb holds {min(self.host_gb):g}; each must be at least 0")
         if unknown := self.scheduler_names - {*NAMES, "all"}:
             raise ValueError(f"scheduler {min(unknown)!r} is unknown; there are {', '.join(NAMES)}, or all")
-        device_named(self.device)
+        device_named(self.device or DEVICE)
+        if self.profile is not None and self.device is not None:
+            raise ValueError(f"device is {self.device}, and a profile is of its own; drop it, or name a MODEL")
         for name in ("link", "stage_link"):
             if getattr(self, name) is not None:
                 link_named(getattr(self, name))
@@ -122,28 +115,43 @@ def run(
     verdicts = search(config, setting, ways)
     best = best_of(verdicts)
     show(console, verdicts, best)
-    advice = recommend(verdicts, engine, model)
+    advice = recommend(verdicts, engine, BUILTIN_MODEL if setting.model == BUILTIN_MODEL else model)
     for line in advice:
         console.print(Text(line), soft_wrap=True)
     if config.json is not None:
         rows = [as_row(verdict) for verdict in verdicts]
         Path(config.json).write_text(json.dumps({"candidates": rows}, indent=1) + "\n", encoding="utf-8")
     if config.report is not None or config.plots is not None:
-        from holdfast.cli.plan_report import report_of  # an extra: matplotlib
-
-        settings = [*changed(load), *changed(config, without=("json", "report", "plots", "jobs")), *changed(engine)]
-        page = report_of(
-            verdicts,
-            best,
-            described(setting, load),
-            advice,
-            (HEAD, [cells(verdict) for verdict in verdicts]),
-            settings,
-            shlex.join(["holdfast", "plan", *arguments]),
-            f"Holdfast {__version__}",
-        )
-        console.print(written(page, config.report, config.plots), soft_wrap=True)
+        write_report(console, config, load, setting, verdicts, advice, arguments)
     return 0 if best else 1
+
+
+def write_report(
+    console: Console,
+    config: PlanConfig,
+    load: WorkloadConfig,
+    setting: Setting,
+    verdicts: Sequence[Verdict],
+    advice: Sequence[str],
+    arguments: Sequence[str],
+) -> None:
+    """Draw and write. Raises OSError."""
+    from holdfast.cli.plan_report import report_of  # an extra: matplotlib
+
+    page = report_of(
+        verdicts,
+        best_of(verdicts),
+        described(setting, load),
+        advice,
+        (HEAD, [cells(verdict) for verdict in verdicts]),
+        [*changed(load), *changed(config, without=OUTPUTS), *changed(setting.engine)],
+        shlex.join(["holdfast", "plan", *arguments]),
+        f"Holdfast {__version__}",
+    )
+    console.print(written(page, config.report, config.plots), soft_wrap=True)
+
+
+OUTPUTS = ("json", "report", "plots", "jobs")
 
 
 def setting_of(config: PlanConfig, load: WorkloadConfig, engine: EngineConfig, model: str | None) -> Setting:
@@ -153,9 +161,12 @@ def setting_of(config: PlanConfig, load: WorkloadConfig, engine: EngineConfig, m
             f"plan takes a MODEL or --profile FILE, one of them; known models: {', '.join(sorted(MODELS))}"
         )
     profile = None if config.profile is None else Profile.load(Path(config.profile))
+    if profile is not None:
+        profile.require(engine)
+    device = config.device or DEVICE
     return Setting(
-        model=profile.cost.model if profile else shape_named(model or ""),
-        device=profile.cost.device if profile else config.device,
+        model=profile.cost.model if profile else shape_on(shape_named(model or ""), device, engine),
+        device=profile.cost.device if profile else device,
         devices=config.devices,
         price=config.price,
         profile=profile,
@@ -249,123 +260,10 @@ def policies(config: PlanConfig) -> list[Policy]:
 def described(setting: Setting, load: WorkloadConfig) -> str:
     """The question, in one line."""
     model = setting.model.name if isinstance(setting.model, ModelShape) else setting.model
+    dtype = setting.profile.dtype if setting.profile else "bfloat16"
+    precision = precision_of(dtype, setting.engine.quantization, setting.engine.kv_cache_dtype)
     ttft = "" if setting.ttft_ms is None else f", P99 TTFT within {setting.ttft_ms:g} ms"
     return (
-        f"{model} on {setting.devices} x {setting.device}, {load.workload.rpartition('/')[2]}, "
+        f"{model} on {setting.devices} x {setting.device}, {precision}, {load.lengths}, "
         f"P99 TBT within {setting.tbt_ms:g} ms{ttft}"
     )
-
-
-HEAD = ("policy", "replicas", "rate/s", "out tok/s", "TBT p99", "TTFT p99", "cost/M")
-"""Of the table, which 80 columns hold."""
-
-
-def cells(verdict: Verdict) -> tuple[str, ...]:
-    """A row of the table: capacity and tokens of all replicas together."""
-    names = (verdict.candidate.policy, f"{verdict.replicas} × {verdict.candidate.layout}")
-    if not verdict.capacity:
-        return (*names, "none", "", "", "", "")
-    figures = verdict.figures
-    return (
-        *names,
-        f"{verdict.fleet:.3g}",
-        f"{verdict.tokens * verdict.replicas:,.0f}",
-        f"{figures['p99_itl_ms']:,.1f}",
-        f"{figures['p99_ttft_ms']:,.0f}",
-        "" if verdict.cost is None else f"{verdict.cost:,.3f}",
-    )
-
-
-def show(console: Console, verdicts: Sequence[Verdict], best: Verdict | None) -> None:
-    """The table, and why some have no capacity."""
-    title = "capacity of all devices together"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=0)
-    for at, head in enumerate(HEAD):
-        table.add_column(head, justify="left" if at < 2 else "right")
-    for verdict in verdicts:
-        table.add_row(*cells(verdict), style="bold" if verdict is best else "" if verdict.capacity else "dim")
-    console.print(table)
-    for told in dict.fromkeys(map(reason_of, verdicts)):
-        if told:
-            console.print(Text(told, style="dim"), soft_wrap=True)
-
-
-def reason_of(verdict: Verdict) -> str:
-    """Why a candidate has no capacity; of a layout that cannot be, the same for every policy."""
-    if not verdict.reason:
-        return ""
-    policy = f"{verdict.candidate.policy}, " if verdict.fits else ""
-    return f"{policy}{verdict.candidate.layout}: {verdict.reason}"
-
-
-def recommend(verdicts: Sequence[Verdict], engine: EngineConfig, model: str | None) -> list[str]:
-    """What to do, line by line; the command comes last, where there is one."""
-    best = best_of(verdicts)
-    if best is None and not any(verdict.fits for verdict in verdicts):
-        return ["no layout fits these devices: give more or other --devices, another --tp and --pp, or a smaller model"]
-    if best is None:
-        return ["nothing keeps these limits: raise --slo-tbt or --slo-ttft, or give more or faster --devices"]
-    lines = [
-        f"best: {best.candidate.policy} on {best.candidate.layout}, {best.fleet:.3g} conversations a second in all"
-    ]
-    servable = best_of([verdict for verdict in verdicts if verdict.candidate.devices <= SERVED_DEVICES])
-    if servable is not best:
-        lines.append(f"holdfast serve runs a model on {SERVED_DEVICES} device for now, so this cannot be served yet")
-    if servable is None:
-        return [*lines, "nothing that runs on one device keeps these limits"]
-    if servable is not best:
-        lines.append(f"what can be: {servable.candidate.policy}, {servable.fleet:.3g} conversations a second in all")
-    served = served_model(model)
-    notes = [f"{PLACEHOLDER} is the checkpoint's directory"] if served == PLACEHOLDER else []
-    notes += [f"on each of the {servable.replicas} devices, behind a load balancer"] if servable.replicas > 1 else []
-    where = f" ({', '.join(notes)})" if notes else ""
-    command = serve_command(servable.candidate, engine, served)
-    return [*lines, f"to serve it{where}:", command]
-
-
-def served_model(model: str | None) -> str:
-    """What `holdfast serve` is to be called with: a checkpoint that is there, or what stands for one."""
-    path = Path(model or PLACEHOLDER).expanduser()
-    directory = path.parent if path.suffix == ".json" else path
-    if model == BUILTIN_MODEL:
-        return BUILTIN_MODEL
-    return str(directory) if any(directory.glob("*.safetensors")) else PLACEHOLDER
-
-
-def serve_command(chosen: Candidate, engine: EngineConfig, model: str) -> str:
-    """The command line: what the candidate sets, and what the plan was told to set for all."""
-    default = EngineConfig()
-    shared = {
-        field.name: getattr(engine, field.name)
-        for field in fields(engine)
-        if field.name in ENGINE_OPTIONS and getattr(engine, field.name) != getattr(default, field.name)
-    }
-    words = []
-    for name, value in (chosen.options() | shared).items():
-        flag = name.replace("_", "-")
-        if isinstance(value, bool):
-            words.append(f"--{flag}" if value else f"--no-{flag}")
-        else:
-            words += [f"--{flag}", f"{value:g}" if isinstance(value, float) else str(value)]
-    named = f'"{PLACEHOLDER}"' if model == PLACEHOLDER else shlex.quote(model)
-    return " ".join(["holdfast serve", named, *map(shlex.quote, words)])
-
-
-def as_row(verdict: Verdict) -> dict[str, Any]:
-    """A verdict for JSON."""
-    chosen = verdict.candidate
-    return {
-        "scheduler": chosen.scheduler,
-        "token_budget": chosen.token_budget,
-        "tbt_target": chosen.tbt_target,
-        "tp": chosen.tp,
-        "pp": chosen.pp,
-        "host_cache_gb": chosen.host_cache_gb,
-        "replicas": verdict.replicas,
-        "capacity": verdict.capacity,
-        "fleet_capacity": verdict.fleet,
-        "output_tokens_per_s": verdict.tokens,
-        "cost_per_million_output_tokens": verdict.cost,
-        "reason": verdict.reason,
-        "figures": dict(verdict.figures),
-    }

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from holdfast.cli.flags import UsageError
+from holdfast.cli.tables import table
 from holdfast.core.config import EngineConfig, option
 from holdfast.engine.client import EngineClient
 from holdfast.engine.profiles import Profile
@@ -47,19 +47,14 @@ async def run(config: ProfileConfig, engine: EngineConfig) -> int:
 def show(console: Console, profile: Profile) -> None:
     """The measured points as two tables, in milliseconds."""
     cost = profile.cost
-    console.print(Text.assemble("\n", (cost.model, "bold"), f" on {cost.device}, {profile.dtype}"))
-    linear = Table(title="a step without attention", title_justify="left")
-    linear.add_column("tokens", justify="right")
-    linear.add_column("ms", justify="right")
-    linear.add_column("tokens/s", justify="right")
+    console.print(Text.assemble("\n", (cost.model, "bold"), f" on {cost.device}, {profile.precision}"))
+    linear = table("a step without attention", ("tokens", "ms", "tokens/s"))
     for tokens, seconds in zip(cost.linear_tokens, cost.linear_seconds, strict=True):
         linear.add_row(f"{tokens:,}", f"{seconds * 1e3:.3f}", f"{tokens / seconds:,.0f}")
     console.print(linear)
-    attention = Table(title="attention of one segment, ms: query tokens down, context across", title_justify="left")
-    attention.add_column("", justify="right")
     shown = range(0, len(cost.attention_contexts), 1 + len(cost.attention_contexts) // 8)
-    for index in shown:
-        attention.add_column(f"{cost.attention_contexts[index]:,}", justify="right")
+    contexts = [f"{cost.attention_contexts[index]:,}" for index in shown]
+    attention = table("attention of one segment, ms: query tokens down, context across", ("", *contexts))
     for query, row in zip(cost.attention_queries, cost.attention_seconds, strict=True):
         cells = (f"{row[index] * 1e3:.3f}" if cost.attention_contexts[index] >= query else "" for index in shown)
         attention.add_row(f"{query:,}", *cells)

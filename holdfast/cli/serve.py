@@ -39,9 +39,9 @@ def announce(console: Console, engine: EngineConfig, server: ServerConfig, info:
     memory, keyed = info.memory, bool(server.api_key)
     rows = {
         "address": f"{url}  (API under /v1, described at /docs)",
-        "device": f"{memory.device}, {info.dtype}",
+        "device": f"{memory.device}, {info.precision}",
         "memory": f"weights {memory.weights / GB:.2f} GB, one step {memory.activations / GB:.2f} GB",
-        "cache": tier(info, info.num_blocks) + (f", {info.cache_dtype}" if info.cache_dtype != info.dtype else ""),
+        "cache": tier(info, info.num_blocks),
         "host tier": tier(info, info.num_host_blocks) if info.num_host_blocks else no_host_tier(engine),
         "retention": retention(engine),
         "store": f"{shown(place(server.store))}, kept for {server.store_days:g} days, at most {server.store_gb:g} GB",

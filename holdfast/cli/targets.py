@@ -118,7 +118,7 @@ def engine_here(config: EngineConfig, console: Console, concurrency: int | None)
         client = loop.run(start())
         try:
             info = client.info
-            name = f"{info.model} on {info.memory.device}, {info.dtype}"
+            name = f"{info.model} on {info.memory.device}, {info.precision}"
             longest = info.max_model_len
             yield _Sender(name, info.model, longest, loop, EngineAsk(client), info.vocab_size, concurrency, config.seed)
         finally:
@@ -158,7 +158,7 @@ class Simulated:
     @property
     def name(self) -> str:
         """What is simulated."""
-        return f"{self.profile.cost.model} on {self.profile.cost.device}, simulated"
+        return f"{self.model} on {self.profile.cost.device}, {self.profile.precision}, simulated"
 
     @property
     def model(self) -> str:

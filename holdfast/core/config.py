@@ -17,6 +17,10 @@ AttentionBackendName = Literal["auto", "holdfast", "torch", "vllm-flash-attn"]
 
 OrderName = Literal["fcfs", "priority", "deadline", "fair"]
 
+QuantizationName = Literal["none", "fp8"]
+
+CacheTypeName = Literal["auto", "fp8"]
+
 
 def option(default: Any, help: str, unit: Literal["", "ms"] = "") -> Any:
     """A config field with its one help text. In the unit "ms" it may be given as 50, as "50ms" or as "0.05s"."""
@@ -32,13 +36,13 @@ class EngineConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto", "weights and cache; auto is the checkpoint's own on CUDA and float32 on a CPU"
     )
-    kv_cache_dtype: Literal["auto", "fp8"] = option(
+    kv_cache_dtype: CacheTypeName = option(  # noqa: RUF009  a string
         "auto", "keys and values in the cache; auto is dtype, fp8 (e4m3) takes half of 16 bits and is less exact"
     )
     load_format: Literal["auto", "random"] = option(
         "auto", "auto reads the checkpoint's weights; random draws them, from its config.json alone (benchmarks)"
     )
-    quantization: Literal["none", "fp8"] = option(
+    quantization: QuantizationName = option(  # noqa: RUF009  a string
         "none", "fp8 rounds the layers' weights to 8 bits as they are read: half the memory, faster, less exact"
     )
     max_model_len: int | None = option(None, "longest sequence in tokens; default: what the model was made for")

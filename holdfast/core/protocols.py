@@ -29,6 +29,16 @@ class MemoryProfile:
     host_cache: int = 0
     """What may be given to the host tier."""
 
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the KV cache on the device."""
+        return self.cache // self.block
+
+    @property
+    def num_host_blocks(self) -> int:
+        """Blocks of the host tier."""
+        return self.host_cache // self.block
+
 
 class Executor(Protocol):
     """Runs plans in the order in which they are submitted; several may be in flight.

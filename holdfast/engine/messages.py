@@ -22,10 +22,8 @@ class EngineInfo:
     model: str
     """The name under which it is served."""
     device: str
-    dtype: str
-    """Of weights and activations."""
-    cache_dtype: str
-    """Of keys and values in the cache."""
+    precision: str
+    """The type of weights, activations and cache, and what of them is in FP8, for people."""
     memory: MemoryProfile
     num_blocks: int
     block_size: int

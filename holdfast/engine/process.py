@@ -14,7 +14,7 @@ import torch
 
 from holdfast.core.config import EngineConfig
 from holdfast.core.cost import CostModel
-from holdfast.core.protocols import Clock, Executor
+from holdfast.core.protocols import Clock, Executor, MemoryProfile
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.in_service import in_service
 from holdfast.engine.loop import Loop
@@ -33,7 +33,7 @@ from holdfast.engine.messages import (
     ToEngine,
 )
 from holdfast.engine.parent import Parent
-from holdfast.engine.profiles import Profile, kept_at
+from holdfast.engine.profiles import Profile, kept_at, precision_of
 from holdfast.engine.timeline import TracedExecutor
 from holdfast.execution import device as devices
 from holdfast.execution.profile import measure_cost
@@ -125,77 +125,106 @@ def build(
     ValueError (UnsupportedCheckpoint among them) and MemoryError with a reason for people.
     """
     began = clock() if began is None else began
-    stages = Stages(began, clock, on_progress)
+    stages = StartStages(began, clock, on_progress)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     checkpoint = Checkpoint.find(config.model)
-    device = devices.resolve(config.device)
-    attention.require(config.attention_backend, device)
     stages.begin(f"loading {checkpoint.name}")
+    executor = make_executor(config, checkpoint.directory)
+    info = describe(executor, checkpoint, divide_memory(executor, stages))
+    profile = find_profile(executor, info, measure=measure, on_progress=stages.begin)
+    cost = profile.cost if profile else None
+    budget, capacity = budget_of(config, executor.device), executor.token_budget
+    policy = choose_policy(config, token_budget=budget, capacity=capacity, tile=TILE[executor.device.type], cost=cost)
+    if cost is None and weighs(config, info):
+        stages.begin("measuring what recomputation costs")
+        cost = measure_cost(executor, name=info.model, queries=(config.chunk_size,))
+    scheduler = make_scheduler(executor, info, policy, cost)
+    suspends = info.num_host_blocks > 0
+    traced = TracedExecutor(executor, config.trace, clock, suspends=suspends) if config.trace else executor
+    loop = Loop(scheduler, traced, config.steps_in_flight, clock)
+    spent = stages.end()
+    return loop, replace(info, started_in=clock() - began, stages=spent, profile=info.profile if profile else "")
+
+
+def make_executor(config: EngineConfig, directory: Path) -> PagedExecutor:
+    """The model on its device with what computes its steps, before there is a cache. Raises ValueError, MemoryError."""
+    device = devices.resolve(config.device)
+    attention.require(config.attention_backend, device, fp8_cache=config.kv_cache_dtype == "fp8")
     model = load(
-        checkpoint.directory,
+        directory,
         device=device,
         dtype=config.dtype,
         max_model_len=config.max_model_len,
         load_format=config.load_format,
         quantization=config.quantization,
     )
-    spec = model.spec
-    budget = config.token_budget or DEFAULT_BUDGET[device.type]
     capacity = capacity_of(
         config.scheduler,
-        token_budget=budget,
-        max_model_len=spec.max_model_len,
+        token_budget=budget_of(config, device),
+        max_model_len=model.spec.max_model_len,
         max_sequences=config.max_sequences,
     )
-    executor = PagedExecutor(model, config, token_budget=capacity)
-    dtype, cache_dtype = (str(kind).removeprefix("torch.") for kind in (spec.dtype, executor.cache_dtype))
-    if config.cuda_graphs and device.type == "cuda":
+    return PagedExecutor(model, config, token_budget=capacity)
+
+
+def budget_of(config: EngineConfig, device: torch.device) -> int:
+    """The most tokens of a step: as configured, or the default of the device's kind."""
+    return config.token_budget or DEFAULT_BUDGET[device.type]
+
+
+def divide_memory(executor: PagedExecutor, stages: StartStages) -> MemoryProfile:
+    """Measure what a step takes, and make the cache of both tiers and the graphs of steps in what is left."""
+    captured = executor.config.cuda_graphs and executor.device.type == "cuda"
+    if captured:
         stages.begin("compiling kernels")
         executor.compile()
     stages.begin("measuring memory")
     memory = executor.profile()
-    if config.quantization != "none":
-        dtype = f"{dtype}, {config.quantization} weights"
-    num_blocks = memory.cache // memory.block
-    host_blocks = memory.host_cache // memory.block
-    if host_blocks:
-        stages.begin(f"taking {host_blocks * memory.block / 1e9:.1f} GB of host memory")
-    if config.cuda_graphs and device.type == "cuda":
-        stages.begin("capturing graphs")
-    executor.allocate(num_blocks, host_blocks)
-    info = EngineInfo(
+    making = []
+    if memory.num_host_blocks:
+        making.append(f"taking {memory.num_host_blocks * memory.block / 1e9:.1f} GB of host memory")
+    if captured:
+        making.append("capturing graphs")
+    if making:
+        stages.begin(" and ".join(making))
+    executor.allocate(memory.num_blocks, memory.num_host_blocks)
+    return memory
+
+
+def describe(executor: PagedExecutor, checkpoint: Checkpoint, memory: MemoryProfile) -> EngineInfo:
+    """What the engine is; `profile` is where its profile is kept, if there is one."""
+    config, spec = executor.config, executor.model.spec
+    dtype = str(spec.dtype).removeprefix("torch.")
+    precision = precision_of(dtype, config.quantization, config.kv_cache_dtype)
+    return EngineInfo(
         model=checkpoint.name,
         device=memory.device,
-        dtype=dtype,
-        cache_dtype=cache_dtype,
+        precision=precision,
         memory=memory,
-        num_blocks=num_blocks,
-        num_host_blocks=host_blocks,
+        num_blocks=memory.num_blocks,
+        num_host_blocks=memory.num_host_blocks,
         block_size=config.block_size,
-        token_budget=capacity,
+        token_budget=executor.token_budget,
         # A sequence's last token is never computed, so the pool holds one position less than the longest sequence.
-        max_model_len=min(spec.max_model_len, num_blocks * config.block_size + 1),
+        max_model_len=min(spec.max_model_len, memory.num_blocks * config.block_size + 1),
         max_sequences=config.max_sequences,
         max_waiting=config.max_waiting,
         vocab_size=spec.vocab_size,
         started_in=0.0,
-        profile=str(kept_at(checkpoint.directory, dtype, cache_dtype, memory.device)),
+        profile=str(kept_at(checkpoint.directory, precision, pace_of(config, executor.device.type, memory.device))),
     )
-    profile = find_profile(executor, info, measure=measure, on_progress=stages.begin)
-    cost = profile.cost if profile else None
-    policy = choose_policy(config, token_budget=budget, capacity=capacity, tile=TILE[device.type], cost=cost)
-    if cost is None and weighs(config, info):
-        stages.begin("measuring what recomputation costs")
-        cost = measure_cost(executor, name=info.model, queries=(config.chunk_size,))
-    scheduler = make_scheduler(executor, info, policy, cost)
-    traced = TracedExecutor(executor, config.trace, clock, suspends=host_blocks > 0) if config.trace else executor
-    loop = Loop(scheduler, traced, config.steps_in_flight, clock)
-    spent = stages.end()
-    return loop, replace(info, started_in=clock() - began, stages=spent, profile=info.profile if profile else "")
 
 
-class Stages:
+def pace_of(config: EngineConfig, kind: str, name: str) -> str:
+    """The device's name, with the options that make steps of one model run at another pace on a device of its kind."""
+    if kind != "cuda":
+        return name
+    backend = [] if config.attention_backend in ("auto", "holdfast") else [config.attention_backend]
+    return ", ".join([name, *backend, *([] if config.cuda_graphs else ["no graphs"])])
+
+
+class StartStages:
     """Tells what a start does next, and keeps what each stage took."""
 
     def __init__(self, began: float, clock: Clock, tell: Callable[[str], None]) -> None:
@@ -237,7 +266,9 @@ def find_profile(
             )
         profile = Profile(
             cost=cost,
-            dtype=info.dtype,
+            dtype=str(executor.model.spec.dtype).removeprefix("torch."),
+            quantization=config.quantization,
+            kv_cache_dtype=config.kv_cache_dtype,
             cache_tokens=info.num_blocks * info.block_size,
             max_model_len=info.max_model_len,
             token_budget=DEFAULT_BUDGET[executor.device.type],
@@ -273,7 +304,7 @@ def make_scheduler(executor: PagedExecutor, info: EngineInfo, policy: Policy, co
         vocab_size=info.vocab_size,
         eos_token_ids=executor.model.spec.eos_token_ids,
         headroom=0.0 if config.scheduler in RESERVING else config.headroom,
-        sharing=StateIdentity(info.model, dtype=f"{info.dtype} {info.cache_dtype}") if config.prefix_sharing else None,
+        sharing=StateIdentity(info.model, dtype=info.precision) if config.prefix_sharing else None,
         order=make_order(config),
         seed=config.seed,
     )

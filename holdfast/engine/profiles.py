@@ -1,4 +1,4 @@
-"""Profiles: what was measured of a model on a device, kept as a file per model, dtypes and device. Imports no torch."""
+"""Profiles: what was measured of a model on a device, kept as a file per model, precision and device. No torch."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ import json
 import os
 import re
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+from holdfast.core.config import CacheTypeName, EngineConfig, QuantizationName
 from holdfast.core.cost import CostModel
 from holdfast.engine.checkpoint import read_json, read_text
 
 CONFIG_LIMIT = 16 << 20
+DTYPES = ("float32", "bfloat16", "float16")
 
 MEASURED = 4
 """Counts the ways in which profiles have been measured, so that none of an earlier way is taken."""
@@ -26,6 +29,9 @@ class Profile:
 
     cost: CostModel
     dtype: str
+    """What activations are, and whatever is not in FP8."""
+    quantization: QuantizationName = "none"
+    kv_cache_dtype: CacheTypeName = "auto"
     cache_tokens: int
     """Positions that the KV cache holds."""
     max_model_len: int
@@ -37,6 +43,23 @@ class Profile:
     """Bytes of one position in the KV cache, all layers; 0 where a profile does not say."""
     copy_rate: float = 0.0
     """Bytes a second between the device and the host's memory; 0 where it was not measured."""
+
+    @property
+    def precision(self) -> str:
+        """What its numbers are, for people."""
+        return precision_of(self.dtype, self.quantization, self.kv_cache_dtype)
+
+    def require(self, config: EngineConfig) -> None:
+        """Raises ValueError, naming both values, where an engine's weights or cache are not as those measured."""
+        names = [name for name in ("quantization", "kv_cache_dtype") if getattr(config, name) != getattr(self, name)]
+        if names:
+            asked = " and ".join(f"{name} is {getattr(config, name)}" for name in names)
+            measured = " and ".join(getattr(self, name) for name in names)
+            flags = " ".join(f"--{name.replace('_', '-')} {getattr(self, name)}" for name in names)
+            raise ValueError(
+                f"{asked}, and the profile of {self.cost.model} on {self.cost.device} was measured with {measured}; "
+                f"give {flags}, or another profile"
+            )
 
     def save(self, path: Path) -> None:
         """Write the file whole or not at all. Raises OSError."""
@@ -53,7 +76,9 @@ class Profile:
         try:
             profile = cls(
                 cost=CostModel.from_dict(data["cost"]),
-                dtype=str(data["dtype"]),
+                dtype=_one_of(DTYPES, data["dtype"]),
+                quantization=_one_of(get_args(QuantizationName), data.get("quantization", "none")),
+                kv_cache_dtype=_one_of(get_args(CacheTypeName), data.get("kv_cache_dtype", "auto")),
                 cache_tokens=int(data["cache_tokens"]),
                 max_model_len=int(data["max_model_len"]),
                 token_budget=int(data["token_budget"]),
@@ -68,15 +93,25 @@ class Profile:
         return profile
 
 
-def kept_at(directory: Path, dtype: str, cache_dtype: str, device: str) -> Path:
-    """Where the profile of the checkpoint in `directory` is kept, for these dtypes and this device.
+def _one_of(words: Sequence[str], given: Any) -> Any:
+    if given not in words:
+        raise ValueError(f"{given} is none of {', '.join(words)}")
+    return given
+
+
+def precision_of(dtype: str, quantization: QuantizationName, kv_cache_dtype: CacheTypeName) -> str:
+    """The type of a model's numbers and what of them is in FP8, for people: `bfloat16, fp8 weights and cache`."""
+    fp8 = [what for what, kind in (("weights", quantization), ("cache", kv_cache_dtype)) if kind == "fp8"]
+    return f"{dtype}, fp8 {' and '.join(fp8)}" if fp8 else dtype
+
+
+def kept_at(directory: Path, precision: str, device: str) -> Path:
+    """Where the profile of the checkpoint in `directory` is kept, for this precision and this device.
 
     A name for people, and a digest of what config.json says and of the rest, for models of one name to stay apart.
     """
-    if cache_dtype != dtype:
-        dtype = f"{dtype} {cache_dtype}"
-    state = json.dumps([read_text(directory / "config.json", CONFIG_LIMIT), dtype, device, MEASURED])
+    state = json.dumps([read_text(directory / "config.json", CONFIG_LIMIT), precision, device, MEASURED])
     digest = hashlib.sha256(state.encode()).hexdigest()[:16]
-    name = re.sub(r"[^A-Za-z0-9.]+", "-", f"{directory.name} {dtype} {device}").strip("-")
+    name = re.sub(r"[^A-Za-z0-9.]+", "-", f"{directory.name} {precision} {device}").strip("-")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return cache / "holdfast" / "profiles" / f"{name}-{digest}.json"

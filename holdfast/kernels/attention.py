@@ -14,16 +14,25 @@ from holdfast.kernels.torch_attention import TorchAttention
 
 __all__ = ["MAX_HEAD_DIM", "Attention", "Segments", "attention_for", "require"]
 
+FP8_CAPABILITY = (8, 9)
+"""GPUs from here on convert to and from e4m3, without which Triton compiles no kernel that touches it."""
 MAX_HEAD_DIM = 256
 """What the tiles of the GPU kernels have room for."""
 
 
-def require(backend: AttentionBackendName, device: torch.device) -> None:
-    """Raises ValueError where a backend is not for the device, or its package is not installed."""
+def require(backend: AttentionBackendName, device: torch.device, *, fp8_cache: bool = False) -> None:
+    """Raises ValueError where a backend is not for the device or its cache, or its package is not installed."""
     if device.type != "cuda" and backend in ("holdfast", "vllm-flash-attn"):
         raise ValueError(f"attention_backend is {backend}, which takes a GPU, and the device is {device}; choose auto")
     if backend == "vllm-flash-attn":
         vllm_kernels(device)
+    ours = device.type == "cuda" and backend in ("auto", "holdfast")
+    if ours and fp8_cache and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+        least = ".".join(str(number) for number in FP8_CAPABILITY)
+        raise ValueError(
+            f"kv_cache_dtype is fp8, which takes a GPU of compute capability {least} (Ada, Hopper) or later; "
+            f"{torch.cuda.get_device_name(device)} is older: leave it out, or choose the attention backend torch"
+        )
 
 
 def attention_for(

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from safetensors import SafetensorError, safe_open
 
+from holdfast.core.config import QuantizationName
 from holdfast.kernels.fp8 import FIRST_CAPABILITY
 from holdfast.models import hf
 from holdfast.models.base import Model, UnsupportedCheckpoint, limited
@@ -26,7 +27,7 @@ def load(
     dtype: str = "auto",
     max_model_len: int | None = None,
     load_format: Literal["auto", "random"] = "auto",
-    quantization: Literal["none", "fp8"] = "none",
+    quantization: QuantizationName = "none",
 ) -> Model:
     """The model of a Hugging Face checkpoint directory, its weights on `device`.
 

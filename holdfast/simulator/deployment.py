@@ -8,11 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from importlib.resources import as_file, files
 
+from holdfast.core.config import EngineConfig
 from holdfast.core.cost import CostModel, interpolate
 from holdfast.engine.profiles import Profile
-from holdfast.simulator.devices import Device, Link, device_named, link_named
+from holdfast.simulator.devices import Device, Link, device_named, fp8_of, link_named
 from holdfast.simulator.roofline import cache_tokens, derive
-from holdfast.simulator.shapes import BYTES, ModelShape, model_named
+from holdfast.simulator.shapes import BYTES, MODELS, NATIVE, ModelShape, model_named
 
 TOKEN_BUDGET, TILE = 2048, 128
 
@@ -64,6 +65,21 @@ class Deployment:
     devices: int
 
 
+def shape_on(model: str | ModelShape, device: str, config: EngineConfig) -> ModelShape:
+    """The model's sizes, weights and cache stored as `config` says. Raises ValueError where an engine refuses to."""
+    shape = model if isinstance(model, ModelShape) else model_named(model)
+    if config.quantization == "fp8":
+        fp8_of(device_named(device), "quantization")
+        if not shape.native:
+            raise ValueError(
+                f"quantization is fp8, which native decoders have ({', '.join(NATIVE)}); {shape.name} runs by "
+                "Transformers' code: leave it out"
+            )
+    if config.kv_cache_dtype == "fp8":
+        fp8_of(device_named(device), "kv_cache_dtype")
+    return replace(shape, quantization=config.quantization, kv_cache_dtype=config.kv_cache_dtype)
+
+
 def deploy(
     model: str | ModelShape,
     device: str,
@@ -76,8 +92,9 @@ def deploy(
 ) -> Deployment:
     """Put the model on tp x pp devices: `tp` of them share each layer over `link`, `pp` groups share out the layers.
 
-    `link` defaults to the device's own, and `stage_link`, the way between stages, to `link`. Raises ValueError for
-    unknown names, for what cannot be shared out, and where the weights do not fit.
+    `link` defaults to the device's own, and `stage_link`, the way between stages, to `link`. In FP8 is what the shape
+    says (`shape_on`). Raises ValueError for unknown names, for what cannot be shared out, and where the weights do not
+    fit.
     """
     shape = model if isinstance(model, ModelShape) else model_named(model)
     sheet = device_named(device)
@@ -85,7 +102,7 @@ def deploy(
         raise ValueError(f"tp is {tp} and pp is {pp}; both must be at least 1, and pp at most {shape.layers} layers")
     inside = link_named(link or sheet.link)
     between = link_named(stage_link or inside.name)
-    packaged = kept(shape.name, device) if tp * pp == 1 else None
+    packaged = kept(shape, device) if tp * pp == 1 else None
     if packaged is not None:
         copied = packaged if packaged.copy_rate else replace(packaged, copy_rate=sheet.copy_rate)
         return Deployment(copied, None, True, 1)
@@ -102,6 +119,8 @@ def _profile(shape: ModelShape, device: Device, cost: CostModel, devices: int, m
     return Profile(
         cost=cost,
         dtype="bfloat16",
+        quantization=shape.quantization,
+        kv_cache_dtype=shape.kv_cache_dtype,
         cache_tokens=cache_tokens(shape, device, devices=devices, memory_fraction=memory_fraction),
         max_model_len=shape.max_model_len,
         token_budget=TOKEN_BUDGET,
@@ -111,10 +130,14 @@ def _profile(shape: ModelShape, device: Device, cost: CostModel, devices: int, m
     )
 
 
-def kept(model: str, device: str) -> Profile | None:
-    """The measured profile that the package brings of this model on one of this device, if it does."""
-    file = files("holdfast").joinpath("profiles", f"{model}--{device}.json")
+def kept(shape: ModelShape, device: str) -> Profile | None:
+    """The measured profile that the package brings of this model, so stored, on one of this device, if it does."""
+    if replace(shape, quantization="none", kv_cache_dtype="auto") != MODELS.get(shape.name):
+        return None  # another model of that name
+    file = files("holdfast").joinpath("profiles", f"{shape.name}--{device}.json")
     if not file.is_file():
         return None
     with as_file(file) as path:
-        return Profile.load(path)
+        profile = Profile.load(path)
+    same = (profile.quantization, profile.kv_cache_dtype) == (shape.quantization, shape.kv_cache_dtype)
+    return profile if same else None

@@ -2,7 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fp8:
+    """The same of products with FP8 weights and of a cache in FP8."""
+
+    flops: float
+    matmul: float
+    weights: float
+    round_seconds: float
+    """What rounding activations takes in each layer, in steps of more than one token."""
+    attention: float
+    """Share of the device's `flops`: keys and values are widened to 16 bits, and another kernel computes with them."""
+    cache: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +46,8 @@ class Device:
     """What each layer takes besides its matrices and its attention."""
     link: str
     """The link between devices of one host."""
+    fp8: Fp8 | None = None
+    """None before Hopper: the engine has FP8 neither for weights nor, in its own kernels, for the cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,85 +69,56 @@ class Link:
         return 2 * (ranks - 1) * self.send(size / ranks) if ranks > 1 else 0.0
 
 
+# Fitted to what a Llama-3-8B shape on an H200 gains by FP8 (docs/benchmarks.md): `weights` and `round_seconds` to one
+# and to many decodes, `matmul` to long prefills, `cache` to decode attention, `attention` to that of 8,192 tokens.
+HOPPER_FP8 = Fp8(flops=1979e12, matmul=0.52, weights=0.66, round_seconds=8e-6, attention=0.31, cache=0.58)
+
+# Fitted to the profiles of three models that were measured on one: within 7% of them for 14 kinds of step, 5 to 11% too
+# fast for a prefill of 128 tokens alone; docs/benchmarks.md has the table.
+H200 = Device(
+    name="h200",
+    flops=989e12,
+    bandwidth=4.8e12,
+    memory=141e9,
+    copy_rate=50e9,
+    matmul=0.63,
+    attention=0.55,
+    weights=0.84,
+    cache=0.91,
+    step_seconds=0.25e-3,
+    layer_seconds=9e-6,
+    link="nvlink4",
+    fp8=HOPPER_FP8,
+)
+# The PCIe card of Azure's NC A100 v4, under the papers' software of 2023 (PyTorch, xFormers, no graphs).
+A100 = Device(
+    name="a100-80gb",
+    flops=312e12,
+    bandwidth=1.935e12,
+    memory=80e9,
+    copy_rate=24e9,
+    matmul=0.62,
+    attention=0.40,
+    weights=0.85,
+    cache=0.85,
+    step_seconds=0.5e-3,
+    layer_seconds=30e-6,
+    link="nvlink3",
+)
 DEVICES = {
     device.name: device
     for device in (
-        # Fitted to the profiles of three models that were measured on one: within 7% of them for 14 kinds of step, 5 to
-        # 11% too fast for a prefill of 128 tokens alone; docs/benchmarks.md has the table.
-        Device(
-            name="h200",
-            flops=989e12,
-            bandwidth=4.8e12,
-            memory=141e9,
-            copy_rate=50e9,
-            matmul=0.63,
-            attention=0.55,
-            weights=0.84,
-            cache=0.91,
-            step_seconds=0.25e-3,
-            layer_seconds=9e-6,
-            link="nvlink4",
-        ),
+        H200,
         # Not measured: the H200's shares of its own figures.
-        Device(
-            name="h100",
-            flops=989e12,
-            bandwidth=3.35e12,
-            memory=80e9,
-            copy_rate=50e9,
-            matmul=0.63,
-            attention=0.55,
-            weights=0.84,
-            cache=0.91,
-            step_seconds=0.25e-3,
-            layer_seconds=9e-6,
-            link="nvlink4",
-        ),
-        # The PCIe card of Azure's NC A100 v4, under the papers' software of 2023 (PyTorch, xFormers, no graphs).
-        Device(
-            name="a100-80gb",
-            flops=312e12,
-            bandwidth=1.935e12,
-            memory=80e9,
-            copy_rate=24e9,
-            matmul=0.62,
-            attention=0.40,
-            weights=0.85,
-            cache=0.85,
-            step_seconds=0.5e-3,
-            layer_seconds=30e-6,
-            link="nvlink3",
-        ),
+        replace(H200, name="h100", bandwidth=3.35e12, memory=80e9),
+        A100,
         # matmul and weights fitted to layers of Llama-2-70B as Vidur measured them (docs/benchmarks.md), the small
-        # kernels between the matrices included; attention and cache are the A100's.
-        Device(
-            name="a40",
-            flops=149.7e12,
-            bandwidth=0.696e12,
-            memory=48e9,
-            copy_rate=24e9,
-            matmul=0.67,
-            attention=0.40,
-            weights=0.75,
-            cache=0.85,
-            step_seconds=0.5e-3,
-            layer_seconds=30e-6,
-            link="pcie4",
+        # kernels between the matrices included; the rest are the A100's shares.
+        replace(
+            A100, name="a40", flops=149.7e12, bandwidth=0.696e12, memory=48e9, matmul=0.67, weights=0.75, link="pcie4"
         ),
-        Device(
-            name="rtx-3090",
-            flops=71e12,
-            bandwidth=0.936e12,
-            memory=24e9,
-            copy_rate=24e9,
-            matmul=0.62,
-            attention=0.40,
-            weights=0.85,
-            cache=0.85,
-            step_seconds=0.5e-3,
-            layer_seconds=30e-6,
-            link="pcie4",
-        ),
+        # Not measured: the A100's shares.
+        replace(A100, name="rtx-3090", flops=71e12, bandwidth=0.936e12, memory=24e9, link="pcie4"),
     )
 }
 
@@ -159,6 +146,16 @@ def device_named(name: str) -> Device:
     if name not in DEVICES:
         raise ValueError(f"device {name} is unknown; there are {', '.join(sorted(DEVICES))}")
     return DEVICES[name]
+
+
+def fp8_of(device: Device, option: str) -> Fp8:
+    """The device's figures in FP8. Raises ValueError, naming the option that asks for them, where it has none."""
+    if device.fp8 is None:
+        able = ", ".join(sorted(name for name, other in DEVICES.items() if other.fp8))
+        raise ValueError(
+            f"{option} is fp8, which takes a Hopper GPU or later ({able}), not {device.name}: leave it out"
+        )
+    return device.fp8
 
 
 def link_named(name: str) -> Link:

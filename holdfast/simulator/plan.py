@@ -21,6 +21,11 @@ from holdfast.simulator.deployment import Deployment, deploy
 from holdfast.simulator.run import simulate
 from holdfast.simulator.shapes import ModelShape
 
+SHARED_OPTIONS = (
+    "max_sequences", "max_model_len", "block_size", "headroom", "memory_fraction", "prefix_sharing", "chunk_size",
+    "eviction", "seed", "quantization", "kv_cache_dtype",
+)  # fmt: skip
+"""What of an engine is the same for all candidates."""
 LEAST = 40
 """Conversations of a run, however low its rate."""
 STRIDE = 1.2

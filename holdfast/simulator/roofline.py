@@ -4,7 +4,8 @@ A step's matrices take the time of their arithmetic and that of reading the weig
 the root of the sum of their squares is within 10% of what an H200 takes for 1 to 8,192 tokens, while their maximum, the
 textbook's roofline, is up to 25% too low where they are equal. Arithmetic is done in whole tiles of tokens (tile
 quantisation, Sarathi-Serve §4.3). Attention takes the larger of its arithmetic and of reading the cache. Under tensor
-parallelism each device has its share of both, and the layers' all-reduces come on top (Megatron-LM).
+parallelism each device has its share of both, and the layers' all-reduces come on top (Megatron-LM). What is in FP8,
+the layers' weights or the cache, has rates of its own (`devices.Fp8`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 from math import hypot
 
 from holdfast.core.cost import CostModel
-from holdfast.simulator.devices import Device, Link
+from holdfast.simulator.devices import Device, Link, fp8_of
 from holdfast.simulator.shapes import BYTES, ModelShape
 
 SAMPLED = 256
@@ -76,17 +77,22 @@ class _Stage:
 
     def __init__(self, shape: ModelShape, device: Device, tp: int, link: Link | None, layers: int, head: bool) -> None:
         self.shape, self.device, self.tp, self.link, self.layers = shape, device, tp, link, layers
-        self.body = layers * shape.layer_weights
         self.head = shape.head_weights if head else 0
 
     def linear(self, tokens: int) -> float:
         """Seconds of everything in a step of `tokens` tokens but attention."""
-        device, tp = self.device, self.tp
-        rows = quantised(tokens)
-        work = 2 * (self.body * rows + self.head * min(rows, SAMPLED))
-        read = BYTES * (self.body + self.head)
-        products = hypot(work / tp / (device.flops * device.matmul), read / tp / (device.bandwidth * device.weights))
-        seconds = products + device.step_seconds + self.layers * device.layer_seconds
+        device, tp, rows = self.device, self.tp, quantised(tokens)
+        flops, bandwidth = device.flops * device.matmul, device.bandwidth * device.weights
+        work = 2 * self.head * min(rows, SAMPLED) / flops
+        read = BYTES * self.head / bandwidth
+        rounding = 0.0
+        if self.shape.quantization == "fp8":
+            fp8 = fp8_of(device, "quantization")
+            flops, bandwidth = fp8.flops * fp8.matmul, device.bandwidth * fp8.weights
+            rounding = fp8.round_seconds if tokens > 1 else 0.0
+        work += 2 * self.layers * self.shape.layer_weights * rows / flops
+        read += self.layers * self.shape.layer_bytes / bandwidth
+        seconds = hypot(work, read) / tp + device.step_seconds + self.layers * (device.layer_seconds + rounding)
         if self.link is not None and tp > 1:
             size = tokens * self.shape.hidden * BYTES
             seconds += self.layers * self.shape.reductions * self.link.all_reduce(size, tp)
@@ -101,9 +107,8 @@ class _Stage:
         pairs = attended(query, context, shape.window) * (max(query, QUERY_TILE) / query if query > 1 else 1.0)
         work = 4 * pairs * shape.heads * shape.head_dim * self.layers
         read = reach * shape.token_bytes * self.layers / shape.layers
-        return max(
-            work / self.tp / (device.flops * device.attention), read / self.tp / (device.bandwidth * device.cache)
-        )
+        rates = fp8_of(device, "kv_cache_dtype") if shape.kv_cache_dtype == "fp8" else device
+        return max(work / (device.flops * rates.attention), read / (device.bandwidth * rates.cache)) / self.tp
 
 
 def quantised(tokens: int) -> int:

@@ -6,8 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from holdfast.core.config import CacheTypeName, QuantizationName
+
 BYTES = 2
-"""Of a weight, of an element of the KV cache: 16 bits."""
+"""Of a number in 16 bits."""
+NATIVE = ("llama", "mistral", "qwen2", "qwen3")
+"""Values of model_type that the engine has a decoder of its own for, which is what its weights in FP8 take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +33,11 @@ class ModelShape:
     """Positions that a token attends to, where that is bounded."""
     reductions: int = 2
     """All-reduces of a layer under tensor parallelism: one where attention and feed-forward run side by side."""
+    native: bool = True
+    """Whether the engine has a decoder of its own for it."""
+    quantization: QuantizationName = "none"
+    """What the layers' weights are: all but embeddings and the LM head, which stay in 16 bits."""
+    kv_cache_dtype: CacheTypeName = "auto"
 
     @property
     def layer_weights(self) -> int:
@@ -42,14 +51,19 @@ class ModelShape:
         return self.vocab * self.hidden
 
     @property
+    def layer_bytes(self) -> int:
+        """Bytes of the weights of one layer's matrices."""
+        return self.layer_weights * (1 if self.quantization == "fp8" else BYTES)
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of all weights, the embedding included."""
-        return BYTES * (self.layers * self.layer_weights + 2 * self.head_weights)
+        return self.layers * self.layer_bytes + 2 * BYTES * self.head_weights
 
     @property
     def token_bytes(self) -> int:
         """Bytes of one position in the KV cache, all layers."""
-        return BYTES * 2 * self.layers * self.kv_heads * self.head_dim
+        return (1 if self.kv_cache_dtype == "fp8" else BYTES) * 2 * self.layers * self.kv_heads * self.head_dim
 
 
 def _llama(
@@ -81,6 +95,7 @@ def _opt(name: str, layers: int, hidden: int) -> ModelShape:
         vocab=50_272,
         max_model_len=2048,
         gated=False,
+        native=False,
     )
 
 
@@ -108,6 +123,7 @@ MODELS = {
             max_model_len=2048,
             gated=False,
             reductions=1,
+            native=False,
         ),
     )
 }
@@ -126,6 +142,7 @@ def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
     if any(said.get(key) for key in ("num_local_experts", "num_experts", "n_routed_experts")):
         raise ValueError(f"{name} is a mixture of experts, whose steps this plan does not know; give a dense model")
     heads, hidden = size("num_attention_heads", "n_head"), size("hidden_size", "n_embd")
+    kind = config.get("model_type")
     gated = said.get("model_type") not in UNGATED
     return ModelShape(
         name=name,
@@ -138,6 +155,7 @@ def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
         vocab=size("vocab_size"),
         max_model_len=size("max_position_embeddings", "n_positions", "max_sequence_length"),
         gated=gated,
+        native=kind is None or kind in NATIVE,
         window=said.get("sliding_window") if said.get("use_sliding_window", True) else None,
     )
 

@@ -68,7 +68,7 @@ def main() -> None:
         with LLM(**options) as llm:
             tokens.append(likeliest_tokens(llm, dialogues))
             checked = table(hold(partial(answer_all, llm), dialogues))
-        print(f"{options or 'without options'}: {llm.info.dtype}, cache {llm.info.cache_dtype}, {llm.info.device}")
+        print(f"{options or 'without options'}: {llm.info.precision}, {llm.info.device}")
         for name, kind in (("facts recalled", "RECALL, all"), ("all answers", "")):
             passed, count = right(checked, kind)
             print(f"  {name}: {passed} of {count} ({passed / count:.2%})")

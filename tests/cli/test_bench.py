@@ -68,7 +68,7 @@ def test_a_report_says_what_was_run_and_hides_the_key(profile, tmp_path, capsys)
     given = ("--requests", "20", "--rates", "5,10", "--api-key", "secret", "--slo-ttft", "30ms")
     assert bench("--simulate", profile, *given, "--report", str(page), "--plots", str(plots)) == 0
     text = page.read_text()
-    assert "m on d, simulated" in text and "--rates 5,10" in text
+    assert "m on d, float32, simulated" in text and "--rates 5,10" in text
     assert "secret" not in text
     assert {path.name for path in plots.iterdir()} == {"rates.png", "ttft.png", "tbt.png", "timeline.png"}
     assert str(page) in capsys.readouterr().out
@@ -113,7 +113,19 @@ def test_a_model_on_devices_is_simulated_by_name(tmp_path, capsys):
     layout = ("--tp", "2", "--pp", "2", "--link", "pcie4", "--stage-link", "ethernet-100g")
     assert bench("--simulate", "yi-34b@a100-80gb", *layout, "--requests", "4", "--json", str(out)) == 0
     assert json.loads(out.read_text())["completed"] == 4
-    assert "yi-34b on 2 stages of 2 a100-80gb, derived from data sheets" in capsys.readouterr().out
+    assert "yi-34b on 2 stages of 2 a100-80gb, bfloat16, derived from data sheets" in capsys.readouterr().out
+
+
+def test_fp8_is_simulated_with_its_pace_and_its_room(tmp_path, capsys):
+    figures = []
+    for options in ((), ("--quantization", "fp8", "--kv-cache-dtype", "fp8")):
+        out = tmp_path / "figures.json"
+        assert bench("--simulate", "mistral-7b@h200", *options, "--requests", "20", "--json", str(out)) == 0
+        figures.append(json.loads(out.read_text())["output_throughput"])
+    assert figures[1] > 1.2 * figures[0]
+    shown = capsys.readouterr().out
+    assert "mistral-7b on h200, bfloat16, derived" in shown
+    assert "mistral-7b on h200, bfloat16, fp8 weights and cache, derived" in shown
 
 
 def test_a_host_tier_is_simulated(capsys):
@@ -157,6 +169,19 @@ def test_a_host_tier_is_simulated(capsys):
         (("--simulate", "PROFILE", "--trace", "/no/such/place/t.json"), "/no/such/place is no directory"),
         (("--simulate", "PROFILE", "--plots", "PROFILE"), "is a file"),
         (("--simulate", "PROFILE", "--plots", "PROFILE/plots"), "is a file"),
+        (
+            ("--simulate", "PROFILE", "--quantization", "fp8"),
+            "quantization is fp8, and the profile of m on d was",
+        ),
+        (
+            ("--simulate", "mistral-7b@a40", "--kv-cache-dtype", "fp8"),
+            "kv_cache_dtype is fp8, which takes a Hopper",
+        ),
+        (("--simulate", "opt-13b@h100", "--quantization", "fp8"), "opt-13b runs by Transformers' code"),
+        (("--simulate", "PROFILE", "--slo-ttft", "-1s"), "slo_ttft is -1000; it must be above 0"),
+        (("--simulate", "PROFILE", "--rates", "-1,2"), "rates is -1; it must be above 0"),
+        (("--simulate", "PROFILE", "--tbt-target", "-3ms"), "tbt_target is -3.0; it must be above 0"),
+        (("--simulate", "PROFILE", "--host-us", "-inf"), "host_us is -inf; it must be at least 0"),
         (("--url", "http://[::1"), "url is http://[::1; it must look like"),
         (("--url", "http://localhost:99999"), "must look like"),
     ],

@@ -15,6 +15,8 @@ import openai
 import pytest
 from served import Serving, environment, eventually, serve
 
+from holdfast.cli.command import main
+
 HELLO: list[Any] = [{"role": "user", "content": "Hello! This is a prompt of more than one block."}]
 
 
@@ -35,6 +37,30 @@ def test_streams_equal_answers_and_the_prompt_is_cached_within_its_tenant(servin
     assert text == whole.choices[0].message.content == foreign.choices[0].message.content
     assert whole.choices[0].finish_reason == "length"
     assert [cached_tokens(reply.usage) for reply in (whole, chunks[-1], foreign)] == [0, 48, 0]
+
+
+def test_a_bench_that_finds_the_prompts_of_an_earlier_one_says_so(
+    serving: Serving, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [
+        "bench",
+        "--url",
+        serving.url,
+        "--api-key",
+        "one",
+        "--requests",
+        "3",
+        "--output-tokens",
+        "2",
+        "--seed",
+        "7",
+    ]
+    shown = []
+    for _ in range(2):
+        assert main(given) == 0
+        shown.append(capsys.readouterr().out)
+    assert "from the cache" not in shown[0]
+    assert "prompt tokens came from the cache" in shown[1] and "give another --seed" in shown[1]
 
 
 def cached_tokens(usage: Any) -> int:

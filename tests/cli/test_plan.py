@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 from served import CONFIG, make_checkpoint
 
+from holdfast.cli.advice import recommend, serve_command
 from holdfast.cli.command import main, make_parser
 from holdfast.cli.flags import build
-from holdfast.cli.plan import recommend, serve_command, shape_named
+from holdfast.cli.plan import shape_named
 from holdfast.core.config import EngineConfig
 from holdfast.simulator.plan import Candidate, Verdict
 from holdfast.simulator.shapes import MODELS
@@ -79,6 +80,47 @@ def test_a_report_shows_candidates_and_the_command(profile, tmp_path):
     text = page.read_text()
     assert "holdfast serve" in text and "stall-free, 64 tokens" in text
     assert {path.name for path in plots.iterdir()} == {"capacity.png", "cost.png"}
+
+
+def test_fp8_reaches_the_capacity_and_the_command(tmp_path, capsys):
+    capacities = []
+    for options in ((), ("--quantization", "fp8", "--kv-cache-dtype", "fp8")):
+        out = tmp_path / "plan.json"
+        assert plan("mistral-7b", *SMALL, *options, "--schedulers", "orca", "--json", str(out)) == 0
+        capacities += [row["capacity"] for row in json.loads(out.read_text())["candidates"]]
+    assert capacities[1] > 1.2 * capacities[0]
+    shown = capsys.readouterr().out.strip().splitlines()
+    engine = parsed(shown[-1].replace("$MODEL", "m"))
+    assert (engine.quantization, engine.kv_cache_dtype) == ("fp8", "fp8")
+    assert any("mistral-7b on 1 x h200, bfloat16, fp8 weights and cache, fixed" in line for line in shown)
+
+
+def test_a_profile_of_another_precision_is_refused(tmp_path, capsys):
+    path = tmp_path / "profile.json"
+    replace(PROFILE, quantization="fp8").save(path)
+    assert plan("--profile", str(path), *SMALL) == 2
+    told = "quantization is none, and the profile of m on d was measured with fp8; give --quantization fp8"
+    assert told in capsys.readouterr().err
+    assert plan("--profile", str(path), *SMALL, "--quantization", "fp8", "--schedulers", "orca") == 0
+    assert parsed(capsys.readouterr().out.strip().splitlines()[-1]).quantization == "fp8"
+
+
+def test_a_profile_of_the_built_in_model_gives_a_command_for_it(tmp_path, capsys):
+    path = tmp_path / "profile.json"
+    replace(PROFILE, cost=replace(PROFILE.cost, model="holdfast-tiny")).save(path)
+    assert plan("--profile", str(path), *SMALL, "--schedulers", "orca") == 0
+    assert parsed(capsys.readouterr().out.strip().splitlines()[-1]).model == "holdfast-tiny"
+
+
+def test_a_file_may_hold_what_flags_may_and_nothing_else(profile, tmp_path, capsys):
+    path = tmp_path / "plan.yaml"
+    path.write_text("slo-tbt: 20ms\nslo-ttft: 100ms\nmax-sequences: 8\n")
+    given = (*SMALL[:6], "--schedulers", "orca", "--config", str(path))
+    assert plan("--profile", profile, *given) == 0
+    assert parsed(capsys.readouterr().out.strip().splitlines()[-1]).max_sequences == 8
+    path.write_text("tbt_target: 20ms\n")
+    assert plan("--profile", profile, *given) == 2
+    assert f"{path}: unknown option tbt_target; holdfast plan --help" in capsys.readouterr().err
 
 
 def test_limits_that_nothing_keeps_fail_with_advice(profile, capsys):
@@ -164,7 +206,13 @@ def test_a_model_may_be_a_name_a_directory_or_a_config(tmp_path):
         (("mistral-7b", "--plots", __file__), "is a file"),
         (("mistral-7b", "--tp", "4"), "no tp x pp of those given fits on 1 devices"),
         (("mistral-7b", "--link", "string"), "link string is unknown; there are"),
+        (("--profile", "p.json", "--device", "h200"), "device is h200, and a profile is of its own; drop it"),
         (("--profile", "p.json", "--stage-link", "pcie4"), "stage_link joins devices, and a profile is of one"),
+        (("mistral-7b", "--host-gb", "4,-1"), "host_gb holds -1; each must be at least 0"),
+        (("mistral-7b", "--host-gb", "-1,4"), "host_gb holds -1; each must be at least 0"),
+        (("mistral-7b", "--slo-tbt", "-30ms"), "slo_tbt is -30; it must be above 0"),
+        (("mistral-7b", "--device", "a100-80gb", "--quantization", "fp8"), "quantization is fp8, which takes a Hopper"),
+        (("falcon-180b", "--quantization", "fp8"), "falcon-180b runs by Transformers' code"),
         (("mistral-7b", "--host-gb=-1"), "host_gb holds -1; each must be at least 0"),
         (("mistral-7b", "--tbt-target", "50"), "unknown option --tbt-target"),
         (("mistral-7b", "--json", "/no/such/place/a.json"), "is no directory"),

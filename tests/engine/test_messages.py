@@ -16,8 +16,7 @@ REQUEST = Request("r", PROMPT, SamplingParams(stop=("x", "\n"), stop_token_ids=(
 INFO = messages.EngineInfo(
     model="m",
     device="cpu",
-    dtype="float32",
-    cache_dtype="float8_e4m3fn",
+    precision="float32, fp8 cache",
     memory=MemoryProfile("a CPU", total=10, weights=1, activations=2, cache=3, block=1),
     num_blocks=3,
     block_size=16,

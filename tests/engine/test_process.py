@@ -15,7 +15,7 @@ from holdfast.engine import process
 from holdfast.engine.__main__ import one_line
 from holdfast.engine.loop import Loop
 from holdfast.engine.messages import Abort, Ask, Outputs, Refused, Shutdown, Start, Stats, Submit
-from holdfast.engine.process import build, retention_cost, run, serve
+from holdfast.engine.process import build, pace_of, retention_cost, run, serve
 from holdfast.engine.profiles import Profile
 from holdfast.execution.runner import PagedExecutor
 from holdfast.models.loader import load
@@ -201,7 +201,7 @@ def test_build_divides_the_memory_that_the_device_has(small, checkpoint):
     stages = []
     loop, info = build(small(), on_progress=stages.append)
     assert stages == ["loading random-llama", "measuring memory"]
-    assert info.model == "random-llama" and info.dtype == "float32"
+    assert info.model == "random-llama" and info.precision == "float32"
     assert (info.block_size, info.token_budget, info.max_model_len, info.vocab_size) == (16, 64, 4096, 384)
     assert info.num_blocks == loop.stats().blocks_total == info.memory.cache // info.memory.block > 0
     (request,) = create_requests((5, 6, 7), temperature=0.0, max_tokens=3)
@@ -249,8 +249,10 @@ def test_what_is_not_measured_is_counted_from_the_models_sizes(small):
 def test_fp8_weights_take_less_room_and_have_a_pace_of_their_own(small):
     (_, plain), (loop, quantized) = (build(small(quantization=kind), measure=True) for kind in ("none", "fp8"))
     assert quantized.memory.weights < plain.memory.weights
-    assert quantized.dtype == f"{plain.dtype}, fp8 weights"
+    assert (plain.precision, quantized.precision) == ("float32", "float32, fp8 weights")
     assert quantized.profile != plain.profile
+    kept = [Profile.load(Path(info.profile)) for info in (plain, quantized)]
+    assert [profile.quantization for profile in kept] == ["none", "fp8"]
     (request,) = create_requests(tuple(range(60)), max_tokens=4)
     loop.add(request)
     tokens = []
@@ -313,14 +315,22 @@ def test_a_profile_is_measured_once_and_kept_for_the_next_engine(small):
         build(small(token_budget=None, tbt_target=50, max_model_len=64))
 
 
+def test_on_a_gpu_a_profile_is_of_an_attention_backend_and_of_graphs_too(small):
+    options = ({}, {"attention_backend": "torch"}, {"cuda_graphs": False})
+    assert [pace_of(small(**each), "cuda", "H200") for each in options] == ["H200", "H200, torch", "H200, no graphs"]
+    assert {pace_of(small(**each), "cpu", "CPU") for each in options} == {"CPU"}
+    assert pace_of(small(attention_backend="holdfast"), "cuda", "H200") == "H200"
+
+
 def test_a_cache_in_fp8_has_room_for_four_times_the_blocks_and_a_profile_of_its_own(small):
     (_, plain), (loop, fp8) = (
         build(small(max_model_len=64, kv_cache_dtype=kind), measure=True) for kind in ("auto", "fp8")
     )
-    assert (plain.cache_dtype, fp8.dtype, fp8.cache_dtype) == ("float32", "float32", "float8_e4m3fn")
+    assert (plain.precision, fp8.precision) == ("float32", "float32, fp8 cache")
     assert fp8.num_blocks // 4 == plain.num_blocks
     profiles = [Profile.load(Path(info.profile)) for info in (plain, fp8)]
     assert profiles[1].token_bytes * 4 == profiles[0].token_bytes
+    assert [profile.kv_cache_dtype for profile in profiles] == ["auto", "fp8"]
     assert all(seconds > 0 for row in profiles[1].cost.attention_seconds for seconds in row)
     requests = [create_requests(tuple(range(n, n + 30)), temperature=0.0, max_tokens=4)[0] for n in (0, 0)]
     answers = []

@@ -1,10 +1,12 @@
 """Profiles as files: kept apart by what they depend on, read back as they were, refused where damaged."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
-from holdfast.engine.profiles import Profile, kept_at
+from holdfast.core.config import EngineConfig
+from holdfast.engine.profiles import Profile, kept_at, precision_of
 from tests.simulator.simulation import PROFILE
 
 
@@ -21,6 +23,8 @@ def test_a_profile_survives_its_file(tmp_path):
         lambda data: data.pop("cost"),
         lambda data: data["cost"].update(linear_tokens=[1]),
         lambda data: data.update(tile=0),
+        lambda data: data.update(quantization="int4"),
+        lambda data: data.update(dtype="bfloat16, fp8 weights"),
     ],
 )
 def test_a_damaged_file_is_refused_by_name_with_the_way_out(tmp_path, damage):
@@ -33,7 +37,7 @@ def test_a_damaged_file_is_refused_by_name_with_the_way_out(tmp_path, damage):
         Profile.load(path)
 
 
-def test_each_model_dtype_and_device_has_a_place_of_its_own(tmp_path, monkeypatch):
+def test_each_model_precision_and_device_has_a_place_of_its_own(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     models = []
     for number in range(2):
@@ -42,11 +46,39 @@ def test_each_model_dtype_and_device_has_a_place_of_its_own(tmp_path, monkeypatc
         (directory / "config.json").write_text(json.dumps({"number": number}))
         models.append(directory)
     places = {
-        kept_at(model, dtype, cache_dtype, device)
+        kept_at(model, precision_of(dtype, quantization, cache), device)
         for model in models
-        for dtype, cache_dtype in (("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "float8_e4m3fn"))
+        for dtype in ("float32", "bfloat16")
+        for quantization in ("none", "fp8")
+        for cache in ("auto", "fp8")
         for device in ("CPU (x86_64, 1 thread)", "NVIDIA H200")
     }
-    assert len(places) == 12
+    assert len(places) == 32
     assert all(place.parent == tmp_path / "cache" / "holdfast" / "profiles" for place in places)
     assert all(" " not in place.name and "/" not in place.name for place in places)
+
+
+@pytest.mark.parametrize(("name", "measured", "asked"), [
+    ("quantization", "none", "fp8"),
+    ("quantization", "fp8", "none"),
+    ("kv_cache_dtype", "auto", "fp8"),
+    ("kv_cache_dtype", "fp8", "auto"),
+])  # fmt: skip
+def test_a_profile_is_not_taken_for_an_engine_of_another_precision(name, measured, asked):
+    profile = replace(PROFILE, **{name: measured})
+    profile.require(EngineConfig(**{name: measured}))
+    with pytest.raises(ValueError, match=f"{name} is {asked}, and the profile of m on d was measured with {measured}"):
+        profile.require(EngineConfig(**{name: asked}))
+
+
+def test_all_that_a_profile_does_not_fit_is_told_at_once():
+    with pytest.raises(
+        ValueError, match=r"none and kv_cache_dtype is auto.*--quantization fp8 --kv-cache-dtype fp8, or"
+    ):
+        replace(PROFILE, quantization="fp8", kv_cache_dtype="fp8").require(EngineConfig())
+
+
+def test_a_precision_is_told_with_what_is_in_fp8():
+    assert precision_of("bfloat16", "none", "auto") == "bfloat16"
+    assert precision_of("bfloat16", "fp8", "auto") == "bfloat16, fp8 weights"
+    assert replace(PROFILE, kv_cache_dtype="fp8", quantization="fp8").precision == "float32, fp8 weights and cache"

@@ -43,6 +43,19 @@ def test_a_device_that_a_package_is_not_for_is_named(monkeypatch: pytest.MonkeyP
         require("vllm-flash-attn", torch.device("cuda"))
 
 
+def test_a_cache_in_fp8_is_refused_where_kernels_for_it_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with pytest.raises(ValueError, match=r"kv_cache_dtype is fp8.*8\.9.*NVIDIA A100 is older"):
+        require("auto", gpu, fp8_cache=True)
+    require("auto", gpu)
+    require("torch", gpu, fp8_cache=True)
+    require("auto", torch.device("cpu"), fp8_cache=True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    require("auto", gpu, fp8_cache=True)
+
+
 @pytest.mark.parametrize(("head_dim", "block_size"), [(60, 16), (64, 8)])
 def test_flash_attention_refuses_other_sizes(head_dim: int, block_size: int) -> None:
     with pytest.raises(ValueError, match=f"block_size is {block_size}, head_dim {head_dim}"):

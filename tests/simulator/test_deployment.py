@@ -5,9 +5,10 @@ from importlib.resources import files
 
 import pytest
 
+from holdfast.core.config import EngineConfig
 from holdfast.engine.profiles import Profile
 from holdfast.simulator import deployment
-from holdfast.simulator.deployment import deploy, kept
+from holdfast.simulator.deployment import deploy, kept, shape_on
 from holdfast.simulator.devices import DEVICES
 from holdfast.simulator.shapes import MODELS
 from tests.simulator.simulation import PROFILE
@@ -40,6 +41,10 @@ def test_a_measured_profile_in_the_package_wins(tmp_path, monkeypatch):
     assert deploy("mistral-7b", "a40").profile.copy_rate == 3e9
     assert not deploy("mistral-7b", "h200", tp=2).measured
     assert not deploy("llama-3-8b", "h200").measured
+    for option in ("quantization", "kv_cache_dtype"):
+        fp8 = deploy(replace(MODELS["mistral-7b"], **{option: "fp8"}), "h200")
+        assert not fp8.measured and getattr(fp8.profile, option) == "fp8", "what was measured has another pace"
+    assert not deploy(replace(MODELS["mistral-7b"], layers=2), "h200").measured
 
 
 def test_every_measured_profile_of_the_package_can_be_used():
@@ -47,7 +52,22 @@ def test_every_measured_profile_of_the_package_can_be_used():
         if file.name.endswith(".json"):
             model, device = file.name.removesuffix(".json").split("--")
             assert model in MODELS and device in DEVICES
-            assert isinstance(kept(model, device), Profile)
+            assert isinstance(kept(MODELS[model], device), Profile)
+
+
+@pytest.mark.parametrize("option", ["quantization", "kv_cache_dtype"])
+def test_fp8_is_refused_where_the_engine_refuses_it(option):
+    config = EngineConfig(**{option: "fp8"})
+    assert getattr(shape_on("mistral-7b", "h100", config), option) == "fp8"
+    with pytest.raises(ValueError, match=f"{option} is fp8, which takes a Hopper GPU"):
+        shape_on("mistral-7b", "rtx-3090", config)
+
+
+def test_fp8_weights_are_for_models_that_the_engine_has_a_decoder_for():
+    with pytest.raises(ValueError, match=r"quantization is fp8, which native decoders have \(llama.*opt-13b runs by"):
+        shape_on("opt-13b", "h200", EngineConfig(quantization="fp8"))
+    cached = shape_on("opt-13b", "h200", EngineConfig(kv_cache_dtype="fp8"))
+    assert cached.token_bytes == MODELS["opt-13b"].token_bytes / 2
 
 
 @pytest.mark.parametrize(

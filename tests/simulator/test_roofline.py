@@ -1,10 +1,15 @@
 """Derived cost models: close to what was measured where something was, and of the right shape everywhere."""
 
+from dataclasses import replace
+
 import pytest
 
-from holdfast.simulator.deployment import kept
+from holdfast.bench.workloads import fixed
+from holdfast.core.config import EngineConfig
+from holdfast.simulator.deployment import deploy, kept
 from holdfast.simulator.devices import DEVICES, LINKS
 from holdfast.simulator.roofline import TOKENS, attended, cache_tokens, derive, quantised
+from holdfast.simulator.run import simulate
 from holdfast.simulator.shapes import MODELS
 
 H200, A100 = DEVICES["h200"], DEVICES["a100-80gb"]
@@ -39,7 +44,7 @@ MEASURED = ("llama-3-8b", "mistral-7b-v0.3", "llama-2-13b")
     ],
 )
 def test_steps_on_an_h200_are_near_those_of_the_measured_profiles(model, name):
-    measured, derived = kept(model, "h200").cost, derive(MODELS[model], H200)
+    measured, derived = kept(MODELS[model], "h200").cost, derive(MODELS[model], H200)
     assert derived.step(STEPS[name]) == pytest.approx(measured.step(STEPS[name]), rel=0.07)
 
 
@@ -48,6 +53,46 @@ def test_a_decode_step_on_an_a100_is_near_what_sarathi_serves_slos_imply(model, 
     """Table 3: the strict SLO is five times a step of 32 decodes at 4k."""
     cost = derive(MODELS[model], A100, tp=tp, link=LINKS["nvlink3"])
     assert cost.step([(1, 4096)] * 32) == pytest.approx(stated, rel=0.15)
+
+
+GAINS = {
+    "quantization": {(1, 512, 256): 1.43, (32, 512, 128): 1.40, (128, 512, 128): 1.42, (16, 8192, 16): 1.48},
+    "kv_cache_dtype": {(32, 512, 128): 0.99, (128, 512, 128): 1.02},
+}
+"""What FP8 was measured to gain a Llama-3-8B on an H200 in throughput, by prompts, their length and the answers'."""
+
+
+@pytest.mark.parametrize(("option", "work"), [(option, work) for option, works in GAINS.items() for work in works])
+def test_fp8_gains_what_it_gained_on_an_h200(option, work):
+    count, prompt, output = work
+    seconds = []
+    for kind in ({}, {option: "fp8"}):
+        shape = replace(MODELS["llama-3-8b"], max_model_len=16_384, **kind)
+        profile = replace(deploy(shape, "h200").profile, token_budget=2048)
+        config = EngineConfig(max_sequences=512, prefix_sharing=False)
+        seconds.append(simulate(config, profile, fixed(count, prompt, output)).seconds)
+    assert seconds[0] / seconds[1] == pytest.approx(GAINS[option][work], rel=0.03)
+
+
+def test_fp8_weights_leave_room_for_as_many_blocks_as_on_an_h200():
+    shapes = [replace(MODELS["llama-3-8b"], quantization=kind) for kind in ("none", "fp8")]
+    plain, fp8 = (cache_tokens(shape, H200, devices=1) for shape in shapes)
+    assert (fp8 - plain) // 16 == pytest.approx(59_241 - 55_925, rel=0.01)
+
+
+def test_a_cache_in_fp8_holds_twice_the_tokens_and_is_read_by_decodes_in_three_quarters_of_the_time():
+    shapes = [replace(MODELS["llama-3-8b"], kv_cache_dtype=kind) for kind in ("auto", "fp8")]
+    plain, fp8 = (cache_tokens(shape, H200, devices=1) for shape in shapes)
+    assert fp8 == pytest.approx(2 * plain, abs=1)
+    plain, fp8 = (derive(shape, H200).attention(1, 2048) for shape in shapes)
+    assert 0.71 < fp8 / plain < 0.80
+
+
+def test_what_a_device_has_not_in_fp8_is_told():
+    for option in ("quantization", "kv_cache_dtype"):
+        message = rf"{option} is fp8, which takes a Hopper GPU .*\(h100, h200\), not a100-80gb"
+        with pytest.raises(ValueError, match=message):
+            derive(replace(MODELS["mistral-7b"], **{option: "fp8"}), A100)
 
 
 def test_one_token_past_a_tile_costs_a_tile():

@@ -2,7 +2,8 @@
 
 import pytest
 
-from holdfast.simulator.shapes import MODELS, model_named, shape_of
+from holdfast.models import registry
+from holdfast.simulator.shapes import MODELS, NATIVE, model_named, shape_of
 
 
 @pytest.mark.parametrize(
@@ -44,6 +45,17 @@ def test_sizes_are_read_from_a_config():
         "ffn_dim": 20_480, "vocab_size": 50_272, "max_position_embeddings": 2048,
     }  # fmt: skip
     assert shape_of(opt, "opt-13b") == MODELS["opt-13b"]
+
+
+def test_models_of_native_architectures_are_known_as_such():
+    assert [name.removesuffix("ForCausalLM").lower() for name in registry.NATIVE] == list(NATIVE)
+    sizes = {
+        "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128,
+        "vocab_size": 100, "max_position_embeddings": 64,
+    }  # fmt: skip
+    assert shape_of(sizes | {"model_type": "qwen3"}, "x").native
+    assert not shape_of(sizes | {"model_type": "gemma"}, "x").native
+    assert not MODELS["opt-13b"].native and not MODELS["falcon-180b"].native
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,42 @@
+"""Set-ups of the papers, varied: what changes, and that nothing else does."""
+
+import pytest
+
+from benchmarks.fineinfer_sim import padded_batch
+from benchmarks.varied import deployed
+from holdfast.bench.workloads import Conversation, Turn
+from holdfast.simulator.deployment import deploy
+
+YI = {"device": "a100-80gb", "tp": 2}
+PIPELINE = {"device": "a40", "tp": 4, "pp": 2, "link": "nvlink-pairs", "stage_link": "pcie4-staged"}
+
+
+def test_nothing_varied_is_the_deployment_itself() -> None:
+    assert deployed("yi-34b", **YI) == deploy("yi-34b", **YI)
+    assert deployed("llama-2-70b", **PIPELINE) == deploy("llama-2-70b", **PIPELINE)
+
+
+def test_keys_read_for_each_query_head_cost_a_group_times_as_much_and_take_no_more_memory() -> None:
+    plain, heads = deployed("yi-34b", **YI), deployed("yi-34b", per_head=True, **YI)
+    assert heads.profile.cost.attention(1, 4096) == pytest.approx(7 * plain.profile.cost.attention(1, 4096))
+    assert heads.profile.cost.attention(2048, 2048) == pytest.approx(plain.profile.cost.attention(2048, 2048))
+    assert heads.profile.cost.linear_seconds == plain.profile.cost.linear_seconds
+    assert heads.profile.cache_tokens == plain.profile.cache_tokens
+
+
+@pytest.mark.parametrize(("model", "layout"), [("yi-34b", YI), ("llama-2-70b", PIPELINE)])
+def test_a_step_takes_the_seconds_more_once_also_through_a_pipeline(model, layout) -> None:
+    plain, slow = deployed(model, **layout), deployed(model, step_seconds=0.02, **layout)
+    decodes = [(1, 1024)] * 16
+    assert slow.profile.cost.step(decodes) == pytest.approx(plain.profile.cost.step(decodes) + 0.02)
+    if slow.pipeline:
+        assert sum(stage.step(decodes) for stage in slow.pipeline.stages) == pytest.approx(
+            sum(stage.step(decodes) for stage in plain.pipeline.stages) + 0.02
+        )
+
+
+def test_a_padded_batch_is_bounded_by_the_longest_prompt_beside_each() -> None:
+    work = [Conversation(0.0, (Turn(prompt, 10),)) for prompt in (100, 20) * 20]
+    assert padded_batch(10 * 2048, work, tight=False) == 10
+    assert padded_batch(10 * 1124, work, tight=True) == 10
+    assert padded_batch(10 * 1124 - 1, work, tight=True) == 9

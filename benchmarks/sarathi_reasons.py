@@ -50,6 +50,8 @@ MOST_OF_ORCA = {"Mistral-7B": 16, "Yi-34B": 16, "LLaMA2-70B": 8, "Falcon-180B": 
 NAMED = ("Yi-34B/relaxed", "Yi-34B/strict", "Mistral-7B/strict", "Falcon-180B/strict")
 SYSTEMS = ("orca", "vllm", "sarathi")
 KEPT = RESULTS / "sarathi-reasons.json"
+SET_UP = ("setting", "vary", "lengths", "requests", "seed")
+"""What tells rows apart: a later one takes the place of an earlier."""
 
 
 def under(name: str, vary: Sequence[str]) -> Deployment:
@@ -172,10 +174,12 @@ def show_ablation(rows: Sequence[dict[str, Any]]) -> list[str]:
         paper = [f"{ttft:.2f} / {tbt:.2f}" for ttft, tbt in systems.values()]
         lines.append(f"| {dataset} | the paper | | | | {' | '.join(paper)} |")
         for row in rows:
+            if dataset == ARXIV and row["lengths"] != told(None):
+                continue  # the authors' lengths of these are not published
             varied = " + ".join(row["vary"]) or "as ours"
             cells = [f"{ttft:.2f} / {tbt:.2f}" for ttft, tbt in row["cells"][dataset].values()]
-            rate, lengths = f"{row['rates'][dataset]:.2f}", row["lengths"] if dataset != ARXIV else "fitted"
-            lines.append(f"| {' | '.join([dataset, varied, lengths, str(row['seed']), rate, *cells])} |")
+            rate = f"{row['rates'][dataset]:.2f}"
+            lines.append(f"| {' | '.join([dataset, varied, row['lengths'], str(row['seed']), rate, *cells])} |")
     return lines
 
 
@@ -215,6 +219,8 @@ def main() -> None:
                 row |= {"requests": args.requests, "seed": seed, "capacity": found}
                 print(json.dumps(row), file=sys.stderr, flush=True)
                 kept["capacity"].append(about | row)
+    for part, rows in kept.items():
+        kept[part] = list({json.dumps([row.get(name) for name in SET_UP]): row for row in rows}.values())
     KEPT.write_text(json.dumps(kept, indent=1) + "\n")
     lines = [*show_capacity(kept["capacity"]), "", *show_ablation(kept["ablation"])]
     KEPT.with_suffix(".md").write_text("\n".join(lines) + "\n")

@@ -35,8 +35,9 @@ def test_a_step_takes_the_seconds_more_once_also_through_a_pipeline(model, layou
         )
 
 
-def test_a_padded_batch_is_bounded_by_the_longest_prompt_beside_each() -> None:
-    work = [Conversation(0.0, (Turn(prompt, 10),)) for prompt in (100, 20) * 20]
-    assert padded_batch(10 * 2048, work, tight=False) == 10
-    assert padded_batch(10 * 1124, work, tight=True) == 10
-    assert padded_batch(10 * 1124 - 1, work, tight=True) == 9
+def test_a_padded_batch_is_bounded_by_the_longest_of_those_that_run() -> None:
+    long, short = (Conversation(0.0, (Turn(prompt, 2),)) for prompt in (1000, 10))
+    assert padded_batch(10 * 2048, [long, short], flat=True) == 10
+    assert padded_batch(10 * 2048, [short]) == 19  # about 1,035 each
+    assert padded_batch(10 * 2048, [long]) == 10  # about 2,025
+    assert padded_batch(10 * 2048, [long, short]) == 10  # one long among ten, nearly always

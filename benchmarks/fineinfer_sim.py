@@ -71,7 +71,10 @@ def padded_batch(tokens: int, work: Sequence[Conversation], flat: bool = False) 
 
 
 def compare(dataset: str, count: int, vary: Sequence[str] = ()) -> dict[str, Any]:
-    """Average batch at full load, and normalized latency at half the rate that blocks as needed reach there."""
+    """Average batch at full load, and normalized latency at half the rate that blocks as needed reach there.
+
+    Full load lasts until the last request starts: a step's tokens come at one time.
+    """
     profile = deploy("llama-3-8b", "rtx-3090").profile
     common: dict[str, Any] = {"max_model_len": 2 * LONGEST, "prefix_sharing": False}
     work = requests(dataset, count)
@@ -86,8 +89,9 @@ def compare(dataset: str, count: int, vary: Sequence[str] = ()) -> dict[str, Any
     row: dict[str, Any] = {"dataset": dataset, "paper": DATASETS[dataset][2]}
     for name, config in configs.items():
         outcome = simulate(config, profile, work)
-        generated = sum(len(record.token_times) for record in outcome.records)
-        row[name] = {"batch": generated / outcome.steps, "requests_per_second": count / outcome.seconds}
+        full = max(record.scheduled or 0.0 for record in outcome.records)
+        times = [time for record in outcome.records for time in record.token_times if time <= full]
+        row[name] = {"batch": len(times) / len(set(times)), "requests_per_second": count / outcome.seconds}
     rate = row["blocks"]["requests_per_second"] / 2
     for name, config in configs.items():
         figures = summary(simulate(config, profile, workloads.poisson(work, rate, seed=0)).records)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from benchmarks import fineinfer_sim
 from benchmarks.fineinfer_sim import padded_batch
 from benchmarks.varied import deployed
 from holdfast.bench.workloads import Conversation, Turn
@@ -41,3 +42,12 @@ def test_a_padded_batch_is_bounded_by_the_longest_of_those_that_run() -> None:
     assert padded_batch(10 * 2048, [short]) == 19  # about 1,035 each
     assert padded_batch(10 * 2048, [long]) == 10  # about 2,025
     assert padded_batch(10 * 2048, [long, short]) == 10  # one long among ten, nearly always
+
+
+def test_the_batch_is_that_of_full_load_and_not_of_the_drain_after_it(monkeypatch) -> None:
+    def drawn(dataset: str, count: int) -> list[Conversation]:
+        return [Conversation(0.0, (Turn(100, 1000 if number == count - 1 else 50),)) for number in range(count)]
+
+    monkeypatch.setattr(fineinfer_sim, "requests", drawn)
+    row = fineinfer_sim.compare("Alpaca", 60, ["flat", "most"])
+    assert row["padded"]["batch"] == pytest.approx(13, abs=1)

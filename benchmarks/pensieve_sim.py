@@ -10,8 +10,9 @@ the cache. It lasts `--seconds`, or three think times where that is longer, and 
 The rate rises by steps of 1.4 until the mean normalized latency is twice LIMIT, and is then bisected around LIMIT. A
 system's throughput is the rate of requests that really came (slow answers delay the next turns) where it crosses LIMIT,
 on a straight line between two runs. The paper reads its gains off curves and does not say at which latency, so LIMITS
-gives others as well. Devices are derived from data sheets (holdfast/simulator/roofline.py), none was at hand. What is
-done is kept in the JSON file: a run that was interrupted goes on from there.
+gives others as well. Devices are derived from data sheets (holdfast/simulator/roofline.py), none was at hand. `--vary`
+changes the set-up by the names in VARIATIONS, into files of their own. What is done is kept in the JSON file: a run
+that was interrupted goes on from there.
 """
 
 from __future__ import annotations
@@ -28,12 +29,14 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from varied import LAYER_SECONDS, deployed
+
 from holdfast.bench import workloads
 from holdfast.bench.records import summary
 from holdfast.bench.workloads import Workload
 from holdfast.core.config import EngineConfig
-from holdfast.simulator.deployment import deploy
 from holdfast.simulator.run import simulate
+from holdfast.simulator.shapes import model_named
 
 RESULTS = Path(__file__).parent / "results"
 LIMIT = 100.0
@@ -57,6 +60,15 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     "Holdfast": {"scheduler": "stall-free", "host": True},
 }
 BOTH = ("vLLM", "Pensieve")
+
+
+VARIATIONS = {
+    "heads": "attention reads keys and values once for each query head",
+    "host": "0.36 ms more for each layer of a step, as Sarathi-Serve's authors recorded",
+    "nvlink": "NVLink between all four GPUs, not PCIe between pairs",
+    "memory": "50 GB of host memory a GPU, a quarter",
+}
+"""By name, what `--vary` changes; benchmarks/varied.py gives the sources of the first two."""
 
 
 class Task(NamedTuple):
@@ -130,13 +142,19 @@ def steady(dataset: str, think: float, rate: float, seconds: float, token_second
     return sorted(under_way, key=lambda talk: talk.arrival)
 
 
-def served(task: Task, rate: float, seconds: float) -> dict[str, Any]:
+def served(task: Task, rate: float, seconds: float, vary: Sequence[str] = ()) -> dict[str, Any]:
     """The figures of one simulated run."""
     options = dict(SYSTEMS[task.system])
-    deployment = deploy(task.model, "a100-80gb", tp=task.gpus, link="pcie4" if task.gpus > 2 else None)
-    profile = deployment.profile
+    profile = deployed(
+        task.model,
+        device="a100-80gb",
+        tp=task.gpus,
+        link="pcie4" if task.gpus > 2 and "nvlink" not in vary else None,
+        per_head="heads" in vary,
+        step_seconds=LAYER_SECONDS * model_named(task.model).layers if "host" in vary else 0.0,
+    ).profile
     profile = replace(profile, cache_tokens=int(CACHE * task.gpus / profile.token_bytes))
-    host = HOST * task.gpus if options.pop("host", False) else 0.0
+    host = HOST * task.gpus / (4 if "memory" in vary else 1) if options.pop("host", False) else 0.0
     config = EngineConfig(**{"max_model_len": LONGEST, "max_sequences": 256, "host_cache_gb": host, **options})
     seconds = max(seconds, 3 * task.think)
     outcome = simulate(config, profile, steady(task.dataset, task.think, rate, seconds))
@@ -157,14 +175,14 @@ LATENCY = "mean_normalized_latency_ms"
 SHOWN = ("completed", LATENCY, "p90_normalized_latency_ms", "median_ttft_ms", "median_itl_ms")
 
 
-def curve(job: tuple[Task, float, Sequence[float]]) -> tuple[Task, list[dict[str, Any]]]:
+def curve(job: tuple[Task, float, Sequence[float], Sequence[str]]) -> tuple[Task, list[dict[str, Any]]]:
     """Runs at these rates; where there are none at rising ones, up to far beyond the limit, and at some between."""
-    task, seconds, rates = job
+    task, seconds, rates, vary = job
     runs: dict[float, dict[str, Any]] = {}
 
     def latency(rate: float) -> float:
         began = time.process_time()
-        run = served(task, rate, seconds)
+        run = served(task, rate, seconds, vary)
         runs[rate] = {"rate": rate, "seconds": seconds, **run, "cpu_seconds": round(time.process_time() - began, 1)}
         told = " ".join(f"{run[name]:.3g}" for name in ("asked_rate", LATENCY, "cached_share"))
         print(f"  {' '.join(map(str, task))}: {rate:.3g}/s {told}", file=sys.stderr, flush=True)
@@ -285,20 +303,28 @@ def main() -> None:
     parser.add_argument("--figures", nargs="+", type=int, default=list(FIGURES), choices=FIGURES)
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--rates", nargs="+", type=float, default=[], help="only these, into a file of their own")
+    parser.add_argument("--vary", nargs="+", default=[], choices=VARIATIONS, help="what differs from our set-up")
+    parser.add_argument("--models", nargs="+", default=list(LOWEST), choices=LOWEST)
+    parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=SYSTEMS)
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON, the table and the plot")
     args = parser.parse_args()
 
     today, command = date.today().isoformat(), "python benchmarks/pensieve_sim.py " + " ".join(sys.argv[1:])
     which = "-".join(f"fig{figure}" for figure in args.figures)
-    stem = args.out / f"pensieve-simulated-{which}{'-rates' if args.rates else ''}"
+    stem = args.out / "-".join(["pensieve-simulated", which, *args.vary, *(["rates"] if args.rates else [])])
     kept = stem.with_suffix(".json")
     found: Found = {}
     if kept.exists():
         found = {Task(**row["task"]): row["runs"] for row in json.loads(kept.read_text())["rows"]}
-    jobs = dict.fromkeys(task for figure in args.figures for task in FIGURES[figure] if task not in found)
+    jobs = dict.fromkeys(
+        task
+        for figure in args.figures
+        for task in FIGURES[figure]
+        if task not in found and task.model in args.models and task.system in args.systems
+    )
     with get_context("spawn").Pool(args.processes) as pool:
-        for task, runs in pool.imap_unordered(curve, [(task, args.seconds, args.rates) for task in jobs]):
+        for task, runs in pool.imap_unordered(curve, [(task, args.seconds, args.rates, args.vary) for task in jobs]):
             found[task] = runs
             rows = [{"task": task._asdict(), "runs": runs} for task, runs in found.items()]
             told = {"date": today, "command": command, "rows": rows}

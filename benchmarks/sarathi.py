@@ -278,6 +278,30 @@ REDUCTIONS = {  # ms of an all-reduce over four devices: by link and bytes
 """Medians that Vidur publishes (github.com/microsoft/vidur, data/profiling: at 7d47513 mlp.csv of Llama-2-70b-hf in
 compute/a40 and compute/a100, and network/a100_pairwise_nvlink/all_reduce.csv; at 513ddc1 a40/all_reduce.csv)."""
 
+PREFILLS = {2047: 0.378, 4095: 0.775, 8191: 1.754, 16383: 4.535}
+"""Seconds of whole prefills of Yi-34B over two A100s by tokens, as Sarathi-Serve's authors recorded them; and in chunks
+of 512, and one decode (github.com/microsoft/sarathi-serve at 02d2567, osdi-experiments: figure-9/chunking-overhead.csv,
+figure-2/decode.csv)."""
+CHUNKED, ONE_DECODE = {8191: 1.959, 16383: 4.513}, 0.0468
+
+
+def checks_of_the_authors() -> list[dict[str, Any]]:
+    """Steps as the authors recorded them, beside the derived ones."""
+    yi = deployed("Yi-34B").profile.cost
+
+    def row(what: str, paper: float, ours: float) -> dict[str, Any]:
+        return {"what": f"Yi-34B, {what}, s (the authors' records)", "paper": paper, "ours": ours}
+
+    def in_chunks(tokens: int, size: int) -> float:
+        stops = [*range(size, tokens, size), tokens]
+        return sum(yi.step([(stop - start, stop)]) for start, stop in zip([0, *stops], stops, strict=False))
+
+    return [
+        *(row(f"prefill of {tokens:,}", took, yi.step([(tokens, tokens)])) for tokens, took in PREFILLS.items()),
+        *(row(f"{tokens:,} in chunks of 512", took, in_chunks(tokens, 512)) for tokens, took in CHUNKED.items()),
+        row("one decode", ONE_DECODE, yi.step([(1, 1024)])),
+    ]
+
 
 def checks_of_vidur() -> list[dict[str, Any]]:
     """Layers and all-reduces as measured elsewhere, beside the derived ones."""
@@ -328,7 +352,7 @@ def checks() -> list[dict[str, Any]]:
         {"what": "Yi-34B, step of 1,024 tokens, chunk at 16k (Table 4, P99 TBT), s", "paper": 0.35,
          "ours": yi.step([(1000, 16000)] + [(1, 8000)] * 24)},
     ]  # fmt: skip
-    return rows + checks_of_vidur()
+    return rows + checks_of_the_authors() + checks_of_vidur()
 
 
 def show_checks(rows: list[dict[str, Any]]) -> list[str]:

@@ -1,0 +1,53 @@
+"""Set-ups of the papers, varied: what changes, and that nothing else does."""
+
+import pytest
+
+from benchmarks import fineinfer_sim
+from benchmarks.fineinfer_sim import padded_batch
+from benchmarks.varied import deployed
+from holdfast.bench.workloads import Conversation, Turn
+from holdfast.simulator.deployment import deploy
+
+YI = {"device": "a100-80gb", "tp": 2}
+PIPELINE = {"device": "a40", "tp": 4, "pp": 2, "link": "nvlink-pairs", "stage_link": "pcie4-staged"}
+
+
+def test_nothing_varied_is_the_deployment_itself() -> None:
+    assert deployed("yi-34b", **YI) == deploy("yi-34b", **YI)
+    assert deployed("llama-2-70b", **PIPELINE) == deploy("llama-2-70b", **PIPELINE)
+
+
+def test_keys_read_for_each_query_head_cost_a_group_times_as_much_and_take_no_more_memory() -> None:
+    plain, heads = deployed("yi-34b", **YI), deployed("yi-34b", per_head=True, **YI)
+    assert heads.profile.cost.attention(1, 4096) == pytest.approx(7 * plain.profile.cost.attention(1, 4096))
+    assert heads.profile.cost.attention(2048, 2048) == pytest.approx(plain.profile.cost.attention(2048, 2048))
+    assert heads.profile.cost.linear_seconds == plain.profile.cost.linear_seconds
+    assert heads.profile.cache_tokens == plain.profile.cache_tokens
+
+
+@pytest.mark.parametrize(("model", "layout"), [("yi-34b", YI), ("llama-2-70b", PIPELINE)])
+def test_a_step_takes_the_seconds_more_once_also_through_a_pipeline(model, layout) -> None:
+    plain, slow = deployed(model, **layout), deployed(model, step_seconds=0.02, **layout)
+    decodes = [(1, 1024)] * 16
+    assert slow.profile.cost.step(decodes) == pytest.approx(plain.profile.cost.step(decodes) + 0.02)
+    if slow.pipeline:
+        assert sum(stage.step(decodes) for stage in slow.pipeline.stages) == pytest.approx(
+            sum(stage.step(decodes) for stage in plain.pipeline.stages) + 0.02
+        )
+
+
+def test_a_padded_batch_is_bounded_by_the_longest_of_those_that_run() -> None:
+    long, short = (Conversation(0.0, (Turn(prompt, 2),)) for prompt in (1000, 10))
+    assert padded_batch(10 * 2048, [long, short], flat=True) == 10
+    assert padded_batch(10 * 2048, [short]) == 19  # about 1,035 each
+    assert padded_batch(10 * 2048, [long]) == 10  # about 2,025
+    assert padded_batch(10 * 2048, [long, short]) == 10  # one long among ten, nearly always
+
+
+def test_the_batch_is_that_of_full_load_and_not_of_the_drain_after_it(monkeypatch) -> None:
+    def drawn(dataset: str, count: int) -> list[Conversation]:
+        return [Conversation(0.0, (Turn(100, 1000 if number == count - 1 else 50),)) for number in range(count)]
+
+    monkeypatch.setattr(fineinfer_sim, "requests", drawn)
+    row = fineinfer_sim.compare("Alpaca", 60, ["flat", "most"])
+    assert row["padded"]["batch"] == pytest.approx(13, abs=1)

@@ -39,7 +39,7 @@ SYSTEMS = ("orca", "prefill-first", "computed")
 TIMES = {"strict": 5, "relaxed": 25}
 """By SLO, times the reference decode step."""
 MARGIN = 0.97
-"""The target that is set, of the SLO: a target is kept by 95 of 100 steps, the SLO is on the 99th."""
+"""The target that is set, of the SLO: nearly all steps keep a target, and the SLO is on 99 of 100."""
 MOST_SEQUENCES = 128
 BELOW, ABOVE = 0.96, 1.075
 """The first two rates, of what is predicted: a search by simulation ends up to 5% below the capacity."""
@@ -327,7 +327,7 @@ def bracket(book: Book, key: str) -> tuple[float, float | None]:
 
 
 def following(predicted: float, known: tuple[float, float | None]) -> float | None:
-    """The next rate to probe, to three digits, where the capacity is `known` to lie; None if that is near enough."""
+    """The next rate to probe, to three decimals, where the capacity is `known` to lie; None if that is near enough."""
     good, bad = known
     if good and bad and bad <= NEAR * good:
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from math import inf
 
 MOST_QUEUED_MS = 2000.0
 """Most milliseconds that the median request may wait for its first step (Sarathi-Serve §5: the load is sustained)."""
@@ -35,10 +36,12 @@ def find_capacity(
 
     `run` gives the figures of a run at a rate. Goes from `start` up or down by a factor until it stands between two
     bounds, then bisects. The factor is `stride`, which suits how good a guess `start` is; its square next, and so on up
-    to 2. Raises ValueError for a start or a stride with which it would never end.
+    to 2. Raises ValueError for a start, a stride or a closeness with which it would never end.
     """
-    if not (start > 0 and stride > 1):
-        raise ValueError(f"start is {start} and stride {stride}; they must be above 0 and above 1")
+    if not (0 < start < inf and stride > 1):
+        raise ValueError(f"start is {start} and stride {stride}; they must be above 0 and above 1, and start finite")
+    if not close > 0:
+        raise ValueError(f"close is {close}; it must be above 0")
     good, bad = 0.0, 0.0
     rate = start
     while not (good and bad):

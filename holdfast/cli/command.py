@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise UsageError(unknown_flag(unknown[0], options.command))
         file = options_in(options.config, options.command) if options.config else {}
         asked = Asked(vars(options), file, given[given.index(options.command) + 1 :])
-        return RUN[options.command](asked)
+        return COMMANDS[options.command].run(asked)
     except (UsageError, EngineStartError, StoreError) as error:
         return complain(str(error), BAD_USAGE)
     except (EngineDead, ChatError, OSError) as error:
@@ -74,8 +74,13 @@ def complain(reason: str, code: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """What a command's help says, and the configs whose fields are its options, each with the title of its group."""
+    """What a command runs, what its help says, and the configs whose fields are its options.
 
+    Each of these has the title of its group.
+    """
+
+    run: Callable[[Asked], int]
+    """Gives the exit code. Raises UsageError."""
     help: str
     description: str
     options: Mapping[type, str]
@@ -99,50 +104,6 @@ class Command:
     def without(self, config: type) -> Sequence[str]:
         """The fields of a config that are no options of this command."""
         return self.engine_without if config is EngineConfig else ()
-
-
-COMMANDS = {
-    "serve": Command(
-        help="serve a model over HTTP, with OpenAI's API",
-        description="Serve a model over HTTP, with OpenAI's API. Without any argument it serves the built-in model.",
-        options={ServerConfig: "the server", EngineConfig: "the engine"},
-    ),
-    "chat": Command(
-        help="talk to a model in the terminal",
-        description="Talk to a model in the terminal: one that runs here, or behind the URL of any server with "
-        "OpenAI's API. Lines may come from a pipe as well.",
-        options={chat.ChatConfig: "the conversation", EngineConfig: "the engine, when the model runs here"},
-    ),
-    "profile": Command(
-        help="measure a model's pace on this device, for --tbt-target and simulations",
-        description="Measure how long steps of a model take on this device, and keep it: `holdfast serve --tbt-target` "
-        "goes by it, and `holdfast bench --simulate` too.",
-        options={profile.ProfileConfig: "the profile", EngineConfig: "the engine"},
-    ),
-    "bench": Command(
-        help="measure a model or a server under load, or simulate one",
-        description="Put a model that runs here under load, or any server with OpenAI's API (--url), or a device that "
-        "was measured (--simulate), where the engine's own scheduler runs over a virtual clock.",
-        options={
-            WorkloadConfig: "the workload",
-            bench.BenchConfig: "the measurement",
-            EngineConfig: "the engine, when the model runs here or is simulated",
-        },
-    ),
-    "plan": Command(
-        help="find out how to serve a model on which devices, by simulation",
-        description="Simulate schedulers, budgets, layouts over devices and host tiers under a workload, and say which "
-        "of them sustains the most within limits, and with which command. MODEL is a checkpoint's directory, a "
-        "config.json, or a known shape by name.",
-        options={
-            WorkloadConfig: "the workload",
-            plan.PlanConfig: "the plan",
-            EngineConfig: "the engine, the same for all candidates",
-        },
-        engine_without=[field.name for field in fields(EngineConfig) if field.name not in SHARED_OPTIONS],
-        model=f"a checkpoint's directory, a config.json, or one of {', '.join(sorted(MODELS))}",
-    ),
-}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -264,12 +225,52 @@ def run_plan(asked: Asked) -> int:
         raise UsageError(str(error)) from None
 
 
-RUN: dict[str, Callable[[Asked], int]] = {
-    "serve": run_serve,
-    "chat": run_chat,
-    "profile": run_profile,
-    "bench": run_bench,
-    "plan": run_plan,
+COMMANDS = {
+    "serve": Command(
+        run=run_serve,
+        help="serve a model over HTTP, with OpenAI's API",
+        description="Serve a model over HTTP, with OpenAI's API. Without any argument it serves the built-in model.",
+        options={ServerConfig: "the server", EngineConfig: "the engine"},
+    ),
+    "chat": Command(
+        run=run_chat,
+        help="talk to a model in the terminal",
+        description="Talk to a model in the terminal: one that runs here, or behind the URL of any server with "
+        "OpenAI's API. Lines may come from a pipe as well.",
+        options={chat.ChatConfig: "the conversation", EngineConfig: "the engine, when the model runs here"},
+    ),
+    "profile": Command(
+        run=run_profile,
+        help="measure a model's pace on this device, for --tbt-target and simulations",
+        description="Measure how long steps of a model take on this device, and keep it: `holdfast serve --tbt-target` "
+        "goes by it, and `holdfast bench --simulate` too.",
+        options={profile.ProfileConfig: "the profile", EngineConfig: "the engine"},
+    ),
+    "bench": Command(
+        run=run_bench,
+        help="measure a model or a server under load, or simulate one",
+        description="Put a model that runs here under load, or any server with OpenAI's API (--url), or a device that "
+        "was measured (--simulate), where the engine's own scheduler runs over a virtual clock.",
+        options={
+            WorkloadConfig: "the workload",
+            bench.BenchConfig: "the measurement",
+            EngineConfig: "the engine, when the model runs here or is simulated",
+        },
+    ),
+    "plan": Command(
+        run=run_plan,
+        help="find out how to serve a model on which devices, by simulation",
+        description="Simulate schedulers, budgets, layouts over devices and host tiers under a workload, and say which "
+        "of them sustains the most within limits, and with which command. MODEL is a checkpoint's directory, a "
+        "config.json, or a known shape by name.",
+        options={
+            WorkloadConfig: "the workload",
+            plan.PlanConfig: "the plan",
+            EngineConfig: "the engine, the same for all candidates",
+        },
+        engine_without=[field.name for field in fields(EngineConfig) if field.name not in SHARED_OPTIONS],
+        model=f"a checkpoint's directory, a config.json, or one of {', '.join(sorted(MODELS))}",
+    ),
 }
 
 

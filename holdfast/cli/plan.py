@@ -82,6 +82,10 @@ class PlanConfig:
         device_named(self.device or DEVICE)
         if self.profile is not None and self.device is not None:
             raise ValueError(f"device is {self.device}, and a profile is of its own; drop it, or name a MODEL")
+        for name in ("tp", "pp"):
+            most = max(getattr(self, name), default=1)
+            if self.profile is not None and most > 1:
+                raise ValueError(f"{name} holds {most:g}, and a profile is of one device; drop it, or name a MODEL")
         for name in ("link", "stage_link"):
             if getattr(self, name) is not None:
                 link_named(getattr(self, name))

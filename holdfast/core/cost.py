@@ -9,6 +9,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, pairwise
+from math import inf
 from typing import Any
 
 HEAVY = 512
@@ -17,12 +19,21 @@ HEAVY = 512
 
 @dataclass(frozen=True, slots=True)
 class Burst:
-    """How a device computes behind lighter work: it has power in hand, and is faster until its limit holds it back."""
+    """How a device computes behind lighter work: it has power in hand, and is faster until its limit holds it back.
+
+    Raises ValueError for what cannot be.
+    """
 
     share: float = 1.0
     """Of the time that a heavy step takes behind others like it, what it takes then."""
     seconds: float = 0.0
     """For so long, from a full reserve."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share <= 1:
+            raise ValueError(f"share of a burst is {self.share}; it must lie above 0 and be at most 1")
+        if not 0 <= self.seconds < inf:
+            raise ValueError(f"seconds of a burst are {self.seconds}; they must be at least 0 and finite")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +127,11 @@ class CostModel:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> CostModel:
-        """Read back what `dataclasses.asdict` gave. Raises ValueError for points that do not belong together."""
+        """Read back what `dataclasses.asdict` gave.
+
+        Raises ValueError for points that are missing, do not ascend or do not belong together, and for times that
+        cannot be.
+        """
         model = cls(
             model=str(data["model"]),
             device=str(data["device"]),
@@ -138,6 +153,14 @@ class CostModel:
             [len(model.attention_contexts)] * len(rows) != [len(row) for row in table] for rows, table in tables
         ):
             raise ValueError(f"cost profile of {model.model} on {model.device}: points and times differ in number")
+        points = (model.linear_tokens, model.attention_queries, model.attention_contexts)
+        if not all(points) or any(
+            first >= then for row in (*points, model.decode_rows) for first, then in pairwise(row)
+        ):
+            raise ValueError(f"cost profile of {model.model} on {model.device}: points are missing or do not ascend")
+        times = chain(model.linear_seconds, model.decode_seconds, *model.attention_seconds, *model.decode_attention)
+        if not all(0 <= seconds < inf for seconds in times):
+            raise ValueError(f"cost profile of {model.model} on {model.device}: a time is below 0 or not finite")
         return model
 
 

@@ -16,9 +16,12 @@ DEVIATIONS = 2.5
 UNSEEN = 0.02
 """The mean deviation, of the mean, that is supposed before any step was seen."""
 LEAP = 0.1
-"""What a step is off by counts no further, of the mean: a single outlier is no news of the steps to come."""
+"""What a step is off by counts no further, of the mean: a single outlier is no news of the steps to come.
+
+Where steps are off by more anyway, what nearly all of them stay below is the bound: else it could never be learned.
+"""
 LEAST, MOST = 0.2, 20.0
-"""Where the mean stays, whatever is measured."""
+"""Beyond, nothing counts, whatever is measured."""
 
 
 class PacedStallFree(Policy):
@@ -134,9 +137,10 @@ class Correction:
 
     def see(self, ratio: float) -> None:
         """A step took so many times what was predicted of it."""
-        off = min(max(ratio / self._mean - 1, -LEAP), LEAP)
+        leap = max(LEAP, DEVIATIONS * self._deviation)
+        off = min(max(min(max(ratio, LEAST), MOST) / self._mean - 1, -leap), leap)
         self._deviation += DEVIATION_GAIN * (abs(off) - self._deviation)
-        self._mean = min(max(self._mean * (1 + MEAN_GAIN * off), LEAST), MOST)
+        self._mean *= 1 + MEAN_GAIN * off
 
 
 class StageTimes:

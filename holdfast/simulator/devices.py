@@ -7,16 +7,20 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fp8:
-    """The same of products with FP8 weights and of a cache in FP8."""
+    """What a device does with weights and a cache in FP8: the makers' figure, and what is reached, as in `Device`."""
 
     flops: float
+    """Peak operations a second in dense FP8 matrix products."""
     matmul: float
+    """Share of these `flops` that large matrix products reach."""
     weights: float
+    """Share of the device's `bandwidth` at which FP8 weights are read."""
     round_seconds: float
     """What rounding activations takes in each layer, in steps of more than one token."""
     attention: float
     """Share of the device's `flops`: keys and values are widened to 16 bits, and another kernel computes with them."""
     cache: float
+    """Share of the device's `bandwidth` at which an FP8 cache is read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,8 +37,3 @@ class Latency:
     def hop(self, plan: StepPlan) -> float:
         """Time from one stage to the next."""
         return self._pipeline.hop(plan.num_tokens) if self._pipeline else 0.0
-
-    def seconds(self, plan: StepPlan) -> float:
-        """Time of a step that meets no other."""
-        stages = self.stages(plan)
-        return sum(stages) + (len(stages) - 1) * self.hop(plan)

@@ -53,10 +53,18 @@ def test_a_limit_on_ttft_counts_where_there_is_one():
     assert not sustained(figures, 50.0, ttft_ms=800.0)
 
 
-@pytest.mark.parametrize(("start", "stride"), [(0.0, 2.0), (-1.0, 2.0), (1.0, 1.0), (1.0, 0.5), (float("nan"), 2.0)])
+@pytest.mark.parametrize(
+    ("start", "stride"), [(0.0, 2.0), (-1.0, 2.0), (1.0, 1.0), (1.0, 0.5), (float("nan"), 2.0), (float("inf"), 2.0)]
+)
 def test_a_search_that_would_never_end_is_refused(start, stride):
     with pytest.raises(ValueError, match="must be above 0 and above 1"):
         find_capacity(server(10.0), 50.0, start=start, stride=stride)
+
+
+@pytest.mark.parametrize("close", [0.0, -0.1, float("nan")])
+def test_bounds_that_would_never_be_close_enough_are_refused(close):
+    with pytest.raises(ValueError, match=r"close is .*; it must be above 0"):
+        find_capacity(server(10.0), 50.0, close=close)
 
 
 def test_a_server_without_a_limit_ends_the_search_as_well():

@@ -207,6 +207,8 @@ def test_a_model_may_be_a_name_a_directory_or_a_config(tmp_path):
         (("mistral-7b", "--tp", "4"), "no tp x pp of those given fits on 1 devices"),
         (("mistral-7b", "--link", "string"), "link string is unknown; there are"),
         (("--profile", "p.json", "--device", "h200"), "device is h200, and a profile is of its own; drop it"),
+        (("--profile", "p.json", "--devices", "2", "--tp", "1,2"), "tp holds 2, and a profile is of one device; drop"),
+        (("--profile", "p.json", "--devices", "4", "--pp", "4"), "pp holds 4, and a profile is of one device; drop"),
         (("--profile", "p.json", "--stage-link", "pcie4"), "stage_link joins devices, and a profile is of one"),
         (("mistral-7b", "--host-gb", "4,-1"), "host_gb holds -1; each must be at least 0"),
         (("mistral-7b", "--host-gb", "-1,4"), "host_gb holds -1; each must be at least 0"),

@@ -148,3 +148,12 @@ def test_a_burst_survives_its_file():
     bursting = replace(COST, burst=Burst(0.86, 0.04))
     assert CostModel.from_dict(json.loads(json.dumps(asdict(bursting)))) == bursting
     assert CostModel.from_dict({name: value for name, value in asdict(COST).items() if name != "burst"}) == COST
+
+
+@pytest.mark.parametrize("changes", [
+    {"share": 0.0}, {"share": 1.1}, {"share": float("nan")}, {"seconds": -0.1}, {"seconds": float("inf")}
+])  # fmt: skip
+def test_a_burst_that_cannot_be_is_refused(changes):
+    (name,) = changes
+    with pytest.raises(ValueError, match=f"{name} of a burst .* must"):
+        Burst(**changes)

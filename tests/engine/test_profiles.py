@@ -22,6 +22,12 @@ def test_a_profile_survives_its_file(tmp_path):
     [
         lambda data: data.pop("cost"),
         lambda data: data["cost"].update(linear_tokens=[1]),
+        lambda data: data["cost"].update(linear_tokens=[], linear_seconds=[]),
+        lambda data: data["cost"].update(attention_queries=[], attention_seconds=[]),
+        lambda data: data["cost"]["linear_tokens"].reverse(),
+        lambda data: data["cost"]["linear_seconds"].__setitem__(0, -0.001),
+        lambda data: data["cost"].update(burst={"share": 0.0, "seconds": 0.04}),
+        lambda data: data["cost"].update(burst={"share": 0.9, "seconds": "long"}),
         lambda data: data.update(tile=0),
         lambda data: data.update(quantization="int4"),
         lambda data: data.update(dtype="bfloat16, fp8 weights"),

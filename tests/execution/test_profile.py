@@ -139,8 +139,16 @@ def test_how_much_faster_a_device_is_behind_decodes_is_measured_beside_the_pace_
     assert (cost.burst.share, cost.burst.seconds) == pytest.approx((burst.share, burst.seconds), rel=0.03)
 
 
-def test_a_burst_lasts_as_long_as_its_steps_save_what_they_saved_at_first() -> None:
-    assert burst_of((0.8, 0.8, 0.9, 1.0, 1.1, 0.9), 0.02) == Burst(0.8, pytest.approx(0.04))
-    assert burst_of((0.8, 0.8, 0.95, 1.0), 0.02) == Burst(0.8, pytest.approx(0.036))
-    assert burst_of((0.8, 1.05, 0.9), 0.02) == Burst(0.8, pytest.approx(0.016))
+@pytest.mark.parametrize(
+    ("ratios", "seconds"),
+    [((0.8, 0.8, 0.9, 1.0, 1.1, 0.9), 0.04), ((0.8, 0.8, 0.95, 1.0), 0.036), ((0.8, 1.05, 0.9), 0.016)],
+)
+def test_a_burst_lasts_as_long_as_its_steps_save_what_they_saved_at_first(
+    ratios: tuple[float, ...], seconds: float
+) -> None:
+    burst = burst_of(ratios, 0.02)
+    assert (burst.share, burst.seconds) == (0.8, pytest.approx(seconds))
+
+
+def test_a_burst_that_saves_next_to_nothing_is_none() -> None:
     assert burst_of((0.99, 0.99, 0.9), 0.02) == Burst()

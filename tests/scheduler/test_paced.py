@@ -133,7 +133,13 @@ def test_what_steps_take_corrects_what_is_predicted():
 
 
 @pytest.mark.parametrize(
-    ("drawn", "most"), [(lambda draw: draw.uniform(0.9, 1.1), 1.2), (lambda draw: draw.gauss(1.05, 0.03), 1.17)]
+    ("drawn", "most"),
+    [
+        (lambda draw: draw.uniform(0.9, 1.1), 1.2),
+        (lambda draw: draw.gauss(1.05, 0.03), 1.17),
+        (lambda draw: draw.uniform(0.7, 1.3), 1.45),
+        (lambda draw: draw.choice((1.0, 1.6)), 2.2),
+    ],
 )
 def test_the_correction_covers_nearly_all_steps_and_little_more(drawn, most):
     draw, correction = random.Random(0), Correction()

@@ -75,8 +75,9 @@ class PlanConfig:
             for value in getattr(self, name):
                 if not (1 <= value < float("inf")) or value != int(value):
                     raise ValueError(f"{name} holds {value:g}; each must be a whole number of at least 1")
-        if any(not 0 <= size < float("inf") for size in self.host_gb):
-            raise ValueError(f"host_gb holds {min(self.host_gb):g}; each must be at least 0")
+        for size in self.host_gb:
+            if not 0 <= size < float("inf"):
+                raise ValueError(f"host_gb holds {size:g}; each must be at least 0 and finite")
         if unknown := self.scheduler_names - {*NAMES, "all"}:
             raise ValueError(f"scheduler {min(unknown)!r} is unknown; there are {', '.join(NAMES)}, or all")
         device_named(self.device or DEVICE)

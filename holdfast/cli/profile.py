@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from holdfast.cli.flags import UsageError
+from holdfast.cli.reports import writable
 from holdfast.cli.tables import table
 from holdfast.core.config import EngineConfig, option
 from holdfast.engine.client import EngineClient
@@ -24,8 +25,10 @@ class ProfileConfig:
 
 async def run(config: ProfileConfig, engine: EngineConfig) -> int:
     """Measure, keep, show. Returns the exit code. Raises UsageError, EngineStartError, OSError."""
-    if config.out is not None and Path(config.out).is_dir():
-        raise UsageError(f"{config.out} cannot be written: it is a directory")
+    try:
+        writable(config.out)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
     console = Console(highlight=False)
     if engine.host_cache_gb == "auto":
         engine = replace(engine, host_cache_gb=0.0)  # nobody is served, so nothing needs to go there

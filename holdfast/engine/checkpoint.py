@@ -58,7 +58,8 @@ class Checkpoint:
         else:
             directory = Path(model).expanduser().resolve()
         if not (directory / "config.json").is_file():
-            what = "has no config.json" if directory.is_dir() else "does not exist"
+            there = "has no config.json" if directory.is_dir() else "is no directory"
+            what = there if directory.exists() else "does not exist"
             raise ValueError(
                 f"model {model!r}: {directory} {what}; give a Hugging Face checkpoint directory or {BUILTIN_MODEL!r}"
             )
@@ -88,7 +89,10 @@ def read_text(path: Path, limit: int) -> str:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     if len(data) > limit:
         raise ValueError(f"{path} is larger than {limit} bytes, the limit for such a file")
-    return data.decode()
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text file: byte {error.start} is not UTF-8") from error
 
 
 def tokenizer_file(directory: Path) -> Path:

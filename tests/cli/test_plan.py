@@ -212,6 +212,7 @@ def test_a_model_may_be_a_name_a_directory_or_a_config(tmp_path):
         (("--profile", "p.json", "--stage-link", "pcie4"), "stage_link joins devices, and a profile is of one"),
         (("mistral-7b", "--host-gb", "4,-1"), "host_gb holds -1; each must be at least 0"),
         (("mistral-7b", "--host-gb", "-1,4"), "host_gb holds -1; each must be at least 0"),
+        (("mistral-7b", "--host-gb", "0,inf"), "host_gb holds inf; each must be at least 0 and finite"),
         (("mistral-7b", "--slo-tbt", "-30ms"), "slo_tbt is -30; it must be above 0"),
         (("mistral-7b", "--device", "a100-80gb", "--quantization", "fp8"), "quantization is fp8, which takes a Hopper"),
         (("falcon-180b", "--quantization", "fp8"), "falcon-180b runs by Transformers' code"),

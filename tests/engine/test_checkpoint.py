@@ -24,6 +24,9 @@ def test_what_is_no_checkpoint_is_refused_with_what_was_looked_for(tmp_path):
         Checkpoint.find(str(tmp_path / "absent"))
     with pytest.raises(ValueError, match=r"has no config\.json"):
         Checkpoint.find(str(tmp_path))
+    (tmp_path / "weights").write_text("")
+    with pytest.raises(ValueError, match=r"/weights is no directory; give a Hugging Face checkpoint directory"):
+        Checkpoint.find(str(tmp_path / "weights"))
 
 
 @pytest.mark.parametrize(
@@ -33,6 +36,12 @@ def test_what_is_no_checkpoint_is_refused_with_what_was_looked_for(tmp_path):
 def test_a_configuration_that_is_no_object_is_refused(tmp_path, content, reason):
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(ValueError, match=reason):
+        read_json(tmp_path / "config.json")
+
+
+def test_a_file_that_is_no_text_is_refused_by_name(tmp_path):
+    (tmp_path / "config.json").write_bytes(b"{\xff}")
+    with pytest.raises(ValueError, match=r"/config\.json is no text file: byte 1 is not UTF-8"):
         read_json(tmp_path / "config.json")
 
 

@@ -23,6 +23,9 @@ Where steps are off by more anyway, what nearly all of them stay below is the bo
 LEAST, MOST = 0.2, 20.0
 """Beyond, nothing counts, whatever is measured."""
 
+NEARLY = 1.1
+"""What a token may take at most in a step of `enough` tokens, of what it takes in the best one."""
+
 
 class PacedStallFree(Policy):
     """Sarathi-Serve, Algorithm 3, with a budget in seconds instead of tokens.
@@ -37,6 +40,8 @@ class PacedStallFree(Policy):
     that meet the target, not the average one (`Correction`).
 
     In a pipeline a stream waits for more than its own step, and the target bounds all of that wait (`StageTimes.wait`).
+    Where few rows are left there, a step takes no more tokens than are `enough`: large steps would leave small ones
+    behind them, of decodes alone, beside which stages stand empty, and requests wait for rows, not for larger steps.
     """
 
     def __init__(self, cost: CostModel, target: float, *, tile: int, ceiling: int) -> None:
@@ -49,6 +54,8 @@ class PacedStallFree(Policy):
         self.tile = tile
         self.ceiling = ceiling
         self.correction = Correction()
+        self.enough = self._enough(cost)
+        """The tokens from which on larger steps would hardly be faster a token."""
         self._predictor = Predictor(cost)
         self._attention = 0.0
         """Predicted seconds of the attention of the step that is being planned."""
@@ -69,6 +76,8 @@ class PacedStallFree(Policy):
         decodes = step.num_tokens
         # Of all that have begun to stream, some may sit this step out, for a block or in a pipeline: they wait as well.
         self._bound = self.target if any(entry.fed for entry in step.running) else inf
+        if self._stages is not None and step.crowded:
+            step.budget = max(self.tile, min(step.budget, self.enough - decodes))
         self._attention = self._predictor.decodes([entry.residency.planned for entry in step.sampling])
         step.pace = lambda start, stop: self._take(step.num_tokens, start, stop, first=step.num_tokens == decodes)
         step.prefill()
@@ -86,6 +95,12 @@ class PacedStallFree(Policy):
         predicted = self._predicted.pop(plan.step, None)
         if predicted:
             self.correction.see(result.seconds / predicted)
+
+    def _enough(self, cost: CostModel) -> int:
+        """The smallest step whose tokens take nearly as little time each as in the best one."""
+        sizes: list[int] = [*range(self.tile, self.ceiling, self.tile), self.ceiling]
+        least = min(cost.linear(size) / size for size in sizes)
+        return next(size for size in sizes if cost.linear(size) / size <= NEARLY * least)
 
     def _take(self, planned: int, start: int, stop: int, *, first: bool) -> int:
         """How many tokens of [start, stop) still fit a step of `planned` tokens; counts their attention as taken.

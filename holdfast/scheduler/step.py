@@ -84,6 +84,11 @@ class Step:
         """The running sequences, to look at."""
         return self._queues.running
 
+    @property
+    def crowded(self) -> bool:
+        """Whether more rows are taken than free."""
+        return len(self._queues.running) + len(self._queues.arriving) > len(self._queues.rows)
+
     def blocks_for(self, positions: int) -> int:
         """Blocks that hold this many positions."""
         return self._queues.pool.blocks_for(positions)

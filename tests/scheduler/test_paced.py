@@ -116,6 +116,17 @@ def test_a_stream_whose_token_is_on_its_way_through_a_pipeline_waits_as_well():
     assert spans(scheduler.schedule(0.0)) == [("1", 0, 16)]
 
 
+@pytest.mark.parametrize(("rows", "stages", "tokens"), [(3, 2, 688), (64, 2, 1024), (3, 1, 1024)])
+def test_where_few_rows_are_left_in_a_pipeline_a_step_is_no_larger_than_makes_it_fast(rows, stages, tokens):
+    policy = paced(1000.0, ceiling=1024)
+    assert policy.enough == 688
+    fastest = COST.linear(1024) / 1024
+    assert COST.linear(688) / 688 <= 1.1 * fastest < COST.linear(688 - TILE) / (688 - TILE)
+    scheduler = beside_a_stream(policy, 1500, 1500, max_sequences=rows, micro_batches=stages)
+    step(scheduler)
+    assert sum(segment.length for segment in step(scheduler).segments) == tokens
+
+
 def test_a_second_prompt_joins_only_within_the_target():
     assert spans(beside_a_stream(paced(8.0), 20, 20).schedule(0.0))[1:] == [("1", 0, 20), ("2", 0, 20)]
     plan = step(beside_a_stream(paced(4.6), 20, 20))

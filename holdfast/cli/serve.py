@@ -46,7 +46,7 @@ def announce(console: Console, engine: EngineConfig, server: ServerConfig, info:
         "retention": retention(engine),
         "store": f"{shown(place(server.store))}, kept for {server.store_days:g} days, at most {server.store_gb:g} GB",
         "limits": f"{info.max_model_len:,} tokens a sequence, {info.max_sequences} sequences at once",
-        "step": f"{info.token_budget:,} tokens at the most (token budget)",
+        "step": step(engine, info),
     }
     table = Table.grid(padding=(0, 2))
     for name, value in rows.items():
@@ -62,6 +62,12 @@ def announce(console: Console, engine: EngineConfig, server: ServerConfig, info:
     console.print(Text(curl_line(url, info.model, keyed)), soft_wrap=True)
     console.print(Text(f"\n{python_lines(url, info.model, keyed)}"), soft_wrap=True)
     console.print(f"\n  Ctrl-C ends it.  holdfast chat --url {url} talks to it.\n", style="dim")
+
+
+def step(engine: EngineConfig, info: EngineInfo) -> str:
+    """What bounds a step."""
+    within = "" if engine.tbt_target is None else f", {engine.tbt_target:g} ms where someone streams (TBT target)"
+    return f"{info.token_budget:,} tokens at the most (token budget){within}"
 
 
 def tier(info: EngineInfo, blocks: int) -> str:

@@ -47,6 +47,12 @@ def test_it_says_what_is_off_and_no_passwords(engine: EngineConfig, server: Serv
     assert part in shown and "secret" not in shown
 
 
+def test_a_target_for_the_time_between_tokens_stands_beside_the_most_of_a_step() -> None:
+    assert "512 tokens at the most (token budget), 50 ms where someone streams (TBT target)" in announced(
+        EngineConfig(tbt_target=50), ServerConfig()
+    )
+
+
 def test_what_it_tells_to_try_can_be_run() -> None:
     words = shlex.split(curl_line("http://h:1", "tiny", keyed=True))
     assert json.loads(words[-1])["model"] == "tiny"

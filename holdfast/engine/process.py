@@ -36,7 +36,7 @@ from holdfast.engine.parent import Parent
 from holdfast.engine.profiles import Profile, kept_at, precision_of
 from holdfast.engine.timeline import TracedExecutor
 from holdfast.execution import device as devices
-from holdfast.execution.profile import measure_cost
+from holdfast.execution.profile import measure_cost, measure_recomputation
 from holdfast.execution.runner import DEFAULT_BUDGET, PagedExecutor
 from holdfast.kernels import attention
 from holdfast.memory.blocks import BlockPool, StateIdentity
@@ -138,7 +138,7 @@ def build(
     policy = choose_policy(config, token_budget=budget, capacity=capacity, tile=TILE[executor.device.type], cost=cost)
     if cost is None and weighs(config, info):
         stages.begin("measuring what recomputation costs")
-        cost = measure_cost(executor, name=info.model, queries=(config.chunk_size,))
+        cost = measure_recomputation(executor, name=info.model, chunk=config.chunk_size)
     scheduler = make_scheduler(executor, info, policy, cost)
     suspends = info.num_host_blocks > 0
     traced = TracedExecutor(executor, config.trace, clock, suspends=suspends) if config.trace else executor

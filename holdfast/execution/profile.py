@@ -61,40 +61,21 @@ Spans = tuple[tuple[int, int], ...]
 
 
 @torch.inference_mode()
-def measure_cost(
-    executor: PagedExecutor, *, name: str, ceiling: int | None = None, queries: Sequence[int] | None = None
-) -> CostModel:
+def measure_cost(executor: PagedExecutor, *, name: str, ceiling: int | None = None) -> CostModel:
     """Time the executor's model on its device, up to `ceiling` tokens a step (default: its token budget).
 
-    Attention is timed for segments of `queries` tokens, ascending; by default for all powers of two, and between those
-    that are cut into few tiles.
-
     Writes over the cache: call it after `allocate` and before the first step. Contexts are measured as far as the
-    cache and the model go. All but attention is what real steps take without theirs, one behind the other as when
-    serving, of random tokens and under load: upload, schedule, graphs and sampling count with the linear layers. How
-    much less long steps take where they come behind decodes is measured last. Takes some seconds.
+    cache and the model go, attention for segments of all powers of two, and between those that are cut into few tiles.
+    All but attention is what real steps take without theirs, one behind the other as when serving, of random tokens and
+    under load: upload, schedule, graphs and sampling count with the linear layers. How much less long steps take where
+    they come behind decodes is measured last. Takes some seconds; on a GPU, with an 8B model, some ten to thirty.
     """
     limit = min(ceiling or executor.token_budget, executor.token_budget)
-    longest = min(executor.model.spec.max_model_len, executor.memory.cache.num_blocks * executor.config.block_size)
-    queries = tuple(queries or sorted({*powers(1, longest), *(3 * query // 4 for query in powers(256, longest))}))
-    queries = tuple(dict.fromkeys(min(query, limit, longest) for query in queries))
-    contexts = tuple(powers(min(16, longest), longest))
-    if executor.device.type == "cuda":  # which is faster on zeros
-        for cache in chain.from_iterable(executor.memory.layers):
-            for blocks in torch.split(cache, BLOCKS_FILLED):
-                blocks.copy_(torch.randn(blocks.shape, device=cache.device))
-    attention = cached(partial(_attention, executor))
-    cost = CostModel(
-        model=name,
-        device=describe(executor.device),
-        linear_tokens=(1,),
-        linear_seconds=(0.0,),
-        attention_queries=queries,
-        attention_contexts=contexts,
-        attention_seconds=tuple(
-            tuple(attention(query, max(query, context)) for context in contexts) for query in queries
-        ),
-    )
+    longest = _longest(executor)
+    between = (3 * query // 4 for query in powers(256, longest))
+    queries = sorted({min(query, limit) for query in (*powers(1, longest), *between)})
+    cost = _attention_alone(executor, name, queries)
+    contexts = cost.attention_contexts
     graphs = executor.memory.graphs
     sizes = [size for size in graphs.sizes.tokens if size < limit] if graphs is not None else []
     measured = sorted({*powers(1, limit), *(size for size in sizes if size <= SPARSE)})
@@ -102,9 +83,7 @@ def measure_cost(
     chunks = [_chunks(executor, count) for count in measured]
     far = [((context - query, context),) for query in queries for context in contexts if _goes_on(query, context)]
     decodes = [[(context, _unlike(count, context)) for context in _every_second(contexts)] for count in rows]
-    began = time.perf_counter()
-    while time.perf_counter() - began < LOAD_SECONDS[executor.device.type]:
-        _step(executor, chunks[-1])
+    _load(executor, chunks[-1])
     # The longest first, under load from the start.
     taken = _in_rounds(executor, [*reversed(chunks), *far, *(spans for row in decodes for _, spans in row)])
     besides = [max(LEAST_SECONDS, taken[spans] - _attention_of(cost, spans)) for spans in chunks]
@@ -124,6 +103,20 @@ def measure_cost(
         decode_attention=tuple(_each_adds(row, taken, contexts) for row in decodes),
     )
     return replace(steady, burst=_burst(executor, steady, min(limit, longest)))
+
+
+@torch.inference_mode()
+def measure_recomputation(executor: PagedExecutor, *, name: str, chunk: int) -> CostModel:
+    """Time what `CostModel.recompute` of chunks of so many tokens goes by, and no more: a full step, and attention.
+
+    Writes over the cache, as `measure_cost` does, and takes a small part of its time.
+    """
+    full = _chunks(executor, executor.token_budget)
+    cost = _attention_alone(executor, name, sorted({min(chunk, executor.token_budget), *(stop for _, stop in full)}))
+    _load(executor, full)
+    taken = _in_rounds(executor, [full])[full]
+    besides = max(LEAST_SECONDS, taken - _attention_of(cost, full))
+    return replace(cost, linear_tokens=(executor.token_budget,), linear_seconds=(besides,))
 
 
 def stairs(tokens: Sequence[int], seconds: Sequence[float], padded_to: Container[int]) -> Iterator[tuple[int, float]]:
@@ -148,6 +141,41 @@ def _chunks(executor: PagedExecutor, tokens: int) -> Spans:
     """The fewest segments of sequences that together have so many tokens."""
     longest = executor.model.spec.max_model_len
     return tuple((0, min(longest, tokens - first)) for first in range(0, tokens, longest))
+
+
+def _longest(executor: PagedExecutor) -> int:
+    """Tokens of the longest sequence that the model and the cache hold."""
+    return min(executor.model.spec.max_model_len, executor.memory.cache.num_blocks * executor.config.block_size)
+
+
+def _attention_alone(executor: PagedExecutor, name: str, queries: Sequence[int]) -> CostModel:
+    """The attention of segments of so many tokens (ascending), at powers of two of context; of all else nothing yet."""
+    longest = _longest(executor)
+    queries = tuple(dict.fromkeys(min(query, longest) for query in queries))
+    contexts = tuple(powers(min(16, longest), longest))
+    if executor.device.type == "cuda":  # which is faster on zeros
+        for cache in chain.from_iterable(executor.memory.layers):
+            for blocks in torch.split(cache, BLOCKS_FILLED):
+                blocks.copy_(torch.randn(blocks.shape, device=cache.device))
+    attention = cached(partial(_attention, executor))
+    return CostModel(
+        model=name,
+        device=describe(executor.device),
+        linear_tokens=(1,),
+        linear_seconds=(0.0,),
+        attention_queries=queries,
+        attention_contexts=contexts,
+        attention_seconds=tuple(
+            tuple(attention(query, max(query, context)) for context in contexts) for query in queries
+        ),
+    )
+
+
+def _load(executor: PagedExecutor, spans: Spans) -> None:
+    """Compute these again and again, until the device has no power in hand."""
+    began = time.perf_counter()
+    while time.perf_counter() - began < LOAD_SECONDS[executor.device.type]:
+        _step(executor, spans)
 
 
 def _attention_of(cost: CostModel, spans: Spans) -> float:

@@ -11,7 +11,7 @@ import torch
 from holdfast.core.cost import Burst, Reserve, interpolate
 from holdfast.core.types import StepPlan, StepResult
 from holdfast.execution import profile
-from holdfast.execution.profile import burst_of, measure_cost, stairs
+from holdfast.execution.profile import burst_of, measure_cost, measure_recomputation, stairs
 
 
 def test_a_padded_step_takes_what_its_size_takes() -> None:
@@ -79,6 +79,17 @@ def test_steps_are_predicted_as_they_are_taken_not_as_their_parts_are_alone(made
     else:
         expected = step(spans)
     assert cost.step([(stop - start, stop) for start, stop in spans]) == pytest.approx(expected, rel=0.02, abs=least)
+
+
+@pytest.mark.parametrize(("chunk", "longest"), [(32, 8192), (32, 1000), (4096, 8192)])
+def test_what_recomputation_costs_is_measured_by_itself_as_with_all_else(made_up, chunk, longest):
+    made_up.model.spec.max_model_len = longest
+    few, whole = measure_recomputation(made_up, name="m", chunk=chunk), measure_cost(made_up, name="m")
+    for position in (chunk, longest // 2, longest):
+        expected = alone(chunk, position) + (0.003 + 1e-5 * 2048) * chunk / 2048
+        assert few.recompute(chunk, position) == pytest.approx(expected, rel=0.02)
+        if chunk < 256:  # longer ones are measured in real steps there
+            assert whole.recompute(chunk, position) == pytest.approx(expected, rel=0.02)
 
 
 class PowerLimited:

@@ -98,6 +98,10 @@ class BenchConfig:
             raise ValueError(
                 "tp, pp, link and stage_link are for --simulate MODEL@DEVICE; a profile has its own layout"
             )
+        if self.link is not None and self.tp == self.pp == 1:
+            raise ValueError(f"link is {self.link}, which joins devices; give --tp or --pp above 1")
+        if self.stage_link is not None and self.pp == 1:
+            raise ValueError(f"stage_link is {self.stage_link}, which joins stages; give --pp above 1")
         if not 0 <= self.host_us < float("inf"):
             raise ValueError(f"host_us is {self.host_us:g}; it must be at least 0 and finite")
         if self.concurrency is not None and (self.rates or self.capacity):

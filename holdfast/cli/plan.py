@@ -27,6 +27,8 @@ from holdfast.simulator.plan import Candidate, Setting, Verdict, best_of, judges
 from holdfast.simulator.shapes import MODELS, ModelShape, shape_of
 
 DEVICE = "h200"
+MOST_DEVICES = 1024
+"""Every layout over them is simulated, and beyond so many the search would not end while one waits."""
 MARGIN = 0.9
 """A candidate with a computed budget aims at this share of the limit: steps in the world are not as predicted."""
 
@@ -67,6 +69,8 @@ class PlanConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
+        if self.devices > MOST_DEVICES:
+            raise ValueError(f"devices is {self.devices}; at most {MOST_DEVICES:,} are planned with")
         for name in ("price", "slo_tbt", "slo_ttft", "seconds"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
@@ -92,6 +96,8 @@ class PlanConfig:
                 link_named(getattr(self, name))
                 if self.profile is not None:
                     raise ValueError(f"{name} joins devices, and a profile is of one; drop it, or name a MODEL")
+                if self.devices == 1:
+                    raise ValueError(f"{name} is {getattr(self, name)}, which joins devices; give --devices above 1")
 
     @property
     def policies(self) -> tuple[SchedulerName, ...]:

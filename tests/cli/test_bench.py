@@ -151,6 +151,8 @@ def test_a_host_tier_is_simulated(capsys):
         (("--simulate", "PROFILE", "--workload", "no.csv"), "workload no.csv cannot be read: No such file"),
         (("--simulate", "gpt-9@h200"), "model shape gpt-9 is unknown"),
         (("--simulate", "mistral-7b@tpu"), "device tpu is unknown"),
+        (("--simulate", "mistral-7b@h200", "--link", "pcie5"), "link is pcie5, which joins devices; give --tp or --pp"),
+        (("--simulate", "mistral-7b@h200", "--tp", "2", "--stage-link", "pcie5"), "joins stages; give --pp above 1"),
         (("--simulate", "llama-2-70b@a40"), "take more devices"),
         (("--simulate", "PROFILE", "--tp", "2"), "are for --simulate MODEL@DEVICE"),
         (("--simulate", "PROFILE", "--host-cache-gb", "1"), "give the rate with --copy-gbs"),

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from holdfast.kernels.attention import attention_for
-from holdfast.kernels.protocol import Segments
+from holdfast.lm.kernels.attention.backends import attention_for
+from holdfast.lm.kernels.attention.protocol import Segments
 
 HEADS, KV_HEADS, BLOCK_SIZE = 8, 4, 16
 

@@ -38,8 +38,8 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
-from holdfast.kernels.paged import Launch, PagedAttention
-from holdfast.kernels.protocol import Segments
+from holdfast.lm.kernels.attention.paged import Launch, PagedAttention
+from holdfast.lm.kernels.attention.protocol import Segments
 
 HEADS, KV_HEADS = 32, 8
 DTYPE = torch.bfloat16

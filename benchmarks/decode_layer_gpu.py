@@ -25,9 +25,9 @@ from gemv_gpu import DTYPE, HEAD_DIM, HEADS, HIDDEN, INNER, KV_HEADS, QKV, captu
 from gemv_gpu import shape as layer_shape
 from provenance import provenance
 
-from holdfast.kernels.fused_layers import FusedLayerOps
-from holdfast.kernels.paged import Launch, PagedAttention
-from holdfast.kernels.protocol import Segments
+from holdfast.lm.kernels.attention.paged import Launch, PagedAttention
+from holdfast.lm.kernels.attention.protocol import Segments
+from holdfast.lm.kernels.linear.fused_layers import FusedLayerOps
 
 BLOCK_SIZE, LAYERS = 16, 4
 WORK = ("1x640", "1x8192", "8x2048", "32x600", "32x2048", "128x600", "256x670")

@@ -18,12 +18,12 @@ import torch
 
 from holdfast.core.config import EngineConfig
 from holdfast.core.types import Request, SamplingParams
-from holdfast.engine.loop import Loop
-from holdfast.execution.runner import PagedExecutor
-from holdfast.memory.blocks import BlockPool
-from holdfast.models.loader import load
-from holdfast.scheduler.base import Scheduler
-from holdfast.scheduler.policies import StallFree
+from holdfast.lm.execution.executor import PagedExecutor
+from holdfast.lm.memory.block_pool import BlockPool
+from holdfast.lm.models.loader import load
+from holdfast.lm.scheduler.policies import StallFree
+from holdfast.lm.scheduler.scheduler import Scheduler
+from holdfast.loop.loop import Loop
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 4096,

@@ -15,11 +15,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from holdfast.core.types import Request, SamplingParams, StepPlan, StepResult
-from holdfast.memory.blocks import BlockPool, StateIdentity
-from holdfast.memory.retention import EVICTIONS, RetentionRule
-from holdfast.scheduler.base import Scheduler
-from holdfast.scheduler.policies import StallFree
+from holdfast.core.types import Request, SamplingParams
+from holdfast.lm.memory.block_pool import BlockPool, StateIdentity
+from holdfast.lm.memory.retention import EVICTIONS, RetentionRule
+from holdfast.lm.scheduler.policies import StallFree
+from holdfast.lm.scheduler.scheduler import Scheduler
+from holdfast.lm.types import StepPlan, StepResult
 
 BASE, TOKEN, PAIR = 5e-3, 28e-6, 1.7e-9
 """Seconds of a step, of each of its tokens, and of each pair of a query and a position that it attends to."""

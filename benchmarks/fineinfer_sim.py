@@ -19,12 +19,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from holdfast.bench import workloads
-from holdfast.bench.records import summary
-from holdfast.bench.workloads import Conversation, Lengths, Turn
 from holdfast.core.config import EngineConfig
-from holdfast.simulator.deployment import deploy
-from holdfast.simulator.run import simulate
+from holdfast.lab import workloads
+from holdfast.lab.records import summary
+from holdfast.lab.simulator.deployment import deploy
+from holdfast.lab.simulator.run import simulate
+from holdfast.lab.workloads import Conversation, Lengths, Turn
 
 RESULTS = Path(__file__).parent / "results"
 LONGEST = 1024

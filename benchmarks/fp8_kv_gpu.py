@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from provenance import provenance
 
-from holdfast.kernels.attention import attention_for
-from holdfast.kernels.fp8 import FP8
-from holdfast.kernels.protocol import Segments
+from holdfast.lm.kernels.attention.backends import attention_for
+from holdfast.lm.kernels.attention.protocol import Segments
+from holdfast.lm.kernels.linear.fp8 import FP8
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 16
 DTYPE = torch.bfloat16

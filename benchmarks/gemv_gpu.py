@@ -20,10 +20,10 @@ import torch
 from provenance import provenance
 from triton.runtime.errors import OutOfResources
 
-from holdfast.kernels.fp8 import Fp8Weight, Weight, quantize
-from holdfast.kernels.fused_layers import FusedLayerOps
-from holdfast.kernels.thin_linear import ThinLaunch
-from holdfast.kernels.torch_layers import LayerOps, LayerShape
+from holdfast.lm.kernels.linear.fp8 import Fp8Weight, Weight, quantize
+from holdfast.lm.kernels.linear.fused_layers import FusedLayerOps
+from holdfast.lm.kernels.linear.skinny_gemm import ThinLaunch
+from holdfast.lm.kernels.linear.torch_layers import LayerOps, LayerShape
 
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 4096, 14336, 32, 8, 128, 128256
 QKV = (HEADS + 2 * KV_HEADS) * HEAD_DIM

@@ -27,13 +27,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from holdfast.bench import workloads
-from holdfast.bench.capacity import find_capacity, sustained
-from holdfast.bench.records import Record, percentile
-from holdfast.bench.workloads import DATASETS, Workload
 from holdfast.core.config import EngineConfig
-from holdfast.engine.profiles import Profile
-from holdfast.simulator.run import simulate
+from holdfast.engine.profiles import CostProfile
+from holdfast.lab import workloads
+from holdfast.lab.capacity import find_capacity, sustained
+from holdfast.lab.records import Record, percentile
+from holdfast.lab.simulator.run import simulate
+from holdfast.lab.workloads import DATASETS, Workload
 
 SYSTEMS = ("orca", "prefill-first", "computed")
 TIMES = {"strict": 5, "relaxed": 25}
@@ -105,10 +105,10 @@ class Book:
         self._path.write_text(json.dumps(self.data, indent=1) + "\n")
 
 
-def profile_of(args: argparse.Namespace) -> Profile | None:
+def profile_of(args: argparse.Namespace) -> CostProfile | None:
     """The profile to go by, if there is one. Raises ValueError for one that was asked for and is not there."""
     path = args.profile or args.out / "profile.json"
-    return Profile.load(path) if args.profile or path.is_file() else None
+    return CostProfile.load(path) if args.profile or path.is_file() else None
 
 
 def engine(system: str, longest: int, cache_tokens: int, slo: float) -> EngineConfig:
@@ -125,7 +125,7 @@ def engine(system: str, longest: int, cache_tokens: int, slo: float) -> EngineCo
     return EngineConfig(**common, tbt_target=slo * MARGIN)
 
 
-def refer(book: Book, profile: Profile, small: bool) -> None:
+def refer(book: Book, profile: CostProfile, small: bool) -> None:
     """The SLOs' reference step is that of the first profile that the book has seen."""
     step = 1000 * profile.cost.step([(1, 256 if small else 4096)] * 32)
     book.data["about"].setdefault("decode_step_ms", round(step, 4))
@@ -195,7 +195,7 @@ def figures(records: list[Record], window: float) -> dict[str, float]:
     }
 
 
-def predict(args: argparse.Namespace, book: Book, profile: Profile | None) -> None:
+def predict(args: argparse.Namespace, book: Book, profile: CostProfile | None) -> None:
     """Search each capacity by simulation."""
     if profile is None:
         raise SystemExit("predict takes a measured profile: give --profile")
@@ -215,7 +215,7 @@ def predict(args: argparse.Namespace, book: Book, profile: Profile | None) -> No
 def simulated(
     args: argparse.Namespace,
     book: Book,
-    profile: Profile,
+    profile: CostProfile,
     key: str,
     rate: float,
     *,
@@ -229,7 +229,7 @@ def simulated(
     return figures(simulate(config, profile, load(dataset, rate, window, args.small, seed)).records, window)
 
 
-def simulate_probes(args: argparse.Namespace, book: Book, profile: Profile) -> None:
+def simulate_probes(args: argparse.Namespace, book: Book, profile: CostProfile) -> None:
     """Note beside each probe what a simulation of it gives."""
     for key, probes in book.data["probes"].items():
         for probe in probes:

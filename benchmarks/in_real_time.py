@@ -11,17 +11,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from holdfast.bench.records import Record
-from holdfast.bench.workloads import Workload
 from holdfast.core.config import EngineConfig
 from holdfast.core.cost import CostModel, Reserve
-from holdfast.core.protocols import Executor
-from holdfast.core.types import StepPlan, StepResult
-from holdfast.engine.loop import Loop
-from holdfast.engine.process import build
-from holdfast.engine.profiles import Profile
-from holdfast.simulator.run import VOCAB_SIZE, Clients, make_scheduler
-from holdfast.simulator.shapes import ModelShape, model_named
+from holdfast.engine.build import build
+from holdfast.engine.profiles import CostProfile
+from holdfast.lab.records import Record
+from holdfast.lab.simulator.run import VOCAB_SIZE, Clients, make_scheduler
+from holdfast.lab.simulator.shapes import ModelShape, model_named
+from holdfast.lab.workloads import Workload
+from holdfast.lm.types import StepPlan, StepResult
+from holdfast.loop.contracts import Executor
+from holdfast.loop.loop import Loop
 
 
 def checkpoint_of(shape: ModelShape | str) -> str:
@@ -117,13 +117,13 @@ def spans_of(plan: StepPlan) -> tuple[tuple[int, int], ...]:
 class RealEngine:
     """A model on this machine's device. Weights, cache and graphs stay from run to run, scheduler and memory do not."""
 
-    def __init__(self, config: EngineConfig, *, profile: Profile | None = None) -> None:
+    def __init__(self, config: EngineConfig, *, profile: CostProfile | None = None) -> None:
         """`config` must have room for all that later runs ask for: the widest step, the most sequences.
 
         Without a `profile` the device is measured.
         """
         loop, self.info = build(replace(config, prefix_sharing=False), measure=profile is None)
-        profile = profile or Profile.load(Path(self.info.profile))
+        profile = profile or CostProfile.load(Path(self.info.profile))
         self.executor = loop._executor
         self.profile = replace(profile, cache_tokens=self.info.num_blocks * self.info.block_size)
         gc.collect()

@@ -35,11 +35,12 @@ from provenance import provenance
 
 from holdfast.core.config import EngineConfig
 from holdfast.core.cost import CostModel
-from holdfast.core.protocols import Executor
-from holdfast.core.types import Request, SamplingParams, StepPlan, StepResult
-from holdfast.engine.loop import Loop
-from holdfast.engine.process import build
-from holdfast.engine.profiles import Profile
+from holdfast.core.types import Request, SamplingParams
+from holdfast.engine.build import build
+from holdfast.engine.profiles import CostProfile
+from holdfast.lm.types import StepPlan, StepResult
+from holdfast.loop.contracts import Executor
+from holdfast.loop.loop import Loop
 
 LLAMA_3_8B = dict(
     architectures=["LlamaForCausalLM"],
@@ -282,7 +283,7 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     gc.disable()
-    cost = Profile.load(Path(info.profile)).cost if info.profile else None
+    cost = CostProfile.load(Path(info.profile)).cost if info.profile else None
     about = provenance() | dict(
         options=options,
         blocks=info.num_blocks,

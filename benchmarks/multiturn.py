@@ -33,10 +33,11 @@ from provenance import provenance
 from step_record import StepRecord
 
 from holdfast.core.config import EngineConfig
-from holdfast.core.types import Request, SamplingParams, SchedulerStats
-from holdfast.engine.loop import Loop
+from holdfast.core.types import Request, SamplingParams
+from holdfast.engine.build import build
 from holdfast.engine.messages import EngineInfo
-from holdfast.engine.process import build
+from holdfast.lm.types import SchedulerStats
+from holdfast.loop.loop import Loop
 
 MODES: dict[str, dict[str, Any]] = {
     "stateless": dict(prefix_sharing=False, host_cache_gb=0.0),

@@ -22,15 +22,15 @@ from engine_options import add_engine_options
 from multiturn import MODES, converse, workload
 
 from holdfast.core.config import EngineConfig
-from holdfast.core.types import StepPlan
-from holdfast.engine.loop import Loop
-from holdfast.memory.blocks import BlockPool, StateIdentity
-from holdfast.memory.retention import RetentionRule, cost_by_position
-from holdfast.scheduler.base import Scheduler
-from holdfast.scheduler.policies import StallFree
-from holdfast.scheduler.priority import make_order
-from holdfast.scheduler.step import Step
-from holdfast.simulator.executor import SimulatedExecutor, VirtualClock
+from holdfast.lab.simulator.executor import SimulatedExecutor, VirtualClock
+from holdfast.lm.memory.block_pool import BlockPool, StateIdentity
+from holdfast.lm.memory.retention import RetentionRule, cost_by_position
+from holdfast.lm.scheduler.builder import Step
+from holdfast.lm.scheduler.order import make_order
+from holdfast.lm.scheduler.policies import StallFree
+from holdfast.lm.scheduler.scheduler import Scheduler
+from holdfast.lm.types import StepPlan
+from holdfast.loop.loop import Loop
 
 BLOCKS, HOST_BLOCKS, BLOCK_BYTES = 7629, 15258, 1 << 21
 VOCABULARY, LONGEST = 128_256, 8192
@@ -43,7 +43,7 @@ hardly seen in the record and follow the table of floors."""
 
 
 class H200:
-    """Step times as they were recorded, as `holdfast.simulator.latency.Latency` gives a cost model's."""
+    """Step times as they were recorded, as `holdfast.lab.simulator.latency.Latency` gives a cost model's."""
 
     num_stages = 1
     copy_seconds = BLOCK_BYTES / 35e9
@@ -79,9 +79,9 @@ class Gathering(StallFree):
         super().__init__(token_budget)
         self._every = every
 
-    def fill(self, step: Step) -> None:
+    def plan(self, step: Step) -> None:
         step.budget = self.token_budget
-        step.make_way()
+        step.displace()
         step.decode()
         if len(step.running) < 64 or step.number % self._every == 0:
             step.prefill()

@@ -10,7 +10,7 @@ the cache. It lasts `--seconds`, or three think times where that is longer, and 
 The rate rises by steps of 1.4 until the mean normalized latency is twice LIMIT, and is then bisected around LIMIT. A
 system's throughput is the rate of requests that really came (slow answers delay the next turns) where it crosses LIMIT,
 on a straight line between two runs. The paper reads its gains off curves and does not say at which latency, so LIMITS
-gives others as well. Devices are derived from data sheets (holdfast/simulator/roofline.py), none was at hand. `--vary`
+gives others as well. Devices are derived from data sheets (holdfast/lab/simulator/roofline.py), none was at hand. `--vary`
 changes the set-up by the names in VARIATIONS, into files of their own. What is done is kept in the JSON file: a run
 that was interrupted goes on from there.
 """
@@ -31,12 +31,12 @@ from typing import Any, NamedTuple
 
 from varied import LAYER_SECONDS, deployed
 
-from holdfast.bench import workloads
-from holdfast.bench.records import summary
-from holdfast.bench.workloads import Workload
 from holdfast.core.config import EngineConfig
-from holdfast.simulator.run import simulate
-from holdfast.simulator.shapes import model_named
+from holdfast.lab import workloads
+from holdfast.lab.records import summary
+from holdfast.lab.simulator.run import simulate
+from holdfast.lab.simulator.shapes import model_named
+from holdfast.lab.workloads import Workload
 
 RESULTS = Path(__file__).parent / "results"
 LIMIT = 100.0

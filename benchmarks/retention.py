@@ -7,7 +7,7 @@ import statistics
 import time
 from functools import partial
 
-from holdfast.memory.retention import EVICTIONS, Retention, RetentionRule, cost_by_position
+from holdfast.lm.memory.retention import EVICTIONS, Retention, RetentionRule, cost_by_position
 
 
 def fill(rule: RetentionRule, conversations: int, draw: random.Random) -> tuple[Retention, int]:

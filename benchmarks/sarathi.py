@@ -3,7 +3,7 @@
 Run: python benchmarks/sarathi.py checks | capacity | ablation | joining [--requests 128] [--processes 2] [--json FILE]
 
 Everything runs Holdfast's own schedulers over its own memory on a virtual clock, on profiles derived from data sheets
-(holdfast/simulator/roofline.py): none of these devices was at hand. `checks` holds the derived times against every time
+(holdfast/lab/simulator/roofline.py): none of these devices was at hand. `checks` holds the derived times against every time
 that the paper's text states. The capacity is the highest Poisson rate at which P99 TBT stays within the SLO (Table 3)
 and the median request waits at most 2 s. Results and plots are written to benchmarks/results/.
 """
@@ -22,16 +22,16 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from holdfast.bench import workloads
-from holdfast.bench.capacity import find_capacity
-from holdfast.bench.records import summary
-from holdfast.bench.workloads import DATASETS
 from holdfast.core.config import EngineConfig
-from holdfast.simulator.deployment import Deployment, deploy
-from holdfast.simulator.devices import DEVICES, LINKS, Link
-from holdfast.simulator.roofline import derive
-from holdfast.simulator.run import simulate
-from holdfast.simulator.shapes import MODELS
+from holdfast.lab import workloads
+from holdfast.lab.capacity import find_capacity
+from holdfast.lab.records import summary
+from holdfast.lab.simulator.deployment import Deployment, deploy
+from holdfast.lab.simulator.devices import DEVICES, LINKS, Link
+from holdfast.lab.simulator.roofline import derive
+from holdfast.lab.simulator.run import simulate
+from holdfast.lab.simulator.shapes import MODELS
+from holdfast.lab.workloads import DATASETS
 
 RESULTS = Path(__file__).parent / "results"
 SHAREGPT, ARXIV = "openchat_sharegpt4", "arxiv_summarization"

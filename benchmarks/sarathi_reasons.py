@@ -27,14 +27,14 @@ from typing import Any
 from sarathi import ARXIV, CEILING, PAPER, PAPER_BEST, RESULTS, SETTINGS, SHAREGPT, START, TABLE_4, engine, ratio
 from varied import LAYER_SECONDS, deployed
 
-from holdfast.bench import workloads
-from holdfast.bench.capacity import find_capacity
-from holdfast.bench.records import summary
-from holdfast.bench.workloads import DATASETS, Conversation, Turn, Workload
 from holdfast.core.config import EngineConfig
-from holdfast.simulator.deployment import Deployment
-from holdfast.simulator.run import simulate
-from holdfast.simulator.shapes import model_named
+from holdfast.lab import workloads
+from holdfast.lab.capacity import find_capacity
+from holdfast.lab.records import summary
+from holdfast.lab.simulator.deployment import Deployment
+from holdfast.lab.simulator.run import simulate
+from holdfast.lab.simulator.shapes import model_named
+from holdfast.lab.workloads import DATASETS, Conversation, Turn, Workload
 
 VARIATIONS = {
     "heads": "attention reads keys and values once for each query head",

@@ -10,12 +10,13 @@ import statistics
 import time
 
 from holdfast.core.cost import CostModel
-from holdfast.core.types import Request, SamplingParams, StepPlan, StepResult
-from holdfast.memory.blocks import BlockPool, StateIdentity
-from holdfast.scheduler.base import Scheduler
-from holdfast.scheduler.choice import NAMES, capacity_of, make_policy
-from holdfast.scheduler.paced import PacedStallFree
-from holdfast.scheduler.step import Policy
+from holdfast.core.types import Request, SamplingParams
+from holdfast.lm.memory.block_pool import BlockPool, StateIdentity
+from holdfast.lm.scheduler.builder import Policy
+from holdfast.lm.scheduler.choice import NAMES, capacity_of, make_policy
+from holdfast.lm.scheduler.latency_target import PacedStallFree
+from holdfast.lm.scheduler.scheduler import Scheduler
+from holdfast.lm.types import StepPlan, StepResult
 
 COST = CostModel(
     model="invented",

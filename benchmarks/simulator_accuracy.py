@@ -30,14 +30,14 @@ from typing import Any
 import torch
 from in_real_time import RealEngine, Stepped, checkpoint_of, predicted
 
-from holdfast.bench import workloads
-from holdfast.bench.records import percentile, summary
-from holdfast.bench.workloads import DATASETS, Conversation, Turn, Workload
 from holdfast.core.config import BUILTIN_MODEL, EngineConfig
 from holdfast.core.cost import CostModel
-from holdfast.engine.profiles import Profile
-from holdfast.simulator.run import simulate
-from holdfast.simulator.shapes import model_named
+from holdfast.engine.profiles import CostProfile
+from holdfast.lab import workloads
+from holdfast.lab.records import percentile, summary
+from holdfast.lab.simulator.run import simulate
+from holdfast.lab.simulator.shapes import model_named
+from holdfast.lab.workloads import DATASETS, Conversation, Turn, Workload
 
 SHOWN = [f"{which}_{name}_ms" for name in ("ttft", "itl", "e2el") for which in ("mean", "median", "p99")]
 PACE_SECONDS = 0.5
@@ -67,7 +67,7 @@ def main() -> None:
     args = parser.parse_args()
 
     common = settings(args)
-    profile = Profile.load(args.profile) if args.profile else None
+    profile = CostProfile.load(args.profile) if args.profile else None
     engine = RealEngine(EngineConfig(**common, scheduler="prefill-first"), profile=profile)
     profile = engine.profile
     if args.keep_profile:
@@ -142,7 +142,7 @@ def requests(args: argparse.Namespace, count: int) -> Workload:
     return [Conversation(0.0, (Turn(choose.randint(32, 256), choose.randint(8, 48)),)) for _ in range(count)]
 
 
-def capacity(args: argparse.Namespace, profile: Profile, common: dict[str, Any]) -> float:
+def capacity(args: argparse.Namespace, profile: CostProfile, common: dict[str, Any]) -> float:
     """Requests a second that the profile gives when so many are under way all the time."""
     workload = requests(args, 8 * CLOSED)
     outcome = simulate(EngineConfig(**common), profile, workload, concurrency=common["max_sequences"])

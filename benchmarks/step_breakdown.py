@@ -35,11 +35,11 @@ from torch.profiler import ProfilerActivity
 from torch.profiler import profile as torch_profile
 
 from holdfast.core.config import EngineConfig
-from holdfast.core.types import Sampling, Segment, StepPlan, TableWrite
-from holdfast.engine.loop import Loop
-from holdfast.engine.process import build
-from holdfast.execution.runner import PagedExecutor
-from holdfast.scheduler.policies import StallFree
+from holdfast.engine.build import build
+from holdfast.lm.execution.executor import PagedExecutor
+from holdfast.lm.scheduler.policies import StallFree
+from holdfast.lm.types import Sampling, Segment, StepPlan, TableWrite
+from holdfast.loop.loop import Loop
 
 PROMPT = 512
 LONG_PROMPT = 8192

@@ -7,8 +7,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from holdfast.core.types import Columns, SequenceOutput, StepPlan, StepResult
-from holdfast.engine.loop import Loop
+from holdfast.core.columns import Columns
+from holdfast.core.types import SequenceOutput
+from holdfast.lm.types import StepPlan, StepResult
+from holdfast.loop.loop import Loop
 
 NAMES = (
     "step", "plan", "planned", "submitted", "collect", "collected", "updated", "seconds", "decodes", "context",
@@ -53,8 +55,8 @@ class StepRecord:
             decodes=len(spans) - len(chunks), context=sum(stop for start, stop in spans if stop - start == 1),
             prefill=sum(stop - start for start, stop in chunks), chunks=len(chunks),
             pairs=sum((stop - start) * (start + stop) // 2 for start, stop in chunks),
-            awaits=plan.awaits, waiting=len(queues.waiting), running=len(queues.running), arriving=len(queues.arriving),
-            ready=pool.ready, available=pool.available, preempted=len(plan.preempted),
+            awaits=plan.awaits, waiting=len(queues.waiting), running=len(queues.running), arriving=len(queues.swapping_in),
+            ready=pool.allocatable, available=pool.available, preempted=len(plan.preempted),
         )  # fmt: skip
         row["in"], row["out"] = len(plan.swap_in), len(plan.swap_out)
         self._under_way[plan.step] = row

@@ -22,8 +22,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from holdfast.kernels import copies
-from holdfast.kernels.cache import KVCache
+from holdfast.lm.kernels.cache import copy_kernel as copies
+from holdfast.lm.kernels.cache.kv_cache import KVCache
 
 LAYERS, BLOCK, KV_HEADS, HEAD = 32, 16, 8, 128
 RUN = BLOCK * KV_HEADS * HEAD * 2

@@ -30,9 +30,9 @@ from step_record import StepRecord
 
 from holdfast.core.config import EngineConfig
 from holdfast.core.types import Request, SamplingParams
-from holdfast.engine.loop import Loop
+from holdfast.engine.build import build
 from holdfast.engine.messages import EngineInfo
-from holdfast.engine.process import build
+from holdfast.loop.loop import Loop
 
 DECODES, EVERY = 32, 6
 """Sequences that decode all the while, and steps between two turns."""

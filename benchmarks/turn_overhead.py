@@ -22,15 +22,15 @@ from typing import Any
 import uvloop
 
 from holdfast.core.config import BUILTIN_MODEL
-from holdfast.core.protocols import MemoryProfile
-from holdfast.core.types import FinishReason, Request, SamplingParams, StepPlan, StepResult
+from holdfast.core.types import FinishReason, Request, SamplingParams
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.client import Delta, EngineInfo, Timings, Usage, check, token_ids
 from holdfast.engine.messages import Submit, decode_to_engine, encode
 from holdfast.engine.text import Text
-from holdfast.memory.blocks import BlockPool, StateIdentity
-from holdfast.scheduler.base import Scheduler
-from holdfast.scheduler.policies import StallFree
+from holdfast.lm.memory.block_pool import BlockPool, StateIdentity
+from holdfast.lm.scheduler.policies import StallFree
+from holdfast.lm.scheduler.scheduler import Scheduler
+from holdfast.lm.types import MemoryMeasurement, StepPlan, StepResult
 from holdfast.server.config import ServerConfig
 from holdfast.server.run import listen, open_store, serve
 
@@ -45,7 +45,7 @@ class Instant:
     """
 
     def __init__(self, text: Text) -> None:
-        memory = MemoryProfile("none", total=1, weights=1, activations=1, cache=1, block=1)
+        memory = MemoryMeasurement("none", total=1, weights=1, activations=1, cache=1, block=1)
         self.text = text
         self.info = EngineInfo(
             model=BUILTIN_MODEL, device="none", precision="none", memory=memory,

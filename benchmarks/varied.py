@@ -13,8 +13,8 @@ from dataclasses import replace
 from typing import Any
 
 from holdfast.core.cost import CostModel
-from holdfast.simulator.deployment import Deployment, deploy
-from holdfast.simulator.shapes import model_named
+from holdfast.lab.simulator.deployment import Deployment, deploy
+from holdfast.lab.simulator.shapes import model_named
 
 LAYER_SECONDS = 0.36e-3
 """A layer's share of what that record has more than we derive."""

@@ -13,15 +13,15 @@ check() {  # NAME, then what pytest runs
     "${PYTHON:-python3}" -m pytest -o addopts= -p no:cacheprovider "$@" > "$parts/$name" 2>&1
   echo $? > "$parts/$name.rc"
 }
-long=tests/kernels/test_paged.py::test_long_segments_over_a_context_cut_in_parts_compiled
+long=tests/lm/kernels/attention/test_paged.py::test_long_segments_over_a_context_cut_in_parts_compiled
 check prefill-and-merge "$long[None-False-None-128-16]" "$long[3.0-True-100-64-32]" &
-check decode-merge-and-write tests/kernels/test_paged.py \
+check decode-merge-and-write tests/lm/kernels/attention/test_paged.py \
   -k "reserved_schedule_serves or skips_padding or compiled_kernels and options0-14-2-64-32-dtype0" &
-check swap tests/kernels/test_cache.py tests/execution/test_transfer.py -k "the_kernel or a_gpu" &
-check sampling tests/kernels/test_sampling.py tests/kernels/test_likeliest.py -k "the_kernel or argmax or nan" &
-check rotation-with-write tests/kernels/test_layers.py -k "rotation and 14-2-128-16 and dtype1 or padding_is_not" &
-check fp8-products tests/kernels/test_fp8.py -k "parts_add_up and 50-208 or two_numbers or before_bias" &
-check settling tests/kernels/test_settling.py &
+check swap tests/lm/kernels/cache/test_kv_cache.py tests/lm/execution/test_transfer.py -k "the_kernel or a_gpu" &
+check sampling tests/lm/kernels/sampling/test_sample.py tests/lm/kernels/sampling/test_argmax.py -k "the_kernel or argmax or nan" &
+check rotation-with-write tests/lm/kernels/linear/test_layers.py -k "rotation and 14-2-128-16 and dtype1 or padding_is_not" &
+check fp8-products tests/lm/kernels/linear/test_fp8.py -k "parts_add_up and 50-208 or two_numbers or before_bias" &
+check settling tests/lm/kernels/cache/test_step_inputs.py &
 wait
 worst=0
 for part in "$parts"/*.rc; do

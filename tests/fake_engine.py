@@ -8,9 +8,9 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from holdfast.core.protocols import MemoryProfile
-from holdfast.core.types import FinishReason, SamplingParams, SchedulerStats
+from holdfast.core.types import FinishReason, SamplingParams
 from holdfast.engine.client import Delta, EngineDead, EngineInfo, Timings, Usage
+from holdfast.lm.types import MemoryMeasurement, SchedulerStats
 
 WORDS = ("Ahoy", ", ", "sailor", "!")
 
@@ -20,7 +20,7 @@ def engine_info(**changes: Any) -> EngineInfo:
         "model": "tiny",
         "device": "cpu",
         "precision": "float32",
-        "memory": MemoryProfile(
+        "memory": MemoryMeasurement(
             "a CPU", total=8 << 30, weights=1 << 20, activations=1 << 20, cache=1 << 30, block=4096
         ),
         "num_blocks": 100,

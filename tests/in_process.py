@@ -15,7 +15,6 @@ from unittest.mock import patch
 from holdfast.core.config import EngineConfig
 from holdfast.engine import client as client_module
 from holdfast.engine.client import EngineClient
-from holdfast.engine.loop import Loop
 from holdfast.engine.messages import (
     EngineInfo,
     FromEngine,
@@ -29,7 +28,8 @@ from holdfast.engine.messages import (
     decode_to_engine,
     encode,
 )
-from holdfast.engine.process import handle
+from holdfast.engine.serve import handle
+from holdfast.loop.loop import Loop
 
 
 class AtOnce(ThreadPoolExecutor):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from holdfast.execution.transfer import Arrival
+from holdfast.lm.execution.transfer import Arrival
 
 
 class LateArrival:

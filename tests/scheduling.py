@@ -2,12 +2,12 @@
 
 from collections import deque
 
-from holdfast.core.protocols import MemoryProfile
-from holdfast.core.types import PENDING, FinishReason, Request, SamplingParams, StepPlan, StepResult
-from holdfast.memory.blocks import BlockPool, StateIdentity
-from holdfast.memory.retention import EVICTIONS, RetentionRule
-from holdfast.scheduler.base import Scheduler
-from holdfast.scheduler.policies import StallFree
+from holdfast.core.types import FinishReason, Request, SamplingParams
+from holdfast.lm.memory.block_pool import BlockPool, StateIdentity
+from holdfast.lm.memory.retention import EVICTIONS, RetentionRule
+from holdfast.lm.scheduler.policies import StallFree
+from holdfast.lm.scheduler.scheduler import Scheduler
+from holdfast.lm.types import PENDING, MemoryMeasurement, StepPlan, StepResult
 
 EOS = 0
 VOCABULARY = 50
@@ -126,7 +126,7 @@ class FakeDevice:
         self.states[request.id] = model_state(request.prompt)
 
     def profile(self):
-        return MemoryProfile(device="fake", total=0, weights=0, activations=0, cache=0, block=1)
+        return MemoryMeasurement(device="fake", total=0, weights=0, activations=0, cache=0, block=1)
 
     def allocate(self, num_blocks, host_blocks=0):
         pass

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from holdfast.cli.tables import table
 from holdfast.core.config import BUILTIN_MODEL, EngineConfig
-from holdfast.simulator.plan import SHARED_OPTIONS, Candidate, Verdict, best_of
+from holdfast.lab.planning import SHARED_OPTIONS, Candidate, Verdict, best_of
 
 SERVED_DEVICES = 1
 """What `holdfast serve` runs a model on."""

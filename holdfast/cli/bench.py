@@ -14,12 +14,6 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from holdfast.bench import workloads
-from holdfast.bench.capacity import find_capacity
-from holdfast.bench.choice import WorkloadConfig
-from holdfast.bench.records import Record, Slo, summary
-from holdfast.bench.series import Run
-from holdfast.bench.workloads import Workload
 from holdfast.cli.bench_tables import show
 from holdfast.cli.flags import check_url
 from holdfast.cli.progress import turns_of
@@ -27,10 +21,16 @@ from holdfast.cli.reports import changed, makeable, needs_matplotlib, writable, 
 from holdfast.cli.targets import Simulated, Target, engine_here, server
 from holdfast.core.config import EngineConfig, option
 from holdfast.core.version import __version__
-from holdfast.engine.profiles import Profile
-from holdfast.simulator.deployment import deploy, shape_on
-from holdfast.simulator.devices import DEVICES, LINKS
-from holdfast.simulator.shapes import MODELS
+from holdfast.engine.profiles import CostProfile
+from holdfast.lab import workloads
+from holdfast.lab.capacity import find_capacity
+from holdfast.lab.choice import WorkloadConfig
+from holdfast.lab.records import Record, Slo, summary
+from holdfast.lab.series import Run
+from holdfast.lab.simulator.deployment import deploy, shape_on
+from holdfast.lab.simulator.devices import DEVICES, LINKS
+from holdfast.lab.simulator.shapes import MODELS
+from holdfast.lab.workloads import Workload
 
 SIMULATED_OPTIONS = (
     "scheduler", "token_budget", "tbt_target", "max_sequences", "max_model_len", "block_size", "headroom",
@@ -241,7 +241,7 @@ def simulated(config: BenchConfig, named: str, engine: EngineConfig, console: Co
             soft_wrap=True,
         )
     else:
-        profile, pipeline = Profile.load(Path(named)), None
+        profile, pipeline = CostProfile.load(Path(named)), None
         profile.require(engine)
     if config.cache_tokens is not None:
         profile = replace(profile, cache_tokens=config.cache_tokens)
@@ -273,7 +273,7 @@ def write_report(
     arguments: Sequence[str],
 ) -> None:
     """Draw and write. Raises OSError."""
-    from holdfast.bench import report  # an extra: matplotlib
+    from holdfast.lab import report  # an extra: matplotlib
 
     limits = {"p99_itl_ms": config.capacity, "p99_ttft_ms": config.slo_ttft}
     settings = [("target", target.name), ("workload", load.workload)]

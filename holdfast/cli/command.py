@@ -13,17 +13,17 @@ from typing import Any
 
 import uvloop
 
-from holdfast.bench.choice import WorkloadConfig
 from holdfast.cli import bench, chat, plan, profile, serve
 from holdfast.cli.flags import ConfigT, Parser, UsageError, add_flags, build, flag_of, read_file, signed
 from holdfast.cli.talkers import ChatError
 from holdfast.core.config import BUILTIN_MODEL, EngineConfig
 from holdfast.core.version import __version__
 from holdfast.engine.client import EngineDead, EngineStartError
+from holdfast.lab.choice import WorkloadConfig
+from holdfast.lab.planning import SHARED_OPTIONS
+from holdfast.lab.simulator.shapes import MODELS
 from holdfast.server.config import ServerConfig
 from holdfast.server.conversations.store import StoreError
-from holdfast.simulator.plan import SHARED_OPTIONS
-from holdfast.simulator.shapes import MODELS
 
 EXAMPLES = """\
 examples:

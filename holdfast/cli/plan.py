@@ -12,19 +12,19 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from holdfast.bench.choice import WorkloadConfig
 from holdfast.cli.advice import HEAD, as_row, cells, recommend, show
 from holdfast.cli.progress import Bar
 from holdfast.cli.reports import changed, makeable, needs_matplotlib, writable, written
 from holdfast.core.config import BUILTIN_MODEL, EngineConfig, SchedulerName, option
 from holdfast.core.version import __version__
 from holdfast.engine.checkpoint import Checkpoint, read_json
-from holdfast.engine.profiles import Profile, precision_of
-from holdfast.scheduler.choice import CHUNKED, NAMES
-from holdfast.simulator.deployment import shape_on
-from holdfast.simulator.devices import DEVICES, LINKS, device_named, link_named
-from holdfast.simulator.plan import Candidate, Setting, Verdict, best_of, judges
-from holdfast.simulator.shapes import MODELS, ModelShape, shape_of
+from holdfast.engine.profiles import CostProfile, precision_of
+from holdfast.lab.choice import WorkloadConfig
+from holdfast.lab.planning import Candidate, Setting, Verdict, best_of, judges
+from holdfast.lab.simulator.deployment import shape_on
+from holdfast.lab.simulator.devices import DEVICES, LINKS, device_named, link_named
+from holdfast.lab.simulator.shapes import MODELS, ModelShape, shape_of
+from holdfast.lm.scheduler.choice import CHUNKED, NAMES
 
 DEVICE = "h200"
 MOST_DEVICES = 1024
@@ -171,7 +171,7 @@ def setting_of(config: PlanConfig, load: WorkloadConfig, engine: EngineConfig, m
         raise ValueError(
             f"plan takes a MODEL or --profile FILE, one of them; known models: {', '.join(sorted(MODELS))}"
         )
-    profile = None if config.profile is None else Profile.load(Path(config.profile))
+    profile = None if config.profile is None else CostProfile.load(Path(config.profile))
     if profile is not None:
         profile.require(engine)
     device = config.device or DEVICE

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from holdfast.bench import drawings
-from holdfast.bench.report import Report, Section, Tile, short
-from holdfast.simulator.plan import Verdict
+from holdfast.lab import drawings
+from holdfast.lab.planning import Verdict
+from holdfast.lab.report import Report, Section, Tile, short
 
 
 def report_of(

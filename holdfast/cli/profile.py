@@ -13,7 +13,7 @@ from holdfast.cli.reports import writable
 from holdfast.cli.tables import table
 from holdfast.core.config import EngineConfig, option
 from holdfast.engine.client import EngineClient
-from holdfast.engine.profiles import Profile
+from holdfast.engine.profiles import CostProfile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ async def run(config: ProfileConfig, engine: EngineConfig) -> int:
     )
     await client.close()
     kept = Path(client.info.profile)
-    profile = Profile.load(kept)
+    profile = CostProfile.load(kept)
     show(console, profile)
     console.print(f"\nkept at {kept}", soft_wrap=True)
     if config.out is not None:
@@ -47,7 +47,7 @@ async def run(config: ProfileConfig, engine: EngineConfig) -> int:
     return 0
 
 
-def show(console: Console, profile: Profile) -> None:
+def show(console: Console, profile: CostProfile) -> None:
     """The measured points as two tables, in milliseconds."""
     cost = profile.cost
     console.print(Text.assemble("\n", (cost.model, "bold"), f" on {cost.device}, {profile.precision}"))

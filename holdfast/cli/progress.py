@@ -7,7 +7,7 @@ from collections.abc import Callable
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from holdfast.bench.workloads import Workload
+from holdfast.lab.workloads import Workload
 
 
 def turns_of(workload: Workload) -> int:

@@ -14,17 +14,17 @@ import uvloop
 from rich.console import Console
 from rich.text import Text
 
-from holdfast.bench.load import Ask, HttpAsk, LoadClient
-from holdfast.bench.records import Record
-from holdfast.bench.workloads import Words, Workload
 from holdfast.cli.progress import Bar, turns_of
 from holdfast.core.config import EngineConfig
 from holdfast.core.types import SamplingParams
 from holdfast.engine.client import EngineClient, QueueFull, RequestRefused
-from holdfast.engine.profiles import Profile
-from holdfast.engine.timeline import TracedExecutor
-from holdfast.simulator.deployment import Pipeline
-from holdfast.simulator.run import simulate
+from holdfast.engine.profiles import CostProfile
+from holdfast.engine.trace import TracedExecutor
+from holdfast.lab.load import Ask, HttpAsk, LoadClient
+from holdfast.lab.records import Record
+from holdfast.lab.simulator.deployment import Pipeline
+from holdfast.lab.simulator.run import simulate
+from holdfast.lab.workloads import Words, Workload
 
 
 class Target(Protocol):
@@ -150,7 +150,7 @@ class Simulated:
     """The engine's loop, scheduler and memory over a virtual clock."""
 
     config: EngineConfig
-    profile: Profile
+    profile: CostProfile
     pipeline: Pipeline | None
     host_seconds: float
     concurrency: int | None

@@ -21,7 +21,7 @@ def main(address: str, parent_pid: int) -> int:
             raise RuntimeError(f"the first message was {type(start).__name__}, not Start")
         parent.send(Progress("loading PyTorch"))
         # Only now, tied to the parent and able to say what fails: this takes seconds.
-        from holdfast.engine.process import run
+        from holdfast.engine.serve import run
 
         run(start, parent)
         return 0

@@ -13,7 +13,7 @@ from typing import Any
 
 from holdfast.core.config import EngineConfig
 from holdfast.core.tokens import packed
-from holdfast.core.types import MAX_DEADLINE, FinishReason, Request, SamplingParams, SchedulerStats, SequenceOutput
+from holdfast.core.types import MAX_DEADLINE, FinishReason, Request, SamplingParams, SequenceOutput
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.child import Child
 from holdfast.engine.messages import (
@@ -32,6 +32,7 @@ from holdfast.engine.messages import (
     Submit,
 )
 from holdfast.engine.text import Text, TextStream
+from holdfast.lm.types import SchedulerStats
 
 __all__ = [
     "Delta",

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from statistics import median
 
 from holdfast.core.cost import CostModel
-from holdfast.core.protocols import Clock, Executor, MemoryProfile
-from holdfast.core.types import Request, SamplingParams, StepPlan, StepResult
-from holdfast.engine.loop import Loop
+from holdfast.core.types import Request, SamplingParams
+from holdfast.lm.types import LanguageExecutor, LanguageLoop, StepPlan, StepResult
+from holdfast.loop.contracts import Clock
 
 SECONDS = 3.0
 """How long requests go on to be served."""
@@ -29,7 +29,12 @@ LEAST = 8
 
 
 def in_service(
-    cost: CostModel, executor: Executor, make_loop: Callable[[Executor], Loop], *, vocab_size: int, clock: Clock
+    cost: CostModel,
+    executor: LanguageExecutor,
+    make_loop: Callable[[LanguageExecutor], LanguageLoop],
+    *,
+    vocab_size: int,
+    clock: Clock,
 ) -> CostModel:
     """The cost model with its decode steps and its others as much longer as the median one of each is in the loop.
 
@@ -61,16 +66,10 @@ def in_service(
 class _Watched:
     """Goes around an executor and notes what each step took."""
 
-    def __init__(self, inner: Executor) -> None:
+    def __init__(self, inner: LanguageExecutor) -> None:
         self.steps: list[tuple[StepPlan, float]] = []
         self._inner = inner
         self._plans: deque[StepPlan] = deque()
-
-    def profile(self) -> MemoryProfile:
-        return self._inner.profile()
-
-    def allocate(self, num_blocks: int, host_blocks: int = 0) -> None:
-        self._inner.allocate(num_blocks, host_blocks)
 
     def submit(self, plan: StepPlan) -> None:
         self._inner.submit(plan)

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
+from holdfast.core.columns import Columns
 from holdfast.core.config import EngineConfig
-from holdfast.core.protocols import MemoryProfile
-from holdfast.core.types import Columns, FinishReason, Request, SchedulerStats, SequenceOutput
+from holdfast.core.types import FinishReason, Request, SequenceOutput
+from holdfast.lm.types import MemoryMeasurement, SchedulerStats
 
 MESSAGE_LIMIT = 128 << 20
 """Most bytes of one message: a prompt of the longest length that a configuration allows fits."""
@@ -24,7 +25,7 @@ class EngineInfo:
     device: str
     precision: str
     """The type of weights, activations and cache, and what of them is in FP8, for people."""
-    memory: MemoryProfile
+    memory: MemoryMeasurement
     num_blocks: int
     block_size: int
     token_budget: int

@@ -24,7 +24,7 @@ MEASURED = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Profile:
+class CostProfile:
     """A cost model, and the sizes of the engine that it was measured in."""
 
     cost: CostModel
@@ -70,7 +70,7 @@ class Profile:
             fresh.replace(path)
 
     @classmethod
-    def load(cls, path: Path) -> Profile:
+    def load(cls, path: Path) -> CostProfile:
         """Read what `save` wrote. Raises ValueError that names the file and what is wrong with it."""
         data: dict[str, Any] = read_json(path)
         try:

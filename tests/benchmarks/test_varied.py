@@ -5,8 +5,8 @@ import pytest
 from benchmarks import fineinfer_sim
 from benchmarks.fineinfer_sim import padded_batch
 from benchmarks.varied import deployed
-from holdfast.bench.workloads import Conversation, Turn
-from holdfast.simulator.deployment import deploy
+from holdfast.lab.simulator.deployment import deploy
+from holdfast.lab.workloads import Conversation, Turn
 
 YI = {"device": "a100-80gb", "tp": 2}
 PIPELINE = {"device": "a40", "tp": 4, "pp": 2, "link": "nvlink-pairs", "stage_link": "pcie4-staged"}

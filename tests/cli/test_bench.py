@@ -5,7 +5,7 @@ import json
 import pytest
 
 from holdfast.cli.command import main
-from tests.simulator.simulation import PROFILE
+from tests.lab.simulator.simulation import PROFILE
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ from holdfast.cli.command import main, make_parser
 from holdfast.cli.flags import build
 from holdfast.cli.plan import shape_named
 from holdfast.core.config import EngineConfig
-from holdfast.simulator.plan import Candidate, Verdict
-from holdfast.simulator.shapes import MODELS
-from tests.simulator.simulation import PROFILE
+from holdfast.lab.planning import Candidate, Verdict
+from holdfast.lab.simulator.shapes import MODELS
+from tests.lab.simulator.simulation import PROFILE
 
 FIGURES = {"p99_itl_ms": 40.0, "p99_ttft_ms": 900.0}
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from holdfast.core.types import PENDING, Request, Sampling, SamplingParams, Segment, Sequence, StepPlan
+from holdfast.core.types import Request, SamplingParams
+from holdfast.lm.types import PENDING, Sampling, Segment, Sequence, StepPlan
 
 GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 

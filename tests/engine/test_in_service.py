@@ -5,12 +5,12 @@ import itertools
 import pytest
 
 from holdfast.core.cost import CostModel
-from holdfast.core.types import StepResult
 from holdfast.engine.in_service import SECONDS, in_service
-from holdfast.engine.loop import Loop
-from holdfast.memory.blocks import BlockPool
-from holdfast.scheduler.base import Scheduler
-from holdfast.scheduler.policies import StallFree
+from holdfast.lm.memory.block_pool import BlockPool
+from holdfast.lm.scheduler.policies import StallFree
+from holdfast.lm.scheduler.scheduler import Scheduler
+from holdfast.lm.types import StepResult
+from holdfast.loop.loop import Loop
 
 COST = CostModel(
     model="m",

@@ -5,11 +5,12 @@ from array import array
 import msgspec
 import pytest
 
+from holdfast.core.columns import Columns
 from holdfast.core.config import EngineConfig
-from holdfast.core.protocols import MemoryProfile
-from holdfast.core.types import Columns, FinishReason, Request, SamplingParams, SchedulerStats, SequenceOutput
+from holdfast.core.types import FinishReason, Request, SamplingParams, SequenceOutput
 from holdfast.engine import messages
 from holdfast.engine.messages import decode_from_engine, decode_to_engine, encode
+from holdfast.lm.types import MemoryMeasurement, SchedulerStats
 
 PROMPT = array("I", (1, 2, 3))
 REQUEST = Request("r", PROMPT, SamplingParams(stop=("x", "\n"), stop_token_ids=(4,), seed=7), 2, "tenant", 1.5)
@@ -17,7 +18,7 @@ INFO = messages.EngineInfo(
     model="m",
     device="cpu",
     precision="float32, fp8 cache",
-    memory=MemoryProfile("a CPU", total=10, weights=1, activations=2, cache=3, block=1),
+    memory=MemoryMeasurement("a CPU", total=10, weights=1, activations=2, cache=3, block=1),
     num_blocks=3,
     block_size=16,
     token_budget=512,

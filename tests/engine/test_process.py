@@ -13,12 +13,12 @@ from holdfast.core.config import EngineConfig
 from holdfast.core.types import FinishReason, SamplingParams
 from holdfast.engine import process
 from holdfast.engine.__main__ import one_line
-from holdfast.engine.loop import Loop
+from holdfast.engine.build import build, pace_of, retention_cost, run, serve
 from holdfast.engine.messages import Abort, Ask, Outputs, Refused, Shutdown, Start, Stats, Submit
-from holdfast.engine.process import build, pace_of, retention_cost, run, serve
-from holdfast.engine.profiles import Profile
-from holdfast.execution.runner import PagedExecutor
-from holdfast.models.loader import load
+from holdfast.engine.profiles import CostProfile
+from holdfast.lm.execution.executor import PagedExecutor
+from holdfast.lm.models.loader import load
+from holdfast.loop.loop import Loop
 from tests.scheduling import FakeDevice, create_requests, create_scheduler, run_alone
 
 
@@ -251,7 +251,7 @@ def test_fp8_weights_take_less_room_and_have_a_pace_of_their_own(small):
     assert quantized.memory.weights < plain.memory.weights
     assert (plain.precision, quantized.precision) == ("float32", "float32, fp8 weights")
     assert quantized.profile != plain.profile
-    kept = [Profile.load(Path(info.profile)) for info in (plain, quantized)]
+    kept = [CostProfile.load(Path(info.profile)) for info in (plain, quantized)]
     assert [profile.quantization for profile in kept] == ["none", "fp8"]
     (request,) = create_requests(tuple(range(60)), max_tokens=4)
     loop.add(request)
@@ -297,7 +297,7 @@ def test_a_profile_is_measured_once_and_kept_for_the_next_engine(small):
     assert start() == ("", False), "without a target nobody needs one"
     path, measured = start(measure=True)
     assert measured
-    profile = Profile.load(Path(path))
+    profile = CostProfile.load(Path(path))
     assert (profile.cost.model, profile.dtype, profile.max_model_len, profile.tile) == (
         "random-llama",
         "float32",
@@ -328,7 +328,7 @@ def test_a_cache_in_fp8_has_room_for_four_times_the_blocks_and_a_profile_of_its_
     )
     assert (plain.precision, fp8.precision) == ("float32", "float32, fp8 cache")
     assert fp8.num_blocks // 4 == plain.num_blocks
-    profiles = [Profile.load(Path(info.profile)) for info in (plain, fp8)]
+    profiles = [CostProfile.load(Path(info.profile)) for info in (plain, fp8)]
     assert profiles[1].token_bytes * 4 == profiles[0].token_bytes
     assert [profile.kv_cache_dtype for profile in profiles] == ["auto", "fp8"]
     assert all(seconds > 0 for row in profiles[1].cost.attention_seconds for seconds in row)

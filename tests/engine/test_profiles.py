@@ -6,14 +6,14 @@ from dataclasses import replace
 import pytest
 
 from holdfast.core.config import EngineConfig
-from holdfast.engine.profiles import Profile, kept_at, precision_of
-from tests.simulator.simulation import PROFILE
+from holdfast.engine.profiles import CostProfile, kept_at, precision_of
+from tests.lab.simulator.simulation import PROFILE
 
 
 def test_a_profile_survives_its_file(tmp_path):
     path = tmp_path / "new" / "profile.json"
     PROFILE.save(path)
-    assert Profile.load(path) == PROFILE
+    assert CostProfile.load(path) == PROFILE
     assert [child.name for child in path.parent.iterdir()] == ["profile.json"]
 
 
@@ -40,7 +40,7 @@ def test_a_damaged_file_is_refused_by_name_with_the_way_out(tmp_path, damage):
     damage(data)
     path.write_text(json.dumps(data))
     with pytest.raises(ValueError, match=r"profile\.json is not a profile.*holdfast profile"):
-        Profile.load(path)
+        CostProfile.load(path)
 
 
 def test_each_model_precision_and_device_has_a_place_of_its_own(tmp_path, monkeypatch):

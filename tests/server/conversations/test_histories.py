@@ -36,18 +36,18 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from sqlalchemy import Row, select
 
 from holdfast.core.config import EngineConfig
-from holdfast.core.protocols import MemoryProfile
-from holdfast.core.types import SamplingParams, StepPlan
+from holdfast.core.types import SamplingParams
 from holdfast.engine.client import EngineDead
-from holdfast.engine.loop import Loop
 from holdfast.engine.messages import EngineInfo
-from holdfast.execution.runner import PagedExecutor
-from holdfast.memory.blocks import BlockPool, StateIdentity
-from holdfast.memory.retention import EVICTIONS, RetentionRule
-from holdfast.models.base import Model
-from holdfast.models.loader import load
-from holdfast.scheduler.base import Scheduler
-from holdfast.scheduler.policies import StallFree
+from holdfast.lm.execution.executor import PagedExecutor
+from holdfast.lm.memory.block_pool import BlockPool, StateIdentity
+from holdfast.lm.memory.retention import EVICTIONS, RetentionRule
+from holdfast.lm.models.base import Model
+from holdfast.lm.models.loader import load
+from holdfast.lm.scheduler.policies import StallFree
+from holdfast.lm.scheduler.scheduler import Scheduler
+from holdfast.lm.types import MemoryMeasurement, StepPlan
+from holdfast.loop.loop import Loop
 from holdfast.server.config import ServerConfig
 from holdfast.server.conversations import keeper as keeper_module
 from holdfast.server.conversations import schema
@@ -268,7 +268,7 @@ class Histories(RuleBasedStateMachine):
         )
         info = EngineInfo(
             model="m", device="cpu", precision="float32",
-            memory=MemoryProfile("cpu", 1, 1, 1, 1, 1), num_blocks=blocks, block_size=size,
+            memory=MemoryMeasurement("cpu", 1, 1, 1, 1, 1), num_blocks=blocks, block_size=size,
             token_budget=shape["budget"], max_model_len=blocks * size, max_sequences=ROWS,
             max_waiting=64, vocab_size=spec.vocab_size, started_in=0.0,
         )  # fmt: skip
@@ -463,7 +463,7 @@ class Histories(RuleBasedStateMachine):
         """Make the device give up some of its idle state, whatever else is free."""
         pool = self.pool
         free = pool.num_blocks - pool.used - pool.cached
-        self.pool.release(self.pool.take(min(free + math.ceil(share * pool.cached), pool.ready)))
+        self.pool.free(self.pool.allocate(min(free + math.ceil(share * pool.cached), pool.allocatable)))
 
     @event(1, kill=st.booleans())
     def end(self, kill: bool) -> None:

@@ -1,0 +1,265 @@
+"""Plots, drawn once and given as SVG whose colours follow the page, or as PNG. The one module that knows matplotlib."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from holdfast.lab.series import Distribution, Run
+
+MOST_CURVES = 5
+"""Distributions in one plot; of more runs some are shown."""
+LOG_BEYOND = 30.0
+"""A distribution whose largest value is so many times its median is drawn over a logarithmic axis."""
+
+
+@dataclass(frozen=True, slots=True)
+class Palette:
+    """Colours by what they are for. For SVG each is a mark that becomes a variable of the page's style."""
+
+    ink: str
+    quiet: str
+    grid: str
+    accent: str
+    second: str
+    limit: str
+    card: str
+    """Behind the plot."""
+    ramp: tuple[str, ...]
+    """From the lowest rate to the highest."""
+
+
+PRINT = Palette(
+    ink="#22272e",
+    quiet="#6b7480",
+    grid="#e4e7eb",
+    accent="#2f6690",
+    second="#c27c2c",
+    limit="#b5473c",
+    card="#ffffff",
+    ramp=("#a9cbe0", "#76a9ca", "#4986ae", "#2f6690", "#173f5f"),
+)
+NAMES = ("ink", "quiet", "grid", "accent", "second", "limit", "card", *(f"ramp-{at}" for at in range(MOST_CURVES)))
+MARKS = {name: f"#0a0b{at:02x}" for at, name in enumerate(NAMES, start=16)}
+PAGE = Palette(
+    ink=MARKS["ink"],
+    quiet=MARKS["quiet"],
+    grid=MARKS["grid"],
+    accent=MARKS["accent"],
+    second=MARKS["second"],
+    limit=MARKS["limit"],
+    card=MARKS["card"],
+    ramp=tuple(mark for name, mark in MARKS.items() if name.startswith("ramp")),
+)
+Draw = Callable[[Palette], Figure]
+
+
+def svg(draw: Draw, label: str) -> str:
+    """The plot as an SVG element for an HTML page that defines --ink and the other colours."""
+    text = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": label}):
+        draw(PAGE).savefig(text, format="svg", transparent=True, metadata={"Date": None})
+    element = text.getvalue()
+    element = element[element.index("<svg") :]
+    element = re.sub(r"<metadata>.*?</metadata>", "", element, flags=re.DOTALL)
+    element = re.sub(r'<g id="[^"]*"', "<g", element)
+    for name, mark in MARKS.items():
+        element = element.replace(mark, f"var(--{name})")
+    return element.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
+
+
+def png(draw: Draw, path: Path) -> None:
+    """The plot as a file. Raises OSError."""
+    draw(PRINT).savefig(path, format="png", dpi=160, facecolor=PRINT.card)
+
+
+def distributions(which: str, title: str, runs: Sequence[Run], limit: float | None = None) -> Draw:
+    """The cumulative distribution of `ttft` or `tbt` of each run, over milliseconds."""
+
+    def draw(palette: Palette) -> Figure:
+        figure, (axes,) = canvas(palette, 5.4, 3.1, 1)
+        shown = spread(runs, MOST_CURVES)
+        most = 1.0
+        for run, colour in zip(shown, ramp(palette, len(shown)), strict=True):
+            curve: Distribution = getattr(run, which)
+            if curve.values:
+                axes.step(curve.values, [share * 100 for share in curve.shares], color=colour, where="post")
+                most = max(most, curve.values[-1] / max(curve.values[len(curve.values) // 4], 1e-9))
+        if most > LOG_BEYOND:
+            axes.set_xscale("log")
+        else:
+            axes.set_xlim(left=0)
+        axes.set_ylim(0, 101)
+        axes.xaxis.set_major_formatter(FuncFormatter(plain))
+        mark(axes, palette, limit, vertical=True)
+        heading(axes, palette, title, "% of all, by ms")
+        if len(shown) > 1:
+            legend(axes, palette, [f"{run.figures['request_rate']:.3g} /s" for run in shown], "lower right")
+        return figure
+
+    return draw
+
+
+def over_rate(runs: Sequence[Run], limits: Mapping[str, float], capacity: float | None) -> Draw:
+    """Throughput, P99 TBT and P99 TTFT over the rate of requests."""
+    panels = (
+        ("output_throughput", "Throughput", "output tokens a second"),
+        ("p99_itl_ms", "P99 TBT", "ms"),
+        ("p99_ttft_ms", "P99 TTFT", "ms"),
+    )
+
+    def draw(palette: Palette) -> Figure:
+        figure, all_axes = canvas(palette, 11, 3.0, 1, len(panels))
+        rates = [run.figures["request_rate"] for run in runs]
+        for axes, (name, title, unit) in zip(all_axes, panels, strict=True):
+            values = [run.figures[name] for run in runs]
+            axes.plot(rates, values, color=palette.accent, marker="o", markersize=4)
+            if max(values) > LOG_BEYOND * max(min(values), 1e-9):
+                axes.set_yscale("log")
+            else:
+                axes.set_ylim(0, 1.12 * max(max(values), limits.get(name, 0.0)))
+            if max(rates) > LOG_BEYOND * min(rates):
+                axes.set_xscale("log")
+            else:
+                axes.set_xlim(left=0)
+            axes.xaxis.set_major_formatter(FuncFormatter(plain))
+            axes.yaxis.set_major_formatter(FuncFormatter(plain))
+            mark(axes, palette, limits.get(name), vertical=False)
+            mark(axes, palette, capacity, vertical=True, quiet=True)
+            heading(axes, palette, title, f"{unit}, by rate")
+        return figure
+
+    return draw
+
+
+def course(run: Run) -> Draw:
+    """Running and waiting requests and generated tokens over a run's time."""
+
+    def draw(palette: Palette) -> Figure:
+        figure, (above, below) = canvas(palette, 11, 4.4, 2)
+        times = run.course.times
+        above.fill_between(times, run.course.running, color=palette.accent, alpha=0.22, linewidth=0, step="mid")
+        above.plot(times, run.course.running, color=palette.accent, drawstyle="steps-mid")
+        above.plot(times, run.course.waiting, color=palette.second, drawstyle="steps-mid")
+        below.fill_between(times, run.course.tokens, color=palette.accent, alpha=0.22, linewidth=0, step="mid")
+        below.plot(times, run.course.tokens, color=palette.accent, drawstyle="steps-mid")
+        for axes in (above, below):
+            axes.set_xlim(0, times[-1])
+            axes.set_ylim(bottom=0)
+            axes.yaxis.set_major_formatter(FuncFormatter(plain))
+        above.yaxis.set_major_locator(MaxNLocator(4, integer=True))
+        heading(above, palette, "Requests", "running and waiting, by seconds")
+        heading(below, palette, "Generated tokens", "a second, by seconds")
+        legend(above, palette, ["running", "waiting"], "upper right")
+        return figure
+
+    return draw
+
+
+def bars(title: str, unit: str, rows: Sequence[tuple[str, float]], best: int | None) -> Draw:
+    """A horizontal bar for each (name, value), the one of number `best` in the accent's colour; 0 is none."""
+
+    def draw(palette: Palette) -> Figure:
+        figure, (axes,) = canvas(palette, 5.4, 1.0 + 0.3 * len(rows), 1)
+        values = [value for _, value in rows]
+        colours = [palette.accent if at == best else palette.ramp[0] for at in range(len(rows))]
+        axes.barh(range(len(rows)), values, color=colours, height=0.62)
+        axes.set_yticks(range(len(rows)), [name for name, _ in rows])
+        axes.invert_yaxis()
+        axes.grid(visible=False)
+        axes.set_xticks([])
+        axes.set_xlim(0, 1.18 * (max(values, default=0.0) or 1.0))
+        axes.spines["bottom"].set_visible(False)
+        for at, value in enumerate(values):
+            axes.annotate(
+                plain(value) if value else "none",
+                (value, at),
+                (5, 0),
+                textcoords="offset points",
+                va="center",
+                color=palette.ink if at == best else palette.quiet,
+                fontsize=9,
+            )
+        heading(axes, palette, title, unit)
+        return figure
+
+    return draw
+
+
+def canvas(palette: Palette, width: float, height: float, rows: int, columns: int = 1) -> tuple[Figure, list[Axes]]:
+    """A figure of so many inches, with quiet axes."""
+    spaced = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08, wspace=0.06, hspace=0.06)
+    figure = Figure(figsize=(width, height), layout=spaced)
+    all_axes: list[Axes] = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for axes in all_axes:
+        axes.set_facecolor("none")
+        for side in ("top", "right", "left"):
+            axes.spines[side].set_visible(False)
+        axes.spines["bottom"].set_color(palette.grid)
+        axes.tick_params(which="both", length=0, colors=palette.quiet, labelsize=9, pad=5)
+        axes.grid(axis="y", color=palette.grid, linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.yaxis.set_major_locator(MaxNLocator(5))
+    return figure, all_axes
+
+
+def heading(axes: Axes, palette: Palette, title: str, unit: str) -> None:
+    """What a plot shows, at its upper left: the name in ink, the units quietly behind it."""
+    text = axes.annotate(
+        title, (0, 1), (0, 10), xycoords="axes fraction", textcoords="offset points",
+        color=palette.ink, fontsize=10.5, fontweight="bold",
+    )  # fmt: skip
+    units = axes.annotate(
+        unit, (1, 0), (7, 1.0), xycoords=text, textcoords="offset points", color=palette.quiet, fontsize=9,
+    )  # fmt: skip
+    units.set_in_layout(False)  # they may reach over the neighbour's margin
+
+
+def legend(axes: Axes, palette: Palette, names: Sequence[str], place: Literal["lower right", "upper right"]) -> None:
+    """Names of the first lines; those at the top stand above the plot, where no line runs, others before the lines."""
+    above: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "ncols": len(names)}
+    where = above if place == "upper right" else {"loc": place}
+    shown = axes.legend(
+        axes.get_lines()[: len(names)], names, fontsize=9, handlelength=1.4, borderaxespad=0.2,
+        facecolor=palette.card, edgecolor="none", framealpha=1.0, **where,
+    )  # fmt: skip
+    shown.set_zorder(5)
+    for text in shown.get_texts():
+        text.set_color(palette.quiet)
+
+
+def mark(axes: Axes, palette: Palette, at: float | None, *, vertical: bool, quiet: bool = False) -> None:
+    """A dashed line where a limit lies, if there is one."""
+    if at is not None:
+        draw = axes.axvline if vertical else axes.axhline
+        draw(at, color=palette.quiet if quiet else palette.limit, linewidth=1, linestyle=(0, (4, 3)))
+
+
+def ramp(palette: Palette, count: int) -> tuple[str, ...]:
+    """Colours for so many curves, the darkest for the last."""
+    if count == 1:
+        return (palette.accent,)
+    last = len(palette.ramp) - 1
+    return tuple(palette.ramp[round(at * last / (count - 1))] for at in range(count))
+
+
+def spread(runs: Sequence[Run], most: int) -> list[Run]:
+    """At most so many of the runs, the first and the last among them."""
+    if len(runs) <= most:
+        return list(runs)
+    return [runs[round(at * (len(runs) - 1) / (most - 1))] for at in range(most)]
+
+
+def plain(value: float, position: int | None = None) -> str:
+    """A number for people: 12,000 and not 1.2e4."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"

@@ -1,0 +1,109 @@
+"""The load client: a workload against any server with OpenAI's completions API, each stream timed as it arrives."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import httpx
+
+from holdfast.lab.records import Record
+from holdfast.lab.workloads import Conversation, Words, Workload
+
+Ask = Callable[[tuple[int, ...], int, Record], Awaitable[None]]
+"""Asks for so many tokens after a prompt, and writes what comes, failures too, into the record."""
+
+
+class LoadClient:
+    """Sends a workload and records what came back. Prompts are token ids.
+
+    The ids of generated tokens are unknown to a client, so the next turn of a conversation carries as many tokens of
+    its own in their place: of its history only the client's part can come from a prefix cache.
+    """
+
+    def __init__(self, ask: Ask, words: Words, on_progress: Callable[[int], None]) -> None:
+        """`words` make the prompts; `on_progress` is told how many requests ended."""
+        self.records: list[Record] = []
+        self._ask = ask
+        self._words = words
+        self._on_progress = on_progress
+        self._ended = 0
+        self._began = 0.0
+
+    async def run(self, workload: Workload, concurrency: int | None = None) -> list[Record]:
+        """Send it all: at its arrivals, or so many conversations at once (closed loop). Failures are in the records."""
+        self._began = time.monotonic()
+        numbered = iter(enumerate(workload))
+        if concurrency is None:
+            await asyncio.gather(*(self._converse(number, each, wait=True) for number, each in numbered))
+        else:
+            await asyncio.gather(*(self._worker(numbered) for _ in range(concurrency)))
+        return self.records
+
+    async def _worker(self, conversations: Iterator[tuple[int, Conversation]]) -> None:
+        for number, conversation in conversations:
+            await self._converse(number, conversation, wait=False)
+
+    async def _converse(self, number: int, conversation: Conversation, *, wait: bool) -> None:
+        """All turns of one conversation; it ends with the first that fails."""
+        if wait:
+            await asyncio.sleep(max(0.0, self._began + conversation.arrival - time.monotonic()))
+        history: tuple[int, ...] = ()
+        for index, turn in enumerate(conversation.turns):
+            if index:
+                await asyncio.sleep(turn.think)
+            prompt = history + self._words.prompt(number, index, turn)
+            record = Record(time.monotonic(), len(prompt))
+            self.records.append(record)
+            await self._ask(prompt, turn.output, record)
+            self._ended += 1
+            self._on_progress(self._ended)
+            if record.error:
+                return
+            history = prompt + self._words.answer(number, index, turn)
+
+
+class HttpAsk:
+    """Asks any server with OpenAI's completions API, which takes token ids as they are."""
+
+    def __init__(self, http: httpx.AsyncClient, model: str) -> None:
+        """`http` has the server's base URL, which ends with /v1."""
+        self._http = http
+        self._model = model
+
+    async def __call__(self, prompt: tuple[int, ...], output: int, record: Record) -> None:
+        body = {
+            "model": self._model,
+            "prompt": list(prompt),
+            "max_tokens": output,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        try:
+            async with self._http.stream("POST", "completions", json=body) as response:
+                if response.status_code != httpx.codes.OK:
+                    record.error = f"status {response.status_code}: {(await response.aread()).decode()[:200]}"
+                    return
+                async for line in response.aiter_lines():
+                    if line.startswith("data:") and (data := line[5:].strip()) != "[DONE]":
+                        take(json.loads(data), record)
+        except (httpx.HTTPError, ValueError) as error:
+            record.error = f"{type(error).__name__}: {error}"
+
+
+def take(chunk: dict[str, Any], record: Record) -> None:
+    """Write one chunk of a stream into its record."""
+    if "error" in chunk:
+        record.error = str(chunk["error"])[:200]
+        return
+    if chunk.get("choices"):
+        record.token_times.append(time.monotonic())
+    usage = chunk.get("usage")
+    if usage:
+        record.output_tokens = int(usage["completion_tokens"])
+        record.cached_tokens = int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)

@@ -1,0 +1,129 @@
+"""Derives a CostModel from a model's sizes and a device's data sheet, where nothing was measured.
+
+A step's matrices take the time of their arithmetic and that of reading the weights. The two overlap, but not wholly:
+the root of the sum of their squares is within 10% of what an H200 takes for 1 to 8,192 tokens, while their maximum, the
+textbook's roofline, is up to 25% too low where they are equal. Arithmetic is done in whole tiles of tokens (tile
+quantisation, Sarathi-Serve §4.3). Attention takes the larger of its arithmetic and of reading the cache. Under tensor
+parallelism each device has its share of both, and the layers' all-reduces come on top (Megatron-LM). What is in FP8,
+the layers' weights or the cache, has rates of its own (`devices.Fp8`).
+"""
+
+from __future__ import annotations
+
+from math import hypot
+
+from holdfast.core.cost import CostModel
+from holdfast.lab.simulator.devices import Device, Link, fp8_of
+from holdfast.lab.simulator.shapes import BYTES, ModelShape
+
+SAMPLED = 256
+"""The LM head computes at most so many tokens of a step."""
+TOKENS = (1, *range(16, 65, 16), *(at for tile in range(64, 256, 64) for at in (tile + 1, tile + 64)),
+          *(at for tile in range(256, 4096, 128) for at in (tile + 1, tile + 128)), 8192, 16384, 32768)  # fmt: skip
+"""Where the linear layers' time is given: at both ends of each tile, as it jumps there."""
+QUERIES = (1, 2, *(size for power in range(2, 15) for size in (1 << power, 3 << power - 1)), 32768)
+CONTEXTS = tuple(at for at in QUERIES if at >= 16)
+QUERY_TILE = 64
+"""Rows of a query that an attention kernel works on at once: fewer take as long."""
+
+
+def derive(
+    shape: ModelShape,
+    device: Device,
+    *,
+    tp: int = 1,
+    link: Link | None = None,
+    layers: int | None = None,
+    head: bool = True,
+) -> CostModel:
+    """The cost model of `layers` layers (default: all) on `tp` devices joined by `link`, with or without the LM head.
+
+    Raises ValueError where the heads cannot be shared out evenly.
+    """
+    if shape.heads % tp:
+        raise ValueError(f"tp is {tp}; it must divide the {shape.heads} heads of {shape.name}")
+    if tp > 1 and link is None:
+        raise ValueError(f"tp is {tp}, which takes a link between the devices")
+    layers = shape.layers if layers is None else layers
+    stage = _Stage(shape, device, tp, link, layers, head)
+    return CostModel(
+        model=shape.name,
+        device=device.name if tp == 1 else f"{tp} {device.name}",
+        linear_tokens=TOKENS,
+        linear_seconds=tuple(map(stage.linear, TOKENS)),
+        attention_queries=QUERIES,
+        attention_contexts=CONTEXTS,
+        attention_seconds=tuple(tuple(stage.attention(query, context) for context in CONTEXTS) for query in QUERIES),
+    )
+
+
+def cache_tokens(shape: ModelShape, device: Device, *, devices: int, memory_fraction: float = 0.9) -> int:
+    """Positions of a KV cache over so many devices: what weights and a step's activations leave of their memory.
+
+    Raises ValueError where they leave nothing.
+    """
+    activations = 2e9
+    free = devices * (device.memory * memory_fraction - activations) - shape.weight_bytes
+    if free < shape.token_bytes:
+        raise ValueError(
+            f"{shape.name} takes {shape.weight_bytes / 1e9:.0f} GB, and {devices} {device.name} have "
+            f"{devices * device.memory / 1e9:.0f}; take more devices (tp, pp)"
+        )
+    return int(free / shape.token_bytes)
+
+
+class _Stage:
+    """Layers that one group of devices computes."""
+
+    def __init__(self, shape: ModelShape, device: Device, tp: int, link: Link | None, layers: int, head: bool) -> None:
+        self.shape, self.device, self.tp, self.link, self.layers = shape, device, tp, link, layers
+        self.head = shape.head_weights if head else 0
+
+    def linear(self, tokens: int) -> float:
+        """Seconds of everything in a step of `tokens` tokens but attention."""
+        device, tp, rows = self.device, self.tp, quantised(tokens)
+        flops, bandwidth = device.flops * device.matmul, device.bandwidth * device.weights
+        work = 2 * self.head * min(rows, SAMPLED) / flops
+        read = BYTES * self.head / bandwidth
+        rounding = 0.0
+        if self.shape.quantization == "fp8":
+            fp8 = fp8_of(device, "quantization")
+            flops, bandwidth = fp8.flops * fp8.matmul, device.bandwidth * fp8.weights
+            rounding = fp8.round_seconds if tokens > 1 else 0.0
+        work += 2 * self.layers * self.shape.layer_weights * rows / flops
+        read += self.layers * self.shape.layer_bytes / bandwidth
+        seconds = hypot(work, read) / tp + device.step_seconds + self.layers * (device.layer_seconds + rounding)
+        if self.link is not None and tp > 1:
+            size = tokens * self.shape.hidden * BYTES
+            seconds += self.layers * self.shape.reductions * self.link.all_reduce(size, tp)
+        return seconds
+
+    def attention(self, query: int, context: int) -> float:
+        """Seconds of the attention of `query` tokens that end at `context`; nothing where they would begin before 0."""
+        if query > context:
+            return 0.0
+        shape, device = self.shape, self.device
+        reach = min(context, (shape.window or context) + query - 1)
+        pairs = attended(query, context, shape.window) * (max(query, QUERY_TILE) / query if query > 1 else 1.0)
+        work = 4 * pairs * shape.heads * shape.head_dim * self.layers
+        read = reach * shape.token_bytes * self.layers / shape.layers
+        rates = fp8_of(device, "kv_cache_dtype") if shape.kv_cache_dtype == "fp8" else device
+        return max(work / (device.flops * rates.attention), read / (device.bandwidth * rates.cache)) / self.tp
+
+
+def quantised(tokens: int) -> int:
+    """Tokens that are computed: whole tiles of 16 up to 64, of 64 up to 256, of 128 from there."""
+    tile = 16 if tokens <= 64 else 64 if tokens <= 256 else 128
+    return -(-tokens // tile) * tile
+
+
+def attended(query: int, context: int, window: int | None) -> int:
+    """Pairs of a query and a position that it attends to."""
+
+    def up_to(length: int) -> int:
+        """Pairs of the first `length` positions."""
+        if window is None or length <= window:
+            return length * (length + 1) // 2
+        return window * (window + 1) // 2 + (length - window) * window
+
+    return up_to(context) - up_to(context - query)

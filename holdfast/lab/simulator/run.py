@@ -1,0 +1,200 @@
+"""Runs a workload through the engine's own loop, over a virtual clock or a real one, and records what clients saw."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from holdfast.core.config import EngineConfig
+from holdfast.core.types import Request, SamplingParams
+from holdfast.engine.profiles import CostProfile
+from holdfast.lab.records import Record
+from holdfast.lab.simulator.deployment import Pipeline
+from holdfast.lab.simulator.executor import SimulatedExecutor, VirtualClock
+from holdfast.lab.simulator.latency import Latency
+from holdfast.lab.workloads import Words, Workload
+from holdfast.lm.scheduler.choice import capacity_of, make_scheduler
+from holdfast.lm.types import EngineShape, LanguageExecutor, LanguageLoop, SchedulerStats
+from holdfast.loop.loop import Loop
+
+VOCAB_SIZE = 32_000
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a simulated run gave."""
+
+    records: list[Record]
+    seconds: float
+    """Virtual time from the start to the end of the last request."""
+    busy: float
+    """Virtual seconds in which the device computed."""
+    steps: int
+    stats: SchedulerStats
+    """Queues and memory at the end."""
+
+
+def simulate(
+    config: EngineConfig,
+    profile: CostProfile,
+    workload: Workload,
+    *,
+    concurrency: int | None = None,
+    host_seconds: float = 0.0,
+    pace: Callable[[float], float] = lambda now: 1.0,
+    pipeline: Pipeline | None = None,
+    wrap: Callable[[LanguageExecutor, VirtualClock], LanguageExecutor] = lambda executor, clock: executor,
+    on_progress: Callable[[int], None] = lambda done: None,
+) -> Outcome:
+    """Serve `workload` with the engine that `config` describes on the device that `profile` was measured on.
+
+    With `concurrency` so many conversations are under way at once and their arrivals do not count (closed loop);
+    without, each arrives at its time. `host_seconds` is the host's time for a step, a step that begins at a time takes
+    `pace` of it times as long, `wrap` may put something around the executor, `on_progress` is told how many requests
+    have ended. With a `pipeline` as many steps are in flight as
+    it has stages, and `profile.cost` is its `whole()`. The same arguments give the same outcome. Raises ValueError for
+    a request that this engine can never serve, and for a host tier on a profile that does not know the cache's bytes.
+    """
+    clock = VirtualClock()
+    stages = len(pipeline.stages) if pipeline else 1
+    host_blocks, copy_seconds = _host_tier(config, profile)
+    latency = Latency(profile.cost, pipeline, copy_seconds, profile.token_bytes * config.block_size)
+    executor = SimulatedExecutor(latency, clock, host_seconds, pace)
+    shape = shape_of(config, profile, host_blocks=host_blocks)
+    scheduler = make_scheduler(config, shape, profile.cost, micro_batches=stages)
+    loop = Loop(scheduler, wrap(executor, clock), stages if pipeline else config.steps_in_flight, clock)
+    clients = Clients(workload, loop, clock, vocab_size=VOCAB_SIZE, concurrency=concurrency)
+    while clients.advance():
+        on_progress(clients.ended)
+    return Outcome(clients.records, clock.now, executor.busy, clients.steps, loop.stats())
+
+
+def _host_tier(config: EngineConfig, profile: CostProfile) -> tuple[int, float]:
+    """Blocks of the host tier, and the seconds that the copy of one takes."""
+    if config.host_cache_gb == "auto" or not config.host_cache_gb or not config.prefix_sharing:
+        return 0, 0.0  # there is no host whose free memory could be measured
+    if not (profile.token_bytes and profile.copy_rate):
+        cost = profile.cost
+        raise ValueError(
+            f"host_cache_gb is {config.host_cache_gb}, and the profile of {cost.model} on {cost.device} does not say "
+            "both what a position takes and how fast it is copied; give the rate with --copy-gbs, or drop the tier"
+        )
+    block = profile.token_bytes * config.block_size
+    return int(config.host_cache_gb * 1e9 / block), block / profile.copy_rate
+
+
+def shape_of(config: EngineConfig, profile: CostProfile, *, host_blocks: int = 0) -> EngineShape:
+    """The engine that `config` describes on the device that `profile` was measured on."""
+    max_model_len = min(config.max_model_len or profile.max_model_len, profile.cache_tokens + 1)
+    budget = config.token_budget or profile.token_budget
+    return EngineShape(
+        model=profile.cost.model,
+        precision=profile.precision,
+        num_blocks=profile.cache_tokens // config.block_size,
+        num_host_blocks=host_blocks,
+        token_budget=budget,
+        max_step_tokens=capacity_of(
+            config.scheduler, token_budget=budget, max_model_len=max_model_len, max_sequences=config.max_sequences
+        ),
+        max_model_len=max_model_len,
+        vocab_size=VOCAB_SIZE,
+        tile=profile.tile,
+    )
+
+
+class Waiting(Protocol):
+    """A clock that can be waited on."""
+
+    def __call__(self) -> float:
+        """Seconds."""
+        ...
+
+    def advance_to(self, time: float) -> None:
+        """Return when it is that late."""
+        ...
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A request under way."""
+
+    record: Record
+    conversation: int
+    turn: int
+    prompt: tuple[int, ...]
+    answer: list[int]
+    """Kept only where another turn goes on from it."""
+    goes_on: bool
+
+
+class Clients:
+    """All clients of a loop, in one thread with it: who asks when, and what they saw."""
+
+    def __init__(
+        self, workload: Workload, loop: LanguageLoop, clock: Waiting, *, vocab_size: int, concurrency: int | None = None
+    ) -> None:
+        """Arrivals are seconds on `clock`; with `concurrency` they do not count, and so many are under way at once."""
+        self.records: list[Record] = []
+        self.ended = 0
+        self.steps = 0
+        self._workload = workload
+        self._loop = loop
+        self._clock = clock
+        self._words = Words(vocab_size)
+        self._under_way: dict[str, _Asked] = {}
+        self._history: dict[int, tuple[int, ...]] = {}
+        """What was said so far, of conversations that go on."""
+        open_loop = concurrency is None
+        first = len(workload) if concurrency is None else min(concurrency, len(workload))
+        self._due = [(workload[number].arrival if open_loop else 0.0, number, 0) for number in range(first)]
+        """What will be asked: when, the conversation, the turn."""
+        self._later = iter(range(first, len(workload)))
+        heapq.heapify(self._due)
+
+    def advance(self) -> bool:
+        """Take in what is due and do one step; False when all has ended."""
+        due, clock, loop = self._due, self._clock, self._loop
+        if not loop.has_work():
+            if not due:
+                return False
+            clock.advance_to(due[0][0])
+        now = clock()
+        while due and due[0][0] <= now:
+            self._ask(*heapq.heappop(due))
+        outputs = loop.step() or ()
+        now = clock()
+        self.steps += 1
+        for name, tokens, reason, cached, scheduled, _ in outputs:
+            asked = self._under_way[name]
+            times = asked.record.token_times
+            if not times:
+                asked.record.scheduled, asked.record.cached_tokens = scheduled, cached
+            times.append(now)
+            if asked.goes_on:
+                asked.answer.extend(tokens)
+            if reason:
+                del self._under_way[name]
+                self._end(asked, now)
+        return True
+
+    def _ask(self, arrival: float, number: int, turn: int) -> None:
+        turns = self._workload[number].turns
+        prompt = self._history.pop(number, ()) + self._words.prompt(number, turn, turns[turn])
+        name = f"{number}.{turn}"
+        params = SamplingParams(temperature=0.0, max_tokens=turns[turn].output, ignore_eos=True)
+        record = Record(arrival, len(prompt))
+        self.records.append(record)
+        self._under_way[name] = _Asked(record, number, turn, prompt, [], turn + 1 < len(turns))
+        self._loop.add(Request(name, prompt, params, arrival=arrival))
+
+    def _end(self, asked: _Asked, now: float) -> None:
+        """A turn has ended: the next one comes after its think time, or the next conversation may begin."""
+        self.ended += 1
+        number, following = asked.conversation, asked.turn + 1
+        if asked.goes_on:
+            self._history[number] = asked.prompt + tuple(asked.answer)
+            heapq.heappush(self._due, (now + self._workload[number].turns[following].think, number, following))
+        elif (conversation := next(self._later, None)) is not None:
+            heapq.heappush(self._due, (now, conversation, 0))

@@ -1,0 +1,1 @@
+"""Language models on a paged cache: what runs next, what stays in memory, and what computes it."""

@@ -1,0 +1,317 @@
+"""The batch's state on the device, and the packed inputs of each step: one upload a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from holdfast.lm.kernels.attention.protocol import Segments
+from holdfast.lm.types import PENDING, Sampling, StepPlan
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where the fields of a step lie in one buffer of int64: fixed places, so that a captured graph finds them."""
+
+    tokens: int
+    """Capacity of the fields that have an entry for each query token."""
+    rows: int
+    """Capacity of the fields that have one for each sampled token."""
+    writes: int
+    """Capacity of the block table entries."""
+
+    def spans(self) -> dict[str, slice]:
+        """By field, its place in the buffer."""
+        sizes = dict.fromkeys(("ids", "positions", "slots", "token_rows"), self.tokens)
+        sizes |= dict.fromkeys(("sample_at", "sample_rows", "seed", "sample_position", "top_k"), self.rows)
+        sizes |= dict.fromkeys(("temperature", "top_p"), self.rows)
+        sizes |= dict.fromkeys(("write_at", "write_block"), self.writes)
+        stops = np.cumsum(list(sizes.values())).tolist()
+        return {name: slice(stop - size, stop) for (name, size), stop in zip(sizes.items(), stops, strict=True)}
+
+
+FLOATS = ("temperature", "top_p")
+SETTINGS = np.dtype([("seed", np.int64), ("top_k", np.int64), ("temperature", np.float32), ("top_p", np.float32)])
+"""How a row draws its tokens."""
+
+PADDING = {"ids": 0, "positions": 0, "slots": -1}
+"""What the fields of a token that is none hold: attention's `write` skips a negative slot."""
+
+ONE_TABLE_WRITE_IN = 4
+"""A padded step has room for a new block table entry for so many of its tokens; what is beyond is written apart."""
+
+
+class Fields:
+    """One buffer and a tensor for each of its fields; float32 fields use the first half of their place."""
+
+    def __init__(self, layout: Layout, buffer: torch.Tensor) -> None:
+        self.buffer = buffer
+        self._tensors = {
+            name: buffer[span].view(torch.float32) if name in FLOATS else buffer[span]
+            for name, span in layout.spans().items()
+        }
+
+    def take(self, name: str, count: int) -> torch.Tensor:
+        """The first `count` entries of a field."""
+        return self._tensors[name][:count]
+
+    def packed(self, num_tokens: int, num_sampled: int) -> PackedStep:
+        """The first so many entries of each field."""
+        return PackedStep(
+            ids=self.take("ids", num_tokens),
+            positions=self.take("positions", num_tokens),
+            slot_mapping=self.take("slots", num_tokens),
+            sample_at=self.take("sample_at", num_sampled),
+            sample_rows=self.take("sample_rows", num_sampled),
+            temperature=self.take("temperature", num_sampled),
+            top_k=self.take("top_k", num_sampled),
+            top_p=self.take("top_p", num_sampled),
+            seed=self.take("seed", num_sampled),
+            sample_position=self.take("sample_position", num_sampled),
+        )
+
+    def arrays(self) -> dict[str, npt.NDArray[np.generic]]:
+        """The fields of a host buffer as numpy arrays that share its memory."""
+        return {name: tensor.numpy() for name, tensor in self._tensors.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class StagedStep:
+    """A plan as packed arrays in a host buffer, and what the host knows of it."""
+
+    step: int
+    host: HostBuffer
+    segments: Segments
+    num_tokens: int
+    num_sampled: int
+    num_writes: int
+    writes_apart: torch.Tensor | None
+    """Table entries [2, n] that are too many for the buffer: places, then blocks."""
+    has_pending: bool
+    any_random: bool
+    any_filtered: bool
+
+
+@dataclass(frozen=True, slots=True)
+class HostBuffer:
+    """A host buffer (pinned where there is a GPU) and its fields."""
+
+    fields: Fields
+    arrays: dict[str, npt.NDArray[np.generic]]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedStep:
+    """The inputs of a step on the device; views of one persistent buffer."""
+
+    ids: torch.Tensor  # [T] int64
+    positions: torch.Tensor  # [T] int64
+    slot_mapping: torch.Tensor  # [T] int64
+    sample_at: torch.Tensor  # [R] int64
+    sample_rows: torch.Tensor  # [R] int64
+    temperature: torch.Tensor  # [R] float32
+    top_k: torch.Tensor  # [R] int64
+    top_p: torch.Tensor  # [R] float32
+    seed: torch.Tensor  # [R] int64
+    sample_position: torch.Tensor  # [R] int64
+
+
+class Batch:
+    """Block tables and last sampled tokens by row, on the device; a mirror of the tables on the host.
+
+    Staging and entering are two halves, so that the host may stage a step while the device still runs the last one:
+    `stage` reads and writes host state only, `enter` applies a staged step to the device, in order of submission.
+
+    A step that a captured graph runs is entered padded: `upload` copies it to the buffer that the graph reads, and what
+    else entering takes (`settle`) is the graph's first part.
+    """
+
+    def __init__(self, *, rows: int, max_blocks: int, max_tokens: int, block_size: int, device: torch.device) -> None:
+        self.block_size, self.max_tokens, self.device = block_size, max_tokens, device
+        # One row more than can be used: it takes the table entries that pad a step.
+        self.block_tables = torch.zeros(rows + 1, max_blocks, dtype=torch.int32, device=device)
+        self._nowhere = rows * max_blocks
+        self.last_token = torch.zeros(rows, dtype=torch.int64, device=device)
+        # A step's own tokens need at most this many new blocks; only prefix hits bring more, and those travel apart.
+        self._layout = Layout(tokens=max_tokens, rows=rows, writes=max_tokens + rows)
+        self._size = max(span.stop for span in self._layout.spans().values())
+        self._mirror = np.full((rows, max_blocks), -1, np.int32)
+        self._settings = np.zeros(rows, SETTINGS)
+        self._drawn: list[Sampling | None] = [None] * rows
+        """By row, what `_settings` holds."""
+        self._free: list[HostBuffer] = []
+        self._persistent = Fields(self._layout, torch.zeros(self._size, dtype=torch.int64, device=device))
+
+    def stage(self, plan: StepPlan) -> StagedStep:
+        """Pack a plan into a host buffer. Raises ValueError for a plan that the batch cannot hold."""
+        host = self._free.pop() if self._free else self._new_buffer()
+        write_at = self._write_mirror(plan)
+        write_block = self._mirror.reshape(-1)[write_at]
+        arrays = host.arrays
+        num_writes = len(write_at)
+        writes_apart = None
+        if num_writes <= self._layout.writes:
+            arrays["write_at"][:num_writes] = write_at
+            arrays["write_block"][:num_writes] = write_block
+        else:
+            writes_apart = torch.from_numpy(np.stack((write_at, write_block.astype(np.int64))))
+        segments = self._pack_tokens(plan, arrays)
+        num_sampled, any_random, any_filtered = self._pack_sampling(plan, segments, arrays)
+        num_tokens = segments.num_tokens
+        return StagedStep(
+            step=plan.step,
+            host=host,
+            segments=segments,
+            num_tokens=num_tokens,
+            num_sampled=num_sampled,
+            num_writes=num_writes if writes_apart is None else 0,
+            writes_apart=writes_apart,
+            has_pending=bool((arrays["ids"][:num_tokens] == PENDING).any()),
+            any_random=any_random,
+            any_filtered=any_filtered,
+        )
+
+    def enter(self, staged: StagedStep) -> PackedStep:
+        """Bring a staged step to the device: one copy, then table entries and pending tokens put in their places."""
+        fields = staged.host.fields
+        if self.device.type == "cuda":
+            self._persistent.buffer.copy_(fields.buffer, non_blocking=True)
+            fields = self._persistent
+        self._write_tables(fields, 0, staged)
+        if staged.has_pending:
+            self._fill_pending(fields, staged.num_tokens)
+        return fields.packed(staged.num_tokens, staged.num_sampled)
+
+    def upload(self, staged: StagedStep, num_tokens: int, num_sampled: int) -> PackedStep:
+        """Bring a staged step to the device, padded up to `num_tokens` and `num_sampled`, for a graph that settles it.
+
+        Tokens of padding are written nowhere, rows of padding sample the first token. Gives the step without padding.
+        """
+        arrays = staged.host.arrays
+        for name, value in PADDING.items():
+            arrays[name][staged.num_tokens : num_tokens] = value
+        arrays["sample_at"][staged.num_sampled : num_sampled] = 0
+        room = self._room(num_tokens)
+        arrays["write_at"][staged.num_writes : room] = self._nowhere
+        self._persistent.buffer.copy_(staged.host.fields.buffer, non_blocking=True)
+        self._write_tables(self._persistent, room, staged)
+        return self._persistent.packed(staged.num_tokens, staged.num_sampled)
+
+    def settle(self, num_tokens: int, num_sampled: int) -> PackedStep:
+        """Put an uploaded step's table entries and pending tokens in their places: the same work for any such step."""
+        fields, room = self._persistent, self._room(num_tokens)
+        places, blocks = fields.take("write_at", room), fields.take("write_block", room)
+        if self.device.type == "cuda":
+            from holdfast.lm.kernels.cache.step_inputs import settle  # Triton comes with CUDA builds only
+
+            ids, rows = fields.take("ids", num_tokens), fields.take("token_rows", num_tokens)
+            settle(ids, rows, self.last_token, self.block_tables, places, blocks, pending=PENDING)
+        else:
+            self.block_tables.view(-1).index_copy_(0, places, blocks.to(torch.int32))
+            self._fill_pending(fields, num_tokens)
+        return fields.packed(num_tokens, num_sampled)
+
+    def clear(self) -> None:
+        """Make of what `upload` brought last a step of nothing but padding."""
+        for name, value in {**PADDING, "token_rows": 0, "sample_at": 0, "write_at": self._nowhere}.items():
+            self._persistent.take(name, self._size).fill_(value)
+
+    def release(self, staged: StagedStep) -> None:
+        """Give the host buffer back, once the step is over."""
+        self._free.append(staged.host)
+
+    def _room(self, num_tokens: int) -> int:
+        """Table entries that a padded step of so many tokens has room for."""
+        return -(-num_tokens // ONE_TABLE_WRITE_IN)
+
+    def _write_tables(self, fields: Fields, first: int, staged: StagedStep) -> None:
+        """Write the table entries from `first` on, and those that travel apart."""
+        tables = self.block_tables.view(-1)
+        if staged.writes_apart is not None:
+            places, blocks = staged.writes_apart.to(self.device)
+        elif staged.num_writes > first:
+            places, blocks = (fields.take(name, staged.num_writes)[first:] for name in ("write_at", "write_block"))
+        else:
+            return
+        tables.index_copy_(0, places, blocks.to(torch.int32))
+
+    def _fill_pending(self, fields: Fields, num_tokens: int) -> None:
+        """Put the tokens that rows sampled last where a step asks for them."""
+        ids = fields.take("ids", num_tokens)
+        sampled = self.last_token.index_select(0, fields.take("token_rows", num_tokens))
+        torch.where(ids == PENDING, sampled, ids, out=ids)
+
+    def _new_buffer(self) -> HostBuffer:
+        buffer = torch.zeros(self._size, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        fields = Fields(self._layout, buffer)
+        return HostBuffer(fields, fields.arrays())
+
+    def _write_mirror(self, plan: StepPlan) -> Ints:
+        """Apply table writes to the mirror; the flat places that changed."""
+        width = self._mirror.shape[1]
+        places: list[int] = []
+        entries: list[int] = []
+        for row, start, blocks in plan.table_writes:
+            stop = start + len(blocks)
+            if stop > width:
+                raise ValueError(f"row {row} gets table entries up to {stop}; it has {width}")
+            places += range(row * width + start, row * width + stop)
+            entries += blocks
+        write_at = np.array(places, np.int64)
+        self._mirror.reshape(-1)[write_at] = entries
+        return write_at
+
+    def _pack_tokens(self, plan: StepPlan, arrays: dict[str, npt.NDArray[np.generic]]) -> Segments:
+        """Ids, positions, slots and rows of every query token; the segments as attention takes them."""
+        _, *bounds, tokens, _ = plan.columns.columns
+        rows, starts, stops = np.array(bounds, np.int64)
+        lengths = stops - starts
+        query_start = np.zeros(len(lengths) + 1, np.int64)
+        np.cumsum(lengths, out=query_start[1:])
+        total = int(query_start[-1])
+        if total > self.max_tokens:
+            raise ValueError(f"step {plan.step} has {total} tokens; the batch holds {self.max_tokens}")
+        arrays["ids"][:total] = np.fromiter(chain.from_iterable(tokens), np.int64, total)
+        token_rows, positions = rows, starts
+        if total > len(rows):
+            token_rows = np.repeat(rows, lengths)
+            positions = np.arange(total) + np.repeat(starts - query_start[:-1], lengths)
+        table_at, offset = np.divmod(positions, self.block_size)
+        blocks = self._mirror[token_rows, table_at]
+        if blocks.min() < 0:
+            token = int(blocks.argmin())
+            raise ValueError(f"step {plan.step}: row {token_rows[token]} has no block for position {positions[token]}")
+        arrays["token_rows"][:total] = token_rows
+        arrays["positions"][:total] = positions
+        arrays["slots"][:total] = blocks.astype(np.int64) * self.block_size + offset
+        return Segments(query_start.astype(np.int32), stops.astype(np.int32), rows.astype(np.int32))
+
+    def _pack_sampling(
+        self, plan: StepPlan, segments: Segments, arrays: dict[str, npt.NDArray[np.generic]]
+    ) -> tuple[int, bool, bool]:
+        """How each sampled token is drawn: the count, whether any is random, whether any is filtered."""
+        drawn = plan.columns.columns[-1]
+        at = np.flatnonzero(np.fromiter([sampling is not None for sampling in drawn], np.bool_, len(drawn)))
+        count, rows = len(at), segments.row[at]
+        arrays["sample_at"][:count] = segments.query_start[1:][at] - 1
+        arrays["sample_rows"][:count] = rows
+        for index, row in zip(at.tolist(), rows.tolist(), strict=True):
+            if self._drawn[row] is not (sampling := drawn[index]):
+                self._drawn[row] = sampling
+                self._settings[row] = (sampling.seed, sampling.top_k, sampling.temperature, sampling.top_p)
+        settings = self._settings[rows]
+        any_random = bool((settings["temperature"] > 0).any())
+        any_filtered = False
+        if any_random:
+            arrays["sample_position"][:count] = segments.context_stop[at]
+            for name in ("seed", "top_k", "temperature", "top_p"):
+                arrays[name][:count] = settings[name]
+            filters = (settings["top_k"] > 0) | (settings["top_p"] < 1)
+            any_filtered = bool((filters & (settings["temperature"] > 0)).any())
+        return count, any_random, any_filtered

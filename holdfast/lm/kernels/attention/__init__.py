@@ -1,0 +1,1 @@
+"""Attention over a paged cache: one interface, its backends, and their kernels."""

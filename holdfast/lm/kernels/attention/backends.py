@@ -1,0 +1,83 @@
+"""The attention backend for a device, and by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from holdfast.core.config import AttentionBackendName
+from holdfast.lm.kernels.attention.flash_attention_3 import FlashAttention3, vllm_kernels
+from holdfast.lm.kernels.attention.protocol import Attention, Segments
+from holdfast.lm.kernels.attention.torch_attention import TorchAttention
+from holdfast.lm.kernels.linear.fp8 import FP8
+
+__all__ = ["MAX_HEAD_DIM", "Attention", "Segments", "attention_for", "require"]
+
+FP8_CAPABILITY = (8, 9)
+"""GPUs from here on convert to and from e4m3, without which Triton compiles no kernel that touches it."""
+MAX_HEAD_DIM = 256
+"""What the tiles of the GPU kernels have room for."""
+
+
+def require(backend: AttentionBackendName, device: torch.device, *, fp8_cache: bool = False) -> None:
+    """Raises ValueError where a backend is not for the device or its cache, or its package is not installed."""
+    if device.type != "cuda" and backend in ("holdfast", "vllm-flash-attn"):
+        raise ValueError(f"attention_backend is {backend}, which takes a GPU, and the device is {device}; choose auto")
+    if backend == "vllm-flash-attn":
+        vllm_kernels(device)
+    ours = device.type == "cuda" and backend in ("auto", "holdfast")
+    if ours and fp8_cache and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+        least = ".".join(str(number) for number in FP8_CAPABILITY)
+        raise ValueError(
+            f"kv_cache_dtype is fp8, which takes a GPU of compute capability {least} (Ada, Hopper) or later; "
+            f"{torch.cuda.get_device_name(device)} is older: leave it out, or choose the attention backend torch"
+        )
+
+
+def attention_for(
+    device: torch.device | str,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    backend: AttentionBackendName = "auto",
+    cache_dtype: torch.dtype | None = None,
+) -> Attention[Any]:
+    """The backend that runs a model of these heads on `device`; by itself our kernels on CUDA, PyTorch on a CPU.
+
+    `cache_dtype` is that of the cache where it is not the model's own: FP8.
+    Raises ValueError for heads that do not group, sizes out of range, a device without a backend, or a backend that
+    is not installed or not for the device.
+    """
+    if num_kv_heads < 1 or num_heads % num_kv_heads:
+        raise ValueError(f"{num_heads} query heads do not divide among {num_kv_heads} KV heads; give a multiple")
+    if not 1 <= head_dim <= MAX_HEAD_DIM:
+        raise ValueError(f"head_dim is {head_dim}; it must lie between 1 and {MAX_HEAD_DIM}")
+    if block_size < 1:
+        raise ValueError(f"block_size is {block_size}; it must be at least 1")
+    device = torch.device(device)
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"there is no attention for device {device!s}; use cpu or cuda")
+    require(backend, device)
+    if device.type == "cpu" or backend == "torch":
+        return TorchAttention(
+            device=device, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size
+        )
+    # Triton comes with CUDA builds only, so that a CPU installation works without it.
+    from holdfast.lm.kernels.attention.paged import PagedAttention
+
+    paged = PagedAttention(
+        device=device,
+        num_processors=torch.cuda.get_device_properties(device).multi_processor_count,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        block_size=block_size,
+        fp8_cache=cache_dtype == FP8,
+    )
+    if backend == "vllm-flash-attn":
+        kernels = vllm_kernels(device)
+        return FlashAttention3(kernels, paged, device=device, head_dim=head_dim, block_size=block_size)
+    return paged

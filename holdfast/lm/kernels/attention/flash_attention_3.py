@@ -1,0 +1,144 @@
+"""FlashAttention-3 over the paged cache, by the kernels that an installed vLLM brings."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from holdfast.lm.kernels.attention.protocol import Attention, CapturableAttention, Segments
+
+MODULE = "vllm.vllm_flash_attn.flash_attn_interface"
+CAPABILITY = (9, 0)
+BLOCK_SIZE_UNIT = 16
+HEAD_DIM_UNIT = 8
+
+
+def vllm_kernels(device: torch.device) -> Any:
+    """The module of vLLM's attention kernels. Raises ValueError where it is not installed, or not for this device."""
+    refused = "attention_backend is vllm-flash-attn, and {}; choose another, or auto"
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != CAPABILITY:
+        raise ValueError(refused.format(f"it takes a GPU of compute capability 9.0, which {device} is not"))
+    try:
+        module = importlib.import_module(MODULE)
+    except ImportError as error:
+        raise ValueError(refused.format(f"the package vllm is not installed here ({error})")) from None
+    if not module.FA3_AVAILABLE:
+        raise ValueError(refused.format(f"this vllm has no FlashAttention-3 ({module.FA3_UNAVAILABLE_REASON})"))
+    return module
+
+
+@dataclass(frozen=True)
+class FlashSchedule:
+    """A batch of at most S segments; what is none of them has no queries and no keys."""
+
+    query_start: torch.Tensor  # [S + 1] int32
+    context_stop: torch.Tensor  # [S] int32
+    row: torch.Tensor  # [S] int32
+    longest: int  # query tokens that a segment has at most
+    furthest: int | None  # where a segment stops at most; None: anywhere in its block table
+
+
+class FlashAttention3(CapturableAttention[FlashSchedule]):
+    """`Attention` by vLLM's build of FlashAttention-3 (Shah et al., 2024), for bfloat16 and float16 on Hopper.
+
+    It reads the cache as it lies, in blocks of a multiple of 16 tokens; another backend writes it.
+    """
+
+    def __init__(
+        self,
+        kernels: Any,
+        writer: Attention[Any],
+        *,
+        device: torch.device,
+        head_dim: int,
+        block_size: int,
+    ) -> None:
+        """By the module `kernels`; `writer` puts keys and values into the cache. Raises ValueError for other sizes."""
+        if block_size % BLOCK_SIZE_UNIT or head_dim % HEAD_DIM_UNIT:
+            raise ValueError(
+                f"attention_backend is vllm-flash-attn, which takes blocks of a multiple of {BLOCK_SIZE_UNIT} and "
+                f"heads of a multiple of {HEAD_DIM_UNIT}; block_size is {block_size}, head_dim {head_dim}"
+            )
+        self.device = device
+        self.block_size = block_size
+        self._attend = kernels.flash_attn_varlen_func
+        self._writer = writer
+
+    def schedule(self, segments: Segments) -> FlashSchedule:
+        count = len(segments.row)
+        schedule = self._empty(count, int(segments.query_length.max()), int(segments.context_stop.max()))
+        self._fill(schedule, segments)
+        return schedule
+
+    def reserve(self, segments: int, tokens: int | None = None) -> FlashSchedule:
+        return self._empty(segments, tokens or 1, None)
+
+    def refill(self, schedule: FlashSchedule, segments: Segments) -> bool:
+        if len(segments.row) > len(schedule.row) or segments.query_length.max() > schedule.longest:
+            return False
+        self._fill(schedule, segments)
+        return True
+
+    def _empty(self, segments: int, longest: int, furthest: int | None) -> FlashSchedule:
+        """A schedule of nothing. All of it lies in one tensor, so that it is filled by one copy."""
+        numbers = torch.zeros(3 * segments + 1, dtype=torch.int32, device=self.device)
+        starts, stops, rows = torch.split(numbers, [segments + 1, segments, segments])
+        return FlashSchedule(starts, stops, rows, longest, furthest)
+
+    def _fill(self, schedule: FlashSchedule, segments: Segments) -> None:
+        room, count = len(schedule.row), len(segments.row)
+        host = torch.zeros(3 * room + 1, dtype=torch.int32, pin_memory=self.device.type == "cuda")
+        starts, stops, rows = np.split(host.numpy(), [room + 1, 2 * room + 1])
+        starts[: count + 1], starts[count + 1 :] = segments.query_start, segments.num_tokens
+        stops[:count], rows[:count] = segments.context_stop, segments.row
+        schedule.query_start.as_strided(host.shape, host.stride()).copy_(host, non_blocking=True)
+
+    def write(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        self._writer.write(key, value, key_cache, value_cache, slot_mapping)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        block_tables: torch.Tensor,
+        schedule: FlashSchedule,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if query.dtype not in (torch.bfloat16, torch.float16) or key_cache.dtype != query.dtype:
+            raise ValueError(
+                "attention_backend is vllm-flash-attn, which takes bfloat16 or float16 and a cache of the same; the "
+                f"model has {query.dtype}, the cache {key_cache.dtype}: choose another dtype, or auto"
+            )
+        attended: torch.Tensor = self._attend(
+            query,
+            key_cache,
+            value_cache,
+            max_seqlen_q=schedule.longest,
+            cu_seqlens_q=schedule.query_start,
+            max_seqlen_k=schedule.furthest or block_tables.shape[1] * self.block_size,
+            seqused_k=schedule.context_stop,
+            softmax_scale=scale,
+            causal=True,
+            window_size=None if window is None else [window - 1, 0],
+            softcap=softcap or 0.0,
+            block_table=block_tables.index_select(0, schedule.row),
+            fa_version=3,
+            s_aux=None if sinks is None else sinks.to(torch.bfloat16),  # of the one type that it takes
+        )
+        return attended

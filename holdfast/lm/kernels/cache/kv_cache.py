@@ -1,0 +1,121 @@
+"""The tensor that holds keys and values of all layers in blocks, in the model's dtype or in FP8, and copies of blocks.
+
+FP8 is e4m3, as it is and without scales: a number is rounded to the nearest of those with 3 bits of fraction between
+2^-6 and 448, and of the multiples of 2^-9 below; what is larger becomes 448. From 2^-6 on the error is 2.3% on average
+and at most 5.9%, whatever a number's size, so a scale would gain nothing there. Models whose keys or values are
+mostly smaller or larger than that range lose by it, and none has been looked at but the built-in one. So a block is its
+bytes and nothing else: copies, sharing, dropping and computing again need know nothing of it, and what is stored for a
+position depends on that position alone, not on how its sequence was cut into segments.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from holdfast.lm.kernels.linear.fp8 import FP8, LARGEST
+
+
+@dataclass(frozen=True)
+class KVCache:
+    """Keys and values in one tensor [layers, 2, num_blocks, block_size, Hkv, D].
+
+    A new cache is not cleared: the kernels never read a slot that was not written.
+    """
+
+    data: torch.Tensor
+
+    @classmethod
+    def allocate(
+        cls,
+        *,
+        layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> KVCache:
+        """Take the memory of `num_blocks` blocks; `block_bytes` says how much one block is."""
+        shape = (layers, 2, num_blocks, block_size, num_kv_heads, head_dim)
+        return cls(torch.empty(shape, dtype=dtype, device=device))
+
+    def pin(self) -> None:
+        """Lock host memory in place and map it for the GPU. Raises MemoryError if the system does not allow it.
+
+        PyTorch's own pinned tensors would take the next power of two.
+        """
+        data = self.data
+        status = torch.cuda.cudart().cudaHostRegister(data.data_ptr(), data.nbytes, 0)  # type: ignore[no-untyped-call]
+        if int(status) != 0:
+            raise MemoryError(
+                f"{data.nbytes / 1e9:.1f} GB of host memory cannot be pinned (CUDA error {int(status)}); "
+                "lower host_cache_gb, or raise the limit on locked memory (ulimit -l)"
+            )
+
+    def unpin(self) -> None:
+        """Undo `pin`, before the memory is given back."""
+        torch.cuda.cudart().cudaHostUnregister(self.data.data_ptr())  # type: ignore[no-untyped-call]
+
+    @property
+    def num_blocks(self) -> int:
+        return self.data.shape[2]
+
+    @property
+    def block_size(self) -> int:
+        return self.data.shape[3]
+
+    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The key cache and the value cache of a layer, [num_blocks, block_size, Hkv, D], as views."""
+        key, value = self.data[index]
+        return key, value
+
+
+def block_bytes(*, layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    """Bytes of one block: keys and values of `block_size` tokens in all layers."""
+    return 2 * layers * block_size * num_kv_heads * head_dim * dtype.itemsize
+
+
+def write_slots(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """`Attention.write` by PyTorch, for slots that are all real."""
+    for new, cache in ((key, key_cache), (value, value_cache)):
+        slots = cache.view(-1, *new.shape[1:])
+        if cache.dtype == FP8:
+            new = new.clamp(-LARGEST, LARGEST).to(FP8)
+        _moved(slots).index_copy_(0, slot_mapping, _moved(new))
+
+
+def _moved(numbers: torch.Tensor) -> torch.Tensor:
+    """The tensor as PyTorch moves its numbers about by index: FP8 as bytes."""
+    return numbers.view(torch.uint8) if numbers.dtype == FP8 else numbers
+
+
+def copy_blocks(
+    source: KVCache,
+    source_blocks: torch.Tensor,
+    target: KVCache,
+    target_blocks: torch.Tensor,
+    layers: slice = slice(None),
+) -> None:
+    """Copy the blocks `source_blocks` [n] of one cache to `target_blocks` [n] of the same or another cache.
+
+    Both index tensors are int64. Between a GPU and the host, whose cache must be pinned, they lie on the GPU and the
+    copy runs on its current stream. Elsewhere all sources are read before any target is written, so the two may
+    overlap within one cache.
+    """
+    read, written = _moved(source.data[layers]), _moved(target.data[layers])
+    if read.device != written.device:
+        # Triton comes with CUDA builds only, so that a CPU installation works without it.
+        from holdfast.lm.kernels.cache.copy_kernel import copy_runs
+
+        copy_runs(read, source_blocks, written, target_blocks)
+    else:
+        written.index_copy_(2, target_blocks, read.index_select(2, source_blocks))

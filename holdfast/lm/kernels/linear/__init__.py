@@ -1,0 +1,1 @@
+"""Everything a decoder layer computes beside attention: products, norms, rotation, gates."""

@@ -1,0 +1,283 @@
+"""Products with FP8 weights on CUDA by FP8 tensor cores, and how `thin_linear` streams these weights for one token.
+
+Converting weights to bf16 costs a few tokens more than it saves: a processor has room for seven instructions a weight.
+So it is the activations that become FP8. Up to 64 tokens each is the sum of two such numbers, which hold all bits of a
+bf16 number together; beyond, where it is arithmetic that counts, one.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+import triton.language as tl
+from torch.nn import functional
+from torch.nn.functional import ScalingType
+
+from holdfast.lm.kernels.dependent_launch import chaining, follow, release
+from holdfast.lm.kernels.fp8_rounding import nearest
+from holdfast.lm.kernels.linear.fp8 import FP8, LARGEST, Fp8Weight
+from holdfast.lm.kernels.linear.skinny_gemm import (
+    FEW,
+    LEAST_ROW_BYTES,
+    MANY_OUTPUTS,
+    MAX_PARTS,
+    MAX_ROWS,
+    PROGRAMS,
+    ThinLaunch,
+)
+
+TILE = 16
+"""Inputs and outputs of a product on FP8 tensor cores are multiples of this."""
+
+LOWER = 16.0
+"""What the second number of an activation is multiplied with: it is at most a 16th of the first."""
+
+ONE_TOKEN = ThinLaunch(block_n=8, block_k=512, num_warps=2, num_stages=4)
+ONE_TOKEN_WIDE = ThinLaunch(block_n=16, block_k=256, num_warps=4, num_stages=6)
+FEW_TOKENS = ThinLaunch(block_n=64, block_k=256, num_warps=4, num_stages=3)
+FEW_TOKENS_WIDE = ThinLaunch(block_n=128, block_k=128, num_warps=8, num_stages=4)
+MORE_TOKENS_CUT = ThinLaunch(block_n=64, block_k=128, num_warps=4, num_stages=6)
+MORE_TOKENS_WIDE = ThinLaunch(block_n=128, block_k=128, num_warps=8, num_stages=3)
+
+FEW_PROGRAMS = 256
+"""Where a product of up to FEW tokens may be cut over its inputs, until there are about so many programs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Rows:
+    """Activations [T, K], token by token `scale` times data[0], or times data[0] + data[1] / LOWER."""
+
+    data: torch.Tensor  # [1 or 2, T, K] float8_e4m3fn
+    scale: torch.Tensor  # [T] float32
+
+    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
+        """The activations that the numbers stand for."""
+        numbers = self.data[0].float()
+        if len(self.data) > 1:
+            numbers += self.data[1].float() / LOWER
+        return (numbers * self.scale[:, None]).to(dtype)
+
+
+def fp8_launch_for(x: torch.Tensor, weight: Fp8Weight, *, cut: bool = False) -> ThinLaunch | None:
+    """How `thin_linear` (one token) or `few_rows_product` run x [T, K] times an FP8 weight [N, K]; None: neither does.
+
+    `cut` says that the caller adds up partial sums at no cost of its own. Tuned on an H200 (benchmarks/gemv_gpu.py).
+    """
+    rows, inputs = x.shape
+    fits = 0 < rows <= MAX_ROWS and x.stride(1) == 1
+    if not fits or x.element_size() != 2 or inputs * x.element_size() < LEAST_ROW_BYTES:
+        return None
+    outputs = weight.shape[0]
+    wide = outputs >= MANY_OUTPUTS
+    if rows == 1:
+        return ONE_TOKEN_WIDE if wide and not cut else ONE_TOKEN
+    if not cut:
+        return (FEW_TOKENS_WIDE if rows <= FEW else MORE_TOKENS_WIDE) if wide else FEW_TOKENS
+    own, most = (FEW_TOKENS, FEW_PROGRAMS) if rows <= FEW else (MORE_TOKENS_CUT, PROGRAMS)
+    wanted = round(most / -(-outputs // own.block_n))
+    return replace(own, parts=max(1, min(MAX_PARTS, wanted, inputs // (4 * own.block_k))))
+
+
+def has_tiles(x: torch.Tensor, weight: Fp8Weight) -> bool:
+    """Whether FP8 tensor cores take a product: of many tokens, in tiles, of activations that are rounded anyway."""
+    outputs, inputs = weight.shape
+    return len(x) > MAX_ROWS and x.element_size() == 2 and outputs % TILE == 0 and inputs % TILE == 0
+
+
+def quantize_rows(x: torch.Tensor, *, halves: int = 1, gated: bool = False) -> Fp8Rows:
+    """x [T, K] as `halves` FP8 numbers each. For one, every token's largest becomes LARGEST.
+
+    For two the scale is a power of two, and the 8 bits of a bf16 number go to them by fours: nothing is lost but what
+    is under 2**-22 of the token's largest. `gated`: what is quantized is silu(gate) * up of x [T, 2 K].
+    """
+    tokens, width = x.shape[0], x.shape[1] // (2 if gated else 1)
+    data = torch.empty(halves, tokens, width, dtype=FP8, device=x.device)
+    scale = torch.empty(tokens, dtype=torch.float32, device=x.device)
+    block = triton.next_power_of_2(width)
+    quantize_rows_kernel[(tokens,)](
+        x,
+        data,
+        scale,
+        width,
+        x.stride(0),
+        HALVES=halves,
+        GATED=gated,
+        LARGEST=LARGEST,
+        LOWER=LOWER,
+        BLOCK=block,
+        num_warps=max(1, min(16, block // 512)),
+        **chaining(x.device),
+    )
+    return Fp8Rows(data, scale)
+
+
+def tiled_product(x: Fp8Rows, weight: Fp8Weight, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """x [T, K] of one number each times weight [N, K] transposed, plus bias, as [T, N] of `dtype`.
+
+    PyTorch's product, scaled by tokens and outputs, summed fast and rounded to bfloat16, which is all that it offers.
+    """
+    out = functional.scaled_mm(
+        x.data[0],
+        weight.data.t(),
+        x.scale[:, None],
+        ScalingType.RowWise,
+        weight.scale[None, :],
+        ScalingType.RowWise,
+        output_dtype=torch.bfloat16,
+        use_fast_accum=True,
+    ).to(dtype)
+    return out if bias is None else out.add_(bias)
+
+
+def few_rows_product(
+    x: Fp8Rows,
+    weight: Fp8Weight,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    launch: ThinLaunch,
+    *,
+    gated: bool = False,
+) -> None:
+    """Put x [T, K] of two numbers each times weight [N, K] transposed, plus bias, into out [parts, T, N].
+
+    With parts above 1 each holds the sum over its piece of the inputs, and bias must be None. `gated`: weight and bias
+    have 2 N rows, gate over up, and out is silu(gate) * up.
+    """
+    _, rows, inputs = x.data.shape
+    outputs = weight.shape[0] // 2 if gated else weight.shape[0]
+    few_rows_kernel[launch.grid(weight.shape[0])](
+        x.data,
+        x.scale,
+        weight.data,
+        weight.scale,
+        bias,
+        out,
+        rows,
+        outputs,
+        inputs,
+        launch.part_length(inputs),
+        x.data.stride(0),
+        x.data.stride(1),
+        weight.data.stride(0),
+        out.stride(0),
+        out.stride(1),
+        GATED=gated,
+        LOWER=LOWER,
+        BLOCK_M=max(16, triton.next_power_of_2(rows)),
+        **launch.options(inputs),
+        **chaining(out.device),
+    )
+
+
+@triton.jit
+def quantize_rows_kernel(
+    x,
+    data,
+    scale,
+    width,
+    x_stride,
+    HALVES: tl.constexpr,
+    GATED: tl.constexpr,
+    LARGEST: tl.constexpr,
+    LOWER: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """FP8 numbers of one token, and the scale that they share, which is NaN if any is not finite: program (token)."""
+    release(CHAINED)
+    follow(CHAINED)
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    held = at < width
+    value = tl.load(x + token * x_stride + at, mask=held, other=0.0).to(tl.float32)
+    if GATED:
+        up = tl.load(x + token * x_stride + width + at, mask=held, other=0.0).to(tl.float32)
+        value = value / (1.0 + tl.exp(-value)) * up
+    # A token of zeros has no scale of its own; the least normal number keeps the quotients finite.
+    poison = tl.sum(value * 0.0, 0)
+    factor = tl.maximum(tl.max(tl.abs(value), 0) / LARGEST, 1.1754944e-38)
+    if HALVES == 2:
+        factor = ((factor.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+    value = value / factor
+    first = nearest(value).to(data.dtype.element_ty)
+    tl.store(data + token * width + at, first, mask=held)
+    if HALVES == 2:
+        rest = nearest((value - first.to(tl.float32)) * LOWER)
+        place = data + (tl.num_programs(0) + token) * width + at
+        tl.store(place, rest.to(data.dtype.element_ty), mask=held)
+    tl.store(scale + token, factor + poison)
+
+
+@triton.jit(do_not_specialize=["rows"])  # it only masks: one kernel for all counts of a BLOCK_M
+def few_rows_kernel(
+    x,
+    x_scale,
+    weight,
+    scale,
+    bias,
+    out,
+    rows,
+    outputs,
+    inputs,
+    part_length,
+    x_stride_half,
+    x_stride,
+    weight_stride,
+    out_stride_part,
+    out_stride,
+    GATED: tl.constexpr,
+    LOWER: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr,
+    STAGES: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """x [rows, inputs], two numbers each, times weight transposed: program (BLOCK_N rows of weight, part).
+
+    Parts and GATED are those of `thin_linear_kernel`. FP8 tensor cores keep few bits of their sums, so these are added
+    up in float32 after each block of inputs; for the lower numbers it does not matter.
+    """
+    release(CHAINED)
+    token = tl.arange(0, BLOCK_M)
+    TAKEN: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N  # outputs of this program
+    item = tl.arange(0, BLOCK_N)
+    # Outputs past the last read its rows again, which costs nothing and needs no mask.
+    if GATED:
+        row = tl.minimum(tl.program_id(0) * TAKEN + item // 2, outputs - 1) + item % 2 * outputs
+    else:
+        row = tl.minimum(tl.program_id(0) * TAKEN + item, outputs - 1)
+    weight_at = weight + row.to(tl.int64)[:, None] * weight_stride
+    x_at = x + token[None, :] * x_stride
+    begin = tl.program_id(1) * part_length
+    follow(CHAINED)
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    lower = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for first in tl.range(begin, tl.minimum(inputs, begin + part_length), BLOCK_K, num_stages=STAGES):
+        k = first + tl.arange(0, BLOCK_K)
+        inside = k < inputs
+        held = (token < rows)[None, :] & inside[:, None]
+        if EVEN:
+            tile = tl.load(weight_at + k[None, :])
+        else:
+            tile = tl.load(weight_at + k[None, :], mask=inside[None, :], other=0.0)
+        high_x = tl.load(x_at + k[:, None], mask=held, other=0.0)
+        lower_x = tl.load(x_at + x_stride_half + k[:, None], mask=held, other=0.0)
+        acc = tl.dot(tile, high_x, acc, max_num_imprecise_acc=BLOCK_K)
+        lower = tl.dot(tile, lower_x, lower)
+    result = (acc + lower / LOWER) * tl.load(scale + row)[:, None]
+    result *= tl.load(x_scale + token, mask=token < rows, other=0.0)[None, :]
+    if bias is not None:
+        result += tl.load(bias + row).to(tl.float32)[:, None]
+    if GATED:
+        gate, up = tl.split(tl.permute(tl.reshape(result, (TAKEN, 2, BLOCK_M)), (0, 2, 1)))
+        result = gate / (1.0 + tl.exp(-gate)) * up
+    n = tl.program_id(0) * TAKEN + tl.arange(0, TAKEN)
+    place = out + tl.program_id(1).to(tl.int64) * out_stride_part + token[None, :] * out_stride + n[:, None]
+    written = (n < outputs)[:, None] & (token < rows)[None, :]
+    tl.store(place, result.to(out.dtype.element_ty), mask=written)

@@ -1,0 +1,110 @@
+"""Drawing one token a row, batched on the device, from noise that depends on the request alone."""
+
+from __future__ import annotations
+
+import torch
+
+
+def sample(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    seed: torch.Tensor,
+    position: torch.Tensor,
+    *,
+    any_random: bool,
+    any_filtered: bool,
+) -> torch.Tensor:
+    """One token for each row of logits [B, V], as [B] int64, without a wait for the device.
+
+    A row of temperature 0 takes its likeliest token (the lowest id among equals). Any other row draws from
+    softmax(logits / temperature), cut first to its `top_k` likeliest tokens (0 or less: off), then to the likeliest
+    of these that together reach the share `top_p` (1: off; one token always stays). Equal logits rank by token id,
+    so exactly k tokens stay. Sums are taken in float32: where a token ends `top_p` to within their rounding, devices
+    may differ in whether the next one stays.
+
+    The draw is the Gumbel-max trick with noise hashed from (seed, position, token id): a row's token depends on its
+    own logits, seed and position, not on its place in the batch nor on its neighbours. All of temperature and top_p
+    (float32), top_k (int32 or int64), seed and position (int64) are [B] on the device of the logits. The host knows
+    whether the batch has a row with a temperature (`any_random`) and one of those with top_k or top_p on
+    (`any_filtered`), and says so: what no row needs is left out.
+    """
+    if logits.device.type == "cuda":
+        # Triton comes with CUDA builds only, so that a CPU installation works without it.
+        if not any_random:
+            from holdfast.lm.kernels.sampling.argmax import likeliest
+
+            return likeliest(logits)
+        from holdfast.lm.kernels.sampling.sample_kernel import sample_rows
+
+        return sample_rows(logits, temperature, top_k, top_p, seed, position, any_filtered=any_filtered)
+    if not any_random:
+        return _likeliest(logits)
+    is_random = (temperature > 0)[:, None]
+    heat = torch.where(is_random, temperature[:, None], 1.0)
+    tokens = torch.arange(logits.shape[-1], dtype=torch.int32)[None, :]
+    order = None
+    if any_filtered:
+        scores, order = _filtered(logits.float(), heat, top_k, top_p)
+        tokens = order.to(torch.int32)
+    else:
+        scores = logits.float() / heat
+    scores = torch.where(is_random, scores + _gumbel(seed, position, tokens), scores)
+    choice = scores.argmax(-1)
+    return choice if order is None else order.gather(1, choice[:, None])[:, 0]
+
+
+def _likeliest(logits: torch.Tensor) -> torch.Tensor:
+    """The lowest of each row's likeliest tokens. NumPy's argmax is vectorised, PyTorch's on a CPU is not."""
+    if logits.dtype == torch.float32:
+        return torch.from_numpy(logits.numpy().argmax(-1))
+    return logits.argmax(-1)
+
+
+def _filtered(
+    logits: torch.Tensor, heat: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores by falling logit, those cut by top-k and top-p at -inf, and the token ids in that order."""
+    vocab = logits.shape[-1]
+    logits, order = logits.sort(dim=-1, descending=True, stable=True)
+    scores = logits / heat
+    rank = torch.arange(vocab)[None, :]
+    scores = scores.masked_fill(rank >= torch.where(top_k > 0, top_k, vocab)[:, None], -torch.inf)
+    share = scores.softmax(-1)
+    likelier = share.cumsum(-1) - share  # what the tokens before this one hold together
+    cut = (likelier >= top_p[:, None]) & (top_p < 1)[:, None] & (rank > 0)
+    return scores.masked_fill(cut, -torch.inf), order
+
+
+def _gumbel(seed: torch.Tensor, position: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Gumbel noise [B, V] for token ids [B or 1, V] of int32, from a 64-bit key of (seed, position) for each row."""
+    row_key = _mix64(_mix64(seed) + position)
+    low, high = row_key.view(torch.int32).view(-1, 2).unbind(1)
+    # Two rounds of MurmurHash3's 32-bit finalizer over the token id, each with its own half of the row's key.
+    bits = tokens ^ low[:, None]
+    bits = _mix32(bits) + high[:, None]
+    bits = _mix32(bits)
+    # Uniform in (0, 1). A token wins by a small -log(1 - u), so the fine steps of float32 are spent near u = 0.
+    uniform = (bits & 0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
+    return uniform.neg_().log1p_().neg_().log_().neg_()
+
+
+def _mix32(bits: torch.Tensor) -> torch.Tensor:
+    """MurmurHash3's finalizer on int32, whose products wrap."""
+    bits = (bits ^ _shift_right(bits, 16)) * -0x7A143595
+    bits = (bits ^ _shift_right(bits, 13)) * -0x3D4D51CB
+    return bits ^ _shift_right(bits, 16)
+
+
+def _mix64(bits: torch.Tensor) -> torch.Tensor:
+    """SplitMix64's step on int64, whose products wrap."""
+    bits = bits + -0x61C8864680B583EB
+    bits = (bits ^ _shift_right(bits, 30)) * -0x40A7B892E31B1A47
+    bits = (bits ^ _shift_right(bits, 27)) * -0x6B2FB644ECCEEE15
+    return bits ^ _shift_right(bits, 31)
+
+
+def _shift_right(bits: torch.Tensor, places: int) -> torch.Tensor:
+    """Logical right shift: torch's own drags the sign along."""
+    return (bits >> places) & ((1 << (bits.element_size() * 8 - places)) - 1)

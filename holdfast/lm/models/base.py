@@ -1,0 +1,111 @@
+"""What every model offers to the executor, and what a step gives to a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from holdfast.lm.kernels.attention.protocol import Attention
+
+
+class UnsupportedCheckpoint(ValueError):
+    """A checkpoint that cannot be served; the message says why, and what to do where there is something."""
+
+
+def limited(wanted: int | None, made_for: int) -> int:
+    """The longest sequence: what is wanted, within what the model was made for. Raises ValueError for more."""
+    if wanted is not None and wanted > made_for:
+        raise ValueError(f"max_model_len is {wanted}; the model was made for {made_for} tokens at most")
+    return wanted or made_for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """What the engine must know of a model, whatever its architecture."""
+
+    architecture: str
+    num_layers: int
+    """Layers that keep keys and values."""
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_model_len: int
+    """Longest sequence in tokens."""
+    eos_token_ids: tuple[int, ...]
+    dtype: torch.dtype
+    """Of weights and activations; of the cache too, unless the engine's configuration says otherwise."""
+    device: torch.device
+    weight_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepInput:
+    """One packed batch of T tokens on the device, with the cache it reads and writes."""
+
+    ids: torch.Tensor  # [T] int64
+    positions: torch.Tensor  # [T] int64
+    sample_at: torch.Tensor | None  # [R] int64: the tokens of the batch whose logits are wanted; None: all, in order
+    slot_mapping: torch.Tensor  # [T] int64
+    block_tables: torch.Tensor  # [rows, max_blocks] int32
+    caches: Sequence[tuple[torch.Tensor, torch.Tensor]]  # by layer, keys and values [num_blocks, block_size, Hkv, D]
+    attention: Attention[Any]
+    schedule: Any  # what attention.schedule gave for this batch
+
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Put keys and values [T, Hkv, D] into the layer's cache."""
+        self.attention.write(key, value, *self.caches[layer], self.slot_mapping)
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention of query [T, H, D] over the layer's cache, where the step's own keys are by now: [T, H, D]."""
+        keys, values = self.caches[layer]
+        return self.attention.attend(
+            query,
+            keys,
+            values,
+            self.block_tables,
+            self.schedule,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+        )
+
+
+class Model(Protocol):
+    """Weights on a device that turn a packed batch into logits."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    def forward(self, step: StepInput) -> torch.Tensor:
+        """Logits [R, vocab_size] of the tokens at `sample_at`. Writes the cache; never waits for the device."""
+        ...
+
+
+@runtime_checkable
+class CapturableModel(Model, Protocol):
+    """A model that launches the same work for any batch of the same size, and so may be a CUDA graph.
+
+    `forward` is `head` of `body`: what is computed for each token, and what for those alone whose logits are wanted.
+    """
+
+    def body(self, step: StepInput) -> tuple[torch.Tensor, ...]:
+        """What `head` takes: tensors of R rows, for the tokens at `sample_at`. Writes the cache."""
+        ...
+
+    def head(self, rows: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """Logits [R, vocab_size] of what `body` gave, which it may write over."""
+        ...

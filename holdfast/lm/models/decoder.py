@@ -1,0 +1,258 @@
+"""The native decoder: one packed transformer, described by how an architecture differs from its plainest form."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Protocol
+
+import torch
+from torch.nn import functional
+
+from holdfast.lm.kernels.linear.layers import Fp8Weight, LayerShape, Normed, Weight, layer_ops_for, quantize
+from holdfast.lm.models.base import ModelSpec, StepInput
+from holdfast.lm.models.rope import Rope
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderSpec:
+    """Sizes and differences of one checkpoint. A difference that is off costs nothing in `Decoder.forward`."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_positions: int
+    rms_eps: float
+    rope: Rope
+    names: WeightNames
+    activation: str = "silu"
+    tied: bool = False
+    """The LM head is the embedding."""
+    qk_norm: bool = False
+    """Queries and keys are normed within each head."""
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    windows: tuple[int | None, ...] = ()
+    """By layer, how many positions a query sees, itself included; empty: all layers see all."""
+    init_std: float = 0.02
+    """Spread of random weights."""
+
+    @property
+    def scale(self) -> float:
+        return float(self.head_dim**-0.5)
+
+
+@dataclass(frozen=True)
+class WeightNames:
+    """What a family of checkpoints calls its tensors. A fused weight lists its parts, from its first row down."""
+
+    embedding: str
+    norm: str
+    lm_head: str
+    layer: str
+    """The prefix of a layer, with {} for its number."""
+    fields: dict[str, tuple[str, ...]]
+    """By field of LayerWeights, the names after the prefix."""
+    ignored: tuple[str, ...] = ()
+    """Endings of tensors that hold nothing: old checkpoints saved their rope frequencies."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerWeights:
+    """The tensors of one layer; None where the architecture has none."""
+
+    input_norm: torch.Tensor  # [hidden]
+    qkv: Weight  # [(H + 2 Hkv) D, hidden]
+    o: Weight  # [hidden, H D]
+    post_norm: torch.Tensor  # [hidden]
+    gate_up: Weight  # [2 intermediate, hidden]
+    down: Weight  # [hidden, intermediate]
+    q_norm: torch.Tensor | None = None  # [D]
+    k_norm: torch.Tensor | None = None  # [D]
+    qkv_bias: torch.Tensor | None = None
+    o_bias: torch.Tensor | None = None
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+
+
+PRODUCTS = ("qkv", "o", "gate_up", "down")
+"""The fields of LayerWeights that may be FP8: nearly all that a step reads, beside the LM head."""
+
+
+class WeightSource(Protocol):
+    """Where weights come from: a checkpoint, or chance."""
+
+    def fill(self, name: str, into: torch.Tensor) -> None:
+        """Write the tensor `name` into `into`, which has its shape. Raises UnsupportedCheckpoint if it cannot."""
+        ...
+
+
+def layer_shapes(spec: DecoderSpec) -> dict[str, tuple[Shape, ...]]:
+    """By field of LayerWeights, the shapes of the parts that are fused along their rows."""
+    hidden, inner = spec.hidden_size, spec.intermediate_size
+    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    shapes: dict[str, tuple[Shape, ...]] = {
+        "input_norm": ((hidden,),),
+        "qkv": ((q, hidden), (kv, hidden), (kv, hidden)),
+        "o": ((hidden, q),),
+        "post_norm": ((hidden,),),
+        "gate_up": ((inner, hidden), (inner, hidden)),
+        "down": ((hidden, inner),),
+    }
+    if spec.qk_norm:
+        shapes |= {"q_norm": ((spec.head_dim,),), "k_norm": ((spec.head_dim,),)}
+    if spec.qkv_bias:
+        shapes["qkv_bias"] = ((q,), (kv,), (kv,))
+    if spec.o_bias:
+        shapes["o_bias"] = ((hidden,),)
+    if spec.mlp_bias:
+        shapes |= {"gate_up_bias": ((inner,), (inner,)), "down_bias": ((hidden,),)}
+    return shapes
+
+
+def elements_of(shapes: tuple[Shape, ...]) -> int:
+    """Numbers in all parts of a weight."""
+    return sum(prod(shape) for shape in shapes)
+
+
+class Decoder:
+    """A `Model`: weights of the architectures in `models.registry`, run on packed tokens without padding."""
+
+    def __init__(
+        self,
+        decoder: DecoderSpec,
+        source: WeightSource,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        max_model_len: int,
+        eos_token_ids: tuple[int, ...],
+        fp8: bool = False,
+    ) -> None:
+        """Fill the weights from `source`; with `fp8`, quantize those of PRODUCTS one by one, as they come."""
+        names = decoder.names
+        self._source, self._device, self._dtype = source, device, dtype
+        self._bytes = 0
+        self.decoder = decoder
+        self.embedding = self._fused((names.embedding,), ((decoder.vocab_size, decoder.hidden_size),))
+        shapes = layer_shapes(decoder)
+        quantized = PRODUCTS if fp8 else ()
+        # One buffer for the weights that are quantized: freed ones would leave holes that others do not fill.
+        self._unquantized = self._empty(max((elements_of(shapes[field]) for field in quantized), default=0))
+        self.layers = tuple(self._layer(index, shapes, quantized) for index in range(decoder.num_layers))
+        del self._unquantized
+        self.norm = self._fused((names.norm,), ((decoder.hidden_size,),))
+        self.lm_head = (
+            self.embedding
+            if decoder.tied
+            else self._fused((names.lm_head,), ((decoder.vocab_size, decoder.hidden_size),))
+        )
+        del self._source
+        self._ops = layer_ops_for(
+            LayerShape(
+                num_heads=decoder.num_heads,
+                num_kv_heads=decoder.num_kv_heads,
+                head_dim=decoder.head_dim,
+                eps=decoder.rms_eps,
+                activation=decoder.activation,
+                dtype=dtype,
+                inverse_frequencies=decoder.rope.inverse_frequencies(decoder.head_dim).to(device),
+                amplitude=decoder.rope.amplitude,
+            )
+        )
+        self.spec = ModelSpec(
+            architecture=decoder.architecture,
+            num_layers=decoder.num_layers,
+            num_heads=decoder.num_heads,
+            num_kv_heads=decoder.num_kv_heads,
+            head_dim=decoder.head_dim,
+            vocab_size=decoder.vocab_size,
+            max_model_len=max_model_len,
+            eos_token_ids=eos_token_ids,
+            dtype=dtype,
+            device=device,
+            weight_bytes=self._bytes,
+        )
+
+    def _layer(self, index: int, shapes: dict[str, tuple[Shape, ...]], quantized: tuple[str, ...]) -> LayerWeights:
+        family, weights = self.decoder.names, dict[str, Any]()
+        for field, parts in shapes.items():
+            names = tuple(family.layer.format(index) + name for name in family.fields[field])
+            weights[field] = self._quantized(names, parts) if field in quantized else self._fused(names, parts)
+        return LayerWeights(**weights)
+
+    def _fused(self, names: tuple[str, ...], shapes: tuple[Shape, ...]) -> torch.Tensor:
+        """One tensor of parts that lie below one another."""
+        rows = [shape[0] for shape in shapes]
+        shape = (sum(rows), *shapes[0][1:])
+        if self._device.type == "cpu" and len(shape) == 2 and names[0] != self.decoder.names.embedding:
+            # Stored by inputs, as MKL likes it best for few tokens: up to twice as fast.
+            whole = self._empty(*shape[::-1]).t()
+        else:
+            whole = self._empty(*shape)
+        self._fill(names, torch.split(whole, rows))
+        self._bytes += whole.nbytes
+        return whole
+
+    def _quantized(self, names: tuple[str, ...], shapes: tuple[Shape, ...]) -> Fp8Weight:
+        """One FP8 weight of parts that lie below one another."""
+        whole = self._unquantized[: elements_of(shapes)].view(-1, shapes[0][1])
+        self._fill(names, torch.split(whole, [shape[0] for shape in shapes]))
+        weight = quantize(whole)
+        self._bytes += weight.nbytes
+        return weight
+
+    def _fill(self, names: tuple[str, ...], parts: Sequence[torch.Tensor]) -> None:
+        for name, part in zip(names, parts, strict=True):
+            self._source.fill(name, part)
+
+    def _empty(self, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, device=self._device, dtype=self._dtype)
+
+    def forward(self, step: StepInput) -> torch.Tensor:
+        """Logits [R, vocab_size]."""
+        return self.head(self.body(step))
+
+    def body(self, step: StepInput) -> tuple[torch.Tensor, ...]:
+        """The residual stream and what the last layer attended, [R, ...]: nothing reads the other tokens from there.
+
+        The residual stream is one tensor that every layer adds to in place.
+        """
+        spec, ops = self.decoder, self._ops
+        windows = spec.windows or (None,) * spec.num_layers
+        rotation = ops.rotation(step.positions)
+        stream = functional.embedding(step.ids, self.embedding)  # [T, hidden]
+        normed = ops.norm(stream, self.layers[0].input_norm)
+        for index, (layer, window) in enumerate(zip(self.layers, windows, strict=True)):
+            qkv = ops.linear(normed, layer.qkv, layer.qkv_bias)
+            query = ops.rotate_and_write(
+                qkv, rotation, layer.q_norm, layer.k_norm, step.caches[index], step.slot_mapping
+            )
+            attended = step.attend(index, query, scale=spec.scale, window=window).flatten(1)
+            if index < spec.num_layers - 1:
+                normed = self._finish(index, stream, attended)
+        if step.sample_at is None:
+            return stream, attended
+        return stream.index_select(0, step.sample_at), attended.index_select(0, step.sample_at)
+
+    def head(self, rows: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """Logits [R, vocab_size]: the rest of the last layer, and the LM head."""
+        stream, attended = rows
+        return self._ops.linear(self._finish(self.decoder.num_layers - 1, stream, attended), self.lm_head)
+
+    def _finish(self, index: int, stream: torch.Tensor, attended: torch.Tensor) -> Normed:
+        """What a layer does after attention, added to the stream; the stream normed for what comes next."""
+        ops, layer = self._ops, self.layers[index]
+        following = self.norm if index == self.decoder.num_layers - 1 else self.layers[index + 1].input_norm
+        normed = ops.add_linear_norm(stream, attended, layer.o, layer.o_bias, layer.post_norm)
+        inner = ops.gated_linear(normed, layer.gate_up, layer.gate_up_bias)
+        return ops.add_linear_norm(stream, inner, layer.down, layer.down_bias, following)

@@ -1,0 +1,351 @@
+"""Any other causal decoder, through Transformers' own modeling code with paged attention as its attention function.
+
+Transformers hands every keyword of `model(...)` down to the attention function of each layer, so the step travels as
+a keyword and nothing is ambient. Not every architecture does: some drop keywords, some never call the function, some
+say in a mask what the keywords do not. So a model is probed before it is accepted, and refused with the reason.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from holdfast.lm.kernels.attention.backends import attention_for
+from holdfast.lm.kernels.attention.protocol import Segments
+from holdfast.lm.kernels.cache.kv_cache import KVCache
+from holdfast.lm.models.base import Model, ModelSpec, StepInput, UnsupportedCheckpoint, limited
+
+PAGED, RECORDED, PLAIN = "holdfast", "holdfast-record", "eager"
+
+HARMLESS = frozenset(
+    {"dropout", "position_ids", "cache_position", "use_cache", "is_causal", "return_dict"}
+    | {"output_attentions", "output_hidden_states", "output_router_logits"}
+)
+"""Keywords that say nothing about how attention is computed here."""
+
+PROBE_LENGTH, PROBE_CHUNK, PROBE_BLOCK = 24, 17, 16
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
+"""Relative difference of the probe's logits; in half precision a rounding may send a token to another expert."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of the attention function during the probe."""
+
+    layer: int | None
+    query: torch.Size  # [1, H, T, D]
+    key: torch.Size
+    value: torch.Size
+    keywords: dict[str, Any]
+
+
+class TransformersModel:
+    """A `Model` around a Transformers module that calls `paged_attention` in every layer.
+
+    It is no `CapturableModel`: routing and masks may depend on what is in a batch.
+    """
+
+    def __init__(self, module: Any, spec: ModelSpec) -> None:
+        self.module, self.spec = module, spec
+        # Where the module cannot be told which logits are wanted, it computes those of every token.
+        self._keeps = "logits_to_keep" in inspect.signature(module.forward).parameters
+
+    def forward(self, step: StepInput) -> torch.Tensor:
+        """Logits [R, vocab_size]."""
+        kept = {"logits_to_keep": step.sample_at} if self._keeps and step.sample_at is not None else {}
+        output = self.module(
+            input_ids=step.ids[None],
+            position_ids=step.positions[None],
+            use_cache=False,
+            holdfast_step=step,
+            **kept,
+        )
+        logits: torch.Tensor = output.logits[0]
+        return logits if self._keeps or step.sample_at is None else logits.index_select(0, step.sample_at)
+
+
+def paged_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    holdfast_step: StepInput,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **harmless: Any,
+) -> tuple[torch.Tensor, None]:
+    """Transformers' attention function: query [1, H, T, D], key and value [1, Hkv, T, D]; gives [1, T, H, D]."""
+    size, value_size = query.shape[-1], value.shape[-1]
+    if value_size < size:  # latent attention: its values are narrower than its keys
+        value = functional.pad(value, (0, size - value_size))
+    holdfast_step.write(module.layer_idx, packed(key), packed(value))
+    out = holdfast_step.attend(
+        module.layer_idx,
+        packed(query),
+        scale=scaling if scaling is not None else size**-0.5,
+        window=sliding_window,
+        softcap=softcap,
+        sinks=s_aux,
+    )
+    return out[None, ..., :value_size], None
+
+
+def packed(heads: torch.Tensor) -> torch.Tensor:
+    """[1, H, T, D] as [T, H, D], which is a view unless D lies apart in memory."""
+    tokens = heads[0].transpose(0, 1)
+    return tokens if tokens.stride(-1) == 1 else tokens.contiguous()
+
+
+def recorded_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    holdfast_step: list[Call] | None = None,
+    **keywords: Any,
+) -> tuple[torch.Tensor, None]:
+    """Stands in for attention once, to see how an architecture calls it."""
+    if holdfast_step is None:
+        raise UnsupportedCheckpoint("it drops the keywords that reach the other layers")
+    layer = getattr(module, "layer_idx", None)
+    holdfast_step.append(Call(layer, query.shape, key.shape, value.shape, keywords))
+    return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2).contiguous(), None
+
+
+def load(
+    directory: Path,
+    config: Mapping[str, Any],
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    eos_token_ids: tuple[int, ...],
+    max_model_len: int | None,
+    random: bool,
+) -> Model:
+    """The model of a checkpoint that has no native decoder. Raises UnsupportedCheckpoint with the reason."""
+    architecture = config["architectures"][0]
+    try:
+        from transformers import AttentionInterface
+    except ImportError:
+        raise UnsupportedCheckpoint(
+            f"{architecture} has no native decoder and Transformers is not installed: pip install holdfast[hf]"
+        ) from None
+    AttentionInterface.register(PAGED, paged_attention)
+    AttentionInterface.register(RECORDED, recorded_attention)
+    module = _module(directory, config, device, dtype, random)
+    try:
+        return _accepted(module, architecture, device, dtype, eos_token_ids, max_model_len)
+    except UnsupportedCheckpoint as reason:
+        raise UnsupportedCheckpoint(f"{architecture} cannot run on a paged cache: {reason}") from None
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, TypeError, AttributeError, IndexError) as error:
+        raise UnsupportedCheckpoint(f"{architecture} fails on a packed batch: {error}") from error
+
+
+def _module(directory: Path, config: Mapping[str, Any], device: torch.device, dtype: torch.dtype, random: bool) -> Any:
+    """Transformers' own module with the checkpoint's weights."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    architecture, kind = config["architectures"][0], config.get("model_type")
+    if MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind) != architecture:
+        if "auto_map" in config:
+            raise UnsupportedCheckpoint(
+                f"{architecture} needs the remote code in the checkpoint (auto_map), which is never run"
+            )
+        raise UnsupportedCheckpoint(
+            f"{architecture} (model_type {kind!r}) is no causal decoder that "
+            f"Transformers {transformers.__version__} knows"
+        )
+    try:
+        settings = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        if random:
+            with device:
+                module = transformers.AutoModelForCausalLM.from_config(
+                    settings, dtype=dtype, attn_implementation=PLAIN, trust_remote_code=False
+                )
+        else:
+            module, report = transformers.AutoModelForCausalLM.from_pretrained(
+                directory,
+                config=settings,
+                dtype=dtype,
+                attn_implementation=PLAIN,
+                use_safetensors=True,
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
+            for fault in ("missing", "unexpected", "mismatched"):
+                if keys := report.get(f"{fault}_keys"):
+                    raise UnsupportedCheckpoint(f"the checkpoint has {fault} tensors, first {min(map(str, keys))}")
+    except UnsupportedCheckpoint:
+        raise
+    except Exception as error:  # Transformers raises many kinds for a checkpoint that it cannot read
+        raise UnsupportedCheckpoint(f"Transformers cannot load {architecture}: {error}") from error
+    return module.to(device).eval().requires_grad_(False)
+
+
+@torch.inference_mode()
+def _accepted(
+    module: Any,
+    architecture: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    eos_token_ids: tuple[int, ...],
+    max_model_len: int | None,
+) -> Model:
+    """The module as a Model, once it has shown that it can run on a paged cache."""
+    config = module.config.get_text_config()
+    made_for = getattr(config, "max_position_embeddings", None) or max_model_len
+    if made_for is None:
+        raise UnsupportedCheckpoint("its config names no max_position_embeddings; give max_model_len")
+    length = limited(max_model_len, int(made_for))
+    _check_rope(config, length)
+    calls = _record(module, device)
+    _check_calls(calls, config, length)
+    spec = ModelSpec(
+        architecture=architecture,
+        num_layers=len(calls),
+        num_heads=calls[0].query[1],
+        num_kv_heads=calls[0].key[1],
+        head_dim=calls[0].query[-1],
+        vocab_size=config.vocab_size,
+        max_model_len=length,
+        eos_token_ids=eos_token_ids,
+        dtype=dtype,
+        device=device,
+        weight_bytes=sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers())),
+    )
+    plain = _plain_logits(module, device, spec)
+    module.set_attn_implementation(PAGED)
+    model = TransformersModel(module, spec)
+    paged = _paged_logits(model)
+    distance = (paged - plain).norm(dim=-1) / plain.norm(dim=-1)
+    if not distance.median() < TOLERANCE[dtype]:
+        raise UnsupportedCheckpoint(
+            f"its logits differ by {distance.median():.1%} from its own attention's, so its attention needs more than "
+            "causal order, windows, caps, sinks and position_ids say"
+        )
+    return model
+
+
+def _check_rope(config: Any, length: int) -> None:
+    """Frequencies that change with the batch's longest sequence would make a sequence depend on its neighbours."""
+    given = getattr(config, "rope_parameters", None) or {}
+    for rope in (given, *(value for value in given.values() if isinstance(value, dict))):
+        if rope.get("rope_type") == "longrope":
+            original = rope.get("original_max_position_embeddings") or config.original_max_position_embeddings
+            if length > original:
+                raise UnsupportedCheckpoint(
+                    f"longrope changes with the longest sequence of a batch past {original} positions; "
+                    f"give max_model_len {original} or less"
+                )
+
+
+def _record(module: Any, device: torch.device) -> list[Call]:
+    """How the module calls its attention function."""
+    calls: list[Call] = []
+    module.set_attn_implementation(RECORDED)
+    ids = torch.arange(4, device=device)[None]
+    module(input_ids=ids, position_ids=ids, use_cache=False, holdfast_step=calls)
+    return calls
+
+
+def _check_calls(calls: list[Call], config: Any, length: int) -> None:
+    """Every layer must call once, alike, and say its window in a keyword."""
+    layers = list(range(config.num_hidden_layers))
+    if not calls:
+        raise UnsupportedCheckpoint("it never calls Transformers' attention function")
+    if sorted(call.layer if call.layer is not None else -1 for call in calls) != layers:
+        silent = sorted(set(layers) - {call.layer for call in calls})
+        raise UnsupportedCheckpoint(
+            f"layers {silent} do not call Transformers' attention function"
+            if silent
+            else "its attention function is not called once a layer"
+        )
+    calls.sort(key=lambda call: call.layer or 0)
+    if len({(call.query, call.key, call.value) for call in calls}) > 1:
+        raise UnsupportedCheckpoint("its layers differ in heads or head size")
+    if calls[0].value[-1] > calls[0].key[-1]:
+        raise UnsupportedCheckpoint("its values are wider than its keys")
+    known = HARMLESS | {"scaling", "sliding_window", "softcap", "s_aux"}
+    for call in calls:
+        for keyword, value in call.keywords.items():
+            if keyword not in known and value is not None and value is not False:
+                raise UnsupportedCheckpoint(f"its attention takes {keyword!r}, which is not supported")
+    kinds = getattr(config, "layer_types", None) or ["by window"] * len(layers)
+    for call, kind in zip(calls, kinds, strict=True):
+        if kind not in ("by window", "full_attention", "sliding_attention"):
+            raise UnsupportedCheckpoint(f"layer {call.layer} is of type {kind!r}, which is not supported")
+        window = None if kind == "full_attention" else getattr(config, "sliding_window", None)
+        if getattr(config, "use_sliding_window", True) is False:
+            window = None
+        told = call.keywords.get("sliding_window")
+        if min(window or length, length) != min(told or length, length):
+            raise UnsupportedCheckpoint(f"layer {call.layer} has the window {window} and tells its attention {told}")
+
+
+def _probe_ids(device: torch.device, spec: ModelSpec) -> torch.Tensor:
+    """Some token ids [PROBE_LENGTH]."""
+    return (torch.arange(PROBE_LENGTH, device=device) * 7 + 3) % spec.vocab_size
+
+
+def _plain_logits(module: Any, device: torch.device, spec: ModelSpec) -> torch.Tensor:
+    """The probe's logits [PROBE_LENGTH, V] by the architecture's own attention."""
+    module.set_attn_implementation(PLAIN)
+    positions = torch.arange(PROBE_LENGTH, device=device)
+    output = module(input_ids=_probe_ids(device, spec)[None], position_ids=positions[None], use_cache=False)
+    logits: torch.Tensor = output.logits[0]
+    return logits.float()
+
+
+def _paged_logits(model: TransformersModel) -> torch.Tensor:
+    """The same through the cache: a first chunk, then the second packed behind another sequence."""
+    spec = model.spec
+    device = spec.device
+    heads: dict[str, Any] = {
+        "num_kv_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "block_size": PROBE_BLOCK,
+    }
+    attention = attention_for(device, num_heads=spec.num_heads, **heads)
+    cache = KVCache.allocate(layers=spec.num_layers, num_blocks=4, dtype=spec.dtype, device=device, **heads)
+    tables = np.array([[3, 1], [2, 0]], np.int32)
+    ids = _probe_ids(device, spec)
+    logits = []
+    for spans in ([(0, 0, PROBE_CHUNK)], [(1, 0, PROBE_CHUNK - 1), (0, PROBE_CHUNK, PROBE_LENGTH)]):
+        rows = np.concatenate([np.full(stop - start, row) for row, start, stop in spans])
+        positions = np.concatenate([np.arange(start, stop) for _, start, stop in spans])
+        slots = tables[rows, positions // PROBE_BLOCK].astype(np.int64) * PROBE_BLOCK + positions % PROBE_BLOCK
+        at = torch.from_numpy(positions).to(device)
+        segments = Segments(
+            query_start=np.cumsum([0, *(stop - start for _, start, stop in spans)], dtype=np.int32),
+            context_stop=np.array([stop for _, _, stop in spans], np.int32),
+            row=np.array([row for row, _, _ in spans], np.int32),
+        )
+        step = StepInput(
+            ids=ids[at],
+            positions=at,
+            sample_at=torch.from_numpy(np.flatnonzero(rows == 0)).to(device),
+            slot_mapping=torch.from_numpy(slots).to(device),
+            block_tables=torch.from_numpy(tables).to(device),
+            caches=[cache.layer(index) for index in range(spec.num_layers)],
+            attention=attention,
+            schedule=attention.schedule(segments),
+        )
+        logits.append(model.forward(step).float())
+    return torch.cat(logits)

@@ -1,0 +1,206 @@
+"""From a checkpoint directory to a model on its device; what is not understood is refused with the reason."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from holdfast.core.config import QuantizationName
+from holdfast.lm.kernels.linear.fp8 import FIRST_CAPABILITY
+from holdfast.lm.models import hf
+from holdfast.lm.models.base import Model, UnsupportedCheckpoint, limited
+from holdfast.lm.models.decoder import Decoder, DecoderSpec, WeightSource
+from holdfast.lm.models.registry import NATIVE
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load(
+    directory: str | Path,
+    *,
+    device: torch.device | str,
+    dtype: str = "auto",
+    max_model_len: int | None = None,
+    load_format: Literal["auto", "random"] = "auto",
+    quantization: QuantizationName = "none",
+) -> Model:
+    """The model of a Hugging Face checkpoint directory, its weights on `device`.
+
+    `dtype` auto is the checkpoint's own on CUDA and float32 on a CPU. `max_model_len` shortens the model's own limit.
+    With `load_format` random only config.json is read and the weights are drawn on the device (benchmarks). With
+    `quantization` fp8 the products of the layers are rounded to FP8 as they are read, one scale for each output.
+    Raises UnsupportedCheckpoint for what is not understood; no code of a checkpoint is ever run.
+    """
+    directory, device = Path(directory), torch.device(device)
+    config = read_json(directory / "config.json")
+    architecture = understood(config)
+    kind = DTYPES[dtype] if dtype != "auto" else own_dtype(config) if device.type == "cuda" else torch.float32
+    eos = eos_token_ids(directory, config)
+    if quantization == "fp8":
+        check_fp8(architecture, device)
+    if architecture not in NATIVE:
+        return hf.load(
+            directory,
+            config,
+            device=device,
+            dtype=kind,
+            eos_token_ids=eos,
+            max_model_len=max_model_len,
+            random=load_format == "random",
+        )
+    spec = NATIVE[architecture](config)
+    source = RandomWeights(spec, device) if load_format == "random" else Safetensors(directory)
+    model = Decoder(
+        spec,
+        source,
+        device=device,
+        dtype=kind,
+        max_model_len=limited(max_model_len, spec.max_positions),
+        eos_token_ids=eos,
+        fp8=quantization == "fp8",
+    )
+    if isinstance(source, Safetensors):
+        source.finish(ignored=leftover_of(spec))
+    return model
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file. Raises UnsupportedCheckpoint naming the file if there is none."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UnsupportedCheckpoint(f"{path.parent} holds no {path.name}; give a Hugging Face directory") from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise UnsupportedCheckpoint(f"{path} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise UnsupportedCheckpoint(f"{path} holds no JSON object")
+    return value
+
+
+def understood(config: Mapping[str, Any]) -> str:
+    """The architecture's name, once nothing in config.json speaks against serving it."""
+    names = config.get("architectures") or []
+    if len(names) != 1:
+        raise UnsupportedCheckpoint(f"config.json must name one architecture; it names {len(names)}")
+    if config.get("is_encoder_decoder"):
+        raise UnsupportedCheckpoint(f"{names[0]} is an encoder-decoder; only causal decoders are served")
+    if quantization := config.get("quantization_config"):
+        method = quantization.get("quant_method", "unknown")
+        raise UnsupportedCheckpoint(f"the checkpoint is quantized ({method}); give one in bfloat16, float16 or float32")
+    return str(names[0])
+
+
+def check_fp8(architecture: str, device: torch.device) -> None:
+    """Raises UnsupportedCheckpoint where weights cannot be FP8."""
+    if architecture not in NATIVE:
+        raise UnsupportedCheckpoint(
+            f"quantization is fp8, which native decoders have ({', '.join(NATIVE)}); {architecture} runs by "
+            "Transformers' code: leave it out"
+        )
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < FIRST_CAPABILITY:
+        least = ".".join(str(number) for number in FIRST_CAPABILITY)
+        raise UnsupportedCheckpoint(
+            f"quantization is fp8, which takes a GPU of compute capability {least} (Hopper) or later; "
+            f"{torch.cuda.get_device_name(device)} is older: leave it out"
+        )
+
+
+def own_dtype(config: Mapping[str, Any]) -> torch.dtype:
+    """What the checkpoint says it is made of; float32 where it says nothing."""
+    name = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+    if name not in DTYPES:
+        raise UnsupportedCheckpoint(f"the checkpoint's dtype is {name}; choose one with dtype: {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def eos_token_ids(directory: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
+    """The tokens that end a sequence: generation_config.json's, else config.json's, else none."""
+    path = directory / "generation_config.json"
+    generation = read_json(path) if path.exists() else {}
+    given = generation.get("eos_token_id", config.get("eos_token_id"))
+    if given is None:
+        return ()
+    return tuple(int(token) for token in (given if isinstance(given, list) else [given]))
+
+
+def leftover_of(spec: DecoderSpec) -> Callable[[str], bool]:
+    """Which tensors a checkpoint of `spec` may hold beside those that are used."""
+    names = spec.names
+    return lambda name: name.endswith(names.ignored) or (spec.tied and name == names.lm_head)
+
+
+class Safetensors(WeightSource):
+    """The tensors of a directory's safetensors files, single or sharded, memory-mapped."""
+
+    def __init__(self, directory: Path) -> None:
+        self._files: dict[str, Any] = {}
+        for path in files_of(directory):
+            try:
+                opened: Any = safe_open(path, framework="pt")
+                names = opened.keys()
+            except (SafetensorError, OSError) as error:
+                raise UnsupportedCheckpoint(f"{path.name} cannot be read as safetensors: {error}") from None
+            for name in names:
+                if name in self._files:
+                    raise UnsupportedCheckpoint(f"tensor {name} stands in two files, one of them {path.name}")
+                self._files[name] = opened
+        self._left = set(self._files)
+
+    def fill(self, name: str, into: torch.Tensor) -> None:
+        if name not in self._files:
+            raise UnsupportedCheckpoint(f"the checkpoint has no tensor {name}, which its config.json asks for")
+        shape = tuple(self._files[name].get_slice(name).get_shape())
+        if shape != tuple(into.shape):
+            raise UnsupportedCheckpoint(f"tensor {name} has shape {shape}; config.json makes it {tuple(into.shape)}")
+        tensor = self._files[name].get_tensor(name)
+        if not tensor.is_floating_point() or tensor.element_size() < 2:
+            raise UnsupportedCheckpoint(f"tensor {name} is {tensor.dtype}; quantized checkpoints are not supported")
+        into.copy_(tensor)
+        self._left.discard(name)
+
+    def finish(self, ignored: Callable[[str], bool]) -> None:
+        """Raises UnsupportedCheckpoint if the checkpoint holds a tensor that nothing has used."""
+        left = sorted(name for name in self._left if not ignored(name))
+        if left:
+            raise UnsupportedCheckpoint(
+                f"the checkpoint holds {len(left)} tensors that its config.json does not explain, first {left[0]}"
+            )
+
+
+def files_of(directory: Path) -> list[Path]:
+    """The safetensors files of a checkpoint, in order."""
+    single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+    if single.exists():
+        return [single]
+    if not index.exists():
+        others = sorted(path.name for path in directory.glob("*") if path.suffix in (".bin", ".pt", ".pth", ".gguf"))
+        found = f"; it holds {others[0]}, convert it to safetensors" if others else ""
+        raise UnsupportedCheckpoint(f"{directory} holds no model.safetensors{found}")
+    names = sorted({str(name) for name in read_json(index).get("weight_map", {}).values()})
+    for name in names:
+        if Path(name).name != name:
+            raise UnsupportedCheckpoint(f"{index.name} names {name!r}, which is not a file of its directory")
+        if not (directory / name).exists():
+            raise UnsupportedCheckpoint(f"{index.name} names {name}, which is missing")
+    return [directory / name for name in names]
+
+
+class RandomWeights(WeightSource):
+    """Weights drawn on the device: norms 1, biases 0, the rest normal with the config's spread."""
+
+    def __init__(self, spec: DecoderSpec, device: torch.device, seed: int = 0) -> None:
+        self._std = spec.init_std
+        self._generator = torch.Generator(device).manual_seed(seed)
+
+    def fill(self, name: str, into: torch.Tensor) -> None:
+        if name.endswith(".bias"):
+            into.zero_()
+        elif into.ndim == 1:
+            into.fill_(1.0)
+        else:
+            into.normal_(0.0, self._std, generator=self._generator)

@@ -1,0 +1,1 @@
+"""The generic loop and its contracts. Knows neither segments nor blocks nor cells."""

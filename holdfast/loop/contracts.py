@@ -1,0 +1,79 @@
+"""The contracts of the loop: a Planner decides steps, an Executor runs them, a Device measures and allocates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+Clock = Callable[[], float]
+"""Seconds, monotonic; the real one is CLOCK_MONOTONIC, so stamps of several processes on one host compare."""
+
+Request = TypeVar("Request", contravariant=True)
+Plan = TypeVar("Plan")
+PlanIn = TypeVar("PlanIn", contravariant=True)
+ResultIn = TypeVar("ResultIn", contravariant=True)
+ResultOut = TypeVar("ResultOut", covariant=True)
+Outputs = TypeVar("Outputs", covariant=True)
+Stats = TypeVar("Stats", covariant=True)
+Sizes = TypeVar("Sizes")
+Shape = TypeVar("Shape", covariant=True)
+
+
+class Planner(Protocol[Request, Plan, ResultIn, Outputs, Stats]):
+    """Decides what runs next. Pure: no clock, no tensor; time is an argument.
+
+    `schedule` may be called again before the results of earlier plans are known. Plans must run in the order in which
+    they were made, and their results come back to `update` in that order.
+    """
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises ValueError, with the reason, if it can never run."""
+        ...
+
+    def abort(self, request_id: str) -> None:
+        """End a request at once. Ignores a request that has ended."""
+        ...
+
+    def schedule(self, now: float) -> Plan | None:
+        """Decide the next step; it counts as submitted. None if nothing can run before a step in flight ends."""
+        ...
+
+    def update(self, plan: Plan, result: ResultIn, now: float) -> Outputs:
+        """Apply the result of the oldest plan in flight; what it gave."""
+        ...
+
+    def has_work(self) -> bool:
+        """Whether any request has not ended."""
+        ...
+
+    def stats(self) -> Stats:
+        """Queues and memory as they stand."""
+        ...
+
+
+class Executor(Protocol[PlanIn, ResultOut]):
+    """Runs plans in the order in which they are submitted; several may be in flight."""
+
+    def submit(self, plan: PlanIn) -> None:
+        """Start the step and return without waiting for it."""
+        ...
+
+    def collect(self) -> ResultOut:
+        """Wait for the oldest step in flight. Raises what that step raised."""
+        ...
+
+    def close(self) -> None:
+        """Release the device. Steps in flight are abandoned."""
+        ...
+
+
+class Device(Protocol[Sizes, Shape]):
+    """What is measured and allocated before the first step."""
+
+    def measure(self) -> Sizes:
+        """Measure what memory there is, and what a step takes of it. Raises MemoryError if nothing would fit."""
+        ...
+
+    def allocate(self, sizes: Sizes) -> Shape:
+        """Allocate state of these sizes, once; the engine that it makes, as a value. Raises MemoryError."""
+        ...

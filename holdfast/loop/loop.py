@@ -1,0 +1,72 @@
+"""Loop: plan, submit, collect, update. Knows neither what a plan holds nor where requests come from."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Generic, TypeVar
+
+from holdfast.loop.contracts import Clock, Executor, Planner
+
+Request = TypeVar("Request")
+Plan = TypeVar("Plan")
+Result = TypeVar("Result")
+Outputs = TypeVar("Outputs")
+Stats = TypeVar("Stats")
+
+
+class Loop(Generic[Request, Plan, Result, Outputs, Stats]):
+    """Keeps up to `steps_in_flight` steps on the executor: 1 waits for each, 2 plans while the device computes.
+
+    An executor's exception passes through. The device's state is then unknown: do not use the loop again.
+    """
+
+    def __init__(
+        self,
+        planner: Planner[Request, Plan, Result, Outputs, Stats],
+        executor: Executor[Plan, Result],
+        steps_in_flight: int,
+        clock: Clock,
+    ) -> None:
+        if steps_in_flight < 1:
+            raise ValueError(f"steps_in_flight is {steps_in_flight}; it must be at least 1")
+        self._planner = planner
+        self._executor = executor
+        self._steps_in_flight = steps_in_flight
+        self._clock = clock
+        self._plans: deque[Plan] = deque()
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises ValueError, with the reason, if it can never run."""
+        self._planner.add(request)
+
+    def abort(self, request_id: str) -> None:
+        """End a request and free its memory at once."""
+        self._planner.abort(request_id)
+
+    def step(self) -> Outputs | None:
+        """Submit plans until enough are in flight, then wait for the oldest step; what it gave.
+
+        None, at once, if nothing is in flight.
+        """
+        while len(self._plans) < self._steps_in_flight:
+            plan = self._planner.schedule(self._clock())
+            if plan is None:
+                break
+            self._executor.submit(plan)
+            self._plans.append(plan)
+        if not self._plans:
+            return None
+        result = self._executor.collect()
+        return self._planner.update(self._plans.popleft(), result, self._clock())
+
+    def has_work(self) -> bool:
+        """Whether a further step would do anything: a request has not ended, or a step is in flight."""
+        return bool(self._plans) or self._planner.has_work()
+
+    def stats(self) -> Stats:
+        """Queues and memory as they stand."""
+        return self._planner.stats()
+
+    def close(self) -> None:
+        """Release the executor. Steps in flight are abandoned."""
+        self._executor.close()

@@ -1,0 +1,137 @@
+"""The timeline: every step and segment of a run, from any executor, as Chrome reads it."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from holdfast.engine.build import build
+from holdfast.engine.trace import TracedExecutor
+from holdfast.lm.types import CopyTime
+from holdfast.loop.loop import Loop
+from tests.lab.simulator.simulation import run
+from tests.lab.simulator.test_run import one_by_one
+from tests.scheduling import FakeDevice, create_requests, create_scheduler
+
+
+def events_of(path, kind):
+    return [event for event in json.loads(path.read_text()) if event["ph"] == kind]
+
+
+def traced_loop(path, *requests, **options):
+    device = FakeDevice(4, 4)
+    for request in requests:
+        device.expect(request)
+    ticks = iter(range(1000))
+    clock = lambda: float(next(ticks))  # noqa: E731
+    loop = Loop(create_scheduler(blocks=4, **options), TracedExecutor(device, path, clock), 2, clock)
+    for request in requests:
+        loop.add(request)
+    return loop
+
+
+def test_each_step_and_each_segment_is_a_bar(tmp_path):
+    loop = traced_loop(tmp_path / "t.json", *create_requests(6, 5, max_tokens=2), budget=8)
+    while loop.has_work():
+        loop.step()
+    loop.close()
+    bars = events_of(tmp_path / "t.json", "X")
+    steps = [bar for bar in bars if bar["pid"] == 0]
+    segments = [bar for bar in bars if bar["pid"] == 1]
+    assert [step["args"]["tokens"] for step in steps] == [8, 4, 1]
+    assert [(bar["tid"], bar["name"], bar["args"]["start"], bar["args"]["stop"]) for bar in segments] == [
+        (0, "prefill", 0, 6),
+        (1, "prefill", 0, 2),
+        (0, "decode", 6, 7),
+        (1, "prefill", 2, 5),
+        (1, "decode", 5, 6),
+    ]
+    for before, after in zip(steps, steps[1:], strict=False):  # noqa: RUF007
+        assert before["ts"] + before["dur"] <= after["ts"]
+    counters = events_of(tmp_path / "t.json", "C")
+    assert [counter["args"] for counter in counters][:2] == [{"decodes": 0, "prefill": 8}, {"decodes": 1, "prefill": 3}]
+
+
+class CopyingDevice(FakeDevice):
+    """Says how long its copies took."""
+
+    def collect(self):
+        (plan, result) = self.plans[0], super().collect()
+        ways = ((False, plan.swap_out), (True, plan.swap_in))
+        return replace(result, copies=tuple(CopyTime(plan.step, way, 4096 * len(c), 0.5) for way, c in ways if c))
+
+
+def test_copies_between_the_tiers_are_bars_on_lanes_of_their_own_and_a_suspension_is_marked(tmp_path):
+    path = tmp_path / "t.json"
+    device = CopyingDevice(6, 4, 8)
+    requests = create_requests(11, 11, max_tokens=12)
+    ticks = iter(range(1000))
+    clock = lambda: float(next(ticks))  # noqa: E731
+    traced = TracedExecutor(device, path, clock, suspends=True)
+    loop = Loop(create_scheduler(block_size=4, blocks=6, host_blocks=8, max_sequences=2), traced, 1, clock)
+    for request in requests:
+        device.expect(request)
+        loop.add(request)
+    while loop.has_work():
+        loop.step()
+    loop.close()
+    assert [mark["name"] for mark in events_of(path, "i")] == ["suspended 1"]
+    copies = [bar for bar in events_of(path, "X") if bar["pid"] == 2]
+    assert {(bar["name"], bar["tid"]) for bar in copies} == {("swap-out", 0), ("swap-in", 1)}
+    stats = loop.stats()
+    for name, blocks in (("swap-out", stats.blocks_swapped_out), ("swap-in", stats.blocks_swapped_in)):
+        assert sum(bar["args"]["blocks"] for bar in copies if bar["name"] == name) == blocks
+    assert all(bar["dur"] == 0.5e6 and bar["args"]["bytes"] == 4096 * bar["args"]["blocks"] for bar in copies)
+    assert all(bar["args"]["GB/s"] > 0 for bar in copies)
+
+
+def test_every_event_has_what_chromes_format_asks_of_its_kind(tmp_path):
+    loop = traced_loop(tmp_path / "t.json", *create_requests(4, 4, 4, max_tokens=5))
+    while loop.has_work():
+        loop.step()
+    loop.close()
+    needed = {"X": {"dur": float, "ts": float}, "C": {"ts": float}, "i": {"ts": float}, "M": {}}
+    events = json.loads((tmp_path / "t.json").read_text())
+    assert {event["ph"] for event in events} == set(needed)
+    for event in events:
+        assert isinstance(event["name"], str) and isinstance(event["args"], dict)
+        assert isinstance(event["pid"], int) and isinstance(event["tid"], int)
+        for field, kind in needed[event["ph"]].items():
+            assert isinstance(event[field], kind) and event[field] >= 0
+        if event["ph"] == "C":
+            assert all(isinstance(value, int) for value in event["args"].values())
+        if event["ph"] == "M":
+            assert event["name"] in ("process_name", "thread_name") and isinstance(event["args"]["name"], str)
+
+
+def test_a_preemption_is_marked(tmp_path):
+    loop = traced_loop(tmp_path / "t.json", *create_requests(4, 4, 4, max_tokens=5))
+    while loop.has_work():
+        loop.step()
+    loop.close()
+    assert events_of(tmp_path / "t.json", "i")[0]["name"] == "preempted 2"
+
+
+def test_the_simulator_writes_the_same_with_its_own_times(tmp_path):
+    path = tmp_path / "t.json"
+    executors = []
+
+    def wrap(executor, clock):
+        executors.append(TracedExecutor(executor, path, clock))
+        return executors[0]
+
+    outcome = run(one_by_one(3, 40, 5), wrap=wrap)
+    executors[0].close()
+    steps = [bar for bar in events_of(path, "X") if bar["pid"] == 0]
+    assert len(steps) == outcome.steps
+    assert sum(step["dur"] for step in steps) / 1e6 == pytest.approx(outcome.busy, rel=1e-4)
+
+
+def test_the_engine_writes_it_where_it_is_told(small, tmp_path):
+    path = tmp_path / "t.json"
+    loop, _ = build(small(trace=str(path)))
+    loop.add(create_requests((5, 6, 7), temperature=0.0, max_tokens=3)[0])
+    while loop.has_work():
+        loop.step()
+    loop.close()
+    assert len([bar for bar in events_of(path, "X") if bar["pid"] == 0]) == 3

@@ -1,0 +1,24 @@
+"""Links: how long messages and collectives take."""
+
+import pytest
+
+from holdfast.lab.simulator.devices import DEVICES, LINKS, Link, device_named, link_named
+
+
+def test_an_all_reduce_is_a_ring_of_sends():
+    link = Link("invented", rate=1e9, latency=1e-5)
+    assert link.send(1e6) == pytest.approx(1e-5 + 1e-3)
+    assert link.all_reduce(1e6, 1) == 0.0
+    assert link.all_reduce(1e6, 2) == pytest.approx(2 * (1e-5 + 0.5e-3))
+    assert link.all_reduce(1e6, 4) == pytest.approx(6 * (1e-5 + 0.25e-3))
+
+
+def test_every_device_is_joined_by_a_link_that_there_is():
+    assert {device.link for device in DEVICES.values()} <= set(LINKS)
+
+
+def test_unknown_names_are_told_with_the_known_ones():
+    with pytest.raises(ValueError, match=r"device tpu is unknown; there are a100-80gb"):
+        device_named("tpu")
+    with pytest.raises(ValueError, match="link string is unknown"):
+        link_named("string")

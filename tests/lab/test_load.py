@@ -1,0 +1,84 @@
+"""The load client against a scripted server: what it sends, what it records, how it goes on after failures."""
+
+import json
+
+import httpx
+import pytest
+
+from holdfast.lab.load import HttpAsk, LoadClient
+from holdfast.lab.workloads import Conversation, Turn, Words, fixed
+
+
+def sse(*chunks):
+    return "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+
+
+class Server:
+    """Answers in one chunk less than there are tokens; `fails` are the numbers of the requests that it refuses."""
+
+    def __init__(self, fails=()):
+        self.bodies = []
+        self.fails = fails
+
+    async def __call__(self, request):
+        body = json.loads(request.content)
+        self.bodies.append(body)
+        if len(self.bodies) in self.fails:
+            return httpx.Response(503, json={"error": "full"})
+        tokens = [{"choices": [{"index": 0, "text": "x"}]}] * (body["max_tokens"] - 1)
+        usage = {"completion_tokens": body["max_tokens"], "prompt_tokens_details": {"cached_tokens": 3}}
+        return httpx.Response(200, text=sse(*tokens, {"choices": [], "usage": usage}))
+
+
+async def load(server, workload, **options):
+    ended = []
+    transport = httpx.MockTransport(server)
+    async with httpx.AsyncClient(transport=transport, base_url="http://server/v1/") as http:
+        records = await LoadClient(HttpAsk(http, "m"), Words(256), ended.append).run(workload, **options)
+    return records, ended
+
+
+async def test_requests_are_sent_and_their_streams_recorded():
+    server = Server()
+    records, ended = await load(server, fixed(3, 20, 4))
+    assert ended == [1, 2, 3]
+    for record in records:
+        assert (record.error, record.prompt_tokens, record.output_tokens, record.cached_tokens) == ("", 20, 4, 3)
+        assert len(record.token_times) == 3
+        assert record.arrival <= record.token_times[0] <= record.token_times[-1]
+    assert len({tuple(body["prompt"]) for body in server.bodies}) == 3
+    body = server.bodies[0]
+    assert len(body["prompt"]) == 20 and max(body["prompt"]) < 256
+    assert body["stream"] and body["ignore_eos"] and body["stream_options"] == {"include_usage": True}
+
+
+@pytest.mark.parametrize("concurrency", [None, 1])
+async def test_a_turn_goes_on_from_the_one_before(concurrency):
+    server = Server()
+    records, _ = await load(
+        server, [Conversation(0.0, (Turn(10, 4), Turn(5, 2, think=0.001)))], concurrency=concurrency
+    )
+    assert [record.prompt_tokens for record in records] == [10, 19]
+    assert server.bodies[1]["prompt"][:10] == server.bodies[0]["prompt"]
+
+
+async def test_a_failure_is_recorded_and_ends_its_conversation_only():
+    workload = [Conversation(0.0, (Turn(10, 4), Turn(5, 2))), *fixed(1, 10, 2)]
+    records, ended = await load(Server(fails=(1,)), workload, concurrency=1)
+    assert [record.error[:10] for record in records] == ["status 503", ""]
+    assert len(ended) == 2
+
+
+async def test_an_error_in_a_stream_and_a_lost_connection_are_failures():
+    def broken(request):
+        return httpx.Response(200, text=sse({"error": {"message": "the engine has stopped"}}))
+
+    def lost(request):
+        raise httpx.ConnectError("refused")
+
+    def garbage(request):
+        return httpx.Response(200, text="data: {\n\n")
+
+    for server, reason in ((broken, "the engine has stopped"), (lost, "ConnectError"), (garbage, "JSONDecodeError")):
+        records, _ = await load(server, fixed(1, 10, 2))
+        assert reason in records[0].error

@@ -1,0 +1,145 @@
+"""A plan's packed inputs: ids, positions, slots, block tables, pending tokens, sampling."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from holdfast.lm.execution.batch import Batch, PackedStep
+from holdfast.lm.types import PENDING, Sampling, Segment, StepPlan, TableWrite
+
+GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
+
+
+def make_batch(rows: int = 4, max_blocks: int = 8, max_tokens: int = 32, block_size: int = 4) -> Batch:
+    return Batch(
+        rows=rows, max_blocks=max_blocks, max_tokens=max_tokens, block_size=block_size, device=torch.device("cpu")
+    )
+
+
+def segment(row: int, start: int, tokens: tuple[int, ...], sampling: Sampling | None = None) -> Segment:
+    return Segment(str(row), row, start, start + len(tokens), tokens, sampling)
+
+
+def step(batch: Batch, *segments: Segment, writes: tuple[TableWrite, ...] = ()) -> PackedStep:
+    return batch.enter(batch.stage(StepPlan(0, segments, writes)))
+
+
+def test_segments_lie_packed_one_behind_the_other() -> None:
+    batch = make_batch()
+    writes = (TableWrite(0, 0, (5, 2)), TableWrite(3, 0, (7,)))
+    packed = step(batch, segment(0, 0, (10, 11, 12, 13, 14), GREEDY), segment(3, 0, (20, 21)), writes=writes)
+    assert packed.ids.tolist() == [10, 11, 12, 13, 14, 20, 21]
+    assert packed.positions.tolist() == [0, 1, 2, 3, 4, 0, 1]
+    assert packed.slot_mapping.tolist() == [20, 21, 22, 23, 8, 28, 29]
+    assert packed.sample_at.tolist() == [4]
+    assert packed.sample_rows.tolist() == [0]
+    assert batch.block_tables[0, :2].tolist() == [5, 2]
+    assert batch.block_tables[3, 0] == 7
+
+
+def test_tables_stay_until_they_are_written_over() -> None:
+    batch = make_batch()
+    step(batch, segment(1, 0, (1, 2, 3, 4)), writes=(TableWrite(1, 0, (6,)),))
+    packed = step(batch, segment(1, 4, (5,)), writes=(TableWrite(1, 1, (3,)),))
+    assert packed.slot_mapping.tolist() == [12]
+    packed = step(batch, segment(1, 0, (9,)), writes=(TableWrite(1, 0, (2,)), TableWrite(1, 0, (4,))))
+    assert packed.slot_mapping.tolist() == [16]
+    assert batch.block_tables[1, :2].tolist() == [4, 3]
+
+
+def test_two_segments_of_one_row_share_its_table() -> None:
+    packed = step(make_batch(), segment(2, 0, (1,)), segment(2, 4, (2, 3)), writes=(TableWrite(2, 0, (1, 0)),))
+    assert packed.positions.tolist() == [0, 4, 5]
+    assert packed.slot_mapping.tolist() == [4, 0, 1]
+
+
+def test_pending_tokens_are_what_their_row_sampled_last() -> None:
+    batch = make_batch()
+    batch.last_token.copy_(torch.tensor([100, 101, 102, 103]))
+    writes = tuple(TableWrite(row, 0, (row,)) for row in range(4))
+    packed = step(batch, segment(2, 0, (PENDING,)), segment(0, 0, (7,)), segment(1, 0, (PENDING,)), writes=writes)
+    assert packed.ids.tolist() == [102, 7, 101]
+
+
+def test_sampling_travels_by_row() -> None:
+    warm = Sampling(temperature=0.5, top_k=3, top_p=0.75, seed=2**63 - 1)
+    batch = make_batch()
+    writes = tuple(TableWrite(row, 0, (row,)) for row in range(3))
+    segments = (segment(0, 0, (1, 2), GREEDY), segment(1, 0, (3,)), segment(2, 0, (4, 5, 6), warm))
+    staged = batch.stage(StepPlan(0, segments, writes))
+    assert staged.any_random and staged.any_filtered
+    packed = batch.enter(staged)
+    assert packed.temperature.tolist() == [0.0, 0.5]
+    assert packed.top_k.tolist() == [0, 3]
+    assert packed.top_p.tolist() == [1.0, 0.75]
+    assert packed.seed.tolist() == [0, 2**63 - 1]
+    assert packed.sample_position.tolist() == [2, 3]
+    assert packed.sample_at.tolist() == [1, 5]
+
+
+def test_greedy_steps_say_so() -> None:
+    batch = make_batch()
+    staged = batch.stage(StepPlan(0, (segment(0, 0, (1,), GREEDY),), (TableWrite(0, 0, (1,)),)))
+    assert not staged.any_random
+
+
+def test_more_table_entries_than_a_step_needs_still_arrive() -> None:
+    batch = make_batch(rows=2, max_blocks=64, max_tokens=2, block_size=1)
+    step(batch, segment(0, 63, (1,)), writes=(TableWrite(0, 0, tuple(range(64))),))
+    assert batch.block_tables[0].tolist() == list(range(64))
+
+
+def test_buffers_in_flight_are_not_shared() -> None:
+    batch = make_batch()
+    writes = (TableWrite(0, 0, (1,)),)
+    first = batch.stage(StepPlan(0, (segment(0, 0, (1,)),), writes))
+    second = batch.stage(StepPlan(1, (segment(0, 1, (2,)),)))
+    assert batch.enter(first).ids.tolist() == [1]
+    assert batch.enter(second).ids.tolist() == [2]
+    batch.release(first)
+    assert batch.stage(StepPlan(2, (segment(0, 2, (3,)),))).host is first.host
+
+
+def test_plans_that_do_not_fit_are_refused() -> None:
+    batch = make_batch()
+    with pytest.raises(ValueError, match="has 33 tokens; the batch holds 32"):
+        step(batch, segment(0, 0, (1,) * 33))
+    with pytest.raises(ValueError, match="row 1 gets table entries up to 9; it has 8"):
+        step(batch, segment(1, 0, (1,)), writes=(TableWrite(1, 7, (1, 2)),))
+    with pytest.raises(ValueError, match="row 1 has no block for position 4"):
+        step(batch, segment(1, 3, (1, 2)), writes=(TableWrite(1, 0, (1,)),))
+
+
+def test_an_uploaded_step_is_padded_with_tokens_that_have_no_slot() -> None:
+    batch = make_batch()
+    batch.last_token.copy_(torch.tensor([100, 101, 102, 103]))
+    segments = (segment(2, 0, (PENDING,), GREEDY), segment(0, 0, (5, 6)))
+    staged = batch.stage(StepPlan(0, segments, (TableWrite(2, 0, (4,)), TableWrite(0, 0, (3,)))))
+    own = batch.upload(staged, 8, 4)
+    padded = batch.settle(8, 4)
+    assert own.ids.tolist() == [102, 5, 6]
+    assert own.sample_rows.tolist() == [2]
+    assert padded.ids.tolist() == [102, 5, 6, 0, 0, 0, 0, 0]
+    assert padded.slot_mapping.tolist() == [16, 12, 13, -1, -1, -1, -1, -1]
+    assert padded.sample_at.tolist() == [0, 0, 0, 0]
+    assert batch.block_tables[[2, 0], 0].tolist() == [4, 3]
+    assert batch.block_tables[[1, 3]].sum() == 0
+
+
+@pytest.mark.parametrize("width", [8, 64])
+def test_a_padded_step_brings_more_table_entries_than_it_has_room_for(width: int) -> None:
+    batch = make_batch(rows=2, max_blocks=width, max_tokens=4, block_size=1)
+    entries = tuple(range(1, width + 1))
+    batch.upload(batch.stage(StepPlan(0, (segment(0, 0, (1,)),), (TableWrite(0, 0, entries),))), 4, 1)
+    batch.settle(4, 1)
+    assert batch.block_tables[0].tolist() == list(entries)
+    assert batch.block_tables[1].sum() == 0
+
+
+def test_a_cleared_batch_writes_nothing() -> None:
+    batch = make_batch()
+    batch.upload(batch.stage(StepPlan(0, (segment(1, 0, (5,)),), (TableWrite(1, 0, (3,)),))), 4, 4)
+    batch.clear()
+    assert batch.settle(4, 4).slot_mapping.tolist() == [-1] * 4
+    assert batch.block_tables[:4].sum() == 0

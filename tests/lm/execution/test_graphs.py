@@ -1,0 +1,137 @@
+"""Which sizes are captured; that graphs compute what the model computes is shown by the parity tests on a GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from holdfast.core.config import EngineConfig
+from holdfast.lm.execution.batch import Batch
+from holdfast.lm.execution.executor import PagedExecutor
+from holdfast.lm.execution.graphs import GraphSizes, StepGraphs
+from holdfast.lm.kernels.attention.paged import PagedAttention
+from holdfast.lm.kernels.cache.kv_cache import KVCache
+from holdfast.lm.kernels.linear.fused_layers import FusedLayerOps
+from holdfast.lm.models.decoder import Decoder
+from holdfast.lm.models.loader import load
+from holdfast.lm.types import Sampling, Segment, StepPlan, TableWrite
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 7, 8, 100, 256, 300, 512, 1000])
+def test_every_batch_up_to_the_most_has_a_size_not_much_larger(most: int) -> None:
+    sizes = GraphSizes.of(most, 2048).decodes
+    assert list(sizes) == sorted(set(sizes))
+    assert sizes[-1] == most
+    for count in range(1, most + 1):
+        padded = next(size for size in sizes if size >= count)
+        assert padded - count <= max(7, count // 8)
+
+
+@pytest.mark.parametrize("budget", [1, 16, 64, 100, 512, 2048, 5000, 16_640])
+def test_mixed_steps_are_padded_by_an_eighth_or_a_tile(budget: int) -> None:
+    sizes = GraphSizes.of(256, budget).tokens
+    assert list(sizes) == sorted(set(sizes))
+    assert sizes[-1] == budget
+    for count in range(1, budget + 1):
+        padded = next(size for size in sizes if size >= count)
+        assert padded - count <= max(127, count // 8)
+    assert len(sizes) <= 60
+
+
+def test_no_more_rows_sample_than_there_are_tokens() -> None:
+    sizes = GraphSizes.of(256, 48)
+    assert sizes.decodes[-1] == sizes.rows[-1] == sizes.tokens[-1] == 48
+
+
+@pytest.mark.parametrize("most", [1, 3, 16, 20, 512])
+def test_each_kind_of_size_is_among_those_captured(most: int) -> None:
+    sizes, kinds = GraphSizes.of(most, 600), GraphSizes.of(most, 600).kinds()
+    assert set(kinds.decodes) <= set(sizes.decodes)
+    assert list(kinds.decodes) == sorted({size for size in (1, 4, 16, 32, 64) if size <= most} | {most})
+    assert kinds.bodies() == [(600, most)]
+    assert set(kinds.bodies()) <= set(sizes.bodies())
+
+
+def test_the_largest_of_each_stands_for_all() -> None:
+    assert GraphSizes.of(20, 600).largest() == GraphSizes((20,), (600,), (20,), (20,))
+    assert GraphSizes.of(200, 600).largest().bodies() == GraphSizes.of(200, 600).bodies()[:1] == [(600, 200)]
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    return tmp_path
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # what padding attends to is never written: any numbers
+def test_a_rehearsal_runs_its_size_and_leaves_cache_and_tables_alone(checkpoint: Path) -> None:
+    on = "cuda" if torch.cuda.is_available() else "cpu"
+    model = load(checkpoint, device=on, load_format="random", dtype="float32")
+    assert isinstance(model, Decoder)
+    model._ops = FusedLayerOps(model._ops.shape)  # also where a CPU interprets it: PyTorch's own knows no padding
+    spec, where = model.spec, model.spec.device
+    shape = dict(num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, block_size=4)
+    attention = PagedAttention(device=where, num_processors=4, num_heads=spec.num_heads, **shape)
+    cache = KVCache.allocate(layers=2, num_blocks=3, dtype=spec.dtype, device=where, **shape)
+    layers = [cache.layer(index) for index in range(2)]
+    for layer in layers:
+        for part in layer:
+            part.fill_(torch.nan)
+    batch = Batch(rows=6, max_blocks=16, max_tokens=20, block_size=4, device=where)
+    graphs = StepGraphs(model, attention, batch, layers, GraphSizes.of(6, 20).kinds())
+    rehearsals = graphs.rehearsals()
+    assert len(rehearsals) == 4  # 20 tokens of any step; 1, 4 and 6 decodes
+    with torch.inference_mode():
+        for rehearse in rehearsals:
+            rehearse()
+    assert all(part.isnan().all() for layer in layers for part in layer)
+    assert not batch.block_tables[:6].any()
+
+
+@pytest.mark.gpu
+def test_steps_are_the_same_after_their_kernels_were_compiled_side_by_side(checkpoint: Path) -> None:
+    model = load(checkpoint, device="cuda", load_format="random", dtype="float32")
+    greedy = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
+    plan = StepPlan(0, (Segment("a", 0, 0, 5, (3, 1, 4, 1, 5), greedy),), (TableWrite(0, 0, (1, 0)),))
+    tokens = []
+    for compiled in (False, True):
+        executor = PagedExecutor(model, EngineConfig(max_sequences=20, block_size=4, token_budget=64))
+        if compiled:
+            executor.compile()
+        executor.allocate(2)
+        executor.submit(plan)
+        tokens.append(executor.collect().tokens)
+        executor.close()
+    assert tokens[0] == tokens[1]
+
+
+def test_a_step_of_few_segments_runs_a_body_with_room_for_few() -> None:
+    sizes = GraphSizes.of(256, 2048)
+    assert sizes.body(900, 33) == (960, 64)
+    assert sizes.body(900, 65) == sizes.body(900, 256) == (960, 256)
+    assert sizes.body(900, 300) == (960, 256), "several ranges of one sequence: attention says whether they fit"
+
+
+@pytest.mark.parametrize("most", [1, 20, 64, 65, 512])
+def test_there_is_a_body_for_every_step(most: int) -> None:
+    sizes = GraphSizes.of(most, 300)
+    bodies = sizes.bodies()
+    assert bodies == sorted(set(bodies), reverse=True)
+    for tokens in range(1, 301):
+        for segments in range(1, min(most, tokens) + 1):
+            body = sizes.body(tokens, segments)
+            assert body in bodies and body[0] >= tokens and body[1] >= segments

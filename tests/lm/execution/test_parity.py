@@ -1,0 +1,186 @@
+"""Greedy tokens and logits are those of Hugging Face, for native models and for those of the generic route.
+
+With keys and values in FP8 they are those of Hugging Face over a cache that rounds likewise.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.core.config import AttentionBackendName, EngineConfig
+from holdfast.core.types import Request, SamplingParams
+from holdfast.lm.execution.executor import PagedExecutor
+from holdfast.lm.memory.block_pool import BlockPool, StateIdentity
+from holdfast.lm.models.base import Model, StepInput
+from holdfast.lm.models.loader import load
+from holdfast.lm.scheduler.policies import StallFree
+from holdfast.lm.scheduler.scheduler import Scheduler
+from holdfast.lm.types import StepPlan
+from holdfast.loop.loop import Loop
+from tests.checkpoints import VOCAB, make
+from tests.rounded_cache import cache_for
+
+FAMILIES = ("Llama", "Qwen3", "Mistral", "Qwen2", "GPT2", "Gemma2", "GptOss", "OPT", "Mixtral")
+REQUESTS, LONGEST_PROMPT, GENERATED, BUDGET = 32, 70, 12, 64
+WITH_OPTIONS = ("Gemma2", "GptOss")  # windows, caps and sinks
+CASES = [(family, "auto") for family in FAMILIES] + [(family, "fp8") for family in ("Llama", "Gemma2", "GptOss")]
+ON_CPU = [pytest.param((*case, "cpu"), id="-".join(case)) for case in CASES]
+ON_CUDA = [pytest.param((*case, "cuda"), id="-".join((*case, "cuda")), marks=pytest.mark.gpu) for case in CASES]
+
+
+def test_tokens_stay_the_same_when_memory_is_short(case: Case) -> None:
+    tokens, plans = run(case, case.model, 1, 2, budget=40, blocks=90)
+    assert tokens == case.expected
+    assert any(plan.preempted for plan in plans)
+
+
+def test_tokens_stay_the_same_in_large_steps_with_shared_prefixes(case: Case) -> None:
+    # Ends of prompts, whole ones and decodes together, between the sizes that steps are padded to.
+    tokens, plans = run(case, case.model, 16, 2, budget=200, times=2)
+    assert tokens == case.expected | {f"again {name}": expected for name, expected in case.expected.items()}
+    assert max(plan.num_tokens for plan in plans) > 128
+
+
+@dataclass
+class Case:
+    """A model, requests for it, Transformers' own module and what it generates for them."""
+
+    model: Model
+    kv_cache_dtype: str
+    module: Any
+    requests: list[Request]
+    expected: dict[str, tuple[int, ...]]
+
+
+@pytest.fixture(scope="module", params=ON_CPU + ON_CUDA)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    family, kv_cache_dtype, device = request.param
+    torch.set_num_threads(1)
+    directory: Path = tmp_path_factory.mktemp(family)
+    module = make(directory, family).to(device)
+    draw = random.Random(1)
+    requests, expected = [], {}
+    for number in range(REQUESTS):
+        prompt = tuple(draw.randrange(1, VOCAB) for _ in range(draw.randint(1, LONGEST_PROMPT)))
+        wanted = draw.randint(1, GENERATED)
+        params = SamplingParams(temperature=0, max_tokens=wanted, ignore_eos=True)
+        requests.append(Request(str(number), prompt, params))
+        tokens = module.generate(
+            torch.tensor([prompt], device=device),
+            max_new_tokens=wanted,
+            do_sample=False,
+            **cache_for(module, kv_cache_dtype),
+        )
+        expected[str(number)] = tuple(tokens[0, len(prompt) :].tolist())
+    return Case(load(directory, device=device, dtype="float32"), kv_cache_dtype, module, requests, expected)
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+@pytest.mark.parametrize("block_size", [1, 16])
+def test_greedy_tokens_are_those_of_generate(case: Case, block_size: int, steps_in_flight: int) -> None:
+    tokens, _ = run(case, case.model, block_size, steps_in_flight)
+    assert tokens == case.expected
+
+
+@pytest.mark.parametrize("case", [(family, "auto", "cuda") for family in ("Llama", *WITH_OPTIONS)], indirect=True)
+@pytest.mark.gpu
+def test_attention_by_pytorch_alone_gives_the_same_tokens_without_graphs(case: Case) -> None:
+    tokens, _ = run(case, case.model, 16, 2, attention_backend="torch")
+    assert tokens == case.expected
+
+
+def test_logits_are_those_of_the_whole_sequence(case: Case) -> None:
+    watched = Watched(case.model)
+    _, plans = run(case, watched, block_size=16, steps_in_flight=2)
+    logits: dict[str, list[torch.Tensor]] = {request.id: [] for request in case.requests}
+    for plan, rows in zip(plans, watched.logits, strict=True):
+        for segment, row in zip(plan.sampled(), rows, strict=True):
+            logits[segment.sequence_id].append(row)
+    for request in case.requests:
+        generated = case.expected[request.id]
+        whole = torch.tensor([request.prompt + generated], device=case.model.spec.device)
+        with torch.inference_mode():
+            options = {"use_cache": False} | cache_for(case.module, case.kv_cache_dtype)
+            expected = case.module(whole, **options).logits[0, len(request.prompt) - 1 : -1]
+        # What lies in the middle of two numbers of FP8 may go to either, by the order in which sums were taken.
+        atol = 5e-3 if case.kv_cache_dtype == "fp8" else 1e-4
+        torch.testing.assert_close(torch.stack(logits[request.id]), expected, rtol=0, atol=atol)
+
+
+class Watched:
+    """A model that keeps the logits of each step. A captured graph would run without it."""
+
+    capturable = False
+
+    def __init__(self, model: Model) -> None:
+        self.model, self.spec = model, model.spec
+        self.logits: list[torch.Tensor] = []
+
+    def forward(self, step: StepInput) -> torch.Tensor:
+        self.logits.append(self.model.forward(step))
+        return self.logits[-1]
+
+
+class WatchedExecutor(PagedExecutor):
+    """An executor that keeps its plans."""
+
+    def __init__(self, model: Model, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        self.plans: list[StepPlan] = []
+
+    def submit(self, plan: StepPlan) -> None:
+        self.plans.append(plan)
+        super().submit(plan)
+
+
+def run(
+    case: Case,
+    model: Model,
+    block_size: int,
+    steps_in_flight: int,
+    *,
+    budget: int = BUDGET,
+    blocks: int | None = None,
+    times: int = 1,
+    attention_backend: AttentionBackendName = "auto",
+) -> tuple[dict[str, tuple[int, ...]], list[StepPlan]]:
+    """All requests at once through scheduler and loop, once or twice: their tokens, and the plans that were run."""
+    config = EngineConfig(
+        block_size=block_size,
+        token_budget=budget,
+        max_sequences=REQUESTS,
+        attention_backend=attention_backend,
+        kv_cache_dtype=case.kv_cache_dtype,
+    )
+    executor = WatchedExecutor(model, config)
+    blocks = blocks or 2048 // block_size
+    executor.allocate(blocks)
+    assert attention_backend == "auto" or executor.memory.graphs is None
+    scheduler = Scheduler(
+        StallFree(budget),
+        BlockPool(blocks, block_size),
+        max_sequences=REQUESTS,
+        max_model_len=model.spec.max_model_len,
+        headroom=0.0,
+        sharing=StateIdentity("test"),
+    )
+    ticks = count()
+    loop = Loop(scheduler, executor, steps_in_flight, lambda: float(next(ticks)))
+    requests = case.requests + [replace(request, id=f"again {request.id}") for request in case.requests]
+    requests = requests[: times * len(case.requests)]
+    tokens: dict[str, tuple[int, ...]] = {request.id: () for request in requests}
+    for request in requests:
+        loop.add(request)
+    while loop.has_work():
+        for output in loop.step():
+            tokens[output.request_id] += output.tokens
+    executor.close()
+    assert all(plan.num_tokens <= budget for plan in executor.plans)
+    return tokens, executor.plans

@@ -1,0 +1,159 @@
+"""Conversations on a real model with two tiers that are far too small: greedy tokens stay those of Hugging Face.
+
+Also with keys and values in FP8, where Hugging Face's cache rounds likewise.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.core.config import EngineConfig
+from holdfast.core.types import Request, SamplingParams
+from holdfast.lm.execution.executor import PagedExecutor
+from holdfast.lm.memory.block_pool import BlockPool, StateIdentity
+from holdfast.lm.memory.retention import EVICTIONS, RetentionRule
+from holdfast.lm.models.base import Model
+from holdfast.lm.models.loader import load
+from holdfast.lm.scheduler.policies import StallFree
+from holdfast.lm.scheduler.scheduler import Scheduler
+from holdfast.lm.types import SchedulerStats
+from holdfast.loop.loop import Loop
+from tests.checkpoints import VOCAB, make
+from tests.late_streams import ForgottenStream, LateStream
+from tests.rounded_cache import cache_for
+
+CONVERSATIONS, TURNS, NEW_TOKENS, GENERATED = 6, 6, 9, 6
+BLOCK_SIZE, BUDGET, ROWS = 4, 24, 4
+DEVICE_BLOCKS, HOST_BLOCKS = 40, 50
+
+
+@dataclass
+class Small:
+    """A model and Transformers' own module of it."""
+
+    model: Model
+    kv_cache_dtype: str
+    module: Any
+
+    def expected(self, prompt: tuple[int, ...]) -> tuple[int, ...]:
+        tokens = torch.tensor([prompt], device=self.model.spec.device)
+        seen = torch.ones_like(tokens)  # otherwise an answer's token 0 would count as padding
+        out = self.module.generate(
+            tokens,
+            attention_mask=seen,
+            max_new_tokens=GENERATED,
+            do_sample=False,
+            **cache_for(self.module, self.kv_cache_dtype),
+        )
+        return tuple(out[0, len(prompt) :].tolist())
+
+
+@pytest.fixture(scope="module", params=["auto", "fp8"])
+def kv_cache_dtype(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def small(request: pytest.FixtureRequest, kv_cache_dtype: str, tmp_path_factory: pytest.TempPathFactory) -> Small:
+    torch.set_num_threads(1)
+    directory: Path = tmp_path_factory.mktemp("Llama")
+    module = make(directory, "Llama").to(request.param)
+    return Small(load(directory, device=request.param, dtype="float32"), kv_cache_dtype, module)
+
+
+def converse(
+    small: Small,
+    *,
+    eviction: str = "retention",
+    steps_in_flight: int = 2,
+    device_blocks: int = DEVICE_BLOCKS,
+    **streams: Any,
+) -> tuple[list[tuple[tuple[int, ...], tuple[int, ...]]], SchedulerStats]:
+    """Conversations that take turns at random, branch and are broken off: each turn's prompt and answer, the stats."""
+    config = EngineConfig(
+        block_size=BLOCK_SIZE, token_budget=BUDGET, max_sequences=ROWS, kv_cache_dtype=small.kv_cache_dtype
+    )
+    executor = PagedExecutor(small.model, config, **streams)
+    executor.allocate(device_blocks, HOST_BLOCKS)
+    rule = RetentionRule(EVICTIONS[eviction], cost=float, chunk_blocks=2, block_size=BLOCK_SIZE)
+    pool = BlockPool(device_blocks, BLOCK_SIZE, rule=rule, host_blocks=HOST_BLOCKS)
+    scheduler = Scheduler(
+        StallFree(BUDGET),
+        pool,
+        max_sequences=ROWS,
+        max_model_len=small.model.spec.max_model_len,
+        sharing=StateIdentity("test"),
+    )
+    ticks, names = count(), count()
+    loop = Loop(scheduler, executor, steps_in_flight, lambda: float(next(ticks)))
+    draw = random.Random(3)
+    greeting = tuple(draw.randrange(1, VOCAB) for _ in range(10))
+    histories = [greeting] * CONVERSATIONS
+    turns: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    running: dict[str, int] = {}
+    answers: dict[str, tuple[int, ...]] = {}
+    aborts = 10
+    to_come = [number for number in range(CONVERSATIONS) for _ in range(TURNS)]
+    draw.shuffle(to_come)
+    while to_come or loop.has_work():
+        idle = [number for number in to_come if number not in running.values()]
+        if idle and len(running) < ROWS:
+            number = idle[0]
+            to_come.remove(number)
+            if draw.random() < 0.1:  # a branch of another conversation
+                histories[number] = draw.choice([other for other in histories if len(other) <= len(histories[number])])
+            histories[number] += tuple(draw.randrange(1, VOCAB) for _ in range(NEW_TOKENS))
+            name = f"turn-{next(names)}"
+            running[name], answers[name] = number, ()
+            loop.add(Request(name, histories[number], SamplingParams(temperature=0, max_tokens=GENERATED)))
+        if running and aborts and draw.random() < 0.1:  # somebody leaves in the middle of an answer
+            aborts -= 1
+            name = draw.choice(list(running))
+            loop.abort(name)
+            to_come.append(running.pop(name))
+        for output in loop.step():
+            answers[output.request_id] += output.tokens
+            if output.finish_reason is not None:
+                number, answer = running.pop(output.request_id), answers[output.request_id]
+                turns.append((histories[number], answer))
+                histories[number] += answer
+        scheduler.check()
+    executor.close()
+    return turns, loop.stats()
+
+
+@pytest.mark.parametrize(("eviction", "steps_in_flight"), [("retention", 2), ("retention", 1), ("tail-first", 2)])
+def test_every_turn_is_answered_as_by_a_model_that_forgets_nothing(
+    small: Small, eviction: str, steps_in_flight: int
+) -> None:
+    turns, stats = converse(small, eviction=eviction, steps_in_flight=steps_in_flight)
+    assert len(turns) == CONVERSATIONS * TURNS
+    for prompt, answer in turns:
+        assert answer == small.expected(prompt)
+    assert stats.blocks_swapped_out > 50
+    assert stats.blocks_swapped_in > 20
+    assert stats.host_blocks_dropped > 0
+    assert eviction == "tail-first" or stats.tokens_recovered > 20
+
+
+def test_it_is_so_however_late_the_copies_are(small: Small) -> None:
+    if small.model.spec.device.type != "cpu":
+        pytest.skip("the late stream copies on the host")
+    turns, stats = converse(small, make_stream=LateStream)
+    for prompt, answer in turns:
+        assert answer == small.expected(prompt)
+    assert stats.blocks_swapped_in > 20
+
+
+def test_it_would_not_be_so_if_nobody_waited_for_the_copies(small: Small) -> None:
+    if small.model.spec.device.type != "cpu":
+        pytest.skip("the late stream copies on the host")
+    turns, _ = converse(small, make_stream=ForgottenStream)
+    assert any(answer != small.expected(prompt) for prompt, answer in turns)

@@ -1,0 +1,145 @@
+"""Transfers between the tiers: what waits for what, with copies that are as late as they may be, and on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from holdfast.lm.execution.transfer import CopyStream, InOrder, Transfers, stream_for
+from holdfast.lm.kernels.cache.kv_cache import KVCache
+from holdfast.lm.types import BlockCopy, CopyTime, StepPlan
+from tests.late_streams import ForgottenStream, LateStream
+
+LAYERS = 3
+
+
+def cache(num_blocks: int, fill: float, device: str = "cpu") -> KVCache:
+    made = KVCache.allocate(
+        layers=LAYERS,
+        num_blocks=num_blocks,
+        block_size=4,
+        num_kv_heads=2,
+        head_dim=8,
+        dtype=torch.float32,
+        device=device,
+    )
+    made.data.copy_(torch.arange(num_blocks).view(1, 1, num_blocks, 1, 1, 1) + fill)
+    return made
+
+
+def transfers(stream: type[LateStream] | type[InOrder]) -> tuple[KVCache, KVCache, Transfers]:
+    device, host = cache(6, 0.0), cache(5, 100.0)
+    layers = tuple(device.layer(index) for index in range(LAYERS))
+    return device, host, Transfers(device, host, layers, stream)
+
+
+def plan(
+    step: int, swap_in: Sequence[BlockCopy] = (), swap_out: Sequence[BlockCopy] = (), awaits: int = -1
+) -> StepPlan:
+    return StepPlan(step, (), swap_in=tuple(swap_in), swap_out=tuple(swap_out), awaits=awaits)
+
+
+def held(data: torch.Tensor, block: int) -> float:
+    """What one layer's keys hold in a block."""
+    return float(data[block].mean())
+
+
+@pytest.mark.parametrize("stream", [InOrder, LateStream])
+def test_each_layer_is_there_when_it_is_asked_for(stream: type[LateStream]) -> None:
+    device, _, copies = transfers(stream)
+    layers = copies.begin(plan(0, [BlockCopy(2, 5), BlockCopy(4, 0)], awaits=0))
+    for index in range(LAYERS):
+        keys, values = layers[index]
+        assert held(keys, 5) == held(values, 5) == 102.0
+        assert held(keys, 0) == held(values, 0) == 104.0
+        assert held(keys, 1) == 1.0
+    assert copies.completed(wait=False)[:2] == (0, 0)
+    assert float(device.data[:, :, 5].mean()) == 102.0
+
+
+def test_the_layers_come_one_by_one_and_without_waiting_they_would_not_be_there() -> None:
+    device, _, copies = transfers(LateStream)
+    layers = copies.begin(plan(0, [BlockCopy(2, 5)], awaits=0))
+    assert held(layers[0][0], 5) == 102.0
+    assert float(device.data[1, 0, 5].mean()) == 5.0, "the second layer is still on its way"
+    _, _, forgetful = transfers(ForgottenStream)
+    assert held(forgetful.begin(plan(0, [BlockCopy(2, 5)], awaits=0))[0][0], 5) == 5.0
+
+
+def test_without_a_swap_in_there_is_nothing_to_wait_for() -> None:
+    _, _, copies = transfers(LateStream)
+    assert copies.begin(plan(0, swap_out=[BlockCopy(1, 3)])) is copies.begin(plan(1))
+
+
+def test_who_does_not_await_it_does_not_wait_and_who_awaits_it_later_waits_for_all_of_it() -> None:
+    device, _, copies = transfers(LateStream)
+    usual = copies.begin(plan(0, [BlockCopy(2, 5)]))
+    assert usual is copies.begin(plan(1, awaits=-1))
+    assert float(device.data[:, :, 5].mean()) == 5.0, "it takes its time"
+    assert usual is copies.begin(plan(2, awaits=0))
+    assert float(device.data[:, :, 5].mean()) == 102.0
+
+
+def test_copies_from_the_host_are_told_once_they_are_done() -> None:
+    _, _, copies = transfers(LateStream)
+    copies.begin(plan(0))
+    copies.begin(plan(1, [BlockCopy(2, 5), BlockCopy(3, 1)]))
+    assert copies.completed(wait=False) == copies.completed(wait=False) == (1, 0, ())
+    bytes_of_a_block = LAYERS * 2 * 4 * 2 * 8 * 4
+    assert copies.completed(wait=False) == (1, 1, (CopyTime(1, True, 2 * bytes_of_a_block, 0.25),))
+    assert copies.completed(wait=False).copies == ()
+
+
+def test_copies_to_the_host_are_told_in_plan_order_once_they_are_done() -> None:
+    _, host, copies = transfers(LateStream)
+    copies.begin(plan(0, swap_out=[BlockCopy(1, 3)]))
+    copies.begin(plan(1))
+    copies.begin(plan(2, swap_out=[BlockCopy(4, 0)]))
+    assert copies.completed(wait=False)[:2] == copies.completed(wait=False)[:2] == (-1, 2)
+    assert float(host.data[:, :, 3].mean()) == 103.0, "it takes its time"
+    assert copies.completed(wait=False)[:2] == (1, 2)
+    assert float(host.data[:, :, 3].mean()) == 1.0
+    assert copies.completed(wait=True)[:2] == (2, 2)
+    assert float(host.data[:, :, 0].mean()) == 4.0
+
+
+def test_a_swap_out_waits_for_the_swap_ins_that_read_the_place_it_writes_to() -> None:
+    device, host, copies = transfers(LateStream)
+    copies.begin(plan(0, [BlockCopy(3, 5)], [BlockCopy(1, 3)]))
+    assert copies.completed(wait=True)[:2] == (0, 0)
+    assert float(device.data[:, :, 5].mean()) == 103.0
+    assert float(host.data[:, :, 3].mean()) == 1.0
+
+
+@pytest.mark.gpu
+def test_a_gpu_copies_both_ways_under_a_computation() -> None:
+    device, host = cache(64, 0.0, "cuda"), cache(128, 100.0)
+    host.pin()
+    try:
+        layers = tuple(device.layer(index) for index in range(LAYERS))
+        copies = Transfers(device, host, layers, lambda: stream_for(torch.device("cuda")))
+        for step in range(20):
+            device.data[:, :, 7] += 1.0  # the computation so far, which the swap-out must see
+            arriving = copies.begin(plan(step, [BlockCopy(step, 30 + step)], [BlockCopy(7, 60 + step)], awaits=step))
+            for keys, values in arriving:
+                assert held(keys, 30 + step) == held(values, 30 + step) == 100.0 + step
+        assert copies.completed(wait=True)[:2] == (19, 19)
+        assert [float(host.data[:, :, 60 + step].mean()) for step in range(20)] == [8.0 + step for step in range(20)]
+    finally:
+        torch.cuda.synchronize()
+        host.unpin()
+
+
+def test_warming_up_leaves_nothing_under_way() -> None:
+    _, _, copies = transfers(LateStream)
+    copies.warm_up()
+    assert copies.completed(wait=False)[:2] == (-1, -1)
+    copies.begin(plan(0))
+    assert copies.completed(wait=False)[:2] == (0, 0)
+
+
+def test_streams_have_the_shape_that_transfers_ask_for() -> None:
+    stream: CopyStream = stream_for(torch.device("cpu"))
+    assert stream.copy(lambda: None).done()

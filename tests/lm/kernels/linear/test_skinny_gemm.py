@@ -1,0 +1,95 @@
+"""Products of few tokens against float64: under the interpreter without a GPU, compiled with one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from holdfast.lm.kernels.linear.skinny_gemm import FEW, MAX_ROWS, ThinLaunch, launch_for, thin_linear
+
+
+def draw(
+    rows: int, outputs: int, inputs: int, device: str, dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(rows * outputs + inputs)
+    x = torch.randn(rows, inputs, device=device).to(dtype)
+    return x, (torch.randn(outputs, inputs, device=device) * inputs**-0.5).to(dtype)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8, 17])
+@pytest.mark.parametrize(("outputs", "inputs"), [(32, 64), (50, 200), (16, 33)])
+@pytest.mark.parametrize("parts", [1, 3, 8])
+def test_parts_add_up_to_the_product(outputs: int, inputs: int, rows: int, parts: int, device: str) -> None:
+    x, weight = draw(rows, outputs, inputs, device)
+    out = torch.full((parts, rows, outputs), torch.nan, device=device)
+    thin_linear(x, weight, None, out, ThinLaunch(16, 32, 4, 2, parts))
+    torch.testing.assert_close(out.double().sum(0), x.double() @ weight.double().t(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_strided_rows_and_a_bias(rows: int, device: str) -> None:
+    x, weight = draw(rows, 20, 96, device)
+    bias = torch.linspace(-1, 1, 20, device=device)
+    wide = torch.zeros(rows, 40, device=device)
+    thin_linear(
+        torch.cat([x, x], 1)[:, :96], torch.cat([weight, weight], 1)[:, 96:], bias, wide[None, :, :20],
+        ThinLaunch(16, 32, 4, 2),
+    )  # fmt: skip
+    expected = x.double() @ weight.double().t() + bias.double()
+    torch.testing.assert_close(wide[:, :20].double(), expected, rtol=1e-5, atol=1e-5)
+    assert not wide[:, 20:].any()
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_row_of_nan_stays_in_its_row(rows: int, device: str) -> None:
+    x, weight = draw(rows + 1, 20, 64, device)
+    x[0] = torch.nan
+    out = torch.empty(1, rows + 1, 20, device=device)
+    thin_linear(x, weight, None, out, ThinLaunch(16, 32, 4, 2))
+    assert out[0, 0].isnan().all()
+    torch.testing.assert_close(out[0, 1:], x[1:] @ weight.t())
+
+
+def test_float32_many_rows_and_strange_layouts_are_left_to_the_library(device: str) -> None:
+    x, weight = draw(MAX_ROWS + 1, 64, 512, device, torch.float16)
+    assert launch_for(x[:FEW], weight) is not None
+    assert launch_for(x[:MAX_ROWS], weight) is None
+    assert launch_for(x[:MAX_ROWS], weight, cut=True) is not None
+    assert launch_for(x, weight) is None
+    assert launch_for(x[:0], weight) is None
+    assert launch_for(x[:1].float(), weight.float()) is None
+    assert launch_for(x[:2], weight.t().contiguous().t()) is None
+    assert launch_for(x[:1, :16], weight[:, :16]) is None
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize(("outputs", "inputs"), [(4096, 4096), (4096, 14336), (128256, 4096), (64, 512)])
+def test_only_a_product_that_may_be_cut_is_cut(outputs: int, inputs: int, rows: int) -> None:
+    x = torch.empty(rows, inputs, dtype=torch.bfloat16, device="meta")
+    weight = torch.empty(outputs, inputs, dtype=torch.bfloat16, device="meta")
+    whole, cut = launch_for(x, weight), launch_for(x, weight, cut=True)
+    assert whole is not None and cut is not None
+    assert whole.parts == 1
+    assert cut.parts == 1 or inputs // cut.parts >= 4 * cut.block_k
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [1, 2, 8, 31])
+@pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (4096, 14336), (1000, 1030), (128256, 4096)])
+@pytest.mark.parametrize("gated", [False, True])
+def test_compiled_launches_stay_within_the_precision_of_the_type(
+    dtype: torch.dtype, rows: int, outputs: int, inputs: int, gated: bool
+) -> None:
+    x, weight = draw(rows, outputs, inputs, "cuda", dtype)
+    launch = launch_for(x, weight, cut=not gated)
+    assert launch is not None
+    width = outputs // 2 if gated else outputs
+    out = torch.empty(launch.parts, rows, width, device="cuda", dtype=dtype if gated else torch.float32)
+    thin_linear(x, weight, None, out, launch, gated=gated)
+    expected = x.double() @ weight.double().t()
+    if gated:
+        gate, up = expected.chunk(2, dim=1)
+        expected = torch.nn.functional.silu(gate) * up
+    error = (out.double().sum(0) - expected).norm() / expected.norm()
+    assert error < (5e-3 if gated else 1e-4)

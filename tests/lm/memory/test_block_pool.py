@@ -1,0 +1,202 @@
+"""The block pool: what is shared, what is reclaimed first, what is refused, and a random life against a plain model."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from holdfast.lm.memory.block_pool import BlockPool, StateIdentity
+from holdfast.lm.memory.digests import chain_digests
+
+
+def digests(count):
+    return [bytes([index]) * 32 for index in range(count)]
+
+
+def test_blocks_are_taken_once_and_come_back():
+    pool = BlockPool(4, 16)
+    first, second = pool.allocate(3), pool.allocate(1)
+    assert sorted(first + second) == [0, 1, 2, 3]
+    assert (pool.available, pool.used) == (0, 4)
+    pool.free(first)
+    assert (pool.available, pool.used, pool.cached) == (3, 1, 0)
+    pool.check([second])
+
+
+def test_more_than_is_there_is_refused_and_nothing_is_taken():
+    pool = BlockPool(2, 16)
+    with pytest.raises(RuntimeError, match="1 blocks more"):
+        pool.allocate(3)
+    assert pool.available == 2
+    pool.check([])
+
+
+def test_a_released_block_that_was_sealed_is_found_again():
+    pool = BlockPool(2, 16)
+    (digest,) = digests(1)
+    (block,) = pool.allocate(1)
+    pool.cache_block(block, digest, 0)
+    pool.free([block])
+    assert (pool.find(digest), pool.cached, pool.available) == (block, 1, 2)
+    assert pool.pinned_by([block]) == 1
+    pool.share((block,))
+    assert (pool.find(digest), pool.cached, pool.pinned_by([block])) == (block, 0, 0)
+
+
+def test_a_shared_block_stays_until_its_last_owner_lets_go():
+    pool = BlockPool(1, 16)
+    (block,) = pool.allocate(1)
+    pool.cache_block(block, digests(1)[0], 0)
+    pool.share((block,))
+    pool.check([[block], [block]])
+    pool.free([block])
+    assert pool.available == 0
+    pool.free([block])
+    assert pool.available == 1
+
+
+def test_free_blocks_go_before_cached_ones_and_the_first_released_of_those_goes_first():
+    pool = BlockPool(4, 16)
+    blocks, names = pool.allocate(3), digests(3)
+    for block, digest in zip(blocks, names, strict=True):
+        pool.cache_block(block, digest, 0)
+    pool.free([blocks[2]])
+    pool.free([blocks[0], blocks[1]])
+    pool.allocate(1)
+    assert [pool.find(digest) for digest in names] == blocks
+    assert pool.allocate(1) == [blocks[2]]
+    assert pool.allocate(1) == [blocks[0]]
+    assert [pool.find(digest) for digest in names] == [None, blocks[1], None]
+
+
+def test_two_blocks_of_equal_content_keep_the_first_as_the_one_that_is_found():
+    pool = BlockPool(2, 16)
+    (digest,) = digests(1)
+    first, second = pool.allocate(2)
+    pool.cache_block(first, digest, 0)
+    pool.cache_block(second, digest, 0)
+    pool.free([second, first])
+    assert pool.find(digest) == first
+    assert pool.cached == 1
+
+
+def test_what_would_break_the_books_is_refused():
+    pool = BlockPool(2, 16)
+    (block,) = pool.allocate(1)
+    with pytest.raises(RuntimeError, match="not sealed"):
+        pool.share((block,))
+    pool.cache_block(block, digests(2)[0], 0)
+    with pytest.raises(RuntimeError, match="sealed twice"):
+        pool.cache_block(block, digests(2)[1], 0)
+    pool.free([block])
+    with pytest.raises(RuntimeError, match="nobody owns"):
+        pool.free([block])
+    with pytest.raises(RuntimeError, match="nobody owns"):
+        pool.cache_block(block, digests(1)[0], 0)
+
+
+@pytest.mark.parametrize("size", [(0, 16), (4, 0)])
+def test_a_pool_of_nothing_is_refused(size):
+    with pytest.raises(ValueError, match="at least 1"):
+        BlockPool(*size)
+
+
+def test_the_check_finds_a_lost_block_and_one_with_two_owners_that_do_not_share_it():
+    pool = BlockPool(2, 16)
+    (block,) = pool.allocate(1)
+    pool.check([[block]])
+    with pytest.raises(RuntimeError, match=f"block {block} stands in 0 tables"):
+        pool.check([])
+    with pytest.raises(RuntimeError, match=f"block {block} stands in 2 tables"):
+        pool.check([[block], [block]])
+    with pytest.raises(RuntimeError, match="twice in one table"):
+        pool.check([[block, block]])
+
+
+def test_the_digest_of_a_block_depends_on_its_tokens_and_on_all_before_it():
+    root = StateIdentity("m").root("")
+    first, second = (list(chain_digests(root, tokens, 2)) for tokens in ([1, 2, 1, 2], (2, 1, 1, 2)))
+    assert first == [*chain_digests(root, (1, 2), 2), *chain_digests(first[0], (1, 2), 2)]
+    assert len({*first, *second}) == 4
+
+
+def test_every_part_of_an_identity_counts_and_none_can_pose_as_another():
+    roots = [
+        StateIdentity("m", "a", "f32").root("t"),
+        StateIdentity("n", "a", "f32").root("t"),
+        StateIdentity("m", "b", "f32").root("t"),
+        StateIdentity("m", "a", "f16").root("t"),
+        StateIdentity("m", "a", "f32").root("u"),
+        StateIdentity("ma", "", "f32").root("t"),
+        StateIdentity("", "ma", "f32").root("t"),
+        StateIdentity("m", "a", "").root("f32t"),
+    ]
+    assert len(set(roots)) == len(roots)
+
+
+class PoolLife(RuleBasedStateMachine):
+    """The pool beside a model that keeps plain lists and searches them."""
+
+    def __init__(self):
+        super().__init__()
+        self.pool = BlockPool(6, 1)
+        self.tables = []
+        self.contents = {}
+        self.cached = []
+
+    def owned(self):
+        return {block for table in self.tables for block in table}
+
+    @rule(count=st.integers(1, 4))
+    def take(self, count):
+        free = 6 - len(self.owned()) - len(self.cached)
+        if count > free + len(self.cached):
+            with pytest.raises(RuntimeError):
+                self.pool.allocate(count)
+            return
+        reclaimed = self.cached[: max(0, count - free)]
+        taken = self.pool.allocate(count)
+        assert set(reclaimed) <= set(taken)
+        assert self.owned().isdisjoint(taken)
+        self.cached = self.cached[len(reclaimed) :]
+        for block in taken:
+            self.contents.pop(block, None)
+        self.tables.append(taken)
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data())
+    def seal(self, data):
+        block = data.draw(st.sampled_from(sorted(self.owned())))
+        content = data.draw(st.integers(0, 5))
+        if block not in self.contents:
+            self.pool.cache_block(block, digests(6)[content], 0)
+            if content not in self.contents.values():
+                self.contents[block] = content
+
+    @rule(content=st.integers(0, 5))
+    def share(self, content):
+        block = self.pool.find(digests(6)[content])
+        assert block == next((block for block, held in self.contents.items() if held == content), None)
+        if block is not None:
+            self.pool.share((block,))
+            self.tables.append([block])
+            if block in self.cached:
+                self.cached.remove(block)
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data())
+    def release(self, data):
+        table = self.tables.pop(data.draw(st.integers(0, len(self.tables) - 1)))
+        self.pool.free(table)
+        self.cached += [block for block in table if block in self.contents and block not in self.owned()]
+
+    @invariant()
+    def the_books_agree(self):
+        self.pool.check(self.tables)
+        assert self.pool.used == len(self.owned())
+        assert self.pool.cached == len(self.cached)
+        assert self.pool.available + self.pool.used == 6
+
+
+TestPoolLife = PoolLife.TestCase
+TestPoolLife.settings = settings(max_examples=60, stateful_step_count=40)

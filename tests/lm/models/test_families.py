@@ -1,0 +1,72 @@
+"""What each native family makes of its config.json."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from holdfast.lm.models.base import UnsupportedCheckpoint
+from holdfast.lm.models.decoder import DecoderSpec, layer_shapes
+from holdfast.lm.models.registry import NATIVE
+
+CONFIG: dict[str, Any] = {
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+
+
+def spec_of(architecture: str, **changes: Any) -> DecoderSpec:
+    return NATIVE[architecture]({**CONFIG, "architectures": [architecture], **changes})
+
+
+def test_llama_is_the_plainest_form() -> None:
+    spec = spec_of("LlamaForCausalLM")
+    assert not (spec.qk_norm or spec.qkv_bias or spec.o_bias or spec.mlp_bias or spec.tied or spec.windows)
+    assert (spec.head_dim, spec.rope.theta, spec.scale) == (16, 10000.0, 0.25)
+    assert layer_shapes(spec)["qkv"] == ((64, 64), (32, 64), (32, 64))
+
+
+def test_llama_biases() -> None:
+    spec = spec_of("LlamaForCausalLM", attention_bias=True, mlp_bias=True)
+    shapes = layer_shapes(spec)
+    assert shapes["qkv_bias"] == ((64,), (32,), (32,))
+    assert (shapes["o_bias"], shapes["down_bias"]) == (((64,),), ((64,),))
+
+
+def test_qwen2_has_biases_on_its_projections_only() -> None:
+    spec = spec_of("Qwen2ForCausalLM")
+    assert spec.qkv_bias and not spec.o_bias
+    assert spec.windows == (None, None, None)
+
+
+def test_qwen3_norms_heads_of_128() -> None:
+    spec = spec_of("Qwen3ForCausalLM")
+    assert spec.qk_norm and not spec.qkv_bias
+    assert spec.head_dim == 128
+    assert layer_shapes(spec)["q_norm"] == ((128,),)
+
+
+def test_mistral_windows_all_layers_or_none() -> None:
+    assert spec_of("MistralForCausalLM").windows == (4096, 4096, 4096)
+    assert spec_of("MistralForCausalLM", sliding_window=None).windows == (None, None, None)
+
+
+def test_qwen_windows_its_upper_layers_or_those_listed() -> None:
+    given = {"use_sliding_window": True, "sliding_window": 32}
+    assert spec_of("Qwen2ForCausalLM", **given, max_window_layers=2).windows == (None, None, 32)
+    kinds = ["sliding_attention", "full_attention", "full_attention"]
+    assert spec_of("Qwen3ForCausalLM", **given, layer_types=kinds).windows == (32, None, None)
+    assert spec_of("Qwen3ForCausalLM", layer_types=kinds).windows == (None, None, None)
+
+
+def test_layer_types_that_are_not_understood_are_refused() -> None:
+    with pytest.raises(UnsupportedCheckpoint, match="'linear_attention'"):
+        spec_of("Qwen3ForCausalLM", layer_types=["linear_attention"] * 3)
+    with pytest.raises(UnsupportedCheckpoint, match="lists 2 layers of 3"):
+        spec_of("Qwen3ForCausalLM", layer_types=["full_attention"] * 2)

@@ -1,0 +1,244 @@
+"""What a checkpoint must be, and how each refusal says why."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from holdfast.lm.kernels.linear.fp8 import Fp8Weight
+from holdfast.lm.models.base import UnsupportedCheckpoint
+from holdfast.lm.models.decoder import Decoder
+from holdfast.lm.models.loader import eos_token_ids, load
+from tests.checkpoints import make
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    make(tmp_path, "Llama")
+    return tmp_path
+
+
+def rewrite(directory: Path, **changes: Any) -> None:
+    """Change keys of config.json; None takes a key away."""
+    path = directory / "config.json"
+    config = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+
+
+def retensor(directory: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+def refusal(directory: Path, **options: Any) -> str:
+    with pytest.raises(UnsupportedCheckpoint) as refused:
+        load(directory, device="cpu", **options)
+    return str(refused.value)
+
+
+def weights(model: Any) -> list[torch.Tensor]:
+    assert isinstance(model, Decoder)
+    layers = [
+        getattr(layer, field) for layer in model.layers for field in ("qkv", "o", "gate_up", "down", "input_norm")
+    ]
+    return [model.embedding, *layers, model.norm, model.lm_head]
+
+
+def test_sizes_and_limits_come_from_the_checkpoint(llama: Path) -> None:
+    spec = load(llama, device="cpu").spec
+    assert (spec.architecture, spec.num_layers, spec.num_heads, spec.num_kv_heads) == ("LlamaForCausalLM", 2, 4, 2)
+    assert (spec.head_dim, spec.vocab_size, spec.max_model_len) == (16, 384, 256)
+    assert spec.weight_bytes == sum(tensor.nbytes for tensor in load_file(llama / "model.safetensors").values())
+
+
+def test_parts_are_fused_in_order(llama: Path) -> None:
+    model = load(llama, device="cpu")
+    assert isinstance(model, Decoder)
+    tensors = load_file(llama / "model.safetensors")
+    parts = [tensors[f"model.layers.1.self_attn.{name}_proj.weight"] for name in "qkv"]
+    assert torch.equal(model.layers[1].qkv, torch.cat(parts))
+    parts = [tensors[f"model.layers.1.mlp.{name}_proj.weight"] for name in ("gate", "up")]
+    assert torch.equal(model.layers[1].gate_up, torch.cat(parts))
+
+
+def test_a_sharded_checkpoint_is_the_single_one(llama: Path, tmp_path: Path) -> None:
+    sharded = tmp_path / "sharded"
+    make(sharded, "Llama", shard="100KB")
+    assert len(list(sharded.glob("*.safetensors"))) > 1
+    assert not (sharded / "model.safetensors").exists()
+    for one, other in zip(weights(load(llama, device="cpu")), weights(load(sharded, device="cpu")), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_weights_take_the_dtype_asked_for(llama: Path) -> None:
+    assert {tensor.dtype for tensor in weights(load(llama, device="cpu", dtype="bfloat16"))} == {torch.bfloat16}
+    assert load(llama, device="cpu").spec.dtype == torch.float32
+
+
+def test_tied_checkpoints_share_the_embedding(tmp_path: Path) -> None:
+    make(tmp_path, "Qwen3", tie_word_embeddings=True)
+    model = load(tmp_path, device="cpu")
+    assert isinstance(model, Decoder)
+    assert model.lm_head is model.embedding
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+def test_fp8_is_for_the_products_of_the_layers_alone(tmp_path: Path, family: str) -> None:
+    make(tmp_path, family)
+    plain, quantized = (load(tmp_path, device="cpu", quantization=kind) for kind in ("none", "fp8"))
+    assert isinstance(plain, Decoder) and isinstance(quantized, Decoder)
+    for before, after in zip(plain.layers, quantized.layers, strict=True):
+        for field in ("qkv", "o", "gate_up", "down"):
+            weight, exact = getattr(after, field), getattr(before, field)
+            assert isinstance(weight, Fp8Weight)
+            assert (weight.dequantized(torch.float32) - exact).norm() / exact.norm() < 0.03
+        for field in ("input_norm", "post_norm", "q_norm", "qkv_bias"):
+            assert getattr(after, field) is getattr(before, field) is None or torch.equal(
+                getattr(after, field), getattr(before, field)
+            )
+    assert torch.equal(quantized.embedding, plain.embedding)
+    assert torch.equal(quantized.lm_head, plain.lm_head)
+    weights = [getattr(layer, field) for layer in quantized.layers for field in ("qkv", "o", "gate_up", "down")]
+    saved = sum(3 * weight.shape.numel() - 4 * weight.shape[0] for weight in weights)
+    assert quantized.spec.weight_bytes == plain.spec.weight_bytes - saved
+
+
+def test_fp8_weights_are_those_of_bfloat16_and_float16_too(llama: Path) -> None:
+    for dtype in ("bfloat16", "float16"):
+        model = load(llama, device="cpu", dtype=dtype, quantization="fp8")
+        assert isinstance(model, Decoder) and model.spec.dtype == getattr(torch, dtype)
+        assert isinstance(model.layers[0].o, Fp8Weight) and model.lm_head.dtype == model.spec.dtype
+
+
+def test_what_runs_by_transformers_code_has_no_fp8(tmp_path: Path) -> None:
+    make(tmp_path, "GPT2")
+    assert "fp8, which native decoders have (LlamaForCausalLM" in refusal(tmp_path, quantization="fp8")
+
+
+@pytest.mark.gpu
+def test_loading_fp8_takes_little_more_than_what_stays(llama: Path) -> None:
+    rewrite(llama, hidden_size=2048, intermediate_size=8192, num_hidden_layers=8, vocab_size=1024)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    model = load(llama, device="cuda", dtype="bfloat16", load_format="random", quantization="fp8")
+    largest = 2 * 2 * 8192 * 2048  # bytes of gate and up in bfloat16
+    assert torch.cuda.max_memory_allocated() - before < model.spec.weight_bytes + 2 * largest
+    assert torch.cuda.memory_reserved() - before < model.spec.weight_bytes + 3 * largest
+
+
+def test_random_weights_need_no_tensors(llama: Path) -> None:
+    (llama / "model.safetensors").unlink()
+    model, again = (load(llama, device="cpu", load_format="random") for _ in range(2))
+    for one, other in zip(weights(model), weights(again), strict=True):
+        assert torch.equal(one, other)
+        assert one.isfinite().all() and one.any()
+
+
+def test_max_model_len_shortens_and_never_lengthens(llama: Path) -> None:
+    assert load(llama, device="cpu", max_model_len=100).spec.max_model_len == 100
+    with pytest.raises(ValueError, match="max_model_len is 300; the model was made for 256"):
+        load(llama, device="cpu", max_model_len=300)
+
+
+def test_end_tokens_are_those_of_generation_config_before_config(tmp_path: Path) -> None:
+    assert eos_token_ids(tmp_path, {}) == ()
+    assert eos_token_ids(tmp_path, {"eos_token_id": 7}) == (7,)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [3, 5]}')
+    assert eos_token_ids(tmp_path, {"eos_token_id": 7}) == (3, 5)
+
+
+def test_a_missing_tensor_is_named(llama: Path) -> None:
+    retensor(llama, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
+    assert "no tensor model.layers.1.mlp.up_proj.weight" in refusal(llama)
+
+
+def test_a_tensor_of_another_shape_is_named(llama: Path) -> None:
+    name = "model.layers.0.self_attn.k_proj.weight"
+    retensor(llama, lambda tensors: tensors.update({name: torch.zeros(31, 64)}))
+    assert f"{name} has shape (31, 64); config.json makes it (32, 64)" in refusal(llama)
+
+
+def test_a_tensor_that_nothing_uses_is_named(llama: Path) -> None:
+    retensor(llama, lambda tensors: tensors.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)}))
+    assert "does not explain, first model.layers.0.self_attn.q_proj.bias" in refusal(llama)
+
+
+def test_saved_rope_frequencies_are_no_harm(llama: Path) -> None:
+    retensor(llama, lambda tensors: tensors.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}))
+    assert load(llama, device="cpu").spec.architecture == "LlamaForCausalLM"
+
+
+def test_integer_tensors_are_refused(llama: Path) -> None:
+    name = "model.layers.0.mlp.down_proj.weight"
+    retensor(llama, lambda tensors: tensors.update({name: torch.zeros(64, 128, dtype=torch.int8)}))
+    assert f"{name} is torch.int8; quantized" in refusal(llama)
+
+
+def test_a_truncated_file_is_refused(llama: Path) -> None:
+    path = llama / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+    assert "model.safetensors cannot be read as safetensors" in refusal(llama)
+
+
+def test_a_header_that_lies_about_sizes_is_refused(llama: Path) -> None:
+    path = llama / "model.safetensors"
+    path.write_bytes((1 << 40).to_bytes(8, "little") + path.read_bytes()[8:])
+    assert "cannot be read as safetensors" in refusal(llama)
+
+
+def test_other_formats_are_refused_by_name(llama: Path) -> None:
+    (llama / "model.safetensors").rename(llama / "pytorch_model.bin")
+    assert "pytorch_model.bin, convert it to safetensors" in refusal(llama)
+
+
+def test_an_index_cannot_point_out_of_its_directory(llama: Path) -> None:
+    (llama / "model.safetensors").rename(llama.parent / "secret.safetensors")
+    (llama / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../secret.safetensors"}}')
+    assert "is not a file of its directory" in refusal(llama)
+    (llama / "model.safetensors.index.json").write_text('{"weight_map": {"a": "gone.safetensors"}}')
+    assert "names gone.safetensors, which is missing" in refusal(llama)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"architectures": None}, "must name one architecture"),
+        ({"is_encoder_decoder": True}, "encoder-decoder"),
+        ({"quantization_config": {"quant_method": "gptq"}}, r"quantized (gptq)"),
+        ({"hidden_act": "relu6"}, "hidden_act 'relu6' is not supported"),
+        ({"hidden_size": None}, "config.json has no 'hidden_size'"),
+        ({"num_key_value_heads": 3}, "4 attention heads cannot share 3"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope scaling 'dynamic'"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
+        ({"architectures": ["MyForCausalLM"], "model_type": "my"}, "no causal decoder that Transformers"),
+        ({"architectures": ["MyForCausalLM"], "model_type": "my", "auto_map": {}}, "remote code"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "no causal decoder that Transformers"),
+    ],
+)
+def test_configs_that_are_not_understood_are_refused(llama: Path, changes: dict[str, Any], reason: str) -> None:
+    rewrite(llama, **changes)
+    assert reason in refusal(llama)
+
+
+def test_a_directory_without_a_config_is_refused(tmp_path: Path) -> None:
+    assert "holds no config.json" in refusal(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    assert "no JSON object" in refusal(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    assert "is not JSON" in refusal(tmp_path)
+
+
+def test_without_transformers_the_way_out_is_named(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rewrite(llama, architectures=["GPT2LMHeadModel"], model_type="gpt2")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert "pip install holdfast[hf]" in refusal(llama)

@@ -1,0 +1,60 @@
+"""Frequencies equal those of Transformers, bit for bit where it computes in the same order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from holdfast.lm.models.base import UnsupportedCheckpoint
+from holdfast.lm.models.rope import rope_of
+
+SCALINGS: list[dict[str, Any]] = [
+    {"rope_type": "default", "rope_theta": 5e5},
+    {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
+    {
+        "rope_type": "llama3",
+        "rope_theta": 5e5,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 512,
+    },
+    {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 1024},
+    {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 40.0,
+        "original_max_position_embeddings": 512,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.5,
+        "beta_fast": 16,
+        "beta_slow": 2,
+        "truncate": False,
+    },
+]
+
+
+@pytest.mark.parametrize("given", SCALINGS, ids=lambda given: given["rope_type"])
+def test_frequencies_are_those_of_transformers(given: dict[str, Any]) -> None:
+    config = LlamaConfig(
+        hidden_size=256, num_attention_heads=4, max_position_embeddings=4096, rope_parameters={**given}
+    )
+    theirs = LlamaRotaryEmbedding(config)
+    ours = rope_of({"max_position_embeddings": 4096, "rope_parameters": given})
+    torch.testing.assert_close(ours.inverse_frequencies(64), theirs.inv_freq, rtol=1e-6, atol=0)
+    assert ours.amplitude == pytest.approx(theirs.attention_scaling)
+
+
+def test_older_configs_say_the_same_in_other_keys() -> None:
+    scaling = {"type": "linear", "factor": 4.0}
+    old = rope_of({"max_position_embeddings": 4096, "rope_theta": 1e4, "rope_scaling": scaling})
+    assert old == rope_of({"max_position_embeddings": 4096, "rope_parameters": SCALINGS[1]})
+
+
+def test_unknown_scaling_is_refused() -> None:
+    with pytest.raises(UnsupportedCheckpoint, match="rope scaling 'longrope'"):
+        rope_of({"rope_scaling": {"rope_type": "longrope"}})

@@ -1,0 +1,289 @@
+"""Long random histories against a sequential oracle: whatever happens, each request gets the tokens it gets alone.
+
+The device checks at every segment that each earlier position of its sequence is there (the cache rule); the
+history checks after every step that no block is lost or owned twice, and that the budget holds; and at the end that
+everything is free and that nobody starved. A quarter runs under a policy of no order at all: what keeps a plan right
+is not the policy's affair. Half have a host tier, at times of a single block: state is swapped out and in, dropped,
+recovered with holes in front of and between what was kept; copies arrive late, and whatever is copied must not change
+meanwhile. 320 histories of at least 100 steps each, and 20 for each other policy.
+"""
+
+import random
+from collections import Counter, deque
+
+import pytest
+
+from holdfast.core.cost import CostModel
+from holdfast.core.types import Request, SamplingParams
+from holdfast.lm.memory.retention import EVICTIONS
+from holdfast.lm.scheduler.builder import Policy
+from holdfast.lm.scheduler.choice import RESERVING, capacity_of, make_policy
+from holdfast.lm.scheduler.latency_target import PacedStallFree
+from holdfast.lm.scheduler.order import Deadline, Fair, Fcfs, Priority
+from tests.scheduling import EOS, VOCABULARY, FakeDevice, create_scheduler, run_alone
+
+MAX_MODEL_LEN = 48
+STEPS = 100
+
+
+OTHERS = ("request-level", "orca", "prefill-first", "chunked-only", "hybrid-only", "unified", "paced")
+
+COST = CostModel(
+    model="m",
+    device="d",
+    linear_tokens=(1, 64),
+    linear_seconds=(1.0, 10.0),
+    attention_queries=(1, 64),
+    attention_contexts=(1, 64),
+    attention_seconds=((0.01, 0.1), (0.1, 2.0)),
+)
+
+
+class AnyOrder(Policy):
+    """A policy without one: calls its verbs in an order that it draws for each step."""
+
+    def __init__(self, budget, choose):
+        self.budget = budget
+        self.choose = choose
+
+    def plan(self, step):
+        step.budget = self.budget
+        for verb in self.choose.sample((step.decode, step.prefill, step.admit), 3):
+            verb()
+
+
+class History:
+    """One random run: its settings, its requests, what came out of it."""
+
+    def __init__(self, seed, name="stall-free", order=None, pipelined=False):
+        self.random = choose = random.Random(seed)
+        self.block_size = choose.choice((1, 2, 4, 16))
+        least = -(-(MAX_MODEL_LEN - 1) // self.block_size)
+        self.blocks = choose.choice((least, least + 1, 2 * least, 6 * least))
+        self.budget = choose.choice((1, 2, 3, 7, 16, 64))
+        self.steps_in_flight = choose.randint(1, 3)
+        self.max_sequences = choose.choice((1, 2, 4, 12))
+        self.host_blocks = choose.choice((0, 0, 0, 1, least // 2 + 1, 4 * least))
+        self.any_order = name == "stall-free" and choose.random() < 0.25
+        self.never_preempts = name in RESERVING
+        self.order = order or Priority(aging=choose.choice((0.5, 20.0, 1e6)))
+        self.micro_batches = self.steps_in_flight if pipelined else 1
+        self.scheduler = create_scheduler(
+            micro_batches=self.micro_batches,
+            policy=self.policy(name),
+            order=self.order,
+            blocks=self.blocks,
+            block_size=self.block_size,
+            max_sequences=self.max_sequences,
+            max_model_len=MAX_MODEL_LEN,
+            headroom=choose.choice((0.0, 0.1)),
+            sharing=choose.random() < 0.8,
+            eos=(EOS,),
+            host_blocks=self.host_blocks,
+            eviction=choose.choice(("retention",) * 4 + tuple(EVICTIONS)),
+            chunk_blocks=choose.choice((1, 2)),
+            low_water=choose.choice((0.05, 0.25, 0.6)),
+        )
+        self.talkative = choose.choice((0.3, 0.8))
+        self.device = FakeDevice(self.blocks, self.block_size, self.host_blocks, choose)
+        self.prefixes = [self.some_tokens(choose.randint(1, 40)) for _ in range(3)]
+        self.plans = deque()
+        self.requests = {}
+        self.outputs = {}
+        self.finished = {}
+        self.aborted = set()
+        self.running = set()
+        """Who was planned and not preempted since, whatever became of it."""
+        self.steps = 0
+        self.seen = Counter()
+
+    def policy(self, name):
+        """The policy of that name; `budget` becomes the most tokens of its steps."""
+        if self.any_order:
+            return AnyOrder(self.budget, self.random)
+        if name == "paced":
+            tile = self.random.choice((1, 4, 16))
+            self.budget = max(self.budget, tile)
+            return PacedStallFree(COST, self.random.choice((0.5, 3.0, 8.0)), tile=tile, ceiling=self.budget)
+        threshold, self.budget = (
+            self.budget,
+            capacity_of(name, token_budget=self.budget, max_model_len=MAX_MODEL_LEN, max_sequences=self.max_sequences),
+        )
+        return make_policy(name, token_budget=threshold, capacity=self.budget)
+
+    def some_tokens(self, count):
+        return tuple(self.random.randrange(1, VOCABULARY) for _ in range(count))
+
+    def limit(self, name):
+        request = self.requests[name]
+        return min(len(request.prompt) + request.params.max_tokens, MAX_MODEL_LEN)
+
+    def rank(self, name):
+        return self.order.rank(self.requests[name], int(name))
+
+    def add(self):
+        choose = self.random
+        prefix = choose.choice(self.prefixes) if choose.random() < 0.7 else ()
+        prompt = (prefix[: choose.choice((len(prefix), choose.randint(0, len(prefix))))] + self.some_tokens(2))[
+            : MAX_MODEL_LEN - 1
+        ]
+        if self.outputs and choose.random() < self.talkative:  # the next turn of a conversation
+            earlier = self.requests[choose.choice(list(self.outputs)[-8:])]
+            prompt = (earlier.prompt + tuple(self.outputs[earlier.id]) + self.some_tokens(1))[: MAX_MODEL_LEN - 1]
+        request = Request(
+            id=str(len(self.requests)),
+            prompt=prompt,
+            params=SamplingParams(
+                max_tokens=choose.choice((1, 2, 5, 40)),
+                stop_token_ids=choose.choice(((), (3,))),
+                ignore_eos=choose.random() < 0.3,
+            ),
+            priority=choose.choice((0, 0, 0, 1, 2)),
+            tenant=choose.choice(("", "", "other")),
+            arrival=float(self.steps),
+            deadline=choose.choice((None, 0.5, 30.0)),
+        )
+        self.requests[request.id] = request
+        self.device.expect(request)
+        self.scheduler.add(request)
+
+    def abort(self):
+        alive = [name for name in self.requests if name not in self.finished and name not in self.aborted]
+        if alive:
+            name = self.random.choice(alive)
+            self.aborted.add(name)
+            self.scheduler.abort(name)
+            self.scheduler.check()
+
+    def step(self):
+        """Plan some steps ahead, never more than may be in flight; collect the oldest."""
+        depth = self.random.randint(1, self.steps_in_flight)
+        while len(self.plans) < depth:
+            plan = self.scheduler.schedule(float(self.steps))
+            self.scheduler.check()
+            if plan is None:
+                break
+            assert plan.num_tokens <= self.budget
+            assert plan.segments or not self.plans, "only a step that nothing else waits behind waits for copies"
+            self.seen["waits for copies"] += not plan.segments
+            self.seen["swapped in"] += len(plan.swap_in)
+            self.seen["swapped out"] += len(plan.swap_out)
+            ranges = Counter(segment.sequence_id for segment in plan.segments)
+            self.seen["holes"] += sum(count > 1 for count in ranges.values())
+            assert all(segment.length == len(segment.tokens) for segment in plan.segments)
+            awaited = {segment.sequence_id for earlier in self.plans for segment in earlier.sampled()}
+            for segment in plan.segments:
+                assert segment.sequence_id not in self.aborted
+                assert self.micro_batches == 1 or segment.sequence_id not in awaited, "stages wait for no other's token"
+                assert segment.stop < self.limit(segment.sequence_id), "what is computed can still be of use"
+            assert not (plan.preempted and self.never_preempts)
+            self.seen["suspended"] += len(plan.preempted) * bool(self.host_blocks)
+            self.running |= ranges.keys()
+            self.judge(plan.preempted)
+            self.device.submit(plan)
+            self.plans.append(plan)
+            self.steps += 1
+        if not self.plans:
+            assert not self.scheduler.has_work(), "work is left, nothing is in flight and nothing is planned"
+            return
+        plan = self.plans.popleft()
+        for output in self.scheduler.update(plan, self.device.collect(), float(self.steps)):
+            assert output.request_id not in self.finished and output.request_id not in self.aborted
+            self.outputs.setdefault(output.request_id, []).extend(output.tokens)
+            if output.finish_reason is not None:
+                self.finished[output.request_id] = output.finish_reason
+            self.seen["cached"] += output.cached_tokens > 0
+            self.seen["preempted"] += output.preemptions > 0
+        self.scheduler.check()
+
+    def judge(self, preempted):
+        """Each must make room for somebody who ranks ahead: who ran and wanted a block, or is of a higher class.
+
+        It need not be in the plan: what is idle now may have to be copied before it can be taken.
+        """
+        self.running.difference_update(preempted)
+        alive = self.requests.keys() - self.finished.keys() - self.aborted - set(preempted)
+        for name in preempted:
+            priority = self.requests[name].priority
+            ahead = [other for other in alive if other in self.running or self.requests[other].priority < priority]
+            assert any(self.rank(other) < self.rank(name) for other in ahead), "it makes room for nobody"
+
+    def drain(self):
+        """Run to the end, within the bound that rules starvation out.
+
+        A step that samples brings one of the G tokens still to come, or is one of those planned before an end was
+        known. A step that samples nothing prefills, no block is taken from anyone, and the first in rank ends its
+        prefill after at most max_model_len / budget such steps (any sequence does, if the policy has no order). With
+        a host tier each of these may wait for copies, of every block once, and for each of them to arrive.
+        """
+        ended = self.finished.keys() | self.aborted
+        alive = [self.requests[name] for name in self.requests if name not in ended]
+        to_come = sum(request.params.max_tokens for request in alive)
+        prefills = self.max_sequences if self.any_order else 1
+        stale = self.steps_in_flight * (len(alive) + 1)
+        copies = 2 * self.blocks if self.host_blocks else 0
+        bound = self.steps + (to_come + stale) * (1 + copies + prefills * -(-MAX_MODEL_LEN // self.budget))
+        while self.scheduler.has_work() or self.plans:
+            self.step()
+            assert self.steps <= bound, "somebody starves"
+
+
+def play(seed, name="stall-free", order=None, pipelined=False):
+    history = History(seed, name, order, pipelined)
+    while history.steps < STEPS:
+        while history.random.random() < 0.4 and history.scheduler.stats().waiting < 12:
+            history.add()
+        if history.random.random() < 0.04:
+            history.abort()
+        history.step()
+    history.drain()
+    history.seen["recovered"] = history.scheduler.stats().tokens_recovered
+    return history
+
+
+@pytest.mark.parametrize(
+    ("name", "seed"),
+    [("stall-free", seed) for seed in range(320)] + [(name, seed) for name in OTHERS for seed in range(20)],
+)
+def test_every_request_of_a_random_history_gets_the_tokens_it_gets_alone(name, seed):
+    check(play(seed, name))
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("order", [Fcfs, Deadline, Fair])
+@pytest.mark.parametrize("name", ["stall-free", *OTHERS])
+def test_so_it_is_under_every_order(name, order, seed):
+    check(play(seed, name, order()))
+
+
+@pytest.mark.parametrize("name", ("stall-free", *OTHERS))
+@pytest.mark.parametrize("seed", range(10))
+def test_so_it_does_where_the_steps_in_flight_are_micro_batches(name, seed):
+    check(play(seed, name, pipelined=True))
+
+
+def check(history):
+    assert history.steps >= STEPS
+    assert len(history.finished) + len(history.aborted) == len(history.requests)
+    for name, reason in history.finished.items():
+        tokens, expected = run_alone(history.requests[name], eos=(EOS,), max_model_len=MAX_MODEL_LEN)
+        assert (tuple(history.outputs[name]), reason) == (tokens, expected)
+    for name in history.aborted & history.outputs.keys():
+        tokens, _ = run_alone(history.requests[name], eos=(EOS,), max_model_len=MAX_MODEL_LEN)
+        assert tuple(history.outputs[name]) == tokens[: len(history.outputs[name])]
+    stats = history.scheduler.stats()
+    assert (stats.waiting, stats.running, stats.blocks_used) == (0, 0, 0)
+
+
+def test_the_histories_meet_what_they_are_to_test():
+    seen = Counter()
+    for seed in range(60):
+        seen += play(seed).seen
+    assert seen["cached"] > 200
+    assert seen["preempted"] > 200
+    assert seen["swapped out"] > 1000
+    assert seen["swapped in"] > 100
+    assert seen["suspended"] > 15
+    assert seen["holes"] > 30
+    assert seen["recovered"] > 100
+    assert seen["waits for copies"] > 10

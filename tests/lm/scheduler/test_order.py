@@ -1,0 +1,327 @@
+"""Orders: who goes first, who makes way, and that nobody waits beyond the bound that each order states."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.core.config import EngineConfig
+from holdfast.core.types import Request, SamplingParams
+from holdfast.lm.scheduler.choice import capacity_of, make_policy
+from holdfast.lm.scheduler.order import Deadline, Fair, Fcfs, Priority, make_order
+from tests.scheduling import answer, create_requests, create_scheduler, spans
+
+CHAT, BATCH = 0, 1
+
+
+def step(scheduler, now=0.0):
+    plan = scheduler.schedule(now)
+    if plan is not None:
+        scheduler.update(plan, answer(plan), now)
+        scheduler.check()
+    return plan
+
+
+def request(name, prompt=4, *, max_tokens=4, **options):
+    tokens = tuple(range(100 * int(name) + 1000, 100 * int(name) + 1000 + prompt))
+    return Request(str(name), tokens, SamplingParams(max_tokens=max_tokens), **options)
+
+
+def started(scheduler, now=0.0):
+    """Whose first positions a step computes."""
+    plan = step(scheduler, now)
+    return [name for name, start, _ in spans(plan) if start == 0] if plan else []
+
+
+def test_a_configuration_names_its_order():
+    assert isinstance(make_order(EngineConfig(order="fcfs")), Fcfs)
+    assert make_order(EngineConfig(priority_aging=60.0)).aging == 60.0
+    assert make_order(EngineConfig(order="deadline")).ttft_target == 2.0
+    assert make_order(EngineConfig(order="deadline", ttft_target=500.0)).ttft_target == 0.5
+    assert make_order(EngineConfig(order="fair", fair_weight=3.0)).weight == 3.0
+
+
+def test_first_come_first_served_looks_at_arrivals_alone():
+    early, late = request(0, arrival=1.0, priority=9), request(1, arrival=2.0, deadline=0.1)
+    ranks = [Fcfs().rank(early, 1), Fcfs().rank(late, 0), Fcfs().rank(late, 2)]
+    assert ranks == sorted(ranks)
+
+
+def test_the_class_goes_before_the_arrival_and_the_arrival_before_the_number():
+    urgent = request(0, priority=-1, arrival=9.0)
+    early, late = request(1, arrival=1.0), request(2, arrival=2.0)
+    order = Priority()
+    ranks = [order.rank(urgent, 3), order.rank(early, 2), order.rank(late, 0), order.rank(late, 1)]
+    assert ranks == sorted(ranks)
+
+
+def test_waiting_makes_up_for_class():
+    order = Priority(aging=10.0)
+    batch = order.rank(request(0, priority=BATCH, arrival=0.0), 0)
+    assert order.rank(request(1, arrival=9.0), 1) < batch < order.rank(request(2, arrival=11.0), 2)
+
+
+def test_the_earliest_deadline_goes_first_and_a_target_stands_in_where_none_is_named():
+    scheduler = create_scheduler(order=Deadline(2.0))
+    scheduler.add(request(0, arrival=0.0))
+    scheduler.add(request(1, arrival=1.0, deadline=0.5))
+    scheduler.add(request(2, arrival=0.5, deadline=30.0))
+    scheduler.add(request(3, arrival=0.5, deadline=1.4))
+    assert started(scheduler) == ["1", "3", "0", "2"]
+
+
+def test_waiting_requests_start_by_class_then_first_come_first_served():
+    scheduler = create_scheduler()
+    requests = create_requests(2, 2, 2, 2)
+    for each, level in zip(requests, (1, 0, 1, 0), strict=True):
+        scheduler.add(replace(each, priority=level))
+    assert started(scheduler) == ["1", "3", "0", "2"]
+
+
+def full(policy="stall-free", rows=2, order=None, **options):
+    """A scheduler whose rows batch requests 0, 1, … stand in, decoding."""
+    capacity = capacity_of(policy, token_budget=64, max_model_len=128, max_sequences=rows)
+    scheduler = create_scheduler(
+        policy=make_policy(policy, token_budget=64, capacity=capacity), max_sequences=rows, order=order, **options
+    )
+    for number in range(rows):
+        scheduler.add(request(number, 5, max_tokens=20, priority=BATCH, arrival=float(number)))
+    for _ in range(3):
+        step(scheduler, 5.0)
+    return scheduler
+
+
+@pytest.mark.parametrize("policy", ["stall-free", "prefill-first", "hybrid-only", "unified"])
+def test_a_chat_request_takes_the_row_of_the_latest_batch_request_at_the_next_step(policy):
+    scheduler = full(policy)
+    scheduler.add(request(7, arrival=6.0))
+    plan = step(scheduler, 6.0)
+    assert plan.preempted == ("1",)
+    assert ("7", 0, 4) in spans(plan)
+    assert "1" not in {name for name, _, _ in spans(plan)}
+
+
+def test_policies_in_turns_give_way_at_the_next_turn_of_prompts():
+    scheduler = full("chunked-only")
+    scheduler.add(request(7, arrival=6.0))
+    plans = [step(scheduler, 6.0) for _ in range(2)]
+    assert [plan.preempted for plan in plans if ("7", 0, 4) in spans(plan)] == [("1",)]
+
+
+@pytest.mark.parametrize("policy", ["request-level", "orca"])
+def test_policies_that_reserve_displace_nobody(policy):
+    scheduler = full(policy)
+    scheduler.add(request(7, arrival=6.0))
+    preempted = [step(scheduler, 6.0).preempted for _ in range(10)]
+    assert set(preempted) == {()}
+
+
+@pytest.mark.parametrize("order", [Fcfs(), Deadline(), Fair()])
+def test_only_the_priority_order_displaces(order):
+    scheduler = full(order=order)
+    scheduler.add(request(7, arrival=6.0, deadline=0.1))
+    assert step(scheduler, 6.0).preempted == ()
+
+
+def test_nobody_makes_way_for_its_own_class_nor_before_rows_are_short():
+    scheduler = full()
+    scheduler.add(request(7, priority=BATCH, arrival=6.0))
+    assert step(scheduler, 6.0).preempted == ()
+    scheduler = full(rows=3)
+    scheduler.abort("1")
+    scheduler.add(request(7, arrival=6.0))
+    assert step(scheduler, 6.0).preempted == ()
+
+
+def test_who_has_waited_long_enough_is_not_displaced_any_more():
+    scheduler = full(order=Priority(aging=10.0))
+    scheduler.add(request(7, arrival=12.0))
+    assert step(scheduler, 12.0).preempted == ()
+
+
+def test_blocks_are_made_way_for_as_well_and_no_more_than_it_takes():
+    scheduler = full(rows=3, block_size=4, blocks=9, max_model_len=48)
+    scheduler.add(request(7, 21, arrival=6.0))
+    scheduler.abort("0")
+    plan = step(scheduler, 6.0)
+    assert plan.preempted == ("2",)
+    assert ("7", 0, 21) in spans(plan)
+
+
+def test_as_many_make_way_as_the_step_has_room_for():
+    scheduler = full(rows=4)
+    scheduler._policy.token_budget = 30
+    for number in (7, 8, 9):
+        scheduler.add(request(number, 20, arrival=6.0))
+    plan = step(scheduler, 6.0)
+    assert plan.preempted == ("3", "2")
+    assert [span for span in spans(plan) if span[0] > "6"] == [("7", 0, 20), ("8", 0, 8)]
+
+
+def test_the_displaced_one_goes_on_from_what_it_had():
+    scheduler = full(block_size=4)
+    scheduler.add(request(7, arrival=6.0, max_tokens=2))
+    plans = [step(scheduler, 6.0) for _ in range(4)]
+    assert plans[0].preempted == ("1",)
+    (again,) = [span for plan in plans[1:] for span in spans(plan) if span[0] == "1"][:1]
+    assert again == ("1", 4, 8), "of eight tokens, the first block is full and was kept"
+
+
+def test_a_displaced_request_with_a_token_in_flight_comes_back_when_that_is_known():
+    scheduler = full()
+    flying = scheduler.schedule(6.0)
+    scheduler.add(request(7, arrival=6.0, max_tokens=1))
+    displacing = scheduler.schedule(6.0)
+    assert displacing.preempted == ("1",)
+    scheduler.update(flying, answer(flying, 42), 6.0)
+    scheduler.update(displacing, answer(displacing), 6.0)
+    plan = step(scheduler, 6.0)
+    assert next(s for s in plan.segments if s.sequence_id == "1").tokens[-1] == 42
+
+
+# The bounds.
+
+
+class Waits:
+    """Runs requests as they arrive, a step a second; notes who started while whom was waiting, and when all ended."""
+
+    def __init__(self, order, arriving, **options):
+        self.scheduler = create_scheduler(order=order, **options)
+        self.requests = {request.id: request for request in arriving}
+        self.ahead = set()
+        """(who started, who waited meanwhile)"""
+        self.started_at = {}
+        due = sorted(arriving, key=lambda request: request.arrival)
+        now = 0
+        while due or self.scheduler.has_work():
+            while due and due[0].arrival <= now:
+                self.scheduler.add(due.pop(0))
+            self.before_step()
+            waiting = {name for name in self.scheduler._entries if name not in self.started_at}
+            plan = self.scheduler.schedule(float(now))
+            if plan is not None:
+                fresh = {name for name, _, _ in spans(plan)} & waiting
+                self.started_at |= dict.fromkeys(fresh, now)
+                self.ahead |= {(first, other) for first in fresh for other in waiting - fresh}
+                self.scheduler.update(plan, answer(plan), float(now))
+            now += 1
+            assert now < 20_000, "somebody starves"
+        assert set(self.started_at) == set(self.requests)
+
+    def before_step(self):
+        pass
+
+
+@st.composite
+def arrivals(draw, most=14):
+    return [
+        request(
+            number,
+            draw(st.integers(1, 20)),
+            max_tokens=draw(st.integers(1, 12)),
+            arrival=float(draw(st.integers(0, 40))),
+            priority=draw(st.integers(-2, 3)),
+            deadline=draw(st.sampled_from((None, 1.0, 5.0, 60.0))),
+            tenant=draw(st.sampled_from("abc")),
+        )
+        for number in range(draw(st.integers(2, most)))
+    ]
+
+
+tight = {"max_sequences": 2, "blocks": 12, "block_size": 4, "budget": 16, "max_model_len": 48}
+
+
+@settings(max_examples=60, deadline=None)
+@given(arrivals())
+def test_first_come_first_served_lets_nobody_pass(arriving):
+    waits = Waits(Fcfs(), arriving, **tight)
+    for first, other in waits.ahead:
+        assert waits.requests[first].arrival <= waits.requests[other].arrival
+
+
+@settings(max_examples=60, deadline=None)
+@given(arrivals(), st.sampled_from((1.0, 7.0, 1e6)))
+def test_a_class_is_ahead_of_a_lower_one_for_its_aging_and_no_longer(arriving, aging):
+    waits = Waits(Priority(aging), arriving, **tight)
+    for first, other in waits.ahead:
+        ahead, behind = waits.requests[first], waits.requests[other]
+        assert ahead.arrival - behind.arrival <= max(0, behind.priority - ahead.priority) * aging
+
+
+@settings(max_examples=60, deadline=None)
+@given(arrivals())
+def test_whoever_arrives_behind_a_deadline_is_behind_it(arriving):
+    waits = Waits(Deadline(2.0), arriving, **tight)
+    for first, other in waits.ahead:
+        behind = waits.requests[other]
+        assert waits.requests[first].arrival <= behind.arrival + (behind.deadline or 2.0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(arrivals())
+def test_within_a_tenant_fairness_is_first_come_first_served(arriving):
+    waits = Waits(Fair(), arriving, **tight)
+    for first, other in waits.ahead:
+        ahead, behind = waits.requests[first], waits.requests[other]
+        assert ahead.tenant != behind.tenant or ahead.arrival <= behind.arrival
+
+
+def test_a_stream_of_chats_holds_a_batch_request_up_for_its_aging_and_no_longer():
+    batch = request(0, priority=BATCH, arrival=0.5, max_tokens=3)
+    chats = [request(number, arrival=float(number), max_tokens=2) for number in range(1, 60)]
+    waits = Waits(Priority(aging=20.0), [batch, *chats], **{**tight, "max_sequences": 1})
+    ahead = [chat for chat in chats if waits.started_at[chat.id] < waits.started_at["0"]]
+    assert {chat.arrival for chat in ahead} == {float(number) for number in range(1, 21)}
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 20), st.integers(1, 12)), min_size=6, max_size=40))
+def test_what_waiting_tenants_are_served_differs_by_no_more_than_the_bound(asked):
+    order = Fair()
+    bound = 2 * max(20, order.weight * tight["blocks"] * tight["block_size"])
+
+    class Watched(Waits):
+        def before_step(self):
+            waiting = {
+                entry.sequence.request.tenant
+                for name, entry in self.scheduler._entries.items()
+                if name not in self.started_at
+            }
+            counters = [order.served[tenant] for tenant in waiting]
+            assert not counters or max(counters) - min(counters) <= bound
+
+    arriving = [
+        request(number, prompt, max_tokens=most, tenant=tenant) for number, (tenant, prompt, most) in enumerate(asked)
+    ]
+    Watched(order, arriving, **tight)
+
+
+def test_a_tenant_that_floods_the_queue_gets_no_more_than_one_that_asks_now_and_then():
+    flood = [request(number, tenant="flood") for number in range(40)]
+    modest = [request(number, tenant="modest") for number in range(40, 44)]
+    waits = Waits(Fair(), [*flood, *modest], **{**tight, "max_sequences": 1})
+    first_eight = Counter(
+        waits.requests[name].tenant for name in sorted(waits.started_at, key=waits.started_at.__getitem__)[:8]
+    )
+    assert first_eight == {"flood": 4, "modest": 4}
+
+
+def test_nobody_saves_up_by_asking_for_nothing():
+    order = Fair()
+    busy = [request(number, tenant="busy") for number in range(20)]
+    idle = [request(number, tenant="idle", arrival=40.0) for number in range(20, 30)]
+    waits = Waits(order, [*busy, *idle], **{**tight, "max_sequences": 1})
+    after = [name for name in waits.started_at if waits.started_at[name] >= 40][:6]
+    assert Counter(waits.requests[name].tenant for name in after) == {"busy": 3, "idle": 3}
+
+
+def test_what_the_cache_gave_costs_a_tenant_nothing():
+    order = Fair(weight=2.0)
+    scheduler = create_scheduler(order=order, block_size=4)
+    prompt = tuple(range(1, 11))
+    for name in "01":
+        scheduler.add(Request(name, prompt, SamplingParams(max_tokens=1), tenant="a"))
+        step(scheduler)
+    assert order.served["a"] == (10 + 2) + (2 + 2)

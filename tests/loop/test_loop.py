@@ -1,0 +1,98 @@
+"""The loop: how deep it plans ahead, in what order it collects, and that depth does not change what comes out."""
+
+import itertools
+
+import pytest
+
+from holdfast.loop.loop import Loop
+from tests.scheduling import FakeDevice, create_requests, create_scheduler, run_alone
+
+
+class Recorder(FakeDevice):
+    """Notes what the loop asks of it."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.calls = []
+
+    def submit(self, plan):
+        self.calls.append(("submit", plan.step))
+        super().submit(plan)
+
+    def collect(self):
+        self.calls.append(("collect", self.plans[0].step))
+        return super().collect()
+
+
+def create_loop(steps_in_flight, *requests, **options):
+    device = Recorder(64, 4)
+    loop = Loop(create_scheduler(**options), device, steps_in_flight, itertools.count().__next__)
+    for request in requests:
+        device.expect(request)
+        loop.add(request)
+    return loop, device
+
+
+def run(loop):
+    outputs = {}
+    while loop.has_work():
+        for output in loop.step():
+            outputs.setdefault(output.request_id, []).extend(output.tokens)
+    return {name: tuple(tokens) for name, tokens in outputs.items()}
+
+
+def test_one_step_in_flight_waits_for_each():
+    loop, device = create_loop(1, *create_requests(5, max_tokens=2))
+    run(loop)
+    assert device.calls == [("submit", 0), ("collect", 0), ("submit", 1), ("collect", 1)]
+
+
+def test_two_steps_in_flight_plan_one_ahead():
+    loop, device = create_loop(2, *create_requests(5, max_tokens=3))
+    run(loop)
+    assert device.calls == [
+        ("submit", 0),
+        ("submit", 1),
+        ("collect", 0),
+        ("submit", 2),
+        ("collect", 1),
+        ("collect", 2),
+    ]
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2, 5])
+def test_the_depth_does_not_change_what_comes_out(steps_in_flight):
+    requests = create_requests(5, 17, 30, (1, 2, 3, 4, 5, 6), (1, 2, 3, 4, 5, 7), max_tokens=20)
+    loop, _ = create_loop(steps_in_flight, *requests, budget=8, blocks=20, max_sequences=3, eos=(0,))
+    assert run(loop) == {request.id: run_alone(request, eos=(0,))[0] for request in requests}
+
+
+def test_a_step_with_nothing_to_do_returns_nothing():
+    loop, device = create_loop(2)
+    assert not loop.has_work()
+    assert loop.step() == []
+    assert device.calls == []
+
+
+def test_after_an_abort_the_step_in_flight_is_still_collected():
+    loop, device = create_loop(2, *create_requests(5, 6, max_tokens=9))
+    loop.step()
+    loop.abort("0")
+    loop.abort("1")
+    assert loop.stats().blocks_used == 0
+    assert loop.has_work(), "a step is in flight"
+    assert loop.step() == []
+    assert not loop.has_work()
+    assert device.calls[-1] == ("collect", 1)
+
+
+def test_what_the_executor_raises_goes_through():
+    loop, device = create_loop(1, *create_requests(5))
+    device.collect = lambda: (_ for _ in ()).throw(RuntimeError("device lost"))
+    with pytest.raises(RuntimeError, match="device lost"):
+        loop.step()
+
+
+def test_a_depth_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="steps_in_flight is 0"):
+        create_loop(0)

@@ -43,7 +43,7 @@ def compare(batch: int, new: int, context: int, head_dim: int, dtype: torch.dtyp
     per_row = context // BLOCK_SIZE
     cache = torch.randn(4, 2, batch * per_row, BLOCK_SIZE, KV_HEADS, head_dim).to(dtype)
     tables = torch.randperm(batch * per_row).view(batch, per_row).int()
-    schedule = attention.schedule(
+    metadata = attention.make_metadata(
         Segments(
             query_start=(np.arange(batch + 1) * new).astype(np.int32),
             context_stop=np.full(batch, context, np.int32),
@@ -60,7 +60,7 @@ def compare(batch: int, new: int, context: int, head_dim: int, dtype: torch.dtyp
     row_mask = mask.repeat(HEADS // KV_HEADS, 1)
     ours, gqa, grouped = medians(
         [
-            lambda: attention.attend(query, key, value, tables, schedule, scale=scale),
+            lambda: attention.attend(query, key, value, tables, metadata, scale=scale),
             lambda: functional.scaled_dot_product_attention(
                 near_query, near_key, near_value, None if new == 1 else mask, enable_gqa=True
             ),

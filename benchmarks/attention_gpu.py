@@ -207,11 +207,11 @@ class Batch:
 
 def ours(batch: Batch, settings: dict[str, int] | None = None, *, general: bool = False) -> Contender:
     attention = Variant(batch.work, settings, general=general)
-    schedule = attention.schedule(batch.work.segments())
+    metadata = attention.make_metadata(batch.work.segments())
     return Contender(
         lambda layer: [
             attention.attend(
-                batch.query, *batch.cache[layer], batch.tables, schedule, scale=batch.scale, **batch.options
+                batch.query, *batch.cache[layer], batch.tables, metadata, scale=batch.scale, **batch.options
             )
         ]
     )
@@ -225,15 +225,15 @@ def one_token_rounds(batch: Batch) -> Contender:
     rounds = [
         (
             query[:, index].contiguous(),
-            attention.schedule(segments_of([1] * count, [stop - length + index + 1] * count, list(range(count)))),
+            attention.make_metadata(segments_of([1] * count, [stop - length + index + 1] * count, list(range(count)))),
         )
         for index in range(length)
     ]
 
     def call(layer: int) -> list[torch.Tensor]:
         return [
-            attention.attend(tokens, *batch.cache[layer], batch.tables, schedule, scale=batch.scale)
-            for tokens, schedule in rounds
+            attention.attend(tokens, *batch.cache[layer], batch.tables, metadata, scale=batch.scale)
+            for tokens, metadata in rounds
         ]
 
     return Contender(call, lambda done: torch.stack(done, 1).flatten(0, 1))
@@ -277,7 +277,7 @@ def vllm(batch: Batch, module: Any) -> Contender:
     used = torch.from_numpy(segments.context_stop).cuda()
     longest, furthest = int(segments.query_length.max()), int(segments.context_stop.max())
     window = (-1, -1) if work.window is None else (work.window - 1, 0)
-    schedule = module.get_scheduler_metadata(
+    metadata = module.get_scheduler_metadata(
         batch_size=len(used),
         max_seqlen_q=longest,
         max_seqlen_k=furthest,
@@ -306,7 +306,7 @@ def vllm(batch: Batch, module: Any) -> Contender:
             window_size=list(window),
             softcap=work.softcap or 0.0,
             block_table=batch.tables,
-            scheduler_metadata=schedule,
+            scheduler_metadata=metadata,
             fa_version=3,
             s_aux=batch.sinks,
         )

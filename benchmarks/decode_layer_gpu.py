@@ -89,8 +89,8 @@ class Layers:
         """The layers with attention launched so; without any for None; nothing where the cut has no room."""
         qkv, o, gate_up, down = self.weights
         ops, attention = self.ops, Variant(settings or {})
-        schedule = attention.reserve(self.batch)
-        if not attention.refill(schedule, self.segments):
+        metadata = attention.reserve(self.batch)
+        if not attention.refill(metadata, self.segments):
             return None
         key, value = self.cache
 
@@ -101,7 +101,7 @@ class Layers:
                     ops.linear(normed, qkv), self.rotation, None, None, (key, value), self.slots
                 )
                 if settings is not None:
-                    query = attention.attend(query, key, value, self.tables, schedule, scale=HEAD_DIM**-0.5)
+                    query = attention.attend(query, key, value, self.tables, metadata, scale=HEAD_DIM**-0.5)
                 normed = ops.add_linear_norm(self.stream, query.flatten(1), o, None, self.norm)
                 normed = ops.add_linear_norm(self.stream, ops.gated_linear(normed, gate_up), down, None, self.norm)
 

@@ -57,11 +57,11 @@ def compare(batch: int, length: int, stop: int) -> dict[str, float | str]:
     for name, cache in (("bfloat16", rounded.to(DTYPE)), ("fp8", rounded)):
         heads = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_dim": HEAD_DIM}
         attention = attention_for("cuda", block_size=BLOCK_SIZE, cache_dtype=cache.dtype, **heads)
-        schedule = attention.schedule(segments)
+        metadata = attention.make_metadata(segments)
 
-        def step(attention=attention, cache=cache, schedule=schedule) -> torch.Tensor:
+        def step(attention=attention, cache=cache, metadata=metadata) -> torch.Tensor:
             for keys, values in cache:
-                out = attention.attend(query, keys, values, tables, schedule, scale=HEAD_DIM**-0.5)
+                out = attention.attend(query, keys, values, tables, metadata, scale=HEAD_DIM**-0.5)
             return out
 
         results[name] = step().float()

@@ -22,8 +22,8 @@ from triton.runtime.errors import OutOfResources
 
 from holdfast.lm.kernels.linear.fp8 import Fp8Weight, Weight, quantize
 from holdfast.lm.kernels.linear.fused_layers import FusedLayerOps
-from holdfast.lm.kernels.linear.skinny_gemm import ThinLaunch
-from holdfast.lm.kernels.linear.torch_layers import LayerOps, LayerShape
+from holdfast.lm.kernels.linear.layers import LayerOps, LayerShape
+from holdfast.lm.kernels.linear.skinny_gemm import SkinnyLaunch
 
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 4096, 14336, 32, 8, 128, 128256
 QKV = (HEADS + 2 * KV_HEADS) * HEAD_DIM
@@ -74,11 +74,11 @@ def shape() -> LayerShape:
 class Fixed(FusedLayerOps):
     """The fused kernels with one launch for every product; None: cuBLAS."""
 
-    def __init__(self, fixed: ThinLaunch | None) -> None:
+    def __init__(self, fixed: SkinnyLaunch | None) -> None:
         super().__init__(shape())
         self.fixed = fixed
 
-    def launch(self, x: torch.Tensor, weight: Weight, *, cut: bool = False) -> ThinLaunch | None:
+    def launch(self, x: torch.Tensor, weight: Weight, *, cut: bool = False) -> SkinnyLaunch | None:
         return self.fixed
 
 
@@ -154,16 +154,16 @@ def layer_time(ops: LayerOps, tokens: int) -> float:
     return milliseconds(captured(run)) / 4 * 1e3
 
 
-def candidates(kind: str, tokens: int, fp8: bool) -> list[ThinLaunch]:
+def candidates(kind: str, tokens: int, fp8: bool) -> list[SkinnyLaunch]:
     one, few = (FP8_ONE_TOKEN, FP8_FEW_TOKENS) if fp8 else (ONE_TOKEN, FEW_TOKENS)
     return [
-        ThinLaunch(*settings, parts)
+        SkinnyLaunch(*settings, parts)
         for settings in (one if tokens == 1 else few)
         for parts in (PARTS if kind == "add_norm" and tokens > 1 else (1,))
     ]
 
 
-def brief(launch: ThinLaunch | None) -> str:
+def brief(launch: SkinnyLaunch | None) -> str:
     if launch is None:
         return "PyTorch"
     return f"{launch.block_n}x{launch.block_k} w{launch.num_warps} s{launch.num_stages} p{launch.parts}"

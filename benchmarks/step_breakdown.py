@@ -47,7 +47,7 @@ DECODES, CONTEXTS, CHUNK_ENDS = 128, (600, 1200), 1024
 """Of mixed steps; chunks of no more tokens than that end there, longer ones begin their sequence."""
 ROUNDS = 3
 KINDS = {  # by the start or a part of a kernel's name, in this order
-    "thin_linear_kernel": "products",
+    "skinny_gemm_kernel": "products",
     "nvjet": "products",
     "splitKreduce": "products",
     "gemm": "products",

@@ -208,10 +208,10 @@ class Batch:
         fields, room = self._persistent, self._room(num_tokens)
         places, blocks = fields.take("write_at", room), fields.take("write_block", room)
         if self.device.type == "cuda":
-            from holdfast.lm.kernels.cache.step_inputs import settle  # Triton comes with CUDA builds only
+            from holdfast.lm.kernels.cache.step_inputs import write_step_inputs  # a CPU installation has no Triton
 
             ids, rows = fields.take("ids", num_tokens), fields.take("token_rows", num_tokens)
-            settle(ids, rows, self.last_token, self.block_tables, places, blocks, pending=PENDING)
+            write_step_inputs(ids, rows, self.last_token, self.block_tables, places, blocks, pending=PENDING)
         else:
             self.block_tables.view(-1).index_copy_(0, places, blocks.to(torch.int32))
             self._fill_pending(fields, num_tokens)

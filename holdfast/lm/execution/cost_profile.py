@@ -318,14 +318,14 @@ def _attention(executor: PagedExecutor, query: int, context: int) -> float:
     slot_mapping = torch.from_numpy(slots.reshape(-1)).to(device)
     block_tables = torch.from_numpy(tables).to(device)
 
-    schedule = executor.attention.schedule(segments)
+    metadata = executor.attention.make_metadata(segments)
 
     layers = memory.layers[:LAYERS]  # more than a cache holds, and each is like the others
 
     def attend() -> None:
         for keys, values in layers:
             executor.attention.write(kv_heads, kv_heads, keys, values, slot_mapping)
-            executor.attention.attend(heads, keys, values, block_tables, schedule, scale=1.0)
+            executor.attention.attend(heads, keys, values, block_tables, metadata, scale=1.0)
 
     captured = isinstance(executor.attention, CapturableAttention)
     return _seconds(attend, device, captured=captured) * len(memory.layers) / len(layers) / count

@@ -315,7 +315,7 @@ class PagedExecutor:
                 block_tables=batch.block_tables,
                 caches=layers,
                 attention=self.attention,
-                schedule=self.attention.schedule(staged.segments),
+                metadata=self.attention.make_metadata(staged.segments),
             )
         )
         return packed, logits

@@ -85,7 +85,7 @@ class Captured:
     """The graph of one size, and the attention schedule that it reads."""
 
     graph: torch.cuda.CUDAGraph
-    schedule: Any
+    metadata: Any
 
 
 class StepGraphs:
@@ -149,7 +149,7 @@ class StepGraphs:
 
     def _start(self, staged: StagedStep, captured: Captured, size: int) -> tuple[PackedStep, torch.Tensor] | None:
         """Enter a step padded to `size` tokens and run its graph."""
-        if not self._attention.refill(captured.schedule, staged.segments):
+        if not self._attention.refill(captured.metadata, staged.segments):
             return None
         packed = self._batch.upload(staged, size, min(size, self._most_rows))
         captured.graph.replay()
@@ -159,36 +159,36 @@ class StepGraphs:
         self, work: Callable[[int, Any], None], size: int, segments: int | None = None, tokens: int | None = None
     ) -> Captured:
         """Run `work` once, then capture it."""
-        schedule = self._rehearse(work, size, segments, tokens)
+        metadata = self._rehearse(work, size, segments, tokens)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            work(size, schedule)
-        return Captured(graph, schedule)
+            work(size, metadata)
+        return Captured(graph, metadata)
 
     def _rehearse(
         self, work: Callable[[int, Any], None], size: int, segments: int | None = None, tokens: int | None = None
     ) -> Any:
         """Run `work` once, which compiles and warms up what it is made of, on a schedule of nothing: its result."""
-        schedule = self._attention.reserve(min(segments or size, self._most_rows), tokens)
-        work(size, schedule)
-        return schedule
+        metadata = self._attention.reserve(min(segments or size, self._most_rows), tokens)
+        work(size, metadata)
+        return metadata
 
-    def _body(self, size: int, schedule: Any) -> None:
+    def _body(self, size: int, metadata: Any) -> None:
         packed = self._batch.settle(size, min(size, self._most_rows))
-        rows = self._model.body(self._input(packed, packed.sample_at, schedule))
+        rows = self._model.body(self._input(packed, packed.sample_at, metadata))
         if not self._between:  # kept outside of the pool: the head's graph takes memory of its own there
             self._between = tuple(part.new_empty(self._most_rows, *part.shape[1:]) for part in rows)
         for place, part in zip(self._between, rows, strict=True):
             place[: len(part)].copy_(part)
 
-    def _head(self, size: int, schedule: Any) -> None:
+    def _head(self, size: int, metadata: Any) -> None:
         self._logits[:size].copy_(self._model.head(tuple(part[:size] for part in self._between)))
 
-    def _decode(self, size: int, schedule: Any) -> None:
+    def _decode(self, size: int, metadata: Any) -> None:
         packed = self._batch.settle(size, size)
-        self._logits[:size].copy_(self._model.forward(self._input(packed, None, schedule)))
+        self._logits[:size].copy_(self._model.forward(self._input(packed, None, metadata)))
 
-    def _input(self, packed: PackedStep, sample_at: torch.Tensor | None, schedule: Any) -> StepInput:
+    def _input(self, packed: PackedStep, sample_at: torch.Tensor | None, metadata: Any) -> StepInput:
         return StepInput(
             ids=packed.ids,
             positions=packed.positions,
@@ -197,7 +197,7 @@ class StepGraphs:
             block_tables=self._batch.block_tables,
             caches=self._caches,
             attention=self._attention,
-            schedule=schedule,
+            metadata=metadata,
         )
 
 

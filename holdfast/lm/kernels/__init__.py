@@ -1,1 +1,1 @@
-"""The computations a step is made of: paged multi-token attention, the rest of a layer, the cache, sampling."""
+"""What a step computes: paged attention, the linear layers around it, the cache, and sampling."""

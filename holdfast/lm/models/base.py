@@ -53,7 +53,7 @@ class StepInput:
     block_tables: torch.Tensor  # [rows, max_blocks] int32
     caches: Sequence[tuple[torch.Tensor, torch.Tensor]]  # by layer, keys and values [num_blocks, block_size, Hkv, D]
     attention: Attention[Any]
-    schedule: Any  # what attention.schedule gave for this batch
+    metadata: Any  # from `attention.make_metadata` for this batch
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Put keys and values [T, Hkv, D] into the layer's cache."""
@@ -76,7 +76,7 @@ class StepInput:
             keys,
             values,
             self.block_tables,
-            self.schedule,
+            self.metadata,
             scale=scale,
             window=window,
             softcap=softcap,

@@ -345,7 +345,7 @@ def _paged_logits(model: TransformersModel) -> torch.Tensor:
             block_tables=torch.from_numpy(tables).to(device),
             caches=[cache.layer(index) for index in range(spec.num_layers)],
             attention=attention,
-            schedule=attention.schedule(segments),
+            metadata=attention.make_metadata(segments),
         )
         logits.append(model.forward(step).float())
     return torch.cat(logits)

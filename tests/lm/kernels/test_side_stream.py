@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from holdfast.lm.kernels.side_stream import Branch
+from holdfast.lm.kernels.launch import SideStream
 
 LONG = 20_000_000
 """Cycles of the GPU's clock: some 10 ms, so that what does not wait comes too early."""
@@ -17,7 +17,7 @@ def later(device: str) -> None:
 
 
 def test_what_is_forked_is_done_after_the_join(device: str) -> None:
-    branch, number = Branch(torch.device(device)), torch.zeros(4, device=device)
+    branch, number = SideStream(torch.device(device)), torch.zeros(4, device=device)
     with branch.fork():
         later(device)
         number.fill_(1.0)
@@ -26,7 +26,7 @@ def test_what_is_forked_is_done_after_the_join(device: str) -> None:
 
 
 def test_what_is_forked_sees_what_came_before(device: str) -> None:
-    branch, number, found = Branch(torch.device(device)), *torch.zeros(2, 4, device=device)
+    branch, number, found = SideStream(torch.device(device)), *torch.zeros(2, 4, device=device)
     later(device)
     number.fill_(2.0)
     with branch.fork():
@@ -37,7 +37,7 @@ def test_what_is_forked_sees_what_came_before(device: str) -> None:
 
 @pytest.mark.gpu
 def test_a_graph_holds_the_branch() -> None:
-    branch, numbers = Branch(torch.device("cuda")), torch.zeros(3, device="cuda")
+    branch, numbers = SideStream(torch.device("cuda")), torch.zeros(3, device="cuda")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         numbers[0] += 1.0

@@ -1,1 +1,1 @@
-"""Attention over a paged cache: one interface, its backends, and their kernels."""
+"""Paged attention: one interface, its backends, and their kernels."""

@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 
 from holdfast.lm.kernels.attention.softmax import begin_rows, capped, put_rows, weigh
-from holdfast.lm.kernels.cache.fp8_cache import computed_with, factor
-from holdfast.lm.kernels.dependent_launch import follow, release
+from holdfast.lm.kernels.fp8_conversion import query_beside, values_as
+from holdfast.lm.kernels.launch import launch_dependents, wait_for_previous
 
 
 @triton.jit
@@ -46,14 +46,14 @@ def decode_kernel(
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     STAGES: tl.constexpr,
-    CHAINED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """One record of `tiles.TileList.work` for one KV head: program (KV head, record).
 
     Programs that run together read the same slots, as the heads of a slot lie side by side. There is one loop, whose
     loads are all masked: a second one for the last keys would fill its pipeline anew.
     """
-    release(CHAINED)
+    launch_dependents(DEPENDENT)
     kv_head = tl.program_id(0)
     record = work + tl.program_id(1) * 8
     first_token = tl.load(record)
@@ -85,9 +85,9 @@ def decode_kernel(
     # The blocks of a round are looked up in the round before it, so that keys and values can be asked for at once.
     block = tl.load(table + tl.minimum(begin + tl.arange(0, BLOCK_N), last_key) // BLOCK_SIZE)
 
-    follow(CHAINED)
+    wait_for_previous(DEPENDENT)
     query_at = query + (batch_token * query_stride_token + head * query_stride_head)[:, None] + dim[None, :]
-    tile = computed_with(tl.load(query_at, mask=held, other=0.0), key_cache.dtype.element_ty)
+    tile = query_beside(tl.load(query_at, mask=held, other=0.0), key_cache.dtype.element_ty)
     top, total = begin_rows(sinks, head, row, rows, first_key, BLOCK_M)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for first in tl.range(begin, stop_key, BLOCK_N, num_stages=STAGES):
@@ -112,7 +112,7 @@ def decode_kernel(
         scores = tl.where(seen, scores, float("-inf"))
         weights, top, total, fade = weigh(scores, unit, top, total)
         acc = tl.dot(
-            weights.to(tile.dtype), factor(value, tile.dtype, last_key), acc * fade[:, None], input_precision="ieee"
+            weights.to(tile.dtype), values_as(value, tile.dtype, last_key), acc * fade[:, None], input_precision="ieee"
         )
 
     put_rows(

@@ -32,7 +32,7 @@ def vllm_kernels(device: torch.device) -> Any:
 
 
 @dataclass(frozen=True)
-class FlashSchedule:
+class FlashMetadata:
     """A batch of at most S segments; what is none of them has no queries and no keys."""
 
     query_start: torch.Tensor  # [S + 1] int32
@@ -42,7 +42,7 @@ class FlashSchedule:
     furthest: int | None  # where a segment stops at most; None: anywhere in its block table
 
 
-class FlashAttention3(CapturableAttention[FlashSchedule]):
+class FlashAttention3(CapturableAttention[FlashMetadata]):
     """`Attention` by vLLM's build of FlashAttention-3 (Shah et al., 2024), for bfloat16 and float16 on Hopper.
 
     It reads the cache as it lies, in blocks of a multiple of 16 tokens; another backend writes it.
@@ -68,34 +68,34 @@ class FlashAttention3(CapturableAttention[FlashSchedule]):
         self._attend = kernels.flash_attn_varlen_func
         self._writer = writer
 
-    def schedule(self, segments: Segments) -> FlashSchedule:
+    def make_metadata(self, segments: Segments) -> FlashMetadata:
         count = len(segments.row)
-        schedule = self._empty(count, int(segments.query_length.max()), int(segments.context_stop.max()))
-        self._fill(schedule, segments)
-        return schedule
+        metadata = self._empty(count, int(segments.query_length.max()), int(segments.context_stop.max()))
+        self._fill(metadata, segments)
+        return metadata
 
-    def reserve(self, segments: int, tokens: int | None = None) -> FlashSchedule:
+    def reserve(self, segments: int, tokens: int | None = None) -> FlashMetadata:
         return self._empty(segments, tokens or 1, None)
 
-    def refill(self, schedule: FlashSchedule, segments: Segments) -> bool:
-        if len(segments.row) > len(schedule.row) or segments.query_length.max() > schedule.longest:
+    def refill(self, metadata: FlashMetadata, segments: Segments) -> bool:
+        if len(segments.row) > len(metadata.row) or segments.query_length.max() > metadata.longest:
             return False
-        self._fill(schedule, segments)
+        self._fill(metadata, segments)
         return True
 
-    def _empty(self, segments: int, longest: int, furthest: int | None) -> FlashSchedule:
+    def _empty(self, segments: int, longest: int, furthest: int | None) -> FlashMetadata:
         """A schedule of nothing. All of it lies in one tensor, so that it is filled by one copy."""
         numbers = torch.zeros(3 * segments + 1, dtype=torch.int32, device=self.device)
         starts, stops, rows = torch.split(numbers, [segments + 1, segments, segments])
-        return FlashSchedule(starts, stops, rows, longest, furthest)
+        return FlashMetadata(starts, stops, rows, longest, furthest)
 
-    def _fill(self, schedule: FlashSchedule, segments: Segments) -> None:
-        room, count = len(schedule.row), len(segments.row)
+    def _fill(self, metadata: FlashMetadata, segments: Segments) -> None:
+        room, count = len(metadata.row), len(segments.row)
         host = torch.zeros(3 * room + 1, dtype=torch.int32, pin_memory=self.device.type == "cuda")
         starts, stops, rows = np.split(host.numpy(), [room + 1, 2 * room + 1])
         starts[: count + 1], starts[count + 1 :] = segments.query_start, segments.num_tokens
         stops[:count], rows[:count] = segments.context_stop, segments.row
-        schedule.query_start.as_strided(host.shape, host.stride()).copy_(host, non_blocking=True)
+        metadata.query_start.as_strided(host.shape, host.stride()).copy_(host, non_blocking=True)
 
     def write(
         self,
@@ -113,7 +113,7 @@ class FlashAttention3(CapturableAttention[FlashSchedule]):
         key_cache: torch.Tensor,
         value_cache: torch.Tensor,
         block_tables: torch.Tensor,
-        schedule: FlashSchedule,
+        metadata: FlashMetadata,
         *,
         scale: float,
         window: int | None = None,
@@ -129,15 +129,15 @@ class FlashAttention3(CapturableAttention[FlashSchedule]):
             query,
             key_cache,
             value_cache,
-            max_seqlen_q=schedule.longest,
-            cu_seqlens_q=schedule.query_start,
-            max_seqlen_k=schedule.furthest or block_tables.shape[1] * self.block_size,
-            seqused_k=schedule.context_stop,
+            max_seqlen_q=metadata.longest,
+            cu_seqlens_q=metadata.query_start,
+            max_seqlen_k=metadata.furthest or block_tables.shape[1] * self.block_size,
+            seqused_k=metadata.context_stop,
             softmax_scale=scale,
             causal=True,
             window_size=None if window is None else [window - 1, 0],
             softcap=softcap or 0.0,
-            block_table=block_tables.index_select(0, schedule.row),
+            block_table=block_tables.index_select(0, metadata.row),
             fa_version=3,
             s_aux=None if sinks is None else sinks.to(torch.bfloat16),  # of the one type that it takes
         )

@@ -14,14 +14,13 @@ from holdfast.lm.kernels.attention.decode_kernel import decode_kernel
 from holdfast.lm.kernels.attention.protocol import CapturableAttention, Segments
 from holdfast.lm.kernels.attention.segment_kernels import attend_kernel, merge_kernel, write_kernel
 from holdfast.lm.kernels.attention.tiles import FIELDS, TileList, split_evenly, split_to_stream, tile_list
-from holdfast.lm.kernels.dependent_launch import chaining
-from holdfast.lm.kernels.side_stream import Branch
+from holdfast.lm.kernels.launch import SideStream, dependent_launch_options
 
 # A cut of the context makes at most so many pieces for each processor, besides one a tile.
 NARROW_WORK_PER_PROCESSOR = 4
 WIDE_WORK_PER_PROCESSOR = 2
 WIDE_SEGMENTS = 64  # what a reserved schedule has room for; each takes a tile that is not full
-MERGE_PROGRAMS = 16  # for each merge of wide tiles in a reserved schedule, where most rows may be none
+MERGE_PROGRAMS = 16  # for each merge of wide tiles in a reserved metadata, where most rows may be none
 NARROW_SPLIT_UNIT = 64  # a piece is a multiple of so many keys
 WIDE_SPLIT_UNIT = 128
 FEW_TOKENS = 4  # up to so many, a program has its processor to itself
@@ -84,7 +83,7 @@ class PagedAttention(CapturableAttention[tuple[DeviceTiles, ...]]):
         self.wide_m = max(wide_m, self.narrow_m)
         self.narrow_target = max(1, num_processors * NARROW_WORK_PER_PROCESSOR // num_kv_heads)
         self.wide_target = max(1, num_processors * WIDE_WORK_PER_PROCESSOR // num_kv_heads)
-        self._branch = Branch(device)
+        self._branch = SideStream(device)
         self._split_narrow = partial(
             split_to_stream,
             heads=num_kv_heads,
@@ -100,7 +99,7 @@ class PagedAttention(CapturableAttention[tuple[DeviceTiles, ...]]):
             unit=WIDE_SPLIT_UNIT,
         )
 
-    def schedule(self, segments: Segments) -> tuple[DeviceTiles, ...]:
+    def make_metadata(self, segments: Segments) -> tuple[DeviceTiles, ...]:
         lists = [tiles for tiles in self._lists(segments) if len(tiles.work)]
         parts = [records for tiles in lists for records in (tiles.work, tiles.merges)]
         host = self._host_records(sum(map(len, parts)))
@@ -142,12 +141,12 @@ class PagedAttention(CapturableAttention[tuple[DeviceTiles, ...]]):
             for (block_m, _, target, programs), work, merges in zip(kinds, pieces[::2], pieces[1::2], strict=True)
         )
 
-    def refill(self, schedule: tuple[DeviceTiles, ...], segments: Segments) -> bool:
+    def refill(self, metadata: tuple[DeviceTiles, ...], segments: Segments) -> bool:
         lists = self._lists(segments)
-        if len(schedule) == 1 and len(lists[0].work) > 0:
+        if len(metadata) == 1 and len(lists[0].work) > 0:
             return False
-        places = [place for tiles in schedule for place in (tiles.work, tiles.merges)]
-        parts = [records for tiles in lists[-len(schedule) :] for records in (tiles.work, tiles.merges)]
+        places = [place for tiles in metadata for place in (tiles.work, tiles.merges)]
+        parts = [records for tiles in lists[-len(metadata) :] for records in (tiles.work, tiles.merges)]
         if any(len(records) > len(place) for records, place in zip(parts, places, strict=True)):
             return False
         host = self._host_records(sum(map(len, places)))
@@ -189,7 +188,7 @@ class PagedAttention(CapturableAttention[tuple[DeviceTiles, ...]]):
         key_cache: torch.Tensor,
         value_cache: torch.Tensor,
         block_tables: torch.Tensor,
-        schedule: tuple[DeviceTiles, ...],
+        metadata: tuple[DeviceTiles, ...],
         *,
         scale: float,
         window: int | None = None,
@@ -210,7 +209,7 @@ class PagedAttention(CapturableAttention[tuple[DeviceTiles, ...]]):
             sinks=sinks,
         )
         # Those of both kinds before either runs: memory given back would be taken again while a branch still uses it.
-        kinds = [(tiles, self._partials(query, tiles)) for tiles in schedule]
+        kinds = [(tiles, self._partials(query, tiles)) for tiles in metadata]
         if len(kinds) == 2:
             wide, narrow = kinds
             with self._branch.fork():
@@ -298,7 +297,7 @@ class PagedAttention(CapturableAttention[tuple[DeviceTiles, ...]]):
             )
         elif tiles.block_m == self.narrow_m:
             decode_kernel[places_of_work[::-1]](
-                *arguments, **constants, STAGES=launch.num_stages, **chaining(query.device)
+                *arguments, **constants, STAGES=launch.num_stages, **dependent_launch_options(query.device)
             )
         else:
             attend_kernel[places_of_work](*arguments, **constants, num_stages=launch.num_stages)
@@ -315,7 +314,7 @@ class PagedAttention(CapturableAttention[tuple[DeviceTiles, ...]]):
                 BLOCK_D=self.block_d,
                 BLOCK_S=64 if few else 16,
                 num_warps=4 if few else 1,
-                **chaining(query.device),
+                **dependent_launch_options(query.device),
             )
 
     def launch(self, block_m: int, item_bytes: int, tokens: int) -> Launch:

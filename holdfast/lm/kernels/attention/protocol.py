@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-Schedule = TypeVar("Schedule")
+Metadata = TypeVar("Metadata")
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Segments:
         return int(self.query_start[-1])
 
 
-class Attention(ABC, Generic[Schedule]):
+class Attention(ABC, Generic[Metadata]):
     """Multi-token attention over non-contiguous blocks (Pensieve, §4.4): prefill, decode and recomputation are one.
 
     Made once per model by `attention.attention_for`. A step calls `schedule` once, then each layer calls `write` and
@@ -46,7 +46,7 @@ class Attention(ABC, Generic[Schedule]):
     """
 
     @abstractmethod
-    def schedule(self, segments: Segments) -> Schedule:
+    def make_metadata(self, segments: Segments) -> Metadata:
         """Plan the batch: host work, once a step, good for every layer of the step."""
 
     @abstractmethod
@@ -71,7 +71,7 @@ class Attention(ABC, Generic[Schedule]):
         key_cache: torch.Tensor,
         value_cache: torch.Tensor,
         block_tables: torch.Tensor,
-        schedule: Schedule,
+        metadata: Metadata,
         *,
         scale: float,
         window: int | None = None,
@@ -88,11 +88,11 @@ class Attention(ABC, Generic[Schedule]):
         """
 
 
-class CapturableAttention(Attention[Schedule]):
+class CapturableAttention(Attention[Metadata]):
     """Attention whose launches a CUDA graph may hold: a schedule stays in place while its contents change."""
 
     @abstractmethod
-    def reserve(self, segments: int, tokens: int | None = None) -> Schedule:
+    def reserve(self, segments: int, tokens: int | None = None) -> Metadata:
         """A schedule of nothing, with room for any batch of at most so many segments of one token each.
 
         With `tokens`, for batches of so many tokens in so many segments, but not for each of them: many segments of a
@@ -100,5 +100,5 @@ class CapturableAttention(Attention[Schedule]):
         """
 
     @abstractmethod
-    def refill(self, schedule: Schedule, segments: Segments) -> bool:
+    def refill(self, metadata: Metadata, segments: Segments) -> bool:
         """Put a batch into what `reserve` gave, for what is launched after this call. False where it has no room."""

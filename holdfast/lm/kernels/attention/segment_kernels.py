@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 
 from holdfast.lm.kernels.attention.softmax import begin_rows, capped, put_rows, weigh
-from holdfast.lm.kernels.cache.fp8_cache import computed_with, stored
-from holdfast.lm.kernels.dependent_launch import follow, release
+from holdfast.lm.kernels.fp8_conversion import query_beside, to_cache_dtype
+from holdfast.lm.kernels.launch import launch_dependents, wait_for_previous
 
 
 @triton.jit
@@ -133,7 +133,7 @@ def attend_kernel(
     position = start + token
     batch_token = (first_token + token).to(tl.int64)
     query_at = query + (batch_token * query_stride_token + head * query_stride_head)[:, None] + dim[None, :]
-    tile = computed_with(tl.load(query_at, mask=held, other=0.0), key_cache.dtype.element_ty)
+    tile = query_beside(tl.load(query_at, mask=held, other=0.0), key_cache.dtype.element_ty)
 
     top, total = begin_rows(sinks, head, row, rows, first_key, BLOCK_M)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -231,13 +231,13 @@ def merge_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr,
-    CHAINED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Weigh the partial results of a row by their share of its softmax: program (merge record, first row, KV head).
 
     A tile's rows are shared among the programs of its record.
     """
-    release(CHAINED)
+    launch_dependents(DEPENDENT)
     record = merges + tl.program_id(0) * 8
     kv_head = tl.program_id(2)
     first_token = tl.load(record)
@@ -245,7 +245,7 @@ def merge_kernel(
     first_row = tl.load(record + 2)
     first_partial = tl.load(record + 3)
     count = tl.load(record + 4)
-    follow(CHAINED)
+    wait_for_previous(DEPENDENT)
     dim = tl.arange(0, BLOCK_D)
     for row_in_tile in range(tl.program_id(1), tl.minimum(rows - first_row, BLOCK_M), tl.num_programs(1)):
         row = first_row + row_in_tile
@@ -307,7 +307,7 @@ def write_kernel(
         value_item = tl.load(value + token * value_stride_token + head * value_stride_head + dim, mask=held)
         key_at = key_cache + block * key_cache_stride_block + offset * key_cache_stride_slot
         value_at = value_cache + block * value_cache_stride_block + offset * value_cache_stride_slot
-        key_item = stored(key_item, key_cache.dtype.element_ty)
-        value_item = stored(value_item, value_cache.dtype.element_ty)
+        key_item = to_cache_dtype(key_item, key_cache.dtype.element_ty)
+        value_item = to_cache_dtype(value_item, value_cache.dtype.element_ty)
         tl.store(key_at + head * key_cache_stride_head + dim, key_item, mask=held)
         tl.store(value_at + head * value_cache_stride_head + dim, value_item, mask=held)

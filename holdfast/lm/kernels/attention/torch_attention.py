@@ -43,7 +43,7 @@ class Group:
 
 
 @dataclass
-class TileSchedule:
+class TileMetadata:
     """The tiles of one step, [C] each. Groups are made at the first layer that needs them and kept for the others."""
 
     first_token: Ints  # in the packed batch
@@ -53,7 +53,7 @@ class TileSchedule:
     groups: dict[int | None, list[Group]] = field(default_factory=dict)  # by window
 
 
-class TorchAttention(Attention[TileSchedule]):
+class TorchAttention(Attention[TileMetadata]):
     """`Attention` for float32, bfloat16 and float16 on any device. A step's cost has no Python loop over its tokens.
 
     The backend of a CPU, for which its sizes are chosen. On a GPU it takes no compiler and no other package, and
@@ -73,7 +73,7 @@ class TorchAttention(Attention[TileSchedule]):
         self.head_dim = head_dim
         self.block_size = block_size
 
-    def schedule(self, segments: Segments) -> TileSchedule:
+    def make_metadata(self, segments: Segments) -> TileMetadata:
         rows = TILE_ROWS if self.device.type == "cpu" else GPU_TILE_ROWS
         tile = max(1, rows // self.group_size)
         lengths = segments.query_length.astype(np.int64)
@@ -82,7 +82,7 @@ class TorchAttention(Attention[TileSchedule]):
         offset = (np.arange(len(segment)) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * tile
         queries = np.minimum(tile, lengths[segment] - offset)
         start = segments.context_stop.astype(np.int64) - lengths
-        return TileSchedule(
+        return TileMetadata(
             first_token=segments.query_start[:-1].astype(np.int64)[segment] + offset,
             queries=queries,
             stop=start[segment] + offset + queries,
@@ -105,16 +105,16 @@ class TorchAttention(Attention[TileSchedule]):
         key_cache: torch.Tensor,
         value_cache: torch.Tensor,
         block_tables: torch.Tensor,
-        schedule: TileSchedule,
+        metadata: TileMetadata,
         *,
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        if window not in schedule.groups:
-            schedule.groups[window] = list(self._groups(schedule, block_tables, window, query.dtype))
-        groups = schedule.groups[window]
+        if window not in metadata.groups:
+            metadata.groups[window] = list(self._groups(metadata, block_tables, window, query.dtype))
+        groups = metadata.groups[window]
         heads, size, dim = self.num_kv_heads, self.group_size, self.head_dim
         keys, values = key_cache.view(-1, heads * dim), value_cache.view(-1, heads * dim)
         room = max((len(group.key_slots) for group in groups), default=0)
@@ -158,10 +158,10 @@ class TorchAttention(Attention[TileSchedule]):
         return mask.masked_fill_(hidden, -torch.inf).view(b, 1, -1, length)
 
     def _groups(
-        self, schedule: TileSchedule, block_tables: torch.Tensor, window: int | None, dtype: torch.dtype
+        self, metadata: TileMetadata, block_tables: torch.Tensor, window: int | None, dtype: torch.dtype
     ) -> Iterator[Group]:
         """Cut the tiles, sorted by shape, into groups that fit the gather buffer and pad little."""
-        stop, queries = schedule.stop, schedule.queries
+        stop, queries = metadata.stop, metadata.queries
         first = np.zeros_like(stop) if window is None else np.maximum(0, stop - queries + 1 - window)
         keys = stop - first
         row_bytes = self.num_kv_heads * self.head_dim * dtype.itemsize
@@ -172,33 +172,33 @@ class TorchAttention(Attention[TileSchedule]):
             n, length = int(queries[tile]), int(keys[tile])
             size = (len(group) + 1) * max(longest, length)
             if group and (size * row_bytes > most_bytes or size * n > 2 * (real + n * length)):
-                yield self._group(schedule, np.array(group), first, block_tables, window, dtype)
+                yield self._group(metadata, np.array(group), first, block_tables, window, dtype)
                 group, longest, real = [], 0, 0
             group.append(tile)
             longest = max(longest, length)
             real += n * length
         if group:
-            yield self._group(schedule, np.array(group), first, block_tables, window, dtype)
+            yield self._group(metadata, np.array(group), first, block_tables, window, dtype)
 
     def _group(
         self,
-        schedule: TileSchedule,
+        metadata: TileMetadata,
         tiles: Ints,
         first: Ints,
         block_tables: torch.Tensor,
         window: int | None,
         dtype: torch.dtype,
     ) -> Group:
-        stop, queries = schedule.stop[tiles, None], schedule.queries[tiles, None]
+        stop, queries = metadata.stop[tiles, None], metadata.queries[tiles, None]
         first = first[tiles, None]
         query = np.arange(queries.max())[None, :]
         key = first + np.arange((stop - first).max())[None, :]
         clamped = np.minimum(query, queries - 1)
         real = query < queries
         position = self._on_device(np.minimum(key, stop - 1))
-        blocks = block_tables[self._on_device(schedule.row[tiles, None]), position // self.block_size]
+        blocks = block_tables[self._on_device(metadata.row[tiles, None]), position // self.block_size]
         group = Group(
-            query_tokens=self._on_device((schedule.first_token[tiles, None] + clamped).reshape(-1)),
+            query_tokens=self._on_device((metadata.first_token[tiles, None] + clamped).reshape(-1)),
             query_positions=self._on_device(stop - queries + clamped),
             key_positions=self._on_device(key),
             key_slots=(blocks.long() * self.block_size + position % self.block_size).view(-1),

@@ -1,1 +1,1 @@
-"""The KV cache as tensors, and the kernels that fill and copy it."""
+"""The KV cache as tensors, and the kernels that copy its blocks and complete a step's inputs."""

@@ -1,8 +1,8 @@
-"""The Triton kernel that copies blocks between the device's cache and pinned host memory, many in one launch.
+"""The Triton kernel that copies many blocks between the device's cache and pinned host memory in one launch.
 
-A block of one layer is some 32 KB that lie apart from the next block's. A few programs of a kernel read and write the
-host's memory over the bus themselves, as it is mapped. The copy engine takes them in one call too, at a higher rate
-beside a prefill, but the few bytes that every step brings in and takes out must then wait behind all of them.
+One layer's part of a block is about 32 KB, and the parts are not contiguous. Host memory is mapped, so a few programs
+of the kernel read and write it over the bus. The copy engine could copy them in one call too, and faster beside a
+prefill. But then the few bytes that every step uploads and downloads would wait behind all of them.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -14,15 +14,15 @@ import triton
 import triton.language as tl
 
 PROGRAMS_IN, PROGRAMS_OUT = 6, 2
-"""As few as fill the bus, each with a whole run on its way, to leave the processors to the model. Reads of the host are
-waited for and writes are not: more programs outwards hold up what the model itself writes."""
+"""Programs that read host memory, and that write it: just enough to fill the bus, so that the model keeps the other
+processors. A program waits for its reads but not for its writes, so more writers would delay the model's own writes."""
 TILE = 32768
-"""Bytes that a program has on their way."""
+"""Bytes that a program has in flight."""
 WARPS = 8
 
 
-# Counts differ from step to step, and with them how the targets' numbers align, which lie behind the sources': neither
-# must compile anew. Strides are the caches' own, and tell how reads align.
+# Counts change from step to step. The target numbers lie behind the source numbers, so their alignment changes with the
+# count. Neither may cause a new compilation. The strides belong to the caches, and show how reads are aligned.
 @triton.jit(do_not_specialize=["source_blocks", "target_blocks", "count", "pieces"])
 def _copy_blocks(
     source,
@@ -36,7 +36,7 @@ def _copy_blocks(
     RUN: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Copies runs of RUN contiguous elements: of each of `count` blocks, one for each layer's keys and values."""
+    """Copy runs of RUN contiguous elements: for each of `count` blocks, one run for each layer's keys and values."""
     for piece in range(tl.program_id(0), pieces, tl.num_programs(0)):
         block, part = piece % count, (piece // count).to(tl.int64)
         from_block = tl.load(source_blocks + block)
@@ -51,9 +51,10 @@ def _copy_blocks(
 def copy_runs(
     source: torch.Tensor, source_blocks: torch.Tensor, target: torch.Tensor, target_blocks: torch.Tensor
 ) -> None:
-    """Copy blocks of one cache's data [layers, 2, num_blocks, ...] to another's; both contiguous, of equal layers.
+    """Copy blocks of one cache's data [layers, 2, num_blocks, ...] to another's, both contiguous.
 
-    The data may lie on the device or in pinned host memory; the block numbers, int64 [n], on the device.
+    Both have the same layers. The data is on the device or in pinned host memory. The block numbers, int64 [n], are on
+    the device.
     """
     run = source[0, 0, 0].numel()
     count = len(source_blocks)

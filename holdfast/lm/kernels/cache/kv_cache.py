@@ -1,11 +1,11 @@
-"""The tensor that holds keys and values of all layers in blocks, in the model's dtype or in FP8, and copies of blocks.
+"""The KV cache tensor: keys and values of all layers in blocks, in the model's dtype or in FP8; and copies of blocks.
 
-FP8 is e4m3, as it is and without scales: a number is rounded to the nearest of those with 3 bits of fraction between
-2^-6 and 448, and of the multiples of 2^-9 below; what is larger becomes 448. From 2^-6 on the error is 2.3% on average
-and at most 5.9%, whatever a number's size, so a scale would gain nothing there. Models whose keys or values are
-mostly smaller or larger than that range lose by it, and none has been looked at but the built-in one. So a block is its
-bytes and nothing else: copies, sharing, dropping and computing again need know nothing of it, and what is stored for a
-position depends on that position alone, not on how its sequence was cut into segments.
+FP8 is e4m3 without scales. Numbers from 2^-6 to 448 are rounded to 3 bits of fraction, smaller ones to multiples of
+2^-9, and larger ones become 448. From 2^-6 on the error is 2.3% on average and at most 5.9%, at every size, so a scale
+would gain nothing there. Models whose keys or values are mostly outside that range would lose accuracy; only the
+built-in model has been checked. Without scales a block is its bytes and nothing else. Copying, sharing, dropping and
+recomputing blocks work as for any dtype, and what is stored for a position depends on that position alone, not on how
+its sequence was cut into segments.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from holdfast.lm.kernels.linear.fp8 import FP8, LARGEST
 class KVCache:
     """Keys and values in one tensor [layers, 2, num_blocks, block_size, Hkv, D].
 
-    A new cache is not cleared: the kernels never read a slot that was not written.
+    A new cache is not cleared, because the kernels never read a slot before it is written.
     """
 
     data: torch.Tensor
@@ -38,14 +38,14 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> KVCache:
-        """Take the memory of `num_blocks` blocks; `block_bytes` says how much one block is."""
+        """Allocate `num_blocks` blocks, of `block_bytes` each."""
         shape = (layers, 2, num_blocks, block_size, num_kv_heads, head_dim)
         return cls(torch.empty(shape, dtype=dtype, device=device))
 
     def pin(self) -> None:
         """Lock host memory in place and map it for the GPU. Raises MemoryError if the system does not allow it.
 
-        PyTorch's own pinned tensors would take the next power of two.
+        PyTorch's own pinned tensors would round the size up to a power of two.
         """
         data = self.data
         status = torch.cuda.cudart().cudaHostRegister(data.data_ptr(), data.nbytes, 0)  # type: ignore[no-untyped-call]
@@ -56,7 +56,7 @@ class KVCache:
             )
 
     def unpin(self) -> None:
-        """Undo `pin`, before the memory is given back."""
+        """Undo `pin`. Call it before the memory is freed."""
         torch.cuda.cudart().cudaHostUnregister(self.data.data_ptr())  # type: ignore[no-untyped-call]
 
     @property
@@ -85,16 +85,16 @@ def write_slots(
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> None:
-    """`Attention.write` by PyTorch, for slots that are all real."""
+    """`Attention.write` in PyTorch. It takes no padding: every slot must be valid."""
     for new, cache in ((key, key_cache), (value, value_cache)):
         slots = cache.view(-1, *new.shape[1:])
         if cache.dtype == FP8:
             new = new.clamp(-LARGEST, LARGEST).to(FP8)
-        _moved(slots).index_copy_(0, slot_mapping, _moved(new))
+        _indexable(slots).index_copy_(0, slot_mapping, _indexable(new))
 
 
-def _moved(numbers: torch.Tensor) -> torch.Tensor:
-    """The tensor as PyTorch moves its numbers about by index: FP8 as bytes."""
+def _indexable(numbers: torch.Tensor) -> torch.Tensor:
+    """The tensor in a dtype that PyTorch can index: FP8 as bytes."""
     return numbers.view(torch.uint8) if numbers.dtype == FP8 else numbers
 
 
@@ -107,13 +107,13 @@ def copy_blocks(
 ) -> None:
     """Copy the blocks `source_blocks` [n] of one cache to `target_blocks` [n] of the same or another cache.
 
-    Both index tensors are int64. Between a GPU and the host, whose cache must be pinned, they lie on the GPU and the
-    copy runs on its current stream. Elsewhere all sources are read before any target is written, so the two may
+    Both index tensors are int64. Between a GPU and the host, they are on the GPU, the host's cache is pinned, and the
+    copy runs on the GPU's current stream. Otherwise all sources are read before any target is written, so the two may
     overlap within one cache.
     """
-    read, written = _moved(source.data[layers]), _moved(target.data[layers])
+    read, written = _indexable(source.data[layers]), _indexable(target.data[layers])
     if read.device != written.device:
-        # Triton comes with CUDA builds only, so that a CPU installation works without it.
+        # Imported here because a CPU installation has no Triton.
         from holdfast.lm.kernels.cache.copy_kernel import copy_runs
 
         copy_runs(read, source_blocks, written, target_blocks)

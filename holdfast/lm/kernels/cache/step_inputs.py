@@ -1,4 +1,4 @@
-"""What is left to do to a step's inputs on CUDA, in one kernel: table entries and pending tokens to their places."""
+"""The Triton kernel that completes a step's inputs on the device: block table entries and pending tokens."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -9,10 +9,10 @@ import triton
 import triton.language as tl
 
 BLOCK = 256
-"""Tokens, and table entries, that one program takes."""
+"""Tokens, and table entries, of one program."""
 
 
-def settle(
+def write_step_inputs(
     ids: torch.Tensor,
     token_rows: torch.Tensor,
     last_token: torch.Tensor,
@@ -22,22 +22,23 @@ def settle(
     *,
     pending: int,
 ) -> None:
-    """Put last_token[token_rows] where ids [T] are `pending`, and write_block [W] at the places write_at of tables.
+    """Replace ids [T] that equal `pending` by last_token[token_rows], and write write_block [W] at tables[write_at].
 
-    All int64 and contiguous, but for tables, int32 of any shape. A place may occur twice with one block. An ordinary
-    launch, not one of a chain: what comes after it may read the tables before it follows another kernel.
+    `write_at` indexes the flattened tables. A place may occur twice if the block is the same. Tables are int32 of any
+    shape; all others are int64; all are contiguous. This is not a programmatic dependent launch, because the next
+    kernels may read the tables before they wait for the previous kernel.
     """
     count = max(len(ids), len(write_at))
-    settle_kernel[(triton.cdiv(count, BLOCK),)](
+    write_step_inputs_kernel[(triton.cdiv(count, BLOCK),)](
         ids, token_rows, last_token, tables, write_at, write_block, len(ids), len(write_at), pending, BLOCK=BLOCK
     )
 
 
 @triton.jit(do_not_specialize=["tokens", "entries", "pending"])
-def settle_kernel(
+def write_step_inputs_kernel(
     ids, token_rows, last_token, tables, write_at, write_block, tokens, entries, pending, BLOCK: tl.constexpr
 ):
-    """Program (BLOCK tokens and as many table entries)."""
+    """Program (BLOCK tokens, and as many table entries)."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     asked = tl.load(ids + at, mask=at < tokens, other=0) == pending
     asked = asked & (at < tokens)

@@ -1,1 +1,1 @@
-"""Everything a decoder layer computes beside attention: products, norms, rotation, gates."""
+"""The linear layers of a decoder, with the norms, rotations and activations around them."""

@@ -1,4 +1,4 @@
-"""FP8 (e4m3), and weights in it, one scale for each output. By PyTorch alone."""
+"""FP8 (e4m3) weights with one scale for each output row, in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import torch
 
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0
-"""The largest number of the type; it has no infinity, and what is rounded to more is not a number."""
+"""The largest FP8 number. FP8 has no infinity; a number that rounds above this becomes NaN."""
 
 FIRST_CAPABILITY = (9, 0)
-"""GPUs from here on run products with FP8 weights. Those of 8.9 multiply FP8 too, but have too little shared memory."""
+"""GPUs from here on run GEMMs with FP8 weights. Those of 8.9 multiply FP8 too, but have too little shared memory."""
 
 ROWS_AT_A_TIME = 1024
-"""Rows of a weight that are quantized together: they exist in float32 meanwhile."""
+"""Rows of a weight that are quantized together. Meanwhile they take memory in float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8Weight:
-    """A weight [N, K] as `data` times `scale`, row by row."""
+    """A weight [N, K]: each row of `data` times its `scale`."""
 
     data: torch.Tensor  # [N, K] float8_e4m3fn
     scale: torch.Tensor  # [N] float32
@@ -33,7 +33,7 @@ class Fp8Weight:
         return self.data.nbytes + self.scale.nbytes
 
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
-        """The weight [N, K] that the numbers stand for, rounded once."""
+        """The weight [N, K] in `dtype`, rounded once."""
         wide = torch.promote_types(dtype, torch.float32)
         return (self.data.to(wide) * self.scale[:, None].to(wide)).to(dtype)
 
@@ -43,7 +43,7 @@ Weight = torch.Tensor | Fp8Weight
 
 
 def quantize(weight: torch.Tensor) -> Fp8Weight:
-    """The nearest FP8 weight to weight [N, K] of any float type, where each row's largest number becomes LARGEST."""
+    """Quantize weight [N, K] of any float dtype. The scales make each row's largest magnitude LARGEST."""
     data = torch.empty(weight.shape, dtype=FP8, device=weight.device)
     scale = torch.empty(len(weight), dtype=torch.float32, device=weight.device)
     pieces = (torch.split(each, ROWS_AT_A_TIME) for each in (weight, data, scale))
@@ -51,7 +51,7 @@ def quantize(weight: torch.Tensor) -> Fp8Weight:
         wide = rows.float()
         torch.amax(wide.abs(), dim=1, out=factors)
         factors.div_(LARGEST)
-        # A row of zeros has no scale of its own; the least normal number keeps the quotients finite.
+        # For a row of zeros, the least normal number as the scale keeps the quotients finite.
         factors.clamp_(min=torch.finfo(torch.float32).tiny)
         into.copy_((wide / factors[:, None]).clamp_(-LARGEST, LARGEST))
     return Fp8Weight(data, scale)

@@ -1,8 +1,9 @@
-"""Products with FP8 weights on CUDA by FP8 tensor cores, and how `thin_linear` streams these weights for one token.
+"""GEMMs with FP8 weights on FP8 tensor cores, and the launch of `skinny_gemm` with FP8 weights for one token.
 
-Converting weights to bf16 costs a few tokens more than it saves: a processor has room for seven instructions a weight.
-So it is the activations that become FP8. Up to 64 tokens each is the sum of two such numbers, which hold all bits of a
-bf16 number together; beyond, where it is arithmetic that counts, one.
+For a few tokens, converting weights to bf16 would cost more than it saves: a processor has time for seven instructions
+per weight. So the activations are converted to FP8 instead. Up to 64 tokens, each activation is the sum of two FP8
+numbers, which together hold all bits of a bf16 number. With more tokens arithmetic is the limit, and each is one
+number.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -17,8 +18,8 @@ import triton.language as tl
 from torch.nn import functional
 from torch.nn.functional import ScalingType
 
-from holdfast.lm.kernels.dependent_launch import chaining, follow, release
-from holdfast.lm.kernels.fp8_rounding import nearest
+from holdfast.lm.kernels.fp8_conversion import round_to_fp8
+from holdfast.lm.kernels.launch import dependent_launch_options, launch_dependents, wait_for_previous
 from holdfast.lm.kernels.linear.fp8 import FP8, LARGEST, Fp8Weight
 from holdfast.lm.kernels.linear.skinny_gemm import (
     FEW,
@@ -27,45 +28,46 @@ from holdfast.lm.kernels.linear.skinny_gemm import (
     MAX_PARTS,
     MAX_ROWS,
     PROGRAMS,
-    ThinLaunch,
+    SkinnyLaunch,
 )
 
 TILE = 16
-"""Inputs and outputs of a product on FP8 tensor cores are multiples of this."""
+"""Inputs and outputs of a GEMM on FP8 tensor cores are multiples of this."""
 
 LOWER = 16.0
-"""What the second number of an activation is multiplied with: it is at most a 16th of the first."""
+"""Factor on the second number of an activation, which is at most a 16th of the first."""
 
-ONE_TOKEN = ThinLaunch(block_n=8, block_k=512, num_warps=2, num_stages=4)
-ONE_TOKEN_WIDE = ThinLaunch(block_n=16, block_k=256, num_warps=4, num_stages=6)
-FEW_TOKENS = ThinLaunch(block_n=64, block_k=256, num_warps=4, num_stages=3)
-FEW_TOKENS_WIDE = ThinLaunch(block_n=128, block_k=128, num_warps=8, num_stages=4)
-MORE_TOKENS_CUT = ThinLaunch(block_n=64, block_k=128, num_warps=4, num_stages=6)
-MORE_TOKENS_WIDE = ThinLaunch(block_n=128, block_k=128, num_warps=8, num_stages=3)
+ONE_TOKEN = SkinnyLaunch(block_n=8, block_k=512, num_warps=2, num_stages=4)
+ONE_TOKEN_WIDE = SkinnyLaunch(block_n=16, block_k=256, num_warps=4, num_stages=6)
+FEW_TOKENS = SkinnyLaunch(block_n=64, block_k=256, num_warps=4, num_stages=3)
+FEW_TOKENS_WIDE = SkinnyLaunch(block_n=128, block_k=128, num_warps=8, num_stages=4)
+MORE_TOKENS_CUT = SkinnyLaunch(block_n=64, block_k=128, num_warps=4, num_stages=6)
+MORE_TOKENS_WIDE = SkinnyLaunch(block_n=128, block_k=128, num_warps=8, num_stages=3)
 
 FEW_PROGRAMS = 256
-"""Where a product of up to FEW tokens may be cut over its inputs, until there are about so many programs."""
+"""A GEMM of up to FEW tokens that may be cut over its inputs is cut until it has about this many programs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8Rows:
-    """Activations [T, K], token by token `scale` times data[0], or times data[0] + data[1] / LOWER."""
+    """Activations [T, K]: each token is `scale` times data[0], or times data[0] + data[1] / LOWER."""
 
     data: torch.Tensor  # [1 or 2, T, K] float8_e4m3fn
     scale: torch.Tensor  # [T] float32
 
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
-        """The activations that the numbers stand for."""
+        """The activations [T, K] in `dtype`."""
         numbers = self.data[0].float()
         if len(self.data) > 1:
             numbers += self.data[1].float() / LOWER
         return (numbers * self.scale[:, None]).to(dtype)
 
 
-def fp8_launch_for(x: torch.Tensor, weight: Fp8Weight, *, cut: bool = False) -> ThinLaunch | None:
-    """How `thin_linear` (one token) or `few_rows_product` run x [T, K] times an FP8 weight [N, K]; None: neither does.
+def fp8_launch_for(x: torch.Tensor, weight: Fp8Weight, *, cut: bool = False) -> SkinnyLaunch | None:
+    """The launch of `skinny_gemm` (one token) or `fp8_skinny_gemm` for x [T, K] and an FP8 weight [N, K].
 
-    `cut` says that the caller adds up partial sums at no cost of its own. Tuned on an H200 (benchmarks/gemv_gpu.py).
+    None if neither computes it. `cut`: the caller adds partial sums at no extra cost. Tuned on an H200
+    (benchmarks/gemv_gpu.py).
     """
     rows, inputs = x.shape
     fits = 0 < rows <= MAX_ROWS and x.stride(1) == 1
@@ -83,16 +85,16 @@ def fp8_launch_for(x: torch.Tensor, weight: Fp8Weight, *, cut: bool = False) -> 
 
 
 def has_tiles(x: torch.Tensor, weight: Fp8Weight) -> bool:
-    """Whether FP8 tensor cores take a product: of many tokens, in tiles, of activations that are rounded anyway."""
+    """Whether `fp8_gemm` can compute this: many tokens, 16-bit activations, and sizes that are multiples of TILE."""
     outputs, inputs = weight.shape
     return len(x) > MAX_ROWS and x.element_size() == 2 and outputs % TILE == 0 and inputs % TILE == 0
 
 
 def quantize_rows(x: torch.Tensor, *, halves: int = 1, gated: bool = False) -> Fp8Rows:
-    """x [T, K] as `halves` FP8 numbers each. For one, every token's largest becomes LARGEST.
+    """Quantize x [T, K] to `halves` FP8 numbers each. With one, each token's largest magnitude becomes LARGEST.
 
-    For two the scale is a power of two, and the 8 bits of a bf16 number go to them by fours: nothing is lost but what
-    is under 2**-22 of the token's largest. `gated`: what is quantized is silu(gate) * up of x [T, 2 K].
+    With two the scale is a power of two, and each number holds 4 of the 8 bits of a bf16 number. Only what is below
+    2**-22 of the token's largest magnitude is lost. `gated`: quantize silu(gate) * up of x [T, 2 K].
     """
     tokens, width = x.shape[0], x.shape[1] // (2 if gated else 1)
     data = torch.empty(halves, tokens, width, dtype=FP8, device=x.device)
@@ -110,15 +112,15 @@ def quantize_rows(x: torch.Tensor, *, halves: int = 1, gated: bool = False) -> F
         LOWER=LOWER,
         BLOCK=block,
         num_warps=max(1, min(16, block // 512)),
-        **chaining(x.device),
+        **dependent_launch_options(x.device),
     )
     return Fp8Rows(data, scale)
 
 
-def tiled_product(x: Fp8Rows, weight: Fp8Weight, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """x [T, K] of one number each times weight [N, K] transposed, plus bias, as [T, N] of `dtype`.
+def fp8_gemm(x: Fp8Rows, weight: Fp8Weight, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """x [T, K] (one number each) times weight [N, K] transposed, plus bias, as [T, N] of `dtype`.
 
-    PyTorch's product, scaled by tokens and outputs, summed fast and rounded to bfloat16, which is all that it offers.
+    PyTorch's `scaled_mm`, scaled by token and by output. It only offers fast accumulation, rounded to bfloat16.
     """
     out = functional.scaled_mm(
         x.data[0],
@@ -133,23 +135,23 @@ def tiled_product(x: Fp8Rows, weight: Fp8Weight, bias: torch.Tensor | None, dtyp
     return out if bias is None else out.add_(bias)
 
 
-def few_rows_product(
+def fp8_skinny_gemm(
     x: Fp8Rows,
     weight: Fp8Weight,
     bias: torch.Tensor | None,
     out: torch.Tensor,
-    launch: ThinLaunch,
+    launch: SkinnyLaunch,
     *,
     gated: bool = False,
 ) -> None:
-    """Put x [T, K] of two numbers each times weight [N, K] transposed, plus bias, into out [parts, T, N].
+    """Write x [T, K] (two numbers each) times weight [N, K] transposed, plus bias, to out [parts, T, N].
 
-    With parts above 1 each holds the sum over its piece of the inputs, and bias must be None. `gated`: weight and bias
-    have 2 N rows, gate over up, and out is silu(gate) * up.
+    With several parts, each holds the sum over its piece of the inputs, and bias must be None. `gated`: weight and bias
+    have 2 N rows, gate above up, and out is silu(gate) * up.
     """
     _, rows, inputs = x.data.shape
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
-    few_rows_kernel[launch.grid(weight.shape[0])](
+    fp8_skinny_gemm_kernel[launch.grid(weight.shape[0])](
         x.data,
         x.scale,
         weight.data,
@@ -169,7 +171,7 @@ def few_rows_product(
         LOWER=LOWER,
         BLOCK_M=max(16, triton.next_power_of_2(rows)),
         **launch.options(inputs),
-        **chaining(out.device),
+        **dependent_launch_options(out.device),
     )
 
 
@@ -185,11 +187,11 @@ def quantize_rows_kernel(
     LARGEST: tl.constexpr,
     LOWER: tl.constexpr,
     BLOCK: tl.constexpr,
-    CHAINED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
-    """FP8 numbers of one token, and the scale that they share, which is NaN if any is not finite: program (token)."""
-    release(CHAINED)
-    follow(CHAINED)
+    """Quantize one token to FP8 with one scale, which is NaN if any number is not finite. Program (token)."""
+    launch_dependents(DEPENDENT)
+    wait_for_previous(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     held = at < width
@@ -197,23 +199,23 @@ def quantize_rows_kernel(
     if GATED:
         up = tl.load(x + token * x_stride + width + at, mask=held, other=0.0).to(tl.float32)
         value = value / (1.0 + tl.exp(-value)) * up
-    # A token of zeros has no scale of its own; the least normal number keeps the quotients finite.
+    # For a token of zeros, the least normal number as the scale keeps the quotients finite.
     poison = tl.sum(value * 0.0, 0)
     factor = tl.maximum(tl.max(tl.abs(value), 0) / LARGEST, 1.1754944e-38)
     if HALVES == 2:
         factor = ((factor.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
     value = value / factor
-    first = nearest(value).to(data.dtype.element_ty)
+    first = round_to_fp8(value).to(data.dtype.element_ty)
     tl.store(data + token * width + at, first, mask=held)
     if HALVES == 2:
-        rest = nearest((value - first.to(tl.float32)) * LOWER)
+        rest = round_to_fp8((value - first.to(tl.float32)) * LOWER)
         place = data + (tl.num_programs(0) + token) * width + at
         tl.store(place, rest.to(data.dtype.element_ty), mask=held)
     tl.store(scale + token, factor + poison)
 
 
-@triton.jit(do_not_specialize=["rows"])  # it only masks: one kernel for all counts of a BLOCK_M
-def few_rows_kernel(
+@triton.jit(do_not_specialize=["rows"])  # rows only masks: one kernel for all counts of a BLOCK_M
+def fp8_skinny_gemm_kernel(
     x,
     x_scale,
     weight,
@@ -236,18 +238,18 @@ def few_rows_kernel(
     BLOCK_K: tl.constexpr,
     EVEN: tl.constexpr,
     STAGES: tl.constexpr,
-    CHAINED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
-    """x [rows, inputs], two numbers each, times weight transposed: program (BLOCK_N rows of weight, part).
+    """x [rows, inputs], two numbers each, times weight transposed. Program (BLOCK_N rows of weight, part).
 
-    Parts and GATED are those of `thin_linear_kernel`. FP8 tensor cores keep few bits of their sums, so these are added
-    up in float32 after each block of inputs; for the lower numbers it does not matter.
+    Parts and GATED are those of `skinny_gemm_kernel`. FP8 tensor cores keep few bits of a sum, so the sums are added in
+    float32 after each block of inputs. For the lower numbers this does not matter.
     """
-    release(CHAINED)
+    launch_dependents(DEPENDENT)
     token = tl.arange(0, BLOCK_M)
     TAKEN: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N  # outputs of this program
     item = tl.arange(0, BLOCK_N)
-    # Outputs past the last read its rows again, which costs nothing and needs no mask.
+    # Programs past the last output read its row again. That costs nothing and needs no mask.
     if GATED:
         row = tl.minimum(tl.program_id(0) * TAKEN + item // 2, outputs - 1) + item % 2 * outputs
     else:
@@ -255,7 +257,7 @@ def few_rows_kernel(
     weight_at = weight + row.to(tl.int64)[:, None] * weight_stride
     x_at = x + token[None, :] * x_stride
     begin = tl.program_id(1) * part_length
-    follow(CHAINED)
+    wait_for_previous(DEPENDENT)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     lower = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for first in tl.range(begin, tl.minimum(inputs, begin + part_length), BLOCK_K, num_stages=STAGES):

@@ -1,14 +1,121 @@
-"""The Triton kernels of a layer beside attention: norm, rotation with the cache write, gate, and thin products."""
+"""Triton kernels between the GEMMs of a layer, each with its launch: norm, rotation with the cache write, gate."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
-from holdfast.lm.kernels.cache.fp8_cache import stored
-from holdfast.lm.kernels.dependent_launch import follow, release
+from holdfast.lm.kernels.fp8_conversion import to_cache_dtype
+from holdfast.lm.kernels.launch import dependent_launch_options, launch_dependents, wait_for_previous
+from holdfast.lm.kernels.linear.layers import LayerShape, Rotation
+
+ROTATED_AT_A_TIME = 512
+"""Pairs of numbers that one program rotates."""
+GATED_AT_A_TIME = 1024
+"""Numbers that one program gates."""
+
+
+def add_norm(
+    stream: torch.Tensor, partials: torch.Tensor | None, bias: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """Add partial sums [P, T, hidden] of any float dtype and a bias to the stream in place; return its RMS norm."""
+    tokens, width = stream.shape
+    out = torch.empty_like(stream)
+    block = triton.next_power_of_2(width)
+    norm_kernel[(tokens,)](
+        stream,
+        partials,
+        bias,
+        weight,
+        out,
+        width,
+        stream.stride(0),
+        out.stride(0),
+        eps,
+        PARTS=0 if partials is None else len(partials),
+        BLOCK=block,
+        num_warps=max(1, min(16, block // 256)),
+        **dependent_launch_options(stream.device),
+    )
+    return out
+
+
+def angles(positions: torch.Tensor, shape: LayerShape) -> Rotation:
+    """Cosine and sine [T, D / 2] float32 of the angles of positions [T]."""
+    frequencies = shape.inverse_frequencies
+    half = len(frequencies)
+    cosine, sine = frequencies.new_empty(2, len(positions), half)
+    angles_kernel[(len(positions),)](
+        positions,
+        frequencies,
+        cosine,
+        sine,
+        shape.amplitude,
+        HALF=half,
+        BLOCK_HALF=triton.next_power_of_2(shape.head_dim // 2),
+        num_warps=1,
+    )
+    return cosine, sine
+
+
+def rotate_and_write(
+    qkv: torch.Tensor,
+    rotation: Rotation,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    caches: tuple[torch.Tensor, torch.Tensor],
+    slot_mapping: torch.Tensor,
+    shape: LayerShape,
+) -> torch.Tensor:
+    """`LayerOps.rotate_and_write` by one kernel; `rotation` is from `angles`."""
+    tokens, heads = len(qkv), shape.num_heads + 2 * shape.num_kv_heads
+    query = qkv.new_empty(tokens, shape.num_heads, shape.head_dim)
+    key_cache, value_cache = caches
+    block_half = triton.next_power_of_2(shape.head_dim // 2)
+    block_heads = min(triton.next_power_of_2(heads), max(1, ROTATED_AT_A_TIME // block_half))
+    rotate_write_kernel[(tokens, triton.cdiv(heads, block_heads))](
+        qkv,
+        *rotation,
+        q_norm,
+        k_norm,
+        query,
+        key_cache,
+        value_cache,
+        slot_mapping,
+        qkv.stride(0),
+        *key_cache.stride()[:3],
+        *value_cache.stride()[:3],
+        shape.eps,
+        NUM_HEADS=shape.num_heads,
+        NUM_KV_HEADS=shape.num_kv_heads,
+        HEAD_DIM=shape.head_dim,
+        BLOCK_SIZE=key_cache.shape[1],
+        BLOCK_HEADS=block_heads,
+        BLOCK_HALF=block_half,
+        num_warps=4,
+        **dependent_launch_options(qkv.device),
+    )
+    return query
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up, [T, N], of gate_up [T, 2 N]."""
+    width = gate_up.shape[1] // 2
+    out = gate_up.new_empty(len(gate_up), width)
+    silu_mul_kernel[(len(gate_up), triton.cdiv(width, GATED_AT_A_TIME))](
+        gate_up,
+        out,
+        width,
+        gate_up.stride(0),
+        out.stride(0),
+        BLOCK=GATED_AT_A_TIME,
+        num_warps=4,
+        **dependent_launch_options(out.device),
+    )
+    return out
 
 
 @triton.jit
@@ -24,18 +131,18 @@ def norm_kernel(
     eps,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
-    CHAINED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
-    """RMS norm of one token; before it, add PARTS partial sums [PARTS, T, width] and a bias to the stream in place.
+    """Add PARTS partial sums [PARTS, T, width] and a bias to one token of the stream in place, then take its RMS norm.
 
-    Program (token). The sum is taken in a fixed order and rounded once to the stream's type; that is what is normed.
+    Program (token). The sum is taken in a fixed order and rounded once to the stream's dtype, before it is normed.
     """
-    release(CHAINED)
+    launch_dependents(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     held = at < width
     gain = tl.load(weight + at, mask=held, other=0.0).to(tl.float32)
-    follow(CHAINED)
+    wait_for_previous(DEPENDENT)
     stream_at = stream + token * stream_stride + at
     value = tl.load(stream_at, mask=held, other=0.0).to(tl.float32)
     if PARTS > 0 or bias is not None:
@@ -46,7 +153,7 @@ def norm_kernel(
         if bias is not None:
             added += tl.load(bias + at, mask=held, other=0.0).to(tl.float32)
         rounded = (value + added).to(stream.dtype.element_ty)
-        # Threads may hold copies of one element: all must have read it before one writes it.
+        # Several threads may hold the same element: all must read it before one writes it.
         tl.debug_barrier()
         tl.store(stream_at, rounded, mask=held)
         value = rounded.to(tl.float32)
@@ -59,7 +166,7 @@ def norm_kernel(
 def angles_kernel(
     positions, inverse_frequencies, cosine, sine, amplitude, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr
 ):
-    """Cosine and sine [T, HALF] of a position times each frequency: program (token)."""
+    """Cosine and sine [T, HALF] of a position times each frequency. Program (token)."""
     token = tl.program_id(0).to(tl.int64)
     dim = tl.arange(0, BLOCK_HALF)
     inside = dim < HALF
@@ -93,13 +200,13 @@ def rotate_write_kernel(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
-    CHAINED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
-    """Norm and turn queries and keys, and put keys and values into the cache: program (token, group of heads).
+    """Norm and rotate queries and keys, and write keys and values to the cache. Program (token, group of heads).
 
-    A head is two halves of [BLOCK_HEADS, BLOCK_HALF] here. A negative slot is padding: nothing of it is written.
+    Heads are held as two halves of [BLOCK_HEADS, BLOCK_HALF]. A negative slot is padding and is not written.
     """
-    release(CHAINED)
+    launch_dependents(DEPENDENT)
     HALF: tl.constexpr = HEAD_DIM // 2
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
@@ -108,7 +215,7 @@ def rotate_write_kernel(
     held = (head < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & inside[None, :]
     is_query = head < NUM_HEADS
 
-    follow(CHAINED)
+    wait_for_previous(DEPENDENT)
     first_at = qkv + token * qkv_stride + (head * HEAD_DIM)[:, None] + dim[None, :]
     first = tl.load(first_at, mask=held, other=0.0).to(tl.float32)
     second = tl.load(first_at + HALF, mask=held, other=0.0).to(tl.float32)
@@ -124,13 +231,13 @@ def rotate_write_kernel(
         k_second = tl.load(k_norm + HALF + dim, mask=inside, other=0.0).to(tl.float32)[None, :]
         a = a * scale * tl.where(is_query[:, None], q_first, k_first)
         b = b * scale * tl.where(is_query[:, None], q_second, k_second)
-    turned_first = a * cos - b * sin
-    turned_second = b * cos + a * sin
+    rotated_first = a * cos - b * sin
+    rotated_second = b * cos + a * sin
 
     query_at = query + (token * NUM_HEADS + head)[:, None] * HEAD_DIM + dim[None, :]
     query_held = held & is_query[:, None]
-    tl.store(query_at, turned_first.to(query.dtype.element_ty), mask=query_held)
-    tl.store(query_at + HALF, turned_second.to(query.dtype.element_ty), mask=query_held)
+    tl.store(query_at, rotated_first.to(query.dtype.element_ty), mask=query_held)
+    tl.store(query_at + HALF, rotated_second.to(query.dtype.element_ty), mask=query_held)
 
     slot = tl.load(slot_mapping + token)
     if slot >= 0:
@@ -140,22 +247,22 @@ def rotate_write_kernel(
         key_at = key_cache + block * key_stride_block + offset * key_stride_slot
         key_at = key_at + (key_head * key_stride_head)[:, None] + dim[None, :]
         key_held = held & ((key_head >= 0) & (key_head < NUM_KV_HEADS))[:, None]
-        tl.store(key_at, stored(turned_first, key_cache.dtype.element_ty), mask=key_held)
-        tl.store(key_at + HALF, stored(turned_second, key_cache.dtype.element_ty), mask=key_held)
+        tl.store(key_at, to_cache_dtype(rotated_first, key_cache.dtype.element_ty), mask=key_held)
+        tl.store(key_at + HALF, to_cache_dtype(rotated_second, key_cache.dtype.element_ty), mask=key_held)
 
         value_head = key_head - NUM_KV_HEADS
         value_at = value_cache + block * value_stride_block + offset * value_stride_slot
         value_at = value_at + (value_head * value_stride_head)[:, None] + dim[None, :]
         value_held = held & (value_head >= 0)[:, None]
-        tl.store(value_at, stored(first, value_cache.dtype.element_ty), mask=value_held)
-        tl.store(value_at + HALF, stored(second, value_cache.dtype.element_ty), mask=value_held)
+        tl.store(value_at, to_cache_dtype(first, value_cache.dtype.element_ty), mask=value_held)
+        tl.store(value_at + HALF, to_cache_dtype(second, value_cache.dtype.element_ty), mask=value_held)
 
 
 @triton.jit
-def silu_mul_kernel(gate_up, out, width, gate_up_stride, out_stride, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
-    """silu(gate) * up of a row [gate, up] of 2 * width: program (token, part of the row)."""
-    release(CHAINED)
-    follow(CHAINED)
+def silu_mul_kernel(gate_up, out, width, gate_up_stride, out_stride, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
+    """silu(gate) * up of a row [gate, up] of 2 * width numbers. Program (token, part of the row)."""
+    launch_dependents(DEPENDENT)
+    wait_for_previous(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     held = at < width
@@ -164,99 +271,3 @@ def silu_mul_kernel(gate_up, out, width, gate_up_stride, out_stride, BLOCK: tl.c
     up = tl.load(gate_at + width, mask=held, other=0.0).to(tl.float32)
     result = gate / (1.0 + tl.exp(-gate)) * up
     tl.store(out + token * out_stride + at, result.to(out.dtype.element_ty), mask=held)
-
-
-@triton.jit(do_not_specialize=["rows"])  # it only masks: one kernel for all counts of a BLOCK_M
-def thin_linear_kernel(
-    x,
-    norm,
-    weight,
-    scale,
-    bias,
-    out,
-    rows,
-    outputs,
-    inputs,
-    part_length,
-    x_stride,
-    weight_stride,
-    out_stride_part,
-    out_stride,
-    eps,
-    GATED: tl.constexpr,
-    ADDED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EVEN: tl.constexpr,
-    STAGES: tl.constexpr,
-    CHAINED: tl.constexpr,
-):
-    """x [rows, inputs] times weight transposed, for a few rows: program (BLOCK_N rows of weight, part).
-
-    A part is `part_length` of the inputs, and has its own result in `out` [parts, rows, outputs]. GATED: weight has
-    2 * outputs rows, gate over up, which a program takes in turns, and the result is silu(gate) * up. ADDED: the result
-    is added to `out`. With a `norm`, for one token in one part, what is multiplied is the RMS norm of x times norm: its
-    scale is a factor of the result, known when all of x has been read. With a `scale` [rows of weight], for one token,
-    the weight is FP8, and the result's rows are multiplied with their scales.
-    """
-    if BLOCK_M > 1:
-        release(CHAINED)
-    token = tl.arange(0, BLOCK_M)
-    TAKEN: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N  # outputs of this program
-    item = tl.arange(0, BLOCK_N)
-    # Outputs past the last read its rows again, which costs nothing and needs no mask.
-    if GATED:
-        row = tl.minimum(tl.program_id(0) * TAKEN + item // 2, outputs - 1) + item % 2 * outputs
-    else:
-        row = tl.minimum(tl.program_id(0) * TAKEN + item, outputs - 1)
-    weight_at = weight + row.to(tl.int64)[:, None] * weight_stride
-    begin = tl.program_id(1) * part_length
-    follow(CHAINED)
-    if BLOCK_M == 1:
-        # One token: sums stay apart by column until the end, so that the loop only multiplies and adds.
-        acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-        squares = tl.zeros([BLOCK_K], tl.float32)
-    else:
-        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for first in tl.range(begin, tl.minimum(inputs, begin + part_length), BLOCK_K, num_stages=STAGES):
-        k = first + tl.arange(0, BLOCK_K)
-        inside = k < inputs
-        if EVEN:
-            tile = tl.load(weight_at + k[None, :])
-        else:
-            tile = tl.load(weight_at + k[None, :], mask=inside[None, :], other=0.0)
-        if BLOCK_M == 1:
-            values = tl.load(x + k, mask=inside, other=0.0).to(tl.float32)
-            if norm is not None:
-                squares += values * values
-                values *= tl.load(norm + k, mask=inside, other=0.0).to(tl.float32)
-            acc += tile.to(tl.float32) * values[None, :]
-        else:
-            held = (token < rows)[None, :] & inside[:, None]
-            values = tl.load(x + token[None, :] * x_stride + k[:, None], mask=held, other=0.0)
-            acc = tl.dot(tile, values, acc, input_precision="ieee")
-    if BLOCK_M == 1:
-        # So many small programs share a processor that those of the next kernel, let in at the start, would crowd on
-        # the processors that are free first.
-        release(CHAINED)
-        result = tl.sum(acc, 1)[:, None]
-        if norm is not None:
-            result *= tl.rsqrt(tl.sum(squares, 0) / inputs + eps)
-    else:
-        result = acc
-    if scale is not None:
-        result *= tl.load(scale + row)[:, None]
-    if bias is not None:
-        result += tl.load(bias + row).to(tl.float32)[:, None]
-    if GATED:
-        gate, up = tl.split(tl.permute(tl.reshape(result, (TAKEN, 2, BLOCK_M)), (0, 2, 1)))
-        result = gate / (1.0 + tl.exp(-gate)) * up
-    n = tl.program_id(0) * TAKEN + tl.arange(0, TAKEN)
-    place = out + tl.program_id(1).to(tl.int64) * out_stride_part + token[None, :] * out_stride + n[:, None]
-    written = (n < outputs)[:, None] & (token < rows)[None, :]
-    if ADDED:
-        result += tl.load(place, mask=written, other=0.0).to(tl.float32)
-        # Threads may hold copies of one element: all must have read it before one writes it.
-        tl.debug_barrier()
-    tl.store(place, result.to(out.dtype.element_ty), mask=written)

@@ -1,28 +1,147 @@
-"""The backend for what a decoder layer computes beside attention."""
+"""The operations of a decoder layer around attention: their interface, and the backend in PyTorch."""
 
 from __future__ import annotations
 
-from holdfast.lm.kernels.linear.fp8 import Fp8Weight, Weight, quantize
-from holdfast.lm.kernels.linear.torch_layers import ACTIVATIONS, LayerOps, LayerShape, Normed, Rotation
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
-__all__ = [
-    "ACTIVATIONS",
-    "Fp8Weight",
-    "LayerOps",
-    "LayerShape",
-    "Normed",
-    "Rotation",
-    "Weight",
-    "layer_ops_for",
-    "quantize",
-]
+import torch
+from torch.nn import functional
+
+from holdfast.lm.kernels.cache.kv_cache import write_slots
+from holdfast.lm.kernels.linear.fp8 import Fp8Weight, Weight
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_pytorch_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+}
+
+Rotation = tuple[torch.Tensor, torch.Tensor]
+"""Cosine and sine from `LayerOps.rotation`, in the layout that the same object's `rotate_and_write` takes."""
 
 
-def layer_ops_for(shape: LayerShape) -> LayerOps:
-    """The backend for the device of the shape's frequencies: Triton kernels on CUDA, PyTorch elsewhere."""
-    if shape.inverse_frequencies.device.type == "cuda":
-        # Triton comes with CUDA builds only, so that a CPU installation works without it.
-        from holdfast.lm.kernels.linear.fused_layers import FusedLayerOps
+@dataclass(frozen=True, kw_only=True)
+class LayerShape:
+    """Sizes and settings that all layers of a decoder share."""
 
-        return FusedLayerOps(shape)
-    return LayerOps(shape)
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    eps: float
+    """Of every RMS norm."""
+    activation: str
+    """A key of ACTIVATIONS."""
+    dtype: torch.dtype
+    """Of weights and activations."""
+    inverse_frequencies: torch.Tensor
+    """Radians per position, [D / 2] float32, on the device that computes."""
+    amplitude: float = 1.0
+    """Factor on cosine and sine."""
+
+
+@dataclass(frozen=True)
+class Unnormed:
+    """An RMS norm of one token that is not computed yet: the GEMM that reads it computes it."""
+
+    stream: torch.Tensor  # [1, hidden]
+    weight: torch.Tensor  # [hidden]
+
+
+Normed = Any
+"""From `add_linear_norm`, for `linear` and `gated_linear` of the same object: a tensor, or `Unnormed`."""
+
+Gated = Any
+"""From `gated_linear`, for `add_linear_norm` of the same object: a tensor, or its FP8 form."""
+
+
+class LayerOps:
+    """The operations of a decoder layer around `Attention`, over T packed tokens, in PyTorch.
+
+    This is the backend of a CPU and the oracle of the Triton kernels. A projection and its neighbours are one call, so
+    that a backend may fuse them. The projection that ends each half of a layer adds to the residual stream in place,
+    and returns the stream normed for the next half.
+    """
+
+    def __init__(self, shape: LayerShape) -> None:
+        self.shape = shape
+
+    def norm(self, stream: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """RMS norm [T, hidden] times weight [hidden], accumulated in float32, in the dtype of the stream."""
+        return functional.rms_norm(stream, weight.shape, weight, self.shape.eps)
+
+    def linear(self, x: Normed, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x [T, K] times weight [N, K] transposed, plus bias [N]: [T, N]."""
+        return self._linear(x, weight, bias)
+
+    def gated_linear(self, x: Normed, weight: Weight, bias: torch.Tensor | None = None) -> Gated:
+        """activation(gate) * up, [T, N]. weight [2 N, K] and bias [2 N] stack the rows of gate above those of up."""
+        gate, up = self._linear(x, weight, bias).chunk(2, dim=-1)
+        return ACTIVATIONS[self.shape.activation](gate).mul_(up)
+
+    def add_linear_norm(
+        self,
+        stream: torch.Tensor,
+        x: Gated,
+        weight: Weight,
+        bias: torch.Tensor | None,
+        norm: torch.Tensor,
+    ) -> Normed:
+        """Add the projection of x to the stream [T, hidden] in place; return the sum normed by `norm` [hidden]."""
+        if isinstance(weight, Fp8Weight):
+            stream += self._linear(x, weight, None)
+        else:
+            stream.addmm_(x, weight.t())
+        if bias is not None:
+            stream += bias
+        return self.norm(stream, norm)
+
+    def rotation(self, positions: torch.Tensor) -> Rotation:
+        """Cosine and sine of the angles of positions [T] int64, computed in float32, for all layers of a step."""
+        cosine, sine = self._angles(positions)
+        cosine, sine = cosine[:, None].to(self.shape.dtype), sine[:, None].to(self.shape.dtype)
+        # Whole heads, [T, 1, D]. The sine is negative in the first half, where the other half is subtracted.
+        return torch.cat((cosine, cosine), dim=-1), torch.cat((-sine, sine), dim=-1)
+
+    def rotate_and_write(
+        self,
+        qkv: torch.Tensor,
+        rotation: Rotation,
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+        caches: tuple[torch.Tensor, torch.Tensor],
+        slot_mapping: torch.Tensor,
+    ) -> torch.Tensor:
+        """Rotate queries and keys, write keys and values to the cache, and return the queries [T, H, D].
+
+        qkv [T, (H + 2 Hkv) D] holds queries, keys and values, in this order. With q_norm and k_norm [D] (both or
+        neither), queries and keys are normed within each head first. The first half of a head is rotated against its
+        second half (the pairing of GPT-NeoX and of Transformers). Caches and slot_mapping are those of
+        `Attention.write`.
+        """
+        shape = self.shape
+        heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
+        turned, value = torch.split(qkv.view(-1, heads + 2 * kv_heads, dim), [heads + kv_heads, kv_heads], dim=1)
+        if q_norm is not None and k_norm is not None:
+            query, key = torch.split(turned, [heads, kv_heads], dim=1)
+            turned = torch.cat((self.norm(query, q_norm), self.norm(key, k_norm)), dim=1)
+        cosine, sine = rotation
+        turned = (turned * cosine).addcmul_(turned.roll(dim // 2, -1), sine)
+        query, key = torch.split(turned, [heads, kv_heads], dim=1)
+        write_slots(key, value, *caches, slot_mapping)
+        return query
+
+    def _linear(self, x: Gated, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
+        """x times weight transposed, plus bias. An FP8 weight is dequantized first, which is slow."""
+        if isinstance(weight, Fp8Weight):
+            weight = weight.dequantized(x.dtype)
+        return functional.linear(x, weight, bias)
+
+    def _angles(self, positions: torch.Tensor) -> Rotation:
+        """Cosine and sine, [T, D / 2] float32, multiplied by the amplitude."""
+        angles = positions[:, None].float() * self.shape.inverse_frequencies
+        cosine, sine = angles.cos(), angles.sin()
+        if self.shape.amplitude != 1.0:
+            cosine, sine = cosine * self.shape.amplitude, sine * self.shape.amplitude
+        return cosine, sine

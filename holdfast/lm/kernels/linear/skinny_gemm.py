@@ -1,4 +1,6 @@
-"""Linear layers for a few tokens, bound by the weights' way from memory: when Triton's kernel runs, and how."""
+"""Skinny GEMM: linear layers for a few tokens, bound by reading weights. When to run it, how, and its kernel."""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
 
@@ -6,42 +8,42 @@ from dataclasses import dataclass, replace
 
 import torch
 import triton
+import triton.language as tl
 
-from holdfast.lm.kernels.dependent_launch import chaining
+from holdfast.lm.kernels.launch import dependent_launch_options, launch_dependents, wait_for_previous
 from holdfast.lm.kernels.linear.fp8 import Fp8Weight, Weight
-from holdfast.lm.kernels.linear.fused_kernels import thin_linear_kernel
 
 MAX_ROWS = 64
-"""Tokens up to which the kernel streams weights faster than cuBLAS; beyond them, products become worth their tiles."""
+"""Up to this many tokens the kernel reads weights faster than cuBLAS. With more, a tiled GEMM is better."""
 
 LEAST_ROW_BYTES = 512
-"""A row of weights shorter than this does not fill the loop."""
+"""A shorter row of weights does not fill the pipeline of the loop."""
 
 
 @dataclass(frozen=True)
-class ThinLaunch:
-    """How one product is launched."""
+class SkinnyLaunch:
+    """Launch settings of one skinny GEMM."""
 
     block_n: int
-    """Rows of weights that a program takes."""
+    """Rows of weights per program."""
     block_k: int
-    """Inputs that it takes at a time."""
+    """Inputs per iteration of a program."""
     num_warps: int
     num_stages: int
     parts: int = 1
-    """Pieces the inputs are cut into; their sums are added later, in order."""
+    """Pieces that the inputs are cut into (split-K). Their sums are added later, in order."""
 
     def grid(self, weight_rows: int) -> tuple[int, int]:
-        """Programs by rows of weights and by parts."""
+        """Programs along the rows of weights, and along the parts."""
         return -(-weight_rows // self.block_n), self.parts
 
     def part_length(self, inputs: int) -> int:
-        """Inputs of a part: whole blocks."""
+        """Inputs of one part, a multiple of block_k."""
         blocks = -(-inputs // self.block_k)
         return -(-blocks // self.parts) * self.block_k
 
     def options(self, inputs: int) -> dict[str, int]:
-        """What the kernel is compiled for."""
+        """The constants that the kernel is compiled for."""
         return dict(
             BLOCK_N=self.block_n,
             BLOCK_K=self.block_k,
@@ -51,31 +53,31 @@ class ThinLaunch:
         )
 
 
-ONE_TOKEN = ThinLaunch(block_n=16, block_k=256, num_warps=4, num_stages=4)
-ONE_TOKEN_DEEP = ThinLaunch(block_n=8, block_k=512, num_warps=4, num_stages=3)
-ONE_TOKEN_SHORT = ThinLaunch(block_n=4, block_k=1024, num_warps=4, num_stages=3)
-FEW_TOKENS = ThinLaunch(block_n=64, block_k=128, num_warps=4, num_stages=4)
-FEW_TOKENS_DEEP = ThinLaunch(block_n=64, block_k=128, num_warps=4, num_stages=6)
-MORE_TOKENS = ThinLaunch(block_n=128, block_k=128, num_warps=8, num_stages=4)
-MORE_TOKENS_CUT = ThinLaunch(block_n=128, block_k=64, num_warps=4, num_stages=6)
+ONE_TOKEN = SkinnyLaunch(block_n=16, block_k=256, num_warps=4, num_stages=4)
+ONE_TOKEN_DEEP = SkinnyLaunch(block_n=8, block_k=512, num_warps=4, num_stages=3)
+ONE_TOKEN_SHORT = SkinnyLaunch(block_n=4, block_k=1024, num_warps=4, num_stages=3)
+FEW_TOKENS = SkinnyLaunch(block_n=64, block_k=128, num_warps=4, num_stages=4)
+FEW_TOKENS_DEEP = SkinnyLaunch(block_n=64, block_k=128, num_warps=4, num_stages=6)
+MORE_TOKENS = SkinnyLaunch(block_n=128, block_k=128, num_warps=8, num_stages=4)
+MORE_TOKENS_CUT = SkinnyLaunch(block_n=128, block_k=64, num_warps=4, num_stages=6)
 
 FEW = 32
-"""Tokens up to which tiles of 64 rows of weights are best."""
+"""Up to this many tokens, 64 rows of weights per program are best."""
 
 MANY_OUTPUTS = 16_384
-"""From here on there are programs enough to fill the device without cutting, or more than one to a processor."""
+"""From here on there are enough programs to fill the device without cutting the inputs."""
 
 PROGRAMS = 128
-"""Where a product may be cut over its inputs, it is cut until there are about so many programs."""
+"""A GEMM that may be cut over its inputs is cut until it has about this many programs."""
 PART_INPUTS = 4096
-"""And until no program has more than so many inputs to read, for the processors to end together."""
+"""It is also cut until no program reads more inputs than this, so that all processors finish together."""
 MAX_PARTS = 8
 
 
-def launch_for(x: torch.Tensor, weight: torch.Tensor, *, cut: bool = False) -> ThinLaunch | None:
-    """The launch for x [T, K] and weight [N, K]; None where the library's product is better, or the only exact one.
+def launch_for(x: torch.Tensor, weight: torch.Tensor, *, cut: bool = False) -> SkinnyLaunch | None:
+    """The launch for x [T, K] and weight [N, K]; None if the library's GEMM is faster, or the only exact one.
 
-    `cut` says that the caller adds up partial sums at no cost of its own. Tuned on an H200 (benchmarks/gemv_gpu.py).
+    `cut`: the caller adds partial sums at no extra cost. Tuned on an H200 (benchmarks/gemv_gpu.py).
     """
     rows, inputs = x.shape
     fits = 0 < rows <= MAX_ROWS and weight.stride(1) == 1 and x.stride(1) == 1
@@ -96,29 +98,29 @@ def launch_for(x: torch.Tensor, weight: torch.Tensor, *, cut: bool = False) -> T
     return replace(own, parts=max(1, min(MAX_PARTS, wanted, inputs // (4 * own.block_k))))
 
 
-def thin_linear(
+def skinny_gemm(
     x: torch.Tensor,
     weight: Weight,
     bias: torch.Tensor | None,
     out: torch.Tensor,
-    launch: ThinLaunch,
+    launch: SkinnyLaunch,
     *,
     gated: bool = False,
     added: bool = False,
     norm: torch.Tensor | None = None,
     eps: float = 0.0,
 ) -> None:
-    """Put x [T, K] times weight [N, K] transposed, plus bias, into out [parts, T, N] of any float type.
+    """Write x [T, K] times weight [N, K] transposed, plus bias, to out [parts, T, N] of any float dtype.
 
-    With parts above 1 each holds the sum over its piece of the inputs, and bias must be None. `gated`: weight and
-    bias have 2 N rows, gate over up, and out is silu(gate) * up. `added`: the result is added to out, in one part.
-    With `norm` [K], for one token in one part, x is replaced by its RMS norm (with eps) times norm, not rounded. An
-    FP8 weight is for one token, too; `fp8_linear` has more.
+    With several parts, each holds the sum over its piece of the inputs, and bias must be None. `gated`: weight and bias
+    have 2 N rows, gate above up, and out is silu(gate) * up. `added`: the result is added to out, which has one part.
+    With `norm` [K], for one token in one part, x is replaced by its RMS norm (with eps) times norm, without rounding.
+    An FP8 weight also takes one token only; for more see `fp8_linear.fp8_skinny_gemm`.
     """
     data, scale = (weight.data, weight.scale) if isinstance(weight, Fp8Weight) else (weight, None)
     rows, inputs = x.shape
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
-    thin_linear_kernel[launch.grid(weight.shape[0])](
+    skinny_gemm_kernel[launch.grid(weight.shape[0])](
         x,
         norm,
         data,
@@ -138,5 +140,101 @@ def thin_linear(
         ADDED=added,
         BLOCK_M=1 if rows == 1 else max(16, triton.next_power_of_2(rows)),
         **launch.options(inputs),
-        **chaining(x.device),
+        **dependent_launch_options(x.device),
     )
+
+
+@triton.jit(do_not_specialize=["rows"])  # rows only masks: one kernel for all counts of a BLOCK_M
+def skinny_gemm_kernel(
+    x,
+    norm,
+    weight,
+    scale,
+    bias,
+    out,
+    rows,
+    outputs,
+    inputs,
+    part_length,
+    x_stride,
+    weight_stride,
+    out_stride_part,
+    out_stride,
+    eps,
+    GATED: tl.constexpr,
+    ADDED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr,
+    STAGES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """x [rows, inputs] times weight transposed, for a few rows. Program (BLOCK_N rows of weight, part).
+
+    A part is `part_length` of the inputs, with its own result in `out` [parts, rows, outputs]. GATED: weight has 2 *
+    outputs rows, gate above up; a program takes rows of both in turns, and the result is silu(gate) * up. ADDED: the
+    result is added to `out`. With a `norm`, for one token in one part, x is replaced by its RMS norm times `norm`. The
+    scale of the RMS norm is a factor of the result, known once all of x is read. With a `scale` [rows of weight], for
+    one token, the weight is FP8, and each row of the result is multiplied by its scale.
+    """
+    if BLOCK_M > 1:
+        launch_dependents(DEPENDENT)
+    token = tl.arange(0, BLOCK_M)
+    TAKEN: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N  # outputs of this program
+    item = tl.arange(0, BLOCK_N)
+    # Programs past the last output read its row again. That costs nothing and needs no mask.
+    if GATED:
+        row = tl.minimum(tl.program_id(0) * TAKEN + item // 2, outputs - 1) + item % 2 * outputs
+    else:
+        row = tl.minimum(tl.program_id(0) * TAKEN + item, outputs - 1)
+    weight_at = weight + row.to(tl.int64)[:, None] * weight_stride
+    begin = tl.program_id(1) * part_length
+    wait_for_previous(DEPENDENT)
+    if BLOCK_M == 1:
+        # One token: sums stay separate by column until the end, so that the loop only multiplies and adds.
+        acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+        squares = tl.zeros([BLOCK_K], tl.float32)
+    else:
+        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for first in tl.range(begin, tl.minimum(inputs, begin + part_length), BLOCK_K, num_stages=STAGES):
+        k = first + tl.arange(0, BLOCK_K)
+        inside = k < inputs
+        if EVEN:
+            tile = tl.load(weight_at + k[None, :])
+        else:
+            tile = tl.load(weight_at + k[None, :], mask=inside[None, :], other=0.0)
+        if BLOCK_M == 1:
+            values = tl.load(x + k, mask=inside, other=0.0).to(tl.float32)
+            if norm is not None:
+                squares += values * values
+                values *= tl.load(norm + k, mask=inside, other=0.0).to(tl.float32)
+            acc += tile.to(tl.float32) * values[None, :]
+        else:
+            held = (token < rows)[None, :] & inside[:, None]
+            values = tl.load(x + token[None, :] * x_stride + k[:, None], mask=held, other=0.0)
+            acc = tl.dot(tile, values, acc, input_precision="ieee")
+    if BLOCK_M == 1:
+        # Many small programs share a processor. If the next kernel could start at once, its programs would crowd onto
+        # the processors that become free first.
+        launch_dependents(DEPENDENT)
+        result = tl.sum(acc, 1)[:, None]
+        if norm is not None:
+            result *= tl.rsqrt(tl.sum(squares, 0) / inputs + eps)
+    else:
+        result = acc
+    if scale is not None:
+        result *= tl.load(scale + row)[:, None]
+    if bias is not None:
+        result += tl.load(bias + row).to(tl.float32)[:, None]
+    if GATED:
+        gate, up = tl.split(tl.permute(tl.reshape(result, (TAKEN, 2, BLOCK_M)), (0, 2, 1)))
+        result = gate / (1.0 + tl.exp(-gate)) * up
+    n = tl.program_id(0) * TAKEN + tl.arange(0, TAKEN)
+    place = out + tl.program_id(1).to(tl.int64) * out_stride_part + token[None, :] * out_stride + n[:, None]
+    written = (n < outputs)[:, None] & (token < rows)[None, :]
+    if ADDED:
+        result += tl.load(place, mask=written, other=0.0).to(tl.float32)
+        # Several threads may hold the same element: all must read it before one writes it.
+        tl.debug_barrier()
+    tl.store(place, result.to(out.dtype.element_ty), mask=written)

@@ -1,4 +1,4 @@
-"""Drawing one token a row, batched on the device, from noise that depends on the request alone."""
+"""Sampling: choose the next token of every row on the device. A row's token depends only on its own request."""
 
 from __future__ import annotations
 
@@ -16,31 +16,30 @@ def sample(
     any_random: bool,
     any_filtered: bool,
 ) -> torch.Tensor:
-    """One token for each row of logits [B, V], as [B] int64, without a wait for the device.
+    """Choose one token for each row of logits [B, V]: [B] int64, without waiting for the device.
 
-    A row of temperature 0 takes its likeliest token (the lowest id among equals). Any other row draws from
-    softmax(logits / temperature), cut first to its `top_k` likeliest tokens (0 or less: off), then to the likeliest
-    of these that together reach the share `top_p` (1: off; one token always stays). Equal logits rank by token id,
-    so exactly k tokens stay. Sums are taken in float32: where a token ends `top_p` to within their rounding, devices
-    may differ in whether the next one stays.
+    A row of temperature 0 takes the token with the largest logit (the lowest id among equals). Any other row draws from
+    softmax(logits / temperature), cut to its `top_k` most probable tokens (0 or less: no cut), then to the fewest of
+    these whose probabilities reach `top_p` (1: no cut; one token always stays). Equal logits rank by token id, so
+    exactly k tokens stay. Sums are float32. Where the sum reaches `top_p` to within rounding, devices may disagree on
+    whether the next token stays.
 
-    The draw is the Gumbel-max trick with noise hashed from (seed, position, token id): a row's token depends on its
-    own logits, seed and position, not on its place in the batch nor on its neighbours. All of temperature and top_p
-    (float32), top_k (int32 or int64), seed and position (int64) are [B] on the device of the logits. The host knows
-    whether the batch has a row with a temperature (`any_random`) and one of those with top_k or top_p on
-    (`any_filtered`), and says so: what no row needs is left out.
+    The draw is the Gumbel-max trick, with noise hashed from (seed, position, token id). A row's token depends only on
+    its own logits, seed and position, never on its neighbours or its place in the batch.
+
+    temperature and top_p are float32, top_k is int32 or int64, seed and position are int64; all are [B] on the device
+    of the logits. `any_random`: some row has a temperature above 0. `any_filtered`: one of those has top-k or top-p on.
+    The host knows both, and work that no row needs is skipped.
     """
     if logits.device.type == "cuda":
-        # Triton comes with CUDA builds only, so that a CPU installation works without it.
+        # Imported here because a CPU installation has no Triton.
+        from holdfast.lm.kernels.sampling.sample_kernels import argmax, sample_rows
+
         if not any_random:
-            from holdfast.lm.kernels.sampling.argmax import likeliest
-
-            return likeliest(logits)
-        from holdfast.lm.kernels.sampling.sample_kernel import sample_rows
-
+            return argmax(logits)
         return sample_rows(logits, temperature, top_k, top_p, seed, position, any_filtered=any_filtered)
     if not any_random:
-        return _likeliest(logits)
+        return _argmax(logits)
     is_random = (temperature > 0)[:, None]
     heat = torch.where(is_random, temperature[:, None], 1.0)
     tokens = torch.arange(logits.shape[-1], dtype=torch.int32)[None, :]
@@ -55,8 +54,8 @@ def sample(
     return choice if order is None else order.gather(1, choice[:, None])[:, 0]
 
 
-def _likeliest(logits: torch.Tensor) -> torch.Tensor:
-    """The lowest of each row's likeliest tokens. NumPy's argmax is vectorised, PyTorch's on a CPU is not."""
+def _argmax(logits: torch.Tensor) -> torch.Tensor:
+    """The token with the largest logit in each row. NumPy's argmax is vectorised; PyTorch's is not on a CPU."""
     if logits.dtype == torch.float32:
         return torch.from_numpy(logits.numpy().argmax(-1))
     return logits.argmax(-1)
@@ -65,15 +64,15 @@ def _likeliest(logits: torch.Tensor) -> torch.Tensor:
 def _filtered(
     logits: torch.Tensor, heat: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores by falling logit, those cut by top-k and top-p at -inf, and the token ids in that order."""
+    """Scores in descending order, -inf where top-k or top-p cuts, and the token ids in that order."""
     vocab = logits.shape[-1]
     logits, order = logits.sort(dim=-1, descending=True, stable=True)
     scores = logits / heat
     rank = torch.arange(vocab)[None, :]
     scores = scores.masked_fill(rank >= torch.where(top_k > 0, top_k, vocab)[:, None], -torch.inf)
     share = scores.softmax(-1)
-    likelier = share.cumsum(-1) - share  # what the tokens before this one hold together
-    cut = (likelier >= top_p[:, None]) & (top_p < 1)[:, None] & (rank > 0)
+    before = share.cumsum(-1) - share  # the total share of the tokens that rank before this one
+    cut = (before >= top_p[:, None]) & (top_p < 1)[:, None] & (rank > 0)
     return scores.masked_fill(cut, -torch.inf), order
 
 
@@ -85,20 +84,20 @@ def _gumbel(seed: torch.Tensor, position: torch.Tensor, tokens: torch.Tensor) ->
     bits = tokens ^ low[:, None]
     bits = _mix32(bits) + high[:, None]
     bits = _mix32(bits)
-    # Uniform in (0, 1). A token wins by a small -log(1 - u), so the fine steps of float32 are spent near u = 0.
+    # Uniform in (0, 1). A token wins when -log(1 - u) is small, so u near 0 needs the fine steps of float32.
     uniform = (bits & 0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
     return uniform.neg_().log1p_().neg_().log_().neg_()
 
 
 def _mix32(bits: torch.Tensor) -> torch.Tensor:
-    """MurmurHash3's finalizer on int32, whose products wrap."""
+    """MurmurHash3's finalizer on int32; products wrap around."""
     bits = (bits ^ _shift_right(bits, 16)) * -0x7A143595
     bits = (bits ^ _shift_right(bits, 13)) * -0x3D4D51CB
     return bits ^ _shift_right(bits, 16)
 
 
 def _mix64(bits: torch.Tensor) -> torch.Tensor:
-    """SplitMix64's step on int64, whose products wrap."""
+    """SplitMix64's step on int64; products wrap around."""
     bits = bits + -0x61C8864680B583EB
     bits = (bits ^ _shift_right(bits, 30)) * -0x40A7B892E31B1A47
     bits = (bits ^ _shift_right(bits, 27)) * -0x6B2FB644ECCEEE15
@@ -106,5 +105,5 @@ def _mix64(bits: torch.Tensor) -> torch.Tensor:
 
 
 def _shift_right(bits: torch.Tensor, places: int) -> torch.Tensor:
-    """Logical right shift: torch's own drags the sign along."""
+    """Logical right shift; torch's own shift keeps the sign."""
     return (bits >> places) & ((1 << (bits.element_size() * 8 - places)) - 1)

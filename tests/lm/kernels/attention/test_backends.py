@@ -77,16 +77,16 @@ def test_flash_attention_is_told_the_batch_as_it_is(options: dict[str, object]) 
 def test_a_reserved_schedule_serves_any_batch_that_it_has_room_for() -> None:
     attention = flash_attention()
     decodes = make_batch([(row, stop - 1, stop) for row, stop in enumerate((300, 1, 17))], dtype=torch.float16)
-    schedule = attention.reserve(4)
-    assert attention.refill(schedule, decodes.segments)
-    assert_near(attended(attention, decodes, schedule), decodes)
-    assert not attention.refill(schedule, make_batch([(0, 0, 2)]).segments)
-    assert not attention.refill(schedule, make_batch([(row, 0, 1) for row in range(5)]).segments)
+    metadata = attention.reserve(4)
+    assert attention.refill(metadata, decodes.segments)
+    assert_near(attended(attention, decodes, metadata), decodes)
+    assert not attention.refill(metadata, make_batch([(0, 0, 2)]).segments)
+    assert not attention.refill(metadata, make_batch([(row, 0, 1) for row in range(5)]).segments)
     mixed = make_batch(MIXED, dtype=torch.float16)
-    schedule = attention.reserve(9, tokens=300)
+    metadata = attention.reserve(9, tokens=300)
     for batch in (mixed, decodes, mixed):
-        assert attention.refill(schedule, batch.segments)
-        assert_near(attended(attention, batch, schedule), batch)
+        assert attention.refill(metadata, batch.segments)
+        assert_near(attended(attention, batch, metadata), batch)
 
 
 @pytest.mark.gpu
@@ -123,20 +123,20 @@ def test_flash_attention_of_vllm_captured() -> None:
     shape = {"heads": 8, "kv_heads": 2, "head_dim": 64, "dtype": torch.bfloat16, "device": "cuda"}
     batches = [make_batch(segments, **shape, seed=seed) for seed, segments in enumerate((LONG[1:], MIXED, LONG[:2]))]
     tokens = 600
-    schedule = attention.reserve(8, tokens)
+    metadata = attention.reserve(8, tokens)
     query = torch.zeros(tokens, 8, 64, dtype=torch.bfloat16, device="cuda")
     blocks = max(len(batch.key_cache) for batch in batches)
     cache = torch.full((2, blocks, 16, 2, 64), torch.nan, dtype=torch.bfloat16, device="cuda")
     tables = torch.zeros(8, max(batch.block_tables.shape[1] for batch in batches), dtype=torch.int32, device="cuda")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = attention.attend(query, *cache, tables, schedule, scale=0.25)
+        out = attention.attend(query, *cache, tables, metadata, scale=0.25)
     for batch in batches:
         attention.write(batch.key, batch.value, batch.key_cache, batch.value_cache, batch.slot_mapping)
         cache[0, : len(batch.key_cache)], cache[1, : len(batch.key_cache)] = batch.key_cache, batch.value_cache
         tables[: len(batch.block_tables), : batch.block_tables.shape[1]] = batch.block_tables
         query[: len(batch.query)] = batch.query
-        assert attention.refill(schedule, batch.segments)
+        assert attention.refill(metadata, batch.segments)
         graph.replay()
         assert_near(out[: len(batch.query)], batch)
 
@@ -192,7 +192,7 @@ def plain_flash_attention(
         key_cache,
         value_cache,
         block_table,
-        attention.schedule(segments),
+        attention.make_metadata(segments),
         scale=softmax_scale,
         window=window,
         softcap=softcap or None,
@@ -200,7 +200,7 @@ def plain_flash_attention(
     )
 
 
-def attended(attention: Attention[Any], batch: Batch, schedule: object = None, **options: object) -> torch.Tensor:
+def attended(attention: Attention[Any], batch: Batch, metadata: object = None, **options: object) -> torch.Tensor:
     """Write the step's keys, attend, as a layer does."""
     attention.write(batch.key, batch.value, batch.key_cache, batch.value_cache, batch.slot_mapping)
     return attention.attend(
@@ -208,7 +208,7 @@ def attended(attention: Attention[Any], batch: Batch, schedule: object = None, *
         batch.key_cache,
         batch.value_cache,
         batch.block_tables,
-        schedule or attention.schedule(batch.segments),
+        metadata or attention.make_metadata(batch.segments),
         scale=0.25,
         **with_sinks(batch, options),
     )

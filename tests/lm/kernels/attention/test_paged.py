@@ -28,9 +28,9 @@ def make_attention(batch: Batch, num_processors: int = 4) -> PagedAttention:
 def attend(batch: Batch, num_processors: int = 4, **options: object) -> torch.Tensor:
     """Write the step's keys, attend, as a layer does."""
     attention = make_attention(batch, num_processors)
-    schedule = attention.schedule(batch.segments)
+    metadata = attention.make_metadata(batch.segments)
     attention.write(batch.key, batch.value, batch.key_cache, batch.value_cache, batch.slot_mapping)
-    return attention.attend(batch.query, batch.key_cache, batch.value_cache, batch.block_tables, schedule, **options)
+    return attention.attend(batch.query, batch.key_cache, batch.value_cache, batch.block_tables, metadata, **options)
 
 
 def assert_exact(found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -97,8 +97,8 @@ def test_a_context_cut_in_parts_is_put_together(options: dict[str, object], devi
     batch = make_batch([(0, 599, 600), (1, 269, 270), (2, 1240, 1280), (3, 4, 5)], device=device)
     if "sinks" in options:
         options = {"sinks": torch.linspace(0, 4, 4, device=device)}
-    schedule = make_attention(batch, num_processors=40).schedule(batch.segments)
-    assert all(len(tiles.merges) for tiles in schedule)
+    metadata = make_attention(batch, num_processors=40).make_metadata(batch.segments)
+    assert all(len(tiles.merges) for tiles in metadata)
     assert_exact(attend(batch, num_processors=40, scale=0.25, **options), oracle(batch, scale=0.25, **options))
 
 
@@ -107,9 +107,9 @@ def test_strided_views_of_a_fused_projection_are_read_in_place(device: str) -> N
     fused = torch.cat([batch.query, batch.key, batch.value], dim=1)  # [T, Hq + 2 Hkv, D]
     query, key, value = fused.split([4, 2, 2], dim=1)
     attention = make_attention(batch)
-    schedule = attention.schedule(batch.segments)
+    metadata = attention.make_metadata(batch.segments)
     attention.write(key, value, batch.key_cache, batch.value_cache, batch.slot_mapping)
-    found = attention.attend(query, batch.key_cache, batch.value_cache, batch.block_tables, schedule, scale=0.25)
+    found = attention.attend(query, batch.key_cache, batch.value_cache, batch.block_tables, metadata, scale=0.25)
     assert found.is_contiguous()
     assert_exact(found, oracle(batch, scale=0.25))
 
@@ -119,7 +119,7 @@ def test_zero_records_do_nothing(device: str) -> None:
     attention = make_attention(batch, num_processors=40)
     attention.write(batch.key, batch.value, batch.key_cache, batch.value_cache, batch.slot_mapping)
     padding = torch.zeros(3, FIELDS, dtype=torch.int32, device=device)
-    schedule = tuple(
+    metadata = tuple(
         DeviceTiles(
             tiles.block_m,
             torch.cat([tiles.work, padding]),
@@ -127,9 +127,9 @@ def test_zero_records_do_nothing(device: str) -> None:
             tiles.partials + 3,
             tiles.merge_programs,
         )
-        for tiles in attention.schedule(batch.segments)
+        for tiles in attention.make_metadata(batch.segments)
     )
-    found = attention.attend(batch.query, batch.key_cache, batch.value_cache, batch.block_tables, schedule, scale=0.25)
+    found = attention.attend(batch.query, batch.key_cache, batch.value_cache, batch.block_tables, metadata, scale=0.25)
     assert_exact(found, oracle(batch, scale=0.25))
 
 
@@ -240,7 +240,7 @@ def test_long_segments_over_a_context_cut_in_parts_compiled(
         dtype=torch.bfloat16,
         device="cuda",
     )
-    assert any(len(tiles.merges) for tiles in make_attention(batch, num_processors=132).schedule(batch.segments))
+    assert any(len(tiles.merges) for tiles in make_attention(batch, num_processors=132).make_metadata(batch.segments))
     options = options_on_a_gpu(window, softcap, sinks, heads=8)
     found = attend(batch, num_processors=132, scale=head_dim**-0.5, **options)
     expected = oracle(batch, scale=head_dim**-0.5, **options)
@@ -273,14 +273,14 @@ def test_cuda_gets_the_triton_backend() -> None:
     assert isinstance(attention, PagedAttention)
 
 
-def attend_reserved(attention: PagedAttention, schedule: tuple[DeviceTiles, ...], batch: Batch, tokens: int) -> bool:
+def attend_reserved(attention: PagedAttention, metadata: tuple[DeviceTiles, ...], batch: Batch, tokens: int) -> bool:
     """Whether the schedule has room; the launch is for so many tokens, whatever is in it, as a captured graph's."""
-    if not attention.refill(schedule, batch.segments):
+    if not attention.refill(metadata, batch.segments):
         return False
     padding = torch.full((tokens - len(batch.query), *batch.query.shape[1:]), float("nan"), device=batch.query.device)
     attention.write(batch.key, batch.value, batch.key_cache, batch.value_cache, batch.slot_mapping)
     found = attention.attend(
-        torch.cat([batch.query, padding]), batch.key_cache, batch.value_cache, batch.block_tables, schedule, scale=0.25
+        torch.cat([batch.query, padding]), batch.key_cache, batch.value_cache, batch.block_tables, metadata, scale=0.25
     )
     assert_exact(found[: len(batch.query)], oracle(batch, scale=0.25))
     return True
@@ -290,10 +290,10 @@ def test_a_reserved_schedule_serves_one_batch_of_decodes_after_the_other(device:
     decodes = [(row, stop - 1, stop) for row, stop in enumerate((300, 1, 17, 190))]
     full, small = make_batch(decodes, device=device), make_batch(decodes[2:], device=device)
     attention = make_attention(full, num_processors=40)
-    schedule = attention.reserve(len(decodes))
-    assert attend_reserved(attention, schedule, full, 4)
-    assert attend_reserved(attention, schedule, small, 4)
-    assert not attention.refill(schedule, make_batch([(0, 10, 60)]).segments)
+    metadata = attention.reserve(len(decodes))
+    assert attend_reserved(attention, metadata, full, 4)
+    assert attend_reserved(attention, metadata, small, 4)
+    assert not attention.refill(metadata, make_batch([(0, 10, 60)]).segments)
 
 
 def test_a_reserved_schedule_serves_mixed_batches(device: str) -> None:
@@ -306,14 +306,14 @@ def test_a_reserved_schedule_serves_mixed_batches(device: str) -> None:
     ]
     batches = [make_batch(segments, device=device) for segments in mixed]
     attention = make_attention(batches[0], num_processors=40)
-    schedule = attention.reserve(24, tokens=192)
+    metadata = attention.reserve(24, tokens=192)
     for batch in batches:
-        assert attend_reserved(attention, schedule, batch, 192)
+        assert attend_reserved(attention, metadata, batch, 192)
 
 
 def test_a_reserved_schedule_says_when_it_has_no_room(device: str) -> None:
     few, many = make_batch([(0, 0, 9)], device=device), make_batch([(row, 0, 9) for row in range(20)], device=device)
     attention = make_attention(few)
-    schedule = attention.reserve(2, tokens=180)
-    assert not attend_reserved(attention, schedule, many, 180)
-    assert attend_reserved(attention, schedule, few, 180)
+    metadata = attention.reserve(2, tokens=180)
+    assert not attend_reserved(attention, metadata, many, 180)
+    assert attend_reserved(attention, metadata, few, 180)

@@ -1,4 +1,4 @@
-"""The tile schedule: every pair of a query row and a key it sees is computed once, in bounded pieces."""
+"""The tile metadata: every pair of a query row and a key it sees is computed once, in bounded pieces."""
 
 from __future__ import annotations
 

@@ -23,9 +23,9 @@ def attend(batch: Batch, **options: object) -> torch.Tensor:
         head_dim=batch.query.shape[2],
         block_size=batch.key_cache.shape[1],
     )
-    schedule = attention.schedule(batch.segments)
+    metadata = attention.make_metadata(batch.segments)
     attention.write(batch.key, batch.value, batch.key_cache, batch.value_cache, batch.slot_mapping)
-    return attention.attend(batch.query, batch.key_cache, batch.value_cache, batch.block_tables, schedule, **options)
+    return attention.attend(batch.query, batch.key_cache, batch.value_cache, batch.block_tables, metadata, **options)
 
 
 @st.composite
@@ -131,7 +131,7 @@ def test_many_decodes_of_mixed_context_go_in_groups_of_alike_context() -> None:
 def test_one_schedule_serves_layers_with_and_without_a_window() -> None:
     batch = make_batch([(0, 30, 50), (1, 79, 80)])
     attention = attention_for("cpu", num_heads=4, num_kv_heads=2, head_dim=16, block_size=16)
-    schedule = attention.schedule(batch.segments)
+    metadata = attention.make_metadata(batch.segments)
     attention.write(batch.key, batch.value, batch.key_cache, batch.value_cache, batch.slot_mapping)
     for window in (None, 9, None, 20):
         found = attention.attend(
@@ -139,7 +139,7 @@ def test_one_schedule_serves_layers_with_and_without_a_window() -> None:
             batch.key_cache,
             batch.value_cache,
             batch.block_tables,
-            schedule,
+            metadata,
             scale=0.25,
             window=window,
         )

@@ -1,17 +1,17 @@
-"""The kernel that settles a step's inputs: interpreted without a GPU, compiled with one."""
+"""The kernel that completes a step's inputs: interpreted without a GPU, compiled with one."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from holdfast.lm.kernels.cache.step_inputs import BLOCK, settle
+from holdfast.lm.kernels.cache.step_inputs import BLOCK, write_step_inputs
 
 PENDING = -1
 
 
 @pytest.mark.parametrize(("tokens", "entries"), [(1, 1), (5, 2), (BLOCK, 3), (BLOCK + 7, 0), (2, BLOCK + 1)])
-def test_pending_tokens_and_table_entries_reach_their_places(tokens: int, entries: int, device: str) -> None:
+def test_pending_tokens_and_table_entries_are_written_to_their_places(tokens: int, entries: int, device: str) -> None:
     noise = torch.Generator().manual_seed(tokens)
     last_token = torch.arange(100, 140, device=device)
     rows = torch.randint(40, (tokens,), generator=noise).to(device)
@@ -19,13 +19,13 @@ def test_pending_tokens_and_table_entries_reach_their_places(tokens: int, entrie
     ids[::2] = PENDING
     expected = ids.clone()
     expected[::2] = rows[::2] + 100
-    beyond = torch.full((3,), PENDING, device=device)  # what lies behind the step's tokens stays
+    beyond = torch.full((3,), PENDING, device=device)  # entries after the step's tokens stay as they are
     whole = torch.cat((ids, beyond))
     tables = torch.full((20, 30), -5, dtype=torch.int32, device=device)
     places = torch.randperm(600, generator=noise)[:entries].to(device)
     blocks = torch.arange(entries, device=device) + 1000
     expected_tables = tables.clone().view(-1)
     expected_tables[places] = blocks.int()
-    settle(whole[:tokens], rows, last_token, tables, places, blocks, pending=PENDING)
+    write_step_inputs(whole[:tokens], rows, last_token, tables, places, blocks, pending=PENDING)
     assert whole.tolist() == expected.tolist() + beyond.tolist()
     assert torch.equal(tables.view(-1), expected_tables)

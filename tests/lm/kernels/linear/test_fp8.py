@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch.nn import functional
 
+from holdfast.lm.kernels.linear.backends import layer_ops_for
 from holdfast.lm.kernels.linear.fp8 import LARGEST, Fp8Weight, quantize
-from holdfast.lm.kernels.linear.fp8_linear import few_rows_product, fp8_launch_for, quantize_rows
+from holdfast.lm.kernels.linear.fp8_linear import fp8_launch_for, fp8_skinny_gemm, quantize_rows
 from holdfast.lm.kernels.linear.fused_layers import FusedLayerOps
-from holdfast.lm.kernels.linear.layers import LayerOps, layer_ops_for
-from holdfast.lm.kernels.linear.skinny_gemm import MAX_ROWS, ThinLaunch, thin_linear
+from holdfast.lm.kernels.linear.layers import LayerOps
+from holdfast.lm.kernels.linear.skinny_gemm import MAX_ROWS, SkinnyLaunch, skinny_gemm
 from tests.lm.kernels.linear.test_layers import drawn, oracle, shape_of
 
 HALF_STEP = 2.0**-4
@@ -93,9 +94,9 @@ def test_two_numbers_for_each_are_bfloat16_numbers(width: int, device: str) -> N
 def multiply(x: torch.Tensor, weight: Fp8Weight, bias: Any, out: torch.Tensor, launch: Any, **fused: bool) -> None:
     """x, whose numbers have no more bits than bfloat16, times weight, by the kernel for so many rows."""
     if len(x) == 1:
-        thin_linear(x, weight, bias, out, launch, **fused)
+        skinny_gemm(x, weight, bias, out, launch, **fused)
     else:
-        few_rows_product(quantize_rows(x, halves=2), weight, bias, out, launch, **fused)
+        fp8_skinny_gemm(quantize_rows(x, halves=2), weight, bias, out, launch, **fused)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 17])
@@ -104,7 +105,7 @@ def multiply(x: torch.Tensor, weight: Fp8Weight, bias: Any, out: torch.Tensor, l
 def test_parts_add_up_to_the_product(outputs: int, inputs: int, rows: int, parts: int, device: str) -> None:
     weight, x = weight_of(outputs, inputs, device), drawn(rows, inputs, device=device).bfloat16().float()
     out = torch.full((parts, rows, outputs), torch.nan, device=device)
-    multiply(x, weight, None, out, ThinLaunch(64, 32, 4, 2, parts))
+    multiply(x, weight, None, out, SkinnyLaunch(64, 32, 4, 2, parts))
     assert_near(out.double().sum(0), x.double() @ exact(weight).t(), bound_of_sums(device, rows))
 
 
@@ -113,7 +114,7 @@ def test_the_scale_counts_before_bias_and_gate(rows: int, device: str) -> None:
     weight, x = weight_of(40, 96, device), drawn(rows, 96, device=device).bfloat16().float()
     bias = torch.linspace(-1, 1, 40, device=device)
     product = x.double() @ exact(weight).t() + bias.double()
-    launch = ThinLaunch(64, 32, 4, 2)
+    launch = SkinnyLaunch(64, 32, 4, 2)
     out = torch.full((1, rows, 40), torch.nan, device=device)
     multiply(x, weight, bias, out, launch)
     assert_near(out[0], product, bound_of_sums(device, rows))
@@ -126,7 +127,7 @@ def test_the_scale_counts_before_bias_and_gate(rows: int, device: str) -> None:
 def test_the_scale_counts_before_what_is_added_to(device: str) -> None:
     weight, x, out = (weight_of(40, 96, device), *(drawn(1, size, device=device) for size in (96, 40)))
     expected = out.double() + x.double() @ exact(weight).t()
-    thin_linear(x, weight, None, out[None], ThinLaunch(16, 32, 4, 2), added=True)
+    skinny_gemm(x, weight, None, out[None], SkinnyLaunch(16, 32, 4, 2), added=True)
     assert_near(out, expected, 1e-4)
 
 
@@ -136,7 +137,7 @@ def test_what_is_not_finite_stays_so_and_in_its_row(bad: float, device: str) -> 
     weight, x = weight_of(20, 64, device), drawn(3, 64, device=device).bfloat16().float()
     x[0, 7] = bad
     out = torch.empty(1, 3, 20, device=device)
-    few_rows_product(quantize_rows(x, halves=2), weight, None, out, ThinLaunch(64, 32, 4, 2))
+    fp8_skinny_gemm(quantize_rows(x, halves=2), weight, None, out, SkinnyLaunch(64, 32, 4, 2))
     assert out[0, 0].isnan().all()
     assert_near(out[0, 1:], x[1:].double() @ exact(weight).t(), bound_of_sums(device, len(x)))
 
@@ -144,7 +145,7 @@ def test_what_is_not_finite_stays_so_and_in_its_row(bad: float, device: str) -> 
 def test_a_norm_of_one_token_is_part_of_the_product(device: str) -> None:
     weight, x, norm = weight_of(40, 96, device), drawn(1, 96, device=device, spread=9), drawn(96, device=device)
     out = torch.full((1, 1, 40), torch.nan, device=device)
-    thin_linear(x, weight, None, out, ThinLaunch(16, 32, 4, 2), norm=norm, eps=1e-5)
+    skinny_gemm(x, weight, None, out, SkinnyLaunch(16, 32, 4, 2), norm=norm, eps=1e-5)
     normed = functional.rms_norm(x.double(), (96,), norm.double(), 1e-5)
     assert_near(out[0], normed @ exact(weight).t(), 1e-4)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from holdfast.lm.kernels.linear.skinny_gemm import FEW, MAX_ROWS, ThinLaunch, launch_for, thin_linear
+from holdfast.lm.kernels.linear.skinny_gemm import FEW, MAX_ROWS, SkinnyLaunch, launch_for, skinny_gemm
 
 
 def draw(
@@ -22,7 +22,7 @@ def draw(
 def test_parts_add_up_to_the_product(outputs: int, inputs: int, rows: int, parts: int, device: str) -> None:
     x, weight = draw(rows, outputs, inputs, device)
     out = torch.full((parts, rows, outputs), torch.nan, device=device)
-    thin_linear(x, weight, None, out, ThinLaunch(16, 32, 4, 2, parts))
+    skinny_gemm(x, weight, None, out, SkinnyLaunch(16, 32, 4, 2, parts))
     torch.testing.assert_close(out.double().sum(0), x.double() @ weight.double().t(), rtol=1e-5, atol=1e-5)
 
 
@@ -31,9 +31,9 @@ def test_strided_rows_and_a_bias(rows: int, device: str) -> None:
     x, weight = draw(rows, 20, 96, device)
     bias = torch.linspace(-1, 1, 20, device=device)
     wide = torch.zeros(rows, 40, device=device)
-    thin_linear(
+    skinny_gemm(
         torch.cat([x, x], 1)[:, :96], torch.cat([weight, weight], 1)[:, 96:], bias, wide[None, :, :20],
-        ThinLaunch(16, 32, 4, 2),
+        SkinnyLaunch(16, 32, 4, 2),
     )  # fmt: skip
     expected = x.double() @ weight.double().t() + bias.double()
     torch.testing.assert_close(wide[:, :20].double(), expected, rtol=1e-5, atol=1e-5)
@@ -45,7 +45,7 @@ def test_a_row_of_nan_stays_in_its_row(rows: int, device: str) -> None:
     x, weight = draw(rows + 1, 20, 64, device)
     x[0] = torch.nan
     out = torch.empty(1, rows + 1, 20, device=device)
-    thin_linear(x, weight, None, out, ThinLaunch(16, 32, 4, 2))
+    skinny_gemm(x, weight, None, out, SkinnyLaunch(16, 32, 4, 2))
     assert out[0, 0].isnan().all()
     torch.testing.assert_close(out[0, 1:], x[1:] @ weight.t())
 
@@ -86,7 +86,7 @@ def test_compiled_launches_stay_within_the_precision_of_the_type(
     assert launch is not None
     width = outputs // 2 if gated else outputs
     out = torch.empty(launch.parts, rows, width, device="cuda", dtype=dtype if gated else torch.float32)
-    thin_linear(x, weight, None, out, launch, gated=gated)
+    skinny_gemm(x, weight, None, out, launch, gated=gated)
     expected = x.double() @ weight.double().t()
     if gated:
         gate, up = expected.chunk(2, dim=1)

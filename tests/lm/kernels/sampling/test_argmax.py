@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from holdfast.lm.kernels.sampling.argmax import PIECE, likeliest
+from holdfast.lm.kernels.sampling.sample_kernels import PIECE, argmax
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -13,29 +13,29 @@ from holdfast.lm.kernels.sampling.argmax import PIECE, likeliest
 def test_it_is_the_argmax(rows: int, vocab: int, dtype: torch.dtype, device: str) -> None:
     logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(vocab)).to(device, dtype)
     expected = logits.cpu().numpy().argmax(-1)
-    assert likeliest(logits).tolist() == expected.tolist()
+    assert argmax(logits).tolist() == expected.tolist()
 
 
 def test_the_lowest_among_equals_wins_within_a_piece_and_between_pieces(device: str) -> None:
     logits = torch.zeros(3, 3 * PIECE, device=device)
     logits[1, [7, 9, PIECE + 2]] = 1
     logits[2, [PIECE + 5, 2 * PIECE + 1]] = 2
-    assert likeliest(logits).tolist() == [0, 7, PIECE + 5]
+    assert argmax(logits).tolist() == [0, 7, PIECE + 5]
 
 
 def test_a_row_of_minus_infinity_gives_its_first_token(device: str) -> None:
-    assert likeliest(torch.full((1, 2 * PIECE - 3), -torch.inf, device=device)).tolist() == [0]
+    assert argmax(torch.full((1, 2 * PIECE - 3), -torch.inf, device=device)).tolist() == [0]
 
 
 @pytest.mark.gpu
 def test_a_row_of_nan_stays_within_the_vocabulary() -> None:
     logits = torch.full((1, 2 * PIECE - 3), torch.nan, device="cuda")
-    assert 0 <= int(likeliest(logits)) < logits.shape[1]
+    assert 0 <= int(argmax(logits)) < logits.shape[1]
 
 
 def test_rows_of_a_wider_tensor_and_no_row(device: str) -> None:
     wide = torch.zeros(2, 20, device=device)
     wide[:, 15] = 5
     wide[1, 3] = 1
-    assert likeliest(wide[:, :10]).tolist() == [0, 3]
-    assert likeliest(wide[:0]).shape == (0,)
+    assert argmax(wide[:, :10]).tolist() == [0, 3]
+    assert argmax(wide[:0]).shape == (0,)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.lm.kernels.sampling.sample import sample
-from holdfast.lm.kernels.sampling.sample_kernel import sample_rows
+from holdfast.lm.kernels.sampling.sample_kernels import sample_rows
 
 
 def draw(

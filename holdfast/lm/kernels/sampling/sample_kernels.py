@@ -1,4 +1,4 @@
-"""The Triton kernel that draws tokens: one program a row, no sort."""
+"""The Triton kernels that choose tokens: argmax, and random draws without a sort."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -9,10 +9,29 @@ import triton
 import triton.language as tl
 
 BLOCK = 2048
-"""Tokens of the vocabulary that a program reads at a time."""
+"""Tokens of the vocabulary that a program reads at a time when it draws."""
+
+PIECE = 4096
+"""Logits that one program of `argmax` compares. Small enough that one row fills the device."""
 
 ZERO_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
-"""Low bits of a logit that are 0 once it is a float32."""
+"""Low bits that are always 0 once a logit of this dtype is a float32."""
+
+
+def argmax(logits: torch.Tensor) -> torch.Tensor:
+    """The token with the largest logit in each row of logits [B, V], as [B] int64; the lowest id among equals.
+
+    A first kernel compares the logits of each piece of a row, a second one the pieces. A row of NaN gives some token.
+    """
+    rows, vocab = logits.shape
+    pieces = triton.cdiv(vocab, PIECE)
+    best = torch.empty(rows, pieces, dtype=torch.float32, device=logits.device)
+    token = torch.empty(rows, pieces, dtype=torch.int32, device=logits.device)
+    out = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    if rows:
+        best_of_piece_kernel[(rows, pieces)](logits, best, token, vocab, logits.stride(0), BLOCK=PIECE, num_warps=4)
+        best_of_row_kernel[(rows,)](best, token, out, pieces, BLOCK=triton.next_power_of_2(pieces), num_warps=1)
+    return out
 
 
 def sample_rows(
@@ -25,7 +44,7 @@ def sample_rows(
     *,
     any_filtered: bool,
 ) -> torch.Tensor:
-    """`sampling.sample` on CUDA where some row has a temperature, for float32, float16 and bfloat16."""
+    """`sample` on CUDA for batches with a random row; logits are float32, float16 or bfloat16."""
     out = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     if len(logits):
         sample_kernel[(len(logits),)](
@@ -47,6 +66,28 @@ def sample_rows(
 
 
 @triton.jit
+def best_of_piece_kernel(logits, best, token, vocab, stride, BLOCK: tl.constexpr):
+    """The largest logit of a piece, and the lowest token that has it. Program (row, piece)."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(logits + row * stride + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
+    top, first = tl.max(value, 0, return_indices=True, return_indices_tie_break_left=True)
+    place = row * tl.num_programs(1) + tl.program_id(1)
+    tl.store(best + place, top)
+    tl.store(token + place, tl.minimum(tl.program_id(1) * BLOCK + first, vocab - 1))
+
+
+@triton.jit
+def best_of_row_kernel(best, token, out, pieces, BLOCK: tl.constexpr):
+    """The token of the row's best piece, the first among equals. Program (row)."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    value = tl.load(best + row * pieces + at, mask=at < pieces, other=float("-inf"))
+    piece = tl.minimum(tl.argmax(value, 0), pieces - 1)
+    tl.store(out + row, tl.load(token + row * pieces + piece).to(tl.int64))
+
+
+@triton.jit
 def _mix32(bits):
     """MurmurHash3's finalizer on uint32."""
     bits = (bits ^ (bits >> 16)) * 0x85EBCA6B
@@ -65,35 +106,35 @@ def _mix64(bits):
 
 @triton.jit
 def _gumbel(token, low, high):
-    """The noise of `sampling.sample` for token ids, from the halves of the row's key."""
+    """The Gumbel noise of `sample` for token ids, from the two halves of the row's key."""
     bits = _mix32(token.to(tl.uint32) ^ low) + high
     bits = _mix32(bits)
     uniform = tl.minimum(((bits & 0x7FFFFFFF).to(tl.float32) + 0.5) * 4.656612873077393e-10, 0.99999994)
     rest = 1.0 - uniform
-    # log(1 - u) to the last bits where u is small: the error of 1 - u, divided out.
+    # log(1 - u), exact also where u is small: the rounding error of 1 - u is divided out.
     tail = tl.where(rest == 1.0, uniform, tl.log(rest) * (uniform / (rest - 1.0)))
     return -tl.log(tl.abs(tail))
 
 
 @triton.jit
 def _load(logits, token, vocab):
-    """Logits as float32, with one zero; -inf past the end."""
+    """Logits as float32, with -0 as 0, and -inf past the end."""
     value = tl.load(logits + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
     return tl.where(value == 0.0, 0.0, value)
 
 
 @triton.jit
 def _key(value, ZERO_BITS: tl.constexpr):
-    """An int32 that orders as the float32 does."""
+    """An int32 that sorts in the order of the float32 `value`."""
     bits = value.to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> ZERO_BITS
 
 
 @triton.jit
 def _kth_key(logits, vocab, wanted, ZERO_BITS: tl.constexpr, BLOCK: tl.constexpr):
-    """The largest key that at least `wanted` tokens reach, by a search that tries three keys a pass."""
-    low = tl.full([], -0x7FFFFFFF, tl.int64) >> ZERO_BITS  # reached by all
-    high = tl.full([], 0x7FFFFFFF, tl.int64) >> ZERO_BITS  # by too few, but for a row of NaN
+    """The largest key that at least `wanted` tokens reach. The search tries three keys in each pass over the row."""
+    low = tl.full([], -0x7FFFFFFF, tl.int64) >> ZERO_BITS  # all tokens reach this key
+    high = tl.full([], 0x7FFFFFFF, tl.int64) >> ZERO_BITS  # too few tokens reach this key, unless the row holds NaN
     while high - low > 1:
         step = tl.maximum((high - low) // 4, 1)
         first = low + step
@@ -121,8 +162,8 @@ def _kth_key(logits, vocab, wanted, ZERO_BITS: tl.constexpr, BLOCK: tl.constexpr
 
 
 @triton.jit
-def _likeliest(logits, vocab, BLOCK: tl.constexpr):
-    """The lowest of the likeliest tokens."""
+def _argmax(logits, vocab, BLOCK: tl.constexpr):
+    """The token with the largest logit, the lowest id among equals."""
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     best_at = tl.arange(0, BLOCK)
     for begin in range(0, vocab, BLOCK):
@@ -136,7 +177,7 @@ def _likeliest(logits, vocab, BLOCK: tl.constexpr):
 
 @triton.jit
 def _draw(logits, vocab, heat, low, high, bound_key, bound_at, ZERO_BITS: tl.constexpr, BLOCK: tl.constexpr):
-    """The token of the highest noisy score among those that rank before (bound_key, bound_at)."""
+    """The token with the highest noisy score among those that rank before (bound_key, bound_at)."""
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     best_at = tl.arange(0, BLOCK)
     for begin in range(0, vocab, BLOCK):
@@ -152,7 +193,7 @@ def _draw(logits, vocab, heat, low, high, bound_key, bound_at, ZERO_BITS: tl.con
 
 @triton.jit
 def _before(logits, vocab, heat, top, bound_key, bound_at, ZERO_BITS: tl.constexpr, BLOCK: tl.constexpr):
-    """How many tokens rank before (bound_key, bound_at), what they weigh, and what all weigh."""
+    """Count and total weight of the tokens that rank before (bound_key, bound_at), and the weight of all tokens."""
     count = tl.zeros([BLOCK], tl.int32)
     weight = tl.zeros([BLOCK], tl.float32)
     whole = tl.zeros([BLOCK], tl.float32)
@@ -185,15 +226,16 @@ def sample_kernel(
 ):
     """Draw one token. Program (row).
 
-    What top-k and top-p keep of a row are the tokens of the first ranks. So a draw among more than these that falls on
-    a token of theirs is the draw among these; one that falls behind them shows how much less to draw among, and is
-    repeated. Random draws fall on likely tokens: it takes 1 / top_p draws on average, and top-k is searched for first.
+    Top-k and top-p keep the first ranks of a row. The kernel draws from more tokens than these. If the drawn token is
+    among those kept, it is also the draw from them alone. If not, the next draw is from the tokens that rank before it.
+    Random draws fall on likely tokens, so this takes 1 / top_p draws on average. The k-th logit of top-k is found
+    first.
     """
     row = tl.program_id(0)
     logits += row.to(tl.int64) * row_stride
     heat = tl.load(temperature + row)
     if heat <= 0.0:
-        tl.store(out + row, _likeliest(logits, vocab, BLOCK).to(tl.int64))
+        tl.store(out + row, _argmax(logits, vocab, BLOCK).to(tl.int64))
     else:
         one = row + tl.arange(0, 1)
         row_key = _mix64(_mix64(tl.load(seed + one).to(tl.uint64)) + tl.load(position + one).to(tl.uint64))
@@ -209,12 +251,13 @@ def sample_kernel(
             else:
                 most = vocab
         drawn = _draw(logits, vocab, heat, low, high, bound_key, bound_at, ZERO_BITS, BLOCK)
-        if ANY_FILTERED:  # noqa: SIM102  known when the kernel is compiled
+        if ANY_FILTERED:  # noqa: SIM102 - a constant when the kernel is compiled
             if (most < vocab) | (share < 1.0):
-                top = tl.load(logits + _likeliest(logits, vocab, BLOCK)).to(tl.float32)
+                top = tl.load(logits + _argmax(logits, vocab, BLOCK)).to(tl.float32)
                 reach = tl.full([], float("inf"), tl.float32)
                 if share < 1.0:
-                    # All that top-k keeps: those above its last logit, and as many as remain of those equal to it.
+                    # The weight of what top-k keeps: all logits above its last one, and of those equal to it, the rest
+                    # of k.
                     above, kept, whole = _before(logits, vocab, heat, top, bound_key, 0, ZERO_BITS, BLOCK)
                     if most < vocab:
                         bits = bound_key << ZERO_BITS

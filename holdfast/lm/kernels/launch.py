@@ -1,0 +1,73 @@
+"""How one kernel may overlap another: programmatic dependent launch, and a side stream."""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+FIRST_CAPABILITY = (9, 0)
+"""GPUs from Hopper on have programmatic dependent launch."""
+
+
+@cache
+def dependent_launch_options(device: torch.device) -> dict[str, bool]:
+    """Launch options of a kernel that calls `launch_dependents` and `wait_for_previous`; both do nothing elsewhere."""
+    supported = device.type == "cuda" and torch.cuda.get_device_capability(device) >= FIRST_CAPABILITY
+    return {"DEPENDENT": supported, "launch_pdl": supported}
+
+
+@triton.jit
+def launch_dependents(DEPENDENT: tl.constexpr):
+    """Let programs of the next kernel start on processors that this kernel leaves free.
+
+    Until its own `wait_for_previous` returns, the next kernel may read only weights and what the host placed before the
+    step. It must not read what this kernel or an earlier one writes.
+    """
+    if DEPENDENT:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_previous(DEPENDENT: tl.constexpr):
+    """Wait until the previous kernel is done. Each kernel calls this before it writes, so all earlier ones are done."""
+    if DEPENDENT:
+        gdc_wait()
+
+
+class SideStream:
+    """A high-priority stream that forks from the current stream and joins it again. CUDA graphs capture both.
+
+    When kernels of both streams compete for a processor, those of the side stream go first. On a CPU everything runs in
+    order.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def fork(self) -> Iterator[None]:
+        """Launches inside run after those already on the current stream, and beside those that follow until `join`.
+
+        Memory that they use must not be freed before `join`.
+        """
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def join(self) -> None:
+        """Make the current stream wait for everything launched inside `fork`."""
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)

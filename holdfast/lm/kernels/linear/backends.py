@@ -1,0 +1,15 @@
+"""The choice of a backend for the operations of a decoder layer around attention."""
+
+from __future__ import annotations
+
+from holdfast.lm.kernels.linear.layers import LayerOps, LayerShape
+
+
+def layer_ops_for(shape: LayerShape) -> LayerOps:
+    """The backend for the device of `shape.inverse_frequencies`: Triton kernels on CUDA, PyTorch elsewhere."""
+    if shape.inverse_frequencies.device.type == "cuda":
+        # Imported here because a CPU installation has no Triton.
+        from holdfast.lm.kernels.linear.fused_layers import FusedLayerOps
+
+        return FusedLayerOps(shape)
+    return LayerOps(shape)

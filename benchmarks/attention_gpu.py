@@ -10,7 +10,7 @@ where a row names no other. Each row of work is done by:
 - cudnn, fa2: PyTorch's SDPA by cuDNN and by FlashAttention-2 over contiguous keys, which is the ideal;
 - copy-out: the blocks gathered into contiguous keys in each launch, then either of these two;
 - rounds (Figure 12): one launch of our decode kernel for each query token;
-- vllm: `vllm.vllm_flash_attn` (FlashAttention-3) over the same blocks, if `--site DIR` holds it. Its schedule is made
+- vllm: `vllm.vllm_flash_attn` (FlashAttention-3) over the same blocks, if `--site DIR` holds it. Its metadata is made
   once and not timed, as ours is not;
 - general (options): our Triton kernel for any device, in place of the one for Hopper.
 
@@ -145,7 +145,7 @@ class Variant(PagedAttention):
         )
         self.settings = settings or {}
         if general or "wide_m" in self.settings:
-            self.on_hopper, self.wide_m = False, self.settings.get("wide_m", self.wide_m)
+            self.on_hopper, self.tiles.wide_m = False, self.settings.get("wide_m", self.tiles.wide_m)
 
     def launch(self, block_m: int, item_bytes: int, tokens: int) -> Launch:
         own = super().launch(block_m, item_bytes, tokens)
@@ -271,7 +271,7 @@ def dense(batch: Batch, backend: SDPBackend, *, copied: bool) -> Contender:
 
 
 def vllm(batch: Batch, module: Any) -> Contender:
-    """FlashAttention-3 as vLLM calls it, its schedule made ahead as in vLLM's own steps."""
+    """FlashAttention-3 as vLLM calls it, its metadata made ahead as in vLLM's own steps."""
     segments, work = batch.work.segments(), batch.work
     starts = torch.from_numpy(segments.query_start).cuda()
     used = torch.from_numpy(segments.context_stop).cuda()

@@ -55,7 +55,7 @@ class Variant(PagedAttention):
         )
         self.settings = settings
         if "parts" in settings:
-            self._split_narrow = self._in_parts
+            self.tiles.split_narrow = self._in_parts
 
     def _in_parts(self, keys: npt.NDArray[np.int32]) -> int:
         unit = self.settings.get("unit", 32)

@@ -1,4 +1,4 @@
-"""The attention backend for a device, and by name."""
+"""The choice of an attention backend, by device and by name."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from holdfast.lm.kernels.linear.fp8 import FP8
 __all__ = ["MAX_HEAD_DIM", "Attention", "Segments", "attention_for", "require"]
 
 FP8_CAPABILITY = (8, 9)
-"""GPUs from here on convert to and from e4m3, without which Triton compiles no kernel that touches it."""
+"""GPUs from here on convert to and from e4m3. For others Triton compiles no kernel that uses it."""
 MAX_HEAD_DIM = 256
-"""What the tiles of the GPU kernels have room for."""
+"""The largest head that fits the tiles of the GPU kernels."""
 
 
 def require(backend: AttentionBackendName, device: torch.device, *, fp8_cache: bool = False) -> None:
-    """Raises ValueError where a backend is not for the device or its cache, or its package is not installed."""
+    """Raise ValueError if the backend does not support the device or its cache, or its package is not installed."""
     if device.type != "cuda" and backend in ("holdfast", "vllm-flash-attn"):
         raise ValueError(f"attention_backend is {backend}, which takes a GPU, and the device is {device}; choose auto")
     if backend == "vllm-flash-attn":
@@ -45,11 +45,11 @@ def attention_for(
     backend: AttentionBackendName = "auto",
     cache_dtype: torch.dtype | None = None,
 ) -> Attention[Any]:
-    """The backend that runs a model of these heads on `device`; by itself our kernels on CUDA, PyTorch on a CPU.
+    """The attention backend for these heads on `device`. `auto` takes our kernels on CUDA, and PyTorch on a CPU.
 
-    `cache_dtype` is that of the cache where it is not the model's own: FP8.
+    `cache_dtype` is given if the cache's dtype is not the model's: FP8.
     Raises ValueError for heads that do not group, sizes out of range, a device without a backend, or a backend that
-    is not installed or not for the device.
+    is not installed or does not support the device.
     """
     if num_kv_heads < 1 or num_heads % num_kv_heads:
         raise ValueError(f"{num_heads} query heads do not divide among {num_kv_heads} KV heads; give a multiple")
@@ -65,7 +65,7 @@ def attention_for(
         return TorchAttention(
             device=device, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size
         )
-    # Triton comes with CUDA builds only, so that a CPU installation works without it.
+    # Imported here because a CPU installation has no Triton.
     from holdfast.lm.kernels.attention.paged import PagedAttention
 
     paged = PagedAttention(

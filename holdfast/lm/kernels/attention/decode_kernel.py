@@ -1,4 +1,4 @@
-"""The Triton kernel of attention for few queries, bound by reading keys and values."""
+"""The Triton kernel of attention for few queries per segment, bound by reading keys and values."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -48,10 +48,10 @@ def decode_kernel(
     STAGES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """One record of `tiles.TileList.work` for one KV head: program (KV head, record).
+    """Compute one record of `tiles.TileList.work` for one KV head. Program (KV head, record).
 
-    Programs that run together read the same slots, as the heads of a slot lie side by side. There is one loop, whose
-    loads are all masked: a second one for the last keys would fill its pipeline anew.
+    Programs that run together read the same slots, since the heads of a slot are adjacent. All loads of the only loop
+    are masked: a second loop for the last keys would have to fill its pipeline again.
     """
     launch_dependents(DEPENDENT)
     kv_head = tl.program_id(0)
@@ -59,7 +59,7 @@ def decode_kernel(
     first_token = tl.load(record)
     rows = tl.load(record + 1)
     if (rows == 0) & (tl.program_id(1) > 0):
-        return  # without waiting: the first record's programs do that for the kernel
+        return  # without waiting; the first record's programs wait for the whole kernel
     start = tl.load(record + 2)
     table = tables + tl.load(record + 3).to(tl.int64) * table_stride
     first_row = tl.load(record + 4)
@@ -82,7 +82,7 @@ def decode_kernel(
     if HAS_WINDOW:
         begin = tl.maximum(first_key, start + first_row // GROUP_SIZE - window + 1)
     last_key = tl.maximum(stop_key - 1, 0)
-    # The blocks of a round are looked up in the round before it, so that keys and values can be asked for at once.
+    # Each iteration looks up the blocks of the next one, so that its keys and values can be requested at once.
     block = tl.load(table + tl.minimum(begin + tl.arange(0, BLOCK_N), last_key) // BLOCK_SIZE)
 
     wait_for_previous(DEPENDENT)

@@ -1,4 +1,4 @@
-"""FlashAttention-3 over the paged cache, by the kernels that an installed vLLM brings."""
+"""FlashAttention-3 over the paged cache, with the kernels of an installed vLLM."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HEAD_DIM_UNIT = 8
 
 
 def vllm_kernels(device: torch.device) -> Any:
-    """The module of vLLM's attention kernels. Raises ValueError where it is not installed, or not for this device."""
+    """vLLM's attention kernels. Raises ValueError if vLLM is not installed or does not support the device."""
     refused = "attention_backend is vllm-flash-attn, and {}; choose another, or auto"
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != CAPABILITY:
         raise ValueError(refused.format(f"it takes a GPU of compute capability 9.0, which {device} is not"))
@@ -33,19 +33,19 @@ def vllm_kernels(device: torch.device) -> Any:
 
 @dataclass(frozen=True)
 class FlashMetadata:
-    """A batch of at most S segments; what is none of them has no queries and no keys."""
+    """A batch of at most S segments. Unused entries have no queries and no keys."""
 
     query_start: torch.Tensor  # [S + 1] int32
     context_stop: torch.Tensor  # [S] int32
     row: torch.Tensor  # [S] int32
-    longest: int  # query tokens that a segment has at most
-    furthest: int | None  # where a segment stops at most; None: anywhere in its block table
+    longest: int  # the most query tokens of a segment
+    furthest: int | None  # the largest context_stop; None: anywhere in the block table
 
 
 class FlashAttention3(CapturableAttention[FlashMetadata]):
-    """`Attention` by vLLM's build of FlashAttention-3 (Shah et al., 2024), for bfloat16 and float16 on Hopper.
+    """`Attention` with vLLM's build of FlashAttention-3 (Shah et al., 2024), for bfloat16 and float16 on Hopper.
 
-    It reads the cache as it lies, in blocks of a multiple of 16 tokens; another backend writes it.
+    It reads the cache in place, in blocks of a multiple of 16 tokens. Another backend writes the cache.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class FlashAttention3(CapturableAttention[FlashMetadata]):
         head_dim: int,
         block_size: int,
     ) -> None:
-        """By the module `kernels`; `writer` puts keys and values into the cache. Raises ValueError for other sizes."""
+        """Use the module `kernels`; `writer` writes the cache. Raises ValueError for sizes that are not supported."""
         if block_size % BLOCK_SIZE_UNIT or head_dim % HEAD_DIM_UNIT:
             raise ValueError(
                 f"attention_backend is vllm-flash-attn, which takes blocks of a multiple of {BLOCK_SIZE_UNIT} and "
@@ -84,7 +84,7 @@ class FlashAttention3(CapturableAttention[FlashMetadata]):
         return True
 
     def _empty(self, segments: int, longest: int, furthest: int | None) -> FlashMetadata:
-        """A schedule of nothing. All of it lies in one tensor, so that it is filled by one copy."""
+        """Metadata of an empty batch, all in one tensor, so that one copy fills it."""
         numbers = torch.zeros(3 * segments + 1, dtype=torch.int32, device=self.device)
         starts, stops, rows = torch.split(numbers, [segments + 1, segments, segments])
         return FlashMetadata(starts, stops, rows, longest, furthest)
@@ -139,6 +139,6 @@ class FlashAttention3(CapturableAttention[FlashMetadata]):
             softcap=softcap or 0.0,
             block_table=block_tables.index_select(0, metadata.row),
             fa_version=3,
-            s_aux=None if sinks is None else sinks.to(torch.bfloat16),  # of the one type that it takes
+            s_aux=None if sinks is None else sinks.to(torch.bfloat16),  # the only dtype that it takes
         )
         return attended

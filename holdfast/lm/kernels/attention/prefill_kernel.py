@@ -1,10 +1,10 @@
 """The prefill kernel for Hopper: paged attention of long segments, in Gluon, with specialised warps.
 
-After FlashAttention-3 (Shah et al., 2024, sections 3.1 and 3.2): one warp has the copy engine bring keys and values,
-which writes each block of the cache where the tensor cores read it; two warpgroups take turns at the tensor cores, so
-that the softmax of one runs under the products of the other. The grid is persistent, one program a processor.
+After FlashAttention-3 (Shah et al., 2024, sections 3.1 and 3.2). One warp directs the copy engine, which puts each
+block of keys and values where the tensor cores read it. Two warpgroups take turns at the tensor cores, so that the
+softmax of one overlaps the products of the other. The grid is persistent, with one program per processor.
 
-Gluon has no interpreter: the tests of `paged` run this kernel on a GPU, and its fallback on a CPU.
+Gluon has no interpreter. The tests of `paged` run this kernel on a GPU, and `attend_kernel` in its place on a CPU.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, assignment"
@@ -20,9 +20,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 LOG2_E = 1.4426950408889634
 BLOCK_M = 128  # rows of a tile: two warpgroups of 64
-BLOCK_N = 128  # keys of a step
-PANEL = 64  # elements of the 128 bytes that a swizzled row of shared memory holds
-STAGES = 2  # steps whose keys and values have room in shared memory
+BLOCK_N = 128  # keys per step
+PANEL = 64  # 16-bit elements of a swizzled row of shared memory, 128 bytes
+STAGES = 2  # steps whose keys and values fit in shared memory
 SWIZZLED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 # Triton renamed these after 3.6.
@@ -32,7 +32,7 @@ load_box = tma.async_load if RENAMED else tma.async_copy_global_to_shared
 
 @gluon.jit
 def _item_of(turn):
-    """This program's work item of a turn: each second turn goes backwards, so that long and short ones add up."""
+    """This program's work item in a turn. Every second turn is backwards, so that long and short items balance."""
     programs = gl.num_programs(0)
     place = gl.program_id(0)
     return turn * programs + gl.where(turn % 2 == 0, place, programs - 1 - place)
@@ -50,7 +50,7 @@ def _read(
     BLOCK_N: gl.constexpr,
     HAS_WINDOW: gl.constexpr,
 ):
-    """A record of `tiles.TileList.work`, with the first key that counts and the number of steps from there."""
+    """Read a record of `tiles.TileList.work`; also return the first key to visit and the number of steps from there."""
     record = work + item // NUM_KV_HEADS * 8
     first_token = gl.load(record)
     rows = gl.load(record + 1)
@@ -63,7 +63,7 @@ def _read(
     begin = first_key
     if HAS_WINDOW:
         skipped = start + first_row // GROUP_SIZE - window + 1 - first_key
-        # A part that lies wholly before the window keeps its last step, whose keys are all masked.
+        # A part of the context wholly before the window keeps its last step, whose keys are all masked.
         skipped = gl.minimum(gl.maximum(skipped, 0), stop_key - 1 - first_key)
         begin += skipped // BLOCK_N * BLOCK_N
     steps = gl.maximum(gl.cdiv(stop_key - begin, BLOCK_N), 1)
@@ -77,7 +77,7 @@ def _load(
     NUM_KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HAS_WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """The producer: one warp that has the keys and values of each step copied into shared memory, block by block."""
+    """The producer: one warp that copies the keys and values of each step into shared memory, block by block."""
     BOX: gl.constexpr = key_map.block_type.shape[0]
     PANEL: gl.constexpr = key_map.block_type.shape[1]
     BOXES: gl.constexpr = BLOCK_N // BOX
@@ -133,13 +133,13 @@ def _weigh(
     MASKED: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):
-    """One step of the online softmax: weights [M, N] of scores [M, N], the new top and total, and the old ones' fade.
+    """One step of the online softmax: weights [M, N] of scores, the new top and total, and the factor on earlier sums.
 
-    `scale` and `softcap` hold log2(e) where the exponent needs it. Not MASKED promises that every row sees every key.
+    `scale` and `softcap` include log2(e) where the exponent needs it. Without MASKED, every row must see every key.
     """
     unit = scale
     if HAS_SOFTCAP:
-        # tanh(x) = 1 - 2 / (exp(2 x) + 1) is right at both infinities
+        # tanh(x) = 1 - 2 / (exp(2 x) + 1) is correct at both infinities
         scores = 1.0 - 2.0 / (gl.exp2(scores * scale) + 1.0)
         unit = softcap
     if MASKED:
@@ -151,7 +151,7 @@ def _weigh(
     new_top = gl.maximum(top, gl.max(scores, 1) * unit)
     base = new_top
     if MASKED:
-        # A row that has seen no key yet has no top: any number will do, as all its weights are zero.
+        # A row that has seen no key has no top. Any number will do, since all its weights are zero.
         base = gl.where(new_top == float("-inf"), 0.0, new_top)
     weights = gl.exp2(scores * unit - base[:, None])
     fade = gl.exp2(top - base)
@@ -168,7 +168,7 @@ def _step(
     HAS_WINDOW: gl.constexpr, MASKED: gl.constexpr, LAYOUT: gl.constexpr,
     WEIGHTS: gl.constexpr, RESULT: gl.constexpr,
 ):  # fmt: skip
-    """The scores of step `done` and the result of the step before are computed side by side, under the softmax."""
+    """Compute the scores of step `done` and the result of the previous step side by side, overlapped by the softmax."""
     stage = done % STAGES
     phase = (done // STAGES) & 1
     old_stage = (done - 1) % STAGES
@@ -199,7 +199,7 @@ def _attend(
     BLOCK_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     HAS_SOFTCAP: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SINKS: gl.constexpr,
 ):  # fmt: skip
-    """A consumer: four warps that hold 64 rows of each tile."""
+    """The consumer: a warpgroup of four warps that computes 64 rows of each tile."""
     query_buffers, keys, values, _key_boxes, value_boxes, key_full, key_empty, value_full, value_empty, turn_of = shared
     (
         query, out, partial_out, partial_log, sinks, work, tables, items, table_stride,
@@ -209,7 +209,7 @@ def _attend(
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, RESULT, 2)
-    # 16 bytes a thread, whole rows side by side
+    # 16 bytes per thread, whole rows side by side
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
     BOX: gl.constexpr = value_boxes.shape[1]
     PANEL: gl.constexpr = value_boxes.shape[2]
@@ -250,7 +250,7 @@ def _attend(
                 total = gl.where(top == float("-inf"), 0.0, 1.0)
                 acc = gl.zeros([64, HEAD_DIM], gl.float32, RESULT)
 
-                # The first step has no result of a step before to compute beside it.
+                # The first step has no previous step whose result to compute beside it.
                 stage = done % STAGES
                 mbarrier.wait(key_full.index(stage), (done // STAGES) & 1)
                 zeros = gl.zeros([64, BLOCK_N], gl.float32, LAYOUT)
@@ -288,7 +288,7 @@ def _attend(
                 mbarrier.wait(value_full.index(stage), ((done - 1) // STAGES) & 1)
                 slack = stop_key % BLOCK_SIZE
                 if slack > 0:
-                    # Slots behind the last key may never have been written; a weight of zero does not undo a NaN.
+                    # Slots behind the last key may never have been written. A weight of zero would keep their NaN.
                     box = (stop_key - 1 - begin) % BLOCK_N // BOX
                     last = (stop_key - 1) % BOX
                     slot = gl.arange(0, BOX, layout=gl.SliceLayout(1, BOX_ROWS))
@@ -301,7 +301,7 @@ def _attend(
                 acc, weights = hopper.warpgroup_mma_wait(0, [acc, weights])
                 mbarrier.arrive(value_empty.index(stage))
 
-                # A part of the context that lies wholly outside a row's window leaves it empty: its top stays -inf.
+                # If a part of the context is wholly outside a row's window, its total is 0 and its top stays -inf.
                 total = gl.where(total == 0.0, 1.0, total)
                 result = acc * gl.convert_layout(1.0 / total, gl.SliceLayout(1, RESULT))[:, None]
                 if partial == 0:
@@ -327,7 +327,7 @@ def prefill_kernel(
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HAS_SOFTCAP: gl.constexpr, HAS_WINDOW: gl.constexpr,
     HAS_SINKS: gl.constexpr,
 ):  # fmt: skip
-    """Work items (record, KV head) in turns over a persistent grid; key_map and value_map are [cache rows, Hkv D]."""
+    """Process work items (record, KV head) in turns on a persistent grid. key_map, value_map: [cache rows, Hkv D]."""
     dtype: gl.constexpr = key_map.dtype
     BOX: gl.constexpr = key_map.block_type.shape[0]
     PANEL: gl.constexpr = key_map.block_type.shape[1]
@@ -386,7 +386,7 @@ def prefill_kernel(
 
 
 def supports(device: torch.device, *, head_dim: int, block_size: int) -> bool:
-    """Whether a model of these heads can have its long segments attended here."""
+    """Whether this kernel runs on the device with these sizes."""
     return (
         device.type == "cuda"
         and torch.cuda.get_device_capability(device) == (9, 0)
@@ -396,7 +396,7 @@ def supports(device: torch.device, *, head_dim: int, block_size: int) -> bool:
 
 
 def takes(query: torch.Tensor, key_cache: torch.Tensor) -> bool:
-    """Whether these tensors are of a type and a layout that the copy engine takes."""
+    """Whether the copy engine supports the dtype and layout of these tensors."""
     sixteen_bits = query.dtype in (torch.bfloat16, torch.float16)
     return sixteen_bits and key_cache.dtype == query.dtype and key_cache.is_contiguous()
 
@@ -419,7 +419,7 @@ def attend(
 ) -> None:
     """Compute the tiles of `work` [W, 8], each of BLOCK_M rows; the other arguments are `Attention.attend`'s.
 
-    Partial results go to partial_out [P, Hkv, BLOCK_M, D] and partial_log [P, Hkv, BLOCK_M], as in `triton_kernels`.
+    Partial results go to partial_out [P, Hkv, BLOCK_M, D] and partial_log [P, Hkv, BLOCK_M], as in `softmax.put_rows`.
     """
     num_blocks, block_size, num_kv_heads, head_dim = key_cache.shape
     cache_rows, width = num_blocks * block_size, num_kv_heads * head_dim
@@ -433,7 +433,7 @@ def attend(
         query,
         block_tables,
         work,
-        partial_log if sinks is None else sinks,  # any tensor will do where there are none
+        partial_log if sinks is None else sinks,  # without sinks, any tensor will do
         out,
         partial_out,
         partial_log,
@@ -455,6 +455,6 @@ def attend(
         HAS_WINDOW=window is not None,
         HAS_SINKS=sinks is not None,
         num_warps=4,
-        # Three warpgroups share 65,536 registers; the consumers then take from the producer's.
+        # Three warpgroups share 65,536 registers; the consumers then take registers from the producer.
         maxnreg=168,
     )

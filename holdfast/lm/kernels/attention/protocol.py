@@ -1,4 +1,4 @@
-"""What every attention backend offers: a step's segments in, one schedule for all layers, write and attend."""
+"""The interface of attention backends: metadata once a step, then write and attend in each layer."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Metadata = TypeVar("Metadata")
 
 @dataclass(frozen=True)
 class Segments:
-    """The batch of one step, as the host sees it: S segments whose query tokens lie packed one after the other.
+    """The batch of one step: S segments whose query tokens are packed one after the other.
 
-    Segment s has the tokens [query_start[s], query_start[s + 1]) of the batch. They stand at the last positions
-    before context_stop[s] of the sequence whose blocks are listed in `row[s]` of the block tables. Two segments may
-    share a row. All arrays are int32 in host memory.
+    Segment s has the tokens [query_start[s], query_start[s + 1]) of the batch. They are at the last positions before
+    context_stop[s] of the sequence whose blocks are in row `row[s]` of the block tables. Two segments may share a row.
+    All arrays are int32 in host memory.
     """
 
     query_start: npt.NDArray[np.int32]  # [S + 1]
@@ -38,16 +38,16 @@ class Segments:
 
 
 class Attention(ABC, Generic[Metadata]):
-    """Multi-token attention over non-contiguous blocks (Pensieve, §4.4): prefill, decode and recomputation are one.
+    """Multi-token attention over non-contiguous blocks (Pensieve, §4.4), for prefill, decode and recomputation alike.
 
-    Made once per model by `attention.attention_for`. A step calls `schedule` once, then each layer calls `write` and
-    `attend`. Every key of the step is written before it is attended, so a query sees the keys that another segment
-    of its sequence brings in the same step, and in the same precision as those that were there before.
+    `backends.attention_for` makes one per model. A step calls `make_metadata` once; then each layer calls `write` and
+    `attend`. Every key of the step is written before it is attended. So a query also sees the keys that another segment
+    of its sequence adds in the same step, in the same precision as earlier keys.
     """
 
     @abstractmethod
     def make_metadata(self, segments: Segments) -> Metadata:
-        """Plan the batch: host work, once a step, good for every layer of the step."""
+        """Host work for a batch, done once per step. Every layer of the step uses the result."""
 
     @abstractmethod
     def write(
@@ -58,9 +58,9 @@ class Attention(ABC, Generic[Metadata]):
         value_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """Put new keys and values [T, Hkv, D] into their slots of the caches [num_blocks, block_size, Hkv, D].
+        """Write new keys and values [T, Hkv, D] to their slots of the caches [num_blocks, block_size, Hkv, D].
 
-        Caches are of the same dtype, or of `fp8.FP8`, which numbers are then rounded to.
+        The caches have the same dtype, or `fp8.FP8`, to which the numbers are then rounded.
         slot_mapping is [T] int64; a slot is block * block_size + offset. No slot may occur twice.
         """
 
@@ -82,23 +82,22 @@ class Attention(ABC, Generic[Metadata]):
 
         A query at position p attends to the positions max(0, p - window + 1) to p of its own sequence, whose block
         for position i is block_tables[row, i // block_size] ([rows, max_blocks] int32; it must not change between
-        the layers of one step). Scores are query · key * scale (scale above 0), then, where softcap is given,
-        softcap * tanh(score / softcap). `sinks` [Hq] adds to each head's softmax one more logit that has no value
-        (GPT-OSS).
+        the layers of one step). Scores are query · key * scale (scale above 0). With a softcap, they become
+        softcap * tanh(score / softcap). `sinks` [Hq] adds one logit without a value to each head's softmax (GPT-OSS).
         """
 
 
 class CapturableAttention(Attention[Metadata]):
-    """Attention whose launches a CUDA graph may hold: a schedule stays in place while its contents change."""
+    """Attention that CUDA graphs may capture: metadata stays in place while its contents change."""
 
     @abstractmethod
     def reserve(self, segments: int, tokens: int | None = None) -> Metadata:
-        """A schedule of nothing, with room for any batch of at most so many segments of one token each.
+        """Empty metadata with room for any batch of at most `segments` segments of one token each.
 
-        With `tokens`, for batches of so many tokens in so many segments, but not for each of them: many segments of a
-        few tokens take more.
+        With `tokens`: for batches of up to `tokens` tokens in up to `segments` segments. Not every such batch fits,
+        since many segments of a few tokens take more room.
         """
 
     @abstractmethod
     def refill(self, metadata: Metadata, segments: Segments) -> bool:
-        """Put a batch into what `reserve` gave, for what is launched after this call. False where it has no room."""
+        """Write a batch into metadata from `reserve`, for later launches. If it has no room: False, nothing written."""

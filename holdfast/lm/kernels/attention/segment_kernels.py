@@ -1,4 +1,4 @@
-"""The Triton kernels: paged multi-token attention, the merge of its partial results, and the cache write."""
+"""Triton kernels of paged attention: long segments on any GPU, the merge of partial results, and the cache write."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -37,9 +37,9 @@ def _attend_keys(
     HAS_WINDOW: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Online softmax of the tile's rows over the keys [begin, end); acc [M, D], top and total [M] go on from there.
+    """Continue the online softmax (acc [M, D], top and total [M]) of a tile's rows over the keys [begin, end).
 
-    Not MASKED promises that every row sees every key and that the keys fill whole blocks of BLOCK_N.
+    Without MASKED, every row must see every key, and the keys must fill whole blocks of BLOCK_N.
     """
     dim = tl.arange(0, BLOCK_D)
     for first in range(begin, end, BLOCK_N):
@@ -110,7 +110,7 @@ def attend_kernel(
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):
-    """One record of `tiles.TileList.work` for one KV head: program (record, KV head)."""
+    """Compute one record of `tiles.TileList.work` for one KV head. Program (record, KV head)."""
     record = work + tl.program_id(0) * 8
     kv_head = tl.program_id(1)
     first_token = tl.load(record)
@@ -233,9 +233,9 @@ def merge_kernel(
     BLOCK_S: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Weigh the partial results of a row by their share of its softmax: program (merge record, first row, KV head).
+    """Add the partial results of each row, weighted by their share of its softmax.
 
-    A tile's rows are shared among the programs of its record.
+    Program (merge record, first row, KV head). The programs of a record share the rows of its tile.
     """
     launch_dependents(DEPENDENT)
     record = merges + tl.program_id(0) * 8
@@ -293,7 +293,7 @@ def write_kernel(
     BLOCK_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Put one token's keys and values into its slot; a negative slot is padding and is left out. Program (token)."""
+    """Write one token's keys and values to its slot; a negative slot is padding and is skipped. Program (token)."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token)
     if slot >= 0:

@@ -1,4 +1,4 @@
-"""The online softmax of a tile's rows over its keys, as both Triton kernels of attention compute it."""
+"""The online softmax of a tile's rows over its keys, shared by the Triton kernels of attention."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -12,7 +12,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def begin_rows(sinks, head, row, rows, first_key, BLOCK_M: tl.constexpr):
-    """The top and the total [M] before the first key: those of the sinks, where there are any.
+    """The maximum score (top) and the sum of weights (total), both [M], before the first key; from the sinks, if any.
 
     A sink counts once, in the first part of the context.
     """
@@ -26,12 +26,12 @@ def begin_rows(sinks, head, row, rows, first_key, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def capped(scores, scale, softcap, HAS_SOFTCAP: tl.constexpr):
-    """Products [M, N] of queries and keys as scores, and what these are still to be multiplied with as exponents of 2.
+    """Scores [M, N] from query-key products, and the factor that turns them into exponents of 2.
 
-    With a cap `scale` holds 1 / softcap.
+    With a softcap, `scale` already includes 1 / softcap.
     """
     if HAS_SOFTCAP:
-        # tanh(x) = 1 - 2 / (exp(2 x) + 1) is right at both infinities
+        # tanh(x) = 1 - 2 / (exp(2 x) + 1) is correct at both infinities
         scores = 1.0 - 2.0 / (tl.exp2(scores * (scale * 2.0 * LOG2_E)) + 1.0)
         unit = softcap * LOG2_E
     else:
@@ -41,9 +41,9 @@ def capped(scores, scale, softcap, HAS_SOFTCAP: tl.constexpr):
 
 @triton.jit
 def weigh(scores, unit, top, total):
-    """One step: weights [M, N] of scores [M, N], the new top and total [M], and the old ones' fade [M]."""
-    new_top = tl.maximum(top, tl.max(scores, 1) * unit)  # scaled late, to fuse with the difference
-    # A row that has seen no key yet has no top: any number will do, as all its weights are zero.
+    """One step: weights [M, N] of scores [M, N], the new top and total [M], and the factor on earlier sums [M]."""
+    new_top = tl.maximum(top, tl.max(scores, 1) * unit)  # scaled here, to fuse with the subtraction
+    # A row that has seen no key has no top. Any number will do, since all its weights are zero.
     base = tl.where(new_top == float("-inf"), 0.0, new_top)
     weights = tl.exp2(scores * unit - base[:, None])
     fade = tl.exp2(top - base)
@@ -71,13 +71,13 @@ def put_rows(
     BLOCK_D: tl.constexpr,
     HEADS_AXIS: tl.constexpr,
 ):
-    """The tile's result: to its rows of `out`, or to partial result `partial` - 1 with the logarithm of its sum.
+    """Store the tile's result in `out`, or as partial result `partial` - 1 with the logarithm of its sum.
 
     The grid has the KV heads on its axis HEADS_AXIS.
     """
     dim = tl.arange(0, BLOCK_D)
     held = real[:, None] & (dim < HEAD_DIM)[None, :]
-    # A part of the context that lies wholly outside a row's window leaves it empty: its top stays -inf.
+    # If a part of the context is wholly outside a row's window, its total is 0 and its top stays -inf.
     total = tl.where(total == 0.0, 1.0, total)
     result = acc / total[:, None]
     if partial == 0:

@@ -1,4 +1,4 @@
-"""The tile schedule of one step: which rows of which segment meet which keys, by vectorised numpy on the host."""
+"""The tiles of one step: which query rows of which segment meet which keys. Vectorised numpy on the host."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import numpy.typing as npt
 
 from holdfast.lm.kernels.attention.protocol import Segments
 
-FIELDS = 8  # int32 numbers in one record, of work and of merges alike
+FIELDS = 8  # int32 numbers in a record of work or of merges
 
-PARTS = (2, 3, 4, 5, 6, 8, 10, 12, 16)  # into how many pieces the longest tile may be cut
-FIXED_STEPS = 2.5  # what a piece takes besides its keys, in the time of a unit of them
-SPLIT_STEPS = 4.5  # the same where its result is one of several, to be merged
-GAIN = 0.97  # what a finer cut must bring to be worth it
+PARTS = (2, 3, 4, 5, 6, 8, 10, 12, 16)  # numbers of pieces that the longest tile may be cut into
+FIXED_STEPS = 2.5  # fixed time of a piece, in units of the time of one split unit of keys
+SPLIT_STEPS = 4.5  # the same for a piece whose result must be merged
+GAIN = 0.97  # a finer cut must end within this share of the time before
 
-STREAMS = 2  # programs of a processor that together read at the memory's rate
-MERGE_KEYS = 120  # what a merge takes, in the time in which one program reads so many keys
+STREAMS = 2  # programs per processor that together read at the full rate of memory
+MERGE_KEYS = 120  # time of a merge, in keys that one program reads in that time
 
 Records = npt.NDArray[np.int32]
 
@@ -28,14 +28,14 @@ NO_RECORDS: Records = np.zeros((0, FIELDS), np.int32)
 
 @dataclass(frozen=True)
 class TileList:
-    """Tiles of one height, cut over the context where there are too few to fill the device.
+    """Tiles of one height, cut over the context if there are too few to fill the device.
 
-    The rows of a segment are its query tokens times the query heads that share a KV head, tokens first. A tile is
-    `block_m` of them, against one KV head. A record of zeros does nothing, so a list may be padded to any capacity.
+    The rows of a segment are its query tokens times the query heads that share a KV head, ordered by token. A tile is
+    `block_m` rows against one KV head. A record of zeros does nothing, so a list may be padded to any capacity.
 
     work [W, 8]: first token of the segment in the batch, its rows, its start position, its row of the block tables,
     the tile's first row, first key, stop of keys, and 1 + the number of the partial result (0: the final result).
-    merges [M, 8]: first token, rows, and the tile's first row as above; then its first partial result, and how many.
+    merges [M, 8]: first token, rows, and the tile's first row as above; then its first partial result and their count.
     """
 
     block_m: int
@@ -44,12 +44,12 @@ class TileList:
 
     @property
     def partials(self) -> int:
-        """Partial results that the merges put together."""
+        """Number of partial results that the merges add up."""
         return int(self.merges[:, 4].sum())
 
     @property
     def merged_rows(self) -> int:
-        """The most rows that a merged tile has."""
+        """The most rows of a merged tile."""
         return int(np.minimum(self.merges[:, 1] - self.merges[:, 2], self.block_m).max(initial=0))
 
 
@@ -61,9 +61,9 @@ def tile_list(
     block_m: int,
     split_for: Callable[[Records], int],
 ) -> TileList:
-    """Tiles of the chosen [S] segments, cut over the context into pieces of no more keys than `split_for` says.
+    """Tiles of the chosen [S] segments, cut over the context into pieces.
 
-    It is told how many keys each tile has.
+    `split_for` takes the number of keys of each tile and returns the most keys of a piece.
     """
     if not chosen.any():
         return TileList(block_m, NO_RECORDS, NO_RECORDS)
@@ -88,7 +88,7 @@ def tile_list(
     work[:, 0], work[:, 1], work[:, 2] = segments.query_start[:-1][of], rows[of], start[of]
     work[:, 3], work[:, 4] = segments.row[of], first_row[tile]
     work[:, 5], work[:, 6], work[:, 7] = first_key, stop_key, partial
-    # Longest first: what is left at the end is short, and no processor waits for a late long one.
+    # Longest first: the last pieces are short, so no processor waits for a long piece that started late.
     work = work[np.argsort(first_key - stop_key, kind="stable")]
 
     merges = np.zeros((int(in_parts.sum()), FIELDS), np.int32)
@@ -100,11 +100,11 @@ def tile_list(
 
 
 def split_to_stream(keys: Records, *, heads: int, processors: int, spare: int, unit: int) -> int:
-    """Keys of a piece with which `processors` that are bound by reading the keys of all `heads` are done soonest.
+    """Keys per piece for the earliest end when `processors` are bound by reading the keys of all `heads`.
 
-    A multiple of `unit`; the tiles make no more than `spare` pieces besides one a tile. A tile stays whole where its
-    program is done, but for what merging takes, by the time in which all keys are read; otherwise no piece is longer
-    than that, for one program alone reads far slower than all together.
+    The result is a multiple of `unit`, and cutting adds at most `spare` pieces. Split a tile only if one program would
+    take longer, merging included, than reading all keys in parallel. Then no piece is longer than that, because one
+    program alone reads far slower than all together.
     """
     longest, total = int(keys.max(initial=1)), int(keys.sum(dtype=np.int64))
     steady = total * heads / (STREAMS * processors)
@@ -116,10 +116,10 @@ def split_to_stream(keys: Records, *, heads: int, processors: int, spare: int, u
 
 
 def split_evenly(keys: Records, *, heads: int, processors: int, spare: int, unit: int) -> int:
-    """Keys of a piece with which `processors` that share the pieces of all `heads` are done soonest.
+    """Keys per piece for the earliest end when `processors` share the pieces of all `heads`, bound by arithmetic.
 
-    A multiple of `unit`; the tiles make no more than `spare` pieces besides one a tile. 19 tiles of 8 heads on 132
-    processors, say, would keep most of them idle in a second round; in pieces the second round is a short one.
+    The result is a multiple of `unit`, and cutting adds at most `spare` pieces. For example, 19 tiles of 8 heads on 132
+    processors would leave most of them idle in a second round; with shorter pieces the second round is short.
     """
     steps = -(-keys // unit)
     longest = int(steps.max(initial=1))
@@ -137,7 +137,7 @@ def split_evenly(keys: Records, *, heads: int, processors: int, spare: int, unit
 
 
 def _ends(lengths: npt.NDArray[np.floating], heads: int, processors: int) -> float:
-    """When the last processor is done: longest first, each second round dealt backwards, as the kernels take them."""
+    """When the last processor ends. Work is dealt as kernels do: longest first, every second round backwards."""
     items = np.repeat(np.sort(lengths)[::-1], heads)
     rounds = np.zeros((-(-len(items) // processors), processors))
     rounds.reshape(-1)[: len(items)] = items
@@ -146,6 +146,6 @@ def _ends(lengths: npt.NDArray[np.floating], heads: int, processors: int) -> flo
 
 
 def _count_within(sizes: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-    """0, 1, … size - 1 for each size, one after the other."""
+    """0, 1, … size - 1 for each size, concatenated."""
     stops = np.cumsum(sizes)
     return (np.arange(int(sizes.sum())) - np.repeat(stops - sizes, sizes)).astype(np.int32)

@@ -1,4 +1,4 @@
-"""Paged multi-token attention by PyTorch alone: groups of alike segments, gathered and attended by batched SDPA."""
+"""Paged multi-token attention in plain PyTorch: similar segments in groups, gathered and attended by batched SDPA."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from holdfast.lm.kernels.attention.protocol import Attention, Segments
 from holdfast.lm.kernels.cache.kv_cache import write_slots
 from holdfast.lm.kernels.linear.fp8 import FP8
 
-# A tile takes at most this many query rows (tokens times heads that share a KV head). Tiles bound the score mask and
-# skip most of what lies above the causal diagonal, at the price of gathering the context once per tile.
+# The most query rows of a tile (tokens times heads that share a KV head). Tiles bound the score mask and skip most keys
+# above the causal diagonal, at the cost of gathering the context once per tile.
 TILE_ROWS = 512
-# Keys are gathered for as many segments at a time as stay in the second-level cache, so that SDPA finds them there.
+# Keys are gathered for as many segments at a time as fit in the L2 cache, where SDPA then reads them.
 GATHER_BYTES = 1 << 20
-# On a GPU each group is a few launches, so groups are as large as their mask may be: a few hundred MB.
+# On a GPU each group is a few launches, so groups are as large as their masks allow: a few hundred MB.
 GPU_TILE_ROWS = 2048
 GPU_GATHER_BYTES = 1 << 26
 
-# A mask of at most this many scores is kept for all layers of a step; a larger one is made anew by each.
+# A mask of at most this many scores is kept for all layers of a step; each layer makes a larger one again.
 KEPT_MASK = 1 << 20
 
 Ints = npt.NDArray[np.int64]
@@ -31,20 +31,20 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Group:
-    """Tiles of alike shape, padded to one: B tiles of N queries over L keys."""
+    """Tiles of similar shape, padded to the same: B tiles of N queries over L keys."""
 
     query_tokens: torch.Tensor  # [B * N] tokens of the batch; padding repeats a tile's last token
     query_positions: torch.Tensor  # [B, N]
-    key_positions: torch.Tensor  # [B, L] positions that may be attended; padding goes on past the tile's last one
-    key_slots: torch.Tensor  # [B * L] where they lie in the cache; padding repeats the tile's last one
-    real_queries: torch.Tensor | None  # which of B * N are no padding; None when all
-    masked: bool  # whether some query must not see some key
-    kept_mask: torch.Tensor | None  # see TorchAttention._mask; None when not masked, or too large to keep
+    key_positions: torch.Tensor  # [B, L] positions that may be attended; padding continues past the tile's last one
+    key_slots: torch.Tensor  # [B * L] their places in the cache; padding repeats the tile's last one
+    real_queries: torch.Tensor | None  # those of B * N that are not padding; None: all
+    masked: bool  # some query must not see some key
+    kept_mask: torch.Tensor | None  # from TorchAttention._mask; None if not masked, or too large to keep
 
 
 @dataclass
 class TileMetadata:
-    """The tiles of one step, [C] each. Groups are made at the first layer that needs them and kept for the others."""
+    """The tiles of one step, [C] each. The first layer that needs groups makes them; later layers reuse them."""
 
     first_token: Ints  # in the packed batch
     queries: Ints
@@ -54,13 +54,13 @@ class TileMetadata:
 
 
 class TorchAttention(Attention[TileMetadata]):
-    """`Attention` for float32, bfloat16 and float16 on any device. A step's cost has no Python loop over its tokens.
+    """`Attention` for float32, bfloat16 and float16 on any device, without a Python loop over tokens.
 
-    The backend of a CPU, for which its sizes are chosen. On a GPU it takes no compiler and no other package, and
-    copies each context out of the cache before it is attended: right, not fast, and launched kernel by kernel.
+    This is the backend of a CPU, and its sizes are chosen for one. On a GPU it needs no compiler and no other package,
+    but it copies each context out of the cache first: correct, not fast, and not captured in graphs.
 
-    A decode is bound by reading its context: K and V are gathered through the block table at the rate of memory into
-    a buffer that stays in cache, for several sequences of similar context at once, and grouped-query heads become
+    A decode is bound by reading its context. Keys and values of several sequences of similar context are gathered
+    through the block table, at memory speed, into a buffer that stays in the CPU's cache. Grouped-query heads become
     the rows of one small matrix product. Long segments are cut into tiles, which are segments of the same row.
     """
 
@@ -125,7 +125,7 @@ class TorchAttention(Attention[TileMetadata]):
             k, v = key_buffer[: len(group.key_slots)], value_buffer[: len(group.key_slots)]
             torch.index_select(keys, 0, group.key_slots, out=k)
             torch.index_select(values, 0, group.key_slots, out=v)
-            k, v = as_computed(k, query.dtype), as_computed(v, query.dtype)
+            k, v = from_cache_dtype(k, query.dtype), from_cache_dtype(v, query.dtype)
             mask = group.kept_mask
             if group.masked and mask is None:
                 mask = self._mask(group, window, query.dtype)
@@ -148,7 +148,7 @@ class TorchAttention(Attention[TileMetadata]):
         return out
 
     def _mask(self, group: Group, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-        """What is added to the scores: -inf where a query row must not see a key, else 0; [B, 1, N * G, L]."""
+        """The mask [B, 1, N * G, L] to add to scores: -inf where a query row must not see a key, else 0."""
         keys, queries = group.key_positions[:, None, None, :], group.query_positions[:, :, None, None]
         hidden = keys > queries
         if window is not None:
@@ -160,14 +160,14 @@ class TorchAttention(Attention[TileMetadata]):
     def _groups(
         self, metadata: TileMetadata, block_tables: torch.Tensor, window: int | None, dtype: torch.dtype
     ) -> Iterator[Group]:
-        """Cut the tiles, sorted by shape, into groups that fit the gather buffer and pad little."""
+        """Cut the tiles, sorted by shape, into groups that fit the gather buffer and need little padding."""
         stop, queries = metadata.stop, metadata.queries
         first = np.zeros_like(stop) if window is None else np.maximum(0, stop - queries + 1 - window)
         keys = stop - first
         row_bytes = self.num_kv_heads * self.head_dim * dtype.itemsize
         most_bytes = GATHER_BYTES if self.device.type == "cpu" else GPU_GATHER_BYTES
         group: list[int] = []
-        longest = real = 0  # longest context of the group; scores its tiles ask for without padding
+        longest = real = 0  # longest context of the group; its scores without padding
         for tile in np.lexsort((keys, queries)).tolist():
             n, length = int(queries[tile]), int(keys[tile])
             size = (len(group) + 1) * max(longest, length)
@@ -214,11 +214,11 @@ class TorchAttention(Attention[TileMetadata]):
         return torch.from_numpy(array).to(self.device)
 
 
-def as_computed(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Numbers of a cache in the dtype that attention computes in. FP8 becomes it exactly; a NaN there, some number.
+def from_cache_dtype(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Numbers of a cache, converted exactly from FP8 to the dtype of attention. An FP8 NaN becomes some number.
 
-    PyTorch's own conversion takes ten times as long. Shifted to the places of sign, exponent and fraction in float16,
-    the bits of FP8 are the number over 2^8, the difference of the two exponents' biases.
+    PyTorch's own conversion takes ten times as long. FP8 bits, shifted to the places of sign, exponent and fraction in
+    float16, give the number divided by 2^8, because the exponents' biases differ by 8.
     """
     if numbers.dtype != FP8:
         return numbers

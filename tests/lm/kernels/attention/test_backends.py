@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from attention_oracle import Batch, make_batch, oracle
 
 from holdfast.core.config import AttentionBackendName
 from holdfast.lm.kernels.attention.backends import Attention, attention_for, require
 from holdfast.lm.kernels.attention.flash_attention_3 import FlashAttention3
 from holdfast.lm.kernels.attention.protocol import CapturableAttention, Segments
 from holdfast.lm.kernels.attention.torch_attention import TorchAttention
+from tests.lm.kernels.attention_oracle import Batch, make_batch, oracle
 
 MIXED = [(3, 0, 37), (0, 149, 150), (1, 20, 161), (4, 0, 1), (2, 0, 9), (2, 30, 42), (5, 199, 200)]
 OPTIONS = [{}, {"window": 7}, {"softcap": 5.0}, {"sinks": True}, {"window": 40, "softcap": 5.0, "sinks": True}]

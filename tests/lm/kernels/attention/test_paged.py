@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from attention_oracle import Batch, make_batch, oracle
 
 from holdfast.lm.kernels.attention.backends import attention_for
-from holdfast.lm.kernels.attention.paged import DeviceTiles, PagedAttention
+from holdfast.lm.kernels.attention.device_tiles import DeviceTiles
+from holdfast.lm.kernels.attention.paged import PagedAttention
 from holdfast.lm.kernels.attention.tiles import FIELDS
 from holdfast.lm.kernels.linear.fp8 import FP8, LARGEST
+from tests.lm.kernels.attention_oracle import Batch, make_batch, oracle
 
 
 def make_attention(batch: Batch, num_processors: int = 4) -> PagedAttention:

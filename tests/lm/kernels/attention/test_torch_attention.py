@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_oracle import Batch, make_batch, oracle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,6 +11,7 @@ from holdfast.lm.kernels.attention import torch_attention
 from holdfast.lm.kernels.attention.backends import attention_for
 from holdfast.lm.kernels.cache.kv_cache import write_slots
 from holdfast.lm.kernels.linear.fp8 import FP8, LARGEST
+from tests.lm.kernels.attention_oracle import Batch, make_batch, oracle
 
 
 def attend(batch: Batch, **options: object) -> torch.Tensor:
@@ -109,7 +109,7 @@ def test_half_precision_stays_within_one_percent(dtype: torch.dtype, softcap: fl
 def test_every_number_of_fp8_is_read_exactly(dtype: torch.dtype) -> None:
     numbers = torch.arange(256, dtype=torch.uint8).view(FP8)
     finite = ~numbers.float().isnan()
-    assert torch.equal(torch_attention.as_computed(numbers, dtype)[finite], numbers.to(dtype)[finite])
+    assert torch.equal(torch_attention.from_cache_dtype(numbers, dtype)[finite], numbers.to(dtype)[finite])
 
 
 def test_what_is_too_large_for_fp8_becomes_its_largest_number() -> None:

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Small tests of every kernel under compute-sanitizer's memcheck, side by side; the verdict of each, and 1 if one fails.
+# Run small tests of every kernel under compute-sanitizer's memcheck, in parallel. Prints each result; exits 1 if one fails.
 # usage: scripts/memcheck.sh [LOG [PART...]]     on a CUDA device; PYTHON names the interpreter
 set -uo pipefail
 cd "$(dirname "$0")/.."
 log=${1:-memcheck.log}; shift || true; chosen=" $* "; parts=$(mktemp -d); trap 'rm -rf "$parts"' EXIT
-# Without PyTorch's caching a tensor has an allocation of its own, behind whose end nothing may be touched.
+# Without PyTorch's caching allocator each tensor is its own allocation, so memcheck sees any access past its end.
 export PYTORCH_NO_CUDA_MEMORY_CACHING=1 OMP_NUM_THREADS=1
 check() {  # NAME, then what pytest runs
   local name=$1; shift
@@ -16,12 +16,12 @@ check() {  # NAME, then what pytest runs
 long=tests/lm/kernels/attention/test_paged.py::test_long_segments_over_a_context_cut_in_parts_compiled
 check prefill-and-merge "$long[None-False-None-128-16]" "$long[3.0-True-100-64-32]" &
 check decode-merge-and-write tests/lm/kernels/attention/test_paged.py \
-  -k "reserved_schedule_serves or skips_padding or compiled_kernels and options0-14-2-64-32-dtype0" &
+  -k "reserved_metadata_serves or skips_padding or compiled_kernels and options0-14-2-64-32-dtype0" &
 check swap tests/lm/kernels/cache/test_kv_cache.py tests/lm/execution/test_transfer.py -k "the_kernel or a_gpu" &
 check sampling tests/lm/kernels/sampling/test_sample.py tests/lm/kernels/sampling/test_argmax.py -k "the_kernel or argmax or nan" &
 check rotation-with-write tests/lm/kernels/linear/test_layers.py -k "rotation and 14-2-128-16 and dtype1 or padding_is_not" &
-check fp8-products tests/lm/kernels/linear/test_fp8.py -k "parts_add_up and 50-208 or two_numbers or before_bias" &
-check settling tests/lm/kernels/cache/test_step_inputs.py &
+check fp8-products tests/lm/kernels/linear/test_fp8.py -k "parts_add_up and 50-208 or two_fp8_numbers or before_bias" &
+check step-inputs tests/lm/kernels/cache/test_step_inputs.py &
 wait
 worst=0
 for part in "$parts"/*.rc; do

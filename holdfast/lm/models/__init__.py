@@ -1,1 +1,1 @@
-"""Models that run on packed batches: one native decoder described by differences, and Transformers for the others."""
+"""Models that run on packed batches: one native decoder for several families, and Transformers for all others."""

@@ -1,4 +1,4 @@
-"""What every model offers to the executor, and what a step gives to a model."""
+"""The interface between models and the executor: a model's sizes, and the input of a step."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from holdfast.lm.kernels.attention.protocol import Attention
 
 
 class UnsupportedCheckpoint(ValueError):
-    """A checkpoint that cannot be served; the message says why, and what to do where there is something."""
+    """A checkpoint that cannot be served. The message says why, and what to do about it if anything helps."""
 
 
 def limited(wanted: int | None, made_for: int) -> int:
-    """The longest sequence: what is wanted, within what the model was made for. Raises ValueError for more."""
+    """The longest sequence: `wanted`, or what the model was made for. Raises ValueError if `wanted` is longer."""
     if wanted is not None and wanted > made_for:
         raise ValueError(f"max_model_len is {wanted}; the model was made for {made_for} tokens at most")
     return wanted or made_for
@@ -24,7 +24,7 @@ def limited(wanted: int | None, made_for: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """What the engine must know of a model, whatever its architecture."""
+    """What the engine must know about a model of any architecture."""
 
     architecture: str
     num_layers: int
@@ -37,7 +37,7 @@ class ModelSpec:
     """Longest sequence in tokens."""
     eos_token_ids: tuple[int, ...]
     dtype: torch.dtype
-    """Of weights and activations; of the cache too, unless the engine's configuration says otherwise."""
+    """Of weights and activations; also of the cache, unless the engine's configuration says otherwise."""
     device: torch.device
     weight_bytes: int
 
@@ -48,7 +48,7 @@ class StepInput:
 
     ids: torch.Tensor  # [T] int64
     positions: torch.Tensor  # [T] int64
-    sample_at: torch.Tensor | None  # [R] int64: the tokens of the batch whose logits are wanted; None: all, in order
+    sample_at: torch.Tensor | None  # [R] int64: tokens of the batch whose logits are needed; None: all, in order
     slot_mapping: torch.Tensor  # [T] int64
     block_tables: torch.Tensor  # [rows, max_blocks] int32
     caches: Sequence[tuple[torch.Tensor, torch.Tensor]]  # by layer, keys and values [num_blocks, block_size, Hkv, D]
@@ -56,7 +56,7 @@ class StepInput:
     metadata: Any  # from `attention.make_metadata` for this batch
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Put keys and values [T, Hkv, D] into the layer's cache."""
+        """Write keys and values [T, Hkv, D] to the layer's cache."""
         self.attention.write(key, value, *self.caches[layer], self.slot_mapping)
 
     def attend(
@@ -69,7 +69,7 @@ class StepInput:
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention of query [T, H, D] over the layer's cache, where the step's own keys are by now: [T, H, D]."""
+        """Attention of query [T, H, D] over the layer's cache, after `write`: [T, H, D]."""
         keys, values = self.caches[layer]
         return self.attention.attend(
             query,
@@ -97,15 +97,15 @@ class Model(Protocol):
 
 @runtime_checkable
 class CapturableModel(Model, Protocol):
-    """A model that launches the same work for any batch of the same size, and so may be a CUDA graph.
+    """A model that launches the same work for any batch of the same size, so that CUDA graphs may capture it.
 
-    `forward` is `head` of `body`: what is computed for each token, and what for those alone whose logits are wanted.
+    `forward` is `head` of `body`. `body` computes every token; `head` only the tokens whose logits are needed.
     """
 
     def body(self, step: StepInput) -> tuple[torch.Tensor, ...]:
-        """What `head` takes: tensors of R rows, for the tokens at `sample_at`. Writes the cache."""
+        """The input of `head`: tensors of R rows, for the tokens at `sample_at`. Writes the cache."""
         ...
 
     def head(self, rows: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Logits [R, vocab_size] of what `body` gave, which it may write over."""
+        """Logits [R, vocab_size] from the result of `body`, which it may overwrite."""
         ...

@@ -1,4 +1,4 @@
-"""The native decoder: one packed transformer, described by how an architecture differs from its plainest form."""
+"""The native decoder: one transformer over packed tokens, with a spec of how an architecture differs from Llama."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderSpec:
-    """Sizes and differences of one checkpoint. A difference that is off costs nothing in `Decoder.forward`."""
+    """Sizes and options of one checkpoint. An option that is off costs nothing in `Decoder.forward`."""
 
     architecture: str
     vocab_size: int
@@ -44,9 +44,9 @@ class DecoderSpec:
     o_bias: bool = False
     mlp_bias: bool = False
     windows: tuple[int | None, ...] = ()
-    """By layer, how many positions a query sees, itself included; empty: all layers see all."""
+    """By layer, how many positions a query sees, including its own; None or empty: all."""
     init_std: float = 0.02
-    """Spread of random weights."""
+    """Standard deviation of random weights."""
 
     @property
     def scale(self) -> float:
@@ -55,7 +55,7 @@ class DecoderSpec:
 
 @dataclass(frozen=True)
 class WeightNames:
-    """What a family of checkpoints calls its tensors. A fused weight lists its parts, from its first row down."""
+    """The tensor names of a family of checkpoints. A fused weight lists its parts, from its first row down."""
 
     embedding: str
     norm: str
@@ -65,12 +65,12 @@ class WeightNames:
     fields: dict[str, tuple[str, ...]]
     """By field of LayerWeights, the names after the prefix."""
     ignored: tuple[str, ...] = ()
-    """Endings of tensors that hold nothing: old checkpoints saved their rope frequencies."""
+    """Endings of tensors that are ignored: old checkpoints saved their rope frequencies."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
-    """The tensors of one layer; None where the architecture has none."""
+    """The tensors of one layer; None if the architecture has none."""
 
     input_norm: torch.Tensor  # [hidden]
     qkv: Weight  # [(H + 2 Hkv) D, hidden]
@@ -86,12 +86,12 @@ class LayerWeights:
     down_bias: torch.Tensor | None = None
 
 
-PRODUCTS = ("qkv", "o", "gate_up", "down")
-"""The fields of LayerWeights that may be FP8: nearly all that a step reads, beside the LM head."""
+LINEAR_FIELDS = ("qkv", "o", "gate_up", "down")
+"""The fields of LayerWeights that may be FP8: nearly all bytes that a step reads, except the LM head."""
 
 
 class WeightSource(Protocol):
-    """Where weights come from: a checkpoint, or chance."""
+    """Where weights come from: a checkpoint, or a random generator."""
 
     def fill(self, name: str, into: torch.Tensor) -> None:
         """Write the tensor `name` into `into`, which has its shape. Raises UnsupportedCheckpoint if it cannot."""
@@ -127,7 +127,7 @@ def elements_of(shapes: tuple[Shape, ...]) -> int:
 
 
 class Decoder:
-    """A `Model`: weights of the architectures in `models.registry`, run on packed tokens without padding."""
+    """A `Model` of the architectures in `families.NATIVE`, run on packed tokens without padding."""
 
     def __init__(
         self,
@@ -140,15 +140,15 @@ class Decoder:
         eos_token_ids: tuple[int, ...],
         fp8: bool = False,
     ) -> None:
-        """Fill the weights from `source`; with `fp8`, quantize those of PRODUCTS one by one, as they come."""
+        """Fill the weights from `source`. With `fp8`, quantize those of LINEAR_FIELDS as each one is loaded."""
         names = decoder.names
         self._source, self._device, self._dtype = source, device, dtype
         self._bytes = 0
         self.decoder = decoder
         self.embedding = self._fused((names.embedding,), ((decoder.vocab_size, decoder.hidden_size),))
         shapes = layer_shapes(decoder)
-        quantized = PRODUCTS if fp8 else ()
-        # One buffer for the weights that are quantized: freed ones would leave holes that others do not fill.
+        quantized = LINEAR_FIELDS if fp8 else ()
+        # One buffer for all weights that are quantized. Freeing one for each would fragment memory.
         self._unquantized = self._empty(max((elements_of(shapes[field]) for field in quantized), default=0))
         self.layers = tuple(self._layer(index, shapes, quantized) for index in range(decoder.num_layers))
         del self._unquantized
@@ -193,11 +193,11 @@ class Decoder:
         return LayerWeights(**weights)
 
     def _fused(self, names: tuple[str, ...], shapes: tuple[Shape, ...]) -> torch.Tensor:
-        """One tensor of parts that lie below one another."""
+        """One tensor with the rows of all parts."""
         rows = [shape[0] for shape in shapes]
         shape = (sum(rows), *shapes[0][1:])
         if self._device.type == "cpu" and len(shape) == 2 and names[0] != self.decoder.names.embedding:
-            # Stored by inputs, as MKL likes it best for few tokens: up to twice as fast.
+            # Stored by inputs, which MKL computes up to twice as fast for few tokens.
             whole = self._empty(*shape[::-1]).t()
         else:
             whole = self._empty(*shape)
@@ -206,7 +206,7 @@ class Decoder:
         return whole
 
     def _quantized(self, names: tuple[str, ...], shapes: tuple[Shape, ...]) -> Fp8Weight:
-        """One FP8 weight of parts that lie below one another."""
+        """One FP8 weight with the rows of all parts."""
         whole = self._unquantized[: elements_of(shapes)].view(-1, shapes[0][1])
         self._fill(names, torch.split(whole, [shape[0] for shape in shapes]))
         weight = quantize(whole)
@@ -225,7 +225,7 @@ class Decoder:
         return self.head(self.body(step))
 
     def body(self, step: StepInput) -> tuple[torch.Tensor, ...]:
-        """The residual stream and what the last layer attended, [R, ...]: nothing reads the other tokens from there.
+        """The residual stream and the last layer's attention output, [R, ...]. Only these rows are needed from here on.
 
         The residual stream is one tensor that every layer adds to in place.
         """
@@ -252,7 +252,7 @@ class Decoder:
         return self._ops.linear(self._finish(self.decoder.num_layers - 1, stream, attended), self.lm_head)
 
     def _finish(self, index: int, stream: torch.Tensor, attended: torch.Tensor) -> Normed:
-        """What a layer does after attention, added to the stream; the stream normed for what comes next."""
+        """The rest of a layer after attention, added to the stream; returns the stream normed for the next layer."""
         ops, layer = self._ops, self.layers[index]
         following = self.norm if index == self.decoder.num_layers - 1 else self.layers[index + 1].input_norm
         normed = ops.add_linear_norm(stream, attended, layer.o, layer.o_bias, layer.post_norm)

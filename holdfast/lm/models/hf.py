@@ -1,8 +1,8 @@
-"""Any other causal decoder, through Transformers' own modeling code with paged attention as its attention function.
+"""All other causal decoders: Transformers' own modeling code, with paged attention as its attention function.
 
-Transformers hands every keyword of `model(...)` down to the attention function of each layer, so the step travels as
-a keyword and nothing is ambient. Not every architecture does: some drop keywords, some never call the function, some
-say in a mask what the keywords do not. So a model is probed before it is accepted, and refused with the reason.
+Transformers passes every keyword of `model(...)` down to the attention function of each layer, so the step is a keyword
+and there is no global state. Not every architecture does so. Some drop keywords, some never call the function, and some
+use masks that the keywords do not describe. So each model is probed first, and refused with the reason if it fails.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ HARMLESS = frozenset(
     {"dropout", "position_ids", "cache_position", "use_cache", "is_causal", "return_dict"}
     | {"output_attentions", "output_hidden_states", "output_router_logits"}
 )
-"""Keywords that say nothing about how attention is computed here."""
+"""Keywords that do not change how attention is computed here."""
 
 PROBE_LENGTH, PROBE_CHUNK, PROBE_BLOCK = 24, 17, 16
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
-"""Relative difference of the probe's logits; in half precision a rounding may send a token to another expert."""
+"""The largest relative difference of the probe's logits. In half precision, rounding may change a token's expert."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +49,12 @@ class Call:
 class TransformersModel:
     """A `Model` around a Transformers module that calls `paged_attention` in every layer.
 
-    It is no `CapturableModel`: routing and masks may depend on what is in a batch.
+    It is not a `CapturableModel`, because routing and masks may depend on the contents of a batch.
     """
 
     def __init__(self, module: Any, spec: ModelSpec) -> None:
         self.module, self.spec = module, spec
-        # Where the module cannot be told which logits are wanted, it computes those of every token.
+        # If the module cannot be told which logits are needed, it computes those of every token.
         self._keeps = "logits_to_keep" in inspect.signature(module.forward).parameters
 
     def forward(self, step: StepInput) -> torch.Tensor:
@@ -85,9 +85,9 @@ def paged_attention(
     s_aux: torch.Tensor | None = None,
     **harmless: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Transformers' attention function: query [1, H, T, D], key and value [1, Hkv, T, D]; gives [1, T, H, D]."""
+    """Transformers' attention function: query [1, H, T, D], key and value [1, Hkv, T, D]; returns [1, T, H, D]."""
     size, value_size = query.shape[-1], value.shape[-1]
-    if value_size < size:  # latent attention: its values are narrower than its keys
+    if value_size < size:  # latent attention has values narrower than its keys
         value = functional.pad(value, (0, size - value_size))
     holdfast_step.write(module.layer_idx, packed(key), packed(value))
     out = holdfast_step.attend(
@@ -102,7 +102,7 @@ def paged_attention(
 
 
 def packed(heads: torch.Tensor) -> torch.Tensor:
-    """[1, H, T, D] as [T, H, D], which is a view unless D lies apart in memory."""
+    """[1, H, T, D] as [T, H, D]; a view if D is contiguous in memory."""
     tokens = heads[0].transpose(0, 1)
     return tokens if tokens.stride(-1) == 1 else tokens.contiguous()
 
@@ -117,7 +117,7 @@ def recorded_attention(
     holdfast_step: list[Call] | None = None,
     **keywords: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Stands in for attention once, to see how an architecture calls it."""
+    """Replace attention once, to record how an architecture calls it."""
     if holdfast_step is None:
         raise UnsupportedCheckpoint("it drops the keywords that reach the other layers")
     layer = getattr(module, "layer_idx", None)
@@ -208,7 +208,7 @@ def _accepted(
     eos_token_ids: tuple[int, ...],
     max_model_len: int | None,
 ) -> Model:
-    """The module as a Model, once it has shown that it can run on a paged cache."""
+    """The module as a Model, after probing that it runs on a paged cache. Raises UnsupportedCheckpoint if not."""
     config = module.config.get_text_config()
     made_for = getattr(config, "max_position_embeddings", None) or max_model_len
     if made_for is None:
@@ -244,7 +244,7 @@ def _accepted(
 
 
 def _check_rope(config: Any, length: int) -> None:
-    """Frequencies that change with the batch's longest sequence would make a sequence depend on its neighbours."""
+    """Refuse frequencies that change with the batch's longest sequence: results would depend on neighbours."""
     given = getattr(config, "rope_parameters", None) or {}
     for rope in (given, *(value for value in given.values() if isinstance(value, dict))):
         if rope.get("rope_type") == "longrope":
@@ -257,7 +257,7 @@ def _check_rope(config: Any, length: int) -> None:
 
 
 def _record(module: Any, device: torch.device) -> list[Call]:
-    """How the module calls its attention function."""
+    """The calls of the module's attention function in one forward pass."""
     calls: list[Call] = []
     module.set_attn_implementation(RECORDED)
     ids = torch.arange(4, device=device)[None]
@@ -266,7 +266,7 @@ def _record(module: Any, device: torch.device) -> list[Call]:
 
 
 def _check_calls(calls: list[Call], config: Any, length: int) -> None:
-    """Every layer must call once, alike, and say its window in a keyword."""
+    """Require one call per layer, all of the same shape, with the window as a keyword."""
     layers = list(range(config.num_hidden_layers))
     if not calls:
         raise UnsupportedCheckpoint("it never calls Transformers' attention function")
@@ -314,7 +314,7 @@ def _plain_logits(module: Any, device: torch.device, spec: ModelSpec) -> torch.T
 
 
 def _paged_logits(model: TransformersModel) -> torch.Tensor:
-    """The same through the cache: a first chunk, then the second packed behind another sequence."""
+    """The probe's logits through the cache: a first chunk, then a second one packed after another sequence."""
     spec = model.spec
     device = spec.device
     heads: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""From a checkpoint directory to a model on its device; what is not understood is refused with the reason."""
+"""Load a checkpoint directory as a model on its device, or refuse it with the reason."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from holdfast.lm.kernels.linear.fp8 import FIRST_CAPABILITY
 from holdfast.lm.models import hf
 from holdfast.lm.models.base import Model, UnsupportedCheckpoint, limited
 from holdfast.lm.models.decoder import Decoder, DecoderSpec, WeightSource
-from holdfast.lm.models.registry import NATIVE
+from holdfast.lm.models.families import NATIVE
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -32,9 +32,9 @@ def load(
     """The model of a Hugging Face checkpoint directory, its weights on `device`.
 
     `dtype` auto is the checkpoint's own on CUDA and float32 on a CPU. `max_model_len` shortens the model's own limit.
-    With `load_format` random only config.json is read and the weights are drawn on the device (benchmarks). With
-    `quantization` fp8 the products of the layers are rounded to FP8 as they are read, one scale for each output.
-    Raises UnsupportedCheckpoint for what is not understood; no code of a checkpoint is ever run.
+    With `load_format` random, only config.json is read, and the weights are drawn on the device (for benchmarks). With
+    `quantization` fp8, the linear layers are rounded to FP8 as they are read, with one scale for each output.
+    Raises UnsupportedCheckpoint if the checkpoint is not supported. No code of a checkpoint is ever run.
     """
     directory, device = Path(directory), torch.device(device)
     config = read_json(directory / "config.json")
@@ -111,7 +111,7 @@ def check_fp8(architecture: str, device: torch.device) -> None:
 
 
 def own_dtype(config: Mapping[str, Any]) -> torch.dtype:
-    """What the checkpoint says it is made of; float32 where it says nothing."""
+    """The dtype in the checkpoint's config; float32 by default."""
     name = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
     if name not in DTYPES:
         raise UnsupportedCheckpoint(f"the checkpoint's dtype is {name}; choose one with dtype: {', '.join(DTYPES)}")
@@ -129,7 +129,7 @@ def eos_token_ids(directory: Path, config: Mapping[str, Any]) -> tuple[int, ...]
 
 
 def leftover_of(spec: DecoderSpec) -> Callable[[str], bool]:
-    """Which tensors a checkpoint of `spec` may hold beside those that are used."""
+    """A test for the names of tensors that a checkpoint of `spec` may hold without being used."""
     names = spec.names
     return lambda name: name.endswith(names.ignored) or (spec.tied and name == names.lm_head)
 
@@ -164,7 +164,7 @@ class Safetensors(WeightSource):
         self._left.discard(name)
 
     def finish(self, ignored: Callable[[str], bool]) -> None:
-        """Raises UnsupportedCheckpoint if the checkpoint holds a tensor that nothing has used."""
+        """Raise UnsupportedCheckpoint if the checkpoint holds a tensor that was not used."""
         left = sorted(name for name in self._left if not ignored(name))
         if left:
             raise UnsupportedCheckpoint(
@@ -191,7 +191,7 @@ def files_of(directory: Path) -> list[Path]:
 
 
 class RandomWeights(WeightSource):
-    """Weights drawn on the device: norms 1, biases 0, the rest normal with the config's spread."""
+    """Weights drawn on the device: norms 1, biases 0, the rest normal with the config's standard deviation."""
 
     def __init__(self, spec: DecoderSpec, device: torch.device, seed: int = 0) -> None:
         self._std = spec.init_std

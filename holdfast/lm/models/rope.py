@@ -1,4 +1,4 @@
-"""Rotary position embedding: the frequencies of each kind of scaling, with the numbers of Transformers."""
+"""Rotary position embedding: the frequencies of each kind of scaling, equal to those of Transformers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from holdfast.lm.models.base import UnsupportedCheckpoint
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """How positions turn queries and keys (RoFormer, §3.2), and how the angles are scaled to longer contexts."""
+    """How positions rotate queries and keys (RoFormer, §3.2), and how the angles are scaled to longer contexts."""
 
     theta: float
     kind: str = "default"
@@ -28,10 +28,10 @@ class Rope:
     beta_slow: float = 1.0
     truncate: bool = True
     amplitude: float = 1.0
-    """What cosine and sine are multiplied with (yarn)."""
+    """Factor on cosine and sine (yarn)."""
 
     def inverse_frequencies(self, dim: int) -> torch.Tensor:
-        """Radians a position, [dim / 2] in float32."""
+        """Radians per position, [dim / 2] float32."""
         powers = self.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
         plain = 1.0 / powers
         if self.kind == "linear":
@@ -53,7 +53,7 @@ class Rope:
         return torch.where((wavelength >= short) & (wavelength <= long), between, stretched)
 
     def _yarn(self, plain: torch.Tensor, stretched: torch.Tensor, dim: int) -> torch.Tensor:
-        """A ramp from kept to stretched between two numbers of rotations over the original length (YaRN, §3.2)."""
+        """Interpolate from kept to stretched frequencies between two numbers of rotations over the original length (YaRN, §3.2)."""
 
         def dimension(rotations: float) -> float:
             return dim * math.log(self.original_length / (rotations * 2 * math.pi)) / (2 * math.log(self.theta))
@@ -71,8 +71,8 @@ class Rope:
 def rope_of(config: Mapping[str, Any]) -> Rope:
     """Read `rope_parameters` (Transformers 5) or `rope_theta` and `rope_scaling` of a config.json.
 
-    Raises UnsupportedCheckpoint for a kind of scaling that is not known, or that depends on the longest running
-    sequence: a sequence's tokens must not depend on its neighbours.
+    Raises UnsupportedCheckpoint for an unknown kind of scaling, or one that depends on the longest running sequence,
+    because a sequence's tokens must not depend on its neighbours.
     """
     given = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     kind = given.get("rope_type", given.get("type", "default"))

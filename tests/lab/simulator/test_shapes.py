@@ -3,7 +3,7 @@
 import pytest
 
 from holdfast.lab.simulator.shapes import MODELS, NATIVE, model_named, shape_of
-from holdfast.lm.models import registry
+from holdfast.lm.models import families
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_sizes_are_read_from_a_config():
 
 
 def test_models_of_native_architectures_are_known_as_such():
-    assert [name.removesuffix("ForCausalLM").lower() for name in registry.NATIVE] == list(NATIVE)
+    assert [name.removesuffix("ForCausalLM").lower() for name in families.NATIVE] == list(NATIVE)
     sizes = {
         "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128,
         "vocab_size": 100, "max_position_embeddings": 64,

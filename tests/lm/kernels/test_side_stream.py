@@ -1,4 +1,4 @@
-"""What leaves the current stream and comes back: on a GPU beside it, on a CPU in order."""
+"""Fork and join of a side stream: in parallel on a GPU, in order on a CPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from holdfast.lm.kernels.launch import SideStream
 
 LONG = 20_000_000
-"""Cycles of the GPU's clock: some 10 ms, so that what does not wait comes too early."""
+"""Cycles of the GPU's clock: about 10 ms, so that work which does not wait runs too early."""
 
 
 def later(device: str) -> None:
@@ -16,35 +16,35 @@ def later(device: str) -> None:
         torch.cuda._sleep(LONG)
 
 
-def test_what_is_forked_is_done_after_the_join(device: str) -> None:
-    branch, number = SideStream(torch.device(device)), torch.zeros(4, device=device)
-    with branch.fork():
+def test_the_current_stream_waits_at_join_for_forked_work(device: str) -> None:
+    side, number = SideStream(torch.device(device)), torch.zeros(4, device=device)
+    with side.fork():
         later(device)
         number.fill_(1.0)
-    branch.join()
+    side.join()
     assert number.clone().tolist() == [1.0] * 4
 
 
-def test_what_is_forked_sees_what_came_before(device: str) -> None:
-    branch, number, found = SideStream(torch.device(device)), *torch.zeros(2, 4, device=device)
+def test_forked_work_waits_for_earlier_work_of_the_current_stream(device: str) -> None:
+    side, number, found = SideStream(torch.device(device)), *torch.zeros(2, 4, device=device)
     later(device)
     number.fill_(2.0)
-    with branch.fork():
+    with side.fork():
         found.copy_(number)
-    branch.join()
+    side.join()
     assert found.clone().tolist() == [2.0] * 4
 
 
 @pytest.mark.gpu
-def test_a_graph_holds_the_branch() -> None:
-    branch, numbers = SideStream(torch.device("cuda")), torch.zeros(3, device="cuda")
+def test_a_graph_captures_the_side_stream() -> None:
+    side, numbers = SideStream(torch.device("cuda")), torch.zeros(3, device="cuda")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         numbers[0] += 1.0
-        with branch.fork():
+        with side.fork():
             torch.cuda._sleep(LONG)
             numbers[1].copy_(numbers[0])
-        branch.join()
+        side.join()
         numbers[2].copy_(numbers[1])
     for _ in range(3):
         graph.replay()

@@ -8,7 +8,7 @@ import pytest
 
 from holdfast.lm.models.base import UnsupportedCheckpoint
 from holdfast.lm.models.decoder import DecoderSpec, layer_shapes
-from holdfast.lm.models.registry import NATIVE
+from holdfast.lm.models.families import NATIVE
 
 CONFIG: dict[str, Any] = {
     "vocab_size": 100,
@@ -25,14 +25,14 @@ def spec_of(architecture: str, **changes: Any) -> DecoderSpec:
     return NATIVE[architecture]({**CONFIG, "architectures": [architecture], **changes})
 
 
-def test_llama_is_the_plainest_form() -> None:
+def test_llama_has_no_optional_parts() -> None:
     spec = spec_of("LlamaForCausalLM")
     assert not (spec.qk_norm or spec.qkv_bias or spec.o_bias or spec.mlp_bias or spec.tied or spec.windows)
     assert (spec.head_dim, spec.rope.theta, spec.scale) == (16, 10000.0, 0.25)
     assert layer_shapes(spec)["qkv"] == ((64, 64), (32, 64), (32, 64))
 
 
-def test_llama_biases() -> None:
+def test_llama_configs_may_add_biases() -> None:
     spec = spec_of("LlamaForCausalLM", attention_bias=True, mlp_bias=True)
     shapes = layer_shapes(spec)
     assert shapes["qkv_bias"] == ((64,), (32,), (32,))
@@ -57,7 +57,7 @@ def test_mistral_windows_all_layers_or_none() -> None:
     assert spec_of("MistralForCausalLM", sliding_window=None).windows == (None, None, None)
 
 
-def test_qwen_windows_its_upper_layers_or_those_listed() -> None:
+def test_qwen_windows_its_upper_layers_or_the_listed_ones() -> None:
     given = {"use_sliding_window": True, "sliding_window": 32}
     assert spec_of("Qwen2ForCausalLM", **given, max_window_layers=2).windows == (None, None, 32)
     kinds = ["sliding_attention", "full_attention", "full_attention"]
@@ -65,7 +65,7 @@ def test_qwen_windows_its_upper_layers_or_those_listed() -> None:
     assert spec_of("Qwen3ForCausalLM", layer_types=kinds).windows == (None, None, None)
 
 
-def test_layer_types_that_are_not_understood_are_refused() -> None:
+def test_unknown_layer_types_are_refused() -> None:
     with pytest.raises(UnsupportedCheckpoint, match="'linear_attention'"):
         spec_of("Qwen3ForCausalLM", layer_types=["linear_attention"] * 3)
     with pytest.raises(UnsupportedCheckpoint, match="lists 2 layers of 3"):

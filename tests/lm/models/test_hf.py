@@ -22,7 +22,7 @@ def refusal(directory: Path, **options: Any) -> str:
     return str(refused.value)
 
 
-def test_sizes_are_what_the_attention_function_saw(tmp_path: Path) -> None:
+def test_sizes_come_from_the_calls_of_the_attention_function(tmp_path: Path) -> None:
     make(tmp_path, "Starcoder2", num_key_value_heads=1, head_dim=None)
     model = load(tmp_path, device="cpu")
     assert isinstance(model, TransformersModel)
@@ -62,15 +62,13 @@ def test_a_layer_type_that_is_not_attention_is_refused(tmp_path: Path) -> None:
     assert "chunked_attention" in refusal(tmp_path)
 
 
-def test_a_keyword_that_changes_attention_is_refused_until_it_is_known(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unknown_attention_keyword_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make(tmp_path, "GPT2")
     monkeypatch.setattr(hf, "HARMLESS", hf.HARMLESS - {"position_ids"})
     assert "its attention takes 'position_ids'" in refusal(tmp_path)
 
 
-def test_attention_that_gives_other_logits_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_whose_paged_logits_differ_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make(tmp_path, "GptOss")
 
     honest = hf.paged_attention
@@ -94,7 +92,7 @@ def test_missing_and_unknown_tensors_are_named(tmp_path: Path) -> None:
     assert "unexpected tensors, first transformer.extra" in refusal(tmp_path)
 
 
-def test_frequencies_that_depend_on_the_neighbours_are_refused(tmp_path: Path) -> None:
+def test_longrope_beyond_its_original_length_is_refused(tmp_path: Path) -> None:
     factors = [1.0] * 8
     make(
         tmp_path,

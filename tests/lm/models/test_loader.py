@@ -92,7 +92,7 @@ def test_tied_checkpoints_share_the_embedding(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
-def test_fp8_is_for_the_products_of_the_layers_alone(tmp_path: Path, family: str) -> None:
+def test_fp8_quantizes_only_the_linear_layers(tmp_path: Path, family: str) -> None:
     make(tmp_path, family)
     plain, quantized = (load(tmp_path, device="cpu", quantization=kind) for kind in ("none", "fp8"))
     assert isinstance(plain, Decoder) and isinstance(quantized, Decoder)
@@ -112,20 +112,20 @@ def test_fp8_is_for_the_products_of_the_layers_alone(tmp_path: Path, family: str
     assert quantized.spec.weight_bytes == plain.spec.weight_bytes - saved
 
 
-def test_fp8_weights_are_those_of_bfloat16_and_float16_too(llama: Path) -> None:
+def test_fp8_quantizes_bfloat16_and_float16_models(llama: Path) -> None:
     for dtype in ("bfloat16", "float16"):
         model = load(llama, device="cpu", dtype=dtype, quantization="fp8")
         assert isinstance(model, Decoder) and model.spec.dtype == getattr(torch, dtype)
         assert isinstance(model.layers[0].o, Fp8Weight) and model.lm_head.dtype == model.spec.dtype
 
 
-def test_what_runs_by_transformers_code_has_no_fp8(tmp_path: Path) -> None:
+def test_fp8_is_refused_for_transformers_models(tmp_path: Path) -> None:
     make(tmp_path, "GPT2")
     assert "fp8, which native decoders have (LlamaForCausalLM" in refusal(tmp_path, quantization="fp8")
 
 
 @pytest.mark.gpu
-def test_loading_fp8_takes_little_more_than_what_stays(llama: Path) -> None:
+def test_loading_fp8_needs_little_memory_beyond_the_weights(llama: Path) -> None:
     rewrite(llama, hidden_size=2048, intermediate_size=8192, num_hidden_layers=8, vocab_size=1024)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -173,7 +173,7 @@ def test_a_tensor_that_nothing_uses_is_named(llama: Path) -> None:
     assert "does not explain, first model.layers.0.self_attn.q_proj.bias" in refusal(llama)
 
 
-def test_saved_rope_frequencies_are_no_harm(llama: Path) -> None:
+def test_saved_rope_frequencies_are_ignored(llama: Path) -> None:
     retensor(llama, lambda tensors: tensors.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}))
     assert load(llama, device="cpu").spec.architecture == "LlamaForCausalLM"
 
@@ -190,7 +190,7 @@ def test_a_truncated_file_is_refused(llama: Path) -> None:
     assert "model.safetensors cannot be read as safetensors" in refusal(llama)
 
 
-def test_a_header_that_lies_about_sizes_is_refused(llama: Path) -> None:
+def test_a_header_with_a_wrong_size_is_refused(llama: Path) -> None:
     path = llama / "model.safetensors"
     path.write_bytes((1 << 40).to_bytes(8, "little") + path.read_bytes()[8:])
     assert "cannot be read as safetensors" in refusal(llama)
@@ -225,7 +225,7 @@ def test_an_index_cannot_point_out_of_its_directory(llama: Path) -> None:
         ({"architectures": ["LlamaForSequenceClassification"]}, "no causal decoder that Transformers"),
     ],
 )
-def test_configs_that_are_not_understood_are_refused(llama: Path, changes: dict[str, Any], reason: str) -> None:
+def test_unsupported_configs_are_refused(llama: Path, changes: dict[str, Any], reason: str) -> None:
     rewrite(llama, **changes)
     assert reason in refusal(llama)
 
@@ -238,7 +238,7 @@ def test_a_directory_without_a_config_is_refused(tmp_path: Path) -> None:
     assert "is not JSON" in refusal(tmp_path)
 
 
-def test_without_transformers_the_way_out_is_named(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_transformers_is_refused_with_the_install_command(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rewrite(llama, architectures=["GPT2LMHeadModel"], model_type="gpt2")
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert "pip install holdfast[hf]" in refusal(llama)

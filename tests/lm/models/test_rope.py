@@ -49,7 +49,7 @@ def test_frequencies_are_those_of_transformers(given: dict[str, Any]) -> None:
     assert ours.amplitude == pytest.approx(theirs.attention_scaling)
 
 
-def test_older_configs_say_the_same_in_other_keys() -> None:
+def test_older_config_keys_give_the_same_rope() -> None:
     scaling = {"type": "linear", "factor": 4.0}
     old = rope_of({"max_position_embeddings": 4096, "rope_theta": 1e4, "rope_scaling": scaling})
     assert old == rope_of({"max_position_embeddings": 4096, "rope_parameters": SCALINGS[1]})

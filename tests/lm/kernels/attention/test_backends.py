@@ -1,4 +1,4 @@
-"""The choice of an attention backend by name, and those that are not our kernels."""
+"""The choice of an attention backend by name, and the backends that are not our kernels."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ MIXED = [(3, 0, 37), (0, 149, 150), (1, 20, 161), (4, 0, 1), (2, 0, 9), (2, 30, 
 OPTIONS = [{}, {"window": 7}, {"softcap": 5.0}, {"sinks": True}, {"window": 40, "softcap": 5.0, "sinks": True}]
 
 
-def test_a_cpu_gets_pytorch_by_itself_and_by_name() -> None:
+def test_auto_and_torch_choose_pytorch_on_a_cpu() -> None:
     for backend in ("auto", "torch"):
         assert isinstance(backend_on("cpu", backend), TorchAttention)
 
 
-def test_pytorch_alone_is_not_captured() -> None:
+def test_the_pytorch_backend_is_not_capturable() -> None:
     assert not isinstance(backend_on("cpu", "torch"), CapturableAttention)
 
 
-def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_require_names_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(ValueError, match="vllm-flash-attn, and the package vllm is not installed here"):
         require("vllm-flash-attn", torch.device("cuda"))
 
 
-def test_a_device_that_a_package_is_not_for_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_require_names_an_unsupported_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     with pytest.raises(ValueError, match=r"compute capability 9\.0, which cuda is not"):
         require("vllm-flash-attn", torch.device("cuda"))
 
 
-def test_a_cache_in_fp8_is_refused_where_kernels_for_it_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_require_refuses_an_fp8_cache_on_an_older_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
@@ -69,12 +69,12 @@ def test_flash_attention_refuses_a_cache_of_another_type() -> None:
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_flash_attention_is_told_the_batch_as_it_is(options: dict[str, object]) -> None:
+def test_flash_attention_equals_the_oracle(options: dict[str, object]) -> None:
     batch = make_batch(MIXED, dtype=torch.float16)
     assert_near(attended(flash_attention(), batch, **options), batch, **options)
 
 
-def test_a_reserved_schedule_serves_any_batch_that_it_has_room_for() -> None:
+def test_reserved_metadata_serves_any_batch_that_fits() -> None:
     attention = flash_attention()
     decodes = make_batch([(row, stop - 1, stop) for row, stop in enumerate((300, 1, 17))], dtype=torch.float16)
     metadata = attention.reserve(4)
@@ -92,7 +92,7 @@ def test_a_reserved_schedule_serves_any_batch_that_it_has_room_for() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("options", OPTIONS)
-def test_pytorch_on_a_gpu(dtype: torch.dtype, options: dict[str, object]) -> None:
+def test_the_pytorch_backend_on_a_gpu_equals_the_oracle(dtype: torch.dtype, options: dict[str, object]) -> None:
     batch = make_batch(LONG, heads=14, kv_heads=2, head_dim=80, block_size=5, dtype=dtype, device="cuda")
     attention = backend_on("cuda", "torch", num_heads=14, head_dim=80, block_size=5)
     assert_near(attended(attention, batch, **options), batch, **options)
@@ -105,7 +105,7 @@ LONG = [(0, 0, 517), (1, 1999, 2000), (2, 300, 333), (3, 0, 1), (4, 0, 64), (4, 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("head_dim", "block_size"), [(64, 16), (128, 32)])
 @pytest.mark.parametrize("options", OPTIONS)
-def test_flash_attention_of_vllm(
+def test_vllm_flash_attention_equals_the_oracle(
     dtype: torch.dtype, head_dim: int, block_size: int, options: dict[str, object]
 ) -> None:
     pytest.importorskip("vllm.vllm_flash_attn")
@@ -116,7 +116,7 @@ def test_flash_attention_of_vllm(
 
 
 @pytest.mark.gpu
-def test_flash_attention_of_vllm_captured() -> None:
+def test_captured_vllm_flash_attention_equals_the_oracle() -> None:
     pytest.importorskip("vllm.vllm_flash_attn")
     attention = backend_on("cuda", "vllm-flash-attn", num_heads=8, head_dim=64, block_size=16)
     assert isinstance(attention, CapturableAttention)
@@ -147,7 +147,7 @@ def backend_on(device: str, backend: AttentionBackendName, **shape: int) -> Atte
 
 
 def flash_attention(head_dim: int = 16, block_size: int = 16) -> FlashAttention3:
-    """The backend over a kernel that does in PyTorch what vLLM's does."""
+    """The backend over a PyTorch stand-in for vLLM's kernel."""
     kernels = SimpleNamespace(flash_attn_varlen_func=plain_flash_attention)
     return FlashAttention3(
         kernels, backend_on("cpu", "auto"), device=torch.device("cpu"), head_dim=head_dim, block_size=block_size
@@ -215,7 +215,7 @@ def attended(attention: Attention[Any], batch: Batch, metadata: object = None, *
 
 
 def assert_near(found: torch.Tensor, batch: Batch, **options: object) -> None:
-    """Within the precision of the type, of what float64 gives."""
+    """Equal to float64 within the precision of the dtype."""
     expected = oracle(batch, scale=0.25, **with_sinks(batch, options))
     error = (found.double().cpu() - expected).norm() / expected.norm()
     assert found.dtype == batch.query.dtype
@@ -223,7 +223,7 @@ def assert_near(found: torch.Tensor, batch: Batch, **options: object) -> None:
 
 
 def with_sinks(batch: Batch, options: dict[str, object]) -> dict[str, object]:
-    """The options with sinks in place of the word that there are some; in numbers that each type holds exactly."""
+    """The options with `sinks` True replaced by sinks, in numbers that each dtype holds exactly."""
     heads = batch.query.shape[1]
     sinks = torch.arange(heads, device=batch.query.device) / 4 - 1
     return options | ({"sinks": sinks} if options.get("sinks") else {})

@@ -54,7 +54,7 @@ def test_a_mixed_batch_equals_the_oracle(
 
 @pytest.mark.parametrize("window", [1, 7, 150])
 @pytest.mark.parametrize("with_sinks", [False, True])
-def test_windows_leave_the_far_context_out(window: int, with_sinks: bool, device: str) -> None:
+def test_windows_exclude_earlier_positions(window: int, with_sinks: bool, device: str) -> None:
     batch = make_batch(MIXED, device=device)
     sinks = torch.linspace(-1, 2, 4, device=device) if with_sinks else None
     options = {"scale": 0.25, "window": window, "sinks": sinks}
@@ -62,28 +62,28 @@ def test_windows_leave_the_far_context_out(window: int, with_sinks: bool, device
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
-def test_softcap_and_sinks(softcap: float | None, device: str) -> None:
+def test_softcap_and_sinks_equal_the_oracle(softcap: float | None, device: str) -> None:
     batch = make_batch(MIXED, device=device, block_size=5)
     options = {"scale": 0.25, "softcap": softcap, "sinks": torch.linspace(-2, 3, 4, device=device)}
     assert_exact(attend(batch, **options), oracle(batch, **options))
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 7}, {"softcap": 3.0}])
-@pytest.mark.parametrize(("head_dim", "block_size"), [(16, 16), (40, 5)])
-def test_keys_and_values_in_fp8(head_dim: int, block_size: int, options: dict[str, float], device: str) -> None:
+@pytest.mark.parametrize("options", [{}, {"window": 7}, {"softcap": 3.0}]) @pytest.mark.parametrize(("head_dim",
+"block_size"), [(16, 16), (40, 5)]) def test_an_fp8_cache_equals_the_oracle_over_rounded_keys_and_values(head_dim: int,
+block_size: int, options: dict[str, float], device: str) -> None:
     batch = make_batch(MIXED, head_dim=head_dim, block_size=block_size, cache_dtype=FP8, device=device)
     options = {"scale": 0.25, "sinks": torch.linspace(-2, 3, 4, device=device), **options}
     assert_exact(attend(batch, **options), oracle(batch, **options))
 
 
-def test_a_half_precision_query_meets_fp8(device: str) -> None:
+def test_a_bfloat16_query_over_an_fp8_cache_stays_within_half_a_percent(device: str) -> None:
     batch = make_batch(MIXED, dtype=torch.bfloat16, cache_dtype=FP8, device=device)
     found, expected = attend(batch, scale=0.25), oracle(batch, scale=0.25)
     assert found.dtype == torch.bfloat16
     assert (found.double().cpu() - expected).norm() < 5e-3 * expected.norm()
 
 
-def test_fp8_is_rounded_to_the_nearest_as_on_a_cpu(device: str) -> None:
+def test_write_rounds_to_fp8_as_pytorch_does_on_a_cpu(device: str) -> None:
     batch = make_batch([(0, 0, 48)], cache_dtype=FP8, device=device)
     spread = torch.exp2(torch.linspace(-13, 10, 48, device=device))[:, None, None]
     ties = torch.arange(48 * 2 * 16, device=device).view(48, 2, 16) / 2**10 + 1 / 2**11
@@ -94,7 +94,7 @@ def test_fp8_is_rounded_to_the_nearest_as_on_a_cpu(device: str) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 100}, {"sinks": True}])
-def test_a_context_cut_in_parts_is_put_together(options: dict[str, object], device: str) -> None:
+def test_merged_parts_of_a_context_equal_the_oracle(options: dict[str, object], device: str) -> None:
     batch = make_batch([(0, 599, 600), (1, 269, 270), (2, 1240, 1280), (3, 4, 5)], device=device)
     if "sinks" in options:
         options = {"sinks": torch.linspace(0, 4, 4, device=device)}
@@ -275,7 +275,7 @@ def test_cuda_gets_the_triton_backend() -> None:
 
 
 def attend_reserved(attention: PagedAttention, metadata: tuple[DeviceTiles, ...], batch: Batch, tokens: int) -> bool:
-    """Whether the schedule has room; the launch is for so many tokens, whatever is in it, as a captured graph's."""
+    """Attend with reserved metadata, padded to `tokens` as in a captured graph. False if the batch does not fit."""
     if not attention.refill(metadata, batch.segments):
         return False
     padding = torch.full((tokens - len(batch.query), *batch.query.shape[1:]), float("nan"), device=batch.query.device)
@@ -287,7 +287,7 @@ def attend_reserved(attention: PagedAttention, metadata: tuple[DeviceTiles, ...]
     return True
 
 
-def test_a_reserved_schedule_serves_one_batch_of_decodes_after_the_other(device: str) -> None:
+def test_reserved_metadata_serves_one_decode_batch_after_another(device: str) -> None:
     decodes = [(row, stop - 1, stop) for row, stop in enumerate((300, 1, 17, 190))]
     full, small = make_batch(decodes, device=device), make_batch(decodes[2:], device=device)
     attention = make_attention(full, num_processors=40)
@@ -297,7 +297,7 @@ def test_a_reserved_schedule_serves_one_batch_of_decodes_after_the_other(device:
     assert not attention.refill(metadata, make_batch([(0, 10, 60)]).segments)
 
 
-def test_a_reserved_schedule_serves_mixed_batches(device: str) -> None:
+def test_reserved_metadata_serves_mixed_batches(device: str) -> None:
     mixed = [
         [(0, 399, 400), (1, 9, 10), (2, 20, 160), (3, 0, 1)],  # a long chunk beside decodes
         [(2, 0, 190)],
@@ -312,7 +312,7 @@ def test_a_reserved_schedule_serves_mixed_batches(device: str) -> None:
         assert attend_reserved(attention, metadata, batch, 192)
 
 
-def test_a_reserved_schedule_says_when_it_has_no_room(device: str) -> None:
+def test_refill_returns_false_when_reserved_metadata_has_no_room(device: str) -> None:
     few, many = make_batch([(0, 0, 9)], device=device), make_batch([(row, 0, 9) for row in range(20)], device=device)
     attention = make_attention(few)
     metadata = attention.reserve(2, tokens=180)

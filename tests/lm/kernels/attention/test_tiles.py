@@ -1,4 +1,4 @@
-"""The tile metadata: every pair of a query row and a key it sees is computed once, in bounded pieces."""
+"""Tile lists: every pair of a query row and a key that it sees is computed once, in bounded pieces."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_pieces_cover_each_row_and_key_once(segments: Segments, group_size: int,
 
 
 @given(segments=segment_lists, work_target=st.integers(1, 200))
-def test_the_cut_adds_at_most_the_target(segments: Segments, work_target: int) -> None:
+def test_cutting_adds_at_most_the_target_number_of_pieces(segments: Segments, work_target: int) -> None:
     tiles = make_tiles(segments, work_target=work_target)
     uncut = int((-(-segments.query_length * 4 // tiles.block_m)).sum())
     assert len(tiles.work) <= uncut + work_target
@@ -65,7 +65,7 @@ def test_the_cut_adds_at_most_the_target(segments: Segments, work_target: int) -
 
 
 @given(segments=segment_lists, work_target=st.integers(1, 200))
-def test_merges_name_each_partial_result_once(segments: Segments, work_target: int) -> None:
+def test_each_partial_result_is_merged_once(segments: Segments, work_target: int) -> None:
     tiles = make_tiles(segments, work_target=work_target)
     named = []
     for token, rows, first_row, first_partial, count, *_ in tiles.merges.tolist():
@@ -103,7 +103,7 @@ def test_an_even_split_is_a_multiple_of_the_unit_and_makes_few_pieces(keys: np.n
 
 
 @given(keys=tile_lengths, heads=st.sampled_from([1, 2, 8]), spare=st.integers(0, 40))
-def test_a_cut_for_reading_is_a_multiple_of_the_unit_and_makes_few_pieces(
+def test_a_split_to_stream_is_a_multiple_of_the_unit_and_makes_few_pieces(
     keys: np.ndarray, heads: int, spare: int
 ) -> None:
     split = split_to_stream(keys, heads=heads, processors=132, spare=spare, unit=64)
@@ -111,7 +111,7 @@ def test_a_cut_for_reading_is_a_multiple_of_the_unit_and_makes_few_pieces(
     assert (-(-keys // split)).sum() <= len(keys) + spare
 
 
-def test_few_contexts_are_cut_until_all_memory_is_in_use() -> None:
+def test_few_contexts_are_cut_until_programs_saturate_memory() -> None:
     split = partial(split_to_stream, heads=8, processors=132, spare=66, unit=64)
     assert split(np.full(32, 600)) == 640  # 256 programs: two to a processor, and no merge
     assert split(np.full(8, 2048)) == 512  # 64 would be too few; 256 of a quarter

@@ -63,7 +63,7 @@ def segment_lists(draw: st.DrawFn) -> list[tuple[int, int, int]]:
     seed=st.integers(0, 10**6),
 )
 @settings(max_examples=150)
-def test_equals_the_oracle(
+def test_random_batches_equal_the_oracle(
     segments: list[tuple[int, int, int]],
     heads: tuple[int, int],
     head_dim: int,
@@ -106,13 +106,13 @@ def test_half_precision_stays_within_one_percent(dtype: torch.dtype, softcap: fl
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_every_number_of_fp8_is_read_exactly(dtype: torch.dtype) -> None:
+def test_every_finite_fp8_number_is_converted_exactly(dtype: torch.dtype) -> None:
     numbers = torch.arange(256, dtype=torch.uint8).view(FP8)
     finite = ~numbers.float().isnan()
     assert torch.equal(torch_attention.from_cache_dtype(numbers, dtype)[finite], numbers.to(dtype)[finite])
 
 
-def test_what_is_too_large_for_fp8_becomes_its_largest_number() -> None:
+def test_write_clamps_to_the_largest_fp8_number() -> None:
     key = torch.tensor([[[449.0, -1e30, 0.3, 2.0**-10]]])
     caches = [torch.zeros(2, 1, 1, 4).to(FP8) for _ in range(2)]
     write_slots(key, -key, *caches, torch.tensor([1]))
@@ -121,14 +121,14 @@ def test_what_is_too_large_for_fp8_becomes_its_largest_number() -> None:
     assert torch.equal(caches[1][1, 0, 0].float(), -expected)
 
 
-def test_many_decodes_of_mixed_context_go_in_groups_of_alike_context() -> None:
+def test_many_decodes_of_mixed_context_equal_the_oracle() -> None:
     segments = [(row, length - 1, length) for row, length in enumerate([700, 3, 41, 650, 1, 44, 300, 39, 310, 2])]
     batch = make_batch(segments, block_size=16)
     found = attend(batch, scale=0.25)
     torch.testing.assert_close(found.double(), oracle(batch, scale=0.25), rtol=1e-5, atol=1e-5)
 
 
-def test_one_schedule_serves_layers_with_and_without_a_window() -> None:
+def test_one_metadata_serves_layers_with_and_without_a_window() -> None:
     batch = make_batch([(0, 30, 50), (1, 79, 80)])
     attention = attention_for("cpu", num_heads=4, num_kv_heads=2, head_dim=16, block_size=16)
     metadata = attention.make_metadata(batch.segments)
@@ -168,7 +168,7 @@ def test_write_touches_no_other_slot() -> None:
         ({"device": "meta"}, "no attention for device meta"),
     ],
 )
-def test_refuses_what_cannot_run(change: dict[str, object], message: str) -> None:
+def test_attention_for_refuses_unsupported_sizes_and_devices(change: dict[str, object], message: str) -> None:
     shape = {"device": "cpu", "num_heads": 8, "num_kv_heads": 4, "head_dim": 64, "block_size": 16} | change
     with pytest.raises(ValueError, match=message):
         attention_for(**shape)

@@ -1,4 +1,4 @@
-"""FP8 weights and activations, and products with them, against float64: interpreted where there is no GPU."""
+"""FP8 weights and activations, and GEMMs with them, against float64: interpreted without a GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from holdfast.lm.kernels.linear.skinny_gemm import MAX_ROWS, SkinnyLaunch, skinn
 from tests.lm.kernels.linear.test_layers import drawn, oracle, shape_of
 
 HALF_STEP = 2.0**-4
-"""Of a number of three bits behind its first: how far off the nearest one can be."""
+"""The largest relative error of rounding to 3 bits of fraction."""
 LEAST_STEP = 2.0**-9
 """Between two numbers next to zero."""
 
@@ -38,12 +38,12 @@ def exact(weight: Fp8Weight) -> torch.Tensor:
 
 
 def rounding(numbers: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """How far off the nearest FP8 numbers can be."""
+    """The largest error of rounding to the nearest FP8 number."""
     return torch.maximum(numbers.abs() * HALF_STEP, scale * LEAST_STEP / 2) * (1 + 1e-4)
 
 
 def bound_of_sums(device: str, rows: int) -> float:
-    """How far off a product may be: the tensor cores that multiply several rows keep few bits of their sums."""
+    """The allowed error of a GEMM. The tensor cores that multiply several rows keep few bits of their sums."""
     return 5e-3 if device == "cuda" and rows > 1 else 1e-4
 
 
@@ -55,7 +55,7 @@ def assert_near(found: torch.Tensor, expected: torch.Tensor, bound: float) -> No
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("outputs", [1, 50, 1030])
-def test_weights_are_rounded_to_the_nearest_number_of_their_rows(outputs: int, dtype: torch.dtype, device: str) -> None:
+def test_quantize_rounds_each_row_to_the_nearest_fp8_number(outputs: int, dtype: torch.dtype, device: str) -> None:
     weight = (drawn(outputs, 96, device=device) * torch.logspace(-2, 2, outputs, device=device)[:, None]).to(dtype)
     found = quantize(weight)
     off = (exact(found) - weight.double()).abs()
@@ -73,7 +73,7 @@ def test_rows_of_zeros_stay_zeros(device: str) -> None:
 
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("width", [16, 100, 4096])
-def test_tokens_are_rounded_to_the_nearest_number_of_their_own(width: int, gated: bool, device: str) -> None:
+def test_quantize_rows_rounds_each_token_to_the_nearest_fp8_number(width: int, gated: bool, device: str) -> None:
     x = drawn(5, 2 * width if gated else width, device=device) * torch.logspace(-2, 1, 5, device=device)[:, None]
     found = quantize_rows(x, gated=gated)
     gate, up = x.double().chunk(2, dim=1)
@@ -84,7 +84,7 @@ def test_tokens_are_rounded_to_the_nearest_number_of_their_own(width: int, gated
 
 
 @pytest.mark.parametrize("width", [16, 4096])
-def test_two_numbers_for_each_are_bfloat16_numbers(width: int, device: str) -> None:
+def test_two_fp8_numbers_hold_a_bfloat16_number(width: int, device: str) -> None:
     x = (drawn(5, width, device=device) * torch.logspace(-2, 1, 5, device=device)[:, None]).bfloat16().float()
     found = quantize_rows(x, halves=2).dequantized(torch.float64)
     lost = (found - x).abs().amax(1) / x.abs().amax(1)
@@ -110,7 +110,7 @@ def test_parts_add_up_to_the_product(outputs: int, inputs: int, rows: int, parts
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_the_scale_counts_before_bias_and_gate(rows: int, device: str) -> None:
+def test_the_scale_is_applied_before_bias_and_gate(rows: int, device: str) -> None:
     weight, x = weight_of(40, 96, device), drawn(rows, 96, device=device).bfloat16().float()
     bias = torch.linspace(-1, 1, 40, device=device)
     product = x.double() @ exact(weight).t() + bias.double()
@@ -124,7 +124,7 @@ def test_the_scale_counts_before_bias_and_gate(rows: int, device: str) -> None:
     assert_near(out[0], functional.silu(gate) * up, bound_of_sums(device, rows))
 
 
-def test_the_scale_counts_before_what_is_added_to(device: str) -> None:
+def test_the_scale_is_applied_before_the_residual(device: str) -> None:
     weight, x, out = (weight_of(40, 96, device), *(drawn(1, size, device=device) for size in (96, 40)))
     expected = out.double() + x.double() @ exact(weight).t()
     skinny_gemm(x, weight, None, out[None], SkinnyLaunch(16, 32, 4, 2), added=True)
@@ -133,7 +133,7 @@ def test_the_scale_counts_before_what_is_added_to(device: str) -> None:
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.filterwarnings("ignore:invalid value")  # the interpreter's
-def test_what_is_not_finite_stays_so_and_in_its_row(bad: float, device: str) -> None:
+def test_a_non_finite_number_makes_only_its_own_row_nan(bad: float, device: str) -> None:
     weight, x = weight_of(20, 64, device), drawn(3, 64, device=device).bfloat16().float()
     x[0, 7] = bad
     out = torch.empty(1, 3, 20, device=device)
@@ -142,7 +142,7 @@ def test_what_is_not_finite_stays_so_and_in_its_row(bad: float, device: str) -> 
     assert_near(out[0, 1:], x[1:].double() @ exact(weight).t(), bound_of_sums(device, len(x)))
 
 
-def test_a_norm_of_one_token_is_part_of_the_product(device: str) -> None:
+def test_a_one_token_gemm_computes_the_norm_of_its_input(device: str) -> None:
     weight, x, norm = weight_of(40, 96, device), drawn(1, 96, device=device, spread=9), drawn(96, device=device)
     out = torch.full((1, 1, 40), torch.nan, device=device)
     skinny_gemm(x, weight, None, out, SkinnyLaunch(16, 32, 4, 2), norm=norm, eps=1e-5)
@@ -150,7 +150,7 @@ def test_a_norm_of_one_token_is_part_of_the_product(device: str) -> None:
     assert_near(out[0], normed @ exact(weight).t(), 1e-4)
 
 
-def test_float32_many_rows_and_short_ones_are_not_streamed(device: str) -> None:
+def test_float32_many_rows_and_short_rows_get_no_skinny_launch(device: str) -> None:
     weight, x = weight_of(64, 512, device), drawn(MAX_ROWS + 1, 512, device=device, dtype=torch.float16)
     assert fp8_launch_for(x[:1], weight) is not None
     assert fp8_launch_for(x[:MAX_ROWS], weight) is not None
@@ -162,7 +162,7 @@ def test_float32_many_rows_and_short_ones_are_not_streamed(device: str) -> None:
 
 @pytest.mark.parametrize("rows", [1, 8, 64])
 @pytest.mark.parametrize(("outputs", "inputs"), [(4096, 4096), (4096, 14336), (28672, 4096), (64, 512)])
-def test_only_a_product_that_may_be_cut_is_cut(outputs: int, inputs: int, rows: int) -> None:
+def test_inputs_are_cut_only_when_partial_sums_are_allowed(outputs: int, inputs: int, rows: int) -> None:
     x = torch.empty(rows, inputs, dtype=torch.bfloat16, device="meta")
     weight = Fp8Weight(torch.empty(outputs, inputs, device="meta"), torch.empty(outputs, device="meta"))
     whole, cut = fp8_launch_for(x, weight), fp8_launch_for(x, weight, cut=True)
@@ -172,7 +172,7 @@ def test_only_a_product_that_may_be_cut_is_cut(outputs: int, inputs: int, rows: 
 
 
 def half_a_layer(ops: LayerOps, stream: Any, x: Any, weights: list[Any], biases: list[Any], norm: Any) -> Any:
-    """The products of a layer behind attention, and the first of the next; what is not computed yet is."""
+    """The GEMMs of a layer after attention, and the first of the next layer."""
     normed = ops.add_linear_norm(stream, x, weights[0], biases[0], norm)
     inner = ops.gated_linear(normed, weights[1], biases[1])
     return ops.linear(ops.add_linear_norm(stream, inner, weights[2], biases[2], norm), weights[3], biases[3])
@@ -192,7 +192,7 @@ def half_a_layer(ops: LayerOps, stream: Any, x: Any, weights: list[Any], biases:
         (70, 64, 80, torch.float32, 1e-5),
     ],
 )
-def test_the_products_of_a_layer(
+def test_fp8_gemms_of_a_layer_equal_float64(
     tokens: int,
     hidden: int,
     inner: int,
@@ -223,7 +223,7 @@ def test_the_products_of_a_layer(
         assert (ours.double() - right).norm() / right.norm() < bound
 
 
-def test_a_cpu_converts_on_use() -> None:
+def test_pytorch_dequantizes_fp8_weights_on_use() -> None:
     shape = shape_of("cpu")
     weight, x = weight_of(40, 96, "cpu"), drawn(3, 96, device="cpu")
     assert_near(LayerOps(shape).linear(x, weight), x.double() @ exact(weight).t(), 1e-4)
@@ -254,7 +254,7 @@ def test_compiled_launches_stay_within_the_precision_of_the_type(
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("tokens", "bound"), [(1, 1e-2), (8, 1e-2), (64, 1e-2), (65, 0.08), (300, 0.08)])
-def test_the_products_of_a_layer_compiled_and_captured(tokens: int, bound: float, dtype: torch.dtype) -> None:
+def test_captured_fp8_gemms_of_a_layer_equal_float64(tokens: int, bound: float, dtype: torch.dtype) -> None:
     hidden, inner = 1024, 3072
     shape = shape_of("cuda", dtype)
     sizes = [(hidden, hidden), (2 * inner, hidden), (hidden, inner), (1536, hidden)]

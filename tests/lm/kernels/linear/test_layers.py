@@ -52,7 +52,7 @@ def seed() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("tokens", "width"), [(1, 64), (7, 100), (3, 4096)])
-def test_norm(tokens: int, width: int, dtype: torch.dtype, device: str) -> None:
+def test_norm_equals_float64_and_keeps_its_input(tokens: int, width: int, dtype: torch.dtype, device: str) -> None:
     shape = shape_of(device, dtype)
     stream, weight = (
         drawn(tokens, width, device=device, dtype=dtype, spread=3),
@@ -96,7 +96,7 @@ def test_float32_is_added_and_normed_exactly(tokens: int, device: str) -> None:
     assert_near(stream, exact)
 
 
-def test_no_token_is_no_work(device: str) -> None:
+def test_zero_tokens_give_empty_results(device: str) -> None:
     ops = FusedLayerOps(shape_of(device))
     stream, x = torch.empty(0, 64, device=device), torch.empty(0, 128, device=device)
     weight, norm = torch.empty(64, 128, device=device), torch.empty(64, device=device)
@@ -112,7 +112,7 @@ def test_no_token_is_no_work(device: str) -> None:
     (9, 256, 1100, torch.float16),
 ])  # fmt: skip
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_gated_linear(
+def test_gated_linear_equals_float64(
     tokens: int, inputs: int, width: int, dtype: torch.dtype, with_bias: bool, activation: str, device: str
 ) -> None:
     shape = shape_of(device, dtype, activation=activation)
@@ -130,7 +130,7 @@ def test_gated_linear(
     [(4, 2, 16, 16, 1.0), (4, 2, 16, 1, 1.25), (6, 2, 40, 5, 1.0), (1, 1, 64, 16, 1.0), (14, 2, 128, 16, 1.0)],
 )
 @pytest.mark.parametrize("with_norm", [False, True])
-def test_rotation_with_the_cache_write(
+def test_rotation_and_cache_write_equal_float64(
     heads: int,
     kv_heads: int,
     head_dim: int,
@@ -162,7 +162,7 @@ def test_rotation_with_the_cache_write(
     assert_near(data[written], exact[written])
 
 
-def test_an_fp8_cache_gets_what_another_gets_rounded(device: str) -> None:
+def test_an_fp8_cache_holds_the_rounded_keys_and_values(device: str) -> None:
     ops = FusedLayerOps(shape_of(device))
     qkv = drawn(7, 128, device=device, spread=3)
     positions, slots = torch.arange(7, device=device), torch.arange(7, device=device)
@@ -185,19 +185,19 @@ def test_padding_is_not_written(device: str) -> None:
     assert int((~data.isnan()).sum()) == 2 * 32
 
 
-def test_a_cpu_gets_pytorch() -> None:
+def test_layer_ops_for_chooses_pytorch_on_a_cpu() -> None:
     assert type(layer_ops_for(shape_of("cpu"))) is LayerOps
 
 
 @pytest.mark.gpu
-def test_cuda_gets_the_fused_kernels() -> None:
+def test_layer_ops_for_chooses_fused_kernels_on_cuda() -> None:
     assert type(layer_ops_for(shape_of("cuda"))) is FusedLayerOps
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens", [1, 2, 8, 9, 300])
-def test_a_whole_layer_compiled_and_captured(dtype: torch.dtype, tokens: int) -> None:
+def test_a_captured_layer_equals_float64(dtype: torch.dtype, tokens: int) -> None:
     hidden, inner, heads, kv_heads, head_dim = 1024, 3072, 16, 8, 128
     shape = shape_of("cuda", dtype, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim)
     sizes = [
@@ -247,7 +247,7 @@ def test_a_whole_layer_compiled_and_captured(dtype: torch.dtype, tokens: int) ->
 
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize(("tokens", "hidden", "width"), [(1, 256, 100), (1, 2600, 72), (2, 256, 100)])
-def test_products_read_the_norm_of_the_stream(
+def test_one_token_gemms_norm_the_stream_they_read(
     tokens: int, hidden: int, width: int, with_bias: bool, device: str
 ) -> None:
     shape = shape_of(device, torch.float16)
@@ -265,8 +265,8 @@ def test_products_read_the_norm_of_the_stream(
     assert_near(ops.gated_linear(found, after, bias), exact_ops.gated_linear(expected, exact_after, exact_bias))
 
 
-@pytest.mark.parametrize("biased", [False, True])
-def test_products_in_pieces_are_those_of_all_tokens(biased: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("biased", [False, True]) def test_gemms_in_pieces_equal_the_gemm_of_all_tokens(biased: bool,
+device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_layers, "PIECES", {7: (4, 3)})
     shape = shape_of(device)
     stream, x, square, norm, gate_up = (

@@ -1,4 +1,4 @@
-"""Products of few tokens against float64: under the interpreter without a GPU, compiled with one."""
+"""Skinny GEMM against float64: interpreted without a GPU, compiled with one."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_row_of_nan_stays_in_its_row(rows: int, device: str) -> None:
     torch.testing.assert_close(out[0, 1:], x[1:] @ weight.t())
 
 
-def test_float32_many_rows_and_strange_layouts_are_left_to_the_library(device: str) -> None:
+def test_float32_many_rows_and_strided_layouts_go_to_the_library(device: str) -> None:
     x, weight = draw(MAX_ROWS + 1, 64, 512, device, torch.float16)
     assert launch_for(x[:FEW], weight) is not None
     assert launch_for(x[:MAX_ROWS], weight) is None
@@ -64,7 +64,7 @@ def test_float32_many_rows_and_strange_layouts_are_left_to_the_library(device: s
 
 @pytest.mark.parametrize("rows", [1, 8])
 @pytest.mark.parametrize(("outputs", "inputs"), [(4096, 4096), (4096, 14336), (128256, 4096), (64, 512)])
-def test_only_a_product_that_may_be_cut_is_cut(outputs: int, inputs: int, rows: int) -> None:
+def test_inputs_are_cut_only_when_partial_sums_are_allowed(outputs: int, inputs: int, rows: int) -> None:
     x = torch.empty(rows, inputs, dtype=torch.bfloat16, device="meta")
     weight = torch.empty(outputs, inputs, dtype=torch.bfloat16, device="meta")
     whole, cut = launch_for(x, weight), launch_for(x, weight, cut=True)

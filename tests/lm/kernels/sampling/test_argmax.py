@@ -1,4 +1,4 @@
-"""The kernels of greedy sampling: interpreted without a GPU, compiled with one."""
+"""The argmax kernels of greedy sampling: interpreted without a GPU, compiled with one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from holdfast.lm.kernels.sampling.sample_kernels import PIECE, argmax
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("rows", "vocab"), [(1, 3), (3, PIECE), (2, PIECE + 1), (5, 3 * PIECE + 100)])
-def test_it_is_the_argmax(rows: int, vocab: int, dtype: torch.dtype, device: str) -> None:
+def test_argmax_equals_numpy(rows: int, vocab: int, dtype: torch.dtype, device: str) -> None:
     logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(vocab)).to(device, dtype)
     expected = logits.cpu().numpy().argmax(-1)
     assert argmax(logits).tolist() == expected.tolist()
@@ -33,7 +33,7 @@ def test_a_row_of_nan_stays_within_the_vocabulary() -> None:
     assert 0 <= int(argmax(logits)) < logits.shape[1]
 
 
-def test_rows_of_a_wider_tensor_and_no_row(device: str) -> None:
+def test_argmax_of_strided_rows_and_of_no_rows(device: str) -> None:
     wide = torch.zeros(2, 20, device=device)
     wide[:, 15] = 5
     wide[1, 3] = 1

@@ -68,7 +68,7 @@ def chi_square_per_degree(found: torch.Tensor, probability: torch.Tensor) -> flo
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_temperature_zero_takes_the_likeliest(dtype: torch.dtype) -> None:
+def test_temperature_zero_takes_the_argmax(dtype: torch.dtype) -> None:
     logits = normal(16, 100).to(dtype)
     assert torch.equal(draw(logits, temperature=0.0), logits.argmax(-1))
 
@@ -162,7 +162,7 @@ def test_masked_tokens_are_never_drawn() -> None:
 
 
 @pytest.mark.parametrize("filtered", [False, True])
-def test_a_draw_depends_on_the_request_alone(filtered: bool) -> None:
+def test_a_draw_does_not_depend_on_its_place_in_the_batch(filtered: bool) -> None:
     logits = normal(12, 300)
     seed, position = torch.arange(12) * 10**15, torch.arange(12) * 7
     top_k = 40 if filtered else 0

@@ -1,8 +1,8 @@
-"""Llama and Mistral as the decoder's plainest form."""
+"""The model families that run natively, and how each reads its config.json."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from holdfast.lm.kernels.linear.layers import ACTIVATIONS
@@ -34,7 +34,7 @@ NAMES = WeightNames(
 
 
 def shared(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The DecoderSpec fields that Llama and its relatives read from the same keys."""
+    """The DecoderSpec fields that all families read from the same keys."""
     try:
         hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
         fields = {
@@ -67,13 +67,51 @@ def shared(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def llama(config: Mapping[str, Any]) -> DecoderSpec:
-    """Llama 1 to 3.3, and what copies it."""
+    """Llama 1 to 3.3, and models with the same architecture."""
     biased = bool(config.get("attention_bias", False))
     return DecoderSpec(**shared(config), qkv_bias=biased, o_bias=biased, mlp_bias=bool(config.get("mlp_bias", False)))
 
 
 def mistral(config: Mapping[str, Any]) -> DecoderSpec:
-    """Mistral: a window in all layers, or in none."""
+    """Mistral: the same sliding window in all layers, or none."""
     window = config.get("sliding_window", 4096)
     fields = shared({"num_key_value_heads": 8, **config})
     return DecoderSpec(**fields, windows=(window,) * fields["num_layers"])
+
+
+def qwen2(config: Mapping[str, Any]) -> DecoderSpec:
+    """Qwen2 and 2.5: biases on queries, keys and values."""
+    fields = shared(config)
+    return DecoderSpec(**fields, windows=windows_of(config, fields["num_layers"]), qkv_bias=True)
+
+
+def qwen3(config: Mapping[str, Any]) -> DecoderSpec:
+    """Qwen3: queries and keys normed within each head. The head size is 128 by default."""
+    fields = shared({**config, "head_dim": config.get("head_dim") or 128})
+    biased = bool(config.get("attention_bias", False))
+    return DecoderSpec(
+        **fields, windows=windows_of(config, fields["num_layers"]), qk_norm=True, qkv_bias=biased, o_bias=biased
+    )
+
+
+def windows_of(config: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
+    """The window of each layer, from `layer_types`, or from `max_window_layers` in older configs."""
+    window = config.get("sliding_window", 4096) if config.get("use_sliding_window", False) else None
+    kinds = config.get("layer_types")
+    if kinds is None:
+        full = config.get("max_window_layers", 28)
+        return tuple(window if index >= full else None for index in range(num_layers))
+    if unknown := set(kinds) - {"full_attention", "sliding_attention"}:
+        raise UnsupportedCheckpoint(f"layer type {min(unknown)!r} is not supported")
+    if len(kinds) != num_layers:
+        raise UnsupportedCheckpoint(f"layer_types lists {len(kinds)} layers of {num_layers}")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+NATIVE: dict[str, Callable[[Mapping[str, Any]], DecoderSpec]] = {
+    "LlamaForCausalLM": llama,
+    "MistralForCausalLM": mistral,
+    "Qwen2ForCausalLM": qwen2,
+    "Qwen3ForCausalLM": qwen3,
+}
+"""By architecture, the function that reads its config.json."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass, fields
 from itertools import chain
 
 import numpy as np
@@ -29,16 +30,14 @@ class Layout:
     def spans(self) -> dict[str, slice]:
         """By field, its place in the buffer."""
         sizes = dict.fromkeys(("ids", "positions", "slots", "token_rows"), self.tokens)
-        sizes |= dict.fromkeys(("sample_at", "sample_rows", "seed", "sample_position", "top_k"), self.rows)
-        sizes |= dict.fromkeys(("temperature", "top_p"), self.rows)
+        sizes |= dict.fromkeys(("sample_at", "sample_rows", "sample_position", *SAMPLING), self.rows)
         sizes |= dict.fromkeys(("write_at", "write_block"), self.writes)
         stops = np.cumsum(list(sizes.values())).tolist()
         return {name: slice(stop - size, stop) for (name, size), stop in zip(sizes.items(), stops, strict=True)}
 
 
-FLOATS = ("temperature", "top_p")
-SETTINGS = np.dtype([("seed", np.int64), ("top_k", np.int64), ("temperature", np.float32), ("top_p", np.float32)])
-"""How a row draws its tokens."""
+SAMPLING = {field.name: np.float32 if field.type == "float" else np.int64 for field in fields(Sampling)}
+"""The columns of a row's sampling record, one for each field of `Sampling`."""
 
 PADDING = {"ids": 0, "positions": 0, "slots": -1}
 """What the fields of a token that is none hold: attention's `write` skips a negative slot."""
@@ -53,7 +52,7 @@ class Fields:
     def __init__(self, layout: Layout, buffer: torch.Tensor) -> None:
         self.buffer = buffer
         self._tensors = {
-            name: buffer[span].view(torch.float32) if name in FLOATS else buffer[span]
+            name: buffer[span].view(torch.float32) if SAMPLING.get(name) is np.float32 else buffer[span]
             for name, span in layout.spans().items()
         }
 
@@ -69,10 +68,7 @@ class Fields:
             slot_mapping=self.take("slots", num_tokens),
             sample_at=self.take("sample_at", num_sampled),
             sample_rows=self.take("sample_rows", num_sampled),
-            temperature=self.take("temperature", num_sampled),
-            top_k=self.take("top_k", num_sampled),
-            top_p=self.take("top_p", num_sampled),
-            seed=self.take("seed", num_sampled),
+            sampling={name: self.take(name, num_sampled) for name in SAMPLING},
             sample_position=self.take("sample_position", num_sampled),
         )
 
@@ -115,10 +111,7 @@ class PackedStep:
     slot_mapping: torch.Tensor  # [T] int64
     sample_at: torch.Tensor  # [R] int64
     sample_rows: torch.Tensor  # [R] int64
-    temperature: torch.Tensor  # [R] float32
-    top_k: torch.Tensor  # [R] int64
-    top_p: torch.Tensor  # [R] float32
-    seed: torch.Tensor  # [R] int64
+    sampling: Mapping[str, torch.Tensor]  # [R] each: the fields of `Sampling`
     sample_position: torch.Tensor  # [R] int64
 
 
@@ -142,7 +135,7 @@ class Batch:
         self._layout = Layout(tokens=max_tokens, rows=rows, writes=max_tokens + rows)
         self._size = max(span.stop for span in self._layout.spans().values())
         self._mirror = np.full((rows, max_blocks), -1, np.int32)
-        self._settings = np.zeros(rows, SETTINGS)
+        self._settings = np.zeros(rows, list(SAMPLING.items()))
         self._drawn: list[Sampling | None] = [None] * rows
         """By row, what `_settings` holds."""
         self._free: list[HostBuffer] = []
@@ -269,15 +262,15 @@ class Batch:
 
     def _pack_tokens(self, plan: StepPlan, arrays: dict[str, npt.NDArray[np.generic]]) -> Segments:
         """Ids, positions, slots and rows of every query token; the segments as attention takes them."""
-        _, *bounds, tokens, _ = plan.columns.columns
-        rows, starts, stops = np.array(bounds, np.int64)
+        columns = plan.columns
+        rows, starts, stops = np.array([columns.column(name) for name in ("row", "start", "stop")], np.int64)
         lengths = stops - starts
         query_start = np.zeros(len(lengths) + 1, np.int64)
         np.cumsum(lengths, out=query_start[1:])
         total = int(query_start[-1])
         if total > self.max_tokens:
             raise ValueError(f"step {plan.step} has {total} tokens; the batch holds {self.max_tokens}")
-        arrays["ids"][:total] = np.fromiter(chain.from_iterable(tokens), np.int64, total)
+        arrays["ids"][:total] = np.fromiter(chain.from_iterable(columns.column("tokens")), np.int64, total)
         token_rows, positions = rows, starts
         if total > len(rows):
             token_rows = np.repeat(rows, lengths)
@@ -296,7 +289,7 @@ class Batch:
         self, plan: StepPlan, segments: Segments, arrays: dict[str, npt.NDArray[np.generic]]
     ) -> tuple[int, bool, bool]:
         """How each sampled token is drawn: the count, whether any is random, whether any is filtered."""
-        drawn = plan.columns.columns[-1]
+        drawn = plan.columns.column("sampling")
         at = np.flatnonzero(np.fromiter([sampling is not None for sampling in drawn], np.bool_, len(drawn)))
         count, rows = len(at), segments.row[at]
         arrays["sample_at"][:count] = segments.query_start[1:][at] - 1
@@ -304,13 +297,13 @@ class Batch:
         for index, row in zip(at.tolist(), rows.tolist(), strict=True):
             if self._drawn[row] is not (sampling := drawn[index]):
                 self._drawn[row] = sampling
-                self._settings[row] = (sampling.seed, sampling.top_k, sampling.temperature, sampling.top_p)
+                self._settings[row] = astuple(sampling)
         settings = self._settings[rows]
         any_random = bool((settings["temperature"] > 0).any())
         any_filtered = False
         if any_random:
             arrays["sample_position"][:count] = segments.context_stop[at]
-            for name in ("seed", "top_k", "temperature", "top_p"):
+            for name in SAMPLING:
                 arrays[name][:count] = settings[name]
             filters = (settings["top_k"] > 0) | (settings["top_p"] < 1)
             any_filtered = bool((filters & (settings["temperature"] > 0)).any())

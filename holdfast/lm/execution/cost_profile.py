@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from holdfast.core.cost import HEAVY, Burst, CostModel, interpolate
-from holdfast.lm.execution.device import describe
-from holdfast.lm.execution.executor import PagedExecutor
+from holdfast.lm.execution.hardware import describe
+from holdfast.lm.execution.paged_device import PagedDevice
 from holdfast.lm.kernels.attention.protocol import CapturableAttention, Segments
 from holdfast.lm.types import Sampling, Segment, StepPlan, TableWrite
 
@@ -61,7 +61,7 @@ Spans = tuple[tuple[int, int], ...]
 
 
 @torch.inference_mode()
-def measure_cost(executor: PagedExecutor, *, name: str, ceiling: int | None = None) -> CostModel:
+def measure_cost(device: PagedDevice, *, name: str, ceiling: int | None = None) -> CostModel:
     """Time the executor's model on its device, up to `ceiling` tokens a step (default: its token budget).
 
     Writes over the cache: call it after `allocate` and before the first step. Contexts are measured as far as the
@@ -70,22 +70,22 @@ def measure_cost(executor: PagedExecutor, *, name: str, ceiling: int | None = No
     under load: upload, schedule, graphs and sampling count with the linear layers. How much less long steps take where
     they come behind decodes is measured last. Takes some seconds; on a GPU, with an 8B model, some ten to thirty.
     """
-    limit = min(ceiling or executor.token_budget, executor.token_budget)
-    longest = _longest(executor)
+    limit = min(ceiling or device.max_step_tokens, device.max_step_tokens)
+    longest = _longest(device)
     between = (3 * query // 4 for query in powers(256, longest))
     queries = sorted({min(query, limit) for query in (*powers(1, longest), *between)})
-    cost = _attention_alone(executor, name, queries)
+    cost = _attention_alone(device, name, queries)
     contexts = cost.attention_contexts
-    graphs = executor.memory.graphs
+    graphs = device.memory.graphs
     sizes = [size for size in graphs.sizes.tokens if size < limit] if graphs is not None else []
     measured = sorted({*powers(1, limit), *(size for size in sizes if size <= SPARSE)})
-    rows = tuple(powers(1, min(executor.config.max_sequences, executor.memory.cache.num_blocks, limit)))
-    chunks = [_chunks(executor, count) for count in measured]
+    rows = tuple(powers(1, min(device.config.max_sequences, device.memory.cache.num_blocks, limit)))
+    chunks = [_chunks(device, count) for count in measured]
     far = [((context - query, context),) for query in queries for context in contexts if _goes_on(query, context)]
     decodes = [[(context, _unlike(count, context)) for context in _every_second(contexts)] for count in rows]
-    _load(executor, chunks[-1])
+    _load(device, chunks[-1])
     # The longest first, under load from the start.
-    taken = _in_rounds(executor, [*reversed(chunks), *far, *(spans for row in decodes for _, spans in row)])
+    taken = _in_rounds(device, [*reversed(chunks), *far, *(spans for row in decodes for _, spans in row)])
     besides = [max(LEAST_SECONDS, taken[spans] - _attention_of(cost, spans)) for spans in chunks]
     tokens = sorted({*measured, *sizes})
     seconds = [interpolate(measured, besides, count) for count in tokens]
@@ -102,21 +102,21 @@ def measure_cost(executor: PagedExecutor, *, name: str, ceiling: int | None = No
         decode_seconds=tuple(taken[row[0][1]] for row in decodes),
         decode_attention=tuple(_each_adds(row, taken, contexts) for row in decodes),
     )
-    return replace(steady, burst=_burst(executor, steady, min(limit, longest)))
+    return replace(steady, burst=_burst(device, steady, min(limit, longest)))
 
 
 @torch.inference_mode()
-def measure_recomputation(executor: PagedExecutor, *, name: str, chunk: int) -> CostModel:
+def measure_recomputation(device: PagedDevice, *, name: str, chunk: int) -> CostModel:
     """Time what `CostModel.recompute` of chunks of so many tokens goes by, and no more: a full step, and attention.
 
     Writes over the cache, as `measure_cost` does, and takes a small part of its time.
     """
-    full = _chunks(executor, executor.token_budget)
-    cost = _attention_alone(executor, name, sorted({min(chunk, executor.token_budget), *(stop for _, stop in full)}))
-    _load(executor, full)
-    taken = _in_rounds(executor, [full])[full]
+    full = _chunks(device, device.max_step_tokens)
+    cost = _attention_alone(device, name, sorted({min(chunk, device.max_step_tokens), *(stop for _, stop in full)}))
+    _load(device, full)
+    taken = _in_rounds(device, [full])[full]
     besides = max(LEAST_SECONDS, taken - _attention_of(cost, full))
-    return replace(cost, linear_tokens=(executor.token_budget,), linear_seconds=(besides,))
+    return replace(cost, linear_tokens=(device.max_step_tokens,), linear_seconds=(besides,))
 
 
 def stairs(tokens: Sequence[int], seconds: Sequence[float], padded_to: Container[int]) -> Iterator[tuple[int, float]]:
@@ -137,30 +137,30 @@ def powers(first: int, last: int) -> Iterator[int]:
     yield last
 
 
-def _chunks(executor: PagedExecutor, tokens: int) -> Spans:
+def _chunks(device: PagedDevice, tokens: int) -> Spans:
     """The fewest segments of sequences that together have so many tokens."""
-    longest = executor.model.spec.max_model_len
+    longest = device.model.spec.max_model_len
     return tuple((0, min(longest, tokens - first)) for first in range(0, tokens, longest))
 
 
-def _longest(executor: PagedExecutor) -> int:
+def _longest(device: PagedDevice) -> int:
     """Tokens of the longest sequence that the model and the cache hold."""
-    return min(executor.model.spec.max_model_len, executor.memory.cache.num_blocks * executor.config.block_size)
+    return min(device.model.spec.max_model_len, device.memory.cache.num_blocks * device.config.block_size)
 
 
-def _attention_alone(executor: PagedExecutor, name: str, queries: Sequence[int]) -> CostModel:
+def _attention_alone(device: PagedDevice, name: str, queries: Sequence[int]) -> CostModel:
     """The attention of segments of so many tokens (ascending), at powers of two of context; of all else nothing yet."""
-    longest = _longest(executor)
+    longest = _longest(device)
     queries = tuple(dict.fromkeys(min(query, longest) for query in queries))
     contexts = tuple(powers(min(16, longest), longest))
-    if executor.device.type == "cuda":  # which is faster on zeros
-        for cache in chain.from_iterable(executor.memory.layers):
+    if device.kind == "cuda":  # which is faster on zeros
+        for cache in chain.from_iterable(device.memory.layers):
             for blocks in torch.split(cache, BLOCKS_FILLED):
                 blocks.copy_(torch.randn(blocks.shape, device=cache.device))
-    attention = cached(partial(_attention, executor))
+    attention = cached(partial(_attention, device))
     return CostModel(
         model=name,
-        device=describe(executor.device),
+        device=describe(device.device),
         linear_tokens=(1,),
         linear_seconds=(0.0,),
         attention_queries=queries,
@@ -171,11 +171,11 @@ def _attention_alone(executor: PagedExecutor, name: str, queries: Sequence[int])
     )
 
 
-def _load(executor: PagedExecutor, spans: Spans) -> None:
+def _load(device: PagedDevice, spans: Spans) -> None:
     """Compute these again and again, until the device has no power in hand."""
     began = time.perf_counter()
-    while time.perf_counter() - began < LOAD_SECONDS[executor.device.type]:
-        _step(executor, spans)
+    while time.perf_counter() - began < LOAD_SECONDS[device.kind]:
+        _step(device, spans)
 
 
 def _attention_of(cost: CostModel, spans: Spans) -> float:
@@ -222,17 +222,17 @@ def _each_adds(
     return tuple(interpolate(points, added, context) for context in contexts)
 
 
-def _burst(executor: PagedExecutor, cost: CostModel, most: int) -> Burst:
+def _burst(device: PagedDevice, cost: CostModel, most: int) -> Burst:
     """How much less heavy steps of up to `most` tokens take behind decodes than `cost` says, and for how long."""
-    tokens, times = min(BURST_TOKENS, most), BURST_TIMES[executor.device.type]
+    tokens, times = min(BURST_TOKENS, most), BURST_TIMES[device.kind]
     if tokens < HEAVY or not times:
         return Burst()
     context = min(REST_CONTEXT, most)
     decodes = ((context - 1, context),) * min(REST_ROWS, cost.decode_rows[-1])
     rest = int(REST_SECONDS / cost.step([(1, context)] * len(decodes))) + 1
     expected = cost.step([(tokens, tokens)])
-    plans = [*_repeated(executor, decodes, rest), *_repeated(executor, ((0, tokens),), BURST_STEPS)]
-    runs = [_taken(executor, plans)[rest:] for _ in range(times)]
+    plans = [*_repeated(device, decodes, rest), *_repeated(device, ((0, tokens),), BURST_STEPS)]
+    runs = [_taken(device, plans)[rest:] for _ in range(times)]
     return burst_of([median(step) / expected for step in zip(*runs, strict=True)], expected)
 
 
@@ -248,43 +248,43 @@ def burst_of(ratios: Sequence[float], seconds: float) -> Burst:
     return Burst(share, saved / (1 / share - 1))
 
 
-def _in_rounds(executor: PagedExecutor, steps: Sequence[Spans]) -> dict[Spans, float]:
+def _in_rounds(device: PagedDevice, steps: Sequence[Spans]) -> dict[Spans, float]:
     """Median seconds of real steps, of each of these."""
     taken: dict[Spans, list[float]] = {spans: [] for spans in steps}
-    for number in range(ROUNDS[executor.device.type]):
+    for number in range(ROUNDS[device.kind]):
         for spans in taken if number % 2 == 0 else reversed(taken):
-            taken[spans] += _step(executor, spans)
+            taken[spans] += _step(device, spans)
     return {spans: median(seconds) for spans, seconds in taken.items()}
 
 
-def _step(executor: PagedExecutor, spans: Spans) -> list[float]:
+def _step(device: PagedDevice, spans: Spans) -> list[float]:
     """Seconds of real steps that compute these, one behind the other."""
-    uncounted = WARM_UP[executor.device.type]
-    return _taken(executor, _repeated(executor, spans, uncounted + COUNTED[executor.device.type]))[uncounted:]
+    uncounted = WARM_UP[device.kind]
+    return _taken(device, _repeated(device, spans, uncounted + COUNTED[device.kind]))[uncounted:]
 
 
-def _taken(executor: PagedExecutor, plans: Sequence[StepPlan]) -> list[float]:
+def _taken(device: PagedDevice, plans: Sequence[StepPlan]) -> list[float]:
     """Seconds of each of these real steps, the next submitted beside each."""
     taken = []
-    executor.submit(plans[0])
+    device.executor.submit(plans[0])
     for plan in plans[1:]:
-        executor.submit(plan)
-        taken.append(executor.collect().seconds)
-    return [*taken, executor.collect().seconds]
+        device.executor.submit(plan)
+        taken.append(device.executor.collect().seconds)
+    return [*taken, device.executor.collect().seconds]
 
 
-def _repeated(executor: PagedExecutor, spans: Spans, times: int) -> list[StepPlan]:
+def _repeated(device: PagedDevice, spans: Spans, times: int) -> list[StepPlan]:
     """A step that computes these, so many times: what the first writes to the block tables stays there."""
-    plan = _plan(executor, spans)
+    plan = _plan(device, spans)
     return [plan, *[replace(plan, table_writes=())] * (times - 1)]
 
 
-def _plan(executor: PagedExecutor, spans: Spans) -> StepPlan:
+def _plan(device: PagedDevice, spans: Spans) -> StepPlan:
     """A step that computes these."""
-    random, vocabulary = np.random.default_rng(0), executor.model.spec.vocab_size  # tokens unlike one another, as texts
+    random, vocabulary = np.random.default_rng(0), device.model.spec.vocab_size  # tokens unlike one another, as texts
     greedy = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
-    num_blocks, block_size = executor.memory.cache.num_blocks, executor.config.block_size
-    blocks = np.arange(executor.model.spec.max_model_len) % num_blocks
+    num_blocks, block_size = device.memory.cache.num_blocks, device.config.block_size
+    blocks = np.arange(device.model.spec.max_model_len) % num_blocks
     width = max(-(-stop // block_size) for _, stop in spans)
     return StepPlan(
         0,
@@ -299,11 +299,11 @@ def _plan(executor: PagedExecutor, spans: Spans) -> StepPlan:
     )
 
 
-def _attention(executor: PagedExecutor, query: int, context: int) -> float:
+def _attention(device: PagedDevice, query: int, context: int) -> float:
     """Seconds that one segment of `query` tokens ending at `context` adds to a step, over all layers."""
-    spec, memory = executor.model.spec, executor.memory
-    device, block_size, num_blocks = spec.device, executor.config.block_size, memory.cache.num_blocks
-    count = max(1, min(BATCH // query, executor.config.max_sequences, num_blocks * block_size // context))
+    spec, memory = device.model.spec, device.memory
+    block_size, num_blocks = device.config.block_size, memory.cache.num_blocks
+    count = max(1, min(BATCH // query, device.config.max_sequences, num_blocks * block_size // context))
     width = -(-context // block_size)
     tables = (np.arange(count * width, dtype=np.int32) % num_blocks).reshape(count, width)
     positions = np.arange(context - query, context)
@@ -313,22 +313,22 @@ def _attention(executor: PagedExecutor, query: int, context: int) -> float:
         context_stop=np.full(count, context, np.int32),
         row=np.arange(count, dtype=np.int32),
     )
-    heads = torch.randn(count * query, spec.num_heads, spec.head_dim, dtype=spec.dtype, device=device)
-    kv_heads = torch.randn(count * query, spec.num_kv_heads, spec.head_dim, dtype=spec.dtype, device=device)
-    slot_mapping = torch.from_numpy(slots.reshape(-1)).to(device)
-    block_tables = torch.from_numpy(tables).to(device)
+    heads = torch.randn(count * query, spec.num_heads, spec.head_dim, dtype=spec.dtype, device=spec.device)
+    kv_heads = torch.randn(count * query, spec.num_kv_heads, spec.head_dim, dtype=spec.dtype, device=spec.device)
+    slot_mapping = torch.from_numpy(slots.reshape(-1)).to(spec.device)
+    block_tables = torch.from_numpy(tables).to(spec.device)
 
-    schedule = executor.attention.schedule(segments)
+    schedule = device.attention.schedule(segments)
 
     layers = memory.layers[:LAYERS]  # more than a cache holds, and each is like the others
 
     def attend() -> None:
         for keys, values in layers:
-            executor.attention.write(kv_heads, kv_heads, keys, values, slot_mapping)
-            executor.attention.attend(heads, keys, values, block_tables, schedule, scale=1.0)
+            device.attention.write(kv_heads, kv_heads, keys, values, slot_mapping)
+            device.attention.attend(heads, keys, values, block_tables, schedule, scale=1.0)
 
-    captured = isinstance(executor.attention, CapturableAttention)
-    return _seconds(attend, device, captured=captured) * len(memory.layers) / len(layers) / count
+    captured = isinstance(device.attention, CapturableAttention)
+    return _seconds(attend, spec.device, captured=captured) * len(memory.layers) / len(layers) / count
 
 
 def _seconds(work: Callable[[], object], device: torch.device, *, captured: bool) -> float:

@@ -81,7 +81,7 @@ def test_after_an_abort_the_step_in_flight_is_still_collected():
     loop.abort("1")
     assert loop.stats().blocks_used == 0
     assert loop.has_work(), "a step is in flight"
-    assert loop.step() is None
+    assert not loop.step()
     assert not loop.has_work()
     assert device.calls[-1] == ("collect", 1)
 

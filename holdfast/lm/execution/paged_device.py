@@ -124,7 +124,7 @@ class PagedDevice:
         if graphs is None:
             return
         logits = torch.zeros(1, self.model.spec.vocab_size, dtype=self.model.spec.dtype, device=self.device)
-        packed = batch.settle(1, 1)
+        packed = batch.apply(1, 1)
         draws = [partial(sample_rows, logits, packed, *variant) for variant in SAMPLING_VARIANTS]
         works: list[Callable[[], object]] = [*graphs.rehearsals(), *draws]
         with ThreadPoolExecutor(min(len(works), os.cpu_count() or 1), "holdfast-compile") as pool:

@@ -117,7 +117,7 @@ def test_padding_tokens_write_no_slot() -> None:
     segments = (segment(2, 0, (PENDING,), GREEDY), segment(0, 0, (5, 6)))
     staged = batch.stage(StepPlan(0, segments, (TableWrite(2, 0, (4,)), TableWrite(0, 0, (3,)))))
     own = batch.upload(staged, 8, 4)
-    padded = batch.settle(8, 4)
+    padded = batch.apply(8, 4)
     assert own.ids.tolist() == [102, 5, 6]
     assert own.sample_rows.tolist() == [2]
     assert padded.ids.tolist() == [102, 5, 6, 0, 0, 0, 0, 0]
@@ -132,7 +132,7 @@ def test_a_padded_step_writes_table_entries_beyond_its_room(width: int) -> None:
     batch = make_batch(rows=2, max_blocks=width, max_tokens=4, block_size=1)
     entries = tuple(range(1, width + 1))
     batch.upload(batch.stage(StepPlan(0, (segment(0, 0, (1,)),), (TableWrite(0, 0, entries),))), 4, 1)
-    batch.settle(4, 1)
+    batch.apply(4, 1)
     assert batch.block_tables[0].tolist() == list(entries)
     assert batch.block_tables[1].sum() == 0
 
@@ -141,5 +141,5 @@ def test_a_cleared_batch_writes_nothing() -> None:
     batch = make_batch()
     batch.upload(batch.stage(StepPlan(0, (segment(1, 0, (5,)),), (TableWrite(1, 0, (3,)),))), 4, 4)
     batch.clear()
-    assert batch.settle(4, 4).slot_mapping.tolist() == [-1] * 4
+    assert batch.apply(4, 4).slot_mapping.tolist() == [-1] * 4
     assert batch.block_tables[:4].sum() == 0

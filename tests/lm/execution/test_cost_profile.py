@@ -155,9 +155,7 @@ def test_burst_and_steady_pace_are_both_measured(made_up, monkeypatch, burst):
     ("ratios", "seconds"),
     [((0.8, 0.8, 0.9, 1.0, 1.1, 0.9), 0.04), ((0.8, 0.8, 0.95, 1.0), 0.036), ((0.8, 1.05, 0.9), 0.016)],
 )
-def test_burst_seconds_follow_from_the_time_its_steps_save(
-    ratios: tuple[float, ...], seconds: float
-) -> None:
+def test_burst_seconds_follow_from_the_time_its_steps_save(ratios: tuple[float, ...], seconds: float) -> None:
     burst = burst_of(ratios, 0.02)
     assert (burst.share, burst.seconds) == (0.8, pytest.approx(seconds))
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from holdfast.lm.execution.transfer import CopyStream, InOrder, Transfers, stream_for
+from holdfast.lm.execution.transfer import CopyStream, HostStream, Transfers, stream_for
 from holdfast.lm.kernels.cache.kv_cache import KVCache
 from holdfast.lm.types import BlockCopy, CopyTime, StepPlan
 from tests.late_streams import ForgottenStream, LateStream
@@ -29,7 +29,7 @@ def cache(num_blocks: int, fill: float, device: str = "cpu") -> KVCache:
     return made
 
 
-def transfers(stream: type[LateStream] | type[InOrder]) -> tuple[KVCache, KVCache, Transfers]:
+def transfers(stream: type[LateStream] | type[HostStream]) -> tuple[KVCache, KVCache, Transfers]:
     device, host = cache(6, 0.0), cache(5, 100.0)
     layers = tuple(device.layer(index) for index in range(LAYERS))
     return device, host, Transfers(device, host, layers, stream)
@@ -46,7 +46,7 @@ def held(data: torch.Tensor, block: int) -> float:
     return float(data[block].mean())
 
 
-@pytest.mark.parametrize("stream", [InOrder, LateStream])
+@pytest.mark.parametrize("stream", [HostStream, LateStream])
 def test_each_layer_is_swapped_in_when_the_model_reads_it(stream: type[LateStream]) -> None:
     device, _, copies = transfers(stream)
     layers = copies.begin(plan(0, [BlockCopy(2, 5), BlockCopy(4, 0)], awaits=0))

@@ -34,7 +34,7 @@ def run(start: Start, parent: Parent) -> None:
         measure=start.measure,
         on_progress=lambda stage: parent.send(Progress(stage)),
     )
-    # What exists now lives as long as the process, so no collection need scan it again. `serve` decides when to collect.
+    # What exists now lives as long as the process: no collection need scan it. `serve` decides when to collect.
     gc.collect()
     gc.freeze()
     gc.disable()

@@ -41,7 +41,7 @@ class TracedExecutor:
         self._free_at = 0.0
         self._lanes: set[int] = set()
         self._copying: dict[tuple[int, bool], tuple[float, int]] = {}
-        """Copies in flight: by step and direction (True: to the device), when they were submitted and how many blocks."""
+        """Copies in flight, by step and direction (True: to the device): time of submission, number of blocks."""
         self._copied_until = [0.0, 0.0]
         names = {DEVICE: "device", ROWS: "sequences, by row", COPIES: "copies"}
         lines = [event("M", pid, 0, name="process_name", args={"name": name}) for pid, name in names.items()]

@@ -46,7 +46,7 @@ LAYERS = 4
 LEAST_SECONDS = 1e-6
 """Least time of a step's linear layers, where it measured no longer than its attention alone."""
 BLOCKS_FILLED = 1024
-"""Blocks filled with random numbers at a time. PyTorch draws none in FP8, and a copy of the whole cache would not fit."""
+"""Blocks filled with random numbers at a time. PyTorch draws none in FP8; a copy of the whole cache would not fit."""
 BATCH = 256
 """Query tokens of the batch that measures a segment's attention: one segment alone would not fill the device."""
 SPARSE = 4096

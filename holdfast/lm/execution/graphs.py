@@ -15,7 +15,7 @@ from holdfast.lm.kernels.attention.protocol import CapturableAttention
 from holdfast.lm.models.base import CapturableModel, StepInput
 
 KINDS = (1, 4, 16, 32, 64)
-"""Up to each of these, tokens have kernels of their own (`kernels.thin_linear`, `kernels.paged`); beyond, all share."""
+"""Up to each of these token counts, kernels have variants of their own (`linear.skinny_gemm`, `attention.paged`)."""
 
 FEW_SEGMENTS = 64
 """Most steps with prefill work have no more segments than that."""
@@ -82,7 +82,7 @@ class GraphSizes:
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """The graph of one size, and the attention schedule that it reads."""
+    """The graph of one size, and the attention metadata that it reads."""
 
     graph: torch.cuda.CUDAGraph
     metadata: Any
@@ -92,8 +92,8 @@ class StepGraphs:
     """The forward pass of steps, captured by size.
 
     A step in which each segment is one token that samples is one graph, by its rows. Any other is two: the model's body
-    by its tokens, and its head by the rows that sample. What sizes they are padded to has no slot, no tile of
-    attention and no reader of its logits. A graph begins with the batch's persistent buffer, where the step was
+    by its tokens, and its head by the rows that sample. Padding writes no slot, has no tile of attention, and its
+    logits are never read. A graph begins with the batch's persistent buffer, where the step was
     uploaded to, and ends with `logits`; both stay where they are. Graphs share one memory pool: no two run at once, and
     nothing in the pool outlives its graph's run.
     """
@@ -168,13 +168,13 @@ class StepGraphs:
     def _rehearse(
         self, work: Callable[[int, Any], None], size: int, segments: int | None = None, tokens: int | None = None
     ) -> Any:
-        """Run `work` once, which compiles and warms up what it is made of, on a schedule of nothing: its result."""
+        """Run `work` once with empty attention metadata, which compiles its kernels; return the metadata."""
         metadata = self._attention.reserve(min(segments or size, self._most_rows), tokens)
         work(size, metadata)
         return metadata
 
     def _body(self, size: int, metadata: Any) -> None:
-        packed = self._batch.settle(size, min(size, self._most_rows))
+        packed = self._batch.apply(size, min(size, self._most_rows))
         rows = self._model.body(self._input(packed, packed.sample_at, metadata))
         if not self._between:  # kept outside of the pool: the head's graph takes memory of its own there
             self._between = tuple(part.new_empty(self._most_rows, *part.shape[1:]) for part in rows)
@@ -185,7 +185,7 @@ class StepGraphs:
         self._logits[:size].copy_(self._model.head(tuple(part[:size] for part in self._between)))
 
     def _decode(self, size: int, metadata: Any) -> None:
-        packed = self._batch.settle(size, size)
+        packed = self._batch.apply(size, size)
         self._logits[:size].copy_(self._model.forward(self._input(packed, None, metadata)))
 
     def _input(self, packed: PackedStep, sample_at: torch.Tensor | None, metadata: Any) -> StepInput:

@@ -53,7 +53,7 @@ class Rope:
         return torch.where((wavelength >= short) & (wavelength <= long), between, stretched)
 
     def _yarn(self, plain: torch.Tensor, stretched: torch.Tensor, dim: int) -> torch.Tensor:
-        """Interpolate from kept to stretched frequencies between two numbers of rotations over the original length (YaRN, §3.2)."""
+        """Interpolate from kept to stretched between two numbers of rotations over the original length (YaRN, §3.2)."""
 
         def dimension(rotations: float) -> float:
             return dim * math.log(self.original_length / (rotations * 2 * math.pi)) / (2 * math.log(self.theta))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from holdfast.lm.kernels.attention.backends import Segments
+from holdfast.lm.kernels.attention.protocol import Segments
 
 
 @dataclass(frozen=True)

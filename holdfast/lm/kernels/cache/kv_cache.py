@@ -63,10 +63,6 @@ class KVCache:
     def num_blocks(self) -> int:
         return self.data.shape[2]
 
-    @property
-    def block_size(self) -> int:
-        return self.data.shape[3]
-
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The key cache and the value cache of a layer, [num_blocks, block_size, Hkv, D], as views."""
         key, value = self.data[index]

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from holdfast.core.config import AttentionBackendName
-from holdfast.lm.kernels.attention.backends import Attention, attention_for, require
+from holdfast.lm.kernels.attention.backends import attention_for, require
 from holdfast.lm.kernels.attention.flash_attention_3 import FlashAttention3
-from holdfast.lm.kernels.attention.protocol import CapturableAttention, Segments
+from holdfast.lm.kernels.attention.protocol import Attention, CapturableAttention, Segments
 from holdfast.lm.kernels.attention.torch_attention import TorchAttention
 from tests.lm.kernels.attention_oracle import Batch, make_batch, oracle
 

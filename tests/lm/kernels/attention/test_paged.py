@@ -68,9 +68,11 @@ def test_softcap_and_sinks_equal_the_oracle(softcap: float | None, device: str) 
     assert_exact(attend(batch, **options), oracle(batch, **options))
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 7}, {"softcap": 3.0}]) @pytest.mark.parametrize(("head_dim",
-"block_size"), [(16, 16), (40, 5)]) def test_an_fp8_cache_equals_the_oracle_over_rounded_keys_and_values(head_dim: int,
-block_size: int, options: dict[str, float], device: str) -> None:
+@pytest.mark.parametrize("options", [{}, {"window": 7}, {"softcap": 3.0}])
+@pytest.mark.parametrize(("head_dim", "block_size"), [(16, 16), (40, 5)])
+def test_an_fp8_cache_equals_the_oracle_over_rounded_keys_and_values(
+    head_dim: int, block_size: int, options: dict[str, float], device: str
+) -> None:
     batch = make_batch(MIXED, head_dim=head_dim, block_size=block_size, cache_dtype=FP8, device=device)
     options = {"scale": 0.25, "sinks": torch.linspace(-2, 3, 4, device=device), **options}
     assert_exact(attend(batch, **options), oracle(batch, **options))

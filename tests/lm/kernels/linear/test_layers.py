@@ -265,8 +265,10 @@ def test_one_token_gemms_norm_the_stream_they_read(
     assert_near(ops.gated_linear(found, after, bias), exact_ops.gated_linear(expected, exact_after, exact_bias))
 
 
-@pytest.mark.parametrize("biased", [False, True]) def test_gemms_in_pieces_equal_the_gemm_of_all_tokens(biased: bool,
-device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("biased", [False, True])
+def test_gemms_in_pieces_equal_the_gemm_of_all_tokens(
+    biased: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(fused_layers, "PIECES", {7: (4, 3)})
     shape = shape_of(device)
     stream, x, square, norm, gate_up = (

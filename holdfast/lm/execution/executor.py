@@ -85,7 +85,7 @@ class PagedExecutor:
         """
         spec = model.spec
         self.model, self.config, self.device = model, config, spec.device
-        self.token_budget = token_budget or config.token_budget or DEFAULT_BUDGET[spec.device.type]
+        self.token_budget = token_budget or config.fixed_token_budget or DEFAULT_BUDGET[spec.device.type]
         self.cache_dtype = FP8 if config.kv_cache_dtype == "fp8" else spec.dtype
         self.attention = attention_for(
             spec.device,

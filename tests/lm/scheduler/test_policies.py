@@ -31,6 +31,6 @@ def test_a_decode_of_a_lower_class_is_not_stalled_by_a_prefill_of_a_higher_one()
     assert spans(scheduler.schedule(0.0)) == [("0", 2, 3), ("1", 0, 3)]
 
 
-def test_a_budget_of_nothing_is_refused():
+def test_a_budget_of_zero_is_refused():
     with pytest.raises(ValueError, match="token_budget is 0"):
         StallFree(0)

@@ -159,8 +159,8 @@ def test_a_preempted_sequence_can_end_by_its_token_in_flight():
     assert (scheduler.stats().waiting, scheduler.stats().blocks_used) == (0, 0)
 
 
-def speculating(draft, **options):
-    """A scheduler with one prompt of six tokens whose decodes verify `draft`."""
+def speculating(draft, *others, **options):
+    """A scheduler with a prompt of six tokens, and others, whose decodes verify `draft`."""
 
     class Speculating(StallFree):
         def plan(self, step):
@@ -169,7 +169,7 @@ def speculating(draft, **options):
             step.speculate(lambda entry: draft)
             step.admit()
 
-    scheduler = filled(6, policy=Speculating(8), **options)
+    scheduler = filled(6, *others, policy=Speculating(10), **options)
     step(scheduler)
     return scheduler
 
@@ -186,10 +186,10 @@ def test_a_decode_with_drafts_goes_on_behind_the_tokens_its_result_accepts(token
 
 
 def test_a_draft_is_cut_at_the_budget_the_limit_and_free_blocks():
-    assert speculating(range(50), max_tokens=50).schedule(0.0).num_tokens == 8
-    assert speculating(range(50), max_tokens=3).schedule(0.0).num_tokens == 2
-    assert speculating(range(50), max_tokens=6, blocks=2, block_size=6).schedule(0.0).num_tokens == 4
-    assert speculating(range(50), max_tokens=6, blocks=3, block_size=4).schedule(0.0).num_tokens == 4
+    assert spans(speculating(range(50), max_tokens=50).schedule(0.0)) == [("0", 6, 16)]
+    assert spans(speculating(range(50), max_tokens=3).schedule(0.0)) == [("0", 6, 8)]
+    scheduler = speculating(range(50), 4, max_tokens=6, blocks=4, block_size=4)
+    assert spans(scheduler.schedule(0.0)) == [("0", 6, 8), ("1", 4, 8)]
 
 
 def test_a_sequence_ends_at_its_end_token_among_several():

@@ -10,6 +10,8 @@ from holdfast.lm.types import BlockCopy, TableWrite
 class Admission:
     """Gives waiting sequences rows and blocks for one step, and lets them run once their state has arrived."""
 
+    __slots__ = ("_now", "_number", "_queues", "_writes", "swap_in")
+
     def __init__(self, queues: Queues, number: int, now: float, writes: list[TableWrite]) -> None:
         """`number` is the step's and `now` its time in seconds; block tables are added to `writes`.
 
@@ -21,11 +23,12 @@ class Admission:
         self._number = number
         self._now = now
         self._writes = writes
-        idle = not queues.running
-        for entry in tuple(queues.swapping_in):
-            entry.swap_in_step = queues.pool.swap_in_step(entry.cache.blocks)
-            if idle or entry.swap_in_step < 0:
-                queues.join(entry)
+        if queues.swapping_in:
+            idle = not queues.running
+            for entry in tuple(queues.swapping_in):
+                entry.swap_in_step = queues.pool.swap_in_step(entry.cache.blocks)
+                if idle or entry.swap_in_step < 0:
+                    queues.join(entry)
 
     def start(self, entry: Entry, *, most: int | None, at_once: bool) -> bool:
         """Start a waiting sequence if blocks for all its known positions are free beside the headroom.

@@ -14,6 +14,8 @@ class Preemption:
     that sits the step out (`Entry.next_step`) is never a victim.
     """
 
+    __slots__ = ("_number", "_queues", "_writes", "preempted")
+
     def __init__(self, queues: Queues, number: int, writes: list[TableWrite]) -> None:
         """`number` is the step's; new blocks are added to `writes`."""
         self.preempted: list[str] = []

@@ -25,7 +25,7 @@ from holdfast.core.config import EngineConfig
 from holdfast.lab.simulator.executor import SimulatedExecutor, VirtualClock
 from holdfast.lm.memory.block_pool import BlockPool, StateIdentity
 from holdfast.lm.memory.retention import RetentionRule, cost_by_position
-from holdfast.lm.scheduler.builder import Step
+from holdfast.lm.scheduler.builder import StepBuilder
 from holdfast.lm.scheduler.order import make_order
 from holdfast.lm.scheduler.policies import StallFree
 from holdfast.lm.scheduler.scheduler import Scheduler
@@ -79,7 +79,7 @@ class Gathering(StallFree):
         super().__init__(token_budget)
         self._every = every
 
-    def plan(self, step: Step) -> None:
+    def plan(self, step: StepBuilder) -> None:
         step.budget = self.token_budget
         step.displace()
         step.decode()
@@ -113,7 +113,7 @@ def main() -> None:
                 host_blocks=HOST_BLOCKS if mode == "tiers" else 0, low_water=config.swap_threshold,
             )  # fmt: skip
             scheduler = Scheduler(
-                Gathering(config.token_budget or 2048, arguments.join_every), pool, max_sequences=512,
+                Gathering(config.fixed_token_budget or 2048, arguments.join_every), pool, max_sequences=512,
                 max_model_len=LONGEST, vocab_size=VOCABULARY, headroom=config.headroom,
                 sharing=StateIdentity("modelled") if config.prefix_sharing else None, order=make_order(config),
             )  # fmt: skip

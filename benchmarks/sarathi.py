@@ -94,11 +94,9 @@ def engine(system: str, dataset: str, cache_tokens: int, slo: float) -> EngineCo
     """The engine that stands for a system of the paper; `fixed-N` is a budget of N, `computed` one from the SLO."""
     longest = DATASETS[dataset].limit + 1
     common: dict[str, Any] = {"max_model_len": longest, "max_sequences": 128, "prefix_sharing": False}
-    if system == "orca":  # no paging: as many sequences as fit at the longest length, and any number of prompts a step
+    if system == "orca":  # no paging: as many sequences as fit at the longest length
         most = max(1, min(128, cache_tokens // longest))
-        return EngineConfig(
-            **common | {"max_sequences": most}, scheduler="orca", token_budget=min(1 << 20, longest * most)
-        )
+        return EngineConfig(**common | {"max_sequences": most}, scheduler="orca")
     if system == "vllm":
         return EngineConfig(**common, scheduler="prefill-first", token_budget=longest)
     if system == "computed":

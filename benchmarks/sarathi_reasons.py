@@ -97,7 +97,7 @@ def capacity_of(
     )
     if "orca" in vary and system == "orca":
         most = min(config.max_sequences, MOST_OF_ORCA[name])
-        config = replace(config, max_sequences=most, token_budget=config.max_model_len * most)  # type: ignore[operator]
+        config = replace(config, max_sequences=most)
     if "headroom" in vary:
         config = replace(config, headroom=0.01)
     work = requests(SHAREGPT, count, seed, lengths)

@@ -1,7 +1,7 @@
 """Time that the scheduler takes for one step of decodes: 256 sequences run, 1,000 requests wait.
 
-The wall's clock counts what else the machine does meanwhile, the thread's CPU time does not. `paced` is the default
-with a target.
+Wall time includes interference by other processes, the thread's CPU time does not. `latency-target` is the default
+scheduler with a latency target.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from holdfast.core.types import Request, SamplingParams
 from holdfast.lm.memory.block_pool import BlockPool, StateIdentity
 from holdfast.lm.scheduler.builder import Policy
 from holdfast.lm.scheduler.choice import NAMES, capacity_of, make_policy
-from holdfast.lm.scheduler.latency_target import PacedStallFree
+from holdfast.lm.scheduler.policies import LatencyTarget
 from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.types import StepPlan, StepResult
 
@@ -36,7 +36,9 @@ def main() -> None:
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--steps-in-flight", type=int, default=2)
-    parser.add_argument("--schedulers", nargs="+", choices=(*NAMES, "paced"), default=(*NAMES, "paced"))
+    parser.add_argument(
+        "--schedulers", nargs="+", choices=(*NAMES, "latency-target"), default=(*NAMES, "latency-target")
+    )
     options = parser.parse_args()
     for name in options.schedulers:
         measure(name, options)
@@ -47,10 +49,12 @@ def measure(name: str, options: argparse.Namespace) -> None:
 
     prompt, warm_up = 512, 64
     length = prompt + warm_up + options.steps + 2
-    if name == "paced":
-        policy: Policy = PacedStallFree(COST, target=0.02, tile=128, ceiling=2048)
+    if name == "latency-target":
+        policy: Policy = LatencyTarget(COST, target=0.02, tile=128, ceiling=2048)
     else:
-        capacity = capacity_of(name, token_budget=2048, max_model_len=2 * length, max_sequences=options.running)
+        capacity = capacity_of(
+            name, token_budget=2048, max_model_len=2 * length, max_sequences=options.running, limit=1 << 16
+        )
         policy = make_policy(name, token_budget=2048, capacity=capacity)
     scheduler = Scheduler(
         policy,

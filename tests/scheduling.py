@@ -1,6 +1,7 @@
-"""What tests of scheduler, memory and loop share: requests, a device that checks every read, a sequential oracle."""
+"""Shared by tests of scheduler, memory and loop: requests, a device that checks every read, a sequential oracle."""
 
 from collections import deque
+from itertools import repeat
 
 from holdfast.core.types import FinishReason, Request, SamplingParams
 from holdfast.lm.memory.block_pool import BlockPool, StateIdentity
@@ -58,12 +59,12 @@ def create_requests(*prompts, max_tokens=4, priority=0, tenant="", **params):
 
 
 def spans(plan):
-    """What a plan computes, in short: (sequence, start, stop) of each segment."""
+    """The segments of a plan in short: (sequence, start, stop) of each."""
     return [(segment.sequence_id, segment.start, segment.stop) for segment in plan.segments]
 
 
 def answer(plan, token=7, swapped_out=None, swapped_in=None):
-    """A result that gives each sampling segment the same token; all copies are done, unless it is said which."""
+    """A result that gives each sampling segment the same token. All copies are complete unless given."""
     tokens = tuple(token for _ in plan.sampled())
     done = [plan.step if step is None else step for step in (swapped_out, swapped_in)]
     return StepResult(plan.step, tokens, 0.0, *done)
@@ -106,6 +107,8 @@ class FakeDevice:
     must still hold what it held, and until then the place on the host holds nothing. Those from the host arrive when a
     plan awaits them or a result says so; before that nobody may touch their blocks. `choose` draws how many steps that
     takes; without it, the step that begins a copy completes it.
+
+    It verifies drafted tokens as a model does, and `choose` draws how many of the accepted ones it gives, down to none.
     """
 
     def __init__(self, num_blocks, block_size, host_blocks=0, choose=None):
@@ -120,6 +123,8 @@ class FakeDevice:
         self.streams = {}
         self.states = {}
         self.plans = deque()
+        self.refused = 0
+        """Segments with drafted tokens that gave none."""
 
     def expect(self, request):
         self.streams[request.id] = list(request.prompt)
@@ -141,12 +146,18 @@ class FakeDevice:
         while self.coming and self.coming[0][0] <= plan.awaits:
             self._arrive()
         self._begin_to_swap_out(plan)
-        written = [slot for segment in plan.segments for slot in self._write(segment)]
+        samples = plan.samples or repeat(1)
+        drafts = {segment: segment.tokens[1:most] for segment, most in zip(plan.sampled(), samples, strict=False)}
+        states = {segment: self._states_of(segment, drafts.get(segment, ())) for segment in plan.segments}
+        written = [slot for segment, states_at in states.items() for slot in self._write(segment, states_at)]
         assert len(set(written)) == len(written), "two segments of a step write to one place"
-        for segment in plan.segments:
-            self._read(segment)
-        tokens = tuple(self._sample(segment) for segment in plan.sampled())
-        return StepResult(plan.step, tokens, 0.0, self._complete_copies(plan), self._complete_arrivals(plan))
+        for segment, states_at in states.items():
+            self._read(segment, states_at)
+        given = [self._sample(segment, draft) for segment, draft in drafts.items()]
+        tokens = tuple(token for each in given for token in each)
+        counts = None if plan.samples is None else tuple(map(len, given))
+        copied = self._complete_copies(plan), self._complete_arrivals(plan)
+        return StepResult(plan.step, tokens, 0.0, *copied, counts=counts)
 
     def _contents(self, block):
         return self.slots[block * self.block_size : (block + 1) * self.block_size]
@@ -202,27 +213,42 @@ class FakeDevice:
         size, table = self.block_size, self.tables[row]
         return [table[position // size] * size + position % size for position in range(start, stop)]
 
-    def _write(self, segment):
-        stream = self.streams[segment.sequence_id]
-        if segment.tokens == (PENDING,):
+    def _states_of(self, segment, draft):
+        """What a model holds at each position up to the segment's end, given the drafted tokens at its end."""
+        stream, known = self.streams[segment.sequence_id], segment.stop - len(draft)
+        tokens = segment.tokens[: len(segment.tokens) - len(draft)]
+        if tokens == (PENDING,):
             assert self.last_sampled[segment.row] == stream[segment.start], "the row is not the sequence's any more"
         else:
-            assert list(segment.tokens) == stream[segment.start : segment.stop]
+            assert list(tokens) == stream[segment.start : known]
+        return [*self.states[segment.sequence_id][:known], *model_state((*stream[:known], *draft))[known:]]
+
+    def _write(self, segment, states):
         slots = self._slots_of(segment.row, segment.start, segment.stop)
         assert all(self._untouched(slot // self.block_size) for slot in slots), f"{segment} writes under a copy"
-        for slot, state in zip(slots, self.states[segment.sequence_id][segment.start : segment.stop], strict=True):
+        for slot, state in zip(slots, states[segment.start :], strict=True):
             self.slots[slot] = state
         return slots
 
-    def _read(self, segment):
+    def _read(self, segment, states):
         seen = [self.slots[slot] for slot in self._slots_of(segment.row, 0, segment.stop)]
-        assert seen == self.states[segment.sequence_id][: segment.stop], f"{segment} reads what is not its own context"
+        assert seen == states, f"{segment} reads what is not its own context"
 
-    def _sample(self, segment):
+    def _sample(self, segment, draft):
+        """The tokens that follow a segment: one for each drafted token that is right, and one more."""
         stream, states = self.streams[segment.sequence_id], self.states[segment.sequence_id]
-        assert len(stream) == segment.stop, "each position is sampled once, the last one"
-        token = sampled_from(states[-1])
-        stream.append(token)
-        states.append(hash((states[-1], token)))
-        self.last_sampled[segment.row] = token
-        return token
+        assert len(stream) == segment.stop - len(draft), "each position is sampled once, the last one"
+        tokens, state = [], states[-1]
+        for guess in (*draft, None):
+            tokens.append(sampled_from(state))
+            state = hash((state, tokens[-1]))
+            if tokens[-1] != guess:
+                break
+        if draft and self.choose is not None:
+            del tokens[self.choose.randint(0, len(tokens)) :]
+            self.refused += not tokens
+        for token in tokens:
+            stream.append(token)
+            states.append(hash((states[-1], token)))
+            self.last_sampled[segment.row] = token
+        return tokens

@@ -67,6 +67,8 @@ def announce(console: Console, engine: EngineConfig, server: ServerConfig, info:
 def step(engine: EngineConfig, info: EngineInfo) -> str:
     """What bounds a step."""
     within = "" if engine.tbt_target is None else f", {engine.tbt_target:g} ms where someone streams (TBT target)"
+    if engine.token_budget == "auto":
+        within = f", as many as take {engine.tbt_target:g} ms (TBT target)"
     return f"{info.token_budget:,} tokens at the most (token budget){within}"
 
 

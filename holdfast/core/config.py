@@ -79,10 +79,14 @@ class EngineConfig:
         None, "deadline of the first token in ms, for requests that name none, with the deadline order; default: 2000"
     )
     fair_weight: float = option(2.0, "prompt tokens that a generated one counts, with the fair order")
-    token_budget: int | None = option(None, "most tokens in one step; default: 2048 on CUDA, 512 on a CPU")
+    token_budget: int | Literal["auto"] | None = option(
+        None,
+        "most tokens in one step, rounded down to whole matrix tiles; default: 2048 on CUDA, 512 on a CPU; auto "
+        "computes it once from tbt_target and the device's profile",
+    )
     tbt_target: float | None = option(
         None,
-        "aim for this time between tokens in ms: sets each step's budget by the device's profile, measured once",
+        "aim for this time between tokens in ms: computes each step's budget from the device's profile, measured once",
         unit="ms",
     )
     steps_in_flight: int = option(2, "steps planned ahead of the device; 1 waits for each")
@@ -111,7 +115,7 @@ class EngineConfig:
             ("threads", 1, 1024),
         ):
             value = getattr(self, name)
-            if value is not None and not low <= value <= high:
+            if value is not None and value != "auto" and not low <= value <= high:
                 raise ValueError(f"{name} is {value}; it must lie between {low} and {high}")
         for name, least, most in (("memory_fraction", 0.05, 1.0), ("headroom", 0.0, 0.9), ("swap_threshold", 0.0, 1.0)):
             value = getattr(self, name)
@@ -137,7 +141,14 @@ class EngineConfig:
             raise ValueError(
                 "attention_backend is vllm-flash-attn, which reads no FP8, and kv_cache_dtype is fp8; choose auto"
             )
-        if self.tbt_target is not None and self.token_budget is not None:
+        if self.tbt_target is not None and self.fixed_token_budget is not None:
             raise ValueError("token_budget and tbt_target both set the step's size; give one of them")
+        if self.tbt_target is None and self.token_budget == "auto":
+            raise ValueError("token_budget is auto, which is computed from tbt_target; give a target or a number")
         if self.tbt_target is not None and self.scheduler != "stall-free":
             raise ValueError(f"tbt_target is for the stall-free scheduler, and scheduler is {self.scheduler}; drop one")
+
+    @property
+    def fixed_token_budget(self) -> int | None:
+        """The token budget if it is given as a number."""
+        return None if self.token_budget == "auto" else self.token_budget

@@ -18,7 +18,7 @@ from holdfast.loop.contracts import Device, Executor
 from holdfast.loop.loop import Loop
 
 PENDING = -1
-"""A token id that the host need not know yet: the executor puts in what the row sampled last."""
+"""Stands for the last token that the row sampled, which the host may not know yet; the executor fills it in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +43,9 @@ class Sampling:
 class Segment(NamedTuple):
     """Compute positions [start, stop) of one sequence.
 
-    A decode is a segment of length 1, a prefill chunk a longer one, the recomputation of a dropped leading range one
-    more segment of the same sequence. It may be planned only when every earlier position of its sequence is resident
-    in the cache, or is computed within the same step.
+    A decode is a segment of length 1, and longer by the draft where drafted tokens are verified. A prefill chunk, or
+    the recomputation of a dropped range, is a segment too. A segment may be planned only when every earlier position of
+    its sequence is in the cache, or is swapped in or computed within the same step.
     """
 
     sequence_id: str
@@ -54,9 +54,9 @@ class Segment(NamedTuple):
     start: int
     stop: int
     tokens: tuple[int, ...]
-    """Token ids at [start, stop); PENDING where the row sampled the token, in a step that may still be in flight."""
+    """Token ids at [start, stop). The first may be PENDING; known or drafted tokens follow."""
     sampling: Sampling | None
-    """How to sample the token at position `stop`; None when the segment ends before the sequence's last token."""
+    """How to sample after it; None when it ends before the sequence's last token. `StepPlan.samples` says how many."""
 
     @property
     def length(self) -> int:
@@ -65,7 +65,7 @@ class Segment(NamedTuple):
 
 
 class TableWrite(NamedTuple):
-    """Entries of a row's block table that are new: `blocks` stand at table positions [start, start + len(blocks))."""
+    """New entries of a row's block table: `blocks` go to its indices [start, start + len(blocks))."""
 
     row: int
     start: int
@@ -100,6 +100,13 @@ class StepPlan:
     """Number of the last plan whose `swap_in` the segments need, with those of all plans before it. If it is this very
     plan, they need each layer when they come to it. What is not awaited comes in beside the segments."""
 
+    samples: tuple[int, ...] | None = None
+    """Most tokens to sample after each sampling segment, in plan order; None: exactly one after each.
+
+    A segment with 1 gives exactly one. One with n > 1 ends with n - 1 drafted tokens to verify. It gives the drafted
+    tokens that are accepted and one more, or fewer, down to none.
+    """
+
     @property
     def columns(self) -> Columns[Segment]:
         """The segments by column."""
@@ -107,7 +114,7 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        """Query tokens of the step: what the token budget bounds."""
+        """Query tokens of the step, which the token budget bounds."""
         columns = self.columns
         starts: list[int] = columns.column("start")
         stops: list[int] = columns.column("stop")
@@ -115,11 +122,11 @@ class StepPlan:
 
     @property
     def num_sampled(self) -> int:
-        """Tokens that the step samples: the length of StepResult.tokens."""
+        """Sampling segments: the length of StepResult.tokens where `samples` is None."""
         return sum([sampling is not None for sampling in self.columns.column("sampling")])
 
     def sampled(self) -> abc.Iterator[Segment]:
-        """The segments that sample a token, in the order of StepResult.tokens."""
+        """The sampling segments, in the order of StepResult.tokens."""
         return (segment for segment in self.segments if segment.sampling is not None)
 
 
@@ -135,10 +142,11 @@ class CopyTime(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step gave: a token for each sampling segment of its plan, in plan order."""
+    """What one step gave: no, one or several tokens for each sampling segment of its plan."""
 
     step: int
     tokens: tuple[int, ...]
+    """The tokens of all sampling segments, in plan order."""
     seconds: float
     """Time that the device spent on the step."""
     swapped_out: int = -1
@@ -146,14 +154,16 @@ class StepResult:
     swapped_in: int = -1
     """The same of copies to the device."""
     copies: tuple[CopyTime, ...] = ()
-    """What was seen to be complete since the result before."""
+    """The copies that were seen to complete since the last result."""
+    counts: abc.Sequence[int] | None = None
+    """How many of `tokens` each sampling segment gave, in plan order; None: one each."""
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
     """A request's token stream while the scheduler holds it. Only the scheduler changes it.
 
-    Which of its positions are resident is the memory's to know (`memory.conversation`), not the sequence's.
+    Its `SequenceCache` knows which of its positions are in the KV cache.
     """
 
     request: Request
@@ -162,9 +172,9 @@ class Sequence:
     tokens: array[int] = field(default_factory=lambda: array("I"))
     """Prompt and generated tokens known to the host."""
     length: int = 0
-    """Positions that exist, those whose token is still being sampled included."""
+    """Number of its positions, including those whose token is still being sampled."""
     cached_tokens: int = 0
-    """Prompt tokens that the prefix cache gave at first admission."""
+    """Prompt tokens found in the prefix cache at first admission."""
     preemptions: int = 0
     scheduled_at: float | None = None
     finish_reason: FinishReason | None = None
@@ -180,13 +190,13 @@ class Sequence:
 
     @property
     def in_flight(self) -> int:
-        """Tokens that steps in flight sample for this sequence."""
+        """Most tokens that steps in flight sample for this sequence."""
         return self.length - len(self.tokens)
 
-    @property
-    def generated(self) -> int:
-        """Generated tokens, those in flight included."""
-        return self.length - len(self.request.prompt)
+    def rollback(self, length: int) -> None:
+        """Drop the positions from `length` on, whose tokens were not accepted; known tokens stay."""
+        assert len(self.tokens) <= length <= self.length
+        self.length = length
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +294,7 @@ class EngineShape:
     vocab_size: int
     eos_token_ids: tuple[int, ...] = ()
     tile: int
-    """A computed token budget is a multiple of this: other sizes leave part of a matrix tile idle."""
+    """A token budget is a multiple of this: other sizes leave part of a matrix tile idle."""
     attention_balance: int = 16384
     """Position at which a token's attention costs as much as all its other work. Used where no cost was measured."""
 

@@ -35,12 +35,17 @@ def test_flags_set_fields_of_every_type() -> None:
 
 
 def test_a_flag_may_take_a_number_or_a_word(tmp_path: Path) -> None:
+    assert engine("--token-budget", "auto", "--tbt-target", "50ms").token_budget == "auto"
+    assert engine("--token-budget", "64").token_budget == 64
     assert engine("--host-cache-gb", "4").host_cache_gb == 4.0
     assert engine("--host-cache-gb", "auto") == EngineConfig()
     path = tmp_path / "holdfast.yaml"
     for value, meant in (("auto", "auto"), ("4", 4.0), ("0.5", 0.5)):
         path.write_text(f"host_cache_gb: {value}\n")
         assert engine(file=str(path)).host_cache_gb == meant
+    for value, meant in (("auto", "auto"), ("64", 64)):
+        path.write_text(f"token_budget: {value}\ntbt_target: {'50ms' if meant == 'auto' else 'null'}\n")
+        assert engine(file=str(path)).token_budget == meant
 
 
 @pytest.mark.parametrize("given", ["50", "50ms", "0.05s"])

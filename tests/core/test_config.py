@@ -38,6 +38,12 @@ def test_two_ways_to_set_the_budget_exclude_each_other():
         EngineConfig(token_budget=512, tbt_target=50.0)
 
 
+def test_an_automatic_token_budget_requires_a_target():
+    assert EngineConfig(token_budget="auto", tbt_target=50.0).fixed_token_budget is None
+    with pytest.raises(ValueError, match="token_budget is auto, which is computed from tbt_target"):
+        EngineConfig(token_budget="auto")
+
+
 def test_attention_that_reads_no_fp8_is_refused_beside_a_cache_in_fp8():
     with pytest.raises(ValueError, match="vllm-flash-attn, which reads no FP8, and kv_cache_dtype is fp8"):
         EngineConfig(attention_backend="vllm-flash-attn", kv_cache_dtype="fp8")

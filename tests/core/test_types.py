@@ -35,10 +35,11 @@ def test_a_plan_counts_query_tokens_and_lists_the_segments_that_sample():
     assert list(plan.sampled()) == [decode]
 
 
-def test_a_sequence_counts_tokens_in_flight_as_positions_and_as_generated():
+def test_a_sequence_counts_tokens_in_flight_as_positions_until_they_are_rolled_back():
     sequence = Sequence(Request("a", prompt=(5, 6, 7), params=SamplingParams()), seed=1)
     sequence.tokens.append(9)
     sequence.length = 5
     assert sequence.in_flight == 1
-    assert sequence.generated == 2
     assert sequence.request.prompt == (5, 6, 7), "the request is not touched by what is generated"
+    sequence.rollback(4)
+    assert (sequence.length, sequence.in_flight) == (4, 0)

@@ -148,6 +148,20 @@ def test_a_tbt_target_sets_the_budget_of_each_step(small):
     assert beside_a_stream(small(**target, tbt_target=0.001)) == 16
 
 
+def test_an_automatic_budget_is_computed_once_from_the_target(small):
+    options = {"token_budget": "auto", "max_model_len": 64, "steps_in_flight": 1}
+    assert beside_a_stream(small(**options, tbt_target=60_000.0)) == 61
+    assert beside_a_stream(small(**options, tbt_target=0.001)) == 16
+
+
+def test_orca_steps_hold_the_longest_prompt_of_every_row_unless_a_budget_is_given(small):
+    def most_tokens(**options):
+        return build(small(scheduler="orca", max_model_len=64, **options))[1].token_budget
+
+    assert most_tokens(token_budget=None, max_sequences=16) == 64 * 16
+    assert most_tokens(token_budget=16, max_sequences=16) == 64 + 16
+
+
 def test_a_profile_is_measured_once_and_stored_for_the_next_engine(small):
     def start(**options):
         stages = []

@@ -8,14 +8,18 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from holdfast.core.config import EngineConfig
+from holdfast.core.cost import CostModel
 from holdfast.core.types import Request, SamplingParams
 from holdfast.engine.profiles import CostProfile
 from holdfast.lab.records import Record
 from holdfast.lab.simulator.deployment import Pipeline
 from holdfast.lab.simulator.executor import SimulatedExecutor, VirtualClock
 from holdfast.lab.simulator.latency import Latency
+from holdfast.lab.simulator.pipeline_policy import PipelineLatencyTarget
 from holdfast.lab.workloads import Words, Workload
+from holdfast.lm.scheduler.builder import Policy
 from holdfast.lm.scheduler.choice import capacity_of, make_scheduler
+from holdfast.lm.scheduler.policies import whole_tiles
 from holdfast.lm.types import EngineShape, LanguageExecutor, LanguageLoop, SchedulerStats
 from holdfast.loop.loop import Loop
 
@@ -63,7 +67,8 @@ def simulate(
     latency = Latency(profile.cost, pipeline, copy_seconds, profile.token_bytes * config.block_size)
     executor = SimulatedExecutor(latency, clock, host_seconds, pace)
     shape = shape_of(config, profile, host_blocks=host_blocks)
-    scheduler = make_scheduler(config, shape, profile.cost, micro_batches=stages)
+    policy = _pipeline_policy(config, shape, profile.cost, stages) if stages > 1 else None
+    scheduler = make_scheduler(config, shape, profile.cost, policy=policy, micro_batches=stages)
     loop = Loop(scheduler, wrap(executor, clock), stages if pipeline else config.steps_in_flight, clock)
     clients = Clients(workload, loop, clock, vocab_size=VOCAB_SIZE, concurrency=concurrency)
     while clients.advance():
@@ -88,7 +93,7 @@ def _host_tier(config: EngineConfig, profile: CostProfile) -> tuple[int, float]:
 def shape_of(config: EngineConfig, profile: CostProfile, *, host_blocks: int = 0) -> EngineShape:
     """The engine that `config` describes on the device that `profile` was measured on."""
     max_model_len = min(config.max_model_len or profile.max_model_len, profile.cache_tokens + 1)
-    budget = config.token_budget or profile.token_budget
+    budget = config.fixed_token_budget or profile.token_budget
     return EngineShape(
         model=profile.cost.model,
         precision=profile.precision,
@@ -96,12 +101,24 @@ def shape_of(config: EngineConfig, profile: CostProfile, *, host_blocks: int = 0
         num_host_blocks=host_blocks,
         token_budget=budget,
         max_step_tokens=capacity_of(
-            config.scheduler, token_budget=budget, max_model_len=max_model_len, max_sequences=config.max_sequences
+            config.scheduler,
+            token_budget=budget,
+            max_model_len=max_model_len,
+            max_sequences=config.max_sequences,
+            limit=profile.cache_tokens,
         ),
         max_model_len=max_model_len,
         vocab_size=VOCAB_SIZE,
         tile=profile.tile,
     )
+
+
+def _pipeline_policy(config: EngineConfig, shape: EngineShape, cost: CostModel, stages: int) -> Policy | None:
+    """The policy for a pipeline where it differs from the engine's: a latency target bounds the whole wait there."""
+    if config.tbt_target is None or config.token_budget == "auto":
+        return None
+    tile, ceiling = min(shape.tile, shape.max_step_tokens), whole_tiles(shape.max_step_tokens, shape.tile)
+    return PipelineLatencyTarget(cost, config.tbt_target / 1000, tile=tile, ceiling=ceiling, stages=stages)
 
 
 class Waiting(Protocol):

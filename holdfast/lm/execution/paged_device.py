@@ -61,7 +61,7 @@ class PagedDevice:
         """
         spec = model.spec
         self.model, self.config, self.device, self._name = model, config, spec.device, name
-        self.token_budget = config.token_budget or DEFAULT_TOKEN_BUDGET[spec.device.type]
+        self.token_budget = config.fixed_token_budget or DEFAULT_TOKEN_BUDGET[spec.device.type]
         self.max_step_tokens = max_step_tokens or self.token_budget
         self.cache_dtype = FP8 if config.kv_cache_dtype == "fp8" else spec.dtype
         self.attention = attention_for(

@@ -84,6 +84,11 @@ class SequenceCache:
             assert stop == self._islands[0][0]
             self.planned = self._islands.popleft()[1]
 
+    def rollback(self, length: int) -> None:
+        """Count the positions from `length` on as not computed. None of them may be in a cached block."""
+        assert not self._islands and self._cached * self._pool.block_size <= length <= self.planned
+        self.planned = length
+
     def match(self, tokens: Sequence[int]) -> Found:
         """All full blocks that are kept. The last token is left out: it must be computed to give logits."""
         found, pool = Found(), self._pool

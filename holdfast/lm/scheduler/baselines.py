@@ -1,35 +1,34 @@
-"""The policies of the literature that Holdfast is measured against, over the same queues, memory and kernels."""
+"""Policies of the literature to measure against, over the same queues, memory and kernels."""
 
 from __future__ import annotations
 
 from holdfast.lm.scheduler.builder import Policy, StepBuilder
 from holdfast.lm.scheduler.entries import Entry
+from holdfast.lm.scheduler.policies import checked
 
 
 class RequestLevel(Policy):
-    """FasterTransformer (Sarathi-Serve, Algorithm 1): a batch is formed, and decoded until its last request has ended.
+    """FasterTransformer (Sarathi-Serve, Algorithm 1): forms one batch, and decodes it until its last request has ended.
 
-    Each request reserves blocks for its longest length. A batch whose prompts exceed one step is prefilled in several.
+    A batch is formed when nothing runs, of as many waiting requests as rows and memory allow; each reserves blocks for
+    its longest length. Its prompts are prefilled in as many steps as they take, and requests that arrive later wait.
     """
 
     def __init__(self, capacity: int) -> None:
-        """`capacity` is the most tokens of a step; every prompt must fit."""
+        """`capacity` is the most tokens of a step. A batch with longer prompts is cut at the end of each step."""
         self.capacity = checked("capacity", capacity)
-        self._forming = True
 
     def plan(self, step: StepBuilder) -> None:
         step.budget = self.capacity
         if not step.running:
-            self._forming = True
-        if self._forming:
-            step.admit(Reservation(step), whole=True)
-            self._forming = step.num_tokens > 0
-        if not self._forming:
+            step.admit(Reservation(step), beyond_budget=True)
+        step.prefill()
+        if not step.num_tokens:
             step.decode()
 
 
 class Orca(Policy):
-    """Orca: requests join and leave at every step, their prompts whole, with blocks reserved for the longest length."""
+    """Orca: requests join and leave at every step. Prompts are whole, and blocks reserved for the longest length."""
 
     def __init__(self, capacity: int) -> None:
         """`capacity` is the most tokens of a step; every prompt must fit beside the decodes."""
@@ -42,7 +41,7 @@ class Orca(Policy):
 
 
 class PrefillFirst(Policy):
-    """vLLM as the papers knew it (Sarathi-Serve, Algorithm 2): while a request can start, only prompts are computed."""
+    """vLLM of the papers (Sarathi-Serve, Algorithm 2): while a request can start, steps compute only prompts."""
 
     def __init__(self, capacity: int) -> None:
         """`capacity` is the most tokens of a step; every prompt must fit."""
@@ -57,7 +56,7 @@ class PrefillFirst(Policy):
 
 
 class HybridOnly(Policy):
-    """The ablation of Sarathi-Serve, Table 4, without chunks: decodes, and whole prompts as memory allows."""
+    """Sarathi-Serve, Table 4, ablation without chunks: all decodes, and whole prompts as memory allows."""
 
     def __init__(self, capacity: int) -> None:
         """`capacity` is the most tokens of a step; every prompt must fit beside the decodes."""
@@ -71,9 +70,9 @@ class HybridOnly(Policy):
 
 
 class Unified(Policy):
-    """Pensieve §4.2: both kinds in one batch, first come, first served; a request joins whole while there is room.
+    """Pensieve §4.2: all decodes, and whole prompts in order while the step holds fewer tokens than a threshold.
 
-    There is room as long as the step holds fewer tokens than a threshold; the prompt that crosses it is not cut.
+    The prompt that crosses the threshold is not cut.
     """
 
     def __init__(self, threshold: int, capacity: int) -> None:
@@ -89,7 +88,7 @@ class Unified(Policy):
 
 
 class ChunkedOnly(Policy):
-    """The ablation of Sarathi-Serve, Table 4, without hybrid batches: chunks and decodes take turns, a step each."""
+    """Sarathi-Serve, Table 4, ablation without hybrid batches: steps of chunks and steps of decodes take turns."""
 
     def __init__(self, token_budget: int) -> None:
         self.token_budget = checked("token_budget", token_budget)
@@ -110,7 +109,7 @@ class ChunkedOnly(Policy):
 
 
 class Reservation:
-    """Allows a request only if it and all that run could grow to their longest length: none will ever be preempted."""
+    """Allows a request only if it and all running ones can grow to their longest length, so none is ever preempted."""
 
     def __init__(self, step: StepBuilder) -> None:
         self._step = step
@@ -118,14 +117,7 @@ class Reservation:
 
     def __call__(self, entry: Entry) -> bool:
         step = self._step
-        if self._spare is None:  # counted only where somebody waits
+        if self._spare is None:  # counted only when a request waits
             self._spare = step.num_blocks - sum(step.blocks_for(other.limit - 1) for other in step.running)
         self._spare -= step.blocks_for(entry.limit - 1)
         return self._spare >= 0
-
-
-def checked(name: str, tokens: int) -> int:
-    """A number of tokens. Raises ValueError for none."""
-    if tokens < 1:
-        raise ValueError(f"{name} is {tokens}; it must be at least 1")
-    return tokens

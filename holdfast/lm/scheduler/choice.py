@@ -11,26 +11,34 @@ from holdfast.lm.memory.block_pool import BlockPool, StateIdentity
 from holdfast.lm.memory.retention import Cost, RetentionRule, cost_by_position
 from holdfast.lm.scheduler.baselines import ChunkedOnly, HybridOnly, Orca, PrefillFirst, RequestLevel, Unified
 from holdfast.lm.scheduler.builder import Policy
-from holdfast.lm.scheduler.latency_target import PacedStallFree
 from holdfast.lm.scheduler.order import make_order
-from holdfast.lm.scheduler.policies import StallFree
+from holdfast.lm.scheduler.policies import LatencyTarget, StallFree, compute_token_budget, whole_tiles
 from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.types import EngineShape
 
 NAMES: tuple[SchedulerName, ...] = get_args(SchedulerName)
 CHUNKED = ("stall-free", "chunked-only")
-"""Policies that cut prompts; the others compute each whole."""
+"""Policies that cut prompts into chunks."""
 RESERVING = ("request-level", "orca")
-"""Policies that admit a request only with room for its longest length: they need no headroom besides."""
+"""Policies that reserve room for a request's longest length. They need no headroom."""
 
 
-def capacity_of(name: SchedulerName, *, token_budget: int, max_model_len: int, max_sequences: int) -> int:
-    """The most tokens of one step, in which a policy that cuts no prompt fits the longest beside all decodes."""
-    return token_budget if name in CHUNKED else max(token_budget, max_model_len + max_sequences)
+def capacity_of(name: SchedulerName, *, token_budget: int, max_model_len: int, max_sequences: int, limit: int) -> int:
+    """The most tokens of one step.
+
+    Policies that cut prompts fill a step up to `token_budget`. The others need room for the longest prompt beside all
+    decodes. `orca` and `request-level` put any number of whole prompts into a step, up to max_model_len tokens of
+    each of max_sequences (Sarathi-Serve §2.4, §5.1); for them `limit` bounds the capacity above that room. On a device
+    it should bound the activation memory, which grows with the capacity; in a simulation the size of the cache is one.
+    """
+    if name in CHUNKED:
+        return token_budget
+    least = max(token_budget, max_model_len + max_sequences)
+    return max(least, min(limit, max_model_len * max_sequences)) if name in RESERVING else least
 
 
 def make_policy(name: SchedulerName, *, token_budget: int, capacity: int) -> Policy:
-    """The policy of this name. `token_budget` is what a step is filled up to, `capacity` what `capacity_of` says."""
+    """The policy of this name. Steps are filled up to `token_budget`; `capacity` is that of `capacity_of`."""
     match name:
         case "stall-free":
             return StallFree(token_budget)
@@ -49,17 +57,35 @@ def make_policy(name: SchedulerName, *, token_budget: int, capacity: int) -> Pol
 
 
 def choose_policy(config: EngineConfig, shape: EngineShape, cost: CostModel | None) -> Policy:
-    """The policy that a configuration asks for. Raises ValueError for a latency target without a `cost` model."""
-    capacity = shape.max_step_tokens
+    """The policy that a configuration asks for. Raises ValueError for a latency target without a `cost` model.
+
+    Token budgets above a tile are rounded down to a multiple of it: a step of 257 tokens takes up to a third longer
+    than one of 256 (Sarathi-Serve §4.3).
+    """
+    capacity, budget = shape.max_step_tokens, shape.token_budget
     if config.tbt_target is None:
-        return make_policy(config.scheduler, token_budget=shape.token_budget, capacity=capacity)
+        if config.scheduler in CHUNKED:
+            budget = whole_tiles(budget, shape.tile)
+        return make_policy(config.scheduler, token_budget=budget, capacity=capacity)
     if cost is None:
         raise ValueError(f"tbt_target is {config.tbt_target}, which takes a profile of the device")
-    return PacedStallFree(cost, config.tbt_target / 1000, tile=min(shape.tile, capacity), ceiling=capacity)
+    target, tile, ceiling = config.tbt_target / 1000, min(shape.tile, capacity), whole_tiles(capacity, shape.tile)
+    if config.token_budget != "auto":
+        return LatencyTarget(cost, target, tile=tile, ceiling=ceiling)
+    return StallFree(
+        compute_token_budget(
+            cost,
+            target,
+            tile=tile,
+            ceiling=ceiling,
+            max_sequences=config.max_sequences,
+            max_model_len=shape.max_model_len,
+        )
+    )
 
 
 def retention_cost(config: EngineConfig, shape: EngineShape, cost: CostModel | None) -> Cost:
-    """The cost of recomputing a chunk, by position: from the cost model, or from the model's sizes without one."""
+    """Cost of recomputing a chunk, by position: from the cost model, or without one from the model's sizes."""
     if cost is not None:
         return partial(cost.recompute, config.chunk_size)
     return partial(cost_by_position, balance=shape.attention_balance)
@@ -73,7 +99,7 @@ def make_scheduler(
     policy: Policy | None = None,
     micro_batches: int = 1,
 ) -> Scheduler:
-    """The scheduler of an engine of this shape, real or simulated, over a block pool of its own.
+    """The scheduler of an engine of this shape, real or simulated, with its own block pool.
 
     `policy` replaces the one that the configuration asks for. `micro_batches` is the number of pipeline stages.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,11 +16,13 @@ Rank = tuple[float, ...]
 """Lower goes first. No two requests have the same one."""
 
 NO_ROW = -1
+AWAITED = sys.maxsize
+"""`Entry.next_step` of a sequence that sits out until the result of its last step is known."""
 
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """A sequence in a queue, with what planning it takes."""
+    """A sequence in a queue, with all that planning needs to know of it."""
 
     sequence: Sequence
     id: str
@@ -29,40 +32,44 @@ class Entry:
     limit: int
     """The sequence ends at this length."""
     ends: frozenset[int]
-    """Tokens that end it."""
+    """Token ids that end it."""
     row: int = NO_ROW
     """Row of the executor's batch state while it runs."""
     decoding: bool = False
-    """Its row holds its last token, sampled or being sampled: that position is all that it lacks."""
+    """It lacks only the position of its last token, which its row has sampled or is sampling."""
     decode_limit: int = 0
-    """Up to here its decodes can be planned without a look at limit and blocks."""
+    """Decodes up to this position need no look at limit and blocks."""
     next_check: int = 0
-    """Nothing but its end tokens need be looked at while fewer tokens than this are known."""
-    planned_in: int = -1
-    """Number of the last step with a segment of it."""
+    """While fewer tokens than this are known, only end tokens are looked at."""
+    next_step: int = 0
+    """First step that may plan or preempt it; it sits out all steps before that one.
+
+    A step that plans it sets this to the number of the following step, or to AWAITED: after a segment with drafted
+    tokens, whose outcome is uncertain, and after any sampling segment where steps in flight are micro-batches.
+    """
     swap_in_step: int = -1
-    """Number of the plan that brings in what it lacks; -1 once that is there, or the next plan waits for it."""
+    """Number of the plan that copies in its state from the host; -1 once it is there or the next plan waits for it."""
 
 
 class WaitingQueue(Protocol):
-    """Entries that wait, and which of them goes first."""
+    """Waiting entries, and which of them goes first."""
 
     def __len__(self) -> int: ...
     def add(self, entry: Entry) -> None:
-        """Take in an entry."""
+        """Add an entry."""
         ...
 
     def remove(self, entry: Entry) -> None:
-        """Let go of an entry that is in it."""
+        """Remove an entry of the queue."""
         ...
 
     def first(self) -> Entry | None:
-        """Who goes first."""
+        """The entry that goes first; None if the queue is empty."""
         ...
 
 
 class RankedQueue:
-    """Entries in rank order; the common cases, in at the back and out at the front or the back, are cheap."""
+    """Entries in rank order. Adding at the back, and removing at the front or the back, are cheap."""
 
     def __init__(self) -> None:
         self._entries: list[Entry] = []
@@ -71,7 +78,7 @@ class RankedQueue:
         return len(self._entries)
 
     def __iter__(self) -> Iterator[Entry]:
-        """First rank first. Entries behind the current one may come and go on the way."""
+        """In rank order. Entries behind the current one may come and go during the iteration."""
         return iter(self._entries)
 
     def __reversed__(self) -> Iterator[Entry]:
@@ -86,7 +93,7 @@ class RankedQueue:
         del self._entries[index]
 
     def last(self) -> Entry:
-        """Who goes last; there must be one."""
+        """The entry that goes last; the queue must not be empty."""
         return self._entries[-1]
 
     def first(self) -> Entry | None:

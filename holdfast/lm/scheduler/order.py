@@ -1,4 +1,4 @@
-"""Orders: who goes first among waiting requests, who loses its place to whom, and why nobody waits for ever."""
+"""Orders: which request goes first, which may displace which, and why no request waits for ever."""
 
 from __future__ import annotations
 
@@ -10,54 +10,53 @@ from holdfast.core.types import Request
 from holdfast.lm.scheduler.entries import Entry, Rank, RankedQueue, WaitingQueue
 
 DEFAULT_TTFT = 2.0
-"""Seconds after which the first token of a request that names no deadline is due."""
+"""Deadline of the first token in seconds from arrival, for requests that name none."""
 
 
 class Order(ABC):
-    """Ranks each request once, as it is added. No two ranks are equal, and a rank stays while its request lives.
+    """Ranks each request once, when it is added. Ranks are distinct and fixed while a request lives.
 
-    So of the requests that wait or run there is always a first, and it is never displaced, nor does it lose blocks to
-    anyone: it ends. Nobody starves, then, as long as only finitely many requests can ever rank ahead of one. Each order
-    says which these are.
+    So one of the waiting and running requests always ranks first. It is never displaced and never preempted, so it
+    ends. Hence no request starves as long as only finitely many can ever rank ahead of it; each order says which.
     """
 
     displaces = False
-    """Whether a waiting request takes the row of a running one of a lower class that ranks behind it."""
+    """Whether a waiting request may displace a running one of a lower class that ranks behind it."""
 
     @abstractmethod
     def rank(self, request: Request, number: int) -> Rank:
-        """The request's rank, lower first, given how many requests came before it."""
+        """The request's rank, lower first; `number` counts the requests added before it."""
 
     def queue(self) -> WaitingQueue:
-        """An empty queue for those who wait."""
+        """An empty queue for waiting requests."""
         return RankedQueue()
 
     def started(self, entry: Entry) -> None:  # noqa: B027  most orders count nothing
-        """Take note of a request that starts for the first time."""
+        """Note that a request starts for the first time."""
 
     def sampled(self, entries: Iterable[Entry]) -> None:  # noqa: B027
-        """Take note of a token for each of these."""
+        """Note that each of these sequences was given a token."""
 
 
 class Fcfs(Order):
-    """First come, first served: ahead of a request are those that arrived before it."""
+    """First come, first served: only earlier arrivals rank ahead of a request."""
 
     def rank(self, request: Request, number: int) -> Rank:
         return (request.arrival, number)
 
 
 class Priority(Order):
-    """Lower classes first, and first come, first served within one. Waiting makes up for class.
+    """Lower class numbers first, by arrival within a class; waiting lifts a request by one class per `aging` seconds.
 
-    A request counts as one class higher for every `aging` seconds: ahead of one of class c are those that arrived
-    before it, and those of a class b < c that arrive less than (c - b) · aging seconds after it. As time passes alike
-    for all who wait, that is the fixed rank arrival + class · aging.
+    As time passes alike for all waiting requests, that is the fixed rank arrival + class · aging. Ahead of a request of
+    class c rank earlier arrivals of its class and below, and requests of a class b < c that arrive less than
+    (c - b) · aging seconds after it.
     """
 
     displaces = True
 
     def __init__(self, aging: float = 3600.0) -> None:
-        """`aging` in seconds, above 0 and finite: else a low class might wait for ever."""
+        """`aging` in seconds, above 0 and finite: otherwise a low class might wait for ever."""
         self.aging = aging
 
     def rank(self, request: Request, number: int) -> Rank:
@@ -65,13 +64,13 @@ class Priority(Order):
 
 
 class Deadline(Order):
-    """Earliest deadline first: ahead of a request are those with a first token due before its own is.
+    """Earliest deadline of the first token first.
 
-    Deadlines lie behind arrivals, so whoever arrives after a request's deadline is behind it.
+    A deadline lies after its request's arrival, so requests that arrive after another's deadline rank behind it.
     """
 
     def __init__(self, ttft_target: float = DEFAULT_TTFT) -> None:
-        """`ttft_target` in seconds: when the first token is due where the request does not say."""
+        """`ttft_target` in seconds from arrival: the deadline of requests that name none."""
         self.ttft_target = ttft_target
 
     def rank(self, request: Request, number: int) -> Rank:
@@ -82,22 +81,22 @@ class Deadline(Order):
 class Fair(Order):
     """The virtual token counter (Sheng et al., Fairness in Serving Large Language Models, 2023, Algorithm 2).
 
-    Each tenant has a counter of what it was served: the prompt tokens that were computed for it and, weighted, the
-    tokens generated. The tenant with the lowest goes next with its earliest request. One that had nothing waiting is
-    lifted to the lowest counter among those that have, so that nobody saves up for a burst. Running requests rank by
-    arrival.
+    Each tenant has a counter of its service: prompt tokens computed for it, plus its generated tokens times a weight.
+    The tenant with the lowest counter goes next, with its earliest request. A tenant that comes back with nothing
+    waiting is lifted to the lowest counter of the waiting tenants, so it cannot save up for a burst. Running requests
+    rank by arrival.
 
-    Ahead of a tenant's earliest request are, of each other tenant, those that start while that tenant's counter is not
-    above its own: until then no more than the difference of the counters is served, and what runs by then. While two
-    tenants have requests waiting, what they are served differs by at most 2 · max(longest prompt, weight · tokens that
-    run at once), as they prove.
+    Another tenant's requests start ahead of a tenant's earliest one only while that tenant's counter is not above its
+    own. That is at most the difference of the counters, plus the requests running by then. While two tenants have
+    requests waiting, their service differs by at most 2 · max(longest prompt, weight · tokens that run at once), as the
+    paper proves.
     """
 
     def __init__(self, weight: float = 2.0) -> None:
-        """`weight` is how many prompt tokens a generated one counts; above 0."""
+        """A generated token counts as `weight` prompt tokens; above 0."""
         self.weight = weight
         self.served: dict[str, float] = {}
-        """Counters by tenant."""
+        """Service counter of each tenant."""
 
     def rank(self, request: Request, number: int) -> Rank:
         return (request.arrival, number)
@@ -116,18 +115,18 @@ class Fair(Order):
 
 
 class TenantQueue:
-    """Who waits, each tenant's in rank order; first is the earliest of the tenant whose counter is lowest.
+    """Waiting entries, each tenant's in rank order. First is the first entry of the tenant with the lowest counter.
 
-    Every operation looks at each tenant that waits: keys are few.
+    Every operation goes through the waiting tenants, which are assumed to be few.
     """
 
     def __init__(self, served: dict[str, float]) -> None:
-        """`served` are the counters."""
+        """`served` holds the service counters."""
         self._served = served
         self._queues: dict[str, RankedQueue] = {}
-        """Of tenants with requests waiting; none is empty."""
+        """Queues of the tenants with waiting requests; none is empty."""
         self._last = ""
-        """Whose request left last."""
+        """The tenant whose request left the queue last."""
 
     def __len__(self) -> int:
         return sum(map(len, self._queues.values()))
@@ -135,7 +134,7 @@ class TenantQueue:
     def add(self, entry: Entry) -> None:
         tenant, served = entry.sequence.request.tenant, self._served
         if tenant not in self._queues:
-            if entry.sequence.scheduled_at is None:  # one that was preempted has saved nothing up
+            if entry.sequence.scheduled_at is None:  # a preempted one has saved nothing up
                 waiting = [served[other] for other in self._queues]
                 served[tenant] = max(served.get(tenant, 0.0), min(waiting, default=served.get(self._last, 0.0)))
             self._queues[tenant] = RankedQueue()

@@ -1,20 +1,38 @@
-"""Policies: what runs next, with how many tokens."""
+"""Stall-free policies: a fixed token budget, one computed once from a latency target, or one computed each step."""
 
 from __future__ import annotations
 
+from math import inf
+
+from holdfast.core.cost import CostModel, Predictor
 from holdfast.lm.scheduler.builder import Policy, StepBuilder
+from holdfast.lm.types import StepPlan, StepResult
+
+REFERENCE_DECODES, REFERENCE_CONTEXT = 32, 4096
+"""The decode batch that Sarathi-Serve, Table 3, defines its latency targets by."""
+MEAN_GAIN, DEVIATION_GAIN = 0.25, 0.1
+"""Weight of one step in the running mean and in the running mean deviation."""
+DEVIATIONS = 2.5
+"""Nearly all steps stay below the mean plus this many mean deviations: two standard deviations of a normal one."""
+INITIAL_DEVIATION = 0.02
+"""Mean deviation assumed before any step was measured, relative to the mean."""
+CLIP = 0.1
+"""Clip each step's relative error here, so that one outlier cannot dominate the correction.
+
+The limit rises to DEVIATIONS mean deviations where errors are larger than this anyway: else it could never adapt.
+"""
+MIN_RATIO, MAX_RATIO = 0.2, 20.0
+"""Measured over predicted times are limited to this range."""
 
 
 class StallFree(Policy):
     """Sarathi-Serve, Algorithm 3: no decode ever waits for a prefill.
 
-    Running decodes first, then started prefills, then new requests, as far as a fixed budget of tokens goes.
+    Running decodes come first, then started prefills, then new requests, up to a fixed budget of tokens.
     """
 
     def __init__(self, token_budget: int) -> None:
-        if token_budget < 1:
-            raise ValueError(f"token_budget is {token_budget}; it must be at least 1")
-        self.token_budget = token_budget
+        self.token_budget = checked("token_budget", token_budget)
 
     def plan(self, step: StepBuilder) -> None:
         step.budget = self.token_budget
@@ -22,3 +40,153 @@ class StallFree(Policy):
         step.decode()
         step.prefill()
         step.admit()
+
+
+def compute_token_budget(
+    cost: CostModel, target: float, *, tile: int, ceiling: int, max_sequences: int, max_model_len: int
+) -> int:
+    """The token budget of Sarathi-Serve, Algorithm 3, line 2: computed once from a cost profile.
+
+    The largest multiple of `tile`, at most `ceiling`, for which a full step is predicted to end within `target`
+    seconds; at least one tile. The step holds 32 decodes at 4,096 tokens of context, as in the paper's Table 3 (fewer
+    or less where the engine's limits are lower), and one prefill chunk that ends at that context.
+    """
+    decodes, context = min(REFERENCE_DECODES, max_sequences), min(REFERENCE_CONTEXT, max_model_len)
+
+    def seconds(tokens: int) -> float:
+        chunk = tokens - decodes
+        return cost.step([(1, context)] * decodes + ([(chunk, max(chunk, context))] if chunk > 0 else []))
+
+    sizes = range(tile, ceiling + 1, tile)
+    return max((size for size in sizes if seconds(size) <= target), default=min(tile, ceiling))
+
+
+class LatencyTarget(Policy):
+    """Sarathi-Serve, Algorithm 3, with a budget in seconds, computed for each step.
+
+    All running decodes come first. Then comes as much prefill work as the cost model predicts to end within `target`,
+    given the contexts of these decodes and the place of each chunk in its prompt. A step cut by this bound is a
+    multiple of the tile size (Sarathi-Serve §4.3). A step may always fill the tile it has begun, so prefills go on
+    however tight the target is. While no request streams, a step delays nobody and is bounded by the ceiling alone.
+
+    The prediction is corrected by the measured times of steps with prefill work, so that nearly all steps meet the
+    target and not just the average one (`Correction`).
+    """
+
+    def __init__(self, cost: CostModel, target: float, *, tile: int, ceiling: int) -> None:
+        """`target` in seconds; `ceiling` is the most tokens of a step, `tile` the tile size of its matrix products."""
+        if not target > 0:
+            raise ValueError(f"target is {target} s; it must be above 0")
+        if not 1 <= tile <= ceiling:
+            raise ValueError(f"tile is {tile}; it must lie between 1 and the ceiling of {ceiling} tokens")
+        self.target = target
+        self.tile = tile
+        self.ceiling = ceiling
+        self.correction = Correction()
+        self._predictor = Predictor(cost)
+        self._attention = 0.0
+        """Predicted seconds of attention in the step under construction."""
+        self._bound = inf
+        """Most seconds that a stream may wait for this step."""
+        self._predicted: dict[int, float] = {}
+        """Predicted seconds of each step in flight with prefill work, by number."""
+
+    def plan(self, step: StepBuilder) -> None:
+        step.budget = self.ceiling
+        step.displace()
+        step.decode()
+        decodes = step.num_tokens
+        # A stream that sits this step out, for lack of a block or of its last token, waits for it as well.
+        self._bound = self.target if any(entry.decoding for entry in step.running) else inf
+        step.budget = self.prefill_budget(step)
+        self._attention = self._predictor.decodes([entry.cache.planned for entry in step.sampling])
+        step.pace = lambda start, stop: self._take(step.num_tokens, start, stop, first=step.num_tokens == decodes)
+        step.prefill()
+        step.admit(lambda entry: step.num_tokens == decodes or self._room(step.num_tokens, entry.sequence.length))
+        seconds = self.planned(step, self._predictor.linear(step.num_tokens) + self._attention)
+        if step.num_tokens > decodes:
+            self._predicted[step.number] = seconds
+
+    def prefill_budget(self, step: StepBuilder) -> int:
+        """Most tokens to add to a step that holds its decodes."""
+        return step.budget
+
+    def wait(self, seconds: float) -> float:
+        """How long a stream waits for its token if the step under construction takes `seconds`."""
+        return seconds
+
+    def planned(self, step: StepBuilder, seconds: float) -> float:
+        """Take note of a finished step, predicted to take `seconds`; returns the time expected to be measured."""
+        return seconds
+
+    def observe(self, plan: StepPlan, result: StepResult) -> None:
+        """Correct the prediction by the measured time of a step."""
+        predicted = self._predicted.pop(plan.step, None)
+        if predicted:
+            self.correction.update(result.seconds / predicted)
+
+    def _take(self, planned: int, start: int, stop: int, *, first: bool) -> int:
+        """How many tokens of [start, stop) still fit a step of `planned` tokens. Adds their attention to the step's.
+
+        The first chunk of a step always gets some.
+        """
+        tokens = stop - start
+        if not self._fits(planned + tokens, start, stop):
+            tile = self.tile
+            low, high = planned // tile + (1 if first else 0), (planned + tokens - 1) // tile
+            while low < high:  # search for the most tiles that fit; `low` counts as fitting
+                middle = (low + high + 1) // 2
+                if self._fits(middle * tile, start, start + middle * tile - planned):
+                    low = middle
+                else:
+                    high = middle - 1
+            tokens = min(tokens, max(0, low * tile - planned))
+        if tokens:
+            self._attention += self._predictor.chunk(start, start + tokens)
+        return tokens
+
+    def _room(self, planned: int, length: int) -> bool:
+        """Whether a step of `planned` tokens has room for the first tile of a prompt of this length."""
+        total = min(planned + length, (planned // self.tile + 1) * self.tile)
+        return self._fits(total, 0, total - planned)
+
+    def _fits(self, total: int, start: int, stop: int) -> bool:
+        """Whether a step of `total` tokens that ends with the chunk [start, stop) is predicted to meet the target."""
+        predictor = self._predictor
+        seconds = predictor.linear(total) + self._attention + predictor.chunk(start, stop)
+        return self.wait(seconds * self.correction.factor) <= self._bound
+
+
+class Correction:
+    """An upper estimate of measured over predicted step time, which nearly all steps stay below.
+
+    It is the running mean plus 2.5 mean deviations, as TCP estimates its retransmission timeout (Jacobson, Congestion
+    Avoidance and Control, 1988). If steps take exactly a multiple of the prediction, it converges to that multiple.
+    """
+
+    def __init__(self) -> None:
+        self._mean, self._deviation = 1.0, INITIAL_DEVIATION
+
+    @property
+    def factor(self) -> float:
+        """Multiply the prediction of a step by this."""
+        return self._mean * (1 + DEVIATIONS * self._deviation)
+
+    def update(self, ratio: float) -> None:
+        """Learn that a step took `ratio` times its predicted time."""
+        limit = max(CLIP, DEVIATIONS * self._deviation)
+        error = min(max(min(max(ratio, MIN_RATIO), MAX_RATIO) / self._mean - 1, -limit), limit)
+        self._deviation += DEVIATION_GAIN * (abs(error) - self._deviation)
+        self._mean *= 1 + MEAN_GAIN * error
+
+
+def checked(name: str, tokens: int) -> int:
+    """A number of tokens. Raises ValueError if it is below 1."""
+    if tokens < 1:
+        raise ValueError(f"{name} is {tokens}; it must be at least 1")
+    return tokens
+
+
+def whole_tiles(tokens: int, tile: int) -> int:
+    """The token budget rounded down to a multiple of `tile` (Sarathi-Serve §4.3); one below a tile stays as given."""
+    return tokens - tokens % tile if tokens > tile else tokens

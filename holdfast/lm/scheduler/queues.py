@@ -1,4 +1,4 @@
-"""Queues: the sequences that wait and those that run, and the rows that the latter stand in."""
+"""Queues: the waiting and the running sequences, and the rows that running ones use."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from holdfast.lm.types import BlockCopy
 
 
 class Queues:
-    """All that a step is decided from. A sequence waits, or runs: then it has a row, and blocks for what is planned.
+    """Where every sequence stands. It waits, is swapping in, or runs.
 
-    Between the two it may arrive: it has its row and its blocks, and copies from the host fill these beside the steps
-    of those that run.
+    A running sequence has a row, and blocks for all that is planned. One that is swapping in has its row and its blocks
+    too; copies from the host fill the blocks while others run.
     """
 
     def __init__(
@@ -22,18 +22,18 @@ class Queues:
         self.pool = pool
         self.order = order
         self.micro_batches = micro_batches
-        """Steps in flight at once that share no sequence whose token is being sampled."""
+        """Steps in flight that share no sequence whose token is being sampled; 1 for ordinary steps in flight."""
         self.waiting = waiting = order.queue()
         self.contenders = waiting if order.displaces and isinstance(waiting, RankedQueue) else None
-        """Those who wait, where they may displace those who run."""
+        """The waiting sequences, if the order lets them displace running ones."""
         self.running = RankedQueue()
         self.swapping_in: list[Entry] = []
         self.awaits = -1
-        """The next plan's segments must wait for the copies from the host of plans up to this one."""
+        """The next plan's segments wait for the copies from the host that plans up to this number began."""
         self.headroom = int(pool.num_blocks * headroom)
         """Blocks that admission leaves to running sequences."""
-        self.rows = list(range(max_sequences - 1, -1, -1))
-        """Rows that nobody stands in."""
+        self.free_rows = list(range(max_sequences - 1, -1, -1))
+        """Rows that no sequence uses."""
         self.preemptions = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
@@ -41,14 +41,14 @@ class Queues:
         self.recovered = 0
 
     def start(self, entry: Entry, found: Found, now: float) -> tuple[BlockCopy, ...]:
-        """Move a waiting entry to those that arrive, with blocks for all its known positions, those found among them.
+        """Move a waiting entry to `swapping_in`, with blocks for all its known positions, kept ones included.
 
-        Gives the copies that bring them in from the host.
+        Returns the copies that fill its blocks from the host.
         """
         self.waiting.remove(entry)
         cache, sequence = entry.cache, entry.sequence
         copies = cache.allocate(found, sequence.length)
-        entry.row = self.rows.pop()
+        entry.row = self.free_rows.pop()
         entry.decoding = False
         entry.decode_limit = entry.next_check = 0
         self.swapping_in.append(entry)
@@ -63,29 +63,29 @@ class Queues:
         return copies
 
     def join(self, entry: Entry) -> None:
-        """Move an entry that arrives to running; what is still on its way to its blocks, the next plan waits for."""
+        """Move an entry from `swapping_in` to running; the next plan waits for its copies that are not complete."""
         self.swapping_in.remove(entry)
         self.awaits = max(self.awaits, entry.swap_in_step)
         entry.swap_in_step = -1
         self.running.add(entry)
 
     def stop(self, entry: Entry) -> None:
-        """Take an entry out of the queue that it is in, and give back its blocks and its row."""
+        """Remove an entry from its queue, and free its blocks and its row."""
         if entry.row == NO_ROW:
             self.waiting.remove(entry)
             return
         if entry.swap_in_step >= 0:
-            self.join(entry)  # whoever gets its blocks writes to them after its copies have
+            self.join(entry)  # its blocks are written by others only after its copies
         self.running.remove(entry)
         entry.cache.free()
-        self.rows.append(entry.row)
+        self.free_rows.append(entry.row)
         entry.row = NO_ROW
 
     def preempt(self, entry: Entry) -> None:
-        """Send a running entry back to waiting, with its rank, so it resumes before new work of its class.
+        """Move a running entry back to waiting. It keeps its rank, so it resumes before new work of its class.
 
-        Its full blocks are idle: where there is a host tier they go there (Pensieve §4.3.5) and come back when it is
-        admitted again. What was given up meanwhile, and its last block, are computed again.
+        Its full blocks become idle: with a host tier they are copied there (Pensieve §4.3.5), and copied back when it
+        is admitted again. Blocks that were dropped meanwhile, and its last one, are computed again.
         """
         self.stop(entry)
         entry.sequence.preemptions += 1

@@ -1,9 +1,10 @@
-"""Scheduler: takes requests, decides the steps, and reads their results back into the sequences."""
+"""Scheduler: takes requests, decides steps, and applies their results to the sequences."""
 
 from __future__ import annotations
 
 import hashlib
 from collections import abc, deque
+from itertools import islice
 
 from holdfast.core.columns import Columns
 from holdfast.core.tokens import VOCABULARY_LIMIT, packed
@@ -18,7 +19,7 @@ from holdfast.lm.types import Sampling, SchedulerStats, Sequence, StepPlan, Step
 
 
 class Scheduler:
-    """Holds each sequence from its request to its end, and its place in memory.
+    """Holds each sequence, with its blocks, from its request to its end.
 
     `schedule` may be called again before the results of earlier plans are known. Plans must run in the order in which
     they were made, and their results come back to `update` in that order.
@@ -39,12 +40,11 @@ class Scheduler:
         seed: int = 0,
         micro_batches: int = 1,
     ) -> None:
-        """`sharing` identifies the state in the cache, for requests to share equal prefixes; None: they do not.
+        """`sharing` identifies the cached state, so that requests share equal prefixes; with None they share nothing.
 
-        `headroom` is the share of the blocks that admission leaves to running sequences; `order` says who goes
-        first, by default the priority class; `seed` makes the seeds of requests that bring none. With more than one of
-        `micro_batches`, the stages of a pipeline, so many steps are in flight that share no sequence whose token is
-        being sampled: each takes its share of the decodes.
+        `headroom` is the share of the blocks that admission leaves to running sequences. `order` ranks requests, by
+        default by priority class. `seed` makes seeds for requests that bring none. With `micro_batches` above 1, steps
+        in flight share no sequence whose token is being sampled, and each takes its share of the decodes.
         """
         self.max_model_len = max_model_len
         self._vocab_size = vocab_size
@@ -56,7 +56,7 @@ class Scheduler:
         self._queues = Queues(pool, max_sequences, headroom, self._order, micro_batches)
         self._entries: dict[str, Entry] = {}
         self._in_flight: deque[tuple[int, list[Entry], int]] = deque()
-        """Of each plan its number, whose tokens it samples, and how many sequences had ended when it was made."""
+        """Of each plan: its number, the sequences it samples for, and how many sequences had ended when it was made."""
         self._requests = 0
         self._steps = 0
         self._ended = 0
@@ -103,7 +103,7 @@ class Scheduler:
         self._queues.waiting.add(entry)
 
     def abort(self, request_id: str) -> None:
-        """Let go of a request at once; what steps in flight bring for it is dropped. Unknown ids have ended before."""
+        """End a request at once; tokens that steps in flight give for it are dropped. Ignores requests that ended."""
         entry = self._entries.get(request_id)
         if entry is not None:
             self._end(entry, FinishReason.ABORT)
@@ -121,9 +121,15 @@ class Scheduler:
         return plan
 
     def update(self, plan: StepPlan, result: StepResult, now: float) -> Columns[SequenceOutput]:
-        """Read in the result of the oldest plan in flight: the tokens that became known, and which sequences ended."""
+        """Apply the result of the oldest plan in flight; returns the new tokens, and which sequences ended.
+
+        Raises RuntimeError if the result is another plan's, or does not hold the tokens that its plan samples.
+        """
         number, sampling, ended = self._in_flight.popleft()
-        if not plan.step == result.step == number or len(result.tokens) != len(sampling):
+        ragged = plan.samples is not None or result.counts is not None
+        if not plan.step == result.step == number or not (
+            valid_counts(plan, result, len(sampling)) if ragged else len(result.tokens) == len(sampling)
+        ):
             raise RuntimeError(
                 f"step {number} with {len(sampling)} sampled tokens is due; got plan {plan.step}, "
                 f"result {result.step} with {len(result.tokens)}"
@@ -133,17 +139,53 @@ class Scheduler:
         pool.finish_swap_out(result.swapped_out)
         pool.finish_swap_in(result.swapped_in)
         self._policy.observe(plan, result)
-        return self._read(sampling, result.tokens, some_ended=ended < self._ended)
-
-    def _read(self, sampling: list[Entry], tokens: abc.Sequence[int], some_ended: bool) -> Columns[SequenceOutput]:
-        """Add a token to each of these sequences, except to those that ended since their step was planned, if any."""
+        if self._queues.micro_batches > 1:
+            for entry in sampling:
+                entry.next_step = 0
+        if ragged:
+            return self._read_ragged(sampling, plan, result)
         self._order.sampled(sampling)
-        alive = sampling
-        if some_ended:
+        tokens: abc.Sequence[int] = result.tokens
+        if ended < self._ended:  # some of them may have ended since the step was planned
             pairs = [pair for pair in zip(sampling, tokens, strict=True) if pair[0].sequence.finish_reason is None]
-            alive, tokens = [entry for entry, _ in pairs], [token for _, token in pairs]
+            sampling, tokens = [entry for entry, _ in pairs], [token for _, token in pairs]
         before = self._ended
-        for entry, token in zip(alive, tokens, strict=True):
+        self._append(sampling, tokens)
+        return self._outputs(sampling, list(zip(tokens)), some_ended=self._ended > before)
+
+    def _read_ragged(self, sampling: list[Entry], plan: StepPlan, result: StepResult) -> Columns[SequenceOutput]:
+        """Apply a result with no, one or several tokens for each sampling segment."""
+        rest, alive, given = iter(result.tokens), [], []
+        for place, entry in enumerate(sampling):
+            tokens = tuple(islice(rest, result.counts[place] if result.counts is not None else 1))
+            self._order.sampled([entry] * len(tokens))
+            if entry.sequence.finish_reason is None:
+                alive.append(entry)
+                given.append(tokens)
+                if plan.samples is not None and plan.samples[place] > 1:
+                    self._accept(entry, len(tokens))
+        before, known = self._ended, [len(entry.sequence.tokens) for entry in alive]
+        for at in range(max(map(len, given), default=0)):
+            going = [
+                (entry, tokens[at])
+                for entry, tokens in zip(alive, given, strict=True)
+                if at < len(tokens) and entry.sequence.finish_reason is None
+            ]
+            self._append([entry for entry, _ in going], [token for _, token in going])
+        added = [tuple(entry.sequence.tokens[start:]) for entry, start in zip(alive, known, strict=True)]
+        grown = [entry for entry, new in zip(alive, added, strict=True) if new]
+        return self._outputs(grown, [new for new in added if new], some_ended=self._ended > before)
+
+    def _accept(self, entry: Entry, count: int) -> None:
+        """Settle a segment with drafted tokens that gave `count` tokens: the positions before the last are computed."""
+        entry.sequence.rollback(len(entry.sequence.tokens) + count)
+        if count:
+            entry.cache.plan(entry.cache.planned, entry.cache.planned + count)
+        entry.next_step = 0
+
+    def _append(self, entries: list[Entry], tokens: abc.Sequence[int]) -> None:
+        """Append one token to each of these sequences, and end those it is the last token of."""
+        for entry, token in zip(entries, tokens, strict=True):
             known = entry.sequence.tokens
             known.append(token)
             if len(known) >= entry.next_check:
@@ -153,11 +195,16 @@ class Scheduler:
                     self._end(entry, FinishReason.LENGTH)
             if token in entry.ends:
                 self._end(entry, FinishReason.STOP)
-        sequences = [entry.sequence for entry in alive]
+
+    def _outputs(
+        self, entries: list[Entry], tokens: list[tuple[int, ...]], *, some_ended: bool
+    ) -> Columns[SequenceOutput]:
+        """The outputs of these sequences, whose new tokens are given."""
+        sequences = [entry.sequence for entry in entries]
         columns = (
-            [entry.id for entry in alive],
-            list(zip(tokens)),
-            [sequence.finish_reason for sequence in sequences] if self._ended > before else [None] * len(alive),
+            [entry.id for entry in entries],
+            tokens,
+            [sequence.finish_reason for sequence in sequences] if some_ended else [None] * len(entries),
             [sequence.cached_tokens for sequence in sequences],
             [sequence.scheduled_at for sequence in sequences],
             [sequence.preemptions for sequence in sequences],
@@ -169,7 +216,7 @@ class Scheduler:
         return bool(self._entries)
 
     def stats(self) -> SchedulerStats:
-        """Queues and memory as they stand, plans in flight counted as done."""
+        """Queues and memory now, with plans in flight counted as done."""
         queues = self._queues
         pool = queues.pool
         return SchedulerStats(
@@ -194,7 +241,7 @@ class Scheduler:
         )
 
     def check(self) -> None:
-        """Raise RuntimeError if a block is lost, or has two owners that do not share it. For tests and idle times."""
+        """Raise RuntimeError if a block is lost, or owned twice without being shared. For tests and idle times."""
         self._queues.pool.check([entry.cache.blocks for entry in self._entries.values()])
 
     def _end(self, entry: Entry, reason: FinishReason) -> None:
@@ -207,3 +254,14 @@ class Scheduler:
         """The next seed for a request that brings none, the same in every run."""
         digest = hashlib.sha256(f"{self._seed}/{self._requests}".encode()).digest()
         return int.from_bytes(digest[:8], "little") & MAX_SEED
+
+
+def valid_counts(plan: StepPlan, result: StepResult, segments: int) -> bool:
+    """Whether a ragged result gives each sampling segment as many tokens as its plan allows."""
+    counts = [1] * segments if result.counts is None else result.counts
+    most = [1] * segments if plan.samples is None else plan.samples
+    return (
+        len(counts) == len(most) == segments
+        and sum(counts) == len(result.tokens)
+        and all(count == 1 or (limit > 1 and 0 <= count <= limit) for count, limit in zip(counts, most, strict=True))
+    )

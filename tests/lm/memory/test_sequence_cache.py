@@ -1,5 +1,7 @@
 """SequenceCache: what is missing, what is found in the cache, when a block may be shared."""
 
+import pytest
+
 from holdfast.lm.memory.block_pool import BlockPool, StateIdentity
 from holdfast.lm.memory.retention import EVICTIONS, RetentionRule
 from holdfast.lm.memory.sequence_cache import Found, SequenceCache
@@ -173,3 +175,15 @@ def test_a_sequence_that_lost_its_blocks_takes_what_is_left_of_them():
     assert cache.missing(len(tokens)) == ((12, 14),)
     assert cache.next_full == 16
     pool.check([cache.blocks])
+
+
+def test_rolled_back_positions_are_missing_again_and_cached_ones_cannot_be():
+    pool = BlockPool(4, 4)
+    cache = SequenceCache(pool, ROOT)
+    cache.allocate(Found(), 12)
+    cache.plan(0, 11)
+    cache.cache_blocks(range(6))
+    cache.rollback(6)
+    assert cache.missing(9) == ((6, 9),)
+    with pytest.raises(AssertionError):
+        cache.rollback(3)

@@ -1,4 +1,4 @@
-"""The policies of the literature: what each puts into a step, step by step."""
+"""The policies of the literature: the segments of each step."""
 
 import pytest
 
@@ -23,59 +23,78 @@ def steps(policy, *prompts, joins=(), max_tokens=3, **options):
     return planned, scheduler.stats()
 
 
-def test_request_level_starts_nobody_before_the_last_of_the_batch_has_ended():
+def test_request_level_decodes_a_batch_to_its_end_while_later_arrivals_wait():
     planned, _ = steps(RequestLevel(64), 5, 6, joins=[4])
     assert planned == [
         [("0", 0, 5), ("1", 0, 6)],
-        [("2", 0, 4)],  # the batch still forms: nobody has been decoded
-        [("0", 5, 6), ("1", 6, 7), ("2", 4, 5)],
-        [("0", 6, 7), ("1", 7, 8), ("2", 5, 6)],
+        [("0", 5, 6), ("1", 6, 7)],
+        [("0", 6, 7), ("1", 7, 8)],
+        [("2", 0, 4)],
+        [("2", 4, 5)],
+        [("2", 5, 6)],
     ]
-    planned, _ = steps(RequestLevel(64), 5, 6, joins=[4], max_sequences=2)
-    assert planned[-3:] == [[("2", 0, 4)], [("2", 4, 5)], [("2", 5, 6)]]
-    assert planned[:-3] == [
+
+
+def test_request_level_prefills_a_large_batch_in_several_steps_without_later_arrivals():
+    planned, _ = steps(RequestLevel(8), 5, 6, 7, joins=[4], max_tokens=2)
+    assert planned == [
+        [("0", 0, 5), ("1", 0, 3)],
+        [("1", 3, 6), ("2", 0, 5)],
+        [("2", 5, 7)],
+        [("0", 5, 6), ("1", 6, 7), ("2", 7, 8)],
+        [("3", 0, 4)],
+        [("3", 4, 5)],
+    ]
+
+
+def test_request_level_forms_its_batch_of_as_many_requests_as_there_are_rows():
+    planned, _ = steps(RequestLevel(64), 5, 6, 4, max_sequences=2)
+    assert planned == [
         [("0", 0, 5), ("1", 0, 6)],
         [("0", 5, 6), ("1", 6, 7)],
         [("0", 6, 7), ("1", 7, 8)],
+        [("2", 0, 4)],
+        [("2", 4, 5)],
+        [("2", 5, 6)],
     ]
 
 
-def test_orca_mixes_decodes_with_whole_prompts():
+def test_orca_adds_whole_prompts_to_all_decodes():
     planned, _ = steps(Orca(64), 5, joins=[40])
     assert planned[:2] == [[("0", 0, 5)], [("0", 5, 6), ("1", 0, 40)]]
 
 
 @pytest.mark.parametrize(("policy", "starts"), [(Orca, 1), (RequestLevel, 1), (HybridOnly, 2), (PrefillFirst, 2)])
-def test_a_reservation_is_for_the_longest_length_and_saves_from_preemption(policy, starts):
+def test_reserving_policies_admit_fewer_requests_and_preempt_none(policy, starts):
     """Two prompts of two blocks that grow to three, in five blocks."""
     planned, stats = steps(policy(64), 5, 6, max_tokens=6, blocks=5, block_size=4, sharing=False)
     assert len(planned[0]) == starts
     assert stats.preemptions == starts - 1
 
 
-def test_prefill_first_lets_decodes_wait_for_a_prompt():
+def test_prefill_first_delays_decodes_for_a_prompt():
     planned, _ = steps(PrefillFirst(64), 5, joins=[40])
     assert planned[:3] == [[("0", 0, 5)], [("1", 0, 40)], [("0", 5, 6), ("1", 40, 41)]]
 
 
-def test_hybrid_only_takes_in_whole_whatever_memory_allows():
+def test_hybrid_only_adds_every_whole_prompt_that_memory_allows():
     planned, _ = steps(HybridOnly(64), 5, joins=[20, 20])
     assert planned[1] == [("0", 5, 6), ("1", 0, 20), ("2", 0, 20)]
 
 
-def test_unified_takes_in_prompts_whole_until_the_step_reaches_its_threshold():
+def test_unified_adds_whole_prompts_until_the_step_reaches_its_threshold():
     planned, _ = steps(Unified(8, 64), 5, joins=[20, 20])
     assert planned[1] == [("0", 5, 6), ("1", 0, 20)]
     assert planned[2] == [("0", 6, 7), ("1", 20, 21), ("2", 0, 20)]
 
 
-def test_a_prompt_that_a_step_cannot_hold_whole_waits_for_the_next():
+def test_a_whole_prompt_that_exceeds_the_step_waits_for_the_next():
     planned, _ = steps(HybridOnly(30), 20, 20)
     assert planned[0] == [("0", 0, 20)]
     assert planned[1] == [("0", 20, 21), ("1", 0, 20)]
 
 
-def test_chunked_only_lets_chunks_and_decodes_take_turns():
+def test_chunked_only_alternates_chunks_and_decodes():
     planned, _ = steps(ChunkedOnly(8), 5, joins=[20])
     assert planned[:6] == [
         [("0", 0, 5)],
@@ -88,6 +107,6 @@ def test_chunked_only_lets_chunks_and_decodes_take_turns():
 
 
 @pytest.mark.parametrize("policy", [RequestLevel, Orca, PrefillFirst, HybridOnly, ChunkedOnly, lambda n: Unified(n, 1)])
-def test_a_step_of_nothing_is_refused(policy):
+def test_a_capacity_of_zero_is_refused(policy):
     with pytest.raises(ValueError, match="is 0; it must be at least 1"):
         policy(0)

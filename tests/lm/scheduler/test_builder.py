@@ -1,6 +1,10 @@
-"""A step in the making: the budget, admission, growth and preemption."""
+"""StepBuilder: the budget, admission, growth, preemption and drafted tokens."""
 
-from holdfast.lm.types import TableWrite
+import pytest
+
+from holdfast.core.types import FinishReason
+from holdfast.lm.scheduler.policies import StallFree
+from holdfast.lm.types import PENDING, StepResult, TableWrite
 from tests.scheduling import answer, create_requests, create_scheduler, spans
 
 
@@ -28,18 +32,18 @@ def test_a_long_prompt_is_computed_in_chunks_and_only_the_last_samples():
     assert plans[1].segments[0].tokens == (1004, 1005, 1006, 1007)
 
 
-def test_what_the_budget_leaves_goes_to_the_next_request():
+def test_the_rest_of_the_budget_goes_to_the_next_request():
     assert spans(step(filled(3, 3, 3, budget=8))) == [("0", 0, 3), ("1", 0, 3), ("2", 0, 2)]
 
 
-def test_when_the_budget_is_short_of_the_decodes_the_first_in_rank_go_on():
+def test_a_budget_below_the_decodes_serves_the_first_in_rank():
     scheduler = filled(1, 1, 1, budget=3)
     step(scheduler)
     scheduler._policy.token_budget = 2
     assert spans(step(scheduler)) == [("0", 1, 2), ("1", 1, 2)]
 
 
-def test_only_as_many_run_as_there_are_rows_and_a_row_is_used_again():
+def test_at_most_max_sequences_run_and_rows_are_reused():
     scheduler = filled(2, 2, 2, max_sequences=2, max_tokens=2)
     first = step(scheduler)
     assert [segment.row for segment in first.segments] == [0, 1]
@@ -48,27 +52,27 @@ def test_only_as_many_run_as_there_are_rows_and_a_row_is_used_again():
     assert (segment.sequence_id, segment.row) == ("2", 1)
 
 
-def test_the_table_is_written_whole_at_admission_and_then_only_where_it_grows():
+def test_block_table_is_written_at_admission_and_then_only_extended():
     scheduler = filled(7, block_size=4)
     plans = [step(scheduler) for _ in range(4)]
     assert [plan.table_writes for plan in plans] == [(TableWrite(0, 0, (0, 1)),), (), (TableWrite(0, 2, (2,)),), ()]
 
 
-def test_a_shared_prefix_is_part_of_the_table_that_is_written():
+def test_block_table_includes_a_shared_prefix():
     scheduler = filled((1, 2, 3, 4, 5), (1, 2, 3, 4, 6), block_size=4)
     plan = scheduler.schedule(0.0)
     assert spans(plan) == [("0", 0, 5), ("1", 4, 5)], "the second reads what the first writes in the same step"
     assert [write.blocks for write in plan.table_writes] == [(0, 1), (0, 2)]
 
 
-def test_admission_leaves_room_to_grow_unless_nothing_runs():
+def test_admission_leaves_the_headroom_free_unless_nothing_runs():
     scheduler = filled(32, 4, block_size=4, blocks=10, headroom=0.2)
     assert spans(step(scheduler)) == [("0", 0, 32)], "8 blocks of 10 are taken; the last 2 are for growth"
     alone = filled(36, block_size=4, blocks=10, headroom=0.5)
     assert spans(step(alone)) == [("0", 0, 36)]
 
 
-def test_blocks_that_are_only_cached_count_once_when_they_are_shared_again():
+def test_cached_blocks_count_once_when_they_are_shared_again():
     prompt = tuple(range(13))
     scheduler = filled(prompt, max_tokens=1, block_size=4, blocks=4)
     step(scheduler)
@@ -81,13 +85,13 @@ def test_blocks_that_are_only_cached_count_once_when_they_are_shared_again():
     assert spans(step(scheduler))[0][0] == "0"
 
 
-def test_a_request_that_does_not_fit_holds_back_those_behind_it():
+def test_a_request_that_does_not_fit_blocks_those_behind_it():
     scheduler = filled(20, 20, 1, block_size=4, blocks=8)
     assert spans(step(scheduler)) == [("0", 0, 20)]
     assert scheduler.stats().waiting == 2
 
 
-def test_the_latest_arrival_makes_room_and_later_takes_up_its_tokens():
+def test_the_latest_arrival_is_preempted_and_later_resumes_with_its_tokens():
     scheduler = filled(4, 4, 4, block_size=4, blocks=4, max_tokens=5)
     step(scheduler)
     plan = step(scheduler)
@@ -101,7 +105,7 @@ def test_the_latest_arrival_makes_room_and_later_takes_up_its_tokens():
     assert scheduler.stats().preemptions == 1
 
 
-def test_a_sequence_that_ranks_last_waits_in_place_for_a_block():
+def test_the_sequence_that_ranks_last_keeps_its_blocks_and_waits_for_one():
     scheduler = filled(4, 6, block_size=4, blocks=4, max_tokens=4)
     step(scheduler)
     assert spans(step(scheduler)) == [("0", 4, 5), ("1", 6, 7)]
@@ -116,7 +120,7 @@ def test_a_sequence_that_ranks_last_waits_in_place_for_a_block():
     assert spans(step(scheduler)) == [("1", 4, 5)], "it never lost what it had"
 
 
-def test_a_lower_class_makes_room_even_if_it_came_first():
+def test_a_lower_class_is_preempted_even_if_it_arrived_first():
     scheduler = create_scheduler(block_size=4, blocks=3)
     early, late = create_requests(4, 4, priority=5)[0], create_requests(4, 4)[1]
     scheduler.add(early)
@@ -127,7 +131,7 @@ def test_a_lower_class_makes_room_even_if_it_came_first():
     assert (spans(plan), plan.preempted) == ([("1", 4, 5)], ("0",))
 
 
-def test_a_preempted_sequence_takes_its_token_in_flight_and_only_then_comes_back():
+def test_a_preempted_sequence_resumes_after_its_token_in_flight_is_known():
     scheduler = filled(4, 4, block_size=4, blocks=2, max_tokens=3)
     prefills, decode = scheduler.schedule(0.0), scheduler.schedule(0.0)
     assert (spans(decode), decode.preempted) == ([("0", 4, 5)], ("1",))
@@ -138,7 +142,7 @@ def test_a_preempted_sequence_takes_its_token_in_flight_and_only_then_comes_back
     assert (spans(plan), plan.segments[0].tokens[-1]) == ([("1", 0, 5)], 7)
 
 
-def test_a_preempted_sequence_with_its_token_in_flight_is_not_admitted_though_it_would_fit():
+def test_a_preempted_sequence_with_a_token_in_flight_is_not_admitted_into_free_blocks():
     scheduler = filled(4, 4, block_size=4, blocks=2, max_tokens=3)
     prefills, _ = scheduler.schedule(0.0), scheduler.schedule(0.0)
     scheduler.abort("0")
@@ -147,9 +151,58 @@ def test_a_preempted_sequence_with_its_token_in_flight_is_not_admitted_though_it
     assert spans(scheduler.schedule(0.0)) == [("1", 0, 5)]
 
 
-def test_a_preempted_sequence_may_end_by_its_token_in_flight():
+def test_a_preempted_sequence_can_end_by_its_token_in_flight():
     scheduler = filled(4, 4, block_size=4, blocks=2, max_tokens=3, eos=(2,))
     prefills, _ = scheduler.schedule(0.0), scheduler.schedule(0.0)
     scheduler.update(prefills, answer(prefills, 2), 0.0)
     assert not scheduler.has_work()
     assert (scheduler.stats().waiting, scheduler.stats().blocks_used) == (0, 0)
+
+
+def speculating(draft, *others, **options):
+    """A scheduler with a prompt of six tokens, and others, whose decodes verify `draft`."""
+
+    class Speculating(StallFree):
+        def plan(self, step):
+            step.budget = self.token_budget
+            step.decode()
+            step.speculate(lambda entry: draft)
+            step.admit()
+
+    scheduler = filled(6, *others, policy=Speculating(10), **options)
+    step(scheduler)
+    return scheduler
+
+
+@pytest.mark.parametrize(("tokens", "following"), [((), 6), ((7,), 7), ((7, 8), 8), ((7, 8, 9), 9)])
+def test_a_decode_with_drafts_goes_on_behind_the_tokens_its_result_accepts(tokens, following):
+    scheduler = speculating((7, 8), max_tokens=20)
+    plan = scheduler.schedule(0.0)
+    assert (spans(plan), plan.samples, plan.segments[0].tokens) == ([("0", 6, 9)], (3,), (PENDING, 7, 8))
+    assert scheduler.schedule(0.0) is None, "it sits out until its outcome is known"
+    outputs = scheduler.update(plan, StepResult(plan.step, tokens, 0.0, counts=(len(tokens),)), 0.0)
+    assert [output.tokens for output in outputs] == ([tokens] if tokens else [])
+    assert scheduler.schedule(0.0).segments[0].start == following
+
+
+def test_a_draft_is_cut_at_the_budget_the_limit_and_free_blocks():
+    assert spans(speculating(range(50), max_tokens=50).schedule(0.0)) == [("0", 6, 16)]
+    assert spans(speculating(range(50), max_tokens=3).schedule(0.0)) == [("0", 6, 8)]
+    scheduler = speculating(range(50), 4, max_tokens=6, blocks=4, block_size=4)
+    assert spans(scheduler.schedule(0.0)) == [("0", 6, 8), ("1", 4, 8)]
+
+
+def test_a_sequence_ends_at_its_end_token_among_several():
+    scheduler = speculating((7, 8), max_tokens=20, eos=(8,))
+    plan = scheduler.schedule(0.0)
+    (output,) = scheduler.update(plan, StepResult(plan.step, (7, 8, 9), 0.0, counts=(3,)), 0.0)
+    assert (output.tokens, output.finish_reason) == ((7, 8), FinishReason.STOP)
+    assert scheduler.stats().blocks_used == 0
+
+
+@pytest.mark.parametrize(("tokens", "counts"), [((1, 2, 3, 4), (4,)), ((1, 2), (1,)), ((1, 2), None), ((1,), (1, 0))])
+def test_a_result_with_other_counts_than_planned_is_refused(tokens, counts):
+    scheduler = speculating((7, 8), max_tokens=20)
+    plan = scheduler.schedule(0.0)
+    with pytest.raises(RuntimeError, match="is due"):
+        scheduler.update(plan, StepResult(plan.step, tokens, 0.0, counts=counts), 0.0)

@@ -2,31 +2,36 @@
 
 The device checks at every segment that each earlier position of its sequence is there (the cache rule); the
 history checks after every step that no block is lost or owned twice, and that the budget holds; and at the end that
-everything is free and that nobody starved. A quarter runs under a policy of no order at all: what keeps a plan right
-is not the policy's affair. Half have a host tier, at times of a single block: state is swapped out and in, dropped,
-recovered with holes in front of and between what was kept; copies arrive late, and whatever is copied must not change
+everything is free and that no request starved. A quarter runs under a policy that calls its verbs in random order,
+since plans must be right under any policy. One policy drafts tokens, right and wrong ones, and its results hold none,
+one or several tokens for a segment. Half have a host tier, at times of a single block: state is swapped out and in,
+dropped, recovered with holes in front of and between kept blocks; copies arrive late, and copied blocks must not change
 meanwhile. 320 histories of at least 100 steps each, and 20 for each other policy.
 """
 
 import random
 from collections import Counter, deque
+from itertools import repeat
 
 import pytest
 
 from holdfast.core.cost import CostModel
 from holdfast.core.types import Request, SamplingParams
+from holdfast.lab.simulator.pipeline_policy import PipelineLatencyTarget
 from holdfast.lm.memory.retention import EVICTIONS
 from holdfast.lm.scheduler.builder import Policy
 from holdfast.lm.scheduler.choice import RESERVING, capacity_of, make_policy
-from holdfast.lm.scheduler.latency_target import PacedStallFree
 from holdfast.lm.scheduler.order import Deadline, Fair, Fcfs, Priority
+from holdfast.lm.scheduler.policies import LatencyTarget
 from tests.scheduling import EOS, VOCABULARY, FakeDevice, create_scheduler, run_alone
 
 MAX_MODEL_LEN = 48
 STEPS = 100
 
 
-OTHERS = ("request-level", "orca", "prefill-first", "chunked-only", "hybrid-only", "unified", "paced")
+OTHERS = (
+    "request-level", "orca", "prefill-first", "chunked-only", "hybrid-only", "unified", "latency-target", "speculating",
+)  # fmt: skip
 
 COST = CostModel(
     model="m",
@@ -39,8 +44,24 @@ COST = CostModel(
 )
 
 
+class Speculating(Policy):
+    """Stall-free batching that lets decodes verify drafted tokens."""
+
+    def __init__(self, budget, draft):
+        self.budget = budget
+        self.draft = draft
+
+    def plan(self, step):
+        step.budget = self.budget
+        step.displace()
+        step.decode()
+        step.speculate(self.draft)
+        step.prefill()
+        step.admit()
+
+
 class AnyOrder(Policy):
-    """A policy without one: calls its verbs in an order that it draws for each step."""
+    """A policy that calls its verbs in a random order at each step."""
 
     def __init__(self, budget, choose):
         self.budget = budget
@@ -101,15 +122,35 @@ class History:
         """The policy of that name; `budget` becomes the most tokens of its steps."""
         if self.any_order:
             return AnyOrder(self.budget, self.random)
-        if name == "paced":
-            tile = self.random.choice((1, 4, 16))
+        if name == "speculating":
+            return Speculating(self.budget, self.draft)
+        if name == "latency-target":
+            tile, target = self.random.choice((1, 4, 16)), self.random.choice((0.5, 3.0, 8.0))
             self.budget = max(self.budget, tile)
-            return PacedStallFree(COST, self.random.choice((0.5, 3.0, 8.0)), tile=tile, ceiling=self.budget)
+            if self.micro_batches > 1:
+                return PipelineLatencyTarget(COST, target, tile=tile, ceiling=self.budget, stages=self.micro_batches)
+            return LatencyTarget(COST, target, tile=tile, ceiling=self.budget)
         threshold, self.budget = (
             self.budget,
-            capacity_of(name, token_budget=self.budget, max_model_len=MAX_MODEL_LEN, max_sequences=self.max_sequences),
+            capacity_of(
+                name,
+                token_budget=self.budget,
+                max_model_len=MAX_MODEL_LEN,
+                max_sequences=self.max_sequences,
+                limit=self.random.choice((1, self.blocks * self.block_size)),
+            ),
         )
         return make_policy(name, token_budget=threshold, capacity=self.budget)
+
+    def draft(self, entry):
+        """Up to four guesses at the tokens behind the last one of a sequence; the first few are right."""
+        request, choose = self.requests[entry.id], self.random
+        expected, _ = run_alone(request, max_model_len=MAX_MODEL_LEN)
+        at = entry.sequence.length - 1 - len(request.prompt)
+        guesses = list(expected[at:][: choose.randint(0, 4)])
+        if guesses and choose.random() < 0.4:
+            guesses[choose.randrange(len(guesses))] += 1
+        return guesses
 
     def some_tokens(self, count):
         return tuple(self.random.randrange(1, VOCABULARY) for _ in range(count))
@@ -172,6 +213,13 @@ class History:
             self.seen["holes"] += sum(count > 1 for count in ranges.values())
             assert all(segment.length == len(segment.tokens) for segment in plan.segments)
             awaited = {segment.sequence_id for earlier in self.plans for segment in earlier.sampled()}
+            uncertain = {
+                segment.sequence_id
+                for earlier in self.plans
+                for segment, most in zip(earlier.sampled(), earlier.samples or repeat(1), strict=False)
+                if most > 1
+            }
+            assert not uncertain & {*ranges, *plan.preempted}, "it sits out until its outcome is known"
             for segment in plan.segments:
                 assert segment.sequence_id not in self.aborted
                 assert self.micro_batches == 1 or segment.sequence_id not in awaited, "stages wait for no other's token"
@@ -192,6 +240,8 @@ class History:
             self.outputs.setdefault(output.request_id, []).extend(output.tokens)
             if output.finish_reason is not None:
                 self.finished[output.request_id] = output.finish_reason
+            assert output.tokens
+            self.seen["several"] += len(output.tokens) > 1
             self.seen["cached"] += output.cached_tokens > 0
             self.seen["preempted"] += output.preemptions > 0
         self.scheduler.check()
@@ -214,7 +264,8 @@ class History:
         A step that samples brings one of the G tokens still to come, or is one of those planned before an end was
         known. A step that samples nothing prefills, no block is taken from anyone, and the first in rank ends its
         prefill after at most max_model_len / budget such steps (any sequence does, if the policy has no order). With
-        a host tier each of these may wait for copies, of every block once, and for each of them to arrive.
+        a host tier each of these may wait for copies, of every block once, and for each of them to arrive. Drafted
+        tokens that gave none cost a step each.
         """
         ended = self.finished.keys() | self.aborted
         alive = [self.requests[name] for name in self.requests if name not in ended]
@@ -222,10 +273,11 @@ class History:
         prefills = self.max_sequences if self.any_order else 1
         stale = self.steps_in_flight * (len(alive) + 1)
         copies = 2 * self.blocks if self.host_blocks else 0
-        bound = self.steps + (to_come + stale) * (1 + copies + prefills * -(-MAX_MODEL_LEN // self.budget))
+        each = 1 + copies + prefills * -(-MAX_MODEL_LEN // self.budget)
+        bound, refused = self.steps + (to_come + stale) * each, self.device.refused
         while self.scheduler.has_work() or self.plans:
             self.step()
-            assert self.steps <= bound, "somebody starves"
+            assert self.steps <= bound + (self.device.refused - refused) * each, "a request starves"
 
 
 def play(seed, name="stall-free", order=None, pipelined=False):
@@ -252,13 +304,13 @@ def test_every_request_of_a_random_history_gets_the_tokens_it_gets_alone(name, s
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("order", [Fcfs, Deadline, Fair])
 @pytest.mark.parametrize("name", ["stall-free", *OTHERS])
-def test_so_it_is_under_every_order(name, order, seed):
+def test_every_request_gets_the_tokens_it_gets_alone_under_every_order(name, order, seed):
     check(play(seed, name, order()))
 
 
 @pytest.mark.parametrize("name", ("stall-free", *OTHERS))
 @pytest.mark.parametrize("seed", range(10))
-def test_so_it_does_where_the_steps_in_flight_are_micro_batches(name, seed):
+def test_every_request_gets_the_tokens_it_gets_alone_in_micro_batches(name, seed):
     check(play(seed, name, pipelined=True))
 
 
@@ -275,7 +327,7 @@ def check(history):
     assert (stats.waiting, stats.running, stats.blocks_used) == (0, 0, 0)
 
 
-def test_the_histories_meet_what_they_are_to_test():
+def test_random_histories_exercise_caching_preemption_swapping_and_recovery():
     seen = Counter()
     for seed in range(60):
         seen += play(seed).seen
@@ -287,3 +339,14 @@ def test_the_histories_meet_what_they_are_to_test():
     assert seen["holes"] > 30
     assert seen["recovered"] > 100
     assert seen["waits for copies"] > 10
+
+
+def test_random_histories_exercise_drafts_that_give_no_and_several_tokens():
+    seen = Counter()
+    for seed in range(20):
+        history = play(seed, "speculating")
+        seen += history.seen + Counter(refused=history.device.refused)
+    assert seen["several"] > 200
+    assert seen["refused"] > 200
+    assert seen["preempted"] > 20
+    assert seen["swapped in"] > 20

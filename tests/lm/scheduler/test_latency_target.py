@@ -1,11 +1,11 @@
-"""The budget computed each step: as much prefill work as the target leaves beside these very decodes."""
+"""LatencyTarget: each step holds as much prefill work as the target leaves beside its decodes."""
 
 import random
 
 import pytest
 
 from holdfast.core.cost import CostModel
-from holdfast.lm.scheduler.latency_target import Correction, PacedStallFree
+from holdfast.lm.scheduler.policies import Correction, LatencyTarget
 from holdfast.lm.types import StepResult
 from tests.scheduling import answer, create_requests, create_scheduler, spans
 
@@ -22,15 +22,15 @@ TILE = 16
 
 
 def settled(ratio=1.0):
-    """The correction after many steps that took so many times what was predicted."""
+    """The correction after many steps that took `ratio` times their predicted time."""
     correction = Correction()
     for _ in range(200):
-        correction.see(ratio)
+        correction.update(ratio)
     return correction
 
 
-def paced(target_ms, ceiling=256):
-    return PacedStallFree(COST, target_ms / 1e3, tile=TILE, ceiling=ceiling)
+def with_target(target_ms, ceiling=256):
+    return LatencyTarget(COST, target_ms / 1e3, tile=TILE, ceiling=ceiling)
 
 
 def scheduler_of(policy, *prompts, **options):
@@ -42,7 +42,7 @@ def scheduler_of(policy, *prompts, **options):
 
 
 def beside_a_stream(policy, *prompts, **options):
-    """A scheduler with a stream, "0", and prompts that came after it."""
+    """A scheduler with a stream, "0", and prompts that arrived after it."""
     scheduler = scheduler_of(policy, 1, **options)
     step(scheduler)
     policy.correction = settled()
@@ -69,8 +69,8 @@ def with_one_tile_more(plan):
     return COST.step([*others, (last[0] + TILE, last[1] + TILE)])
 
 
-def test_a_long_prefill_is_cut_where_the_target_is_and_a_tile_ends():
-    scheduler = beside_a_stream(policy := paced(6.0), 1000)
+def test_a_long_prefill_is_cut_at_the_last_tile_within_the_target():
+    scheduler = beside_a_stream(policy := with_target(6.0), 1000)
     lengths = []
     for _ in range(5):
         correction = policy.correction.factor
@@ -81,9 +81,9 @@ def test_a_long_prefill_is_cut_where_the_target_is_and_a_tile_ends():
     assert lengths == sorted(lengths, reverse=True) and lengths[0] > lengths[-1], "attention grows with the context"
 
 
-def test_the_more_context_the_decodes_have_the_less_prefill_joins_them():
+def test_longer_decode_contexts_leave_less_room_for_prefill():
     def joined(prompt):
-        scheduler = scheduler_of(policy := paced(8.0, ceiling=1024), *[prompt] * 6)
+        scheduler = scheduler_of(policy := with_target(8.0, ceiling=1024), *[prompt] * 6)
         while any(segment.sampling is None for segment in step(scheduler).segments) or scheduler.stats().waiting:
             pass
         for request in create_requests(*[1] * 6, 1000, max_tokens=100)[6:]:
@@ -96,46 +96,33 @@ def test_the_more_context_the_decodes_have_the_less_prefill_joins_them():
     assert joined(20) > joined(200) > joined(400) > 0
 
 
-def test_however_tight_the_target_the_tile_begun_is_filled():
-    scheduler = beside_a_stream(paced(0.001), 3, 3, 100)
+def test_a_step_fills_the_tile_it_began_under_any_target():
+    scheduler = beside_a_stream(with_target(0.001), 3, 3, 100)
     lengths = [[segment.length for segment in step(scheduler).segments] for _ in range(4)]
     assert lengths == [[1, 3], [1, 1, 3], [1, 1, 1, 13], [1, 1, 1, 13]]
 
 
-def test_where_nobody_streams_yet_a_step_takes_all_that_the_ceiling_allows():
-    scheduler = scheduler_of(paced(0.001, ceiling=256), 200, 100, 100)
+def test_a_step_without_streams_is_bounded_by_the_ceiling_alone():
+    scheduler = scheduler_of(with_target(0.001, ceiling=256), 200, 100, 100)
     assert spans(step(scheduler)) == [("0", 0, 200), ("1", 0, 56)]
     assert spans(step(scheduler)) == [("0", 200, 201), ("1", 56, 71)], "the target counts from the first token on"
 
 
-def test_a_stream_whose_token_is_on_its_way_through_a_pipeline_waits_as_well():
-    scheduler = beside_a_stream(paced(0.001), micro_batches=2)
-    assert spans(scheduler.schedule(0.0)) == [("0", 1, 2)]
-    (_, late) = create_requests(1, 100)
-    scheduler.add(late)
-    assert spans(scheduler.schedule(0.0)) == [("1", 0, 16)]
-
-
-@pytest.mark.parametrize(("rows", "stages", "tokens"), [(3, 2, 688), (64, 2, 1024), (3, 1, 1024)])
-def test_where_few_rows_are_left_in_a_pipeline_a_step_is_no_larger_than_makes_it_fast(rows, stages, tokens):
-    policy = paced(1000.0, ceiling=1024)
-    assert policy.enough == 688
-    fastest = COST.linear(1024) / 1024
-    assert COST.linear(688) / 688 <= 1.1 * fastest < COST.linear(688 - TILE) / (688 - TILE)
-    scheduler = beside_a_stream(policy, 1500, 1500, max_sequences=rows, micro_batches=stages)
+def test_steps_reach_the_ceiling_when_most_rows_are_busy():
+    scheduler = beside_a_stream(with_target(1000.0, ceiling=1024), 1500, 1500, max_sequences=3)
     step(scheduler)
-    assert sum(segment.length for segment in step(scheduler).segments) == tokens
+    assert sum(segment.length for segment in step(scheduler).segments) == 1024
 
 
 def test_a_second_prompt_joins_only_within_the_target():
-    assert spans(beside_a_stream(paced(8.0), 20, 20).schedule(0.0))[1:] == [("1", 0, 20), ("2", 0, 20)]
-    plan = step(beside_a_stream(paced(4.6), 20, 20))
+    assert spans(beside_a_stream(with_target(8.0), 20, 20).schedule(0.0))[1:] == [("1", 0, 20), ("2", 0, 20)]
+    plan = step(beside_a_stream(with_target(4.6), 20, 20))
     assert spans(plan)[1:] == [("1", 0, 20)]
     assert seconds(plan) <= 0.0046
 
 
-def test_what_steps_take_corrects_what_is_predicted():
-    scheduler = scheduler_of(policy := paced(16.0), *[1000] * 60)
+def test_measured_steps_correct_the_prediction():
+    scheduler = scheduler_of(policy := with_target(16.0), *[1000] * 60)
     for _ in range(80):
         step(scheduler, times=1.3)
     assert policy.correction.factor == pytest.approx(1.3, rel=0.002)
@@ -152,7 +139,7 @@ def test_what_steps_take_corrects_what_is_predicted():
         (lambda draw: draw.choice((1.0, 1.6)), 2.2),
     ],
 )
-def test_the_correction_covers_nearly_all_steps_and_little_more(drawn, most):
+def test_correction_exceeds_95_percent_of_steps_by_little(drawn, most):
     draw, correction = random.Random(0), Correction()
     late, factors = 0, []
     for index in range(3000):
@@ -160,14 +147,14 @@ def test_the_correction_covers_nearly_all_steps_and_little_more(drawn, most):
         if index > 100:
             late += ratio > factor
             factors.append(factor)
-        correction.see(ratio)
+        correction.update(ratio)
     assert 0 < late < 0.05 * len(factors)
     assert sum(factors) / len(factors) < most
 
 
-def test_the_target_is_kept_by_nearly_all_steps_not_the_average_one():
+def test_95_percent_of_noisy_steps_meet_the_target():
     draw = random.Random(0)
-    scheduler = scheduler_of(paced(8.0), *[1000] * 200, max_model_len=2048, blocks=100_000)
+    scheduler = scheduler_of(with_target(8.0), *[1000] * 200, max_model_len=2048, blocks=100_000)
     late, steps = 0, 0
     while steps < 800:
         plan = scheduler.schedule(0.0)
@@ -179,41 +166,41 @@ def test_the_target_is_kept_by_nearly_all_steps_not_the_average_one():
     assert late < 0.05 * 700
 
 
-def test_steps_that_take_what_is_predicted_are_filled_up_to_the_target():
-    scheduler = scheduler_of(policy := paced(14.0), *[1000] * 60)
-    assert policy.correction.factor == pytest.approx(1.05), "of a device not seen yet a little less is asked"
+def test_correction_converges_to_one_when_predictions_are_exact():
+    scheduler = scheduler_of(policy := with_target(14.0), *[1000] * 60)
+    assert policy.correction.factor == pytest.approx(1.05), "steps stay below the target until some were measured"
     for _ in range(80):
         plan = step(scheduler)
     assert policy.correction.factor == pytest.approx(1.0, abs=1e-4)
     assert seconds(plan) <= 0.014 < with_one_tile_more(plan)
 
 
-def test_one_outlier_moves_it_no_more_than_a_step_a_tenth_late():
+def test_an_outlier_moves_the_correction_no_more_than_a_step_ten_percent_late():
     late, outlier = settled(), settled()
-    late.see(1.1)
-    outlier.see(1000)
+    late.update(1.1)
+    outlier.update(1000)
     assert outlier.factor == pytest.approx(late.factor)
     assert 1 < outlier.factor < 1.06
     for _ in range(40):
-        outlier.see(1.0)
+        outlier.update(1.0)
     assert outlier.factor == pytest.approx(1.0, abs=0.001)
 
 
 @pytest.mark.parametrize("ratio", [0.001, 1000])
-def test_it_stays_within_bounds_whatever_is_measured(ratio):
+def test_correction_stays_bounded_for_extreme_ratios(ratio):
     assert 0.1 < settled(ratio).factor < 30
 
 
-def test_steps_of_decodes_alone_teach_nothing():
-    scheduler = scheduler_of(policy := paced(8.0), 5)
+def test_steps_of_decodes_alone_leave_the_correction_unchanged():
+    scheduler = scheduler_of(policy := with_target(8.0), 5)
     step(scheduler)
     learned = policy.correction.factor
     step(scheduler, times=3)
     assert policy.correction.factor == learned
 
 
-def test_a_cached_prefix_counts_as_context_of_its_chunk():
-    scheduler = scheduler_of(policy := paced(8.0), 900, sharing=True)
+def test_a_cached_prefix_counts_as_context_of_the_chunk_behind_it():
+    scheduler = scheduler_of(policy := with_target(8.0), 900, sharing=True)
     while any(segment.sampling is None for segment in step(scheduler).segments):
         pass
     (first, _) = create_requests(900, 1)
@@ -226,6 +213,6 @@ def test_a_cached_prefix_counts_as_context_of_its_chunk():
 
 
 @pytest.mark.parametrize(("target", "tile", "ceiling"), [(0.0, 16, 64), (1.0, 0, 64), (1.0, 128, 64)])
-def test_what_makes_no_sense_is_refused(target, tile, ceiling):
+def test_invalid_targets_and_tiles_are_refused(target, tile, ceiling):
     with pytest.raises(ValueError, match="must"):
-        PacedStallFree(COST, target, tile=tile, ceiling=ceiling)
+        LatencyTarget(COST, target, tile=tile, ceiling=ceiling)

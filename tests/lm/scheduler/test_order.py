@@ -35,7 +35,7 @@ def started(scheduler, now=0.0):
     return [name for name, start, _ in spans(plan) if start == 0] if plan else []
 
 
-def test_a_configuration_names_its_order():
+def test_make_order_follows_the_configuration():
     assert isinstance(make_order(EngineConfig(order="fcfs")), Fcfs)
     assert make_order(EngineConfig(priority_aging=60.0)).aging == 60.0
     assert make_order(EngineConfig(order="deadline")).ttft_target == 2.0
@@ -43,13 +43,13 @@ def test_a_configuration_names_its_order():
     assert make_order(EngineConfig(order="fair", fair_weight=3.0)).weight == 3.0
 
 
-def test_first_come_first_served_looks_at_arrivals_alone():
+def test_fcfs_ranks_by_arrival_alone():
     early, late = request(0, arrival=1.0, priority=9), request(1, arrival=2.0, deadline=0.1)
     ranks = [Fcfs().rank(early, 1), Fcfs().rank(late, 0), Fcfs().rank(late, 2)]
     assert ranks == sorted(ranks)
 
 
-def test_the_class_goes_before_the_arrival_and_the_arrival_before_the_number():
+def test_priority_ranks_by_class_then_arrival_then_number():
     urgent = request(0, priority=-1, arrival=9.0)
     early, late = request(1, arrival=1.0), request(2, arrival=2.0)
     order = Priority()
@@ -57,13 +57,13 @@ def test_the_class_goes_before_the_arrival_and_the_arrival_before_the_number():
     assert ranks == sorted(ranks)
 
 
-def test_waiting_makes_up_for_class():
+def test_aging_lifts_a_request_by_one_class():
     order = Priority(aging=10.0)
     batch = order.rank(request(0, priority=BATCH, arrival=0.0), 0)
     assert order.rank(request(1, arrival=9.0), 1) < batch < order.rank(request(2, arrival=11.0), 2)
 
 
-def test_the_earliest_deadline_goes_first_and_a_target_stands_in_where_none_is_named():
+def test_the_earliest_deadline_goes_first_with_the_target_as_default():
     scheduler = create_scheduler(order=Deadline(2.0))
     scheduler.add(request(0, arrival=0.0))
     scheduler.add(request(1, arrival=1.0, deadline=0.5))
@@ -72,7 +72,7 @@ def test_the_earliest_deadline_goes_first_and_a_target_stands_in_where_none_is_n
     assert started(scheduler) == ["1", "3", "0", "2"]
 
 
-def test_waiting_requests_start_by_class_then_first_come_first_served():
+def test_waiting_requests_start_by_class_then_arrival():
     scheduler = create_scheduler()
     requests = create_requests(2, 2, 2, 2)
     for each, level in zip(requests, (1, 0, 1, 0), strict=True):
@@ -82,7 +82,7 @@ def test_waiting_requests_start_by_class_then_first_come_first_served():
 
 def full(policy="stall-free", rows=2, order=None, **options):
     """A scheduler whose rows batch requests 0, 1, … stand in, decoding."""
-    capacity = capacity_of(policy, token_budget=64, max_model_len=128, max_sequences=rows)
+    capacity = capacity_of(policy, token_budget=64, max_model_len=128, max_sequences=rows, limit=1)
     scheduler = create_scheduler(
         policy=make_policy(policy, token_budget=64, capacity=capacity), max_sequences=rows, order=order, **options
     )
@@ -94,7 +94,7 @@ def full(policy="stall-free", rows=2, order=None, **options):
 
 
 @pytest.mark.parametrize("policy", ["stall-free", "prefill-first", "hybrid-only", "unified"])
-def test_a_chat_request_takes_the_row_of_the_latest_batch_request_at_the_next_step(policy):
+def test_a_chat_request_displaces_the_latest_batch_request_at_the_next_step(policy):
     scheduler = full(policy)
     scheduler.add(request(7, arrival=6.0))
     plan = step(scheduler, 6.0)
@@ -103,7 +103,7 @@ def test_a_chat_request_takes_the_row_of_the_latest_batch_request_at_the_next_st
     assert "1" not in {name for name, _, _ in spans(plan)}
 
 
-def test_policies_in_turns_give_way_at_the_next_turn_of_prompts():
+def test_chunked_only_displaces_at_its_next_step_of_prompts():
     scheduler = full("chunked-only")
     scheduler.add(request(7, arrival=6.0))
     plans = [step(scheduler, 6.0) for _ in range(2)]
@@ -111,7 +111,7 @@ def test_policies_in_turns_give_way_at_the_next_turn_of_prompts():
 
 
 @pytest.mark.parametrize("policy", ["request-level", "orca"])
-def test_policies_that_reserve_displace_nobody(policy):
+def test_reserving_policies_displace_no_request(policy):
     scheduler = full(policy)
     scheduler.add(request(7, arrival=6.0))
     preempted = [step(scheduler, 6.0).preempted for _ in range(10)]
@@ -125,7 +125,7 @@ def test_only_the_priority_order_displaces(order):
     assert step(scheduler, 6.0).preempted == ()
 
 
-def test_nobody_makes_way_for_its_own_class_nor_before_rows_are_short():
+def test_no_request_is_displaced_by_its_own_class_or_while_rows_are_free():
     scheduler = full()
     scheduler.add(request(7, priority=BATCH, arrival=6.0))
     assert step(scheduler, 6.0).preempted == ()
@@ -135,13 +135,13 @@ def test_nobody_makes_way_for_its_own_class_nor_before_rows_are_short():
     assert step(scheduler, 6.0).preempted == ()
 
 
-def test_who_has_waited_long_enough_is_not_displaced_any_more():
+def test_a_request_older_than_the_aging_is_not_displaced():
     scheduler = full(order=Priority(aging=10.0))
     scheduler.add(request(7, arrival=12.0))
     assert step(scheduler, 12.0).preempted == ()
 
 
-def test_blocks_are_made_way_for_as_well_and_no_more_than_it_takes():
+def test_requests_are_displaced_for_blocks_and_no_more_than_needed():
     scheduler = full(rows=3, block_size=4, blocks=9, max_model_len=48)
     scheduler.add(request(7, 21, arrival=6.0))
     scheduler.abort("0")
@@ -150,7 +150,7 @@ def test_blocks_are_made_way_for_as_well_and_no_more_than_it_takes():
     assert ("7", 0, 21) in spans(plan)
 
 
-def test_as_many_make_way_as_the_step_has_room_for():
+def test_no_more_requests_are_displaced_than_the_budget_has_room_for():
     scheduler = full(rows=4)
     scheduler._policy.token_budget = 30
     for number in (7, 8, 9):
@@ -160,7 +160,7 @@ def test_as_many_make_way_as_the_step_has_room_for():
     assert [span for span in spans(plan) if span[0] > "6"] == [("7", 0, 20), ("8", 0, 8)]
 
 
-def test_the_displaced_one_goes_on_from_what_it_had():
+def test_a_displaced_request_resumes_from_its_cached_blocks():
     scheduler = full(block_size=4)
     scheduler.add(request(7, arrival=6.0, max_tokens=2))
     plans = [step(scheduler, 6.0) for _ in range(4)]
@@ -169,7 +169,7 @@ def test_the_displaced_one_goes_on_from_what_it_had():
     assert again == ("1", 4, 8), "of eight tokens, the first block is full and was kept"
 
 
-def test_a_displaced_request_with_a_token_in_flight_comes_back_when_that_is_known():
+def test_a_displaced_request_resumes_after_its_token_in_flight_is_known():
     scheduler = full()
     flying = scheduler.schedule(6.0)
     scheduler.add(request(7, arrival=6.0, max_tokens=1))
@@ -235,7 +235,7 @@ tight = {"max_sequences": 2, "blocks": 12, "block_size": 4, "budget": 16, "max_m
 
 @settings(max_examples=60, deadline=None)
 @given(arrivals())
-def test_first_come_first_served_lets_nobody_pass(arriving):
+def test_fcfs_lets_no_later_request_pass(arriving):
     waits = Waits(Fcfs(), arriving, **tight)
     for first, other in waits.ahead:
         assert waits.requests[first].arrival <= waits.requests[other].arrival
@@ -243,7 +243,7 @@ def test_first_come_first_served_lets_nobody_pass(arriving):
 
 @settings(max_examples=60, deadline=None)
 @given(arrivals(), st.sampled_from((1.0, 7.0, 1e6)))
-def test_a_class_is_ahead_of_a_lower_one_for_its_aging_and_no_longer(arriving, aging):
+def test_a_class_passes_a_lower_one_only_within_the_aging(arriving, aging):
     waits = Waits(Priority(aging), arriving, **tight)
     for first, other in waits.ahead:
         ahead, behind = waits.requests[first], waits.requests[other]
@@ -252,7 +252,7 @@ def test_a_class_is_ahead_of_a_lower_one_for_its_aging_and_no_longer(arriving, a
 
 @settings(max_examples=60, deadline=None)
 @given(arrivals())
-def test_whoever_arrives_behind_a_deadline_is_behind_it(arriving):
+def test_a_request_that_arrives_after_a_deadline_ranks_behind_it(arriving):
     waits = Waits(Deadline(2.0), arriving, **tight)
     for first, other in waits.ahead:
         behind = waits.requests[other]
@@ -261,14 +261,14 @@ def test_whoever_arrives_behind_a_deadline_is_behind_it(arriving):
 
 @settings(max_examples=60, deadline=None)
 @given(arrivals())
-def test_within_a_tenant_fairness_is_first_come_first_served(arriving):
+def test_fair_order_is_fcfs_within_a_tenant(arriving):
     waits = Waits(Fair(), arriving, **tight)
     for first, other in waits.ahead:
         ahead, behind = waits.requests[first], waits.requests[other]
         assert ahead.tenant != behind.tenant or ahead.arrival <= behind.arrival
 
 
-def test_a_stream_of_chats_holds_a_batch_request_up_for_its_aging_and_no_longer():
+def test_a_stream_of_chats_delays_a_batch_request_no_longer_than_the_aging():
     batch = request(0, priority=BATCH, arrival=0.5, max_tokens=3)
     chats = [request(number, arrival=float(number), max_tokens=2) for number in range(1, 60)]
     waits = Waits(Priority(aging=20.0), [batch, *chats], **{**tight, "max_sequences": 1})
@@ -278,7 +278,7 @@ def test_a_stream_of_chats_holds_a_batch_request_up_for_its_aging_and_no_longer(
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 20), st.integers(1, 12)), min_size=6, max_size=40))
-def test_what_waiting_tenants_are_served_differs_by_no_more_than_the_bound(asked):
+def test_service_of_waiting_tenants_differs_by_at_most_the_bound(asked):
     order = Fair()
     bound = 2 * max(20, order.weight * tight["blocks"] * tight["block_size"])
 
@@ -298,7 +298,7 @@ def test_what_waiting_tenants_are_served_differs_by_no_more_than_the_bound(asked
     Watched(order, arriving, **tight)
 
 
-def test_a_tenant_that_floods_the_queue_gets_no_more_than_one_that_asks_now_and_then():
+def test_a_tenant_that_floods_the_queue_gets_no_more_than_an_occasional_one():
     flood = [request(number, tenant="flood") for number in range(40)]
     modest = [request(number, tenant="modest") for number in range(40, 44)]
     waits = Waits(Fair(), [*flood, *modest], **{**tight, "max_sequences": 1})
@@ -308,7 +308,7 @@ def test_a_tenant_that_floods_the_queue_gets_no_more_than_one_that_asks_now_and_
     assert first_eight == {"flood": 4, "modest": 4}
 
 
-def test_nobody_saves_up_by_asking_for_nothing():
+def test_an_idle_tenant_saves_up_no_service():
     order = Fair()
     busy = [request(number, tenant="busy") for number in range(20)]
     idle = [request(number, tenant="idle", arrival=40.0) for number in range(20, 30)]
@@ -317,7 +317,7 @@ def test_nobody_saves_up_by_asking_for_nothing():
     assert Counter(waits.requests[name].tenant for name in after) == {"busy": 3, "idle": 3}
 
 
-def test_what_the_cache_gave_costs_a_tenant_nothing():
+def test_cached_tokens_cost_a_tenant_nothing():
     order = Fair(weight=2.0)
     scheduler = create_scheduler(order=order, block_size=4)
     prompt = tuple(range(1, 11))

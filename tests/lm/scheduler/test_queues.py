@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from holdfast.lm.scheduler.entries import RankedQueue
 
 
-def test_entries_leave_in_rank_order_whatever_comes_and_goes_between():
+def test_a_ranked_queue_stays_in_order_under_random_changes():
     choose = random.Random(0)
     queue, held = RankedQueue(), []
     for number in range(500):

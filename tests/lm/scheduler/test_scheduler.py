@@ -28,7 +28,7 @@ def test_a_request_goes_from_prompt_to_length_limit():
     assert scheduler.stats().blocks_used == 0
 
 
-def test_the_models_end_token_ends_a_sequence_unless_it_is_to_be_ignored():
+def test_the_models_end_token_ends_a_sequence_unless_ignored():
     scheduler = create_scheduler(eos=(2,))
     ending, ignoring = create_requests(5, 6)[0], create_requests(5, 6, ignore_eos=True)[1]
     scheduler.add(ending)
@@ -38,13 +38,13 @@ def test_the_models_end_token_ends_a_sequence_unless_it_is_to_be_ignored():
     assert outputs[0].tokens == (2,)
 
 
-def test_a_requests_own_stop_token_ends_it_even_when_the_models_is_ignored():
+def test_a_stop_token_of_the_request_ends_it_even_with_ignore_eos():
     scheduler = create_scheduler(eos=(2,))
     scheduler.add(create_requests(5, stop_token_ids=(9,), ignore_eos=True)[0])
     assert run_step(scheduler, token=9)[0].finish_reason is FinishReason.STOP
 
 
-def test_the_longest_sequence_of_the_model_ends_a_request():
+def test_a_request_ends_at_max_model_len():
     scheduler = create_scheduler(max_model_len=7)
     scheduler.add(create_requests(5, max_tokens=100)[0])
     assert run_step(scheduler)[0].finish_reason is None
@@ -61,14 +61,14 @@ def test_the_longest_sequence_of_the_model_ends_a_request():
         ((5, -1), {}, "token id -1"),
     ],
 )
-def test_what_can_never_run_is_refused_with_the_limit(prompt, options, message):
+def test_requests_that_can_never_run_are_refused_with_the_limit(prompt, options, message):
     scheduler = create_scheduler(**options)
     with pytest.raises(ValueError, match=message):
         scheduler.add(create_requests(prompt)[0])
     assert not scheduler.has_work()
 
 
-def test_the_largest_request_that_fits_is_taken_and_ends():
+def test_the_largest_request_that_fits_runs_to_its_end():
     scheduler = create_scheduler(blocks=16)
     scheduler.add(create_requests(61, max_tokens=4)[0])
     while scheduler.has_work():
@@ -76,7 +76,7 @@ def test_the_largest_request_that_fits_is_taken_and_ends():
     assert scheduler.stats().preemptions == 0
 
 
-def test_an_id_is_served_once_at_a_time():
+def test_an_id_already_in_use_is_refused():
     scheduler = create_scheduler()
     (request,) = create_requests(5, max_tokens=1)
     scheduler.add(request)
@@ -87,7 +87,7 @@ def test_an_id_is_served_once_at_a_time():
     assert scheduler.has_work()
 
 
-def test_a_step_is_planned_before_the_token_that_it_continues_is_known():
+def test_a_decode_is_planned_before_its_last_token_is_known():
     scheduler = create_scheduler()
     scheduler.add(create_requests(5, max_tokens=3)[0])
     first, second, third = (scheduler.schedule(0.0) for _ in range(3))
@@ -98,7 +98,7 @@ def test_a_step_is_planned_before_the_token_that_it_continues_is_known():
     assert reasons == [None, None, FinishReason.LENGTH]
 
 
-def test_what_was_planned_beyond_an_end_is_dropped():
+def test_tokens_planned_beyond_an_end_are_dropped():
     scheduler = create_scheduler(eos=(2,))
     scheduler.add(create_requests(5)[0])
     first, second = scheduler.schedule(0.0), scheduler.schedule(0.0)
@@ -107,7 +107,7 @@ def test_what_was_planned_beyond_an_end_is_dropped():
     assert scheduler.update(second, answer(second), 0.0) == []
 
 
-def test_an_abort_frees_at_once_and_drops_what_is_in_flight():
+def test_abort_frees_blocks_at_once_and_drops_tokens_in_flight():
     scheduler = create_scheduler(max_sequences=1)
     running, waiting = create_requests(5, 6)
     scheduler.add(running)
@@ -122,7 +122,7 @@ def test_an_abort_frees_at_once_and_drops_what_is_in_flight():
     scheduler.check()
 
 
-def test_an_abort_of_what_has_ended_is_nothing():
+def test_abort_of_an_ended_request_is_ignored():
     scheduler = create_scheduler()
     scheduler.add(create_requests(5, max_tokens=1)[0])
     run_step(scheduler)
@@ -131,7 +131,7 @@ def test_an_abort_of_what_has_ended_is_nothing():
     assert not scheduler.has_work()
 
 
-def test_a_token_in_flight_for_an_aborted_request_does_not_reach_a_new_one_of_that_id():
+def test_a_token_of_an_aborted_request_does_not_reach_a_new_one_with_its_id():
     scheduler = create_scheduler()
     (request,) = create_requests(5)
     scheduler.add(request)
@@ -152,7 +152,7 @@ def test_results_must_come_in_the_order_of_their_plans():
     assert first.step == 0
 
 
-def test_a_result_must_bring_a_token_for_each_that_was_to_be_sampled():
+def test_a_result_with_too_few_tokens_is_refused():
     scheduler = create_scheduler()
     scheduler.add(create_requests(5)[0])
     plan = scheduler.schedule(0.0)
@@ -160,7 +160,7 @@ def test_a_result_must_bring_a_token_for_each_that_was_to_be_sampled():
         scheduler.update(plan, StepResult(plan.step, (), 0.0), 0.0)
 
 
-def test_equal_prompts_share_their_prefix_and_say_how_much():
+def test_equal_prompts_share_their_prefix_and_report_cached_tokens():
     scheduler = create_scheduler(block_size=4)
     prompt = tuple(range(10))
     first, second = create_requests(prompt, prompt, max_tokens=1)
@@ -175,7 +175,7 @@ def test_equal_prompts_share_their_prefix_and_say_how_much():
 
 
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
-def test_the_next_turn_of_a_conversation_finds_what_was_generated(steps_in_flight):
+def test_the_next_turn_of_a_conversation_finds_generated_tokens_in_the_cache(steps_in_flight):
     scheduler = create_scheduler(block_size=4)
     (first,) = create_requests(6, max_tokens=7)
     scheduler.add(first)
@@ -190,7 +190,7 @@ def test_the_next_turn_of_a_conversation_finds_what_was_generated(steps_in_fligh
     assert run_step(scheduler)[0].cached_tokens == 12, "the last token generated was never computed"
 
 
-def test_another_tenant_gets_nothing_from_the_cache():
+def test_tenants_share_no_cached_prefix():
     scheduler = create_scheduler(block_size=4)
     prompt = tuple(range(10))
     for tenant, cached in (("a", 0), ("b", 0), ("a", 8)):
@@ -198,7 +198,7 @@ def test_another_tenant_gets_nothing_from_the_cache():
         assert run_step(scheduler)[0].cached_tokens == cached
 
 
-def test_without_sharing_nothing_is_kept():
+def test_without_sharing_no_blocks_are_cached():
     scheduler = create_scheduler(block_size=4, sharing=False)
     prompt = tuple(range(10))
     for _ in range(2):
@@ -207,7 +207,7 @@ def test_without_sharing_nothing_is_kept():
     assert scheduler.stats().blocks_cached == 0
 
 
-def test_a_request_without_a_seed_gets_the_same_one_in_every_run_and_each_its_own():
+def test_seeds_drawn_for_requests_are_distinct_and_the_same_in_every_run():
     def seeds(seed):
         scheduler = create_scheduler(seed=seed)
         for request in create_requests(5, 5, 5):
@@ -221,7 +221,7 @@ def test_a_request_without_a_seed_gets_the_same_one_in_every_run_and_each_its_ow
     assert scheduler.schedule(0.0).segments[0].sampling.seed == 42
 
 
-def test_statistics_tell_queues_and_blocks():
+def test_stats_report_queues_and_blocks():
     scheduler = create_scheduler(max_sequences=1, block_size=4, blocks=16)
     for request in create_requests(9, 5):
         scheduler.add(request)
@@ -233,7 +233,7 @@ def test_statistics_tell_queues_and_blocks():
     assert scheduler.stats().blocks_cached == 2
 
 
-def test_micro_batches_share_no_sequence_and_each_takes_its_part_of_the_decodes():
+def test_micro_batches_share_no_sequence_and_split_the_decodes():
     scheduler = create_scheduler(micro_batches=2)
     for request in create_requests(3, 3, 3, 3):
         scheduler.add(request)
@@ -246,7 +246,7 @@ def test_micro_batches_share_no_sequence_and_each_takes_its_part_of_the_decodes(
     assert spans(scheduler.schedule(0.0)) == [("0", 4, 5), ("1", 4, 5)]
 
 
-def test_the_chunks_of_a_prompt_follow_each_other_through_the_stages():
+def test_chunks_of_one_prompt_go_into_consecutive_micro_batches():
     scheduler = create_scheduler(budget=4, micro_batches=2)
     scheduler.add(create_requests(10)[0])
     assert [spans(scheduler.schedule(0.0)) for _ in range(2)] == [[("0", 0, 4)], [("0", 4, 8)]]

@@ -31,7 +31,7 @@ def away(scheduler, tokens, now):
     run(scheduler, one(tuple(range(9000 + int(now), 9000 + int(now) + tokens)), "filler"), now)
 
 
-def test_the_next_turn_finds_its_conversation_on_the_host_and_brings_it_in_with_its_first_step():
+def test_the_next_turn_swaps_its_conversation_in_with_its_first_step():
     scheduler = create_scheduler(block_size=4, blocks=8, host_blocks=32)
     history = tuple(range(20))
     run(scheduler, one(history), now=0.0)
@@ -56,7 +56,7 @@ def dropped_front():
     return scheduler, history
 
 
-def test_a_lost_front_is_computed_again_in_the_step_of_the_new_prompt_and_the_kept_rest_is_not():
+def test_a_dropped_front_is_recomputed_with_the_new_prompt_and_the_kept_rest_is_not():
     scheduler, history = dropped_front()
     (plan,) = run(scheduler, one((*history, 99)), now=70.0)
     assert spans(plan) == [("0", 0, 8), ("0", 20, 21)]
@@ -66,14 +66,14 @@ def test_a_lost_front_is_computed_again_in_the_step_of_the_new_prompt_and_the_ke
     assert scheduler.stats().prefix_hits == 12
 
 
-def test_a_long_recovery_is_chunked_by_the_budget_as_any_prefill():
+def test_a_long_recovery_is_cut_into_chunks_by_the_budget():
     scheduler, history = dropped_front()
     scheduler._policy.token_budget = 3
     plans = run(scheduler, one((*history, 99)), now=70.0)
     assert [spans(plan) for plan in plans] == [[("0", 0, 3)], [("0", 3, 6)], [("0", 6, 8), ("0", 20, 21)]]
 
 
-def test_a_recovery_that_was_cut_short_leaves_what_it_computed():
+def test_an_aborted_recovery_leaves_its_computed_blocks_cached():
     scheduler, history = dropped_front()
     scheduler._policy.token_budget = 5
     scheduler.add(one((*history, 99)))
@@ -85,7 +85,7 @@ def test_a_recovery_that_was_cut_short_leaves_what_it_computed():
     assert spans(plan) == [("1", 4, 8), ("1", 20, 21)]
 
 
-def test_a_sequence_that_is_suspended_goes_to_the_host_and_comes_back_before_new_work():
+def test_a_suspended_sequence_goes_to_the_host_and_resumes_before_new_work():
     scheduler = create_scheduler(block_size=4, blocks=6, host_blocks=8, max_sequences=2)
     first, second = create_requests(11, 11, max_tokens=12)
     scheduler.add(first)
@@ -106,7 +106,7 @@ def test_a_sequence_that_is_suspended_goes_to_the_host_and_comes_back_before_new
     assert all("late" not in {name for name, _, _ in spans(plan)} for plan in plans[: resumed.step])
 
 
-def test_a_sequence_waits_for_a_copy_and_nobody_loses_blocks_while_idle_ones_are_there():
+def test_a_sequence_waits_for_a_copy_and_none_is_preempted_while_idle_blocks_remain():
     scheduler = create_scheduler(block_size=4, blocks=4, host_blocks=8, low_water=0.01)
     run(scheduler, one(tuple(range(8)), "idle"), now=0.0)
     scheduler.add(one(8, "1", max_tokens=4))
@@ -118,7 +118,7 @@ def test_a_sequence_waits_for_a_copy_and_nobody_loses_blocks_while_idle_ones_are
     assert spans(step(scheduler, 7.0)) == [("1", 8, 9)]
 
 
-def test_an_admission_waits_until_what_it_displaces_is_on_the_host():
+def test_admission_waits_until_the_idle_blocks_it_needs_are_on_the_host():
     scheduler = create_scheduler(block_size=4, blocks=4, host_blocks=8, low_water=0.01)
     run(scheduler, one(tuple(range(16)), "idle"), now=0.0)
     scheduler.add(one(16, "1"))
@@ -130,7 +130,7 @@ def test_an_admission_waits_until_what_it_displaces_is_on_the_host():
     assert scheduler.stats().host_blocks_cached == 4
 
 
-def test_copies_that_are_late_hold_nobody_up_who_needs_no_block():
+def test_late_copies_delay_no_sequence_that_needs_no_block():
     scheduler = create_scheduler(block_size=4, blocks=8, host_blocks=8, low_water=0.9)
     run(scheduler, one(tuple(range(8)), "idle"), now=0.0)
     scheduler.add(one(5, "1", max_tokens=3))
@@ -152,7 +152,7 @@ def on_the_host(*histories):
     return scheduler
 
 
-def test_a_step_brings_in_one_long_conversation_and_not_two():
+def test_a_step_swaps_in_at_most_one_long_conversation():
     histories = [tuple(range(number, number + 17)) for number in (0, 100)]
     scheduler = on_the_host(*histories)
     for number, history in enumerate(histories):
@@ -174,7 +174,7 @@ def beside_another():
     return scheduler, alone
 
 
-def test_a_conversation_comes_in_beside_the_steps_of_others_which_do_not_wait_for_it():
+def test_a_conversation_swaps_in_beside_steps_of_others_that_do_not_wait():
     scheduler, alone = beside_another()
     assert alone.awaits == -1
     first = step(scheduler, 7.0, swapped_in=-1)
@@ -185,7 +185,7 @@ def test_a_conversation_comes_in_beside_the_steps_of_others_which_do_not_wait_fo
     assert (spans(plan), plan.awaits) == ([("runs", 6, 7), ("returns", 16, 18)], -1)
 
 
-def test_alone_it_starts_at_once_and_its_step_awaits_its_own_copies():
+def test_a_sequence_alone_starts_at_once_and_its_step_awaits_its_copies():
     history = tuple(range(17))
     scheduler = on_the_host(history)
     scheduler.add(one((*history, 99), "returns", max_tokens=2))
@@ -193,7 +193,7 @@ def test_alone_it_starts_at_once_and_its_step_awaits_its_own_copies():
     assert (spans(plan), plan.awaits) == ([("returns", 16, 18)], plan.step)
 
 
-def test_when_the_others_have_ended_it_waits_for_its_copies_no_longer_than_the_device_does():
+def test_a_swapping_in_sequence_starts_when_the_others_have_ended():
     scheduler, _ = beside_another()
     first = step(scheduler, 7.0, swapped_in=-1)
     scheduler.abort("runs")
@@ -201,7 +201,7 @@ def test_when_the_others_have_ended_it_waits_for_its_copies_no_longer_than_the_d
     assert (spans(plan), plan.awaits) == ([("returns", 16, 18)], first.step)
 
 
-def test_who_gets_the_blocks_of_one_that_left_while_it_came_in_waits_for_its_copies():
+def test_blocks_of_a_sequence_aborted_while_swapping_in_are_reused_after_its_copies():
     scheduler, _ = beside_another()
     first = step(scheduler, 7.0, swapped_in=-1)
     scheduler.abort("returns")
@@ -210,7 +210,7 @@ def test_who_gets_the_blocks_of_one_that_left_while_it_came_in_waits_for_its_cop
     assert step(scheduler, 9.0, swapped_in=-1).awaits == -1
 
 
-def test_who_shares_what_is_coming_in_waits_for_it_too():
+def test_a_sequence_that_shares_blocks_being_swapped_in_waits_for_them():
     scheduler, _ = beside_another()
     first = step(scheduler, 7.0, swapped_in=-1)
     scheduler.add(one((*range(17), 98), "shares", max_tokens=2))
@@ -220,7 +220,7 @@ def test_who_shares_what_is_coming_in_waits_for_it_too():
     assert {name for name, _, _ in spans(step(scheduler, 10.0))} == {"runs", "returns", "shares"}
 
 
-def test_a_conversation_whose_next_turn_waits_is_as_recent_as_that():
+def test_a_waiting_turn_makes_its_conversation_recent():
     histories = [tuple(range(number, number + 9)) for number in (0, 100)]
     scheduler = create_scheduler(block_size=4, blocks=8, max_sequences=1)
     for number, history in enumerate(histories):
@@ -234,7 +234,7 @@ def test_a_conversation_whose_next_turn_waits_is_as_recent_as_that():
     assert pool.cached == 2 and len(scheduler._entries["waits"].cache.match(range(9))) == 2
 
 
-def test_equal_prefixes_are_kept_once_in_both_tiers():
+def test_equal_prefixes_are_stored_once_in_each_tier():
     scheduler = create_scheduler(block_size=4, blocks=16, host_blocks=16, low_water=1.0)
     system = tuple(range(8))
     for number in range(3):
@@ -257,7 +257,7 @@ def test_a_shared_prefix_is_as_recent_as_its_latest_user():
     assert spans(plan) == [("again", 12, 13)]
 
 
-def test_another_tenants_conversation_is_not_found_on_the_host_either():
+def test_tenants_share_no_conversation_on_the_host():
     scheduler = create_scheduler(block_size=4, blocks=8, host_blocks=16, low_water=1.0)
     request = one(tuple(range(9)))
     run(scheduler, request)
@@ -267,7 +267,7 @@ def test_another_tenants_conversation_is_not_found_on_the_host_either():
     assert spans(plan) == [("1", 0, 9)] and plan.swap_in == ()
 
 
-def test_the_fake_device_sees_a_block_that_changes_while_it_is_copied():
+def test_the_fake_device_detects_a_block_that_changes_while_copied():
     """The check that the histories rest on."""
     scheduler = create_scheduler(block_size=4, blocks=4, host_blocks=8, low_water=1.0)
     device = FakeDevice(4, 4, 8)

@@ -1,0 +1,63 @@
+"""Admission: whether a waiting sequence starts, and with which blocks."""
+
+from __future__ import annotations
+
+from holdfast.lm.scheduler.entries import Entry
+from holdfast.lm.scheduler.queues import Queues
+from holdfast.lm.types import BlockCopy, TableWrite
+
+
+class Admission:
+    """Gives waiting sequences rows and blocks for one step, and lets them run once their state has arrived."""
+
+    __slots__ = ("_now", "_number", "_queues", "_writes", "swap_in")
+
+    def __init__(self, queues: Queues, number: int, now: float, writes: list[TableWrite]) -> None:
+        """`number` is the step's and `now` its time in seconds; block tables are added to `writes`.
+
+        Sequences whose state has arrived from the host start to run. If nothing runs, all of them do: the step waits.
+        """
+        self.swap_in: list[BlockCopy] = []
+        """Copies from the host that the step begins."""
+        self._queues = queues
+        self._number = number
+        self._now = now
+        self._writes = writes
+        if queues.swapping_in:
+            idle = not queues.running
+            for entry in tuple(queues.swapping_in):
+                entry.swap_in_step = queues.pool.swap_in_step(entry.cache.blocks)
+                if idle or entry.swap_in_step < 0:
+                    queues.join(entry)
+
+    def start(self, entry: Entry, *, most: int | None, at_once: bool) -> bool:
+        """Start a waiting sequence if blocks for all its known positions are free beside the headroom.
+
+        With `most`, only if it lacks no more positions than that. What the host keeps of it is copied in: `at_once`
+        makes this step wait for the copies, otherwise the sequence runs once they are complete.
+
+        With nothing running the headroom is free to use, so every sequence that fits the pool starts in the end. A
+        preempted sequence waits until its tokens in flight are known, as the row that holds them is no longer its own.
+        """
+        queues, sequence = self._queues, entry.sequence
+        pool = queues.pool
+        spare = pool.available - (queues.headroom if queues.running else 0)
+        if sequence.in_flight or spare <= 0:
+            return False
+        found = entry.cache.match(sequence.tokens)
+        if most is not None and sequence.length - len(found) * pool.block_size > most:
+            return False
+        if found.host and self.swap_in and len(self.swap_in) + len(found.host) > pool.max_copies:
+            return False  # copies run one after the other: a step begins no more than one sequence needs
+        kept = found.device.values()
+        fresh = pool.blocks_for(sequence.length) - len(kept)
+        if fresh + pool.pinned_by(kept) > spare or not pool.fits(fresh, kept):
+            return False
+        copies = queues.start(entry, found, self._now)
+        pool.start_swap_in([copy.target for copy in copies], self._number)
+        self.swap_in += copies
+        self._writes.append(TableWrite(entry.row, 0, tuple(entry.cache.blocks)))
+        entry.swap_in_step = pool.swap_in_step(kept if not copies else entry.cache.blocks)
+        if entry.swap_in_step < 0 or at_once:
+            queues.join(entry)
+        return True

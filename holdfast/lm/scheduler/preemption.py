@@ -1,0 +1,88 @@
+"""Preemption: which running sequences lose their rows and blocks, and to which."""
+
+from __future__ import annotations
+
+from holdfast.lm.scheduler.entries import Entry
+from holdfast.lm.scheduler.queues import Queues
+from holdfast.lm.types import TableWrite
+
+
+class Preemption:
+    """Finds rows and blocks for one step by preempting the sequences that rank last.
+
+    A victim always ranks behind the sequence it makes room for, so the first in rank is never preempted. A sequence
+    that sits the step out (`Entry.next_step`) is never a victim.
+    """
+
+    __slots__ = ("_number", "_queues", "_writes", "preempted")
+
+    def __init__(self, queues: Queues, number: int, writes: list[TableWrite]) -> None:
+        """`number` is the step's; new blocks are added to `writes`."""
+        self.preempted: list[str] = []
+        """Ids of the victims so far."""
+        self._queues = queues
+        self._number = number
+        self._writes = writes
+
+    def displace(self, budget: int) -> None:
+        """Preempt running sequences for waiting ones of a higher class, if the order displaces at all.
+
+        Goes through the waiting sequences by rank while the `budget` has room for them beside the decodes, and preempts
+        the last in rank until each finds a row and blocks. Victims wait like any preempted sequence.
+        """
+        queues, pool, running = self._queues, self._queues.pool, self._queues.running
+        if not queues.contenders:
+            return
+        rows, spare = len(queues.free_rows), pool.available - queues.headroom
+        room = max(1, budget - len(running))
+        for entry in queues.contenders:
+            sequence = entry.sequence
+            if room <= 0 or sequence.in_flight or not running or entry.rank > running.last().rank:
+                return
+            kept = entry.cache.match(sequence.tokens).device.values()
+            needed = pool.blocks_for(sequence.length) - len(kept) + pool.pinned_by(kept)
+            victims: list[Entry] = []
+            for other in reversed(running):
+                if (rows and spare >= needed) or other.rank < entry.rank:
+                    break
+                if other.sequence.request.priority > sequence.request.priority and other.next_step <= self._number:
+                    victims.append(other)
+                    rows += 1
+                    spare += len(other.cache.blocks)
+            if not rows or spare < needed:
+                return
+            for victim in victims:
+                self._preempt(victim)
+            rows, spare, room = rows - 1, spare - needed, room - sequence.length
+
+    def grow(self, entry: Entry) -> bool:
+        """Give a running sequence one more block, preempting the last in rank if none is free.
+
+        False if the sequence must wait for a later step: it ranks last itself, or idle state is about to make room in
+        the host tier. The first in rank always finds a block in the end, as the pool can hold any sequence alone.
+        """
+        queues = self._queues
+        pool = queues.pool
+        while not pool.allocatable:
+            if pool.can_swap_out:
+                return False
+            victim = next(other for other in reversed(queues.running) if other.next_step <= self._number)
+            if victim is entry:
+                return False
+            self._preempt(victim)
+        self._add_block(entry)
+        return True
+
+    def grow_freely(self, entry: Entry, positions: int) -> None:
+        """Give a running sequence blocks for this many positions, as far as free blocks last; preempts nothing."""
+        while entry.cache.capacity < positions and self._queues.pool.allocatable:
+            self._add_block(entry)
+
+    def _add_block(self, entry: Entry) -> None:
+        blocks = entry.cache.blocks
+        entry.cache.grow(1)
+        self._writes.append(TableWrite(entry.row, len(blocks) - 1, (blocks[-1],)))
+
+    def _preempt(self, victim: Entry) -> None:
+        self._queues.preempt(victim)
+        self.preempted.append(victim.id)

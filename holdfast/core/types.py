@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+import hashlib
+import struct
 from collections import abc
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -65,6 +67,31 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class Identity:
+    """What a request's cached state depends on besides its tokens. Equal prefixes are shared only within one identity.
+
+    An empty model or dtype means the one that the engine serves. An empty adapter means none.
+    """
+
+    model: str = ""
+    adapter: str = ""
+    dtype: str = ""
+    tenant: str = ""
+
+    def root(self) -> bytes:
+        """The SHA-256 digest that starts the hash chains of this identity (32 bytes).
+
+        Each field is preceded by its length, so different identities never hash the same bytes.
+        """
+        digest = hashlib.sha256()
+        for text in (self.model, self.adapter, self.dtype, self.tenant):
+            encoded = text.encode()
+            digest.update(struct.pack("<Q", len(encoded)))
+            digest.update(encoded)
+        return digest.digest()
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """A client's ask, as the engine takes it: token ids in, token ids out."""
 
@@ -75,8 +102,8 @@ class Request:
     params: SamplingParams
     priority: int = 0
     """Class: lower runs first; FCFS among equals."""
-    tenant: str = ""
-    """Prefixes are shared within a tenant only."""
+    identity: Identity = Identity()
+    """Which model, adapter and dtype compute it, and for which tenant."""
     arrival: float = 0.0
     """Seconds on the clock of the process group (monotonic)."""
     deadline: float | None = None

@@ -2,34 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import struct
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
 
 from holdfast.lm.memory.digests import Chains
 from holdfast.lm.memory.host_pool import HostPool
 from holdfast.lm.memory.retention import Retention, RetentionRule, Victims
 from holdfast.lm.types import BlockCopy
-
-
-@dataclass(frozen=True, slots=True)
-class StateIdentity:
-    """What cached state depends on besides its tokens. State of different identities is never shared."""
-
-    model: str
-    adapter: str = ""
-    dtype: str = ""
-
-    def root(self, tenant: str) -> bytes:
-        """The digest that starts a tenant's hash chains. Fields are length-prefixed, so none can pose as another."""
-        digest = hashlib.sha256()
-        for text in (self.model, self.adapter, self.dtype, tenant):
-            encoded = text.encode()
-            digest.update(struct.pack("<Q", len(encoded)))
-            digest.update(encoded)
-        return digest.digest()
 
 
 class BlockPool:

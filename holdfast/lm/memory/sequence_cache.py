@@ -50,7 +50,7 @@ class SequenceCache:
     __slots__ = ("_cached", "_digests", "_islands", "_pool", "_root", "blocks", "capacity", "next_full", "planned")
 
     def __init__(self, pool: BlockPool, root: bytes | None) -> None:
-        """`root` starts the hash chain (StateIdentity.root); None keeps the sequence from sharing."""
+        """`root` starts the hash chain (Identity.root); None keeps the sequence from sharing."""
         self._pool = pool
         self._root = root
         self._digests: list[bytes] = []

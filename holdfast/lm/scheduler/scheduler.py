@@ -7,8 +7,8 @@ from collections import abc, deque
 
 from holdfast.core.columns import Columns
 from holdfast.core.tokens import VOCABULARY_LIMIT, packed
-from holdfast.core.types import MAX_SEED, FinishReason, Request, SequenceOutput
-from holdfast.lm.memory.block_pool import BlockPool, StateIdentity
+from holdfast.core.types import MAX_SEED, FinishReason, Identity, Request, SequenceOutput
+from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.memory.sequence_cache import SequenceCache
 from holdfast.lm.scheduler.builder import Policy, StepBuilder
 from holdfast.lm.scheduler.entries import Entry
@@ -34,12 +34,14 @@ class Scheduler:
         vocab_size: int = VOCABULARY_LIMIT,
         eos_token_ids: abc.Collection[int] = (),
         headroom: float = 0.1,
-        sharing: StateIdentity | None = None,
+        sharing: bool = False,
+        served: Identity | None = None,
         order: Order | None = None,
         seed: int = 0,
         micro_batches: int = 1,
     ) -> None:
-        """`sharing` identifies the state in the cache, for requests to share equal prefixes; None: they do not.
+        """`sharing` lets requests of one identity share the state of equal prefixes. `served` names the model, adapter
+        and dtype of the executor; `add` refuses any other. None refuses nothing.
 
         `headroom` is the share of the blocks that admission leaves to running sequences; `order` says who goes
         first, by default the priority class; `seed` makes the seeds of requests that bring none. With more than one of
@@ -51,6 +53,7 @@ class Scheduler:
         self._policy = policy
         self._order = order or Priority()
         self._sharing = sharing
+        self._served = served
         self._eos = frozenset(eos_token_ids)
         self._seed = seed
         self._queues = Queues(pool, max_sequences, headroom, self._order, micro_batches)
@@ -67,6 +70,7 @@ class Scheduler:
         length, params, pool = len(request.prompt), request.params, self._queues.pool
         if request.id in self._entries:
             raise ValueError(f"request {request.id} is already being served; give each request an id of its own")
+        self._check_identity(request.identity)
         if not length:
             raise ValueError("the prompt is empty; it must hold at least one token")
         try:
@@ -90,7 +94,7 @@ class Scheduler:
             sequence=Sequence(request, seed),
             id=request.id,
             rank=self._order.rank(request, self._requests),
-            cache=SequenceCache(pool, self._sharing.root(request.tenant) if self._sharing else None),
+            cache=SequenceCache(pool, request.identity.root() if self._sharing else None),
             sampling=Sampling(params.temperature, params.top_k, params.top_p, seed),
             limit=limit,
             ends=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos),
@@ -196,6 +200,17 @@ class Scheduler:
     def check(self) -> None:
         """Raise RuntimeError if a block is lost, or has two owners that do not share it. For tests and idle times."""
         self._queues.pool.check([entry.cache.blocks for entry in self._entries.values()])
+
+    def _check_identity(self, identity: Identity) -> None:
+        """Raise ValueError if the executor cannot compute requests of this identity."""
+        served = self._served
+        if served is None:
+            return
+        if identity.adapter != served.adapter:
+            raise ValueError(f"adapter is {identity.adapter!r}; this engine serves only {served.adapter!r}")
+        for name, asked, own in (("model", identity.model, served.model), ("dtype", identity.dtype, served.dtype)):
+            if asked not in ("", own):
+                raise ValueError(f"{name} is {asked!r}; this engine serves only {own!r}")
 
     def _end(self, entry: Entry, reason: FinishReason) -> None:
         entry.sequence.finish_reason = reason

@@ -5,7 +5,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from holdfast.lm.memory.block_pool import BlockPool, StateIdentity
+from holdfast.core.types import Identity
+from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.memory.digests import chain_digests
 
 
@@ -114,7 +115,7 @@ def test_the_check_finds_a_lost_block_and_one_with_two_owners_that_do_not_share_
 
 
 def test_the_digest_of_a_block_depends_on_its_tokens_and_on_all_before_it():
-    root = StateIdentity("m").root("")
+    root = Identity("m").root()
     first, second = (list(chain_digests(root, tokens, 2)) for tokens in ([1, 2, 1, 2], (2, 1, 1, 2)))
     assert first == [*chain_digests(root, (1, 2), 2), *chain_digests(first[0], (1, 2), 2)]
     assert len({*first, *second}) == 4
@@ -122,14 +123,14 @@ def test_the_digest_of_a_block_depends_on_its_tokens_and_on_all_before_it():
 
 def test_every_part_of_an_identity_counts_and_none_can_pose_as_another():
     roots = [
-        StateIdentity("m", "a", "f32").root("t"),
-        StateIdentity("n", "a", "f32").root("t"),
-        StateIdentity("m", "b", "f32").root("t"),
-        StateIdentity("m", "a", "f16").root("t"),
-        StateIdentity("m", "a", "f32").root("u"),
-        StateIdentity("ma", "", "f32").root("t"),
-        StateIdentity("", "ma", "f32").root("t"),
-        StateIdentity("m", "a", "").root("f32t"),
+        Identity("m", "a", "f32", "t").root(),
+        Identity("n", "a", "f32", "t").root(),
+        Identity("m", "b", "f32", "t").root(),
+        Identity("m", "a", "f16", "t").root(),
+        Identity("m", "a", "f32", "u").root(),
+        Identity("ma", "", "f32", "t").root(),
+        Identity("", "ma", "f32", "t").root(),
+        Identity("m", "a", "", "f32t").root(),
     ]
     assert len(set(roots)) == len(roots)
 

@@ -1,10 +1,11 @@
 """SequenceCache: what is missing, what is found in the cache, when a block may be shared."""
 
-from holdfast.lm.memory.block_pool import BlockPool, StateIdentity
+from holdfast.core.types import Identity
+from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.memory.retention import EVICTIONS, RetentionRule
 from holdfast.lm.memory.sequence_cache import Found, SequenceCache
 
-ROOT = StateIdentity("model").root("")
+ROOT = Identity("model").root()
 
 
 def computed(pool, tokens, root=ROOT):
@@ -63,7 +64,7 @@ def test_other_roots_share_nothing_and_no_root_shares_nothing():
     pool = BlockPool(16, 4)
     computed(pool, list(range(10)))
     computed(pool, list(range(10)), root=None)
-    assert kept(pool, list(range(10)), StateIdentity("model").root("other tenant")) == {}
+    assert kept(pool, list(range(10)), Identity("model", tenant="other tenant").root()) == {}
     assert kept(pool, list(range(10)), None) == {}
 
 

@@ -14,7 +14,7 @@ from collections import Counter, deque
 import pytest
 
 from holdfast.core.cost import CostModel
-from holdfast.core.types import Request, SamplingParams
+from holdfast.core.types import Identity, Request, SamplingParams
 from holdfast.lm.memory.retention import EVICTIONS
 from holdfast.lm.scheduler.builder import Policy
 from holdfast.lm.scheduler.choice import RESERVING, capacity_of, make_policy
@@ -139,7 +139,7 @@ class History:
                 ignore_eos=choose.random() < 0.3,
             ),
             priority=choose.choice((0, 0, 0, 1, 2)),
-            tenant=choose.choice(("", "", "other")),
+            identity=Identity(tenant=choose.choice(("", "", "other"))),
             arrival=float(self.steps),
             deadline=choose.choice((None, 0.5, 30.0)),
         )

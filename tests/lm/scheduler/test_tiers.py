@@ -2,6 +2,7 @@
 
 import pytest
 
+from holdfast.core.types import Identity
 from tests.scheduling import FakeDevice, answer, create_requests, create_scheduler, spans
 
 
@@ -262,7 +263,7 @@ def test_another_tenants_conversation_is_not_found_on_the_host_either():
     request = one(tuple(range(9)))
     run(scheduler, request)
     run(scheduler, one((1,), "tick"))
-    other = type(request)("1", request.prompt, request.params, tenant="other")
+    other = type(request)("1", request.prompt, request.params, identity=Identity(tenant="other"))
     (plan,) = run(scheduler, other)
     assert spans(plan) == [("1", 0, 9)] and plan.swap_in == ()
 

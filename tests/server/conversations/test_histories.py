@@ -40,7 +40,7 @@ from holdfast.core.types import SamplingParams
 from holdfast.engine.client import EngineDead
 from holdfast.engine.messages import EngineInfo
 from holdfast.lm.execution.executor import PagedExecutor
-from holdfast.lm.memory.block_pool import BlockPool, StateIdentity
+from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.memory.retention import EVICTIONS, RetentionRule
 from holdfast.lm.models.base import Model
 from holdfast.lm.models.loader import load
@@ -264,7 +264,7 @@ class Histories(RuleBasedStateMachine):
             vocab_size=spec.vocab_size,
             eos_token_ids=spec.eos_token_ids,
             headroom=0.0,
-            sharing=StateIdentity("test"),
+            sharing=True,
         )
         info = EngineInfo(
             model="m", device="cpu", precision="float32",

@@ -128,7 +128,7 @@ class StepBuilder:
             if not rows or spare < needed:
                 return
             for victim in victims:
-                queues.preempt(victim)
+                queues.preempt(victim, self._now)
                 self._preempted.append(victim.id)
             rows, spare, room = rows - 1, spare - needed, room - sequence.length
 
@@ -199,7 +199,7 @@ class StepBuilder:
         if not self._ids and in_flight:
             return None
         ready = pool.allocatable
-        swap_out = pool.swap_out(self._number)
+        swap_out = pool.swap_out(self._number, self._now)
         if not self._ids and not pool.swapping_out and pool.allocatable == ready and not queues.swapping_in:
             return None
         awaits = queues.awaits
@@ -295,9 +295,9 @@ class StepBuilder:
             victim = next(other for other in reversed(queues.running) if other.planned_in != self._number)
             if victim is entry:
                 return False
-            queues.preempt(victim)
+            queues.preempt(victim, self._now)
             self._preempted.append(victim.id)
         blocks = entry.cache.blocks
-        entry.cache.grow(1)
+        entry.cache.grow(self._now)
         self._writes.append(TableWrite(entry.row, len(blocks) - 1, (blocks[-1],)))
         return True

@@ -63,6 +63,8 @@ class Scheduler:
         self._requests = 0
         self._steps = 0
         self._ended = 0
+        self._now = 0.0
+        """The latest time that any call gave; `abort` gives none."""
         self._tokens_computed = 0
 
     def add(self, request: Request) -> None:
@@ -102,8 +104,8 @@ class Scheduler:
         self._requests += 1
         self._entries[request.id] = entry
         if self._queues.waiting:
-            pool.now = max(pool.now, request.arrival)
-            entry.cache.touch(request.prompt)  # it will wait: its conversation is active again from now on
+            self._now = max(self._now, request.arrival)
+            entry.cache.touch(request.prompt, self._now)  # it will wait: its conversation is active again from now on
         self._queues.waiting.add(entry)
 
     def abort(self, request_id: str) -> None:
@@ -114,7 +116,7 @@ class Scheduler:
 
     def schedule(self, now: float) -> StepPlan | None:
         """Decide the next step; it counts as submitted. None if nothing can run before a step in flight ends."""
-        self._queues.pool.now = now
+        self._now = now
         step = StepBuilder(self._queues, self._steps, now)
         self._policy.plan(step)
         plan = step.finish(in_flight=bool(self._in_flight))
@@ -133,7 +135,7 @@ class Scheduler:
                 f"result {result.step} with {len(result.tokens)}"
             )
         pool = self._queues.pool
-        pool.now = now
+        self._now = now
         pool.finish_swap_out(result.swapped_out)
         pool.finish_swap_in(result.swapped_in)
         self._policy.observe(plan, result)
@@ -216,7 +218,7 @@ class Scheduler:
         entry.sequence.finish_reason = reason
         self._ended += 1
         del self._entries[entry.id]
-        self._queues.stop(entry)
+        self._queues.stop(entry, self._now)
 
     def _draw_seed(self) -> int:
         """The next seed for a request that brings none, the same in every run."""

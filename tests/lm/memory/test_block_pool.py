@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from holdfast.core.types import Identity
 from holdfast.lm.memory.block_pool import BlockPool
-from holdfast.lm.memory.digests import chain_digests
+from holdfast.lm.memory.digests import block_digests
 
 
 def digests(count):
@@ -16,10 +16,10 @@ def digests(count):
 
 def test_blocks_are_taken_once_and_come_back():
     pool = BlockPool(4, 16)
-    first, second = pool.allocate(3), pool.allocate(1)
+    first, second = pool.allocate(3, 0.0), pool.allocate(1, 0.0)
     assert sorted(first + second) == [0, 1, 2, 3]
     assert (pool.available, pool.used) == (0, 4)
-    pool.free(first)
+    pool.free(first, 0.0)
     assert (pool.available, pool.used, pool.cached) == (3, 1, 0)
     pool.check([second])
 
@@ -27,7 +27,7 @@ def test_blocks_are_taken_once_and_come_back():
 def test_more_than_is_there_is_refused_and_nothing_is_taken():
     pool = BlockPool(2, 16)
     with pytest.raises(RuntimeError, match="1 blocks more"):
-        pool.allocate(3)
+        pool.allocate(3, 0.0)
     assert pool.available == 2
     pool.check([])
 
@@ -35,9 +35,9 @@ def test_more_than_is_there_is_refused_and_nothing_is_taken():
 def test_a_released_block_that_was_sealed_is_found_again():
     pool = BlockPool(2, 16)
     (digest,) = digests(1)
-    (block,) = pool.allocate(1)
+    (block,) = pool.allocate(1, 0.0)
     pool.cache_block(block, digest, 0)
-    pool.free([block])
+    pool.free([block], 0.0)
     assert (pool.find(digest), pool.cached, pool.available) == (block, 1, 2)
     assert pool.pinned_by([block]) == 1
     pool.share((block,))
@@ -46,52 +46,52 @@ def test_a_released_block_that_was_sealed_is_found_again():
 
 def test_a_shared_block_stays_until_its_last_owner_lets_go():
     pool = BlockPool(1, 16)
-    (block,) = pool.allocate(1)
+    (block,) = pool.allocate(1, 0.0)
     pool.cache_block(block, digests(1)[0], 0)
     pool.share((block,))
     pool.check([[block], [block]])
-    pool.free([block])
+    pool.free([block], 0.0)
     assert pool.available == 0
-    pool.free([block])
+    pool.free([block], 0.0)
     assert pool.available == 1
 
 
 def test_free_blocks_go_before_cached_ones_and_the_first_released_of_those_goes_first():
     pool = BlockPool(4, 16)
-    blocks, names = pool.allocate(3), digests(3)
+    blocks, names = pool.allocate(3, 0.0), digests(3)
     for block, digest in zip(blocks, names, strict=True):
         pool.cache_block(block, digest, 0)
-    pool.free([blocks[2]])
-    pool.free([blocks[0], blocks[1]])
-    pool.allocate(1)
+    pool.free([blocks[2]], 0.0)
+    pool.free([blocks[0], blocks[1]], 0.0)
+    pool.allocate(1, 0.0)
     assert [pool.find(digest) for digest in names] == blocks
-    assert pool.allocate(1) == [blocks[2]]
-    assert pool.allocate(1) == [blocks[0]]
+    assert pool.allocate(1, 0.0) == [blocks[2]]
+    assert pool.allocate(1, 0.0) == [blocks[0]]
     assert [pool.find(digest) for digest in names] == [None, blocks[1], None]
 
 
 def test_two_blocks_of_equal_content_keep_the_first_as_the_one_that_is_found():
     pool = BlockPool(2, 16)
     (digest,) = digests(1)
-    first, second = pool.allocate(2)
+    first, second = pool.allocate(2, 0.0)
     pool.cache_block(first, digest, 0)
     pool.cache_block(second, digest, 0)
-    pool.free([second, first])
+    pool.free([second, first], 0.0)
     assert pool.find(digest) == first
     assert pool.cached == 1
 
 
 def test_what_would_break_the_books_is_refused():
     pool = BlockPool(2, 16)
-    (block,) = pool.allocate(1)
-    with pytest.raises(RuntimeError, match="not sealed"):
+    (block,) = pool.allocate(1, 0.0)
+    with pytest.raises(RuntimeError, match="not cached"):
         pool.share((block,))
     pool.cache_block(block, digests(2)[0], 0)
-    with pytest.raises(RuntimeError, match="sealed twice"):
+    with pytest.raises(RuntimeError, match="cached twice"):
         pool.cache_block(block, digests(2)[1], 0)
-    pool.free([block])
+    pool.free([block], 0.0)
     with pytest.raises(RuntimeError, match="nobody owns"):
-        pool.free([block])
+        pool.free([block], 0.0)
     with pytest.raises(RuntimeError, match="nobody owns"):
         pool.cache_block(block, digests(1)[0], 0)
 
@@ -104,7 +104,7 @@ def test_a_pool_of_nothing_is_refused(size):
 
 def test_the_check_finds_a_lost_block_and_one_with_two_owners_that_do_not_share_it():
     pool = BlockPool(2, 16)
-    (block,) = pool.allocate(1)
+    (block,) = pool.allocate(1, 0.0)
     pool.check([[block]])
     with pytest.raises(RuntimeError, match=f"block {block} stands in 0 tables"):
         pool.check([])
@@ -116,8 +116,8 @@ def test_the_check_finds_a_lost_block_and_one_with_two_owners_that_do_not_share_
 
 def test_the_digest_of_a_block_depends_on_its_tokens_and_on_all_before_it():
     root = Identity("m").root()
-    first, second = (list(chain_digests(root, tokens, 2)) for tokens in ([1, 2, 1, 2], (2, 1, 1, 2)))
-    assert first == [*chain_digests(root, (1, 2), 2), *chain_digests(first[0], (1, 2), 2)]
+    first, second = (list(block_digests(root, tokens, 2)) for tokens in ([1, 2, 1, 2], (2, 1, 1, 2)))
+    assert first == [*block_digests(root, (1, 2), 2), *block_digests(first[0], (1, 2), 2)]
     assert len({*first, *second}) == 4
 
 
@@ -153,10 +153,10 @@ class PoolLife(RuleBasedStateMachine):
         free = 6 - len(self.owned()) - len(self.cached)
         if count > free + len(self.cached):
             with pytest.raises(RuntimeError):
-                self.pool.allocate(count)
+                self.pool.allocate(count, 0.0)
             return
         reclaimed = self.cached[: max(0, count - free)]
-        taken = self.pool.allocate(count)
+        taken = self.pool.allocate(count, 0.0)
         assert set(reclaimed) <= set(taken)
         assert self.owned().isdisjoint(taken)
         self.cached = self.cached[len(reclaimed) :]
@@ -188,7 +188,7 @@ class PoolLife(RuleBasedStateMachine):
     @rule(data=st.data())
     def release(self, data):
         table = self.tables.pop(data.draw(st.integers(0, len(self.tables) - 1)))
-        self.pool.free(table)
+        self.pool.free(table, 0.0)
         self.cached += [block for block in table if block in self.contents and block not in self.owned()]
 
     @invariant()

@@ -11,7 +11,7 @@ ROOT = Identity("model").root()
 def computed(pool, tokens, root=ROOT):
     """A sequence whose tokens are all known and planned."""
     cache = SequenceCache(pool, root)
-    cache.allocate(cache.match(tokens), len(tokens))
+    cache.allocate(cache.match(tokens), len(tokens), 0.0)
     cache.plan(cache.planned, len(tokens))
     cache.cache_blocks(tokens)
     return cache
@@ -25,7 +25,7 @@ def kept(pool, tokens, root=ROOT):
 def test_what_no_plan_computes_yet_is_missing():
     cache = SequenceCache(BlockPool(4, 4), ROOT)
     assert cache.missing(10) == ((0, 10),)
-    cache.allocate(Found(), 10)
+    cache.allocate(Found(), 10, 0.0)
     cache.plan(0, 6)
     assert cache.missing(10) == ((6, 10),)
     cache.plan(6, 10)
@@ -35,9 +35,9 @@ def test_what_no_plan_computes_yet_is_missing():
 def test_blocks_are_taken_for_whole_positions_and_grow_one_by_one():
     pool = BlockPool(4, 4)
     cache = SequenceCache(pool, ROOT)
-    cache.allocate(Found(), 9)
+    cache.allocate(Found(), 9, 0.0)
     assert (len(cache.blocks), cache.capacity, pool.available) == (3, 12, 1)
-    cache.grow(1)
+    cache.grow(0.0)
     assert (len(cache.blocks), cache.capacity, pool.available) == (4, 16, 0)
 
 
@@ -71,7 +71,7 @@ def test_other_roots_share_nothing_and_no_root_shares_nothing():
 def test_a_block_is_shared_only_once_its_tokens_are_known_and_planned():
     pool = BlockPool(8, 4)
     cache = SequenceCache(pool, ROOT)
-    cache.allocate(Found(), 8)
+    cache.allocate(Found(), 8, 0.0)
     tokens = list(range(7))
     cache.plan(0, 6)
     cache.cache_blocks(tokens)
@@ -87,7 +87,7 @@ def test_the_count_of_tokens_at_which_sealing_is_due_is_told():
     pool = BlockPool(8, 4)
     cache = computed(pool, list(range(6)))
     assert cache.next_full == 8
-    cache.free()
+    cache.free(0.0)
     assert cache.next_full == 4
     assert SequenceCache(pool, None).next_full > 1 << 60
 
@@ -97,10 +97,10 @@ def test_what_is_released_stays_and_its_start_is_given_up_first():
     tokens = list(range(16))
     cache = computed(pool, tokens)
     blocks = list(cache.blocks)
-    cache.free()
+    cache.free(0.0)
     assert (cache.blocks, cache.planned, cache.capacity) == ([], 0, 0)
     assert pool.cached == 4
-    pool.allocate(2)
+    pool.allocate(2, 0.0)
     assert kept(pool, [*tokens, 99]) == {2: blocks[2], 3: blocks[3]}
 
 
@@ -109,8 +109,8 @@ def test_tail_first_gives_up_the_end_first():
     tokens = list(range(16))
     cache = computed(pool, tokens)
     blocks = list(cache.blocks)
-    cache.free()
-    pool.allocate(2)
+    cache.free(0.0)
+    pool.allocate(2, 0.0)
     assert kept(pool, [*tokens, 99]) == {0: blocks[0], 1: blocks[1]}
 
 
@@ -119,7 +119,7 @@ def test_holes_before_and_between_what_is_kept_are_missing_and_filled_in_ascendi
     tokens = list(range(24))
     first = computed(pool, tokens)
     cache = SequenceCache(pool, ROOT)
-    cache.allocate(Found({index: first.blocks[index] for index in (1, 3, 4)}), 24)
+    cache.allocate(Found({index: first.blocks[index] for index in (1, 3, 4)}), 24, 0.0)
     assert cache.missing(24) == ((0, 4), (8, 12), (20, 24))
     cache.plan(0, 2)
     assert cache.missing(24) == ((2, 4), (8, 12), (20, 24))
@@ -135,12 +135,12 @@ def test_holes_before_and_between_what_is_kept_are_missing_and_filled_in_ascendi
 def test_a_filled_hole_is_sealed_and_what_was_found_stays_what_it_was():
     pool = BlockPool(5, 4, rule=RetentionRule(chunk_blocks=1, block_size=4))
     tokens = list(range(17))
-    computed(pool, tokens).free()
-    pool.free(pool.allocate(2))  # the fifth block was never full; one more is given up
+    computed(pool, tokens).free(0.0)
+    pool.free(pool.allocate(2, 0.0), 0.0)  # the fifth block was never full; one more is given up
     cache = SequenceCache(pool, ROOT)
     found = cache.match(tokens)
     assert sorted(found.device) == [1, 2, 3]
-    cache.allocate(found, 17)
+    cache.allocate(found, 17, 0.0)
     cache.plan(0, 4)
     cache.cache_blocks(tokens)
     assert kept(pool, tokens) == dict(enumerate(cache.blocks[:4]))
@@ -150,15 +150,15 @@ def test_a_filled_hole_is_sealed_and_what_was_found_stays_what_it_was():
 def test_a_block_on_the_host_is_brought_in_and_shared_at_once():
     pool = BlockPool(4, 4, rule=RetentionRule(chunk_blocks=1, block_size=4), host_blocks=4, low_water=1.0)
     tokens = list(range(9))
-    computed(pool, tokens).free()
+    computed(pool, tokens).free(0.0)
     for step in range(2):
-        assert len(pool.swap_out(step)) == 1
+        assert len(pool.swap_out(step, 0.0)) == 1
         pool.finish_swap_out(step)
-    pool.free(pool.allocate(4))
+    pool.free(pool.allocate(4, 0.0), 0.0)
     cache = SequenceCache(pool, ROOT)
     found = cache.match(tokens)
     assert (found.device, sorted(found.host)) == ({}, [0, 1])
-    copies = cache.allocate(found, len(tokens))
+    copies = cache.allocate(found, len(tokens), 0.0)
     assert [copy.target for copy in copies] == cache.blocks[:2]
     assert cache.missing(len(tokens)) == ((8, 9),)
     assert kept(pool, tokens) == dict(enumerate(cache.blocks[:2]))
@@ -169,8 +169,8 @@ def test_a_sequence_that_lost_its_blocks_takes_what_is_left_of_them():
     pool = BlockPool(4, 4)
     tokens = list(range(14))
     cache = computed(pool, tokens)
-    cache.free()
-    cache.allocate(cache.match(tokens), len(tokens))
+    cache.free(0.0)
+    cache.allocate(cache.match(tokens), len(tokens), 0.0)
     assert cache.missing(len(tokens)) == ((12, 14),)
     assert cache.next_full == 16
     pool.check([cache.blocks])

@@ -52,8 +52,8 @@ def dropped_front():
     scheduler = create_scheduler(block_size=4, blocks=8, budget=64)
     history = tuple(range(20))
     run(scheduler, one(history), now=0.0)
-    blocks = scheduler._queues.pool.allocate(5)  # 3 were free
-    scheduler._queues.pool.free(blocks)
+    blocks = scheduler._queues.pool.allocate(5, 0.0)  # 3 were free
+    scheduler._queues.pool.free(blocks, 0.0)
     return scheduler, history
 
 
@@ -149,7 +149,7 @@ def on_the_host(*histories):
     for _ in range(40):
         run(scheduler, one((1,), "tick"), now=5.0)
     pool = scheduler._queues.pool
-    pool.free(pool.allocate(20))
+    pool.free(pool.allocate(20, 5.0), 5.0)
     return scheduler
 
 
@@ -231,7 +231,7 @@ def test_a_conversation_whose_next_turn_waits_is_as_recent_as_that():
     scheduler.add(one(2, "waits first"))
     scheduler.add(one((*histories[0], 99), "waits"))
     pool = scheduler._queues.pool
-    pool.free(pool.allocate(5))
+    pool.free(pool.allocate(5, 50.0), 50.0)
     assert pool.cached == 2 and len(scheduler._entries["waits"].cache.match(range(9))) == 2
 
 

@@ -273,7 +273,8 @@ class Histories(RuleBasedStateMachine):
             max_waiting=64, vocab_size=spec.vocab_size, started_in=0.0,
         )  # fmt: skip
         ticks = itertools.count()
-        loop = Loop(self.scheduler, executor, shape["steps_in_flight"], lambda: float(next(ticks)))
+        self.clock = lambda: float(next(ticks))
+        loop = Loop(self.scheduler, executor, shape["steps_in_flight"], self.clock)
         self.engine = Engine(loop, info)
         self.client = await start(self.engine, config)
         self.store = Store.open(self.where, AMPLE)
@@ -461,9 +462,9 @@ class Histories(RuleBasedStateMachine):
     @event(4, share=st.sampled_from([0.1, 0.3, 0.5, 0.8]))
     def evict(self, share: float) -> None:
         """Make the device give up some of its idle state, whatever else is free."""
-        pool = self.pool
+        pool, now = self.pool, self.clock()
         free = pool.num_blocks - pool.used - pool.cached
-        self.pool.free(self.pool.allocate(min(free + math.ceil(share * pool.cached), pool.allocatable)))
+        pool.free(pool.allocate(min(free + math.ceil(share * pool.cached), pool.allocatable), now), now)
 
     @event(1, kill=st.booleans())
     def end(self, kill: bool) -> None:

@@ -60,11 +60,6 @@ class SamplingParams:
         if any(not stop for stop in self.stop):
             raise ValueError("stop holds an empty string; leave it out")
 
-    @property
-    def greedy(self) -> bool:
-        """Whether the likeliest token is always taken."""
-        return self.temperature == 0.0
-
 
 @dataclass(frozen=True, slots=True)
 class Identity:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.core.cost import HEAVY, Burst, CostModel, Predictor, Reserve, interpolate
+from holdfast.core.cost import Burst, CostModel, Predictor, interpolate
 
 COST = CostModel(
     model="m",
@@ -125,23 +125,6 @@ def test_a_slower_device_takes_longer_for_decodes_and_for_other_steps_each_by_it
     slower = FEW_AND_MANY.slower(2.0, 3.0)
     assert slower.step([(1, 4096)] * 4) == pytest.approx(2 * FEW_AND_MANY.step([(1, 4096)] * 4))
     assert slower.step([(512, 2048)]) == pytest.approx(3 * FEW_AND_MANY.step([(512, 2048)]))
-
-
-def test_heavy_steps_are_faster_until_the_reserve_is_used_up_and_lighter_work_gives_it_back():
-    reserve = Reserve(Burst(share=0.8, seconds=0.03))
-    assert reserve.step(HEAVY, 0.020) == pytest.approx(0.016)
-    assert reserve.step(HEAVY, 0.020) == pytest.approx(0.014 + 0.0025)  # 14 ms that are left, and the rest at the pace
-    assert reserve.step(HEAVY, 0.020) == 0.020
-    assert reserve.step(HEAVY - 1, 0.004) == 0.004
-    assert reserve.step(HEAVY, 0.020, idle=0.004) == pytest.approx(0.008 + 0.010)
-    reserve.step(1, 1.0)
-    assert reserve.step(HEAVY, 0.100) == pytest.approx(0.03 + 0.0625)  # no more than a full reserve
-
-
-@given(st.lists(st.tuples(st.sampled_from([1, HEAVY]), st.floats(0, 0.1), st.floats(0, 0.1)), max_size=20))
-def test_without_a_burst_a_step_takes_what_it_takes(steps):
-    reserve = Reserve(Burst())
-    assert [reserve.step(*step) for step in steps] == [seconds for _, seconds, _ in steps]
 
 
 def test_a_burst_survives_its_file():

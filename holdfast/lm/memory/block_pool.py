@@ -124,12 +124,8 @@ class BlockPool:
         self.dropped += len(lost) - (len(self.host.find_all(lost)) if self.host is not None else 0)
         self._free.extend(blocks)
 
-    def find(self, digest: bytes) -> int | None:
-        """The cached block with this digest on the device, owned or not."""
-        return self._cached.get(digest)
-
     def find_all(self, digests: Iterable[bytes]) -> list[int | None]:
-        """`find` for each digest."""
+        """By digest, the cached block on the device, owned or not."""
         return list(map(self._cached.get, digests))
 
     def find_on_host(self, digest: bytes) -> int | None:
@@ -185,18 +181,10 @@ class BlockPool:
         if len(idle) < len(unowned):
             self._free.extend([block for block in unowned if digests[block] is None])
         if self._copies.swapping_out:
-            idle = self._free_pinned(idle, use)
+            idle = self._copies.add_idle(idle, use)
         self._idle.retained.add_all(idle, map(self._index.indices.__getitem__, idle), use)
         if self.host is not None:
             self.host.mark_idle([digest for block in idle if (digest := digests[block])], use)
-
-    def _free_pinned(self, blocks: list[int], use: Use) -> list[int]:
-        """Free those of these blocks that are being swapped out. Returns the others."""
-        pinned = [block for block in blocks if block in self._copies.swapping_out]
-        for block in pinned:
-            self._copies.touch(block, use)
-        self._copies.idle += len(pinned)
-        return [block for block in blocks if block not in self._copies.swapping_out]
 
     def touch(self, blocks: Iterable[int], digests: Iterable[bytes], now: float) -> None:
         """Count these cached blocks, and the host's blocks of these digests, as used at `now`."""

@@ -20,7 +20,7 @@ class CopyLedger:
         self.swapping_out: dict[int, int] = {}
         """Target on the host of each block being swapped out."""
         self.idle = 0
-        """Blocks being swapped out that have no owner; the pool counts them."""
+        """Blocks being swapped out that have no owner."""
         self._last_use: dict[int, Use] = {}
         """Last use of each block being swapped out."""
         self._swap_outs: deque[tuple[int, Sequence[BlockCopy]]] = deque()
@@ -35,6 +35,13 @@ class CopyLedger:
             self.swapping_out.update(copies)
             self._last_use |= last_use
             self._swap_outs.append((step, copies))
+
+    def add_idle(self, blocks: list[int], use: Use) -> list[int]:
+        """Note that these blocks have no owner any more, and were last used together. Returns those not swapped out."""
+        others = [block for block in blocks if block not in self.swapping_out]
+        self._last_use.update((block, use) for block in blocks if block in self.swapping_out)
+        self.idle += len(blocks) - len(others)
+        return others
 
     def touch(self, block: int, use: Use) -> None:
         """Count a block being swapped out as used again."""

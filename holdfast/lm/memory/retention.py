@@ -95,7 +95,8 @@ class ClassQueue:
     stale entries of removed blocks until they come up, or until they are half of it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, cost: float) -> None:
+        self.cost = cost
         self.ordered: OrderedDict[int, ChunkKey] = OrderedDict()
         """Blocks that arrived in order."""
         self._newest = -math.inf
@@ -129,6 +130,10 @@ class ClassQueue:
         """Remove a block. Returns its key."""
         key = self.ordered.pop(block, None)
         return self.late.pop(block) if key is None else key
+
+    def value(self, now: float) -> float:
+        """Value of the chunk that goes first. The queue must not be empty."""
+        return self.cost / max(now - self.first()[0], MIN_AGE)
 
     def first(self) -> ChunkKey:
         """Key of the chunk that goes first. The queue must not be empty."""
@@ -172,7 +177,6 @@ class Retention:
     def __init__(self, rule: RetentionRule) -> None:
         self._rule = rule
         self._queues: dict[int, ClassQueue] = {}
-        self._costs: dict[int, float] = {}
         self._chunks: dict[int, tuple[int, int]] = {}
         """By chunk of a sequence, its class and its rank among chunks freed together."""
         self.blocks: dict[int, int] = {}
@@ -197,8 +201,7 @@ class Retention:
         rule = self._rule
         eviction, number = rule.eviction, rule.cost_class(chunk * rule.chunk_blocks)
         if number not in self._queues:
-            self._queues[number] = ClassQueue()
-            self._costs[number] = rule.class_cost(number)
+            self._queues[number] = ClassQueue(rule.class_cost(number))
         rank = 0 if eviction.whole else -chunk if eviction.trailing_first else chunk
         self._chunks[chunk] = number, rank
         return number, rank
@@ -226,7 +229,7 @@ class Retention:
 
     def victims(self, now: float) -> Victims:
         """All chunks, the lowest value first. Until the last is popped, nothing else may add or remove blocks."""
-        return Victims(self._queues, self._costs, self.blocks, now)
+        return Victims(self._queues, self.blocks, now)
 
 
 class Chunk(NamedTuple):
@@ -240,19 +243,10 @@ class Chunk(NamedTuple):
 class Victims:
     """Evicts chunks by ascending value. O(classes) to begin with, O(log classes) for each chunk."""
 
-    def __init__(
-        self,
-        queues: dict[int, ClassQueue],
-        costs: dict[int, float],
-        class_of: dict[int, int],
-        now: float,
-    ) -> None:
-        self._queues, self._costs, self._class_of, self._now = queues, costs, class_of, now
-        self._heads = [(self._value(number, queue), number) for number, queue in queues.items() if queue]
+    def __init__(self, queues: dict[int, ClassQueue], blocks: dict[int, int], now: float) -> None:
+        self._queues, self._blocks, self._now = queues, blocks, now
+        self._heads = [(queue.value(now), number) for number, queue in queues.items() if queue]
         heapify(self._heads)
-
-    def _value(self, number: int, queue: ClassQueue) -> float:
-        return self._costs[number] / max(self._now - queue.first()[0], MIN_AGE)
 
     def pop(self, below: float = math.inf) -> Chunk | None:
         """Remove the chunk of the lowest value. Returns None if there is none, or if its value is not `below` this."""
@@ -260,9 +254,9 @@ class Victims:
             return None
         value, number = heappop(self._heads)
         queue = self._queues[number]
-        (last, use, _), blocks = queue.pop()
+        (last, call, _), blocks = queue.pop()
         for block in blocks:
-            del self._class_of[block]
+            del self._blocks[block]
         if queue:
-            heappush(self._heads, (self._value(number, queue), number))
-        return Chunk(value, blocks, (last, use))
+            heappush(self._heads, (queue.value(self._now), number))
+        return Chunk(value, blocks, (last, call))

@@ -121,14 +121,12 @@ class SequenceCache:
         pool = self._pool
         pool.share(found.device.values())
         count = pool.blocks_for(length)
-        if not found.host and len(found.device) and next(reversed(found.device)) == len(found.device) - 1:
-            # No holes: the common case.
-            self.blocks.extend((*found.device.values(), *pool.allocate(count - len(found.device), now)))
-        elif found:
-            fresh = iter(pool.allocate(count - len(found.device), now))
-            self.blocks.extend(found.device[index] if index in found.device else next(fresh) for index in range(count))
+        fresh = pool.allocate(count - len(found.device), now)
+        if not found.host and next(reversed(found.device), -1) == len(found.device) - 1:  # no holes: the common case
+            self.blocks.extend((*found.device.values(), *fresh))
         else:
-            self.blocks.extend(pool.allocate(count, now))
+            rest = iter(fresh)
+            self.blocks.extend(found.device[index] if index in found.device else next(rest) for index in range(count))
         self.capacity = count * pool.block_size
         copies = tuple(pool.swap_in(self.blocks[index], digest, index) for index, digest in found.host.items())
         self._settle(found)

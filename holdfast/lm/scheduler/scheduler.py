@@ -72,7 +72,10 @@ class Scheduler:
         length, params, pool = len(request.prompt), request.params, self._queues.pool
         if request.id in self._entries:
             raise ValueError(f"request {request.id} is already being served; give each request an id of its own")
-        self._check_identity(request.identity)
+        for name in ("model", "adapter", "dtype") if self._served else ():
+            asked, own = getattr(request.identity, name), getattr(self._served, name)
+            if asked not in ("", own):
+                raise ValueError(f"{name} is {asked}, which this engine does not serve; it serves {own or 'none'}")
         if not length:
             raise ValueError("the prompt is empty; it must hold at least one token")
         try:
@@ -202,17 +205,6 @@ class Scheduler:
     def check(self) -> None:
         """Raise RuntimeError if a block is lost, or has two owners that do not share it. For tests and idle times."""
         self._queues.pool.check([entry.cache.blocks for entry in self._entries.values()])
-
-    def _check_identity(self, identity: Identity) -> None:
-        """Raise ValueError if the executor cannot compute requests of this identity."""
-        served = self._served
-        if served is None:
-            return
-        if identity.adapter != served.adapter:
-            raise ValueError(f"adapter is {identity.adapter!r}; this engine serves only {served.adapter!r}")
-        for name, asked, own in (("model", identity.model, served.model), ("dtype", identity.dtype, served.dtype)):
-            if asked not in ("", own):
-                raise ValueError(f"{name} is {asked!r}; this engine serves only {own!r}")
 
     def _end(self, entry: Entry, reason: FinishReason) -> None:
         entry.sequence.finish_reason = reason

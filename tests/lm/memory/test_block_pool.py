@@ -14,6 +14,10 @@ def digests(count):
     return [bytes([index]) * 32 for index in range(count)]
 
 
+def find(pool, digest):
+    return pool.find_all([digest])[0]
+
+
 def test_blocks_are_taken_once_and_come_back():
     pool = BlockPool(4, 16)
     first, second = pool.allocate(3, 0.0), pool.allocate(1, 0.0)
@@ -38,10 +42,10 @@ def test_a_released_block_that_was_sealed_is_found_again():
     (block,) = pool.allocate(1, 0.0)
     pool.cache_block(block, digest, 0)
     pool.free([block], 0.0)
-    assert (pool.find(digest), pool.cached, pool.available) == (block, 1, 2)
+    assert (find(pool, digest), pool.cached, pool.available) == (block, 1, 2)
     assert pool.pinned_by([block]) == 1
     pool.share((block,))
-    assert (pool.find(digest), pool.cached, pool.pinned_by([block])) == (block, 0, 0)
+    assert (find(pool, digest), pool.cached, pool.pinned_by([block])) == (block, 0, 0)
 
 
 def test_a_shared_block_stays_until_its_last_owner_lets_go():
@@ -64,10 +68,10 @@ def test_free_blocks_go_before_cached_ones_and_the_first_released_of_those_goes_
     pool.free([blocks[2]], 0.0)
     pool.free([blocks[0], blocks[1]], 0.0)
     pool.allocate(1, 0.0)
-    assert [pool.find(digest) for digest in names] == blocks
+    assert pool.find_all(names) == blocks
     assert pool.allocate(1, 0.0) == [blocks[2]]
     assert pool.allocate(1, 0.0) == [blocks[0]]
-    assert [pool.find(digest) for digest in names] == [None, blocks[1], None]
+    assert pool.find_all(names) == [None, blocks[1], None]
 
 
 def test_two_blocks_of_equal_content_keep_the_first_as_the_one_that_is_found():
@@ -77,7 +81,7 @@ def test_two_blocks_of_equal_content_keep_the_first_as_the_one_that_is_found():
     pool.cache_block(first, digest, 0)
     pool.cache_block(second, digest, 0)
     pool.free([second, first], 0.0)
-    assert pool.find(digest) == first
+    assert find(pool, digest) == first
     assert pool.cached == 1
 
 
@@ -176,7 +180,7 @@ class PoolLife(RuleBasedStateMachine):
 
     @rule(content=st.integers(0, 5))
     def share(self, content):
-        block = self.pool.find(digests(6)[content])
+        block = find(self.pool, digests(6)[content])
         assert block == next((block for block, held in self.contents.items() if held == content), None)
         if block is not None:
             self.pool.share((block,))

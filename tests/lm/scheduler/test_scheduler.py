@@ -224,7 +224,7 @@ def test_an_identity_that_the_engine_does_not_serve_is_refused(field):
     scheduler = create_scheduler(served=Identity("m", dtype="float32"))
     one, two = create_requests(4, 4, identity=Identity("m", dtype="float32", tenant="anyone"))
     scheduler.add(one)
-    with pytest.raises(ValueError, match=f"{field} is 'other'"):
+    with pytest.raises(ValueError, match=f"{field} is other, which this engine does not serve"):
         scheduler.add(replace(two, identity=Identity(**{field: "other"})))
 
 

@@ -85,9 +85,9 @@ class CostModel:
     def attention(self, query: int, context: int) -> float:
         """Time that one segment's attention adds: `query` tokens that end at position `context`.
 
-        A segment longer than any measured one is scaled by its number of (query, position) pairs, from the longest
-        measured segment of the same shape. The last points cannot be extended: their segments are no longer than their
-        context.
+        A segment longer than any measured one is priced as the longest measured one with the same ratio of query to
+        context, times the ratio of their (query, position) pairs. The last points cannot be extrapolated: their
+        segments are no longer than their context.
         """
         longest = self.attention_queries[-1]
         if query > longest:
@@ -194,7 +194,7 @@ class Predictor:
         return seconds
 
     def decodes(self, contexts: list[int]) -> float:
-        """Seconds of the attention of all decodes of a step. `contexts` gives the length of each, new token included."""
+        """Seconds of the attention of a step's decodes. `contexts` gives the length of each, with the new token."""
         rows, counts = len(contexts), self._rows
         right = min(bisect_right(counts, rows), len(counts) - 1)
         if rows <= counts[0] or not right:

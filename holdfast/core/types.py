@@ -1,4 +1,4 @@
-"""What crosses the engine's border: a client's Request, its SamplingParams, and the SequenceOutput of each step."""
+"""The values that enter and leave the engine: Request, SamplingParams, Identity, and SequenceOutput."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_DEADLINE = 86_400
 
 
 class FinishReason(enum.StrEnum):
-    """Why a sequence ended, in the words of the OpenAI API."""
+    """Why a sequence ended; the values are those of the OpenAI API."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -30,21 +30,21 @@ class SamplingParams:
     """
 
     temperature: float = 1.0
-    """0 is greedy; larger is more random, up to 2 in the OpenAI API."""
+    """0 is greedy; larger is more random. The OpenAI API allows up to 2."""
     top_k: int = 0
-    """Sample among the k likeliest tokens; 0 is off."""
+    """Sample from the k most probable tokens; 0 is off."""
     top_p: float = 1.0
-    """Sample among the likeliest tokens that together reach this probability; 1 is off."""
+    """Sample from the most probable tokens that together reach this probability; 1 is off."""
     seed: int | None = None
-    """The same seed gives the same draws, whatever else runs in the batch."""
+    """The same seed gives the same draws, no matter what else runs in the batch."""
     max_tokens: int = 16
-    """The most tokens that are generated."""
+    """Maximum number of generated tokens."""
     stop: tuple[str, ...] = ()
-    """Strings that end the sequence; they are cut from the text."""
+    """Strings that end the sequence. They are cut from the text."""
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end the sequence, besides the model's own end-of-sequence tokens."""
+    """Tokens that end the sequence, in addition to the model's end-of-sequence tokens."""
     ignore_eos: bool = False
-    """Go on after the model's own end-of-sequence token (benchmarks)."""
+    """Continue after the model's end-of-sequence token (benchmarks)."""
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.temperature <= 100.0:
@@ -88,30 +88,30 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A client's ask, as the engine takes it: token ids in, token ids out."""
+    """One generation request in tokens: token ids in, token ids out."""
 
     id: str
     prompt: abc.Sequence[int]
-    """Token ids, 32-bit numbers; not to be changed. A long one is best an array of typecode I, which goes from hand to
-    hand without a look at each."""
+    """Token ids, 32-bit numbers. It must not be changed. An array of typecode I is best for long prompts, since it is
+    passed on without a look at each token."""
     params: SamplingParams
     priority: int = 0
-    """Class: lower runs first; FCFS among equals."""
+    """Priority class: lower runs first, and first come, first served among equals."""
     identity: Identity = Identity()
     """Which model, adapter and dtype compute it, and for which tenant."""
     arrival: float = 0.0
-    """Seconds on the clock of the process group (monotonic)."""
+    """Seconds on the monotonic clock that all processes of a host share."""
     deadline: float | None = None
-    """Seconds from arrival until the first token is due; None leaves it to the order."""
+    """Seconds from arrival until the first token is due. None: the order's default applies."""
 
 
 class SequenceOutput(NamedTuple):
-    """What one step added to one sequence."""
+    """The tokens that one step added to one sequence."""
 
     request_id: str
     tokens: tuple[int, ...]
     finish_reason: FinishReason | None
     cached_tokens: int
     scheduled_at: float
-    """When its first segment was planned, seconds on the clock given to the scheduler."""
+    """When its first segment was planned, in seconds on the scheduler's clock."""
     preemptions: int = 0

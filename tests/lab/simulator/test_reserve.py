@@ -8,7 +8,7 @@ from holdfast.core.cost import HEAVY, Burst
 from holdfast.lab.simulator.reserve import Reserve
 
 
-def test_heavy_steps_are_faster_until_the_reserve_is_used_up_and_lighter_work_gives_it_back():
+def test_heavy_steps_use_up_the_boost_and_light_steps_restore_it():
     reserve = Reserve(Burst(share=0.8, seconds=0.03))
     assert reserve.step(HEAVY, 0.020) == pytest.approx(0.016)
     assert reserve.step(HEAVY, 0.020) == pytest.approx(0.014 + 0.0025)  # 14 ms that are left, and the rest at the pace
@@ -20,6 +20,6 @@ def test_heavy_steps_are_faster_until_the_reserve_is_used_up_and_lighter_work_gi
 
 
 @given(st.lists(st.tuples(st.sampled_from([1, HEAVY]), st.floats(0, 0.1), st.floats(0, 0.1)), max_size=20))
-def test_without_a_burst_a_step_takes_what_it_takes(steps):
+def test_without_a_burst_every_step_takes_its_steady_time(steps):
     reserve = Reserve(Burst())
     assert [reserve.step(*step) for step in steps] == [seconds for _, seconds, _ in steps]

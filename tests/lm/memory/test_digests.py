@@ -1,4 +1,4 @@
-"""DigestCache: remembered digests are those of hashing block by block; a longer prompt hashes only what is new."""
+"""DigestCache: remembered digests are those of hashing block by block; a longer prompt hashes only its new blocks."""
 
 import random
 
@@ -23,7 +23,7 @@ def hashed(monkeypatch):
     return counted
 
 
-def test_a_longer_prompt_hashes_only_what_is_new(hashed):
+def test_a_longer_prompt_hashes_only_its_new_blocks(hashed):
     tokens = list(range(3 * RUN * SIZE))
     cache = DigestCache(SIZE, 100 * RUN)
     assert cache.digests(ROOT, tokens[: 2 * RUN * SIZE + 8]) and sum(hashed) == 2 * RUN + 2
@@ -33,7 +33,7 @@ def test_a_longer_prompt_hashes_only_what_is_new(hashed):
     assert longer == block_digests(ROOT, tokens, SIZE)
 
 
-def test_another_beginning_or_another_root_finds_nothing(hashed):
+def test_another_root_or_first_token_gives_other_digests(hashed):
     tokens = list(range(2 * RUN * SIZE))
     cache = DigestCache(SIZE, 100 * RUN)
     kept = cache.digests(ROOT, tokens)
@@ -43,7 +43,7 @@ def test_another_beginning_or_another_root_finds_nothing(hashed):
         assert sum(hashed) == 2 * RUN
 
 
-def test_what_was_not_asked_for_longest_is_forgotten():
+def test_the_cache_never_holds_more_runs_than_its_limit():
     cache = DigestCache(SIZE, 3 * RUN)
     for number in range(5):
         cache.digests(ROOT, [number] * (2 * RUN * SIZE))
@@ -51,7 +51,7 @@ def test_what_was_not_asked_for_longest_is_forgotten():
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_whatever_was_asked_before_digests_are_those_of_the_blocks(seed):
+def test_cached_digests_equal_those_computed_block_by_block(seed):
     choose = random.Random(seed)
     cache = DigestCache(SIZE, choose.choice((1, 2 * RUN, 50 * RUN)))
     prompts = [[choose.randrange(9) for _ in range(choose.randrange(1, 4) * RUN * SIZE)]]

@@ -32,7 +32,7 @@ def conversation(retention, first, chunks, last, release, chunk_blocks=1):
         add(retention, first + index, index, last, release)
 
 
-def test_leading_chunks_of_old_conversations_go_first():
+def test_leading_chunks_of_old_conversations_are_evicted_first():
     retention = Retention(rule())
     conversation(retention, 0, 3, last=0.0, release=1)
     conversation(retention, 10, 3, last=60.0, release=2)
@@ -46,7 +46,7 @@ def test_leading_chunks_of_old_conversations_go_first():
     assert victims.pop() is None and len(retention.blocks) == 0
 
 
-def test_the_order_changes_with_time_alone():
+def test_the_order_of_eviction_changes_as_time_passes():
     retention = Retention(rule())
     add(retention, 0, 8, 0.0, 1)  # cost 9, old
     add(retention, 1, 0, 90.0, 2)  # cost 1, young
@@ -56,14 +56,14 @@ def test_the_order_changes_with_time_alone():
     assert order(retention, 900.0) == [[1], [0]]
 
 
-def test_blocks_of_one_chunk_go_together_and_those_of_two_releases_do_not():
+def test_blocks_of_one_chunk_are_evicted_together_unless_freed_apart():
     retention = Retention(rule(chunk_blocks=2))
     conversation(retention, 0, 2, last=1.0, release=1, chunk_blocks=2)
     conversation(retention, 10, 1, last=1.0, release=2, chunk_blocks=2)
     assert order(retention, 5.0) == [[0, 1], [10, 11], [2, 3]]
 
 
-def test_least_recently_used_knows_no_cost_and_may_take_whole_conversations():
+def test_lru_ignores_cost_and_can_evict_whole_conversations():
     for name, expected in (("lru", [[0], [1], [2], [10]]), ("lru-conversation", [[0, 1, 2], [10]])):
         retention = Retention(rule(name))
         conversation(retention, 0, 3, last=1.0, release=1)
@@ -71,7 +71,7 @@ def test_least_recently_used_knows_no_cost_and_may_take_whole_conversations():
         assert order(retention, 5.0) == expected
 
 
-def test_what_is_worth_as_much_as_the_bound_stays():
+def test_pop_leaves_chunks_whose_value_reaches_the_bound():
     retention = Retention(rule())
     conversation(retention, 0, 2, last=0.0, release=1)
     victims = retention.victims(10.0)
@@ -80,7 +80,7 @@ def test_what_is_worth_as_much_as_the_bound_stays():
     assert len(retention.blocks) == 1 and 1 in retention.blocks and 0 not in retention.blocks
 
 
-def test_what_is_used_again_is_out_and_what_comes_in_late_finds_its_place():
+def test_removed_blocks_are_not_evicted_and_late_blocks_are_evicted_in_order():
     retention = Retention(rule("lru"))
     for block, last in enumerate((1.0, 2.0, 4.0, 5.0)):
         add(retention, block, 0, last, block)
@@ -89,7 +89,7 @@ def test_what_is_used_again_is_out_and_what_comes_in_late_finds_its_place():
     assert order(retention, 10.0) == [[0], [9], [2], [3]]
 
 
-def test_blocks_that_land_late_are_as_cheap_as_others():
+def test_adding_a_late_block_does_not_walk_past_younger_blocks():
     """Each block that lands on the host was idle for longer than all that was put to rest there meanwhile."""
     retention, count = Retention(rule("lru")), 4000
     for block in range(count):
@@ -112,7 +112,7 @@ def test_blocks_that_land_late_are_as_cheap_as_others():
     assert order(retention, 9000.0)[:101] == [[count + block] for block in range(100)] + [[0]]
 
 
-def test_classes_are_few_and_narrow():
+def test_costs_within_a_class_differ_by_at_most_a_sixteenth():
     """32 exact classes, then 16 a doubling: chunks of one class lie within a sixteenth of each other."""
     classes = {}
     retention_rule = rule(chunk_blocks=2, block_size=16)
@@ -124,18 +124,18 @@ def test_classes_are_few_and_narrow():
         assert retention_rule.class_cost(number) == (chunks[0] + 1) * 32
 
 
-def test_a_configuration_names_its_rule_and_a_chunk_is_whole_blocks():
+def test_the_rule_follows_the_configuration_and_rounds_chunks_up_to_blocks():
     made = RetentionRule.of(EngineConfig(eviction="lru", chunk_size=40, block_size=16), float)
     assert (made.eviction, made.chunk_blocks, made.block_size) == (EVICTIONS["lru"], 3, 16)
 
 
-def test_without_a_measurement_attention_outweighs_the_rest_from_the_balance_on():
+def test_the_unmeasured_cost_doubles_at_the_balance_position():
     assert cost_by_position(0) == 1.0
     assert cost_by_position(1000, balance=1000) == 2.0
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_victims_are_those_that_a_search_through_everything_finds(seed):
+def test_victims_match_a_brute_force_search(seed):
     choose = random.Random(seed)
     eviction = choose.choice(list(EVICTIONS))
     retention_rule = rule(eviction, cost=lambda position: 1.0 + position / 7)
@@ -164,7 +164,7 @@ def test_victims_are_those_that_a_search_through_everything_finds(seed):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_blocks_that_come_and_go_together_do_as_if_each_came_and_went_alone(seed):
+def test_adding_and_removing_in_bulk_equals_one_by_one(seed):
     choose = random.Random(seed)
     retention_rule = rule(choose.choice(list(EVICTIONS)), chunk_blocks=choose.choice((1, 2, 3)))
     together, alone, held, now = Retention(retention_rule), Retention(retention_rule), [], 0.0

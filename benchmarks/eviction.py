@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.core.types import Request, SamplingParams
-from holdfast.lm.memory.block_pool import BlockPool, StateIdentity
+from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.memory.retention import EVICTIONS, RetentionRule
 from holdfast.lm.scheduler.policies import StallFree
 from holdfast.lm.scheduler.scheduler import Scheduler
@@ -107,7 +107,7 @@ def play(options: argparse.Namespace, eviction: str, device: int, host: int, sta
         BlockPool(device // BLOCK, BLOCK, rule=rule, host_blocks=host // BLOCK),
         max_sequences=256,
         max_model_len=device,
-        sharing=StateIdentity("benchmark") if stateful else None,
+        sharing=stateful,
     )
     events: list[tuple[float, int, Conversation]] = []
     order = itertools.count()

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from holdfast.core.config import EngineConfig
-from holdfast.core.cost import CostModel, Reserve
+from holdfast.core.cost import CostModel
 from holdfast.engine.build import build
 from holdfast.engine.profiles import CostProfile
 from holdfast.lab.records import Record
+from holdfast.lab.simulator.reserve import Reserve
 from holdfast.lab.simulator.run import VOCAB_SIZE, Clients, make_scheduler
 from holdfast.lab.simulator.shapes import ModelShape, model_named
 from holdfast.lab.workloads import Workload

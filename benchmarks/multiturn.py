@@ -33,7 +33,7 @@ from provenance import provenance
 from step_record import StepRecord
 
 from holdfast.core.config import EngineConfig
-from holdfast.core.types import Request, SamplingParams
+from holdfast.core.types import Identity, Request, SamplingParams
 from holdfast.engine.build import build
 from holdfast.engine.messages import EngineInfo
 from holdfast.lm.types import SchedulerStats
@@ -156,7 +156,7 @@ def converse(
             name = f"{run}.{number}.{turn}"
             live[name] = Asked(number, turn, now, prompt)
             params = SamplingParams(temperature=0.0, max_tokens=said["output_tokens"], ignore_eos=True)
-            loop.add(Request(name, prompt, params, tenant=run, arrival=start + now))
+            loop.add(Request(name, prompt, params, identity=Identity(tenant=run), arrival=start + now))
         if not live:
             sleep(max(0.0, min(until, due[0][0]) - (clock() - start)))
             continue

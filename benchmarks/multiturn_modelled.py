@@ -23,7 +23,7 @@ from multiturn import MODES, converse, workload
 
 from holdfast.core.config import EngineConfig
 from holdfast.lab.simulator.executor import SimulatedExecutor, VirtualClock
-from holdfast.lm.memory.block_pool import BlockPool, StateIdentity
+from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.memory.retention import RetentionRule, cost_by_position
 from holdfast.lm.scheduler.builder import StepBuilder
 from holdfast.lm.scheduler.order import make_order
@@ -115,7 +115,7 @@ def main() -> None:
             scheduler = Scheduler(
                 Gathering(config.fixed_token_budget or 2048, arguments.join_every), pool, max_sequences=512,
                 max_model_len=LONGEST, vocab_size=VOCABULARY, headroom=config.headroom,
-                sharing=StateIdentity("modelled") if config.prefix_sharing else None, order=make_order(config),
+                sharing=config.prefix_sharing, order=make_order(config),
             )  # fmt: skip
             row = converse(
                 Loop(scheduler, executor, 2, clock),

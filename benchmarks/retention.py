@@ -15,9 +15,9 @@ def fill(rule: RetentionRule, conversations: int, draw: random.Random) -> tuple[
     retention, block = Retention(rule), 0
     for number in range(conversations):
         chunks = draw.randint(200, 1000) if number % 100 == 0 else draw.randint(1, 8)
-        for index in range(chunks * rule.chunk_blocks):
-            retention.add(block, index, number / 100, number)
-            block += 1
+        count = chunks * rule.chunk_blocks
+        retention.add_all(range(block, block + count), range(count), (number / 100, number))
+        block += count
     return retention, block
 
 
@@ -38,7 +38,7 @@ def main() -> None:
             before = time.perf_counter()
             victims = retention.victims(now)
             for _ in range(options.chunks):
-                assert victims.take() is not None
+                assert victims.pop() is not None
             taken.append((time.perf_counter() - before) * 1e3)
         median, p95 = statistics.median(taken), statistics.quantiles(taken, n=20)[18]
         print(f"{name:>17}: {blocks:,} blocks, median {median:.3f} ms a choice, p95 {p95:.3f} ms")

@@ -11,7 +11,7 @@ import time
 
 from holdfast.core.cost import CostModel
 from holdfast.core.types import Request, SamplingParams
-from holdfast.lm.memory.block_pool import BlockPool, StateIdentity
+from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.scheduler.builder import Policy
 from holdfast.lm.scheduler.choice import NAMES, capacity_of, make_policy
 from holdfast.lm.scheduler.policies import LatencyTarget
@@ -62,7 +62,7 @@ def measure(name: str, options: argparse.Namespace) -> None:
         max_sequences=options.running,
         max_model_len=2 * length,
         headroom=0.0,
-        sharing=StateIdentity("benchmark"),
+        sharing=True,
     )
     for index in range(options.running + options.waiting):
         tokens = tuple(range(index * prompt, (index + 1) * prompt))

@@ -22,12 +22,12 @@ from typing import Any
 import uvloop
 
 from holdfast.core.config import BUILTIN_MODEL
-from holdfast.core.types import FinishReason, Request, SamplingParams
+from holdfast.core.types import FinishReason, Identity, Request, SamplingParams
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.client import Delta, EngineInfo, Timings, Usage, check, token_ids
 from holdfast.engine.messages import Submit, decode_to_engine, encode
 from holdfast.engine.text import Text
-from holdfast.lm.memory.block_pool import BlockPool, StateIdentity
+from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.scheduler.policies import StallFree
 from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.types import MemoryMeasurement, StepPlan, StepResult
@@ -57,7 +57,7 @@ class Instant:
         self.scheduler = Scheduler(
             StallFree(info.token_budget), BlockPool(info.num_blocks, info.block_size),
             max_sequences=info.max_sequences, max_model_len=info.max_model_len, vocab_size=info.vocab_size,
-            sharing=StateIdentity(info.model),
+            sharing=True,
         )  # fmt: skip
         self.answer = tuple(text.encode(ANSWER))
         self.dead = asyncio.Event()
@@ -72,7 +72,9 @@ class Instant:
         self.asked = time.perf_counter()
         now = time.monotonic()
         limited = SamplingParams(temperature=0.0, max_tokens=len(self.answer), ignore_eos=True)
-        request = Request(f"{now}", token_ids("prompt", prompt, self.info), limited, tenant=tenant, arrival=now)
+        request = Request(
+            f"{now}", token_ids("prompt", prompt, self.info), limited, identity=Identity(tenant=tenant), arrival=now
+        )
         check(request, self.info)
         submit = decode_to_engine(encode(Submit(request)))
         assert isinstance(submit, Submit)

@@ -3,8 +3,8 @@
 from collections import deque
 from itertools import repeat
 
-from holdfast.core.types import FinishReason, Request, SamplingParams
-from holdfast.lm.memory.block_pool import BlockPool, StateIdentity
+from holdfast.core.types import FinishReason, Identity, Request, SamplingParams
+from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.memory.retention import EVICTIONS, RetentionRule
 from holdfast.lm.scheduler.policies import StallFree
 from holdfast.lm.scheduler.scheduler import Scheduler
@@ -12,6 +12,7 @@ from holdfast.lm.types import PENDING, StepPlan, StepResult
 
 EOS = 0
 VOCABULARY = 50
+NOBODY = Identity()
 
 
 def create_scheduler(
@@ -39,12 +40,12 @@ def create_scheduler(
         max_model_len=max_model_len,
         headroom=headroom,
         eos_token_ids=eos,
-        sharing=StateIdentity("model") if sharing else None,
+        sharing=sharing,
         **options,
     )
 
 
-def create_requests(*prompts, max_tokens=4, priority=0, tenant="", **params):
+def create_requests(*prompts, max_tokens=4, priority=0, identity=NOBODY, **params):
     """Requests "0", "1", …; a prompt given as a number is that many tokens of its own."""
     return [
         Request(
@@ -52,7 +53,7 @@ def create_requests(*prompts, max_tokens=4, priority=0, tenant="", **params):
             prompt=tuple(range(1000 * (index + 1), 1000 * (index + 1) + prompt)) if isinstance(prompt, int) else prompt,
             params=SamplingParams(max_tokens=max_tokens, **params),
             priority=priority,
-            tenant=tenant,
+            identity=identity,
         )
         for index, prompt in enumerate(prompts)
     ]

@@ -1,4 +1,4 @@
-"""EngineConfig: every choice of the engine, frozen; flags, YAML keys and `LLM(...)` keywords are made from it."""
+"""EngineConfig: all settings of the engine, frozen. Flags, YAML keys and `LLM(...)` keywords are generated from it."""
 
 from __future__ import annotations
 
@@ -23,86 +23,92 @@ CacheTypeName = Literal["auto", "fp8"]
 
 
 def option(default: Any, help: str, unit: Literal["", "ms"] = "") -> Any:
-    """A config field with its one help text. In the unit "ms" it may be given as 50, as "50ms" or as "0.05s"."""
+    """A config field with its help text. A field in the unit "ms" accepts 50, "50ms" and "0.05s"."""
     return field(default=default, metadata={"help": help, "unit": unit})
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """How the engine runs a model. Raises ValueError, naming the value and the limit, for what cannot be."""
+    """How the engine runs a model. Raises ValueError, naming the value and the limit, for a value out of range."""
 
     model: str = option(BUILTIN_MODEL, "the built-in model by name, or a Hugging Face checkpoint directory")
-    device: Literal["auto", "cpu", "cuda"] = option("auto", "where to run; auto takes CUDA when there is a GPU")
+    device: Literal["auto", "cpu", "cuda"] = option(
+        "auto", "where to run; auto is CUDA if there is a GPU, else the CPU"
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
-        "auto", "weights and cache; auto is the checkpoint's own on CUDA and float32 on a CPU"
+        "auto", "type of weights and cache; auto is the checkpoint's own type on CUDA and float32 on a CPU"
     )
     kv_cache_dtype: CacheTypeName = option(  # noqa: RUF009  a string
-        "auto", "keys and values in the cache; auto is dtype, fp8 (e4m3) takes half of 16 bits and is less exact"
+        "auto",
+        "type of keys and values; auto is dtype; fp8 (e4m3) needs half the memory of 16 bits and is less exact",
     )
     load_format: Literal["auto", "random"] = option(
-        "auto", "auto reads the checkpoint's weights; random draws them, from its config.json alone (benchmarks)"
+        "auto", "auto reads the checkpoint's weights; random draws weights and needs only config.json (benchmarks)"
     )
     quantization: QuantizationName = option(  # noqa: RUF009  a string
-        "none", "fp8 rounds the layers' weights to 8 bits as they are read: half the memory, faster, less exact"
+        "none", "fp8 rounds the layers' weights to 8 bits while reading them: half the memory, faster, less exact"
     )
-    max_model_len: int | None = option(None, "longest sequence in tokens; default: what the model was made for")
-    max_sequences: int = option(256, "most sequences that run at once")
+    max_model_len: int | None = option(None, "longest sequence in tokens; default: the model's own limit")
+    max_sequences: int = option(256, "maximum number of sequences that run at once")
     block_size: int = option(16, "tokens in one block of the KV cache")
     cache_gb: float | None = option(
-        None, "size of the KV cache in GB; default: measured free memory (at most 4 on CPU)"
+        None, "size of the KV cache in GB; default: the measured free memory (at most 4 on a CPU)"
     )
     host_cache_gb: float | Literal["auto"] = option(
         "auto",
         "size of the host tier in GB, where idle conversations go; auto is a quarter of the free host memory on CUDA, "
-        "at most 32, and none on a CPU; 0 is off",
+        "at most 32, and 0 on a CPU; 0 is off",
     )
-    chunk_size: int = option(32, "tokens that are given up together; a multiple of the block size")
+    chunk_size: int = option(32, "tokens that are evicted together; rounded up to whole blocks")
     eviction: Literal["retention", "lru", "lru-conversation", "tail-first"] = option(
         "retention",
-        "which idle chunks go first: those of the lowest recomputation cost / age, the least recently used ones, "
-        "all of such a conversation, or such a one's from its end",
+        "which idle chunks are evicted first: retention: the lowest recomputation cost / age; lru: the least recently "
+        "used; lru-conversation: all of the least recently used conversation; tail-first: that conversation's end",
     )
-    swap_threshold: float = option(0.25, "share of free blocks below which idle chunks are copied to the host tier")
+    swap_threshold: float = option(
+        0.25, "idle chunks are copied to the host tier when the share of free blocks falls below this"
+    )
     memory_fraction: float = option(0.9, "share of the GPU's memory that Holdfast may use")
-    headroom: float = option(0.1, "share of the blocks kept for running sequences to grow")
+    headroom: float = option(0.1, "share of the blocks reserved for the growth of running sequences")
     scheduler: SchedulerName = option(  # noqa: RUF009  a string
-        "stall-free", "what runs next; all but the default are there to compare with"
+        "stall-free", "scheduling policy; all but the default are baselines for comparison"
     )
     order: OrderName = option(  # noqa: RUF009  a string
         "priority",
-        "who goes first: first come, the priority class, the earliest deadline, or the tenant that was served least",
+        "which request goes first: the earliest, the best priority class, the earliest deadline, or one of the "
+        "tenant that was served least",
     )
     priority_aging: float = option(
-        3600.0, "seconds of waiting that lift a request by one priority class, so that no class waits for ever"
+        3600.0, "seconds of waiting that raise a request by one priority class, so that no class waits forever"
     )
     ttft_target: float | None = option(
-        None, "deadline of the first token in ms, for requests that name none, with the deadline order; default: 2000"
+        None, "deadline of the first token in ms for requests that give none; needs the deadline order; default: 2000"
     )
-    fair_weight: float = option(2.0, "prompt tokens that a generated one counts, with the fair order")
+    fair_weight: float = option(2.0, "cost of a generated token in prompt tokens, for the fair order")
     token_budget: int | Literal["auto"] | None = option(
         None,
-        "most tokens in one step, rounded down to whole matrix tiles; default: 2048 on CUDA, 512 on a CPU; auto "
-        "computes it once from tbt_target and the device's profile",
+        "maximum number of tokens in one step, rounded down to whole matrix tiles; default: 2048 on CUDA, 512 on a "
+        "CPU; auto computes it once from tbt_target and the device's profile",
     )
     tbt_target: float | None = option(
         None,
-        "aim for this time between tokens in ms: computes each step's budget from the device's profile, measured once",
+        "target time between tokens in ms; sets the budget of each step from the device's cost profile, measured once",
         unit="ms",
     )
-    steps_in_flight: int = option(2, "steps planned ahead of the device; 1 waits for each")
+    steps_in_flight: int = option(2, "steps in flight at once; 1 waits for each step before planning the next")
     cuda_graphs: bool = option(
-        True, "run steps as captured CUDA graphs, where there is a GPU and the attention backend can be captured"
+        True, "run steps as captured CUDA graphs, if there is a GPU and the attention backend can be captured"
     )
     attention_backend: AttentionBackendName = option(  # noqa: RUF009  a string
         "auto",
-        "what computes attention: auto is holdfast's own kernels on a GPU and torch on a CPU; torch is PyTorch alone, "
-        "without graphs; vllm-flash-attn is FlashAttention-3 as an installed vLLM brings it, on Hopper",
+        "what computes attention: auto is holdfast on a GPU and torch on a CPU; holdfast is its own kernels; torch is "
+        "PyTorch alone, without graphs; vllm-flash-attn is FlashAttention-3 from an installed vLLM, on Hopper",
     )
-    prefix_sharing: bool = option(True, "share the cache of equal prefixes between requests")
-    max_waiting: int = option(4096, "requests that may wait; further ones are refused with 503")
-    trace: str | None = option(None, "write what each step does to this file, in Chrome's trace format")
-    seed: int = option(0, "seed for requests that bring none")
-    threads: int | None = option(None, "CPU threads of the engine; default: PyTorch's choice")
+    prefix_sharing: bool = option(True, "share cached state between requests with equal prefixes")
+    max_waiting: int = option(4096, "maximum number of waiting requests; more are refused with 503")
+    trace: str | None = option(None, "write a trace of every step to this file, in Chrome's trace format")
+    seed: int = option(0, "seed for requests that give none")
+    threads: int | None = option(None, "number of CPU threads of the engine; default: PyTorch's choice")
 
     def __post_init__(self) -> None:
         for name, low, high in (

@@ -1,7 +1,8 @@
-"""The CostModel: the one place where hardware enters policy. Times in seconds, measured per model and device.
+"""The cost model: predicts the time of a step from measurements. The only place where hardware enters policy.
 
-A step costs its linear layers by token count, plus its attention segment by segment by query length and context.
-Both are measured at powers of two and interpolated between them (Pensieve §4.3.1, Sarathi-Serve §4.3).
+The time of a step is that of its linear layers, by token count, plus that of each segment's attention, by query length
+and context. Both are measured at powers of two and interpolated in between (Pensieve §4.3.1, Sarathi-Serve §4.3).
+Times are in seconds. They are measured for each model and device.
 """
 
 from __future__ import annotations
@@ -14,20 +15,20 @@ from math import inf
 from typing import Any
 
 HEAVY = 512
-"""Query tokens from which on a step is arithmetic above all, and takes the most power."""
+"""A step of at least this many query tokens is heavy: limited by arithmetic, with the highest power draw."""
 
 
 @dataclass(frozen=True, slots=True)
 class Burst:
-    """How a device computes behind lighter work: it has power in hand, and is faster until its limit holds it back.
+    """The extra speed of a device after light work: heavy steps run faster until the power limit slows them down.
 
-    Raises ValueError for what cannot be.
+    Raises ValueError for values out of range.
     """
 
     share: float = 1.0
-    """Of the time that a heavy step takes behind others like it, what it takes then."""
+    """Boosted time of a heavy step as a share of its steady time; above 0, and 1 for no boost."""
     seconds: float = 0.0
-    """For so long, from a full reserve."""
+    """Seconds of boost after a full recovery."""
 
     def __post_init__(self) -> None:
         if not 0 < self.share <= 1:
@@ -38,15 +39,19 @@ class Burst:
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Predicts the time of a step from measured points.
+    """Predicts the time of a step by interpolating between measured points.
 
-    `linear_tokens` (ascending) and `linear_seconds` belong together; `attention_seconds[i][j]` is the time that a
-    segment of `attention_queries[i]` query tokens adds at a context of `attention_contexts[j]` positions (all layers).
-    `decode_seconds` are the same of a step of `decode_rows` decodes and nothing else, for which an executor may have a
-    shorter way (a captured graph); where they were not measured it is like any other step. `decode_attention[i][j]` is
-    what each of `decode_rows[i]` decodes adds at `attention_contexts[j]`, among others of other lengths: few of them
-    leave a device part idle, and unlike ones share less work than a segment among its equals. All of it is the pace
-    that holds; `burst` says how much faster the first heavy steps behind lighter ones are.
+    All points ascend, and all times are for the whole model and the steady pace of the device.
+
+    - `linear_seconds[i]`: everything but attention in a step of `linear_tokens[i]` query tokens.
+    - `attention_seconds[i][j]`: what a segment of `attention_queries[i]` query tokens adds if it ends at position
+      `attention_contexts[j]`.
+    - `decode_seconds[i]`: everything but attention in a step of `decode_rows[i]` decodes and nothing else. Executors
+      may run such steps faster, as a captured graph. If it is empty, `linear_seconds` applies.
+    - `decode_attention[i][j]`: what each of `decode_rows[i]` decodes adds at a context of `attention_contexts[j]`,
+      among decodes of other contexts. A few decodes leave part of a device idle, and decodes of unequal contexts share
+      less work than equal ones. If it is empty, `attention_seconds` applies.
+    - `burst`: how much faster the first heavy steps after light work are.
     """
 
     model: str
@@ -62,15 +67,15 @@ class CostModel:
     burst: Burst = Burst()
 
     def decode_only(self, rows: int) -> float:
-        """Time of everything but attention in a step of `rows` decodes alone."""
-        return (
-            interpolate(self.decode_rows, self.decode_seconds, rows) if self.decode_rows and rows else self.linear(rows)
-        )
+        """Time of everything but attention in a step of `rows` decodes and nothing else."""
+        measured = self.decode_rows and rows
+        return interpolate(self.decode_rows, self.decode_seconds, rows) if measured else self.linear(rows)
 
     def linear(self, tokens: int) -> float:
-        """Time of everything in a step but attention, for `tokens` query tokens in all; 0 for none.
+        """Time of everything but attention in a step of `tokens` query tokens; 0 for no tokens.
 
-        Past the last point it grows in proportion: the last points may be level, as steps are padded to the same size.
+        Past the last point the time grows in proportion to the tokens. The slope between the last two points would be
+        wrong: steps may be padded to one size, so those points may be level.
         """
         most = self.linear_tokens[-1]
         if tokens > most:
@@ -80,8 +85,9 @@ class CostModel:
     def attention(self, query: int, context: int) -> float:
         """Time that one segment's attention adds: `query` tokens that end at position `context`.
 
-        A segment longer than any that was measured takes as much more as it has more pairs of query and position: the
-        last points say nothing of it, as they hold segments that are cut to their context.
+        A segment longer than any measured one is priced as the longest measured one with the same ratio of query to
+        context, times the ratio of their (query, position) pairs. The last points cannot be extrapolated: their
+        segments are no longer than their context.
         """
         longest = self.attention_queries[-1]
         if query > longest:
@@ -91,7 +97,7 @@ class CostModel:
         return interpolate(self.attention_queries, rows, query)
 
     def decode(self, rows: int, context: int) -> float:
-        """Time that the attention of each of `rows` decodes adds that end at position `context`."""
+        """Time that the attention of one decode at position `context` adds, if the step holds `rows` decodes."""
         if not self.decode_attention:
             return self.attention(1, context)
         by_rows = [interpolate(self.attention_contexts, row, context) for row in self.decode_attention]
@@ -107,7 +113,7 @@ class CostModel:
         return rest + sum(self.attention(query, context) for query, context in pairs if query > 1)
 
     def slower(self, decodes: float, others: float) -> CostModel:
-        """The same with steps of decodes alone `decodes` times as long, and all others `others` times."""
+        """A copy in which steps of decodes alone take `decodes` times as long, and all other steps `others` times."""
 
         def times(factor: float, row: tuple[float, ...]) -> tuple[float, ...]:
             return tuple(factor * seconds for seconds in row)
@@ -121,7 +127,12 @@ class CostModel:
         )
 
     def recompute(self, chunk: int, position: int) -> float:
-        """Time that computing `chunk` tokens that end at `position` again adds to a full step: Pensieve's Cost(l)."""
+        """Time that computing `chunk` tokens ending at `position` again adds to a full step: Cost(l) = attention + c.
+
+        It differs from the Cost(l) of Pensieve §4.3.1 in the constant c. Here c is the chunk's share of the linear
+        layers of a full step, because recomputed tokens run beside others. The paper seems to profile a chunk of 32
+        tokens alone (its Fig. 4), whose non-attention cost is higher. So position weighs more here than in the paper.
+        """
         full = self.linear_tokens[-1]
         return self.attention(chunk, position) + self.linear(full) * chunk / full
 
@@ -129,8 +140,8 @@ class CostModel:
     def from_dict(cls, data: Mapping[str, Any]) -> CostModel:
         """Read back what `dataclasses.asdict` gave.
 
-        Raises ValueError for points that are missing, do not ascend or do not belong together, and for times that
-        cannot be.
+        Raises ValueError if points are missing or do not ascend, if points and times differ in number, or if a time is
+        negative or not finite.
         """
         model = cls(
             model=str(data["model"]),
@@ -164,32 +175,8 @@ class CostModel:
         return model
 
 
-class Reserve:
-    """What a device has in hand of its burst: heavy steps use it up, and all other time gives as much of it back."""
-
-    def __init__(self, burst: Burst) -> None:
-        self._burst = burst
-        self._left = burst.seconds
-
-    def step(self, tokens: int, seconds: float, idle: float = 0.0) -> float:
-        """Seconds of the next step, of so many query tokens: in the long run it takes `seconds`.
-
-        It comes `idle` seconds behind the one before it.
-        """
-        burst = self._burst
-        if not burst.seconds:
-            return seconds
-        left = min(burst.seconds, self._left + idle)
-        if tokens < HEAVY:
-            self._left = min(burst.seconds, left + seconds)
-            return seconds
-        fast = min(left, burst.share * seconds)
-        self._left = left - fast
-        return fast + seconds - fast / burst.share
-
-
 class Predictor:
-    """A CostModel that remembers: predicts steps of hundreds of segments in microseconds."""
+    """Gives a CostModel's predictions from memory: a step of hundreds of segments takes microseconds."""
 
     def __init__(self, cost: CostModel) -> None:
         self.cost = cost
@@ -197,17 +184,17 @@ class Predictor:
         self._decode_only: dict[int, float] = {}
         self._rows = cost.decode_rows if cost.decode_attention else (1,)
         self._decode: tuple[list[float], ...] = tuple([] for _ in self._rows)
-        """By number of decodes, as in `_rows`, what each adds at a context."""
+        """For each number of decodes in `_rows`, what one of them adds, by context."""
 
     def linear(self, tokens: int) -> float:
-        """Seconds of everything in a step but attention."""
+        """Seconds of everything but attention in a step."""
         seconds = self._linear.get(tokens)
         if seconds is None:
             seconds = self._linear[tokens] = self.cost.linear(tokens)
         return seconds
 
     def decodes(self, contexts: list[int]) -> float:
-        """Seconds of the attention of decodes, one for each context (positions, the new one included)."""
+        """Seconds of the attention of a step's decodes. `contexts` gives the length of each, with the new token."""
         rows, counts = len(contexts), self._rows
         right = min(bisect_right(counts, rows), len(counts) - 1)
         if rows <= counts[0] or not right:
@@ -218,7 +205,7 @@ class Predictor:
         return fewer + share * (self._added(right, contexts) - fewer) if share else fewer
 
     def _added(self, index: int, contexts: list[int]) -> float:
-        """What decodes of these contexts add if they were as many as `_rows[index]`."""
+        """Seconds that decodes of these contexts add, each priced as one of `_rows[index]` decodes."""
         known = self._decode[index]
         try:
             return sum(map(known.__getitem__, contexts))
@@ -227,7 +214,7 @@ class Predictor:
             return sum(map(known.__getitem__, contexts))
 
     def _extend(self, index: int, length: int) -> None:
-        """Know what a decode adds at all contexts below `length`, by straight lines from point to point."""
+        """Fill in what a decode adds at every context below `length`, linearly between measured points."""
         cost, known, rows = self.cost, self._decode[index], self._rows[index]
         for stop in (*cost.attention_contexts, length):
             first, last = len(known), max(stop, len(known) + 1)
@@ -242,7 +229,7 @@ class Predictor:
         return self.cost.attention(stop - start, stop)
 
     def segments(self, spans: Iterable[tuple[int, int]]) -> float:
-        """Seconds of a step that computes these [start, stop)."""
+        """Seconds of a step that computes these [start, stop) segments."""
         tokens, seconds, contexts = 0, 0.0, []
         for start, stop in spans:
             tokens += stop - start
@@ -261,7 +248,7 @@ class Predictor:
 
 
 def interpolate(points: Sequence[int], values: Sequence[float], at: float) -> float:
-    """Piecewise linear through (points, values), points ascending; held below the first, extended past the last."""
+    """Interpolate linearly between ascending points: constant below the first, extrapolated past the last."""
     if at <= points[0] or len(points) == 1:
         return values[0]
     right = min(bisect_right(points, at), len(points) - 1)

@@ -1,4 +1,4 @@
-"""Tokens on their way to the engine: 32-bit numbers in a row, each of them a token of the model."""
+"""Packing of token ids: arrays of 32-bit numbers, each checked against the model's vocabulary."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 VOCABULARY_LIMIT = 1 << 31
-"""No model has more tokens: a signed 32-bit number holds each on the device."""
+"""Upper bound of every vocabulary size: the device stores a token as a signed 32-bit number."""
 
 
 def packed(tokens: Sequence[int], vocab_size: int) -> array[int]:
-    """Tokens as 32-bit numbers (typecode I); those that are so already come back as they are.
+    """Return tokens as an array of 32-bit numbers (typecode I). Such an array is returned unchanged.
 
-    Raises ValueError, naming one, where a model of at most VOCABULARY_LIMIT tokens lacks a token, and TypeError for
-    what is no number.
+    `vocab_size` is at most VOCABULARY_LIMIT. Raises ValueError naming an out-of-range id; TypeError for a non-number.
     """
     try:
         numbers = tokens if isinstance(tokens, array) and tokens.typecode == "I" else array("I", tokens)
@@ -30,10 +29,11 @@ def packed(tokens: Sequence[int], vocab_size: int) -> array[int]:
 
 
 def _all_below(vocab_size: int, numbers: array[int]) -> bool:
-    """Whether all are below `vocab_size`, some five times as fast as by `max`, which makes an object of each.
+    """Whether all numbers are below `vocab_size`.
 
-    They are read as one long integer, and the distance from `vocab_size` to 2^31 is added to each by one addition: the
-    highest bit of a number that is not below is then set, if it was not before.
+    This is about five times as fast as `max`, which makes an object of each number. All numbers are read as one long
+    integer. One addition adds 2^31 - `vocab_size` to each. A number is out of range if its highest bit is set before or
+    after the addition.
     """
     distances, highest_bits = _constants(vocab_size, (len(numbers) - 1).bit_length())
     together = int.from_bytes(numbers, sys.byteorder)
@@ -42,6 +42,6 @@ def _all_below(vocab_size: int, numbers: array[int]) -> bool:
 
 @lru_cache(maxsize=32)
 def _constants(vocab_size: int, doublings: int) -> tuple[int, int]:
-    """For up to 2^`doublings` numbers in a row: the distance at the place of each, and the highest bit of each."""
+    """For 2^`doublings` numbers in one integer: 2^31 - `vocab_size` at each place, and the highest bit of each."""
     ones = int.from_bytes(array("I", [1]) * (1 << doublings), sys.byteorder)
     return ones * (VOCABULARY_LIMIT - vocab_size), ones << 31

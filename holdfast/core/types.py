@@ -1,8 +1,10 @@
-"""What crosses the engine's border: a client's Request, its SamplingParams, and the SequenceOutput of each step."""
+"""The values that enter and leave the engine: Request, SamplingParams, Identity, and SequenceOutput."""
 
 from __future__ import annotations
 
 import enum
+import hashlib
+import struct
 from collections import abc
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,7 +15,7 @@ MAX_DEADLINE = 86_400
 
 
 class FinishReason(enum.StrEnum):
-    """Why a sequence ended, in the words of the OpenAI API."""
+    """Why a sequence ended; the values are those of the OpenAI API."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -28,21 +30,21 @@ class SamplingParams:
     """
 
     temperature: float = 1.0
-    """0 is greedy; larger is more random, up to 2 in the OpenAI API."""
+    """0 is greedy; larger is more random. The OpenAI API allows up to 2."""
     top_k: int = 0
-    """Sample among the k likeliest tokens; 0 is off."""
+    """Sample from the k most probable tokens; 0 is off."""
     top_p: float = 1.0
-    """Sample among the likeliest tokens that together reach this probability; 1 is off."""
+    """Sample from the most probable tokens that together reach this probability; 1 is off."""
     seed: int | None = None
-    """The same seed gives the same draws, whatever else runs in the batch."""
+    """The same seed gives the same draws, no matter what else runs in the batch."""
     max_tokens: int = 16
-    """The most tokens that are generated."""
+    """Maximum number of generated tokens."""
     stop: tuple[str, ...] = ()
-    """Strings that end the sequence; they are cut from the text."""
+    """Strings that end the sequence. They are cut from the text."""
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end the sequence, besides the model's own end-of-sequence tokens."""
+    """Tokens that end the sequence, in addition to the model's end-of-sequence tokens."""
     ignore_eos: bool = False
-    """Go on after the model's own end-of-sequence token (benchmarks)."""
+    """Continue after the model's end-of-sequence token (benchmarks)."""
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.temperature <= 100.0:
@@ -58,38 +60,58 @@ class SamplingParams:
         if any(not stop for stop in self.stop):
             raise ValueError("stop holds an empty string; leave it out")
 
-    @property
-    def greedy(self) -> bool:
-        """Whether the likeliest token is always taken."""
-        return self.temperature == 0.0
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What a request's cached state depends on besides its tokens. Equal prefixes are shared only within one identity.
+
+    An empty model or dtype means the one that the engine serves. An empty adapter means none.
+    """
+
+    model: str = ""
+    adapter: str = ""
+    dtype: str = ""
+    tenant: str = ""
+
+    def root(self) -> bytes:
+        """The SHA-256 digest that starts the hash chains of this identity (32 bytes).
+
+        Each field is preceded by its length, so different identities never hash the same bytes.
+        """
+        digest = hashlib.sha256()
+        for text in (self.model, self.adapter, self.dtype, self.tenant):
+            encoded = text.encode()
+            digest.update(struct.pack("<Q", len(encoded)))
+            digest.update(encoded)
+        return digest.digest()
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A client's ask, as the engine takes it: token ids in, token ids out."""
+    """One generation request in tokens: token ids in, token ids out."""
 
     id: str
     prompt: abc.Sequence[int]
-    """Token ids, 32-bit numbers; not to be changed. A long one is best an array of typecode I, which goes from hand to
-    hand without a look at each."""
+    """Token ids, 32-bit numbers. It must not be changed. An array of typecode I is best for long prompts, since it is
+    passed on without a look at each token."""
     params: SamplingParams
     priority: int = 0
-    """Class: lower runs first; FCFS among equals."""
-    tenant: str = ""
-    """Prefixes are shared within a tenant only."""
+    """Priority class: lower runs first, and first come, first served among equals."""
+    identity: Identity = Identity()
+    """Which model, adapter and dtype compute it, and for which tenant."""
     arrival: float = 0.0
-    """Seconds on the clock of the process group (monotonic)."""
+    """Seconds on the monotonic clock that all processes of a host share."""
     deadline: float | None = None
-    """Seconds from arrival until the first token is due; None leaves it to the order."""
+    """Seconds from arrival until the first token is due. None: the order's default applies."""
 
 
 class SequenceOutput(NamedTuple):
-    """What one step added to one sequence."""
+    """The tokens that one step added to one sequence."""
 
     request_id: str
     tokens: tuple[int, ...]
     finish_reason: FinishReason | None
     cached_tokens: int
     scheduled_at: float
-    """When its first segment was planned, seconds on the clock given to the scheduler."""
+    """When its first segment was planned, in seconds on the scheduler's clock."""
     preemptions: int = 0

@@ -13,7 +13,7 @@ from typing import Any
 
 from holdfast.core.config import EngineConfig
 from holdfast.core.tokens import packed
-from holdfast.core.types import MAX_DEADLINE, FinishReason, Request, SamplingParams, SequenceOutput
+from holdfast.core.types import MAX_DEADLINE, FinishReason, Identity, Request, SamplingParams, SequenceOutput
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.child import Child
 from holdfast.engine.messages import (
@@ -184,9 +184,12 @@ class EngineClient:
         request_id: str | None = None,
         priority: int = 0,
         tenant: str = "",
+        adapter: str = "",
         deadline: float | None = None,
     ) -> AsyncGenerator[Delta, None]:
         """The deltas of one request, which is submitted when the first is asked for.
+
+        It shares cached prefixes only with requests of the same `tenant` and `adapter`.
 
         `deadline` is in seconds from now until the first token is due, for the order that goes by it.
 
@@ -200,7 +203,7 @@ class EngineClient:
             prompt=token_ids("prompt", prompt, self.info),
             params=params,
             priority=priority,
-            tenant=tenant,
+            identity=Identity(self.info.model, adapter, self.info.precision, tenant),
             arrival=time.monotonic(),
             deadline=deadline,
         )

@@ -28,12 +28,12 @@ from holdfast.core.config import EngineConfig
         ("swap_threshold", 1.5),
     ],
 )
-def test_a_value_out_of_range_is_named(field, value):
+def test_an_error_names_the_field_and_value_out_of_range(field, value):
     with pytest.raises(ValueError, match=f"{field} is {value}"):
         EngineConfig(**{field: value})
 
 
-def test_two_ways_to_set_the_budget_exclude_each_other():
+def test_token_budget_and_tbt_target_together_are_refused():
     with pytest.raises(ValueError, match="token_budget and tbt_target"):
         EngineConfig(token_budget=512, tbt_target=50.0)
 
@@ -44,29 +44,29 @@ def test_an_automatic_token_budget_requires_a_target():
         EngineConfig(token_budget="auto")
 
 
-def test_attention_that_reads_no_fp8_is_refused_beside_a_cache_in_fp8():
+def test_vllm_flash_attn_with_an_fp8_cache_is_refused():
     with pytest.raises(ValueError, match="vllm-flash-attn, which reads no FP8, and kv_cache_dtype is fp8"):
         EngineConfig(attention_backend="vllm-flash-attn", kv_cache_dtype="fp8")
     for backend in ("auto", "holdfast", "torch"):
         EngineConfig(attention_backend=backend, kv_cache_dtype="fp8")
 
 
-def test_every_field_brings_its_help():
+def test_every_field_has_a_help_text():
     assert all(field.metadata["help"] for field in dataclasses.fields(EngineConfig))
 
 
-def test_it_does_not_change_once_built():
+def test_a_config_is_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         EngineConfig().block_size = 1
 
 
-def test_a_target_for_the_first_token_is_for_the_order_that_goes_by_it():
+def test_ttft_target_needs_the_deadline_order():
     assert EngineConfig(order="deadline", ttft_target=500.0).ttft_target == 500.0
     with pytest.raises(ValueError, match="ttft_target is for the deadline order, and order is priority"):
         EngineConfig(ttft_target=500.0)
 
 
-def test_a_host_tier_without_prefix_sharing_is_refused_as_nothing_would_be_found_in_it():
+def test_a_host_tier_without_prefix_sharing_is_refused():
     with pytest.raises(ValueError, match="prefix_sharing is off"):
         EngineConfig(host_cache_gb=1.0, prefix_sharing=False)
     EngineConfig(prefix_sharing=False)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.core.cost import HEAVY, Burst, CostModel, Predictor, Reserve, interpolate
+from holdfast.core.cost import Burst, CostModel, Predictor, interpolate
 
 COST = CostModel(
     model="m",
@@ -20,7 +20,7 @@ COST = CostModel(
 )
 
 
-def test_computing_a_chunk_again_costs_its_attention_and_its_share_of_a_full_step():
+def test_recompute_is_attention_plus_the_share_of_a_full_step():
     assert COST.recompute(1024, 4096) == pytest.approx(0.004 + 0.020)
     assert COST.recompute(32, 4096) - COST.recompute(32, 128) == pytest.approx(
         COST.attention(32, 4096) - COST.attention(32, 128)
@@ -48,14 +48,14 @@ def test_an_empty_step_costs_nothing():
 
 
 @given(st.lists(st.tuples(st.integers(0, 6000), st.integers(1, 2000)), max_size=20))
-def test_a_predictor_says_what_the_model_says(spans):
+def test_the_predictor_equals_the_cost_model(spans):
     predictor = Predictor(COST)
     expected = COST.step((length, start + length) for start, length in spans)
     for _ in range(2):  # the second time from memory
         assert predictor.segments((start, start + length) for start, length in spans) == pytest.approx(expected)
 
 
-def test_decodes_alone_take_what_was_measured_for_them_where_it_was():
+def test_steps_of_decodes_alone_use_their_own_measurement_if_there_is_one():
     graphs = replace(COST, decode_rows=(1, 4), decode_seconds=(0.001, 0.0013))
     assert graphs.step([(1, 300)] * 2) == pytest.approx(0.0011 + 2 * COST.attention(1, 300))
     assert Predictor(graphs).segments([(299, 300)] * 2) == pytest.approx(graphs.step([(1, 300)] * 2))
@@ -65,7 +65,7 @@ def test_decodes_alone_take_what_was_measured_for_them_where_it_was():
         CostModel.from_dict(asdict(graphs) | {"decode_rows": [1]})
 
 
-def test_it_survives_its_file():
+def test_a_cost_model_round_trips_through_json():
     assert CostModel.from_dict(json.loads(json.dumps(asdict(COST)))) == COST
 
 
@@ -82,7 +82,7 @@ FEW_AND_MANY = replace(
 )
 
 
-def test_few_decodes_cost_more_each_than_many_where_that_was_measured():
+def test_a_decode_costs_more_among_few_decodes_if_measured_so():
     assert FEW_AND_MANY.decode(1, 4096) == 0.0008
     assert FEW_AND_MANY.decode(10, 4096) == pytest.approx(0.00025)
     assert COST.decode(10, 4096) == COST.attention(1, 4096)
@@ -91,7 +91,7 @@ def test_few_decodes_cost_more_each_than_many_where_that_was_measured():
 
 
 @given(st.lists(st.integers(1, 6000), min_size=1, max_size=40), st.booleans())
-def test_a_predictor_says_of_decodes_what_the_model_says(contexts, joined):
+def test_the_predictor_equals_the_cost_model_for_decodes(contexts, joined):
     chunk = [(0, 100)] if joined else []
     spans = chunk + [(context - 1, context) for context in contexts]
     expected = FEW_AND_MANY.step((stop - start, stop) for start, stop in spans)
@@ -100,18 +100,18 @@ def test_a_predictor_says_of_decodes_what_the_model_says(contexts, joined):
         assert predictor.segments(spans) == pytest.approx(expected)
 
 
-def test_what_decodes_add_survives_its_file_and_must_have_a_row_for_each_number_of_them():
+def test_decode_attention_round_trips_and_needs_a_row_for_each_number_of_decodes():
     assert CostModel.from_dict(json.loads(json.dumps(asdict(FEW_AND_MANY)))) == FEW_AND_MANY
     with pytest.raises(ValueError, match="differ in number"):
         CostModel.from_dict(asdict(FEW_AND_MANY) | {"decode_attention": [[0.0, 0.1]]})
 
 
-def test_steps_longer_than_any_that_was_measured_grow_in_proportion_though_the_last_points_are_level():
+def test_linear_time_past_the_last_point_grows_in_proportion():
     level = replace(COST, linear_tokens=(1, 513, 1024), linear_seconds=(0.004, 0.020, 0.020))
     assert level.linear(4096) == pytest.approx(0.080)
 
 
-def test_the_attention_of_a_prompt_longer_than_any_that_was_measured_grows_with_its_square():
+def test_attention_past_the_longest_measured_segment_grows_with_its_square():
     # As measured: a segment is no longer than its context, so the longer row is level where the shorter one rises.
     measured = replace(
         COST, attention_queries=(1, 512, 1024), attention_seconds=((0.00001, 0.0001), (0.0005, 0.006), (0.002, 0.004))
@@ -121,30 +121,13 @@ def test_the_attention_of_a_prompt_longer_than_any_that_was_measured_grows_with_
     assert measured.attention(1025, 4100) == pytest.approx(measured.attention(1024, 4096), rel=0.01)
 
 
-def test_a_slower_device_takes_longer_for_decodes_and_for_other_steps_each_by_its_own_factor():
+def test_slower_scales_decode_steps_and_other_steps_by_separate_factors():
     slower = FEW_AND_MANY.slower(2.0, 3.0)
     assert slower.step([(1, 4096)] * 4) == pytest.approx(2 * FEW_AND_MANY.step([(1, 4096)] * 4))
     assert slower.step([(512, 2048)]) == pytest.approx(3 * FEW_AND_MANY.step([(512, 2048)]))
 
 
-def test_heavy_steps_are_faster_until_the_reserve_is_used_up_and_lighter_work_gives_it_back():
-    reserve = Reserve(Burst(share=0.8, seconds=0.03))
-    assert reserve.step(HEAVY, 0.020) == pytest.approx(0.016)
-    assert reserve.step(HEAVY, 0.020) == pytest.approx(0.014 + 0.0025)  # 14 ms that are left, and the rest at the pace
-    assert reserve.step(HEAVY, 0.020) == 0.020
-    assert reserve.step(HEAVY - 1, 0.004) == 0.004
-    assert reserve.step(HEAVY, 0.020, idle=0.004) == pytest.approx(0.008 + 0.010)
-    reserve.step(1, 1.0)
-    assert reserve.step(HEAVY, 0.100) == pytest.approx(0.03 + 0.0625)  # no more than a full reserve
-
-
-@given(st.lists(st.tuples(st.sampled_from([1, HEAVY]), st.floats(0, 0.1), st.floats(0, 0.1)), max_size=20))
-def test_without_a_burst_a_step_takes_what_it_takes(steps):
-    reserve = Reserve(Burst())
-    assert [reserve.step(*step) for step in steps] == [seconds for _, seconds, _ in steps]
-
-
-def test_a_burst_survives_its_file():
+def test_a_burst_round_trips_through_json_and_may_be_missing():
     bursting = replace(COST, burst=Burst(0.86, 0.04))
     assert CostModel.from_dict(json.loads(json.dumps(asdict(bursting)))) == bursting
     assert CostModel.from_dict({name: value for name, value in asdict(COST).items() if name != "burst"}) == COST
@@ -153,7 +136,7 @@ def test_a_burst_survives_its_file():
 @pytest.mark.parametrize("changes", [
     {"share": 0.0}, {"share": 1.1}, {"share": float("nan")}, {"seconds": -0.1}, {"seconds": float("inf")}
 ])  # fmt: skip
-def test_a_burst_that_cannot_be_is_refused(changes):
+def test_a_burst_out_of_range_is_refused(changes):
     (name,) = changes
     with pytest.raises(ValueError, match=f"{name} of a burst .* must"):
         Burst(**changes)

@@ -14,7 +14,7 @@ def test_tokens_of_the_model_are_packed(tokens):
     assert numbers.typecode == "I" and numbers.tolist() == list(tokens)
 
 
-def test_what_is_packed_is_not_copied():
+def test_a_packed_array_is_returned_unchanged():
     numbers = packed([1, 2, 3], 100)
     assert packed(numbers, 100) is numbers
 
@@ -34,19 +34,19 @@ def test_what_is_packed_is_not_copied():
         ([1 << 70], 1 << 70),
     ],
 )
-def test_a_token_that_the_model_lacks_is_named(tokens, unknown):
+def test_an_error_names_the_token_out_of_range(tokens, unknown):
     with pytest.raises(ValueError, match=rf"token id {unknown}; .* between 0 and 99$"):
         packed(tokens, 100)
 
 
 @pytest.mark.parametrize("tokens", [["a"], [None], [1.5], "text"])
-def test_what_is_no_number_is_no_token(tokens):
+def test_a_non_number_raises_type_error(tokens):
     with pytest.raises(TypeError):
         packed(tokens, 100)
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_whatever_is_packed_only_tokens_below_the_vocabularys_size_come_through(seed):
+def test_packed_accepts_exactly_the_tokens_below_the_vocabulary_size(seed):
     draw = random.Random(seed)
     for _ in range(200):
         size = draw.choice((1, 2, 100, 1 << 16, 128256, VOCABULARY_LIMIT - 1, VOCABULARY_LIMIT))

@@ -22,7 +22,7 @@ GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
         ("stop", ("",)),
     ],
 )
-def test_sampling_params_refuse_what_is_out_of_range_by_name(field, value):
+def test_sampling_params_name_the_field_out_of_range(field, value):
     with pytest.raises(ValueError, match=field):
         SamplingParams(**{field: value})
 

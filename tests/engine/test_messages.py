@@ -7,13 +7,20 @@ import pytest
 
 from holdfast.core.columns import Columns
 from holdfast.core.config import EngineConfig
-from holdfast.core.types import FinishReason, Request, SamplingParams, SequenceOutput
+from holdfast.core.types import FinishReason, Identity, Request, SamplingParams, SequenceOutput
 from holdfast.engine import messages
 from holdfast.engine.messages import decode_from_engine, decode_to_engine, encode
 from holdfast.lm.types import MemoryMeasurement, SchedulerStats
 
 PROMPT = array("I", (1, 2, 3))
-REQUEST = Request("r", PROMPT, SamplingParams(stop=("x", "\n"), stop_token_ids=(4,), seed=7), 2, "tenant", 1.5)
+REQUEST = Request(
+    "r",
+    PROMPT,
+    SamplingParams(stop=("x", "\n"), stop_token_ids=(4,), seed=7),
+    2,
+    Identity("m", "a", "float32", "tenant"),
+    1.5,
+)
 INFO = messages.EngineInfo(
     model="m",
     device="cpu",

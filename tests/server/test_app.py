@@ -260,7 +260,7 @@ async def test_sampling_reaches_the_engine(http: Http, client: FakeClient) -> No
         assert (await api.post(CHAT, json={**HELLO, **given})).status_code == 200
     (asked,) = client.asked
     params = asked.params
-    assert (params.greedy, params.top_p, params.top_k, params.seed) == (True, 0.5, 0, 3)
+    assert (params.temperature, params.top_p, params.top_k, params.seed) == (0.0, 0.5, 0, 3)
     assert (params.stop, params.stop_token_ids, params.ignore_eos, params.max_tokens) == (("\n",), (9,), True, 3)
     assert (asked.priority, asked.deadline) == (-2, 1.5)
 

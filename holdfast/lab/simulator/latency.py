@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from holdfast.core.cost import CostModel, Predictor, Reserve
+from holdfast.core.cost import CostModel, Predictor
 from holdfast.lab.simulator.deployment import Pipeline
+from holdfast.lab.simulator.reserve import Reserve
 from holdfast.lm.types import StepPlan
 
 

@@ -1,1 +1,1 @@
-"""What the KV cache holds, and for whom. Pure: no tensor, no device; blocks are numbers here."""
+"""Memory of the KV cache: which blocks hold which state, in which tier. Pure: blocks are numbers, time is given."""

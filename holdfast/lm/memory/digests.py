@@ -1,4 +1,4 @@
-"""Chains: the digests that identify a sequence's blocks, and how those of a prompt that goes on are found at once."""
+"""Digests of blocks: what each identifies, and a cache that finds those of a long prompt without hashing each block."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 RUN = 64
-"""Blocks whose digests are remembered together."""
+"""Consecutive blocks whose digests are remembered together."""
 
 
-def chain_digests(parent: bytes, tokens: Sequence[int], block_size: int) -> list[bytes]:
-    """What identifies each full block: SHA-256 of the digest before it and its tokens as 32-bit numbers."""
+def block_digests(parent: bytes, tokens: Sequence[int], block_size: int) -> list[bytes]:
+    """The digest of each full block: SHA-256 of the digest before it and the block's tokens as 32-bit numbers.
+
+    `parent` is the digest before the first block. A digest so identifies a block's tokens and all tokens before them.
+    """
     if len(tokens) == block_size:  # most often: a decode has filled it
         return [hashlib.sha256(parent + array("I", tokens)).digest()]
     return _chain(parent, array("I", tokens).tobytes(), 4 * block_size)
@@ -26,27 +29,27 @@ def _chain(parent: bytes, data: bytes, width: int) -> list[bytes]:
     return digests
 
 
-class Chains:
-    """The digests of long prompts of late, so that a conversation's next turn need not hash all of it block by block.
+class DigestCache:
+    """The block digests of recent long prompts, so that a conversation's next turn hashes only what is new.
 
-    A run of RUN blocks is found by one SHA-256 over the chain's root and all tokens up to the run's end: a single pass
-    over the prompt, some thirty times as fast as a hash for each block. What is remembered follows from the tokens
-    alone, so it is never wrong, whatever became of the blocks.
+    It remembers them in runs of RUN blocks. A run is found by one SHA-256 over the chain's root and all tokens up to
+    the run's end. That takes a single pass over the prompt, about thirty times as fast as hashing each block. Digests
+    follow from the tokens alone, so a remembered digest stays right whatever happens to the blocks.
     """
 
-    def __init__(self, block_size: int, most_blocks: int) -> None:
-        """Remembers the digests of up to `most_blocks` blocks (some 100 bytes each), and one run at the least."""
+    def __init__(self, block_size: int, max_blocks: int) -> None:
+        """Remembers the digests of up to `max_blocks` blocks (about 100 bytes each), and of at least one run."""
         self._block_size = block_size
-        self._most = max(1, most_blocks // RUN)
+        self._max_runs = max(1, max_blocks // RUN)
         self._runs: OrderedDict[bytes, list[bytes]] = OrderedDict()
-        """By the hash of all up to its end, the digests of a run; what was asked for last comes last."""
+        """The digests of each run, by the hash of all tokens up to its end. The least recently used run is first."""
 
     def __len__(self) -> int:
         """Runs that are remembered."""
         return len(self._runs)
 
     def digests(self, root: bytes, tokens: Sequence[int]) -> list[bytes]:
-        """As `chain_digests`, for a chain from its root."""
+        """As `block_digests`, for blocks from the start of a sequence; `root` is its identity's (`Identity.root`)."""
         data, width = array("I", tokens).tobytes(), 4 * self._block_size
         whole, parent, digests, runs = hashlib.sha256(root), root, [], self._runs
         stride = RUN * width
@@ -60,7 +63,7 @@ class Chains:
             run = runs.get(key)
             if run is None:
                 run = runs[key] = _chain(parent, part, width)
-                if len(runs) > self._most:
+                if len(runs) > self._max_runs:
                     runs.popitem(last=False)
             else:
                 runs.move_to_end(key)

@@ -1,129 +1,109 @@
-"""HostPool: the second tier, where copies of sealed blocks stay when the device gives theirs up."""
+"""HostPool: the second tier of the KV cache, copies of cached blocks in host memory."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
 
-from holdfast.lm.memory.retention import Retention, RetentionRule, Victims
+from holdfast.lm.memory.prefix_index import PrefixIndex
+from holdfast.lm.memory.retention import Retention, RetentionRule, Use, Victims
 
 
 class HostPool:
-    """The blocks 0 to `num_blocks - 1` in host memory, each for one sealed block; every operation costs O(1) a block.
+    """The blocks 0 to `num_blocks - 1` in host memory. Each operation is O(1) per block.
 
-    A place is in exactly one of four states:
+    A block is in exactly one of four states. A duplicate copies a device block that is in use, so evicting it loses
+    nothing. A retained block may be the only copy; it is evicted by value, after all duplicates.
 
-        free ──reserve──▶ arriving (a copy from the device is under way: not found, not given up)
-          ▲                   └──arrived──▶ kept (may be the only copy; given up by value)
-          │                                   │ ▲
-          │                                hold rest
-          │                                   ▼ │
-          └─────── given up ◀──────────── redundant (its device block is in use; given up first, as nothing is lost)
+        free ──reserve──▶ reserved ──cache_block──▶ duplicate or retained
+         ▲                                         │ ▲            │ ▲
+         │                                         │ └mark_in_use─┘ │
+         │                                         ├───mark_idle────┘
+         └──────────────────────── evicted ────────┘
     """
 
     def __init__(self, num_blocks: int, rule: RetentionRule) -> None:
         self.num_blocks = num_blocks
         self.dropped = 0
-        """Blocks given up by value, so far."""
+        """Retained blocks evicted so far."""
         self._free = list(range(num_blocks - 1, -1, -1))
-        self._sealed: dict[bytes, int] = {}
-        self._digests: list[bytes | None] = [None] * num_blocks
-        self._indices = [0] * num_blocks
-        self._kept = Retention(rule)
-        self._redundant: OrderedDict[int, None] = OrderedDict()
-        self._arriving = 0
+        self._index = PrefixIndex(num_blocks)
+        self._retained = Retention(rule)
+        self._duplicates: OrderedDict[int, None] = OrderedDict()
 
     @property
     def cached(self) -> int:
-        """Places that hold a block."""
-        return len(self._sealed)
-
-    @property
-    def arriving(self) -> int:
-        """Places that a copy is under way to."""
-        return self._arriving
+        """Blocks that hold state."""
+        return len(self._index.blocks)
 
     def find(self, digest: bytes) -> int | None:
-        """The place of the block with this digest."""
-        return self._sealed.get(digest)
+        """The block with this digest."""
+        return self._index.blocks.get(digest)
+
+    def find_all(self, digests: Iterable[bytes]) -> list[int]:
+        """The blocks of those digests that are here."""
+        blocks = self._index.blocks
+        return [block for digest in digests if (block := blocks.get(digest)) is not None]
 
     def victims(self, now: float) -> Victims:
-        """What may be given up, the lowest value first."""
-        return self._kept.victims(now)
+        """The retained blocks, the lowest value first."""
+        return self._retained.victims(now)
 
     def reserve(self, value: float, victims: Victims) -> tuple[int | None, list[bytes]]:
-        """A place for a block of this value, and what was given up for it; None if all here is worth at least as much.
+        """Reserve a block for state of this value. Returns the block, and the digests of what was evicted for it.
 
-        A redundant copy goes before any that may be the only one. A plan that copies a block to the device may at once
-        give its place to another one: a step reads the host before it writes there.
+        Returns no block if everything here is worth at least as much. Duplicates are evicted before anything else.
+        A block that the current plan copies to the device may be reserved at once: a step reads the host before it
+        writes there.
         """
-        lost: list[bytes] = []
+        evicted: list[int] = []
         if not self._free:
-            if self._redundant:
-                lost = self._give_up([self._redundant.popitem(last=False)[0]])
+            if self._duplicates:
+                evicted = [self._duplicates.popitem(last=False)[0]]
+            elif (chunk := victims.pop(below=value)) is not None:
+                evicted = chunk.blocks
+                self.dropped += len(evicted)
             else:
-                lowest = victims.take(below=value)
-                if lowest is None:
-                    return None, lost
-                self.dropped += len(lowest[1])
-                lost = self._give_up(lowest[1])
-        self._arriving += 1
-        return self._free.pop(), lost
+                return None, []
+            self._free += evicted
+        return self._free.pop(), self._index.remove(evicted)
 
-    def arrived(self, place: int, digest: bytes, index: int) -> None:
-        """The copy is complete, of the `index`-th block of its sequence; it counts as held, until it is put to rest."""
-        self._arriving -= 1
-        self._sealed[digest] = place
-        self._digests[place] = digest
-        self._indices[place] = index
-        self._redundant[place] = None
+    def cache_block(self, block: int, digest: bytes, index: int, last_use: Use | None) -> None:
+        """Finish the copy to a reserved block, the `index`-th of its sequence.
 
-    def hold(self, digest: bytes) -> None:
-        """The device block of this digest is in use: a copy of it here is redundant."""
-        self.hold_all((digest,))
+        `last_use` is that of the device block if it is idle, and None if it is in use.
+        """
+        self._index.add(block, digest, index)
+        if last_use is None:
+            self._duplicates[block] = None
+        else:
+            self._retained.add_all((block,), (index,), last_use)
 
-    def hold_all(self, digests: Iterable[bytes]) -> None:
-        """`hold` for each."""
-        here = [place for digest in digests if (place := self._sealed.get(digest)) is not None]
-        others = set(self._kept.discard_all(here))
-        self._redundant.update((place, None) for place in here if place not in others)
+    def mark_in_use(self, digests: Iterable[bytes]) -> None:
+        """The device blocks of these digests are in use: their copies here are duplicates."""
+        here = self.find_all(digests)
+        if here:
+            others = set(self._retained.remove(here))
+            self._duplicates.update((block, None) for block in here if block not in others)
 
-    def rest(self, digest: bytes, last: float, release: int) -> None:
-        """The device block of this digest is idle since `last`: a copy of it here will be needed."""
-        self.rest_all((digest,), last, release)
+    def mark_idle(self, digests: Iterable[bytes], use: Use) -> None:
+        """The device blocks of these digests are idle, and were last used together: retain their copies."""
+        here = self.find_all(digests)
+        for block in here:
+            del self._duplicates[block]
+        self._retained.add_all(here, map(self._index.indices.__getitem__, here), use)
 
-    def rest_all(self, digests: Iterable[bytes], last: float, release: int) -> None:
-        """`rest` for each."""
-        here = [place for digest in digests if (place := self._sealed.get(digest)) is not None]
-        for place in here:
-            del self._redundant[place]
-        self._kept.add_all(here, map(self._indices.__getitem__, here), last, release)
+    def touch(self, digest: bytes, use: Use) -> None:
+        """Count the block with this digest as used again, if it is retained."""
+        block = self.find(digest)
+        if block is not None and block in self._retained.blocks:
+            self._retained.renew(block, use)
 
-    def touch(self, digest: bytes, last: float, release: int) -> None:
-        """Count a kept block as used at `last`."""
-        place = self._sealed.get(digest)
-        if place is not None and place in self._kept:
-            self._kept.renew(place, last, release)
-
-    def _give_up(self, places: list[int]) -> list[bytes]:
-        """Make places free; what they held."""
-        lost = []
-        for place in places:
-            digest = self._digests[place]
-            assert digest is not None
-            del self._sealed[digest]
-            self._digests[place] = None
-            self._free.append(place)
-            lost.append(digest)
-        return lost
-
-    def check(self, arriving: Collection[int]) -> None:
-        """Raise RuntimeError unless free + arriving + cached = total, no place counted twice."""
-        states = [*self._free, *arriving, *self._kept, *self._redundant]
-        if sorted(states) != list(range(self.num_blocks)) or len(arriving) != self._arriving:
-            raise RuntimeError(f"places of the host tier are lost or in two states: {sorted(states)}")
-        for digest, place in self._sealed.items():
-            if self._digests[place] != digest:
-                raise RuntimeError(f"a digest leads to place {place}, which does not bear it")
-        if len(self._sealed) != len(self._kept) + len(self._redundant):
-            raise RuntimeError("a place in the host tier is cached without being found by its digest")
+    def check(self, reserved: Collection[int]) -> None:
+        """Raise RuntimeError unless free + reserved + cached = total, and no block is in two states."""
+        self._index.check()
+        states = [*self._free, *reserved, *self._retained.blocks, *self._duplicates]
+        if sorted(states) != list(range(self.num_blocks)):
+            raise RuntimeError(f"blocks of the host tier are lost or in two states: {sorted(states)}")
+        if len(self._index.blocks) != len(self._retained.blocks) + len(self._duplicates):
+            raise RuntimeError("a block of the host tier is retained or a duplicate, but is not cached")

@@ -1,41 +1,45 @@
-"""Retention: which idle chunks of the KV cache are worth least, found without looking at all of them."""
+"""Retention: orders idle chunks of the KV cache by value, so that the lowest is found without a search."""
 
 from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import repeat
+from typing import NamedTuple
 
 from holdfast.core.config import EngineConfig
 
-Bounds = tuple[float, int, int]
-"""What blocks go together by: time of last use, number of the release, rank of the chunk therein."""
+Use = tuple[float, int]
+"""When a block was last used: time in seconds, and the number of the call that used it, which orders equal times."""
+
+ChunkKey = tuple[float, int, int]
+"""Identifies a chunk: the last use of its blocks, then its rank among the chunks freed together. Lower goes first."""
 
 Cost = Callable[[int], float]
 """Cost of computing a chunk again that ends at this position, in any unit."""
 
-LEAST_AGE = 1e-3
-"""Seconds; younger chunks count as this old, so that none is beyond price."""
+MIN_AGE = 1e-3
+"""Seconds. A younger chunk counts as this old, so that its value is finite."""
 
 
 def cost_by_position(position: int, balance: int = 16384) -> float:
-    """The cost where none was measured: attention grows with position, and equals all the rest at `balance`."""
+    """The cost where none was measured: attention grows with position, and equals all other work at `balance`."""
     return 1.0 + position / balance
 
 
 @dataclass(frozen=True, slots=True)
 class Eviction:
-    """An order in which idle state is given up."""
+    """An order of eviction."""
 
     by_cost: bool
-    """Value is cost / age; otherwise 1 / age, the least recently used first."""
+    """Value is cost / age. Otherwise it is 1 / age: the least recently used chunk goes first."""
     trailing_first: bool
-    """Of chunks that are worth the same, those at the end of the conversation go first, not those at its start."""
+    """Among chunks of equal value, the last of the conversation goes first. Otherwise the first does."""
     whole: bool
-    """A conversation goes at once, all chunks that were released together."""
+    """All chunks that were freed together are evicted together."""
 
 
 EVICTIONS = {
@@ -48,24 +52,25 @@ EVICTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class RetentionRule:
-    """What a chunk is worth: V = Cost(l) / T (Pensieve §4.3.1), or one of the orders to compare it with."""
+    """The value of a chunk: V = Cost(l) / T (Pensieve §4.3.1), or one of the orders to compare it with."""
 
     eviction: Eviction = EVICTIONS["retention"]
     cost: Cost = cost_by_position
     chunk_blocks: int = 2
-    """Blocks of a chunk, the unit of the decision."""
+    """Blocks of a chunk. Chunks are evicted whole."""
     block_size: int = 16
 
     @classmethod
     def of(cls, config: EngineConfig, cost: Cost) -> RetentionRule:
-        """The rule that a configuration names, with chunks of whole blocks."""
+        """The rule that a configuration names. Its chunk size is rounded up to whole blocks."""
         chunk_blocks = -(-config.chunk_size // config.block_size)
         return cls(EVICTIONS[config.eviction], cost, chunk_blocks, config.block_size)
 
     def cost_class(self, index: int) -> int:
-        """Class of the chunk that holds block `index` of a sequence: 32 exact ones, then 16 for each doubling.
+        """Cost class of the chunk that holds block `index` of a sequence.
 
-        So the costs within a class lie within 1/16 of each other, and 2^20 positions make some 300 classes.
+        The first 32 chunks have a class each; beyond, each doubling of the position has 16 classes. So the costs within
+        a class differ by at most 1/16, and 2^20 positions need about 300 classes.
         """
         if not self.eviction.by_cost:
             return 0
@@ -82,190 +87,176 @@ class RetentionRule:
         return self.cost((chunk + 1) * self.chunk_blocks * self.block_size)
 
 
-class Queue:
-    """The blocks of one cost class, those first that were used longest ago.
+class ClassQueue:
+    """The blocks of one cost class, the least recently used first.
 
-    Most come in that order and are in a row. But what lands on the host was idle for longer than what was put to rest
-    there meanwhile: such blocks are in a heap beside it, where one that is used again stays until it comes up, or until
-    such are half of it.
+    Most blocks arrive in that order and are appended to `ordered`. A block whose copy to the host has just completed
+    may have been idle for longer than blocks that are here already. Such late blocks go into a heap. The heap keeps the
+    stale entries of removed blocks until they come up, or until they are half of it.
     """
 
-    def __init__(self) -> None:
-        self.row: OrderedDict[int, Bounds] = OrderedDict()
-        """What came in order."""
+    def __init__(self, cost: float) -> None:
+        self.cost = cost
+        self.ordered: OrderedDict[int, ChunkKey] = OrderedDict()
+        """Blocks that arrived in order."""
         self._newest = -math.inf
-        """The last use of what was used last of all that the row has held."""
-        self.late: dict[int, Bounds] = {}
-        """The others: those that the heap holds."""
-        self._heap: list[tuple[Bounds, int]] = []
+        """The latest use of any block that `ordered` ever held."""
+        self.late: dict[int, ChunkKey] = {}
+        """Blocks that arrived late."""
+        self._heap: list[tuple[ChunkKey, int]] = []
 
     def __len__(self) -> int:
-        return len(self.row) + len(self.late)
+        return len(self.ordered) + len(self.late)
 
-    def add(self, block: int, bounds: Bounds) -> None:
-        """Take in a block: O(1), or O(log n) where younger ones are in the row."""
-        if self.in_order(bounds[0]):
-            self.row[block] = bounds
+    def add(self, block: int, key: ChunkKey) -> None:
+        """Add a block. O(1), or O(log n) if it is late."""
+        if self.accepts(key[0]):
+            self.ordered[block] = key
             return
-        self.late[block] = bounds
-        heappush(self._heap, (bounds, block))
+        self.late[block] = key
+        heappush(self._heap, (key, block))
         if len(self._heap) > 2 * len(self.late) + 64:
-            self._heap = [(bounds, block) for block, bounds in self.late.items()]
+            self._heap = [(key, block) for block, key in self.late.items()]
             heapify(self._heap)
 
-    def in_order(self, last: float) -> bool:
-        """Whether blocks last used at `last` go to the end of the row, where they must then be put."""
+    def accepts(self, last: float) -> bool:
+        """Whether blocks last used at `last` belong at the end of `ordered`. If so, the caller must append them."""
         if last < self._newest:
             return False
         self._newest = last
         return True
 
-    def remove(self, block: int) -> Bounds:
-        """Let a block go; what it went by."""
-        bounds = self.row.pop(block, None)
-        return self.late.pop(block) if bounds is None else bounds
+    def remove(self, block: int) -> ChunkKey:
+        """Remove a block. Returns its key."""
+        key = self.ordered.pop(block, None)
+        return self.late.pop(block) if key is None else key
 
-    def first(self) -> Bounds:
-        """Of what goes first; there must be one."""
+    def value(self, now: float) -> float:
+        """Value of the chunk that goes first. The queue must not be empty."""
+        return self.cost / max(now - self.first()[0], MIN_AGE)
+
+    def first(self) -> ChunkKey:
+        """Key of the chunk that goes first. The queue must not be empty."""
         late = self._first_late()
-        row = next(iter(self.row.values()), None)
-        if row is None or (late is not None and late < row):
+        if not self.ordered:
             assert late is not None
             return late
-        return row
+        key = next(iter(self.ordered.values()))
+        return key if late is None else min(key, late)
 
-    def _first_late(self) -> Bounds | None:
-        heap, late = self._heap, self.late
-        while heap and late.get(heap[0][1]) != heap[0][0]:
+    def _first_late(self) -> ChunkKey | None:
+        heap = self._heap
+        while heap and self.late.get(heap[0][1]) != heap[0][0]:
             heappop(heap)
         return heap[0][0] if heap else None
 
-    def take(self) -> list[int]:
-        """Remove the chunk that goes first: the blocks that were let go together and have one rank."""
-        bounds, row, blocks = self.first(), self.row, []
-        while row:
-            block = next(iter(row))
-            if row[block] != bounds:
+    def pop(self) -> tuple[ChunkKey, list[int]]:
+        """Remove the chunk that goes first. Returns its key, and all blocks that have this key."""
+        key, ordered, blocks = self.first(), self.ordered, []
+        while ordered:
+            block = next(iter(ordered))
+            if ordered[block] != key:
                 break
-            del row[block]
+            del ordered[block]
             blocks.append(block)
-        while self._first_late() == bounds:
+        while self._first_late() == key:
             _, block = heappop(self._heap)
             del self.late[block]
             blocks.append(block)
-        return blocks
+        return key, blocks
 
 
 class Retention:
-    """Idle blocks in the order of their value, which changes with time, though no operation is worse than O(log n).
+    """Idle blocks by value. The order changes as time passes, yet no operation takes more than O(log n).
 
-    V = cost / age orders blocks of one cost class by age alone, and that order never changes. So each class is a queue
-    by the time of last use, and the block of the lowest value overall is at the head of one of the queues: a choice
-    among as many heads as there are classes, whatever the number of blocks.
+    Within one cost class V = cost / age orders blocks by age alone, and that order never changes. So each class is a
+    queue by last use, and the block of the lowest value is at the head of one of the queues. Finding it takes a look
+    at each class, however many blocks there are.
     """
 
     def __init__(self, rule: RetentionRule) -> None:
         self._rule = rule
-        self._queues: dict[int, Queue] = {}
-        self._costs: dict[int, float] = {}
-        self._places: dict[int, tuple[int, int]] = {}
-        """Of a sequence's chunks, class and rank among those that were let go with it."""
-        self._class_of: dict[int, int] = {}
+        self._queues: dict[int, ClassQueue] = {}
+        self._chunks: dict[int, tuple[int, int]] = {}
+        """By chunk of a sequence, its class and its rank among chunks freed together."""
+        self.blocks: dict[int, int] = {}
+        """The blocks, each with its cost class."""
 
-    def __len__(self) -> int:
-        return len(self._class_of)
-
-    def __contains__(self, block: int) -> bool:
-        return block in self._class_of
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._class_of)
-
-    def add(self, block: int, index: int, last: float, release: int) -> None:
-        """Take in an idle block: the `index`-th of its sequence, last used at `last`, let go in release `release`."""
-        self.add_all((block,), (index,), last, release)
-
-    def add_all(self, blocks: Iterable[int], indices: Iterable[int], last: float, release: int) -> None:
-        """`add` for each: what their chunks have in common is looked up once where they are in a row."""
-        class_of, size, at = self._class_of, self._rule.chunk_blocks, -1
+    def add_all(self, blocks: Iterable[int], indices: Iterable[int], use: Use) -> None:
+        """Add blocks that were last used together. `indices` are their places in their sequence, 0 for the first."""
+        classes, size, at = self.blocks, self._rule.chunk_blocks, -1
         for block, index in zip(blocks, indices, strict=True):
-            if index // size != at:
+            if index // size != at:  # blocks of one chunk mostly follow each other: look their class up once
                 at = index // size
-                number, rank = self._places.get(at) or self._place(at)
-                bounds, queue = (last, release, rank), self._queues[number]
-                row, in_order = queue.row, queue.in_order(last)
-            class_of[block] = number
+                number, rank = self._chunks.get(at) or self._classify(at)
+                key, queue = (*use, rank), self._queues[number]
+                ordered, in_order = queue.ordered, queue.accepts(use[0])
+            classes[block] = number
             if in_order:
-                row[block] = bounds
+                ordered[block] = key
             else:
-                queue.add(block, bounds)
+                queue.add(block, key)
 
-    def _place(self, chunk: int) -> tuple[int, int]:
+    def _classify(self, chunk: int) -> tuple[int, int]:
         rule = self._rule
         eviction, number = rule.eviction, rule.cost_class(chunk * rule.chunk_blocks)
         if number not in self._queues:
-            self._queues[number] = Queue()
-            self._costs[number] = rule.class_cost(number)
+            self._queues[number] = ClassQueue(rule.class_cost(number))
         rank = 0 if eviction.whole else -chunk if eviction.trailing_first else chunk
-        self._places[chunk] = number, rank
+        self._chunks[chunk] = number, rank
         return number, rank
 
-    def renew(self, block: int, last: float, release: int) -> None:
-        """Count a block as used at `last`."""
-        queue = self._queues[self._class_of[block]]
-        _, _, rank = queue.remove(block)
-        queue.add(block, (last, release, rank))
+    def renew(self, block: int, use: Use) -> None:
+        """Count a block as used again."""
+        queue = self._queues[self.blocks[block]]
+        *_, rank = queue.remove(block)
+        queue.add(block, (*use, rank))
 
-    def remove(self, block: int) -> None:
-        """Let a block go that is in use again."""
-        self._queues[self._class_of.pop(block)].remove(block)
-
-    def discard_all(self, blocks: Sequence[int]) -> list[int]:
-        """Let go of those of these blocks that are here; the others."""
+    def remove(self, blocks: Sequence[int]) -> list[int]:
+        """Remove those of these blocks that are here. Returns the others."""
         others: list[int] = []
         at = None
-        for block, number in zip(blocks, map(self._class_of.pop, blocks, repeat(None)), strict=True):
+        for block, number in zip(blocks, map(self.blocks.pop, blocks, repeat(None)), strict=True):
             if number is None:
                 others.append(block)
                 continue
             if number != at:
                 at, queue = number, self._queues[number]
-                row, late = queue.row, queue.late
-            if row.pop(block, None) is None:
+                ordered, late = queue.ordered, queue.late
+            if ordered.pop(block, None) is None:
                 del late[block]
         return others
 
     def victims(self, now: float) -> Victims:
-        """All blocks, the lowest value first. Nothing may be added or removed meanwhile but by taking from it."""
-        return Victims(self._queues, self._costs, self._class_of, now)
+        """All chunks, the lowest value first. Until the last is popped, nothing else may add or remove blocks."""
+        return Victims(self._queues, self.blocks, now)
+
+
+class Chunk(NamedTuple):
+    """A chunk that was evicted, and its value."""
+
+    value: float
+    blocks: list[int]
+    use: Use
 
 
 class Victims:
-    """Chunks by ascending value, taken out as they are asked for: O(classes) to begin with, O(log classes) each."""
+    """Evicts chunks by ascending value. O(classes) to begin with, O(log classes) for each chunk."""
 
-    def __init__(
-        self,
-        queues: dict[int, Queue],
-        costs: dict[int, float],
-        class_of: dict[int, int],
-        now: float,
-    ) -> None:
-        self._queues, self._costs, self._class_of, self._now = queues, costs, class_of, now
-        self._heads = [(self._value(number, queue), number) for number, queue in queues.items() if queue]
+    def __init__(self, queues: dict[int, ClassQueue], blocks: dict[int, int], now: float) -> None:
+        self._queues, self._blocks, self._now = queues, blocks, now
+        self._heads = [(queue.value(now), number) for number, queue in queues.items() if queue]
         heapify(self._heads)
 
-    def _value(self, number: int, queue: Queue) -> float:
-        return self._costs[number] / max(self._now - queue.first()[0], LEAST_AGE)
-
-    def take(self, below: float = math.inf) -> tuple[float, list[int]] | None:
-        """Remove the chunk of the lowest value and give its value and blocks; None if there is none `below` that."""
+    def pop(self, below: float = math.inf) -> Chunk | None:
+        """Remove the chunk of the lowest value. Returns None if there is none, or if its value is not `below` this."""
         if not self._heads or self._heads[0][0] >= below:
             return None
         value, number = heappop(self._heads)
         queue = self._queues[number]
-        blocks = queue.take()
+        (last, call, _), blocks = queue.pop()
         for block in blocks:
-            del self._class_of[block]
+            del self._blocks[block]
         if queue:
-            heappush(self._heads, (self._value(number, queue), number))
-        return value, blocks
+            heappush(self._heads, (queue.value(self._now), number))
+        return Chunk(value, blocks, (last, call))

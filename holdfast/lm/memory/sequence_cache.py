@@ -1,4 +1,4 @@
-"""SequenceCache: what of one sequence is in the KV cache, and in which blocks."""
+"""SequenceCache: which positions of one sequence are in the KV cache, and in which blocks."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from holdfast.lm.memory.block_pool import BlockPool
-from holdfast.lm.memory.digests import chain_digests
+from holdfast.lm.memory.digests import block_digests
 from holdfast.lm.types import BlockCopy
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What is kept of a sequence, by index in its block table; the rest must be computed."""
+    """The cached blocks of a sequence, by index in its block table. The rest must be computed."""
 
     device: dict[int, int] = field(default_factory=dict)
     """Blocks on the device."""
@@ -27,47 +27,49 @@ class Found:
 
 
 class SequenceCache:
-    """The block table of one sequence, the positions that are still to be computed, and the hashes of its blocks.
+    """The block table of one sequence, the positions still to be computed, and the digests of its blocks.
 
-    Plans run on the device in the order in which they are made, so a position counts as resident for every plan after
-    the one that computes it. Within that very plan too: a layer writes all keys of a step before it attends.
+    Plans run on the device in the order in which they are made. So a position counts as resident for the plan that
+    computes it and for every later plan. Within one plan this holds because a layer writes all keys of a step before it
+    attends.
 
-        0 ······ sealed ······ planned ·· hole ·· island ·· hole ·· capacity
-        └ full blocks whose   └ written by        └ kept: was        └ blocks are
-          tokens are known      some plan           never lost         there for it
+        0 ······ cached ······ planned ·· hole ·· island ·· hole ·· capacity
+        └ full blocks whose   └ some plan         └ cached before   └ end of the
+          tokens are known      writes them                           blocks
 
-    State that was dropped in front of state that was kept leaves a hole (Pensieve §4.3.4): the digests of a sequence's
-    blocks follow from its tokens alone, so an island is found whether or not what precedes it is there. Holes are
-    planned in ascending order, so whatever a segment attends to is there or comes within its own step.
+    If state was dropped in front of cached state, it leaves a hole (Pensieve §4.3.4). The digests of a sequence's
+    blocks follow from its tokens alone, so an island behind a hole is found too. Holes are planned in ascending order,
+    so everything that a segment attends to is resident or is computed in the same step.
 
-    Why sharing is safe while steps are in flight: a block is sealed only when each of its tokens is known to the host
-    and each of its positions is planned. A plan writes position p of a sequence with the token that stands at p, so
-    whatever plan writes to a sealed block writes what it holds. Plans for a sequence that has ended meanwhile write
-    beyond its last known token: into its unsealed tail, which is released as a free block, and before any later plan
-    that gives this block to another sequence. The prefix cache offers sealed blocks alone.
+    Sharing is safe while steps are in flight, because a block is cached only when all of its tokens are known to the
+    host and all of its positions are planned. A plan writes position p of a sequence with the token at p, so a plan
+    that writes to a cached block writes what the block holds. A plan in flight for a sequence that has ended writes
+    beyond its last known token, into a block that is not cached. That block is freed, and is allocated again only by
+    later plans. The prefix cache offers only cached blocks.
     """
 
     __slots__ = ("_cached", "_digests", "_islands", "_pool", "_root", "blocks", "capacity", "next_full", "planned")
 
     def __init__(self, pool: BlockPool, root: bytes | None) -> None:
-        """`root` starts the hash chain (StateIdentity.root); None keeps the sequence from sharing."""
+        """`root` starts the chain of digests (`Identity.root`). None: the sequence shares no blocks."""
         self._pool = pool
         self._root = root
         self._digests: list[bytes] = []
         self._islands: deque[tuple[int, int]] = deque()
         self.blocks: list[int] = []
-        """The block table; the memory's own list, not to be changed."""
+        """The block table. Callers must not change it."""
         self.capacity = 0
-        """Positions that the blocks hold."""
+        """Positions that the blocks can hold."""
         self.planned = 0
-        """Positions [0, planned) are resident, or are computed by a plan already made."""
+        """Positions [0, planned) are resident, or a plan already made computes them."""
         self._cached = 0
+        """Leading blocks that are cached."""
         self.next_full = 0
-        """`seal` has nothing to do while fewer tokens than this are known."""
+        """`cache_blocks` has nothing to do while fewer tokens than this are known."""
         self._set_next_full()
 
     def missing(self, length: int) -> tuple[tuple[int, int], ...]:
-        """The ranges of [0, length) that no plan computes yet, ascending; each becomes a segment of its own."""
+        """The ranges of [0, length) that are not cached and that no plan computes yet, in ascending order."""
         ranges, at = [], self.planned
         for start, stop in self._islands:
             ranges.append((at, start))
@@ -77,7 +79,7 @@ class SequenceCache:
         return tuple(ranges)
 
     def plan(self, start: int, stop: int) -> None:
-        """Note that a plan computes [start, stop), which begins the first of the missing ranges."""
+        """Note that a plan computes [start, stop), the beginning of the first missing range."""
         assert start == self.planned and stop <= self.capacity
         self.planned = stop
         if self._islands and stop >= self._islands[0][0]:
@@ -90,7 +92,7 @@ class SequenceCache:
         self.planned = length
 
     def match(self, tokens: Sequence[int]) -> Found:
-        """All full blocks that are kept. The last token is left out: it must be computed to give logits."""
+        """Find all full blocks that are cached. The last token never counts: it must be computed to give logits."""
         found, pool = Found(), self._pool
         if self._root is not None:
             count = (len(tokens) - 1) // pool.block_size
@@ -109,37 +111,34 @@ class SequenceCache:
                     found.host[index] = digests[index]
         return found
 
-    def touch(self, tokens: Sequence[int]) -> None:
-        """Count what is kept of a sequence that will soon be opened as used now, so that it is not given up before."""
+    def touch(self, tokens: Sequence[int], now: float) -> None:
+        """Count the cached blocks of a waiting sequence as used now, so that they are still cached when it starts."""
         found = self.match(tokens)
         if found:
-            self._pool.touch(found.device.values(), found.host.values())
+            self._pool.touch(found.device.values(), found.host.values(), now)
 
-    def allocate(self, found: Found, length: int) -> tuple[BlockCopy, ...]:
-        """Take in what is kept, and blocks for the rest of `length` positions. Nothing may be held before.
+    def allocate(self, found: Found, length: int, now: float) -> tuple[BlockCopy, ...]:
+        """Share the blocks found and allocate blocks for the rest of `length` positions. The table must be empty.
 
-        Gives the copies that bring in what is on the host, to be done by the plan in the making.
+        Returns the copies from the host that the current plan must do.
         """
         assert not self.blocks
         pool = self._pool
         pool.share(found.device.values())
         count = pool.blocks_for(length)
-        if not found.host and len(found.device) and next(reversed(found.device)) == len(found.device) - 1:
-            self.blocks.extend(
-                (*found.device.values(), *pool.allocate(count - len(found.device)))
-            )  # no holes: most often
-        elif found:
-            fresh = iter(pool.allocate(count - len(found.device)))
-            self.blocks.extend(found.device[index] if index in found.device else next(fresh) for index in range(count))
+        fresh = pool.allocate(count - len(found.device), now)
+        if not found.host and next(reversed(found.device), -1) == len(found.device) - 1:  # no holes: the common case
+            self.blocks.extend((*found.device.values(), *fresh))
         else:
-            self.blocks.extend(pool.allocate(count))
+            rest = iter(fresh)
+            self.blocks.extend(found.device[index] if index in found.device else next(rest) for index in range(count))
         self.capacity = count * pool.block_size
         copies = tuple(pool.swap_in(self.blocks[index], digest, index) for index, digest in found.host.items())
         self._settle(found)
         return copies
 
     def _settle(self, found: Found) -> None:
-        """Set what is planned, and the islands beyond it, from what was found."""
+        """Set the planned positions, and the islands beyond them, from the blocks found."""
         size, indices = self._pool.block_size, sorted((*found.device, *found.host))
         whole = not indices or indices[-1] == len(indices) - 1
         leading = len(indices) if whole else next(at for at, index in enumerate(indices) if at != index)
@@ -153,13 +152,13 @@ class SequenceCache:
                 self._islands.append((start, stop))
         self._set_next_full()
 
-    def grow(self, count: int) -> None:
-        """Add `count` blocks at the end of the table."""
-        self.blocks.extend(self._pool.allocate(count))
-        self.capacity = len(self.blocks) * self._pool.block_size
+    def grow(self, now: float) -> None:
+        """Add a block at the end of the table."""
+        self.blocks += self._pool.allocate(1, now)
+        self.capacity += self._pool.block_size
 
     def cache_blocks(self, tokens: Sequence[int]) -> None:
-        """Make every block sharable that is full of known tokens and wholly planned."""
+        """Cache every block whose tokens are all known and whose positions are all planned."""
         known = min(len(tokens), self.planned)
         if known < self.next_full:
             return
@@ -171,10 +170,10 @@ class SequenceCache:
         self._cached = full
         self.next_full = (full + 1) * pool.block_size
 
-    def free(self) -> None:
-        """Give up all blocks, those first that go first where all else is equal."""
+    def free(self, now: float) -> None:
+        """Free all blocks. Of blocks with equal value, those freed first are evicted first."""
         trailing_first = self._pool.rule.eviction.trailing_first
-        self._pool.free(reversed(self.blocks) if trailing_first else self.blocks)
+        self._pool.free(reversed(self.blocks) if trailing_first else self.blocks, now)
         self.blocks.clear()
         self._islands.clear()
         self.capacity = self.planned = self._cached = 0
@@ -184,11 +183,11 @@ class SequenceCache:
         self.next_full = (self._cached + 1) * self._pool.block_size if self._root is not None else sys.maxsize
 
     def _hash(self, count: int, tokens: Sequence[int]) -> None:
-        """Know the digests of the first `count` blocks, all full; the chain is kept, so each block is hashed once."""
+        """Make the digests of the first `count` blocks known. Known digests are kept, so each block is hashed once."""
         digests, known, pool = self._digests, len(self._digests), self._pool
         size = pool.block_size
         if not known and count:
             assert self._root is not None
-            digests += pool.chains.digests(self._root, tokens[: count * size])
+            digests += pool.digest_cache.digests(self._root, tokens[: count * size])
         elif known < count:
-            digests += chain_digests(digests[-1], tokens[known * size : count * size], size)
+            digests += block_digests(digests[-1], tokens[known * size : count * size], size)

@@ -65,7 +65,7 @@ class StepBuilder:
         self._samples: dict[int, int] = {}
         """Most tokens that a sampling segment gives, by its place in `sampling`; one where there is none."""
         self._writes: list[TableWrite] = []
-        self._preemption = Preemption(queues, number, self._writes)
+        self._preemption = Preemption(queues, number, now, self._writes)
         self._admission = Admission(queues, number, now, self._writes)
 
     @property
@@ -191,7 +191,7 @@ class StepBuilder:
         if not self._ids and in_flight:
             return None
         ready = pool.allocatable
-        swap_out = pool.swap_out(self.number)
+        swap_out = pool.swap_out(self.number, self.now)
         if not self._ids and not pool.swapping_out and pool.allocatable == ready and not queues.swapping_in:
             return None
         awaits = queues.awaits

@@ -7,7 +7,8 @@ from typing import get_args
 
 from holdfast.core.config import EngineConfig, SchedulerName
 from holdfast.core.cost import CostModel
-from holdfast.lm.memory.block_pool import BlockPool, StateIdentity
+from holdfast.core.types import Identity
+from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.memory.retention import Cost, RetentionRule, cost_by_position
 from holdfast.lm.scheduler.baselines import ChunkedOnly, HybridOnly, Orca, PrefillFirst, RequestLevel, Unified
 from holdfast.lm.scheduler.builder import Policy
@@ -118,7 +119,8 @@ def make_scheduler(
         vocab_size=shape.vocab_size,
         eos_token_ids=shape.eos_token_ids,
         headroom=0.0 if config.scheduler in RESERVING else config.headroom,
-        sharing=StateIdentity(shape.model, dtype=shape.precision) if config.prefix_sharing else None,
+        sharing=config.prefix_sharing,
+        served=Identity(shape.model, dtype=shape.precision),
         order=make_order(config),
         seed=config.seed,
         micro_batches=micro_batches,

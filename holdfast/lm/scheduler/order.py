@@ -106,12 +106,12 @@ class Fair(Order):
 
     def started(self, entry: Entry) -> None:
         sequence = entry.sequence
-        self.served[sequence.request.tenant] += max(1, len(sequence.request.prompt) - sequence.cached_tokens)
+        self.served[sequence.request.identity.tenant] += max(1, len(sequence.request.prompt) - sequence.cached_tokens)
 
     def sampled(self, entries: Iterable[Entry]) -> None:
         served, weight = self.served, self.weight
         for entry in entries:
-            served[entry.sequence.request.tenant] += weight
+            served[entry.sequence.request.identity.tenant] += weight
 
 
 class TenantQueue:
@@ -132,7 +132,7 @@ class TenantQueue:
         return sum(map(len, self._queues.values()))
 
     def add(self, entry: Entry) -> None:
-        tenant, served = entry.sequence.request.tenant, self._served
+        tenant, served = entry.sequence.request.identity.tenant, self._served
         if tenant not in self._queues:
             if entry.sequence.scheduled_at is None:  # a preempted one has saved nothing up
                 waiting = [served[other] for other in self._queues]
@@ -141,7 +141,7 @@ class TenantQueue:
         self._queues[tenant].add(entry)
 
     def remove(self, entry: Entry) -> None:
-        tenant = self._last = entry.sequence.request.tenant
+        tenant = self._last = entry.sequence.request.identity.tenant
         queue = self._queues[tenant]
         queue.remove(entry)
         if not queue:
@@ -152,7 +152,7 @@ class TenantQueue:
         firsts = [queue.first() for queue in self._queues.values()]
         return min(
             [entry for entry in firsts if entry is not None],
-            key=lambda entry: (served[entry.sequence.request.tenant], entry.rank),
+            key=lambda entry: (served[entry.sequence.request.identity.tenant], entry.rank),
             default=None,
         )
 

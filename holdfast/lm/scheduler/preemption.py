@@ -14,14 +14,15 @@ class Preemption:
     that sits the step out (`Entry.next_step`) is never a victim.
     """
 
-    __slots__ = ("_number", "_queues", "_writes", "preempted")
+    __slots__ = ("_now", "_number", "_queues", "_writes", "preempted")
 
-    def __init__(self, queues: Queues, number: int, writes: list[TableWrite]) -> None:
-        """`number` is the step's; new blocks are added to `writes`."""
+    def __init__(self, queues: Queues, number: int, now: float, writes: list[TableWrite]) -> None:
+        """`number` is the step's and `now` its time in seconds; new blocks are added to `writes`."""
         self.preempted: list[str] = []
         """Ids of the victims so far."""
         self._queues = queues
         self._number = number
+        self._now = now
         self._writes = writes
 
     def displace(self, budget: int) -> None:
@@ -80,9 +81,9 @@ class Preemption:
 
     def _add_block(self, entry: Entry) -> None:
         blocks = entry.cache.blocks
-        entry.cache.grow(1)
+        entry.cache.grow(self._now)
         self._writes.append(TableWrite(entry.row, len(blocks) - 1, (blocks[-1],)))
 
     def _preempt(self, victim: Entry) -> None:
-        self._queues.preempt(victim)
+        self._queues.preempt(victim, self._now)
         self.preempted.append(victim.id)

@@ -47,7 +47,7 @@ class Queues:
         """
         self.waiting.remove(entry)
         cache, sequence = entry.cache, entry.sequence
-        copies = cache.allocate(found, sequence.length)
+        copies = cache.allocate(found, sequence.length, now)
         entry.row = self.free_rows.pop()
         entry.decoding = False
         entry.decode_limit = entry.next_check = 0
@@ -69,7 +69,7 @@ class Queues:
         entry.swap_in_step = -1
         self.running.add(entry)
 
-    def stop(self, entry: Entry) -> None:
+    def stop(self, entry: Entry, now: float) -> None:
         """Remove an entry from its queue, and free its blocks and its row."""
         if entry.row == NO_ROW:
             self.waiting.remove(entry)
@@ -77,17 +77,17 @@ class Queues:
         if entry.swap_in_step >= 0:
             self.join(entry)  # its blocks are written by others only after its copies
         self.running.remove(entry)
-        entry.cache.free()
+        entry.cache.free(now)
         self.free_rows.append(entry.row)
         entry.row = NO_ROW
 
-    def preempt(self, entry: Entry) -> None:
+    def preempt(self, entry: Entry, now: float) -> None:
         """Move a running entry back to waiting. It keeps its rank, so it resumes before new work of its class.
 
         Its full blocks become idle: with a host tier they are copied there (Pensieve §4.3.5), and copied back when it
         is admitted again. Blocks that were dropped meanwhile, and its last one, are computed again.
         """
-        self.stop(entry)
+        self.stop(entry, now)
         entry.sequence.preemptions += 1
         self.preemptions += 1
         self.waiting.add(entry)

@@ -8,8 +8,8 @@ from itertools import islice
 
 from holdfast.core.columns import Columns
 from holdfast.core.tokens import VOCABULARY_LIMIT, packed
-from holdfast.core.types import MAX_SEED, FinishReason, Request, SequenceOutput
-from holdfast.lm.memory.block_pool import BlockPool, StateIdentity
+from holdfast.core.types import MAX_SEED, FinishReason, Identity, Request, SequenceOutput
+from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.memory.sequence_cache import SequenceCache
 from holdfast.lm.scheduler.builder import Policy, StepBuilder
 from holdfast.lm.scheduler.entries import Entry
@@ -35,12 +35,14 @@ class Scheduler:
         vocab_size: int = VOCABULARY_LIMIT,
         eos_token_ids: abc.Collection[int] = (),
         headroom: float = 0.1,
-        sharing: StateIdentity | None = None,
+        sharing: bool = False,
+        served: Identity | None = None,
         order: Order | None = None,
         seed: int = 0,
         micro_batches: int = 1,
     ) -> None:
-        """`sharing` identifies the cached state, so that requests share equal prefixes; with None they share nothing.
+        """`sharing` lets requests of one identity share the state of equal prefixes. `served` names the model, adapter
+        and dtype of the executor; `add` refuses any other. None refuses nothing.
 
         `headroom` is the share of the blocks that admission leaves to running sequences. `order` ranks requests, by
         default by priority class. `seed` makes seeds for requests that bring none. With `micro_batches` above 1, steps
@@ -51,6 +53,7 @@ class Scheduler:
         self._policy = policy
         self._order = order or Priority()
         self._sharing = sharing
+        self._served = served
         self._eos = frozenset(eos_token_ids)
         self._seed = seed
         self._queues = Queues(pool, max_sequences, headroom, self._order, micro_batches)
@@ -60,6 +63,8 @@ class Scheduler:
         self._requests = 0
         self._steps = 0
         self._ended = 0
+        self._now = 0.0
+        """The latest time that any call gave; `abort` gives none."""
         self._tokens_computed = 0
 
     def add(self, request: Request) -> None:
@@ -67,6 +72,10 @@ class Scheduler:
         length, params, pool = len(request.prompt), request.params, self._queues.pool
         if request.id in self._entries:
             raise ValueError(f"request {request.id} is already being served; give each request an id of its own")
+        for name in ("model", "adapter", "dtype") if self._served else ():
+            asked, own = getattr(request.identity, name), getattr(self._served, name)
+            if asked not in ("", own):
+                raise ValueError(f"{name} is {asked}, which this engine does not serve; it serves {own or 'none'}")
         if not length:
             raise ValueError("the prompt is empty; it must hold at least one token")
         try:
@@ -90,7 +99,7 @@ class Scheduler:
             sequence=Sequence(request, seed),
             id=request.id,
             rank=self._order.rank(request, self._requests),
-            cache=SequenceCache(pool, self._sharing.root(request.tenant) if self._sharing else None),
+            cache=SequenceCache(pool, request.identity.root() if self._sharing else None),
             sampling=Sampling(params.temperature, params.top_k, params.top_p, seed),
             limit=limit,
             ends=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos),
@@ -98,8 +107,8 @@ class Scheduler:
         self._requests += 1
         self._entries[request.id] = entry
         if self._queues.waiting:
-            pool.now = max(pool.now, request.arrival)
-            entry.cache.touch(request.prompt)  # it will wait: its conversation is active again from now on
+            self._now = max(self._now, request.arrival)
+            entry.cache.touch(request.prompt, self._now)  # it will wait: its conversation is active again from now on
         self._queues.waiting.add(entry)
 
     def abort(self, request_id: str) -> None:
@@ -110,7 +119,7 @@ class Scheduler:
 
     def schedule(self, now: float) -> StepPlan | None:
         """Decide the next step; it counts as submitted. None if nothing can run before a step in flight ends."""
-        self._queues.pool.now = now
+        self._now = now
         step = StepBuilder(self._queues, self._steps, now)
         self._policy.plan(step)
         plan = step.finish(in_flight=bool(self._in_flight))
@@ -135,7 +144,7 @@ class Scheduler:
                 f"result {result.step} with {len(result.tokens)}"
             )
         pool = self._queues.pool
-        pool.now = now
+        self._now = now
         pool.finish_swap_out(result.swapped_out)
         pool.finish_swap_in(result.swapped_in)
         self._policy.observe(plan, result)
@@ -248,7 +257,7 @@ class Scheduler:
         entry.sequence.finish_reason = reason
         self._ended += 1
         del self._entries[entry.id]
-        self._queues.stop(entry)
+        self._queues.stop(entry, self._now)
 
     def _draw_seed(self) -> int:
         """The next seed for a request that brings none, the same in every run."""

@@ -17,7 +17,7 @@ import torch
 from holdfast.core.config import AttentionBackendName, EngineConfig
 from holdfast.core.types import Request, SamplingParams
 from holdfast.lm.execution.executor import PagedExecutor
-from holdfast.lm.memory.block_pool import BlockPool, StateIdentity
+from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.models.base import Model, StepInput
 from holdfast.lm.models.loader import load
 from holdfast.lm.scheduler.policies import StallFree
@@ -170,7 +170,7 @@ def run(
         max_sequences=REQUESTS,
         max_model_len=model.spec.max_model_len,
         headroom=0.0,
-        sharing=StateIdentity("test"),
+        sharing=True,
     )
     ticks = count()
     loop = Loop(scheduler, executor, steps_in_flight, lambda: float(next(ticks)))

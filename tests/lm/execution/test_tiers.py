@@ -16,7 +16,7 @@ import torch
 
 from holdfast.core.config import EngineConfig
 from holdfast.core.types import Request, SamplingParams
-from holdfast.lm.memory.block_pool import BlockPool, StateIdentity
+from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.memory.retention import EVICTIONS, RetentionRule
 from holdfast.lm.models.base import Model
 from holdfast.lm.models.loader import load
@@ -88,7 +88,7 @@ def converse(
         pool,
         max_sequences=ROWS,
         max_model_len=small.model.spec.max_model_len,
-        sharing=StateIdentity("test"),
+        sharing=True,
     )
     ticks, names = count(), count()
     loop = Loop(scheduler, executor, steps_in_flight, lambda: float(next(ticks)))

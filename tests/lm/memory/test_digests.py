@@ -1,11 +1,11 @@
-"""Chains: remembered digests are those of hashing block by block; a longer prompt hashes only what is new."""
+"""DigestCache: remembered digests are those of hashing block by block; a longer prompt hashes only its new blocks."""
 
 import random
 
 import pytest
 
 from holdfast.lm.memory import digests as module
-from holdfast.lm.memory.digests import RUN, Chains, chain_digests
+from holdfast.lm.memory.digests import RUN, DigestCache, block_digests
 
 ROOT, SIZE = b"r" * 32, 4
 
@@ -23,41 +23,40 @@ def hashed(monkeypatch):
     return counted
 
 
-def test_a_longer_prompt_hashes_only_what_is_new(hashed):
+def test_a_longer_prompt_hashes_only_its_new_blocks(hashed):
     tokens = list(range(3 * RUN * SIZE))
-    chains = Chains(SIZE, 100 * RUN)
-    assert chains.digests(ROOT, tokens[: 2 * RUN * SIZE + 8]) and sum(hashed) == 2 * RUN + 2
+    cache = DigestCache(SIZE, 100 * RUN)
+    assert cache.digests(ROOT, tokens[: 2 * RUN * SIZE + 8]) and sum(hashed) == 2 * RUN + 2
     hashed.clear()
-    longer = chains.digests(ROOT, tokens)
+    longer = cache.digests(ROOT, tokens)
     assert sum(hashed) == RUN
-    assert longer == chain_digests(ROOT, tokens, SIZE)
+    assert longer == block_digests(ROOT, tokens, SIZE)
 
 
-def test_another_beginning_or_another_root_finds_nothing(hashed):
-    """A tenant's chains have a root of their own: none finds what another's prompts have left."""
+def test_another_root_or_first_token_gives_other_digests(hashed):
     tokens = list(range(2 * RUN * SIZE))
-    chains = Chains(SIZE, 100 * RUN)
-    kept = chains.digests(ROOT, tokens)
+    cache = DigestCache(SIZE, 100 * RUN)
+    kept = cache.digests(ROOT, tokens)
     for root, other in ((b"s" * 32, tokens), (ROOT, [7, *tokens[1:]])):
         hashed.clear()
-        assert not set(chains.digests(root, other)) & set(kept)
+        assert not set(cache.digests(root, other)) & set(kept)
         assert sum(hashed) == 2 * RUN
 
 
-def test_what_was_not_asked_for_longest_is_forgotten():
-    chains = Chains(SIZE, 3 * RUN)
+def test_the_cache_never_holds_more_runs_than_its_limit():
+    cache = DigestCache(SIZE, 3 * RUN)
     for number in range(5):
-        chains.digests(ROOT, [number] * (2 * RUN * SIZE))
-        assert len(chains) <= 3
+        cache.digests(ROOT, [number] * (2 * RUN * SIZE))
+        assert len(cache) <= 3
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_whatever_was_asked_before_digests_are_those_of_the_blocks(seed):
+def test_cached_digests_equal_those_computed_block_by_block(seed):
     choose = random.Random(seed)
-    chains = Chains(SIZE, choose.choice((1, 2 * RUN, 50 * RUN)))
+    cache = DigestCache(SIZE, choose.choice((1, 2 * RUN, 50 * RUN)))
     prompts = [[choose.randrange(9) for _ in range(choose.randrange(1, 4) * RUN * SIZE)]]
     for _ in range(30):
         prompt = choose.choice(prompts)[: choose.randrange(0, 4 * RUN) * SIZE]
         prompt = prompt + [choose.randrange(9) for _ in range(choose.randrange(2 * RUN) * SIZE)]
         prompts.append(prompt)
-        assert chains.digests(ROOT, prompt) == chain_digests(ROOT, prompt, SIZE)
+        assert cache.digests(ROOT, prompt) == block_digests(ROOT, prompt, SIZE)

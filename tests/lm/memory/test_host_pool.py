@@ -18,13 +18,16 @@ def digest(number):
     return bytes([number]) * 32
 
 
+def find(pool, digest):
+    return pool.find_all([digest])[0]
+
+
 def idle(pool, *numbers, now=0.0):
     """One conversation's blocks, whose contents have these numbers, let go at `now`."""
-    pool.now = now
-    blocks = pool.allocate(len(numbers))
+    blocks = pool.allocate(len(numbers), now)
     for index, (block, number) in enumerate(zip(blocks, numbers, strict=True)):
         pool.cache_block(block, digest(number), index)
-    pool.free(blocks)
+    pool.free(blocks, now)
     return blocks
 
 
@@ -32,68 +35,67 @@ def found(pool, *numbers):
     """Where each of these contents is: on the device, on the host, on both, or nowhere."""
     where = {(True, True): "both", (True, False): "device", (False, True): "host", (False, False): "nowhere"}
     return [
-        where[pool.find(digest(number)) is not None, pool.find_on_host(digest(number)) is not None]
+        where[find(pool, digest(number)) is not None, pool.find_on_host(digest(number)) is not None]
         for number in numbers
     ]
 
 
-def test_nothing_is_copied_while_enough_is_free_and_then_the_lowest_value_first():
+def test_swap_out_starts_below_the_threshold_with_the_lowest_value():
     pool = pool_of(16, 16)
     idle(pool, *range(12))
-    assert pool.swap_out(0) == ()
-    taken = pool.allocate(2)
-    pool.now = 10.0
-    copies = pool.swap_out(1) + pool.swap_out(2)
+    assert pool.swap_out(0, 0.0) == ()
+    taken = pool.allocate(2, 0.0)
+    copies = pool.swap_out(1, 10.0) + pool.swap_out(2, 10.0)
     assert [pool._digests[copy.source] for copy in copies] == [digest(0), digest(1)], "one chunk a step, from the front"
-    assert pool.swap_out(3) == (), "what is on its way counts"
+    assert pool.swap_out(3, 10.0) == (), "copies under way count"
     pool.finish_swap_out(2)
     assert found(pool, 0, 1, 2) == ["both", "both", "device"]
     pool.check([taken])
 
 
-def test_without_a_host_tier_nothing_is_copied():
+def test_without_a_host_tier_nothing_is_swapped_out():
     pool = pool_of(4, 0)
     idle(pool, 0, 1, 2, 3)
-    assert pool.swap_out(0) == () and not pool.can_swap_out
+    assert pool.swap_out(0, 0.0) == () and not pool.can_swap_out
     assert pool.allocatable == pool.available == 4
 
 
-def test_a_block_stays_what_it_is_until_its_copy_has_landed():
+def test_a_block_is_pinned_until_its_copy_to_the_host_is_complete():
     pool = pool_of(4, 4)
     idle(pool, 0, 1, 2, 3)
-    (copy,) = pool.swap_out(5)
+    (copy,) = pool.swap_out(5, 0.0)
     assert (pool.allocatable, pool.available, pool.cached, pool.swapping_out) == (0, 3, 4, True)
     with pytest.raises(RuntimeError, match="1 blocks more"):
-        pool.allocate(1)
+        pool.allocate(1, 0.0)
     pool.finish_swap_out(4)
     assert pool.allocatable == 0
     pool.finish_swap_out(5)
     assert (pool.allocatable, pool.swapping_out) == (1, False)
-    assert pool.allocate(1) == [copy.source]
+    assert pool.allocate(1, 0.0) == [copy.source]
     assert found(pool, 0, 1) == ["host", "device"]
     pool.check([[copy.source]])
 
 
-def test_a_block_may_be_shared_while_it_is_copied_and_is_then_nobodys_to_reclaim():
+def test_a_block_shared_during_its_copy_cannot_be_allocated_afterwards():
     pool = pool_of(4, 4)
     idle(pool, 0, 1, 2, 3)
-    (copy,) = pool.swap_out(0)
+    (copy,) = pool.swap_out(0, 0.0)
     assert pool.pinned_by([copy.source]) == 0, "it was not available"
     pool.share((copy.source,))
     pool.finish_swap_out(0)
     assert pool.allocatable == 0
     pool.check([[copy.source]])
-    pool.free([copy.source])
+    pool.free([copy.source], 0.0)
     assert found(pool, 0) == ["both"]
-    assert pool.swap_out(1) == (), "what has a copy needs none"
+    assert pool.swap_out(1, 0.0) == (), "it has a copy already"
     assert pool.allocatable == 1
     pool.check([])
 
 
-def test_reclaimable_blocks_are_shared_until_they_are_taken():
+def test_a_reclaimable_block_can_be_shared():
     pool = pool_of(4, 4)
     blocks = idle(pool, 0, 1, 2, 3)
-    pool.swap_out(0)
+    pool.swap_out(0, 0.0)
     pool.finish_swap_out(0)
     assert not pool.fits(1, [blocks[0]]), "the one that is ready is the one to be shared"
     pool.share((blocks[0],))
@@ -101,30 +103,30 @@ def test_reclaimable_blocks_are_shared_until_they_are_taken():
     pool.check([[blocks[0]]])
 
 
-def test_a_demand_beyond_the_threshold_is_met():
+def test_swap_out_makes_room_for_a_demand_above_the_threshold():
     pool = pool_of(64, 64, low_water=0.1)
     idle(pool, *range(64))
     assert not pool.fits(20, [])
     step = 0
     while not pool.fits(20, []):
-        assert len(pool.swap_out(step)) == 4, "not all at once"
+        assert len(pool.swap_out(step, 0.0)) == 4, "not all at once"
         pool.finish_swap_out(step)
         step += 1
     assert step == 5
 
 
-def test_what_comes_back_from_the_host_is_held_there_too_until_room_is_needed():
+def test_a_swapped_in_block_stays_on_the_host_until_its_place_is_needed():
     pool = pool_of(2, 1, low_water=1.0)
     idle(pool, 0)
-    pool.swap_out(0)
+    pool.swap_out(0, 0.0)
     pool.finish_swap_out(0)
-    pool.free(pool.allocate(2))
+    pool.free(pool.allocate(2, 0.0), 0.0)
     assert found(pool, 0) == ["host"]
-    (block,) = pool.allocate(1)
+    (block,) = pool.allocate(1, 0.0)
     assert pool.swap_in(block, digest(0), 0) == BlockCopy(0, block)
     assert found(pool, 0) == ["both"]
     idle(pool, 1)
-    (copy,) = pool.swap_out(1)
+    (copy,) = pool.swap_out(1, 0.0)
     assert copy.target == 0, "its place is read before it is written"
     assert found(pool, 0) == ["device"]
     assert pool.host.dropped == 0, "nothing was lost"
@@ -132,86 +134,81 @@ def test_what_comes_back_from_the_host_is_held_there_too_until_room_is_needed():
     pool.check([[block]])
 
 
-def test_at_the_host_too_the_lowest_value_goes():
+def test_a_full_host_evicts_the_lowest_value():
     pool = pool_of(4, 2, low_water=1.0)
     for number, now in ((0, 0.0), (1, 50.0)):
         idle(pool, number, now=now)
-        pool.swap_out(number)
+        pool.swap_out(number, now)
         pool.finish_swap_out(number)
-    pool.free(pool.allocate(4))
+    pool.free(pool.allocate(4, 0.0), 0.0)
     assert found(pool, 0, 1) == ["host", "host"]
     idle(pool, 2, now=60.0)
-    pool.now = 61.0
-    pool.swap_out(2)
+    pool.swap_out(2, 61.0)
     pool.finish_swap_out(2)
     assert found(pool, 0, 1, 2) == ["nowhere", "host", "both"]
     assert pool.host.dropped == 1
     pool.check([])
 
 
-def test_what_is_worth_less_than_everything_on_the_host_is_not_copied():
+def test_a_block_worth_less_than_everything_on_a_full_host_is_not_copied():
     pool = pool_of(4, 1, low_water=1.0)
     idle(pool, 0, now=50.0)
-    pool.swap_out(0)
+    pool.swap_out(0, 50.0)
     pool.finish_swap_out(0)
-    pool.free(pool.allocate(4))
+    pool.free(pool.allocate(4, 0.0), 0.0)
     (block,) = idle(pool, 1, now=0.0)
-    pool.now = 60.0
-    assert pool.swap_out(1) == ()
+    assert pool.swap_out(1, 60.0) == ()
     assert found(pool, 0, 1) == ["host", "device"], "reclaimable, and lost once it is taken"
-    assert pool.allocatable == 4 and pool.find(digest(1)) == block
+    assert pool.allocatable == 4 and find(pool, digest(1)) == block
     pool.check([])
 
 
-def test_a_full_host_whose_copies_are_all_on_their_way_takes_no_more():
+def test_a_host_full_of_reserved_blocks_accepts_no_more_copies():
     pool = pool_of(4, 1, low_water=1.0)
     idle(pool, 0, 1)
-    assert len(pool.swap_out(0)) == 1
-    assert pool.swap_out(1) == ()
+    assert len(pool.swap_out(0, 0.0)) == 1
+    assert pool.swap_out(1, 0.0) == ()
     pool.finish_swap_out(0)
     pool.check([])
 
 
-def test_what_is_touched_is_given_up_last_in_both_tiers():
+def test_touched_blocks_are_evicted_last_in_both_tiers():
     pool = pool_of(4, 2, low_water=1.0)
     for number in (0, 1):
         idle(pool, number, now=10.0 * number)
-        pool.swap_out(number)
+        pool.swap_out(number, 10.0 * number)
         pool.finish_swap_out(number)
-    pool.free(pool.allocate(4))
+    pool.free(pool.allocate(4, 0.0), 0.0)
     blocks = [idle(pool, number, now=20.0)[0] for number in (2, 3)]
-    pool.now = 30.0
-    pool.touch([blocks[0]], [digest(0)])
-    pool.now = 31.0
-    pool.swap_out(2)
+    pool.touch([blocks[0]], [digest(0)], 30.0)
+    pool.swap_out(2, 31.0)
     pool.finish_swap_out(2)
     assert found(pool, 0, 1, 2, 3) == ["host", "nowhere", "device", "both"]
     pool.check([])
 
 
-def test_touching_changes_nothing_for_blocks_that_are_in_use_or_on_their_way():
+def test_touching_blocks_in_use_or_being_swapped_out_keeps_their_state():
     pool = pool_of(4, 4)
     blocks = idle(pool, 0, 1, 2, 3)
-    (copy,) = pool.swap_out(0)
+    (copy,) = pool.swap_out(0, 0.0)
     pool.share((blocks[1],))
-    pool.now = 5.0
-    pool.touch(blocks, [])
+    pool.touch(blocks, [], 5.0)
     pool.finish_swap_out(0)
     assert found(pool, 0, 1) == ["both", "device"]
-    pool.touch(blocks, [digest(0)])
+    pool.touch(blocks, [digest(0)], 5.0)
     assert pool.allocatable == 1
     pool.check([[blocks[1]]])
     assert copy.source == blocks[0]
 
 
-def test_what_the_host_does_not_have_cannot_be_brought():
+def test_swapping_in_a_block_that_the_host_lacks_raises():
     pool = pool_of(2, 2)
-    (block,) = pool.allocate(1)
+    (block,) = pool.allocate(1, 0.0)
     with pytest.raises(RuntimeError, match="which does not have its contents"):
         pool.swap_in(block, digest(0), 0)
 
 
-def test_the_check_finds_a_lost_place_and_a_pinned_block_without_a_copy():
+def test_check_finds_a_lost_host_block_and_a_pinned_block_without_a_copy():
     host = HostPool(2, RULE)
     host.check([])
     place, lost = host.reserve(1.0, host.victims(0.0))
@@ -221,36 +218,33 @@ def test_the_check_finds_a_lost_place_and_a_pinned_block_without_a_copy():
         host.check([])
     pool = pool_of(4, 4)
     idle(pool, 0, 1, 2, 3)
-    pool.swap_out(0)
-    pool._copies.clear()
+    pool.swap_out(0, 0.0)
+    pool._copies._swap_outs.clear()
     with pytest.raises(RuntimeError, match="pinned without a copy"):
         pool.check([])
 
 
-def test_what_neither_tier_has_any_more_counts_as_dropped_once():
+def test_state_lost_in_both_tiers_counts_as_dropped_once():
     pool = pool_of(4, 1, low_water=1.0)
     idle(pool, 0, now=1.0)
-    pool.now = 10.0
-    pool.swap_out(0)
+    pool.swap_out(0, 10.0)
     pool.finish_swap_out(0)
     assert found(pool, 0) == ["both"]
-    pool.free(pool.allocate(4))
+    pool.free(pool.allocate(4, 0.0), 0.0)
     assert (found(pool, 0), pool.dropped) == (["host"], 0)
     idle(pool, 1, now=11.0)
-    pool.now = 11.5
-    pool.swap_out(1)
+    pool.swap_out(1, 11.5)
     pool.finish_swap_out(1)
     assert (found(pool, 0, 1), pool.dropped) == (["nowhere", "both"], 1)
-    pool.free(pool.allocate(4))
+    pool.free(pool.allocate(4, 0.0), 0.0)
     idle(pool, 0, now=0.5)
-    pool.now = 12.0
-    pool.swap_out(2)
-    pool.free(pool.allocate(4))
+    pool.swap_out(2, 12.0)
+    pool.free(pool.allocate(4, 0.0), 0.0)
     assert (found(pool, 0, 1), pool.dropped) == (["nowhere", "host"], 2)
 
 
-def test_without_a_host_tier_what_is_taken_is_dropped():
+def test_without_a_host_tier_evicted_blocks_count_as_dropped():
     pool = pool_of(4, 0)
     idle(pool, 0, 1, 2)
-    pool.allocate(3)
+    pool.allocate(3, 0.0)
     assert pool.dropped == 2

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from holdfast.core.config import EngineConfig
-from holdfast.lm.memory.retention import EVICTIONS, LEAST_AGE, Retention, RetentionRule, cost_by_position
+from holdfast.lm.memory.retention import EVICTIONS, MIN_AGE, Retention, RetentionRule, cost_by_position
 
 
 def rule(eviction="retention", chunk_blocks=1, cost=float, block_size=1):
@@ -16,49 +16,54 @@ def rule(eviction="retention", chunk_blocks=1, cost=float, block_size=1):
 def order(retention, now):
     """All victims, chunk by chunk."""
     victims, chunks = retention.victims(now), []
-    while (chunk := victims.take()) is not None:
-        chunks.append(chunk[1])
+    while (chunk := victims.pop()) is not None:
+        chunks.append(chunk.blocks)
     return chunks
+
+
+def add(retention, block, index, last, release):
+    """Block `index` of a sequence, last used at `last`, by call `release`."""
+    retention.add_all((block,), (index,), (last, release))
 
 
 def conversation(retention, first, chunks, last, release, chunk_blocks=1):
     """Blocks `first`, `first` + 1, … of one conversation."""
     for index in range(chunks * chunk_blocks):
-        retention.add(first + index, index, last, release)
+        add(retention, first + index, index, last, release)
 
 
-def test_leading_chunks_of_old_conversations_go_first():
+def test_leading_chunks_of_old_conversations_are_evicted_first():
     retention = Retention(rule())
     conversation(retention, 0, 3, last=0.0, release=1)
     conversation(retention, 10, 3, last=60.0, release=2)
     # At 90 the ages are 90 and 30: values 1, 2, 3 over 90 and over 30.
     victims = retention.victims(90.0)
-    assert victims.take() == (pytest.approx(1 / 90), [0])
-    assert victims.take() == (pytest.approx(2 / 90), [1])
-    rest = [victims.take() for _ in range(4)]
-    assert {block for _, (block,) in rest[:2]} == {2, 10}, "worth the same"
-    assert [block for _, (block,) in rest[2:]] == [11, 12]
-    assert victims.take() is None and len(retention) == 0
+    assert victims.pop() == (pytest.approx(1 / 90), [0], (0.0, 1))
+    assert victims.pop() == (pytest.approx(2 / 90), [1], (0.0, 1))
+    rest = [victims.pop() for _ in range(4)]
+    assert {block for _, (block,), _ in rest[:2]} == {2, 10}, "worth the same"
+    assert [block for _, (block,), _ in rest[2:]] == [11, 12]
+    assert victims.pop() is None and len(retention.blocks) == 0
 
 
-def test_the_order_changes_with_time_alone():
+def test_the_order_of_eviction_changes_as_time_passes():
     retention = Retention(rule())
-    retention.add(0, 8, 0.0, 1)  # cost 9, old
-    retention.add(1, 0, 90.0, 2)  # cost 1, young
+    add(retention, 0, 8, 0.0, 1)  # cost 9, old
+    add(retention, 1, 0, 90.0, 2)  # cost 1, young
     assert order(retention, 92.0) == [[0], [1]]
-    retention.add(0, 8, 0.0, 1)
-    retention.add(1, 0, 90.0, 2)
+    add(retention, 0, 8, 0.0, 1)
+    add(retention, 1, 0, 90.0, 2)
     assert order(retention, 900.0) == [[1], [0]]
 
 
-def test_blocks_of_one_chunk_go_together_and_those_of_two_releases_do_not():
+def test_blocks_of_one_chunk_are_evicted_together_unless_freed_apart():
     retention = Retention(rule(chunk_blocks=2))
     conversation(retention, 0, 2, last=1.0, release=1, chunk_blocks=2)
     conversation(retention, 10, 1, last=1.0, release=2, chunk_blocks=2)
     assert order(retention, 5.0) == [[0, 1], [10, 11], [2, 3]]
 
 
-def test_least_recently_used_knows_no_cost_and_may_take_whole_conversations():
+def test_lru_ignores_cost_and_can_evict_whole_conversations():
     for name, expected in (("lru", [[0], [1], [2], [10]]), ("lru-conversation", [[0, 1, 2], [10]])):
         retention = Retention(rule(name))
         conversation(retention, 0, 3, last=1.0, release=1)
@@ -66,29 +71,29 @@ def test_least_recently_used_knows_no_cost_and_may_take_whole_conversations():
         assert order(retention, 5.0) == expected
 
 
-def test_what_is_worth_as_much_as_the_bound_stays():
+def test_pop_leaves_chunks_whose_value_reaches_the_bound():
     retention = Retention(rule())
     conversation(retention, 0, 2, last=0.0, release=1)
     victims = retention.victims(10.0)
-    assert victims.take(below=0.1) is None
-    assert victims.take(below=0.11) == (pytest.approx(0.1), [0])
-    assert len(retention) == 1 and 1 in retention and 0 not in retention
+    assert victims.pop(below=0.1) is None
+    assert victims.pop(below=0.11) == (pytest.approx(0.1), [0], (0.0, 1))
+    assert len(retention.blocks) == 1 and 1 in retention.blocks and 0 not in retention.blocks
 
 
-def test_what_is_used_again_is_out_and_what_comes_in_late_finds_its_place():
+def test_removed_blocks_are_not_evicted_and_late_blocks_are_evicted_in_order():
     retention = Retention(rule("lru"))
     for block, last in enumerate((1.0, 2.0, 4.0, 5.0)):
-        retention.add(block, 0, last, block)
-    retention.remove(1)
-    retention.add(9, 0, 3.0, 9)
+        add(retention, block, 0, last, block)
+    retention.remove([1])
+    add(retention, 9, 0, 3.0, 9)
     assert order(retention, 10.0) == [[0], [9], [2], [3]]
 
 
-def test_blocks_that_land_late_are_as_cheap_as_others():
+def test_adding_a_late_block_does_not_walk_past_younger_blocks():
     """Each block that lands on the host was idle for longer than all that was put to rest there meanwhile."""
     retention, count = Retention(rule("lru")), 4000
     for block in range(count):
-        retention.add(block, 0, 1000.0 + block, block)
+        add(retention, block, 0, 1000.0 + block, block)
     steps = 0
 
     def count_lines(frame, event, argument):
@@ -100,14 +105,14 @@ def test_blocks_that_land_late_are_as_cheap_as_others():
     sys.settrace(count_lines)
     try:
         for block in range(100):
-            retention.add(count + block, 0, float(block), block)
+            add(retention, count + block, 0, float(block), block)
     finally:
         sys.settrace(before)
     assert steps < 100 * 50, "none walks past those that are younger"
     assert order(retention, 9000.0)[:101] == [[count + block] for block in range(100)] + [[0]]
 
 
-def test_classes_are_few_and_narrow():
+def test_costs_within_a_class_differ_by_at_most_a_sixteenth():
     """32 exact classes, then 16 a doubling: chunks of one class lie within a sixteenth of each other."""
     classes = {}
     retention_rule = rule(chunk_blocks=2, block_size=16)
@@ -119,18 +124,18 @@ def test_classes_are_few_and_narrow():
         assert retention_rule.class_cost(number) == (chunks[0] + 1) * 32
 
 
-def test_a_configuration_names_its_rule_and_a_chunk_is_whole_blocks():
+def test_the_rule_follows_the_configuration_and_rounds_chunks_up_to_blocks():
     made = RetentionRule.of(EngineConfig(eviction="lru", chunk_size=40, block_size=16), float)
     assert (made.eviction, made.chunk_blocks, made.block_size) == (EVICTIONS["lru"], 3, 16)
 
 
-def test_without_a_measurement_attention_outweighs_the_rest_from_the_balance_on():
+def test_the_unmeasured_cost_doubles_at_the_balance_position():
     assert cost_by_position(0) == 1.0
     assert cost_by_position(1000, balance=1000) == 2.0
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_victims_are_those_that_a_search_through_everything_finds(seed):
+def test_victims_match_a_brute_force_search(seed):
     choose = random.Random(seed)
     eviction = choose.choice(list(EVICTIONS))
     retention_rule = rule(eviction, cost=lambda position: 1.0 + position / 7)
@@ -139,27 +144,27 @@ def test_victims_are_those_that_a_search_through_everything_finds(seed):
         now += choose.choice((0.0, 0.5, 3.0))
         if held and choose.random() < 0.3:
             gone = choose.choice(list(held))
-            retention.remove(gone)
+            retention.remove([gone])
             del held[gone]
         last = now if choose.random() < 0.8 else now * choose.random()
         index = choose.choice((0, 1, 5, 31, 40, 41, 42, 43, 300))
-        retention.add(block, index, last, block)
+        add(retention, block, index, last, block)
         held[block] = (retention_rule.class_cost(retention_rule.cost_class(index)), last)
         if choose.random() < 0.3:
             victims = retention.victims(now)
             for _ in range(choose.randint(1, 4)):
-                values = {block: cost / max(now - last, LEAST_AGE) for block, (cost, last) in held.items()}
-                taken = victims.take()
+                values = {block: cost / max(now - last, MIN_AGE) for block, (cost, last) in held.items()}
+                taken = victims.pop()
                 assert (taken is None) == (not held)
                 if taken is not None:
-                    value, (victim,) = taken
+                    value, (victim,), _ = taken
                     assert value == values[victim] == min(values.values())
                     del held[victim]
-    assert len(retention) == len(held) and set(retention) == set(held)
+    assert len(retention.blocks) == len(held) and set(retention.blocks) == set(held)
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_blocks_that_come_and_go_together_do_as_if_each_came_and_went_alone(seed):
+def test_adding_and_removing_in_bulk_equals_one_by_one(seed):
     choose = random.Random(seed)
     retention_rule = rule(choose.choice(list(EVICTIONS)), chunk_blocks=choose.choice((1, 2, 3)))
     together, alone, held, now = Retention(retention_rule), Retention(retention_rule), [], 0.0
@@ -168,15 +173,15 @@ def test_blocks_that_come_and_go_together_do_as_if_each_came_and_went_alone(seed
         last = now if choose.random() < 0.8 else now * choose.random()
         blocks = [1000 * release + at for at in range(choose.randrange(120))]
         indices = [choose.randrange(5) + at for at in range(len(blocks))]
-        together.add_all(blocks, indices, last, release)
+        together.add_all(blocks, indices, (last, release))
         for block, index in zip(blocks, indices, strict=True):
-            alone.add(block, index, last, release)
+            add(alone, block, index, last, release)
         held += blocks
         gone = choose.sample(held, len(held) // 3)
         others = [-1, *choose.sample(gone, len(gone) // 4)]
-        assert together.discard_all(gone) == [] and together.discard_all(others) == others
+        assert together.remove(gone) == [] and together.remove(others) == others
         for block in gone:
-            alone.remove(block)
-        held = [block for block in held if block in together]
-        assert set(held) == set(together) == set(alone)
+            alone.remove([block])
+        held = [block for block in held if block in together.blocks]
+        assert set(held) == set(together.blocks) == set(alone.blocks)
     assert order(together, now + 5.0) == order(alone, now + 5.0)

@@ -2,17 +2,18 @@
 
 import pytest
 
-from holdfast.lm.memory.block_pool import BlockPool, StateIdentity
+from holdfast.core.types import Identity
+from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.memory.retention import EVICTIONS, RetentionRule
 from holdfast.lm.memory.sequence_cache import Found, SequenceCache
 
-ROOT = StateIdentity("model").root("")
+ROOT = Identity("model").root()
 
 
 def computed(pool, tokens, root=ROOT):
     """A sequence whose tokens are all known and planned."""
     cache = SequenceCache(pool, root)
-    cache.allocate(cache.match(tokens), len(tokens))
+    cache.allocate(cache.match(tokens), len(tokens), 0.0)
     cache.plan(cache.planned, len(tokens))
     cache.cache_blocks(tokens)
     return cache
@@ -23,22 +24,22 @@ def kept(pool, tokens, root=ROOT):
     return SequenceCache(pool, root).match(tokens).device
 
 
-def test_what_no_plan_computes_yet_is_missing():
+def test_positions_that_no_plan_computes_are_missing():
     cache = SequenceCache(BlockPool(4, 4), ROOT)
     assert cache.missing(10) == ((0, 10),)
-    cache.allocate(Found(), 10)
+    cache.allocate(Found(), 10, 0.0)
     cache.plan(0, 6)
     assert cache.missing(10) == ((6, 10),)
     cache.plan(6, 10)
     assert cache.missing(10) == ()
 
 
-def test_blocks_are_taken_for_whole_positions_and_grow_one_by_one():
+def test_allocate_rounds_up_to_blocks_and_grow_adds_one():
     pool = BlockPool(4, 4)
     cache = SequenceCache(pool, ROOT)
-    cache.allocate(Found(), 9)
+    cache.allocate(Found(), 9, 0.0)
     assert (len(cache.blocks), cache.capacity, pool.available) == (3, 12, 1)
-    cache.grow(1)
+    cache.grow(0.0)
     assert (len(cache.blocks), cache.capacity, pool.available) == (4, 16, 0)
 
 
@@ -50,7 +51,7 @@ def test_full_blocks_of_an_equal_prefix_are_found():
     assert kept(pool, [99, *range(1, 10)]) == {}
 
 
-def test_the_last_token_is_never_taken_from_the_cache():
+def test_the_block_of_the_last_token_is_never_matched():
     pool = BlockPool(8, 4)
     first = computed(pool, list(range(8)))
     assert kept(pool, list(range(8))) == {0: first.blocks[0]}
@@ -61,18 +62,18 @@ def test_the_last_token_is_never_taken_from_the_cache():
     assert kept(single, list(range(3))) == dict(enumerate(first.blocks[:2]))
 
 
-def test_other_roots_share_nothing_and_no_root_shares_nothing():
+def test_sequences_with_different_roots_or_none_share_no_blocks():
     pool = BlockPool(16, 4)
     computed(pool, list(range(10)))
     computed(pool, list(range(10)), root=None)
-    assert kept(pool, list(range(10)), StateIdentity("model").root("other tenant")) == {}
+    assert kept(pool, list(range(10)), Identity("model", tenant="other tenant").root()) == {}
     assert kept(pool, list(range(10)), None) == {}
 
 
-def test_a_block_is_shared_only_once_its_tokens_are_known_and_planned():
+def test_a_block_is_cached_only_when_its_tokens_are_known_and_planned():
     pool = BlockPool(8, 4)
     cache = SequenceCache(pool, ROOT)
-    cache.allocate(Found(), 8)
+    cache.allocate(Found(), 8, 0.0)
     tokens = list(range(7))
     cache.plan(0, 6)
     cache.cache_blocks(tokens)
@@ -84,43 +85,43 @@ def test_a_block_is_shared_only_once_its_tokens_are_known_and_planned():
     assert len(kept(pool, range(20))) == 2
 
 
-def test_the_count_of_tokens_at_which_sealing_is_due_is_told():
+def test_next_full_is_the_token_count_that_fills_the_next_block():
     pool = BlockPool(8, 4)
     cache = computed(pool, list(range(6)))
     assert cache.next_full == 8
-    cache.free()
+    cache.free(0.0)
     assert cache.next_full == 4
     assert SequenceCache(pool, None).next_full > 1 << 60
 
 
-def test_what_is_released_stays_and_its_start_is_given_up_first():
+def test_freed_blocks_stay_cached_and_the_first_ones_are_evicted_first():
     pool = BlockPool(4, 4, rule=RetentionRule(chunk_blocks=1, block_size=4))
     tokens = list(range(16))
     cache = computed(pool, tokens)
     blocks = list(cache.blocks)
-    cache.free()
+    cache.free(0.0)
     assert (cache.blocks, cache.planned, cache.capacity) == ([], 0, 0)
     assert pool.cached == 4
-    pool.allocate(2)
+    pool.allocate(2, 0.0)
     assert kept(pool, [*tokens, 99]) == {2: blocks[2], 3: blocks[3]}
 
 
-def test_tail_first_gives_up_the_end_first():
+def test_tail_first_evicts_the_last_blocks_first():
     pool = BlockPool(4, 4, rule=RetentionRule(EVICTIONS["tail-first"], chunk_blocks=1, block_size=4))
     tokens = list(range(16))
     cache = computed(pool, tokens)
     blocks = list(cache.blocks)
-    cache.free()
-    pool.allocate(2)
+    cache.free(0.0)
+    pool.allocate(2, 0.0)
     assert kept(pool, [*tokens, 99]) == {0: blocks[0], 1: blocks[1]}
 
 
-def test_holes_before_and_between_what_is_kept_are_missing_and_filled_in_ascending_order():
+def test_holes_around_cached_blocks_are_missing_and_filled_in_ascending_order():
     pool = BlockPool(9, 4)
     tokens = list(range(24))
     first = computed(pool, tokens)
     cache = SequenceCache(pool, ROOT)
-    cache.allocate(Found({index: first.blocks[index] for index in (1, 3, 4)}), 24)
+    cache.allocate(Found({index: first.blocks[index] for index in (1, 3, 4)}), 24, 0.0)
     assert cache.missing(24) == ((0, 4), (8, 12), (20, 24))
     cache.plan(0, 2)
     assert cache.missing(24) == ((2, 4), (8, 12), (20, 24))
@@ -133,45 +134,45 @@ def test_holes_before_and_between_what_is_kept_are_missing_and_filled_in_ascendi
     pool.check([first.blocks, cache.blocks])
 
 
-def test_a_filled_hole_is_sealed_and_what_was_found_stays_what_it_was():
+def test_a_filled_hole_is_cached_and_the_blocks_found_stay_in_place():
     pool = BlockPool(5, 4, rule=RetentionRule(chunk_blocks=1, block_size=4))
     tokens = list(range(17))
-    computed(pool, tokens).free()
-    pool.free(pool.allocate(2))  # the fifth block was never full; one more is given up
+    computed(pool, tokens).free(0.0)
+    pool.free(pool.allocate(2, 0.0), 0.0)  # the fifth block was never full; one more is given up
     cache = SequenceCache(pool, ROOT)
     found = cache.match(tokens)
     assert sorted(found.device) == [1, 2, 3]
-    cache.allocate(found, 17)
+    cache.allocate(found, 17, 0.0)
     cache.plan(0, 4)
     cache.cache_blocks(tokens)
     assert kept(pool, tokens) == dict(enumerate(cache.blocks[:4]))
     pool.check([cache.blocks])
 
 
-def test_a_block_on_the_host_is_brought_in_and_shared_at_once():
+def test_a_swapped_in_block_can_be_shared_at_once():
     pool = BlockPool(4, 4, rule=RetentionRule(chunk_blocks=1, block_size=4), host_blocks=4, low_water=1.0)
     tokens = list(range(9))
-    computed(pool, tokens).free()
+    computed(pool, tokens).free(0.0)
     for step in range(2):
-        assert len(pool.swap_out(step)) == 1
+        assert len(pool.swap_out(step, 0.0)) == 1
         pool.finish_swap_out(step)
-    pool.free(pool.allocate(4))
+    pool.free(pool.allocate(4, 0.0), 0.0)
     cache = SequenceCache(pool, ROOT)
     found = cache.match(tokens)
     assert (found.device, sorted(found.host)) == ({}, [0, 1])
-    copies = cache.allocate(found, len(tokens))
+    copies = cache.allocate(found, len(tokens), 0.0)
     assert [copy.target for copy in copies] == cache.blocks[:2]
     assert cache.missing(len(tokens)) == ((8, 9),)
     assert kept(pool, tokens) == dict(enumerate(cache.blocks[:2]))
     pool.check([cache.blocks])
 
 
-def test_a_sequence_that_lost_its_blocks_takes_what_is_left_of_them():
+def test_a_preempted_sequence_reuses_its_blocks_that_are_still_cached():
     pool = BlockPool(4, 4)
     tokens = list(range(14))
     cache = computed(pool, tokens)
-    cache.free()
-    cache.allocate(cache.match(tokens), len(tokens))
+    cache.free(0.0)
+    cache.allocate(cache.match(tokens), len(tokens), 0.0)
     assert cache.missing(len(tokens)) == ((12, 14),)
     assert cache.next_full == 16
     pool.check([cache.blocks])
@@ -180,7 +181,7 @@ def test_a_sequence_that_lost_its_blocks_takes_what_is_left_of_them():
 def test_rolled_back_positions_are_missing_again_and_cached_ones_cannot_be():
     pool = BlockPool(4, 4)
     cache = SequenceCache(pool, ROOT)
-    cache.allocate(Found(), 12)
+    cache.allocate(Found(), 12, 0.0)
     cache.plan(0, 11)
     cache.cache_blocks(range(6))
     cache.rollback(6)

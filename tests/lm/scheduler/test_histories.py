@@ -16,7 +16,7 @@ from itertools import repeat
 import pytest
 
 from holdfast.core.cost import CostModel
-from holdfast.core.types import Request, SamplingParams
+from holdfast.core.types import Identity, Request, SamplingParams
 from holdfast.lab.simulator.pipeline_policy import PipelineLatencyTarget
 from holdfast.lm.memory.retention import EVICTIONS
 from holdfast.lm.scheduler.builder import Policy
@@ -180,7 +180,7 @@ class History:
                 ignore_eos=choose.random() < 0.3,
             ),
             priority=choose.choice((0, 0, 0, 1, 2)),
-            tenant=choose.choice(("", "", "other")),
+            identity=Identity(tenant=choose.choice(("", "", "other"))),
             arrival=float(self.steps),
             deadline=choose.choice((None, 0.5, 30.0)),
         )

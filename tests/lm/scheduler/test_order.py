@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.core.config import EngineConfig
-from holdfast.core.types import Request, SamplingParams
+from holdfast.core.types import Identity, Request, SamplingParams
 from holdfast.lm.scheduler.choice import capacity_of, make_policy
 from holdfast.lm.scheduler.order import Deadline, Fair, Fcfs, Priority, make_order
 from tests.scheduling import answer, create_requests, create_scheduler, spans
@@ -224,7 +224,7 @@ def arrivals(draw, most=14):
             arrival=float(draw(st.integers(0, 40))),
             priority=draw(st.integers(-2, 3)),
             deadline=draw(st.sampled_from((None, 1.0, 5.0, 60.0))),
-            tenant=draw(st.sampled_from("abc")),
+            identity=Identity(tenant=draw(st.sampled_from("abc"))),
         )
         for number in range(draw(st.integers(2, most)))
     ]
@@ -265,7 +265,7 @@ def test_fair_order_is_fcfs_within_a_tenant(arriving):
     waits = Waits(Fair(), arriving, **tight)
     for first, other in waits.ahead:
         ahead, behind = waits.requests[first], waits.requests[other]
-        assert ahead.tenant != behind.tenant or ahead.arrival <= behind.arrival
+        assert ahead.identity.tenant != behind.identity.tenant or ahead.arrival <= behind.arrival
 
 
 def test_a_stream_of_chats_delays_a_batch_request_no_longer_than_the_aging():
@@ -285,7 +285,7 @@ def test_service_of_waiting_tenants_differs_by_at_most_the_bound(asked):
     class Watched(Waits):
         def before_step(self):
             waiting = {
-                entry.sequence.request.tenant
+                entry.sequence.request.identity.tenant
                 for name, entry in self.scheduler._entries.items()
                 if name not in self.started_at
             }
@@ -293,28 +293,29 @@ def test_service_of_waiting_tenants_differs_by_at_most_the_bound(asked):
             assert not counters or max(counters) - min(counters) <= bound
 
     arriving = [
-        request(number, prompt, max_tokens=most, tenant=tenant) for number, (tenant, prompt, most) in enumerate(asked)
+        request(number, prompt, max_tokens=most, identity=Identity(tenant=tenant))
+        for number, (tenant, prompt, most) in enumerate(asked)
     ]
     Watched(order, arriving, **tight)
 
 
 def test_a_tenant_that_floods_the_queue_gets_no_more_than_an_occasional_one():
-    flood = [request(number, tenant="flood") for number in range(40)]
-    modest = [request(number, tenant="modest") for number in range(40, 44)]
+    flood = [request(number, identity=Identity(tenant="flood")) for number in range(40)]
+    modest = [request(number, identity=Identity(tenant="modest")) for number in range(40, 44)]
     waits = Waits(Fair(), [*flood, *modest], **{**tight, "max_sequences": 1})
     first_eight = Counter(
-        waits.requests[name].tenant for name in sorted(waits.started_at, key=waits.started_at.__getitem__)[:8]
+        waits.requests[name].identity.tenant for name in sorted(waits.started_at, key=waits.started_at.__getitem__)[:8]
     )
     assert first_eight == {"flood": 4, "modest": 4}
 
 
 def test_an_idle_tenant_saves_up_no_service():
     order = Fair()
-    busy = [request(number, tenant="busy") for number in range(20)]
-    idle = [request(number, tenant="idle", arrival=40.0) for number in range(20, 30)]
+    busy = [request(number, identity=Identity(tenant="busy")) for number in range(20)]
+    idle = [request(number, identity=Identity(tenant="idle"), arrival=40.0) for number in range(20, 30)]
     waits = Waits(order, [*busy, *idle], **{**tight, "max_sequences": 1})
     after = [name for name in waits.started_at if waits.started_at[name] >= 40][:6]
-    assert Counter(waits.requests[name].tenant for name in after) == {"busy": 3, "idle": 3}
+    assert Counter(waits.requests[name].identity.tenant for name in after) == {"busy": 3, "idle": 3}
 
 
 def test_cached_tokens_cost_a_tenant_nothing():
@@ -322,6 +323,6 @@ def test_cached_tokens_cost_a_tenant_nothing():
     scheduler = create_scheduler(order=order, block_size=4)
     prompt = tuple(range(1, 11))
     for name in "01":
-        scheduler.add(Request(name, prompt, SamplingParams(max_tokens=1), tenant="a"))
+        scheduler.add(Request(name, prompt, SamplingParams(max_tokens=1), identity=Identity(tenant="a")))
         step(scheduler)
     assert order.served["a"] == (10 + 2) + (2 + 2)

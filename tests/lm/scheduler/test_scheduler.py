@@ -1,8 +1,12 @@
 """The scheduler from outside: what it takes and refuses, how sequences end, what it reports."""
 
-import pytest
+from dataclasses import replace
 
-from holdfast.core.types import FinishReason
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.core.types import FinishReason, Identity
 from holdfast.lm.types import PENDING, StepResult
 from tests.scheduling import answer, create_requests, create_scheduler, spans
 
@@ -190,12 +194,38 @@ def test_the_next_turn_of_a_conversation_finds_generated_tokens_in_the_cache(ste
     assert run_step(scheduler)[0].cached_tokens == 12, "the last token generated was never computed"
 
 
-def test_tenants_share_no_cached_prefix():
+OWN = {"model": "m", "adapter": "a", "dtype": "float32", "tenant": "t"}
+
+
+@pytest.mark.parametrize("field", OWN)
+def test_requests_that_differ_in_one_field_of_their_identity_share_no_block(field):
     scheduler = create_scheduler(block_size=4)
     prompt = tuple(range(10))
-    for tenant, cached in (("a", 0), ("b", 0), ("a", 8)):
-        scheduler.add(create_requests(prompt, max_tokens=1, tenant=tenant)[0])
+    for identity, cached in ((Identity(**OWN), 0), (Identity(**OWN | {field: "other"}), 0), (Identity(**OWN), 8)):
+        scheduler.add(create_requests(prompt, max_tokens=1, identity=identity)[0])
         assert run_step(scheduler)[0].cached_tokens == cached
+
+
+names = st.text("ab", max_size=2)
+identities = st.builds(Identity, names, names, names, names)
+
+
+@given(st.lists(identities, min_size=2, max_size=8))
+def test_a_request_finds_cached_tokens_only_if_its_identity_ran_before(asked):
+    scheduler = create_scheduler(block_size=4)
+    prompt = tuple(range(10))
+    for index, identity in enumerate(asked):
+        scheduler.add(create_requests(prompt, max_tokens=1, identity=identity)[0])
+        assert run_step(scheduler)[0].cached_tokens == (8 if identity in asked[:index] else 0)
+
+
+@pytest.mark.parametrize("field", ["model", "adapter", "dtype"])
+def test_an_identity_that_the_engine_does_not_serve_is_refused(field):
+    scheduler = create_scheduler(served=Identity("m", dtype="float32"))
+    one, two = create_requests(4, 4, identity=Identity("m", dtype="float32", tenant="anyone"))
+    scheduler.add(one)
+    with pytest.raises(ValueError, match=f"{field} is other, which this engine does not serve"):
+        scheduler.add(replace(two, identity=Identity(**{field: "other"})))
 
 
 def test_without_sharing_no_blocks_are_cached():

@@ -2,6 +2,7 @@
 
 import pytest
 
+from holdfast.core.types import Identity
 from tests.scheduling import FakeDevice, answer, create_requests, create_scheduler, spans
 
 
@@ -51,8 +52,8 @@ def dropped_front():
     scheduler = create_scheduler(block_size=4, blocks=8, budget=64)
     history = tuple(range(20))
     run(scheduler, one(history), now=0.0)
-    blocks = scheduler._queues.pool.allocate(5)  # 3 were free
-    scheduler._queues.pool.free(blocks)
+    blocks = scheduler._queues.pool.allocate(5, 0.0)  # 3 were free
+    scheduler._queues.pool.free(blocks, 0.0)
     return scheduler, history
 
 
@@ -148,7 +149,7 @@ def on_the_host(*histories):
     for _ in range(40):
         run(scheduler, one((1,), "tick"), now=5.0)
     pool = scheduler._queues.pool
-    pool.free(pool.allocate(20))
+    pool.free(pool.allocate(20, 5.0), 5.0)
     return scheduler
 
 
@@ -230,7 +231,7 @@ def test_a_waiting_turn_makes_its_conversation_recent():
     scheduler.add(one(2, "waits first"))
     scheduler.add(one((*histories[0], 99), "waits"))
     pool = scheduler._queues.pool
-    pool.free(pool.allocate(5))
+    pool.free(pool.allocate(5, 50.0), 50.0)
     assert pool.cached == 2 and len(scheduler._entries["waits"].cache.match(range(9))) == 2
 
 
@@ -262,7 +263,7 @@ def test_tenants_share_no_conversation_on_the_host():
     request = one(tuple(range(9)))
     run(scheduler, request)
     run(scheduler, one((1,), "tick"))
-    other = type(request)("1", request.prompt, request.params, tenant="other")
+    other = type(request)("1", request.prompt, request.params, identity=Identity(tenant="other"))
     (plan,) = run(scheduler, other)
     assert spans(plan) == [("1", 0, 9)] and plan.swap_in == ()
 

@@ -40,7 +40,7 @@ from holdfast.core.types import SamplingParams
 from holdfast.engine.client import EngineDead
 from holdfast.engine.messages import EngineInfo
 from holdfast.lm.execution.executor import PagedExecutor
-from holdfast.lm.memory.block_pool import BlockPool, StateIdentity
+from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.memory.retention import EVICTIONS, RetentionRule
 from holdfast.lm.models.base import Model
 from holdfast.lm.models.loader import load
@@ -265,7 +265,7 @@ class Histories(RuleBasedStateMachine):
             vocab_size=spec.vocab_size,
             eos_token_ids=spec.eos_token_ids,
             headroom=0.0,
-            sharing=StateIdentity("test"),
+            sharing=True,
         )
         info = EngineInfo(
             model="m", device="cpu", precision="float32",
@@ -274,7 +274,8 @@ class Histories(RuleBasedStateMachine):
             max_waiting=64, vocab_size=spec.vocab_size, started_in=0.0,
         )  # fmt: skip
         ticks = itertools.count()
-        loop = Loop(self.scheduler, executor, shape["steps_in_flight"], lambda: float(next(ticks)))
+        self.clock = lambda: float(next(ticks))
+        loop = Loop(self.scheduler, executor, shape["steps_in_flight"], self.clock)
         self.engine = Engine(loop, info)
         self.client = await start(self.engine, config)
         self.store = Store.open(self.where, AMPLE)
@@ -462,9 +463,9 @@ class Histories(RuleBasedStateMachine):
     @event(4, share=st.sampled_from([0.1, 0.3, 0.5, 0.8]))
     def evict(self, share: float) -> None:
         """Make the device give up some of its idle state, whatever else is free."""
-        pool = self.pool
+        pool, now = self.pool, self.clock()
         free = pool.num_blocks - pool.used - pool.cached
-        self.pool.free(self.pool.allocate(min(free + math.ceil(share * pool.cached), pool.allocatable)))
+        pool.free(pool.allocate(min(free + math.ceil(share * pool.cached), pool.allocatable), now), now)
 
     @event(1, kill=st.booleans())
     def end(self, kill: bool) -> None:

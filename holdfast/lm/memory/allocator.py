@@ -1,0 +1,59 @@
+"""Allocator: the free list, and the number of owners of each block."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+
+class Allocator:
+    """Counts the sequences that own each of the blocks 0 to `num_blocks - 1`, and lists the free blocks.
+
+    A block without an owner is not always free: it may hold cached state. The pool decides that.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.free = list(range(num_blocks - 1, -1, -1))
+        """Free blocks; the last is allocated first. Always the same list."""
+        self.owners = [0] * num_blocks
+        """Number of owners by block. Always the same list."""
+
+    def allocate(self, count: int) -> list[int]:
+        """Remove `count` blocks from the free list, which must hold as many, and give each one owner."""
+        free, owners = self.free, self.owners
+        allocated = free[: -count - 1 : -1]
+        del free[len(free) - count :]
+        for block in allocated:
+            owners[block] = 1
+        return allocated
+
+    def add_owner(self, blocks: Collection[int]) -> list[int]:
+        """Add an owner to each block, no block twice. Returns the blocks that had none."""
+        owners = self.owners
+        idle = [block for block in blocks if not owners[block]]
+        for block in blocks:
+            owners[block] += 1
+        return idle
+
+    def remove_owner(self, blocks: Iterable[int]) -> list[int]:
+        """Remove an owner from each block. Returns the blocks left without one. Raises RuntimeError if one had none."""
+        owners, idle = self.owners, []
+        for block in blocks:
+            count = owners[block]
+            if count == 1:
+                idle.append(block)
+            elif not count:
+                raise RuntimeError(f"block {block} is freed, but nobody owns it")
+            owners[block] = count - 1
+        return idle
+
+    def check(self, tables: Collection[Sequence[int]]) -> None:
+        """Raise RuntimeError unless each block stands in as many of these block tables as it counts owners."""
+        owners = [0] * len(self.owners)
+        for table in tables:
+            if len(set(table)) != len(table):
+                raise RuntimeError(f"a block stands twice in one table: {table}")
+            for block in table:
+                owners[block] += 1
+        for block, (count, counted) in enumerate(zip(owners, self.owners, strict=True)):
+            if count != counted:
+                raise RuntimeError(f"block {block} stands in {count} tables, but counts {counted} owners")

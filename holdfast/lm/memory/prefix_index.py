@@ -1,0 +1,45 @@
+"""PrefixIndex: finds the cached blocks of one tier by the digest of their contents."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class PrefixIndex:
+    """The cached blocks of a tier, by digest. A cached block is full and is not written again.
+
+    A digest identifies the tokens of a block and all tokens before them, so equal digests mean equal state.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.blocks: dict[bytes, int] = {}
+        """Block by digest. Always the same dict."""
+        self.digests: list[bytes | None] = [None] * num_blocks
+        """Digest by block; None if the block is not cached. Always the same list."""
+        self.indices = [0] * num_blocks
+        """By cached block, its place in the sequence: 0 for the first block."""
+
+    def add(self, block: int, digest: bytes, index: int) -> None:
+        """Cache a block under a digest that no other block has. Raises RuntimeError if the block is cached already."""
+        if self.digests[block] is not None:
+            raise RuntimeError(f"block {block} is cached twice, with different contents")
+        self.blocks[digest] = block
+        self.digests[block] = digest
+        self.indices[block] = index
+
+    def remove(self, blocks: Iterable[int]) -> list[bytes]:
+        """Forget what these cached blocks hold. Returns their digests."""
+        removed = []
+        for block in blocks:
+            digest = self.digests[block]
+            assert digest is not None
+            del self.blocks[digest]
+            self.digests[block] = None
+            removed.append(digest)
+        return removed
+
+    def check(self) -> None:
+        """Raise RuntimeError unless digests and cached blocks correspond one to one."""
+        cached = {block: digest for block, digest in enumerate(self.digests) if digest is not None}
+        if cached != {block: digest for digest, block in self.blocks.items()} or len(cached) != len(self.blocks):
+            raise RuntimeError("a cached block is not found by its digest, or a digest leads to another block")

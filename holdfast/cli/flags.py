@@ -13,14 +13,15 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
 from urllib.parse import urlsplit
 
-import msgspec
-import yaml
-
 ConfigT = TypeVar("ConfigT")
 
 
 class UsageError(Exception):
-    """The user asked for something that cannot be; the message is one line. Exit code 2."""
+    """The command line asks for something invalid; the message is one line. Exit code 2."""
+
+
+class CommandError(Exception):
+    """The command failed; the message is for the user. Exit code 1."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -139,6 +140,9 @@ def read_file(path: str, configs: Sequence[type]) -> dict[str, Any]:
 
     Raises UsageError that names what is wrong, and the nearest known key for one that is unknown.
     """
+    import msgspec
+    import yaml
+
     try:
         data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import httpx
 import msgspec
 
+from holdfast.cli.flags import CommandError
 from holdfast.engine.client import Usage
 from holdfast.server.conversations.protocol import ResponseRequest
 from holdfast.server.conversations.service import Responses
@@ -24,8 +25,8 @@ TENANT = ""
 """Whose conversations those of our own engine are."""
 
 
-class ChatError(Exception):
-    """A turn, or the conversation, cannot go on; the message is for the user."""
+class ChatError(CommandError):
+    """A turn, or the whole conversation, failed; the message is for the user."""
 
 
 @dataclass(frozen=True, slots=True)

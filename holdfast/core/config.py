@@ -76,7 +76,9 @@ class EngineConfig:
         3600.0, "seconds of waiting that lift a request by one priority class, so that no class waits for ever"
     )
     ttft_target: float | None = option(
-        None, "deadline of the first token in ms, for requests that name none, with the deadline order; default: 2000"
+        None,
+        "deadline of the first token in ms, for requests that name none, with the deadline order; default: 2000",
+        unit="ms",
     )
     fair_weight: float = option(2.0, "prompt tokens that a generated one counts, with the fair order")
     token_budget: int | None = option(None, "most tokens in one step; default: 2048 on CUDA, 512 on a CPU")

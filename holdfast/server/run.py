@@ -19,7 +19,7 @@ from holdfast.server.config import ServerConfig
 from holdfast.server.conversations.database import place
 from holdfast.server.conversations.service import Responses
 from holdfast.server.conversations.store import Store
-from holdfast.server.conversations.turns import Bounds
+from holdfast.server.conversations.values import Bounds
 from holdfast.server.service import Service
 
 MAX_HEADER_BYTES = 64 * 1024

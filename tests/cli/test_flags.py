@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from importlib.abc import MetaPathFinder
 from pathlib import Path
@@ -17,7 +19,7 @@ from holdfast.server.config import ServerConfig
 
 def engine(*arguments: str, file: str | None = None) -> EngineConfig:
     """What a command line, and a file behind it, make of the engine's options."""
-    options = make_parser().parse_args(["serve", *arguments])
+    options = make_parser("serve").parse_args(["serve", *arguments])
     return build(EngineConfig, vars(options), read_file(file, (EngineConfig, ServerConfig)) if file else {})
 
 
@@ -44,15 +46,23 @@ def test_a_flag_may_take_a_number_or_a_word(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("given", ["50", "50ms", "0.05s"])
-def test_a_time_may_bring_its_unit(given: str, tmp_path: Path) -> None:
+def test_a_time_may_name_its_unit(given: str, tmp_path: Path) -> None:
     assert engine("--tbt-target", given).tbt_target == 50
     path = tmp_path / "holdfast.yaml"
     path.write_text(f"tbt_target: {given}\n")
     assert engine(file=str(path)).tbt_target == 50
 
 
+@pytest.mark.parametrize("given", ["2000", "2000ms", "2s"])
+def test_the_target_for_the_first_token_may_name_its_unit(given: str, tmp_path: Path) -> None:
+    assert engine("--order", "deadline", "--ttft-target", given).ttft_target == 2000
+    path = tmp_path / "holdfast.yaml"
+    path.write_text(f"order: deadline\nttft_target: {given}\n")
+    assert engine(file=str(path)).ttft_target == 2000
+
+
 def test_a_repeated_key_makes_several() -> None:
-    options = make_parser().parse_args(["serve", "--api-key", "a", "--api-key", "b"])
+    options = make_parser("serve").parse_args(["serve", "--api-key", "a", "--api-key", "b"])
     assert build(ServerConfig, vars(options)).api_key == ("a", "b")
 
 
@@ -160,6 +170,29 @@ def test_help_has_every_option_with_its_text(capsys: pytest.CaptureFixture[str])
 def test_without_a_command_the_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     assert "holdfast serve" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("asked", ["--help", "--version"])
+def test_help_imports_neither_the_server_nor_the_engine(asked: str) -> None:
+    program = f"""
+import sys
+from holdfast.cli import main
+try:
+    main([{asked!r}])
+except SystemExit as ended:
+    assert ended.code == 0
+heavy = {{"fastapi", "uvicorn", "sqlalchemy", "httpx", "openai", "rich", "prompt_toolkit", "tokenizers", "torch"}}
+own = {{"holdfast.server", "holdfast.engine", "holdfast.lab", "holdfast.lm"}}
+assert not (heavy | own) & set(sys.modules), (heavy | own) & set(sys.modules)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={"PYTHONPATH": os.pathsep.join(sys.path)},
+        text=True,
+        capture_output=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from holdfast.core.types import FinishReason
 from holdfast.engine.text import Text
-from holdfast.server.conversations.turns import Context
+from holdfast.server.conversations.values import Context
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from holdfast.core.types import FinishReason
 from holdfast.server.conversations.protocol import ResponseRequest, new_id
-from holdfast.server.conversations.turns import Item
+from holdfast.server.conversations.values import Item
 from holdfast.server.protocol import ApiError
 from holdfast.server.replies import UsageReply, encode
 

@@ -14,7 +14,7 @@ from holdfast.server.conversations.keeper import Keeper
 from holdfast.server.conversations.prompt import Prompt, compose
 from holdfast.server.conversations.protocol import ResponseRequest, messages
 from holdfast.server.conversations.replies import Event, Response, ResponseShape, ended
-from holdfast.server.conversations.turns import GOOD, Context, Full, Gone, Item, Turn
+from holdfast.server.conversations.values import GOOD, Context, Full, Gone, Item, Turn
 from holdfast.server.protocol import ApiError
 from holdfast.server.service import Answer, Service, check_length, internal, unknown_model
 

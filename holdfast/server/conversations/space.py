@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from sqlalchemy import Connection, bindparam, delete, func, insert, literal, select, update
 
 from holdfast.server.conversations.schema import conversations, items, threads, turns
-from holdfast.server.conversations.turns import Bounds, Full
+from holdfast.server.conversations.values import Bounds, Full
 
 SHARE = 8
 """One thread may take up this part of the store: none drives out all the others."""

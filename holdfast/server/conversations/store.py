@@ -18,7 +18,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from holdfast.server.conversations.database import connect
 from holdfast.server.conversations.schema import conversations, items, migrate, threads, turns
 from holdfast.server.conversations.space import Space
-from holdfast.server.conversations.turns import GOOD, Bounds, Context, Gone, Item, Page, Turn
+from holdfast.server.conversations.values import GOOD, Bounds, Context, Gone, Item, Page, StoreError, Turn
 
 WARM_TURNS = 1024
 WARM_TOKENS = 1 << 21
@@ -49,10 +49,6 @@ _INSERT_TURN = insert(turns)
 
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.decode
-
-
-class StoreError(Exception):
-    """The store cannot be opened; the message says why in one line."""
 
 
 class Store:

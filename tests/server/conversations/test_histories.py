@@ -56,7 +56,7 @@ from holdfast.server.conversations.prompt import Prompt
 from holdfast.server.conversations.protocol import ResponseRequest, new_id, new_item
 from holdfast.server.conversations.service import RUNNING, Background, Responses, Writing
 from holdfast.server.conversations.store import Store
-from holdfast.server.conversations.turns import GOOD, Bounds
+from holdfast.server.conversations.values import GOOD, Bounds
 from holdfast.server.protocol import ApiError, parse
 from holdfast.server.service import Service
 from tests.checkpoints import VOCAB, make

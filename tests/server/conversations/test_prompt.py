@@ -12,7 +12,7 @@ from tokenizers_made import byte_level, metaspace
 from holdfast.core.types import FinishReason
 from holdfast.engine.text import Text
 from holdfast.server.conversations.prompt import Prompt, compose
-from holdfast.server.conversations.turns import Context
+from holdfast.server.conversations.values import Context
 
 LLAMA = "{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}</s>{% endfor %}{{ '<s>assistant\n' }}"
 PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "

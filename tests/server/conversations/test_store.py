@@ -19,7 +19,7 @@ from holdfast.server.conversations import schema
 from holdfast.server.conversations import store as conversation_store
 from holdfast.server.conversations.database import MEMORY
 from holdfast.server.conversations.store import Store, StoreError
-from holdfast.server.conversations.turns import Bounds, Context, Full, Gone, Turn
+from holdfast.server.conversations.values import Bounds, Context, Full, Gone, Turn
 
 AMPLE = Bounds(seconds=1e6, threads=1000, bytes=1 << 30)
 

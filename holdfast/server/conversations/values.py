@@ -13,6 +13,10 @@ GOOD = ("completed", "incomplete")
 """How a turn ended on which others may build."""
 
 
+class StoreError(Exception):
+    """The store cannot be opened; the message says why in one line."""
+
+
 class Gone(Exception):
     """What a turn builds on was deleted, or has gone on, while it was written."""
 

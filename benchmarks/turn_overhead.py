@@ -24,7 +24,7 @@ import uvloop
 from holdfast.core.config import BUILTIN_MODEL
 from holdfast.core.types import FinishReason, Request, SamplingParams
 from holdfast.engine.checkpoint import Checkpoint
-from holdfast.engine.client import Delta, EngineInfo, Timings, Usage, check, token_ids
+from holdfast.engine.client import Delta, EngineInfo, Timings, Usage
 from holdfast.engine.messages import Submit, decode_to_engine, encode
 from holdfast.engine.text import Text
 from holdfast.lm.memory.block_pool import BlockPool, StateIdentity
@@ -72,8 +72,7 @@ class Instant:
         self.asked = time.perf_counter()
         now = time.monotonic()
         limited = SamplingParams(temperature=0.0, max_tokens=len(self.answer), ignore_eos=True)
-        request = Request(f"{now}", token_ids("prompt", prompt, self.info), limited, tenant=tenant, arrival=now)
-        check(request, self.info)
+        request = Request(f"{now}", self.info.limits.check(prompt, limited), limited, tenant=tenant, arrival=now)
         submit = decode_to_engine(encode(Submit(request)))
         assert isinstance(submit, Submit)
         scheduler, answer = self.scheduler, iter(self.answer)

@@ -16,7 +16,7 @@ from holdfast.engine.in_service import in_service
 from holdfast.engine.messages import (
     EngineInfo,
 )
-from holdfast.engine.profiles import CostProfile, kept_at, precision_of
+from holdfast.engine.profiles import CostProfile, precision_of, profile_path
 from holdfast.engine.trace import TracedExecutor
 from holdfast.lm.execution import device as devices
 from holdfast.lm.execution.cost_profile import measure_cost, measure_recomputation
@@ -67,7 +67,9 @@ def build(
     traced = TracedExecutor(executor, config.trace, clock, suspends=suspends) if config.trace else executor
     loop = Loop(scheduler, traced, config.steps_in_flight, clock)
     spent = stages.end()
-    return loop, replace(info, started_in=clock() - began, stages=spent, profile=info.profile if profile else "")
+    return loop, replace(
+        info, started_in=clock() - began, stages=spent, profile_path=info.profile_path if profile else ""
+    )
 
 
 def make_executor(config: EngineConfig, directory: Path) -> PagedExecutor:
@@ -116,7 +118,7 @@ def divide_memory(executor: PagedExecutor, stages: StartStages) -> MemoryMeasure
 
 
 def describe(executor: PagedExecutor, checkpoint: Checkpoint, memory: MemoryMeasurement) -> EngineInfo:
-    """What the engine is; `profile` is where its profile is kept, if there is one."""
+    """What the engine is; `profile_path` is where its cost profile is kept, if there is one."""
     config, spec = executor.config, executor.model.spec
     dtype = str(spec.dtype).removeprefix("torch.")
     precision = precision_of(dtype, config.quantization, config.kv_cache_dtype)
@@ -135,7 +137,9 @@ def describe(executor: PagedExecutor, checkpoint: Checkpoint, memory: MemoryMeas
         max_waiting=config.max_waiting,
         vocab_size=spec.vocab_size,
         started_in=0.0,
-        profile=str(kept_at(checkpoint.directory, precision, pace_of(config, executor.device.type, memory.device))),
+        profile_path=str(
+            profile_path(checkpoint.directory, precision, pace_of(config, executor.device.type, memory.device))
+        ),
     )
 
 
@@ -178,7 +182,7 @@ def find_profile(
     executor: PagedExecutor, info: EngineInfo, shape: EngineShape, *, measure: bool, on_progress: Callable[[str], None]
 ) -> CostProfile | None:
     """The profile of the device where something goes by it: the one that is kept, or a new one, kept from now on."""
-    config, path = executor.config, Path(info.profile)
+    config, path = executor.config, Path(info.profile_path)
     wanted = config.tbt_target is not None
     if measure or (wanted and not path.is_file()):
         on_progress("measuring the device's pace")

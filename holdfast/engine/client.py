@@ -6,14 +6,12 @@ import asyncio
 import itertools
 import time
 import uuid
-from array import array
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from holdfast.core.config import EngineConfig
-from holdfast.core.tokens import packed
-from holdfast.core.types import MAX_DEADLINE, FinishReason, Request, SamplingParams, SequenceOutput
+from holdfast.core.types import FinishReason, Request, SamplingParams, SequenceOutput
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.child import Child
 from holdfast.engine.messages import (
@@ -32,6 +30,7 @@ from holdfast.engine.messages import (
     Submit,
 )
 from holdfast.engine.text import Text, TextStream
+from holdfast.lm.limits import RequestRefused
 from holdfast.lm.types import SchedulerStats
 
 __all__ = [
@@ -59,14 +58,6 @@ class EngineDead(RuntimeError):
 
 class QueueFull(RuntimeError):
     """As many requests wait as may; try again later."""
-
-
-class RequestRefused(ValueError):
-    """A request that can never be served; the message names the value and the limit, `param` what to change."""
-
-    def __init__(self, message: str, param: str) -> None:
-        super().__init__(message)
-        self.param = param
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,16 +186,16 @@ class EngineClient:
         """
         request_id = request_id or uuid.uuid4().hex
         self._admit(request_id)
+        tokens = self.info.limits.check(prompt, params, priority=priority, deadline=deadline)
         request = Request(
             id=request_id,
-            prompt=token_ids("prompt", prompt, self.info),
+            prompt=tokens,
             params=params,
             priority=priority,
             tenant=tenant,
             arrival=time.monotonic(),
             deadline=deadline,
         )
-        check(request, self.info)
         try:
             text = TextStream(self.text, params.stop)
         except ValueError as error:
@@ -379,43 +370,3 @@ class _Stream:
         usage = Usage(len(request.prompt), self._count, self._cached)
         timings = Timings(request.arrival, self._scheduled, self._first, self._last, self._count)
         return Delta(text, tokens, self.finish_reason, usage, timings)
-
-
-def token_ids(name: str, tokens: Sequence[int], info: EngineInfo) -> array[int]:
-    """Tokens as 32-bit numbers. Raises RequestRefused for what is no token id of this engine's model."""
-    try:
-        return packed(tokens, info.vocab_size)
-    except TypeError as error:
-        raise RequestRefused(f"{name} holds what is no token id: {error}", name) from None
-    except ValueError as error:
-        raise RequestRefused(f"{name} holds {error}", name) from None
-
-
-def check(request: Request, info: EngineInfo) -> None:
-    """Raise RequestRefused for a request that this engine can never serve, whatever tokens its prompt holds."""
-    prompt, params = request.prompt, request.params
-    if not prompt:
-        raise RequestRefused("the prompt is empty; it must hold at least one token", "prompt")
-    if len(prompt) >= info.max_model_len:
-        raise RequestRefused(
-            f"the prompt has {len(prompt)} tokens; with one generated token it exceeds this engine's limit of "
-            f"{info.max_model_len}; shorten the prompt",
-            "prompt",
-        )
-    token_ids("stop_token_ids", params.stop_token_ids, info)
-    # The last token ends the sequence, so its position is never computed.
-    positions = min(len(prompt) + params.max_tokens, info.max_model_len) - 1
-    capacity = info.num_blocks * info.block_size
-    if positions > capacity:
-        raise RequestRefused(
-            f"{len(prompt)} prompt tokens and up to {params.max_tokens} generated ones take {positions} positions of "
-            f"the KV cache, which has {capacity}; ask for fewer, or give the engine a larger cache_gb",
-            "max_tokens",
-        )
-    if not -(1 << 31) <= request.priority < 1 << 31:
-        raise RequestRefused(f"priority is {request.priority}; it must fit in 32 bits", "priority")
-    if request.deadline is not None and not 0 < request.deadline <= MAX_DEADLINE:
-        raise RequestRefused(
-            f"the deadline is {request.deadline} s after arrival; it must lie above 0 and be at most {MAX_DEADLINE} s",
-            "deadline_ms",
-        )

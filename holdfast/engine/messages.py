@@ -10,6 +10,7 @@ import msgspec
 from holdfast.core.columns import Columns
 from holdfast.core.config import EngineConfig
 from holdfast.core.types import FinishReason, Request, SequenceOutput
+from holdfast.lm.limits import RequestLimits
 from holdfast.lm.types import MemoryMeasurement, SchedulerStats
 
 MESSAGE_LIMIT = 128 << 20
@@ -39,8 +40,13 @@ class EngineInfo:
     """What these were spent on, in order: each stage of the start in words, and its seconds."""
     num_host_blocks: int = 0
     """Blocks of the host tier."""
-    profile: str = ""
-    """The file with the device's profile; empty where none was needed."""
+    profile_path: str = ""
+    """The file with the device's cost profile; empty if the engine needed none."""
+
+    @property
+    def limits(self) -> RequestLimits:
+        """What a request must keep to."""
+        return RequestLimits(self.max_model_len, self.vocab_size, self.num_blocks * self.block_size)
 
 
 class Message(msgspec.Struct, array_like=True):

@@ -105,7 +105,7 @@ def precision_of(dtype: str, quantization: QuantizationName, kv_cache_dtype: Cac
     return f"{dtype}, fp8 {' and '.join(fp8)}" if fp8 else dtype
 
 
-def kept_at(directory: Path, precision: str, device: str) -> Path:
+def profile_path(directory: Path, precision: str, device: str) -> Path:
     """Where the profile of the checkpoint in `directory` is kept, for this precision and this device.
 
     A name for people, and a digest of what config.json says and of the rest, for models of one name to stay apart.

@@ -11,6 +11,7 @@ from typing import ClassVar, Protocol
 
 from holdfast.core.types import SamplingParams
 from holdfast.engine.client import Delta, EngineClient, EngineDead, QueueFull, RequestRefused
+from holdfast.lm.limits import CONTEXT_LENGTH_EXCEEDED
 from holdfast.server.config import ServerConfig
 from holdfast.server.metrics import Metrics
 from holdfast.server.protocol import ApiError, ChatRequest, CompletionRequest
@@ -119,16 +120,15 @@ class Answer:
             except EngineDead:
                 raise engine_dead() from None
             except RequestRefused as error:
-                raise ApiError(str(error), param=error.param, code="invalid_value") from None
+                raise refused(error, self.wanted) from None
 
     async def _prompts(self) -> Sequence[Sequence[int]]:
         try:
             prompts = await self.encode()
         except ValueError as error:  # a chat template that refuses these messages
             raise ApiError(str(error), param=self.wanted.prompted_by, code="invalid_value") from None
-        longest = self.service.client.info.max_model_len
         for prompt in prompts:
-            check_length(len(prompt), longest, self.wanted)
+            check_length(len(prompt), self.service.client, self.wanted)
             self.prompt_tokens += len(prompt)
         return prompts
 
@@ -223,23 +223,22 @@ async def side_by_side(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def check_length(prompt: int, longest: int, wanted: Wanted) -> None:
-    """Raises ApiError when a prompt's tokens and what is asked for do not fit the model's context."""
-    most, limited_by = wanted.most_tokens, wanted.limited_by
-    if not prompt:
-        raise ApiError("the prompt has no tokens; give it some text", param=wanted.prompted_by, code="invalid_value")
-    if prompt >= longest:
-        raise ApiError(
-            f"the prompt has {prompt} tokens; this server's model takes {longest} with the answer. Shorten the prompt",
-            code="context_length_exceeded",
-        )
-    if most is not None and prompt + most > longest:
-        raise ApiError(
-            f"the prompt has {prompt} tokens and {limited_by} asks for {most} more; this server's model takes "
-            f"{longest} in all. Ask for {longest - prompt} at the most, or leave {limited_by} out",
-            param=limited_by,
-            code="context_length_exceeded",
-        )
+def check_length(prompt_tokens: int, client: EngineClient, wanted: Wanted) -> None:
+    """Raises ApiError when the prompt, with the answer's length if the client gave one, does not fit the context."""
+    try:
+        client.info.limits.check_length(prompt_tokens, wanted.most_tokens, wanted.limited_by)
+    except RequestRefused as error:
+        raise refused(error, wanted) from None
+
+
+def refused(error: RequestRefused, wanted: Wanted) -> ApiError:
+    """The engine's refusal as OpenAI's error, which names the route's own parameter.
+
+    As in OpenAI's API, a prompt that is too long names none.
+    """
+    prompt = None if error.code == CONTEXT_LENGTH_EXCEEDED else wanted.prompted_by
+    param = {"prompt": prompt, "max_tokens": wanted.limited_by}.get(error.param, error.param)
+    return ApiError(str(error), param=param, code=error.code)
 
 
 def internal(error: Exception) -> ApiError:

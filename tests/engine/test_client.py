@@ -15,9 +15,9 @@ import pytest
 import pytest_asyncio
 
 from holdfast.core.config import EngineConfig
-from holdfast.core.types import FinishReason, Request, SamplingParams
+from holdfast.core.types import FinishReason, SamplingParams
 from holdfast.engine.child import Child
-from holdfast.engine.client import EngineClient, EngineDead, EngineStartError, QueueFull, RequestRefused, check
+from holdfast.engine.client import EngineClient, EngineDead, EngineStartError, QueueFull, RequestRefused
 from holdfast.engine.messages import Abort, Start, Submit
 from tests.engine.conftest import SMALL, wait_for_end
 
@@ -175,10 +175,10 @@ async def test_what_can_never_be_served_is_refused_before_it_is_sent(client, sen
 
 
 async def test_a_request_beyond_the_whole_cache_is_refused(client):
-    info = dataclasses.replace(client.info, num_blocks=4)
-    check(Request("r", (5,) * 60, SamplingParams(max_tokens=5)), info)
+    limits = dataclasses.replace(client.info, num_blocks=4).limits
+    limits.check((5,) * 60, SamplingParams(max_tokens=5))
     with pytest.raises(RequestRefused, match="take 65 positions of the KV cache, which has 64"):
-        check(Request("r", (5,) * 60, SamplingParams(max_tokens=6)), info)
+        limits.check((5,) * 60, SamplingParams(max_tokens=6))
 
 
 async def test_a_full_queue_refuses_and_empties(client):
@@ -204,7 +204,7 @@ async def test_a_request_id_is_used_once_at_a_time(client):
 
 
 async def test_a_refusal_by_the_engine_reaches_the_stream(client, monkeypatch):
-    monkeypatch.setattr("holdfast.engine.client.check", lambda request, info: None)
+    monkeypatch.setattr(client, "info", dataclasses.replace(client.info, max_model_len=1 << 20, num_blocks=1 << 16))
     with pytest.raises(RequestRefused, match="5000 tokens"):
         await read(client.stream([5] * 5000, SHORT))
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from holdfast.core.config import EngineConfig
-from holdfast.engine.profiles import CostProfile, kept_at, precision_of
+from holdfast.engine.profiles import CostProfile, precision_of, profile_path
 from tests.lab.simulator.simulation import PROFILE
 
 
@@ -52,7 +52,7 @@ def test_each_model_precision_and_device_has_a_place_of_its_own(tmp_path, monkey
         (directory / "config.json").write_text(json.dumps({"number": number}))
         models.append(directory)
     places = {
-        kept_at(model, precision_of(dtype, quantization, cache), device)
+        profile_path(model, precision_of(dtype, quantization, cache), device)
         for model in models
         for dtype in ("float32", "bfloat16")
         for quantization in ("none", "fp8")

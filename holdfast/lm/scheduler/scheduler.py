@@ -6,8 +6,9 @@ import hashlib
 from collections import abc, deque
 
 from holdfast.core.columns import Columns
-from holdfast.core.tokens import VOCABULARY_LIMIT, packed
+from holdfast.core.tokens import VOCABULARY_LIMIT
 from holdfast.core.types import MAX_SEED, FinishReason, Request, SequenceOutput
+from holdfast.lm.limits import RequestLimits
 from holdfast.lm.memory.block_pool import BlockPool, StateIdentity
 from holdfast.lm.memory.sequence_cache import SequenceCache
 from holdfast.lm.scheduler.builder import Policy, StepBuilder
@@ -46,8 +47,7 @@ class Scheduler:
         `micro_batches`, the stages of a pipeline, so many steps are in flight that share no sequence whose token is
         being sampled: each takes its share of the decodes.
         """
-        self.max_model_len = max_model_len
-        self._vocab_size = vocab_size
+        self._limits = RequestLimits(max_model_len, vocab_size, pool.num_blocks * pool.block_size)
         self._policy = policy
         self._order = order or Priority()
         self._sharing = sharing
@@ -64,27 +64,11 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises ValueError if it could never run to its end, or if its id is taken."""
-        length, params, pool = len(request.prompt), request.params, self._queues.pool
+        params, pool = request.params, self._queues.pool
         if request.id in self._entries:
             raise ValueError(f"request {request.id} is already being served; give each request an id of its own")
-        if not length:
-            raise ValueError("the prompt is empty; it must hold at least one token")
-        try:
-            packed(request.prompt, self._vocab_size)
-        except ValueError as error:
-            raise ValueError(f"the prompt holds {error}") from None
-        if length >= self.max_model_len:
-            raise ValueError(
-                f"the prompt has {length} tokens; with one generated token it exceeds the limit of "
-                f"{self.max_model_len}; shorten the prompt"
-            )
-        limit = min(length + params.max_tokens, self.max_model_len)
-        # The last token ends the sequence, so its position is never computed.
-        if pool.blocks_for(limit - 1) > pool.num_blocks:
-            raise ValueError(
-                f"a prompt of {length} tokens and {limit - length} generated ones take {pool.blocks_for(limit - 1)} "
-                f"blocks of the KV cache, which has {pool.num_blocks}; shorten one of them or enlarge the cache"
-            )
+        self._limits.check(request.prompt, params, priority=request.priority, deadline=request.deadline)
+        limit = min(len(request.prompt) + params.max_tokens, self._limits.max_model_len)
         seed = self._draw_seed() if params.seed is None else params.seed
         entry = Entry(
             sequence=Sequence(request, seed),

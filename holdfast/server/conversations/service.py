@@ -174,8 +174,7 @@ class Writing:
             self.prompt = await asyncio.to_thread(compose, service.client.text, said, self.context)
         except ValueError as error:  # a chat template that refuses these messages
             raise ApiError(str(error), param="input", code="invalid_value") from None
-        longest = service.client.info.max_model_len
-        check_length(len(self.prompt.tokens), longest, self.wanted)
+        check_length(len(self.prompt.tokens), service.client, self.wanted)
         if self.wanted.background:
             await self._keep(self._turn(self.shape.response))
             self.begun = True

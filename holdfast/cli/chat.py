@@ -24,8 +24,8 @@ from holdfast.core.config import EngineConfig, option
 from holdfast.engine.client import EngineClient, Usage
 from holdfast.server.config import ServerConfig
 from holdfast.server.conversations.database import data_directory
-from holdfast.server.conversations.keeper import Keeper
 from holdfast.server.conversations.service import Responses
+from holdfast.server.conversations.store import AsyncStore
 from holdfast.server.run import open_store
 from holdfast.server.service import Service
 
@@ -102,16 +102,16 @@ async def talker(config: ChatConfig, engine: EngineConfig, model: str | None, no
             yield await connect(http, model, settings)
         return
     server = ServerConfig(store=str(data_directory() / "chat.sqlite"))
-    keeper = Keeper(open_store(server))
+    store = AsyncStore(open_store(server))
     try:
         with notes.status("starting") if notes.is_terminal else nullcontext() as status:
             client = await EngineClient.start(engine, on_progress=status.update if status else None)
         try:
-            yield LocalTalker(Responses(Service(client, server), keeper), settings)
+            yield LocalTalker(Responses(Service(client, server), store), settings)
         finally:
             await client.close()
     finally:
-        keeper.close()
+        store.close()
 
 
 async def lines(piped: bool) -> AsyncIterator[str]:

@@ -95,7 +95,7 @@ class LocalTalker:
         id = str(head)
         try:
             response = await self.responses.retrieve(TENANT, id)
-            said = await self.responses.keeper(lambda store: store.input(TENANT, id))
+            said = await self.responses.store.run(lambda store: store.turns.input(TENANT, id))
         except ApiError as error:
             raise ChatError(error.message) from None
         return turn_of(response, said or [])

@@ -14,10 +14,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from holdfast.core.version import __version__
 from holdfast.engine.client import EngineClient
 from holdfast.server.config import ServerConfig
-from holdfast.server.conversations.keeper import Keeper
 from holdfast.server.conversations.protocol import ResponseRequest
 from holdfast.server.conversations.service import Responses
-from holdfast.server.conversations.store import Store
+from holdfast.server.conversations.store import AsyncStore, Store
 from holdfast.server.protocol import ApiError, ChatRequest, CompletionRequest
 from holdfast.server.routes.conversations import add_conversation_routes
 from holdfast.server.routes.generation import add_generation_routes
@@ -33,7 +32,7 @@ OPEN_PATHS = ("/health",)
 def create_app(client: EngineClient, config: ServerConfig, store: Store) -> FastAPI:
     """The HTTP application over a started engine and an open store, which it closes with `app.state.responses`."""
     service = Service(client, config)
-    responses = Responses(service, Keeper(store))
+    responses = Responses(service, AsyncStore(store))
     app = FastAPI(
         title="Holdfast",
         version=__version__,

@@ -43,6 +43,6 @@ def test_a_packed_prompt_is_not_copied() -> None:
 def test_max_tokens_beyond_the_context_is_refused_only_where_the_answers_length_is_checked() -> None:
     RequestLimits(max_model_len=100, vocab_size=50, cache_tokens=99).check([1] * 90, SamplingParams(max_tokens=500))
     LIMITS.check_length(90, 10)
-    with pytest.raises(RequestRefused, match="max_output_tokens asks for 11 more.*ask for at most 10") as refusal:
+    with pytest.raises(RequestRefused, match=r"max_output_tokens asks for 11 more.*ask for at most 10") as refusal:
         LIMITS.check_length(90, 11, "max_output_tokens")
     assert (refusal.value.param, refusal.value.code) == ("max_output_tokens", "context_length_exceeded")

@@ -10,10 +10,10 @@ from contextlib import aclosing, contextmanager
 from dataclasses import replace
 
 from holdfast.core.types import FinishReason
-from holdfast.server.conversations.keeper import Keeper
 from holdfast.server.conversations.prompt import Prompt, compose
 from holdfast.server.conversations.protocol import ResponseRequest, messages
 from holdfast.server.conversations.replies import Event, Response, ResponseShape, ended
+from holdfast.server.conversations.store import AsyncStore
 from holdfast.server.conversations.values import GOOD, Context, Full, Gone, Item, Turn
 from holdfast.server.protocol import ApiError
 from holdfast.server.service import Answer, Service, check_length, internal, unknown_model
@@ -24,9 +24,9 @@ RUNNING = ("queued", "in_progress")
 class Responses:
     """The stateful side of a server. One for each server."""
 
-    def __init__(self, service: Service, keeper: Keeper) -> None:
+    def __init__(self, service: Service, store: AsyncStore) -> None:
         self.service = service
-        self.keeper = keeper
+        self.store = store
         self._locked: set[tuple[str, str]] = set()
         self._background: dict[str, Background] = {}
 
@@ -57,7 +57,7 @@ class Responses:
         background = self.running(tenant, response)
         if background is not None:
             return background.writing.shape.response
-        stored = await self.keeper(lambda store: store.response(tenant, response))
+        stored = await self.store.run(lambda store: store.turns.response(tenant, response))
         if stored is None:
             raise not_found("response", response)
         if stored["status"] in RUNNING:  # and nobody writes it any more
@@ -83,7 +83,7 @@ class Responses:
         background = self.running(tenant, response)
         if background is not None:
             await background.stop()
-        if not await self.keeper(lambda store: store.delete_response(tenant, response)):
+        if not await self.store.run(lambda store: store.turns.delete(tenant, response)):
             raise not_found("response", response)
 
     @contextmanager
@@ -108,7 +108,7 @@ class Responses:
         """Stop what runs in the background, and finish what the store was asked to do."""
         for background in list(self._background.values()):
             await background.stop()
-        await asyncio.to_thread(self.keeper.close)
+        await asyncio.to_thread(self.store.close)
 
 
 class Writing:
@@ -184,16 +184,16 @@ class Writing:
         return [self.prompt.tokens]
 
     async def _find_context(self) -> Context:
-        keeper, tenant = self.responses.keeper, self.tenant
+        store, tenant = self.responses.store, self.tenant
         previous, conversation = self.wanted.previous_response_id, self.wanted.conversation_id
         if conversation is not None:
-            context = await keeper(lambda store: store.conversation_context(tenant, conversation))
+            context = await store.run(lambda store: store.conversations.context(tenant, conversation))
             if context is None:
                 raise not_found("conversation", conversation, "conversation")
             return context
         if previous is None:
             return Context()
-        context = await keeper(lambda store: store.context(tenant, previous))
+        context = await store.run(lambda store: store.turns.context(tenant, previous))
         if context is None:
             raise not_found("response", previous, "previous_response_id")
         if context.status not in GOOD:
@@ -231,7 +231,7 @@ class Writing:
 
     async def _keep(self, turn: Turn) -> None:
         with kept():
-            await self.responses.keeper(lambda store: store.commit(turn, begun=self.begun))
+            await self.responses.store.run(lambda store: store.turns.commit(turn, begun=self.begun))
 
     async def end(self, response: Response) -> None:
         """Store how a background response ended that came to nothing."""

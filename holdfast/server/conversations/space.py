@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from sqlalchemy import Connection, bindparam, delete, func, insert, literal, select, update
 
-from holdfast.server.conversations.schema import conversations, items, threads, turns
+from holdfast.server.conversations.database import conversations, items, threads, turns
 from holdfast.server.conversations.values import Bounds, Full
 
 SHARE = 8

@@ -21,7 +21,7 @@ from holdfast.server.routes.http import JSON, described, page_query, read_body, 
 
 def add_conversation_routes(app: FastAPI, responses: Responses) -> None:
     """Everything under /v1/conversations."""
-    keeper = responses.keeper
+    store = responses.store
     add_item_routes(app, responses)
 
     @app.post("/v1/conversations", openapi_extra=described(ConversationRequest))
@@ -31,13 +31,13 @@ def add_conversation_routes(app: FastAPI, responses: Responses) -> None:
         wanted = parse(await read_body(request, limit) or b"{}", ConversationRequest)
         first, id = read_items(wanted.items, "items"), new_id("conv")
         with kept():
-            return JSON(await keeper(lambda store: store.create_conversation(tenant, id, wanted.metadata, first)))
+            return JSON(await store.run(lambda store: store.conversations.create(tenant, id, wanted.metadata, first)))
 
     @app.get("/v1/conversations/{conversation_id}")
     async def retrieve(request: Request, conversation_id: str) -> Response:
         """A conversation without its items."""
         tenant = tenant_of(request)
-        found = await keeper(lambda store: store.conversation(tenant, conversation_id))
+        found = await store.run(lambda store: store.conversations.get(tenant, conversation_id))
         return JSON(known(found, conversation_id))
 
     @app.post("/v1/conversations/{conversation_id}", openapi_extra=described(ConversationUpdate))
@@ -45,7 +45,7 @@ def add_conversation_routes(app: FastAPI, responses: Responses) -> None:
         """Replace a conversation's metadata."""
         tenant, limit = tenant_of(request), int(responses.service.config.max_body_mb * 1e6)
         wanted = parse(await read_body(request, limit), ConversationUpdate)
-        found = await keeper(lambda store: store.update_conversation(tenant, conversation_id, wanted.metadata))
+        found = await store.run(lambda store: store.conversations.update(tenant, conversation_id, wanted.metadata))
         return JSON(known(found, conversation_id))
 
     @app.delete("/v1/conversations/{conversation_id}")
@@ -53,14 +53,14 @@ def add_conversation_routes(app: FastAPI, responses: Responses) -> None:
         """Delete a conversation and its items; its responses stay."""
         tenant = tenant_of(request)
         with responses.lock(tenant, conversation_id):
-            if not await keeper(lambda store: store.delete_conversation(tenant, conversation_id)):
+            if not await store.run(lambda store: store.conversations.delete(tenant, conversation_id)):
                 raise not_found("conversation", conversation_id)
         return {"id": conversation_id, "object": "conversation.deleted", "deleted": True}
 
 
 def add_item_routes(app: FastAPI, responses: Responses) -> None:
     """Everything under /v1/conversations/{id}/items."""
-    keeper = responses.keeper
+    store = responses.store
 
     @app.post("/v1/conversations/{conversation_id}/items", openapi_extra=described(ItemsRequest))
     async def add(request: Request, conversation_id: str) -> Response:
@@ -69,7 +69,7 @@ def add_item_routes(app: FastAPI, responses: Responses) -> None:
         wanted = parse(await read_body(request, limit), ItemsRequest)
         new = read_items(wanted.items, "items")
         with responses.lock(tenant, conversation_id), kept():
-            if not await keeper(lambda store: store.add_items(tenant, conversation_id, new)):
+            if not await store.run(lambda store: store.conversations.add_items(tenant, conversation_id, new)):
                 raise not_found("conversation", conversation_id)
         return JSON(item_list(new, has_more=False))
 
@@ -78,8 +78,8 @@ def add_item_routes(app: FastAPI, responses: Responses) -> None:
         """The items, newest first unless `order=asc`."""
         tenant, query = tenant_of(request), page_query(request)
         try:
-            page = await keeper(
-                lambda store: store.items(
+            page = await store.run(
+                lambda store: store.conversations.items(
                     tenant, conversation_id, limit=query.limit, newest_first=query.newest_first, after=query.after
                 )
             )
@@ -92,7 +92,7 @@ def add_item_routes(app: FastAPI, responses: Responses) -> None:
     async def retrieve(request: Request, conversation_id: str, item_id: str) -> Response:
         """One item."""
         tenant = tenant_of(request)
-        found = await keeper(lambda store: store.item(tenant, conversation_id, item_id))
+        found = await store.run(lambda store: store.conversations.item(tenant, conversation_id, item_id))
         return JSON(known(found, item_id, "item"))
 
     @app.delete("/v1/conversations/{conversation_id}/items/{item_id}")
@@ -100,7 +100,7 @@ def add_item_routes(app: FastAPI, responses: Responses) -> None:
         """Take one item out. Returns the conversation."""
         tenant = tenant_of(request)
         with responses.lock(tenant, conversation_id):
-            found = await keeper(lambda store: store.delete_item(tenant, conversation_id, item_id))
+            found = await store.run(lambda store: store.conversations.delete_item(tenant, conversation_id, item_id))
         return JSON(known(found, item_id, "item"))
 
 

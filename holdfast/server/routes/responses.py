@@ -73,7 +73,7 @@ def add_response_routes(app: FastAPI, responses: Responses) -> None:
     async def input_items(request: Request, response_id: str) -> Response:
         """What a response's request brought."""
         tenant = tenant_of(request)
-        found = await responses.keeper(lambda store: store.input(tenant, response_id))
+        found = await responses.store.run(lambda store: store.turns.input(tenant, response_id))
         if found is None:
             raise not_found("response", response_id)
         return JSON(page(found, page_query(request)))

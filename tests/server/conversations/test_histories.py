@@ -49,13 +49,12 @@ from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.types import MemoryMeasurement, StepPlan
 from holdfast.loop.loop import Loop
 from holdfast.server.config import ServerConfig
-from holdfast.server.conversations import keeper as keeper_module
-from holdfast.server.conversations import schema
-from holdfast.server.conversations.keeper import Keeper
+from holdfast.server.conversations import database
+from holdfast.server.conversations import store as store_module
 from holdfast.server.conversations.prompt import Prompt
 from holdfast.server.conversations.protocol import ResponseRequest, new_id, new_item
 from holdfast.server.conversations.service import RUNNING, Background, Responses, Writing
-from holdfast.server.conversations.store import Store
+from holdfast.server.conversations.store import AsyncStore, Store
 from holdfast.server.conversations.values import GOOD, Bounds
 from holdfast.server.protocol import ApiError, parse
 from holdfast.server.service import Service
@@ -278,9 +277,9 @@ class Histories(RuleBasedStateMachine):
         self.client = await start(self.engine, config)
         self.store = Store.open(self.where, AMPLE)
         self.at_once = AtOnce()
-        with patch.object(keeper_module, "ThreadPoolExecutor", lambda **_: self.at_once):
-            keeper = Keeper(self.store)
-        self.responses = Responses(Service(self.client, ServerConfig()), keeper)
+        with patch.object(store_module, "ThreadPoolExecutor", lambda **_: self.at_once):
+            store = AsyncStore(self.store)
+        self.responses = Responses(Service(self.client, ServerConfig()), store)
 
     @rule(what=st.deferred(lambda: st.sampled_from(EVENTS)), data=st.data())
     def happen(self, what: str, data: st.DataObject) -> None:
@@ -393,7 +392,7 @@ class Histories(RuleBasedStateMachine):
         entry = (new["id"], "user", f"by hand {which % 10}")
         if what == "make" or not self.items:
             id = new_id("conv")
-            self.store.create_conversation("", id, {}, [new] if which % 2 else [])
+            self.store.conversations.create("", id, {}, [new] if which % 2 else [])
             self.items[id] = [entry] if which % 2 else []
             return
         busy = [id for id in self.items if any(talk.conversation == id for talk in self.under_way)]
@@ -401,13 +400,13 @@ class Histories(RuleBasedStateMachine):
         id = ids[which % len(ids)]
         entries = self.items[id]
         if what == "add":
-            assert self.store.add_items("", id, [new])
+            assert self.store.conversations.add_items("", id, [new])
             entries.append(entry)
         elif what == "remove" and entries:
             gone = entries.pop(which % len(entries))
-            assert self.store.delete_item("", id, gone[0])
+            assert self.store.conversations.delete_item("", id, gone[0])
         elif what == "delete":
-            assert self.store.delete_conversation("", id)
+            assert self.store.conversations.delete("", id)
             del self.items[id]
         else:
             return
@@ -611,8 +610,8 @@ class Histories(RuleBasedStateMachine):
 
     def _rows(self) -> dict[str, Row[Any]]:
         """All turns that the store holds, seen or not, by id."""
-        with self.store._read() as db:
-            return {row.id: row for row in db.execute(select(schema.turns))}
+        with self.store.database.read() as db:
+            return {row.id: row for row in db.execute(select(database.turns))}
 
     def _read_stats(self) -> None:
         stats = self.scheduler.stats()
@@ -640,7 +639,7 @@ class Histories(RuleBasedStateMachine):
             else:
                 assert id in under_way or id in self.came_to_nothing
         for id, talk in self.stored.items():
-            found = self.store.response("", id)
+            found = self.store.turns.response("", id)
             if talk.wanted.store and id not in self.deleted:
                 assert found == talk.response, "a turn that its client saw whole is not there as it was"
             else:
@@ -657,7 +656,7 @@ class Histories(RuleBasedStateMachine):
             if talk.background is not None:
                 assert (await self.responses.retrieve("", talk.id))["status"] in ("queued", "in_progress")
         for id, entries in self.items.items():
-            page = self.store.items("", id, limit=1000, newest_first=False)
+            page = self.store.conversations.items("", id, limit=1000, newest_first=False)
             assert page is not None
             listed = [(it["id"], it["role"], "".join(part["text"] for part in it["content"])) for it in page.items]
             assert listed == entries

@@ -105,10 +105,10 @@ async def serve(
             code = 1
         else:
             code = await drain(service, died, received)
-        service.traffic.draining = True
+        service.admission.draining = True
         await client.close()  # streams that still run end with an error event
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(service.traffic.idle(), CUT_SECONDS)
+            await asyncio.wait_for(service.admission.idle(), CUT_SECONDS)
         server.should_exit = True
         for task in (died, stop):
             task.cancel()
@@ -119,15 +119,15 @@ async def serve(
 
 async def drain(service: Service, died: asyncio.Task[bool], received: asyncio.Queue[int]) -> int:
     """Take no new work and let what runs finish, within the limit. A second signal ends the wait at once."""
-    service.traffic.draining = True
-    if service.traffic.under_way:
+    service.admission.draining = True
+    if service.admission.in_progress:
         log.warning(
             "draining: %d under way, at most %g s; a second signal ends at once",
-            service.traffic.under_way,
+            service.admission.in_progress,
             service.config.drain_seconds,
         )
     again = asyncio.create_task(received.get())
-    idle = asyncio.create_task(service.traffic.idle())
+    idle = asyncio.create_task(service.admission.idle())
     try:
         await asyncio.wait(
             {again, idle, died}, timeout=service.config.drain_seconds, return_when=asyncio.FIRST_COMPLETED

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from typing import ClassVar, Protocol
 
 from holdfast.core.types import SamplingParams
@@ -16,9 +16,10 @@ from holdfast.server.config import ServerConfig
 from holdfast.server.metrics import Metrics
 from holdfast.server.protocol import ApiError, ChatRequest, CompletionRequest
 from holdfast.server.replies import UsageReply
-from holdfast.server.traffic import Traffic, full
 
 log = logging.getLogger("holdfast.server")
+
+RETRY_SECONDS = 1
 
 
 class Wanted(Protocol):
@@ -39,6 +40,45 @@ class Wanted(Protocol):
     def sampling(self, choice: int, max_tokens: int) -> SamplingParams: ...
 
 
+class Admission:
+    """Counts the choices in progress, and refuses new ones beyond the limit before any work is done for them."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        """Most choices in progress: those that run and those that may wait."""
+        self.in_progress = 0
+        self.draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def check(self, choices: int) -> None:
+        """Raises ApiError 503 while draining, or if this many more choices would exceed the limit."""
+        if self.draining:
+            raise ApiError(
+                "the server is shutting down and takes no new requests; try another one",
+                status=503, type="server_error", code="shutting_down", retry_after=5,
+            )  # fmt: skip
+        if self.in_progress + choices > self.limit:
+            raise queue_full(self.limit)
+
+    @contextmanager
+    def admit(self, choices: int) -> Iterator[None]:
+        """Count the choices as in progress. Raises as `check`."""
+        self.check(choices)
+        self.in_progress += choices
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self.in_progress -= choices
+            if not self.in_progress:
+                self._idle.set()
+
+    async def idle(self) -> None:
+        """Wait until no choice is in progress."""
+        await self._idle.wait()
+
+
 class Service:
     """What all routes share. One for each server."""
 
@@ -46,7 +86,7 @@ class Service:
         self.client = client
         self.config = config
         self.metrics = Metrics()
-        self.traffic = Traffic(limit=client.info.max_sequences + client.info.max_waiting)
+        self.admission = Admission(limit=client.info.max_sequences + client.info.max_waiting)
         self.started_at = int(time.time())
 
     def answer(self, wanted: ChatRequest | CompletionRequest, tenant: str) -> Answer:
@@ -105,7 +145,7 @@ class Answer:
                 param="n",
                 code="invalid_value",
             )
-        with self.service.traffic.enter(self.num_choices):
+        with self.service.admission.admit(self.num_choices):
             prompts = await self._prompts()
             try:
                 async with aclosing(side_by_side([self._choices(prompt) for prompt in prompts])) as merged:
@@ -116,7 +156,7 @@ class Answer:
                 metrics.outcome(self.wanted.route, "left")
                 raise
             except QueueFull:
-                raise full(self.service.traffic.limit) from None
+                raise queue_full(self.service.admission.limit) from None
             except EngineDead:
                 raise engine_dead() from None
             except RequestRefused as error:
@@ -239,6 +279,14 @@ def refused(error: RequestRefused, wanted: Wanted) -> ApiError:
     prompt = None if error.code == CONTEXT_LENGTH_EXCEEDED else wanted.prompted_by
     param = {"prompt": prompt, "max_tokens": wanted.limited_by}.get(error.param, error.param)
     return ApiError(str(error), param=param, code=error.code)
+
+
+def queue_full(limit: int) -> ApiError:
+    """The refusal of a full queue."""
+    return ApiError(
+        f"the queue is full ({limit} requests); try again in a moment",
+        status=503, type="server_error", code="queue_full", retry_after=RETRY_SECONDS,
+    )  # fmt: skip
 
 
 def internal(error: Exception) -> ApiError:

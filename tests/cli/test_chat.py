@@ -19,7 +19,7 @@ from rich.console import Console
 from serving import listening
 
 from holdfast.cli import chat
-from holdfast.cli.bookmarks import Bookmarks
+from holdfast.cli.chat import Bookmarks
 from holdfast.cli.talkers import (
     ChatError,
     Head,

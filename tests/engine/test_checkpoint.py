@@ -25,7 +25,7 @@ def test_what_is_no_checkpoint_is_refused_with_what_was_looked_for(tmp_path):
     with pytest.raises(ValueError, match=r"has no config\.json"):
         Checkpoint.find(str(tmp_path))
     (tmp_path / "weights").write_text("")
-    with pytest.raises(ValueError, match=r"/weights is no directory; give a Hugging Face checkpoint directory"):
+    with pytest.raises(ValueError, match=r"/weights is not a directory; give a Hugging Face checkpoint directory"):
         Checkpoint.find(str(tmp_path / "weights"))
 
 
@@ -41,7 +41,7 @@ def test_a_configuration_that_is_no_object_is_refused(tmp_path, content, reason)
 
 def test_a_file_that_is_no_text_is_refused_by_name(tmp_path):
     (tmp_path / "config.json").write_bytes(b"{\xff}")
-    with pytest.raises(ValueError, match=r"/config\.json is no text file: byte 1 is not UTF-8"):
+    with pytest.raises(ValueError, match=r"/config\.json is not a text file: byte 1 is not UTF-8"):
         read_json(tmp_path / "config.json")
 
 

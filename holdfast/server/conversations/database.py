@@ -50,7 +50,7 @@ threads = Table(
     Column("active", Float, nullable=False, index=True),
     Column("bytes", BigInteger, nullable=False),
 )
-"""A first turn or a conversation with all that followed, kept or dropped whole. `active` is the time of its last turn."""
+"""A first turn or a conversation with all that followed. Kept or dropped whole. `active` is its last turn's time."""
 
 by_tenant = Index("threads_by_tenant", threads.c.tenant, threads.c.active)
 """Finds a tenant's longest idle thread."""

@@ -119,7 +119,7 @@ class Writing:
         if wanted.model != service.client.info.model:
             raise unknown_model(wanted.model, service.client.info.model)
         self.input: list[Item] = wanted.items()
-        service.traffic.check(1)
+        service.admission.check(1)
         self.responses = responses
         self.wanted = wanted
         self.tenant = tenant

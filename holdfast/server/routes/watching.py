@@ -55,7 +55,7 @@ def add_watch_routes(app: FastAPI, service: Service) -> None:
     @app.get("/health")
     async def health() -> Response:
         """200 after a round trip through the engine; 503 when it does not answer, or when the server drains."""
-        if service.traffic.draining:
+        if service.admission.draining:
             return JSON({"status": "draining"}, 503)
         try:
             await service.client.health(timeout=service.config.health_seconds)

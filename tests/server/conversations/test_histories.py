@@ -626,7 +626,7 @@ class Histories(RuleBasedStateMachine):
             stats = self.scheduler.stats()
             assert (stats.waiting, stats.running, stats.blocks_used) == (0, 0, 0)
             assert not self.client._streams and not self.responses._locked and not self.responses._background
-            assert not self.responses.service.traffic.under_way
+            assert not self.responses.service.admission.in_progress
 
     @invariant()
     def the_store_holds_whole_turns_and_all_of_them(self) -> None:

@@ -1,4 +1,4 @@
-"""From a parsed request to the deltas of its choices: admission, tokenizing, the engine, and what is measured."""
+"""From a parsed request to the deltas of its choices: admission, tokenizing, the engine, metrics."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ RETRY_SECONDS = 1
 
 
 class Wanted(Protocol):
-    """What an answer must know of any request."""
+    """The part of a request that every route needs for an answer."""
 
     route: ClassVar[str]
-    prompted_by: ClassVar[str]
-    limited_by: ClassVar[str]
+    prompt_param: ClassVar[str]
+    max_tokens_param: ClassVar[str]
 
     @property
     def n(self) -> int: ...
@@ -80,7 +80,7 @@ class Admission:
 
 
 class Service:
-    """What all routes share. One for each server."""
+    """The state that all routes share. One for each server."""
 
     def __init__(self, client: EngineClient, config: ServerConfig) -> None:
         self.client = client
@@ -90,10 +90,10 @@ class Service:
         self.started_at = int(time.time())
 
     def answer(self, wanted: ChatRequest | CompletionRequest, tenant: str) -> Answer:
-        """Begin to answer; nothing runs before the answer is iterated. Raises ApiError for what can be seen at once."""
+        """Prepare an answer; it runs when it is iterated. Raises ApiError for an error that is visible at once."""
         if wanted.model != self.client.info.model:
             raise unknown_model(wanted.model, self.client.info.model)
-        # Prompts are checked now and tokenized later, off the event loop, when a place is free.
+        # Prompts are checked now and tokenized after admission, off the event loop.
         text = self.client.text
         if isinstance(wanted, ChatRequest):
             messages = wanted.conversation()
@@ -109,7 +109,7 @@ class Service:
 
 
 class Answer:
-    """One HTTP request under way: the deltas of its choices, and its token counts once they have ended."""
+    """One HTTP request in progress: the deltas of its choices, and its token counts at their end."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class Answer:
         encode: Callable[[], Awaitable[Sequence[Sequence[int]]]],
         num_prompts: int = 1,
     ) -> None:
-        """`encode` gives the prompts once there is a place for them."""
+        """`encode` returns the prompts' tokens; it is called after admission."""
         self.service = service
         self.wanted = wanted
         self.tenant = tenant
@@ -137,7 +137,7 @@ class Answer:
         return UsageReply.of(self.prompt_tokens, self.completion_tokens, self.cached_tokens)
 
     async def deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
-        """(choice, delta) as they come; closing the generator aborts what still runs. Raises ApiError."""
+        """(choice, delta) as they arrive. Closing the generator aborts the running choices. Raises ApiError."""
         config, metrics = self.service.config, self.service.metrics
         if self.num_choices > config.max_choices:
             raise ApiError(
@@ -165,8 +165,8 @@ class Answer:
     async def _prompts(self) -> Sequence[Sequence[int]]:
         try:
             prompts = await self.encode()
-        except ValueError as error:  # a chat template that refuses these messages
-            raise ApiError(str(error), param=self.wanted.prompted_by, code="invalid_value") from None
+        except ValueError as error:  # the chat template refuses these messages
+            raise ApiError(str(error), param=self.wanted.prompt_param, code="invalid_value") from None
         for prompt in prompts:
             check_length(len(prompt), self.service.client, self.wanted)
             self.prompt_tokens += len(prompt)
@@ -180,7 +180,7 @@ class Answer:
         ]
 
     async def _choice(self, prompt: Sequence[int], params: SamplingParams, first: bool) -> AsyncGenerator[Delta, None]:
-        """One choice's deltas, measured as they pass."""
+        """One choice's deltas. Records its metrics."""
         metrics = self.service.metrics
         last: float | None = None
         wanted = self.wanted
@@ -213,10 +213,10 @@ class Answer:
 async def side_by_side(
     groups: Sequence[Sequence[AsyncGenerator[Delta, None]]],
 ) -> AsyncGenerator[tuple[int, Delta], None]:
-    """Merge streams as their deltas come, numbered through all groups.
+    """Merge streams as their deltas arrive; their numbers run through all groups.
 
-    The streams of a group have one prompt: the others start when the first has its first delta, and so find the
-    prompt's blocks in the cache.
+    The streams of a group have the same prompt. The first one starts alone; the others start at its first delta, when
+    the prompt's blocks are in the cache.
     """
     if len(groups) == 1 and len(groups[0]) == 1:
         async for delta in groups[0][0]:
@@ -266,7 +266,7 @@ async def side_by_side(
 def check_length(prompt_tokens: int, client: EngineClient, wanted: Wanted) -> None:
     """Raises ApiError when the prompt, with the answer's length if the client gave one, does not fit the context."""
     try:
-        client.info.limits.check_length(prompt_tokens, wanted.most_tokens, wanted.limited_by)
+        client.info.limits.check_length(prompt_tokens, wanted.most_tokens, wanted.max_tokens_param)
     except RequestRefused as error:
         raise refused(error, wanted) from None
 
@@ -276,8 +276,8 @@ def refused(error: RequestRefused, wanted: Wanted) -> ApiError:
 
     As in OpenAI's API, a prompt that is too long names none.
     """
-    prompt = None if error.code == CONTEXT_LENGTH_EXCEEDED else wanted.prompted_by
-    param = {"prompt": prompt, "max_tokens": wanted.limited_by}.get(error.param, error.param)
+    prompt = None if error.code == CONTEXT_LENGTH_EXCEEDED else wanted.prompt_param
+    param = {"prompt": prompt, "max_tokens": wanted.max_tokens_param}.get(error.param, error.param)
     return ApiError(str(error), param=param, code=error.code)
 
 
@@ -290,13 +290,13 @@ def queue_full(limit: int) -> ApiError:
 
 
 def internal(error: Exception) -> ApiError:
-    """What clients see of an error that nobody foresaw; its trace goes to the log."""
+    """The answer to an unexpected error, whose trace goes to the log."""
     log.error("a request failed", exc_info=error)
     return ApiError("the server failed on this request", status=500, type="server_error", code="internal_error")
 
 
 def unknown_model(name: str, served: str) -> ApiError:
-    """The refusal of a model that is not served."""
+    """The refusal of a request for a model that is not served."""
     return ApiError(
         f"the model {name[:128]!r} is not served here; this server has {served!r}",
         status=404, param="model", code="model_not_found",
@@ -304,7 +304,7 @@ def unknown_model(name: str, served: str) -> ApiError:
 
 
 def engine_dead() -> ApiError:
-    """What clients see when the engine process has ended. The reason stays in the server's log."""
+    """The answer when the engine process has ended. The reason stays in the server's log."""
     return ApiError(
         "the engine has stopped; the server is going down", status=503, type="server_error", code="engine_dead"
     )

@@ -48,7 +48,7 @@ def test_it_says_what_is_off_and_no_passwords(engine: EngineConfig, server: Serv
 
 
 def test_a_target_for_the_time_between_tokens_stands_beside_the_most_of_a_step() -> None:
-    assert "512 tokens at the most (token budget), 50 ms where someone streams (TBT target)" in announced(
+    assert "512 tokens at most (token budget), 50 ms while a stream decodes (TBT target)" in announced(
         EngineConfig(tbt_target=50), ServerConfig()
     )
 

@@ -10,7 +10,7 @@ from sqlalchemy import Connection, Row, bindparam, delete, func, insert, select,
 
 from holdfast.server.conversations.database import Database, conversations, items, threads, turns
 from holdfast.server.conversations.space import Space
-from holdfast.server.conversations.values import Context, Gone, Item, Page, Turn
+from holdfast.server.conversations.values import Conflict, Context, Item, Page, Turn
 
 # The query of every turn in a conversation, built once.
 _OWN = (
@@ -180,8 +180,8 @@ def append(db: Connection, conversation: str, new: Sequence[Item]) -> int:
 def advance(db: Connection, turn: Turn) -> None:
     """Make a turn its conversation's head, within the caller's transaction.
 
-    Raises Gone if the conversation is no longer as the turn found it: its head has changed or, where it has none, its
-    items have. The update comes first because it keeps other servers out.
+    Raises Conflict if the conversation has changed since the turn began: its head or, where it has none, its items.
+    The update comes first because it keeps other servers out.
     """
     columns, parent, here = conversations.c, turn.context.parent, items.c.conversation == turn.conversation
     unmoved = columns.head.is_(None) if parent is None else columns.head == parent
@@ -191,7 +191,7 @@ def advance(db: Connection, turn: Turn) -> None:
         listed = db.execute(select(items.c.id).where(here).order_by(items.c.position)).scalars().all()
         same = listed == [item["id"] for item in turn.context.items]
     if not same:
-        raise Gone("the conversation was deleted, edited or went on while this response was written")
+        raise Conflict("the conversation was deleted, edited or went on while this response was written")
 
 
 def _shown(row: Row[Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What clients of the stateful API send: responses, conversations and items as strict types, refused by name."""
+"""Requests of the stateful API: responses, conversations and items as strict types."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from holdfast.server.protocol import (
 )
 
 MAX_NEW_ITEMS = 20
-"""Items that one call may add to a conversation by hand, as in OpenAI's API."""
+"""Most items that one call may add to a conversation, as in OpenAI's API."""
 
 Id = Annotated[str, Meta(min_length=1, max_length=64)]
 NewItems = Annotated[list[dict[str, Any]], Meta(max_length=MAX_NEW_ITEMS)]
@@ -40,8 +40,8 @@ class ResponseRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknown_
     """POST /v1/responses."""
 
     route: ClassVar[str] = "/v1/responses"
-    prompted_by: ClassVar[str] = "input"
-    limited_by: ClassVar[str] = "max_output_tokens"
+    prompt_param: ClassVar[str] = "input"
+    max_tokens_param: ClassVar[str] = "max_output_tokens"
     n: ClassVar[int] = 1
     harmless = (
         "user",
@@ -86,11 +86,11 @@ class ResponseRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknown_
 
     @property
     def conversation_id(self) -> str | None:
-        """The conversation that this is a turn of."""
+        """The conversation of this turn, if it belongs to one."""
         return self.conversation.id if isinstance(self.conversation, ConversationParam) else self.conversation
 
     def items(self) -> list[Item]:
-        """The input as items. Raises ApiError for what it cannot hold, and for parameters that exclude each other."""
+        """The input as items. Raises ApiError for unsupported content, and for parameters that exclude each other."""
         if self.previous_response_id is not None and self.conversation is not None:
             raise ApiError(
                 "previous_response_id and conversation exclude each other; give one of them",
@@ -126,12 +126,12 @@ class ItemsRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fields
 
 
 def new_id(kind: str) -> str:
-    """An id that nobody can guess: resp_…, msg_…, conv_…."""
+    """An unguessable id: resp_…, msg_…, conv_…."""
     return f"{kind}_{uuid.uuid4().hex}"
 
 
 def new_item(role: str, *texts: str) -> Item:
-    """A message that was said."""
+    """A message as a completed item."""
     if role == "assistant":
         content = [{"type": "output_text", "text": text, "annotations": [], "logprobs": []} for text in texts]
     else:
@@ -140,7 +140,7 @@ def new_item(role: str, *texts: str) -> Item:
 
 
 def read_items(given: Sequence[Mapping[str, Any]], name: str) -> list[Item]:
-    """Items as a client gives them, with ids of ours. Raises ApiError for what is not a message of text."""
+    """A client's items with new ids. Raises ApiError for anything other than a text message."""
     return [_read_item(item, f"{name}[{index}]") for index, item in enumerate(given)]
 
 
@@ -155,7 +155,7 @@ def _read_item(item: Mapping[str, Any], name: str) -> Item:
         raise ApiError(
             f"{name}.role is {_shown(role)}; supported: {', '.join(ROLES)}", param=f"{name}.role", code="invalid_value"
         )
-    # Items sent back as the openai client dumps them carry fields of features that were not used.
+    # The openai client dumps an item with empty fields for unused features, and users send such items back.
     extra = [key for key, value in item.items() if key not in (*ITEM_FIELDS, "phase") and value not in (None, [])]
     if extra:
         raise ApiError(
@@ -192,7 +192,7 @@ def _shown(value: Any) -> str:
 
 
 def messages(instructions: str | None, items: Sequence[Item]) -> list[dict[str, str]]:
-    """What the chat template is given: the turn's instructions first, then all that was said."""
+    """The messages for the chat template: the turn's instructions first, then all items."""
     first = [{"role": "system", "content": instructions}] if instructions else []
     said = [
         {"role": ROLES[item["role"]], "content": "\n".join([part["text"] for part in item["content"]])}

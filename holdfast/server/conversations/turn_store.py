@@ -14,7 +14,7 @@ from sqlalchemy import Connection, Row, bindparam, delete, insert, literal, sele
 from holdfast.server.conversations.conversation_store import advance, append
 from holdfast.server.conversations.database import Database, threads, turns
 from holdfast.server.conversations.space import Space
-from holdfast.server.conversations.values import GOOD, Context, Gone, Item, Turn
+from holdfast.server.conversations.values import GOOD, Conflict, Context, Item, Turn
 
 CACHED_TURNS = 1024
 CACHED_TOKENS = 1 << 21
@@ -67,14 +67,14 @@ class TurnStore:
     def commit(self, turn: Turn, *, begun: bool = False) -> None:
         """Store a turn, and append its items to its conversation if it has one.
 
-        `begun` says that this replaces the turn's own beginning, stored earlier. Raises Gone when the parent, the
+        `begun` says that this replaces the turn's own beginning, stored earlier. Raises Conflict when the parent, the
         conversation or that beginning was deleted or has changed.
         """
         status, context = turn.response["status"], turn.context
         thread = context.thread or turn.conversation or turn.id
         with self._database.write() as db:
             if begun and not db.execute(delete(turns).where(turns.c.id == turn.id)).rowcount:
-                raise Gone("the response was deleted while it was written")
+                raise Conflict("the response was deleted while it was written")
             start = self._shared(db, turn)
             row = {
                 "response": _encode(turn.response),
@@ -139,12 +139,12 @@ class TurnStore:
         return db.execute(_VISIBLE, {"id": response, "tenant": tenant, "oldest": self._space.oldest()}).one_or_none()
 
     def _shared(self, db: Connection, turn: Turn) -> int:
-        """The number of leading tokens that a turn has in common with its parent. Raises Gone without the parent."""
+        """Number of leading tokens that a turn shares with its parent. Raises Conflict if the parent is gone."""
         parent, known = turn.context.parent, turn.context.tokens
         if parent is None:
             return 0
         if db.execute(_EXISTS, {"id": parent}).scalar() is None:
-            raise Gone("the previous response was deleted while this one was written")
+            raise Conflict("the previous response was deleted while this one was written")
         if turn.known == len(known) or turn.tokens[: len(known)] == known:
             return len(known)
         pairs = enumerate(zip(turn.tokens, known, strict=False))

@@ -1,4 +1,4 @@
-"""What is stored and what it builds on, as values: turns, contexts, pages, bounds."""
+"""The store's values and errors: turns, contexts, pages, bounds. Imports no database."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ Item = dict[str, Any]
 """A message as the API shows it: type, id, status, role, content."""
 
 GOOD = ("completed", "incomplete")
-"""How a turn ended on which others may build."""
+"""Statuses of turns that others may build on."""
 
 
 class StoreError(Exception):
     """The store cannot be opened; the message says why in one line."""
 
 
-class Gone(Exception):
-    """What a turn builds on was deleted, or has gone on, while it was written."""
+class Conflict(Exception):
+    """A turn's parent or conversation was deleted, or has changed, while the turn was written."""
 
 
-class Full(Exception):
-    """A thread takes up more of the store than one may; the message is for its user."""
+class ThreadTooLarge(Exception):
+    """A thread exceeds its share of the store; the message is for the user."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """How much is kept. Beyond any of them the threads that were not active for longest are dropped whole."""
+    """Limits of the store. Beyond any of them, the threads that have been idle for longest are dropped."""
 
     seconds: float
-    """Time since a thread's last turn."""
+    """Maximum time since a thread's last turn."""
     threads: int
     bytes: int
-    """Of all tokens and items, as they are stored."""
+    """Stored bytes of all tokens and items."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """A response as it is stored. Tokens are the whole sequence's: what it shares with its parent is stored once."""
+    """A response to be stored. `tokens` is the whole sequence, whose part from the parent is stored only once."""
 
     response: Mapping[str, Any]
-    """As the API shows it; among its fields id, status, output, previous_response_id."""
+    """The response as the API shows it, with id, status, output and previous_response_id."""
     tenant: str
     input: Sequence[Item]
     context: Context
@@ -49,7 +49,7 @@ class Turn:
     visible: bool = True
     tokens: Sequence[int] = ()
     known: int = 0
-    """How many of the first of them were taken from the context as they are."""
+    """Number of leading tokens that were taken unchanged from the context."""
     characters: int = 0
     digest: bytes = b""
 
@@ -61,26 +61,26 @@ class Turn:
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
-    """What a new turn builds on."""
+    """The state that a new turn builds on."""
 
     thread: str | None = None
-    """None for a turn that begins one."""
+    """None for a turn that begins a thread."""
     parent: str | None = None
-    """The turn that was last; None at the beginning, and after a conversation's items were edited by hand."""
+    """The last turn; None at the beginning, and after a client edited the conversation's items."""
     status: str = "completed"
     items: Sequence[Item] = ()
     """All messages so far."""
     tokens: Sequence[int] = ()
-    """The raw tokens behind them, as far as they are known."""
+    """The raw tokens of the messages, as far as they are known."""
     characters: int = 0
-    """How long the text is that these tokens stand for."""
+    """Length of the text that these tokens stand for."""
     digest: bytes = b""
-    """Of that text and the tokenizer."""
+    """Digest of that text and the tokenizer."""
 
 
 @dataclass(frozen=True)
 class Page:
-    """Some of a list of items."""
+    """A part of a list of items."""
 
     items: list[Item]
     has_more: bool

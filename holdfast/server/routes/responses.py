@@ -1,4 +1,4 @@
-"""OpenAI's Responses: a turn sends only what is new."""
+"""Routes of OpenAI's Responses, where a turn sends only its new input."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def add_response_routes(app: FastAPI, responses: Responses) -> None:
 
     @app.post("/v1/responses", openapi_extra=described(ResponseRequest))
     async def create(request: Request) -> Response:
-        """The answer to a turn; with `stream`, as it is written; with `background`, whoever listens."""
+        """Answer a turn: whole, as a stream, or in the background."""
         wanted = parse(await read_body(request, limit), ResponseRequest)
         if wanted.background:
             background = await responses.start(wanted, tenant_of(request))
@@ -40,12 +40,12 @@ def add_response_routes(app: FastAPI, responses: Responses) -> None:
             return await stream(request, (event_bytes(event) async for event in background.follow()))
         writing = responses.write(wanted, tenant_of(request))
         if wanted.stream:
-            return await stream(request, told(writing))
+            return await stream(request, event_stream(writing))
         return JSON(await while_connected(request.receive, whole(writing)))
 
     @app.get("/v1/responses/{response_id}")
     async def retrieve(request: Request, response_id: str) -> Response:
-        """A stored response; with `stream`, the events of one that is written in the background."""
+        """A stored response; with `stream`, the events of a running background response."""
         tenant, query = tenant_of(request), request.query_params
         if query.get("stream") != "true":
             return JSON(await responses.retrieve(tenant, response_id))
@@ -71,7 +71,7 @@ def add_response_routes(app: FastAPI, responses: Responses) -> None:
 
     @app.get("/v1/responses/{response_id}/input_items")
     async def input_items(request: Request, response_id: str) -> Response:
-        """What a response's request brought."""
+        """The input items of a response."""
         tenant = tenant_of(request)
         found = await responses.store.run(lambda store: store.turns.input(tenant, response_id))
         if found is None:
@@ -80,7 +80,7 @@ def add_response_routes(app: FastAPI, responses: Responses) -> None:
 
 
 def page(items: list[dict[str, Any]], query: PageQuery) -> dict[str, Any]:
-    """The part of a short list that a query asks for."""
+    """The part of the list that a query asks for."""
     if query.newest_first:
         items = items[::-1]
     if query.after is not None:
@@ -92,15 +92,15 @@ def page(items: list[dict[str, Any]], query: PageQuery) -> dict[str, Any]:
 
 
 async def whole(writing: Writing) -> dict[str, Any]:
-    """A response at its end."""
+    """The response at its end."""
     async with aclosing(writing.events()) as events:
         async for _ in events:
             pass
     return writing.shape.response
 
 
-async def told(writing: Writing) -> AsyncGenerator[bytes, None]:
-    """A response as server-sent events. Once the first is out, an error ends it as a failed one."""
+async def event_stream(writing: Writing) -> AsyncGenerator[bytes, None]:
+    """A response as server-sent events. After the first one, an error ends it with `response.failed`."""
     begun = False
     try:
         async with aclosing(writing.events()) as events:
@@ -115,7 +115,7 @@ async def told(writing: Writing) -> AsyncGenerator[bytes, None]:
 
 
 async def stream(request: Request, events: AsyncGenerator[bytes, None]) -> Response:
-    """A stream that begins once there is something to send: a refusal has its own status."""
+    """A stream that begins with its first event, so that a refusal still gets its own status."""
 
     async def begin() -> bytes:
         return await anext(events)

@@ -18,7 +18,7 @@ import sqlalchemy
 from holdfast.server.conversations import database, turn_store
 from holdfast.server.conversations.database import MEMORY
 from holdfast.server.conversations.store import Store, StoreError
-from holdfast.server.conversations.values import Bounds, Context, Full, Gone, Turn
+from holdfast.server.conversations.values import Bounds, Conflict, Context, ThreadTooLarge, Turn
 
 AMPLE = Bounds(seconds=1e6, threads=1000, bytes=1 << 30)
 
@@ -167,7 +167,7 @@ def test_a_conversation_moves_with_its_turns_alone(store: Store) -> None:
     start = store.conversations.context("a", "conv")
     assert start is not None
     store.turns.commit(turn("one", start, conversation="conv"))
-    with pytest.raises(Gone, match="went on"):
+    with pytest.raises(Conflict, match="went on"):
         store.turns.commit(turn("late", start, conversation="conv"))
     assert said(store.conversations.context("a", "conv")) == ["first", "one", "ONE"]
     page = store.conversations.items("a", "conv", limit=9, newest_first=False)
@@ -184,7 +184,7 @@ def test_a_conversation_that_was_edited_while_a_turn_was_written_keeps_the_edit(
         start = store.conversations.context("a", "conv")
         assert start is not None
         assert change()
-        with pytest.raises(Gone, match="edited"):
+        with pytest.raises(Conflict, match="edited"):
             store.turns.commit(turn("late", start, conversation="conv"))
     assert said(store.conversations.context("a", "conv")) == ["by hand"]
 
@@ -213,11 +213,11 @@ def test_deleted_turns_stay_only_for_those_that_build_on_them(store: Store, cloc
 def test_a_turn_whose_parent_was_deleted_meanwhile_is_not_kept(store: Store) -> None:
     parent = grow(store, "a")
     store.turns.delete("a", "a")
-    with pytest.raises(Gone, match="previous response"):
+    with pytest.raises(Conflict, match="previous response"):
         store.turns.commit(turn("b", parent))
     store.turns.commit(turn("job", status="queued"))
     store.turns.delete("a", "job")
-    with pytest.raises(Gone, match="was deleted while"):
+    with pytest.raises(Conflict, match="was deleted while"):
         store.turns.commit(turn("job"), begun=True)
     assert store.turns.context("a", "job") is None
 
@@ -277,7 +277,7 @@ class TestBounds:
 
     def test_none_takes_up_all(self, opened: Callable[..., Store]) -> None:
         store = opened(bytes=80_000)
-        with pytest.raises(Full, match="more than 10000 bytes"):
+        with pytest.raises(ThreadTooLarge, match="more than 10000 bytes"):
             store.turns.commit(turn("large", tokens=[0] * 3000))
         assert store.turns.response("a", "large") is None
 

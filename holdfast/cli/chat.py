@@ -333,9 +333,8 @@ class Bookmarks:
         places.setdefault(self.place, {})[name] = bookmark
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            descriptor, temporary = tempfile.mkstemp(
-                dir=self.path.parent, prefix=self.path.name
-            )  # readable by its owner alone
+            # mkstemp makes a file that only its owner can read.
+            descriptor, temporary = tempfile.mkstemp(dir=self.path.parent, prefix=self.path.name)
             with os.fdopen(descriptor, "wb") as file:
                 file.write(msgspec.json.format(msgspec.json.encode(places)))
             Path(temporary).replace(self.path)

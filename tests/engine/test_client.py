@@ -61,7 +61,7 @@ def sent(client, monkeypatch):
     return messages
 
 
-async def test_a_stream_gives_text_tokens_usage_and_stamps(client, sent):
+async def test_a_stream_gives_text_tokens_usage_and_timings(client, sent):
     prompt = client.text.encode("hello world")
     text, tokens, last = await read(client.stream(prompt, SHORT))
     assert text == client.text.decode(tokens)
@@ -82,7 +82,7 @@ async def test_a_prompt_seen_before_comes_from_the_cache(client):
     assert other[2].usage.cached_tokens == 0, "prefixes are shared within a tenant only"
 
 
-async def test_many_streams_at_once_give_what_each_gives_alone(client):
+async def test_parallel_streams_equal_streams_run_alone(client):
     prompts = [client.text.encode(f"{number} hello " * number) for number in range(1, 13)]
     alone = [(await read(client.stream(prompt, SHORT)))[:2] for prompt in prompts]
     together = await asyncio.gather(*(read(client.stream(prompt, SHORT)) for prompt in prompts))
@@ -105,7 +105,7 @@ async def test_a_stop_string_ends_the_text_and_frees_the_blocks(client, sent):
     assert (stats.running, stats.blocks_used) == (0, 0)
 
 
-async def test_a_stop_token_ends_the_stream_and_is_no_text(client, sent):
+async def test_a_stop_token_ends_the_stream_and_is_left_out_of_the_text(client, sent):
     prompt = client.text.encode("hello")
     _, tokens, _ = await read(client.stream(prompt, SHORT))
     ends_at = tokens.index(tokens[5])
@@ -167,7 +167,9 @@ async def test_a_slow_reader_gets_the_same_text_in_fewer_deltas(client):
         ([5], SamplingParams(stop=("x",) * 65), "stop", "at most 64"),
     ],
 )
-async def test_what_can_never_be_served_is_refused_before_it_is_sent(client, sent, prompt, params, param, words):
+async def test_a_request_that_can_never_be_served_is_refused_before_it_is_sent(
+    client, sent, prompt, params, param, words
+):
     with pytest.raises(RequestRefused, match=words) as refusal:
         client.stream(prompt, params)
     assert isinstance(refusal.value, ValueError) and refusal.value.param == param
@@ -181,7 +183,7 @@ async def test_a_request_beyond_the_whole_cache_is_refused(client):
         limits.check((5,) * 60, SamplingParams(max_tokens=6))
 
 
-async def test_a_full_queue_refuses_and_empties(client):
+async def test_a_full_queue_refuses_requests_until_it_empties(client):
     prompt = client.text.encode("hello")
     streams = [client.stream(prompt, SHORT) for _ in range(client.config.max_waiting)]
     readers = [asyncio.create_task(read(stream)) for stream in streams]
@@ -192,7 +194,7 @@ async def test_a_full_queue_refuses_and_empties(client):
     await read(client.stream(prompt, SHORT))
 
 
-async def test_a_request_id_is_used_once_at_a_time(client):
+async def test_a_request_id_in_use_is_refused(client):
     stream, twin = [client.stream([5], ENDLESS, request_id="mine") for _ in range(2)]
     await anext(stream)
     with pytest.raises(RequestRefused, match="mine is already in use"):
@@ -209,13 +211,13 @@ async def test_a_refusal_by_the_engine_reaches_the_stream(client, monkeypatch):
         await read(client.stream([5] * 5000, SHORT))
 
 
-async def test_the_terminals_interrupt_is_not_for_the_engine(client):
+async def test_ctrl_c_in_the_terminal_does_not_reach_the_engine(client):
     os.kill(client.pid, signal.SIGINT)
     assert (await client.health()).running == 0
     assert os.getsid(client.pid) != os.getsid(0)
 
 
-async def test_an_engine_that_does_not_answer_in_time_is_told(client, monkeypatch):
+async def test_health_raises_timeout_error_when_the_engine_hangs(client, monkeypatch):
     monkeypatch.setattr(client._child, "send", lambda message: None)
     with pytest.raises(TimeoutError):
         await client.health(timeout=0.001)
@@ -229,7 +231,7 @@ def room(monkeypatch):
         yield Path(directory)
 
 
-async def test_the_socket_cannot_be_found_once_the_engine_is_connected(small, room):
+async def test_the_socket_has_no_file_once_the_engine_is_connected(small, room):
     client = await EngineClient.start(small())
     assert not list(room.glob("holdfast-*/engine"))
     await client.close()
@@ -254,7 +256,7 @@ async def test_a_killed_engine_ends_every_stream_with_the_reason(small):
     await client.close()
 
 
-async def test_an_engine_that_fails_as_it_runs_ends_with_its_reason(small, capfd):
+async def test_an_engine_that_fails_while_running_gives_its_reason(small, capfd):
     client = await EngineClient.start(small())
     stream = client.stream([5, 6], ENDLESS)
     await anext(stream)
@@ -268,7 +270,7 @@ async def test_an_engine_that_fails_as_it_runs_ends_with_its_reason(small, capfd
     assert "Traceback" not in capfd.readouterr().err
 
 
-async def test_a_client_that_cannot_read_its_engine_gives_up_with_the_reason(small):
+async def test_a_client_that_cannot_decode_a_message_ends_with_the_reason(small):
     def trip(stage):
         raise ZeroDivisionError("no stage is fine")
 
@@ -276,7 +278,7 @@ async def test_a_client_that_cannot_read_its_engine_gives_up_with_the_reason(sma
         await EngineClient.start(small(), trip)
 
 
-async def test_closing_ends_streams_and_process(small):
+async def test_closing_ends_the_streams_and_the_process(small):
     client = await EngineClient.start(small())
     stream = client.stream([5, 6], ENDLESS)
     await anext(stream)
@@ -287,7 +289,7 @@ async def test_closing_ends_streams_and_process(small):
     wait_for_end(client.pid)
 
 
-async def test_a_start_that_fails_says_why_and_leaves_nothing(small, checkpoint, tmp_path, capfd, room):
+async def test_a_failed_start_gives_its_reason_and_leaves_no_process(small, checkpoint, tmp_path, capfd, room):
     with pytest.raises(EngineStartError, match="does not exist"):
         await EngineClient.start(small(model=str(tmp_path / "absent")))
     with pytest.raises(EngineStartError, match=r"no tokenizer\.json"):
@@ -302,7 +304,7 @@ async def test_a_start_that_fails_says_why_and_leaves_nothing(small, checkpoint,
     assert not list(room.glob("holdfast-*/engine"))
 
 
-async def test_a_start_that_is_cancelled_ends_the_process(small, monkeypatch):
+async def test_a_cancelled_start_ends_the_process(small, monkeypatch):
     children = []
 
     class Noted(Child):

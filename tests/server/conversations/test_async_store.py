@@ -13,7 +13,7 @@ from holdfast.server.protocol import ApiError
 from holdfast.server.run import open_store
 
 
-async def test_a_database_that_fails_is_an_error_that_clients_understand(tmp_path: Path) -> None:
+async def test_a_database_failure_is_a_503_that_names_no_database(tmp_path: Path) -> None:
     path = tmp_path / "store.sqlite"
     store = AsyncStore(open_store(ServerConfig(store=str(path))))
     with sqlite3.connect(path) as other:

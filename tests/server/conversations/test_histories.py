@@ -709,7 +709,7 @@ OFTEN = {
 
 
 @pytest.mark.timeout(1800)  # half a minute of work, which takes ten times that beside ten others
-def test_whatever_happens_each_answer_is_that_of_a_model_without_any_cache() -> None:
+def test_answers_equal_those_of_a_model_without_a_cache_through_any_history() -> None:
     Histories.seen.clear()
     first = random.randrange(1 << 32) if HISTORIES else 0
     for number in range(max(8, HISTORIES // EACH)):

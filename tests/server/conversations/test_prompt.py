@@ -39,7 +39,7 @@ def decoded(text: Text, prompt: Prompt) -> str:
 
 @pytest.mark.parametrize("template", [LLAMA, PLAIN])
 @given(words=st.lists(st.text(alphabet="helo wrd.é😀🦆\n", min_size=1), min_size=3, max_size=7))
-def test_known_tokens_begin_the_next_prompt_which_is_the_templates_rendering(template: str, words: list[str]) -> None:
+def test_the_next_prompt_begins_with_the_known_tokens_and_equals_the_rendering(template: str, words: list[str]) -> None:
     text = text_of(template)
     context, known = Context(), 0
     for turn in range(1, len(words), 2):
@@ -54,7 +54,7 @@ def test_known_tokens_begin_the_next_prompt_which_is_the_templates_rendering(tem
         known = len(context.tokens)
 
 
-def test_only_what_is_new_is_tokenized_and_what_was_generated_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_new_text_is_tokenized_and_generated_tokens_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     text = text_of(LLAMA)
     first = compose(text, conversation("hello"), Context())
     odd = [token for letter in "world" for token in text.encode(letter)]
@@ -67,7 +67,7 @@ def test_only_what_is_new_is_tokenized_and_what_was_generated_stays(monkeypatch:
     assert decoded(text, second) == second.text
 
 
-def test_an_answer_that_was_cut_by_its_length_is_known_too() -> None:
+def test_tokens_of_an_answer_cut_by_its_length_are_known() -> None:
     text = text_of(LLAMA)
     first = compose(text, conversation("hello"), Context())
     duck = text.encode("🦆")
@@ -85,7 +85,7 @@ def test_an_answer_that_was_cut_by_its_length_is_known_too() -> None:
         ("", [END, END], FinishReason.LENGTH),  # special tokens, of which no text tells
     ],
 )
-def test_tokens_that_the_answer_does_not_stand_for_are_not_known(
+def test_generated_tokens_that_do_not_decode_to_the_answer_are_not_known(
     answer: str, tokens: list[int], reason: FinishReason
 ) -> None:
     text = text_of(LLAMA)
@@ -104,7 +104,7 @@ def test_tokens_that_the_answer_does_not_stand_for_are_not_known(
         (LLAMA, conversation("hello", " wo", "again"), "an item was edited"),
     ],
 )
-def test_a_rendering_that_does_not_begin_with_the_known_text_is_tokenized_whole(
+def test_a_rendering_without_the_known_text_is_tokenized_completely(
     template: str, messages: list[dict[str, str]], why: str
 ) -> None:
     text = text_of(template)
@@ -127,20 +127,20 @@ def test_another_tokenizers_tokens_are_not_used() -> None:
 class TestBorder:
     """Text that is tokenized as it stands after another."""
 
-    def test_no_space_is_put_before_it(self) -> None:
+    def test_no_space_is_added_before_the_text(self) -> None:
         text = Text(metaspace())
         assert text.encode_after("hello", "world") != text.encode("world")
         assert text.encode_after("hello ", "world") is None  # the space belongs to the word
         whole = text.encode("hello</s>world")
         assert text.encode_after("hello", "</s>world") == whole[len(text.encode("hello")) :]
 
-    def test_a_token_that_spans_it_is_told(self) -> None:
+    def test_a_token_across_the_border_gives_none(self) -> None:
         text = Text(byte_level())
         assert text.encode_after("hel", "lo") is None
         assert text.encode_after("hello", " world") == text.encode(" world")
 
     @given(before=st.text(max_size=100), rest=st.text(max_size=100))
-    def test_it_has_the_same_text(self, before: str, rest: str) -> None:
+    def test_it_decodes_to_the_same_text(self, before: str, rest: str) -> None:
         text = Text(byte_level())
         if (ids := text.encode_after(before, rest)) is not None:
             assert text.decode(ids, skip_special_tokens=False) == rest

@@ -119,7 +119,7 @@ def grow(store: Store, *names: str, tenant: str = "a") -> Context:
     return context
 
 
-def test_a_turn_brings_back_what_it_builds_on(store: Store) -> None:
+def test_a_context_holds_all_earlier_items_and_tokens(store: Store) -> None:
     last = grow(store, "a", "bb", "ccc")
     assert said(last) == ["a", "A", "bb", "BB", "ccc", "CCC"]
     assert (list(last.tokens), last.characters, last.digest) == ([1, 2, 3], 7, b"digest")
@@ -127,7 +127,7 @@ def test_a_turn_brings_back_what_it_builds_on(store: Store) -> None:
     assert middle is not None and list(middle.tokens) == [1, 2] and said(middle) == ["a", "A", "bb", "BB"]
 
 
-def test_branches_share_what_came_before(store: Store) -> None:
+def test_branches_share_the_items_of_their_parent(store: Store) -> None:
     parent = grow(store, "a")
     for name in ("left", "right"):
         store.turns.commit(turn(name, parent))
@@ -136,7 +136,7 @@ def test_branches_share_what_came_before(store: Store) -> None:
         assert child is not None and child.thread == parent.thread
 
 
-def test_tokens_that_differ_from_the_parents_are_its_own(store: Store) -> None:
+def test_a_turn_stores_tokens_that_differ_from_its_parents(store: Store) -> None:
     parent = grow(store, "a", "bb")
     store.turns.commit(turn("c", parent, tokens=[1, 9, 9, 9]))
     store.turns.commit(turn("short", parent, tokens=[1]))
@@ -162,7 +162,7 @@ def test_nothing_is_found_by_another_tenant(store: Store) -> None:
     assert said(store.conversations.context("a", "conv")) == ["x"]
 
 
-def test_a_conversation_moves_with_its_turns_alone(store: Store) -> None:
+def test_only_a_turn_at_the_head_advances_a_conversation(store: Store) -> None:
     store.conversations.create("a", "conv", {"k": "v"}, [item("first")])
     start = store.conversations.context("a", "conv")
     assert start is not None
@@ -189,7 +189,7 @@ def test_a_conversation_that_was_edited_while_a_turn_was_written_keeps_the_edit(
     assert said(store.conversations.context("a", "conv")) == ["by hand"]
 
 
-def test_a_turn_that_came_to_nothing_leaves_its_conversation_alone(store: Store) -> None:
+def test_a_failed_turn_leaves_its_conversation_unchanged(store: Store) -> None:
     store.conversations.create("a", "conv", {}, [])
     start = store.conversations.context("a", "conv")
     assert start is not None
@@ -199,7 +199,7 @@ def test_a_turn_that_came_to_nothing_leaves_its_conversation_alone(store: Store)
     assert (store.turns.response("a", "job") or {})["status"] == "cancelled"
 
 
-def test_deleted_turns_stay_only_for_those_that_build_on_them(store: Store, clock: Clock) -> None:
+def test_a_deleted_turn_is_kept_only_while_others_build_on_it(store: Store, clock: Clock) -> None:
     grow(store, "a", "bb", "ccc")
     assert store.turns.delete("a", "bb") and store.turns.delete("a", "a")
     assert store.turns.response("a", "a") is None and store.turns.response("a", "bb") is None
@@ -210,7 +210,7 @@ def test_deleted_turns_stay_only_for_those_that_build_on_them(store: Store, cloc
             assert db.execute(sqlalchemy.select(table)).all() == []
 
 
-def test_a_turn_whose_parent_was_deleted_meanwhile_is_not_kept(store: Store) -> None:
+def test_a_turn_whose_parent_was_deleted_meanwhile_is_not_stored(store: Store) -> None:
     parent = grow(store, "a")
     store.turns.delete("a", "a")
     with pytest.raises(Conflict, match="previous response"):
@@ -225,7 +225,7 @@ def test_a_turn_whose_parent_was_deleted_meanwhile_is_not_kept(store: Store) -> 
 class TestBounds:
     """Whole threads are dropped, the longest idle first."""
 
-    def test_by_age(self, opened: Callable[..., Store], clock: Clock) -> None:
+    def test_threads_beyond_the_age_are_dropped(self, opened: Callable[..., Store], clock: Clock) -> None:
         store = opened(seconds=100)
         grow(store, "old")
         clock.now += 60
@@ -237,7 +237,9 @@ class TestBounds:
         with store.database.read() as db:
             assert set(db.execute(sqlalchemy.select(database.turns.c.id)).scalars()) == {"young", "new"}
 
-    def test_by_count_and_activity(self, opened: Callable[..., Store], clock: Clock) -> None:
+    def test_beyond_the_count_the_longest_idle_threads_are_dropped(
+        self, opened: Callable[..., Store], clock: Clock
+    ) -> None:
         store = opened(threads=2)
         first = grow(store, "first")
         clock.now += 1
@@ -249,7 +251,9 @@ class TestBounds:
         assert store.turns.response("a", "second") is None
         assert said(store.turns.context("a", "on")) == ["first", "FIRST", "on", "ON"]
 
-    def test_by_size(self, opened: Callable[..., Store], clock: Clock) -> None:
+    def test_beyond_the_size_the_longest_idle_threads_are_dropped(
+        self, opened: Callable[..., Store], clock: Clock
+    ) -> None:
         store = opened(bytes=80_000)
         for number in range(20):
             clock.now += 1
@@ -258,9 +262,7 @@ class TestBounds:
         assert kept == list(range(20 - len(kept), 20))
         assert 5 <= len(kept) <= 10
 
-    def test_a_tenant_that_has_more_does_not_drive_out_one_that_has_less(
-        self, opened: Callable[..., Store], clock: Clock
-    ) -> None:
+    def test_the_tenant_that_has_most_loses_its_threads_first(self, opened: Callable[..., Store], clock: Clock) -> None:
         for bounds, size in (({"threads": 6}, 10), ({"bytes": 80_000}, 2000)):
             store = opened(**bounds)
             for number in range(2):
@@ -275,7 +277,7 @@ class TestBounds:
             store.turns.commit(turn("mine2", tenant="small", tokens=[0] * size))
             assert store.turns.response("small", "mine0") and not store.turns.response("large", f"theirs{kept[0]}")
 
-    def test_none_takes_up_all(self, opened: Callable[..., Store]) -> None:
+    def test_a_thread_beyond_its_share_of_the_store_is_refused(self, opened: Callable[..., Store]) -> None:
         store = opened(bytes=80_000)
         with pytest.raises(ThreadTooLarge, match="more than 10000 bytes"):
             store.turns.commit(turn("large", tokens=[0] * 3000))
@@ -304,7 +306,9 @@ store.turns.commit(turn("two", store.conversations.context("a", "conv"), convers
 """
 
     @pytest.mark.parametrize("moment", ["before_cursor_execute", "after_cursor_execute", "commit"])
-    def test_killed_in_mid_commit(self, tmp_path: Path, opened: Callable[..., Store], moment: str) -> None:
+    def test_a_process_killed_during_a_commit_leaves_the_last_turn_whole(
+        self, tmp_path: Path, opened: Callable[..., Store], moment: str
+    ) -> None:
         where = str(tmp_path / "store.sqlite")
         paths = [str(Path(__file__).parent), *sys.path]
         program = self.PROGRAM.format(path=paths, where=where, moment=moment)
@@ -326,7 +330,7 @@ store.turns.commit(turn("two", store.conversations.context("a", "conv"), convers
 class TestOpening:
     """Old schemas are brought up to date, unknown ones and other files refused."""
 
-    def test_what_was_stored_is_there_again_and_others_cannot_read_it(
+    def test_a_reopened_store_has_its_turns_and_only_its_owner_can_read_the_file(
         self, opened: Callable[..., Store], tmp_path: Path
     ) -> None:
         path = tmp_path / "deep" / "store.sqlite"
@@ -335,7 +339,7 @@ class TestOpening:
         assert said(opened(path).turns.context("a", "bb")) == ["a", "A", "bb", "BB"]
         assert path.stat().st_mode & 0o077 == 0
 
-    def test_an_older_schema_is_brought_up_to_date(
+    def test_an_older_schema_is_migrated(
         self, opened: Callable[..., Store], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         path = tmp_path / "store.sqlite"
@@ -349,7 +353,7 @@ class TestOpening:
         store.conversations.create("a", "conv", {}, [])
         assert store.conversations.get("a", "conv") is not None
 
-    def test_a_step_that_breaks_changes_nothing(
+    def test_a_failing_migration_changes_nothing(
         self, opened: Callable[..., Store], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def breaks(db: sqlalchemy.Connection) -> None:
@@ -381,11 +385,11 @@ class TestOpening:
             ("nonsense://", "cannot be opened"),
         ],
     )
-    def test_what_is_no_store_is_refused(self, where: str, reason: str) -> None:
+    def test_an_invalid_store_location_is_refused(self, where: str, reason: str) -> None:
         with pytest.raises(StoreError, match=reason):
             Store.open(where, AMPLE)
 
-    def test_another_file_is_refused_and_left_alone(self, tmp_path: Path) -> None:
+    def test_a_file_that_is_not_a_database_is_refused_and_left_unchanged(self, tmp_path: Path) -> None:
         path = tmp_path / "letter.txt"
         path.write_text("Dear Ada, " * 1000)
         with pytest.raises(StoreError, match="not a database"):
@@ -393,7 +397,9 @@ class TestOpening:
         assert path.read_text() == "Dear Ada, " * 1000
 
 
-def test_what_is_held_in_memory_is_bounded(opened: Callable[..., Store], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_context_cache_is_bounded_and_drops_the_least_recent(
+    opened: Callable[..., Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(turn_store, "CACHED_TOKENS", 10)
     store = opened()
     for name in ("a", "b", "c"):

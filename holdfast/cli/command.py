@@ -10,7 +10,8 @@ import argparse
 import difflib
 import os
 import sys
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -75,7 +76,7 @@ def run(command: str, asked: Asked) -> int:
     from holdfast.server.conversations.values import StoreError
 
     try:
-        return COMMANDS[command].run(asked)
+        return load_command(command).run(asked)
     except (EngineStartError, StoreError) as error:
         return complain(str(error), BAD_USAGE)
     except (EngineDead, CommandError, OSError) as error:
@@ -91,9 +92,12 @@ def complain(reason: str, code: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
-    """The options of one command: the fields of its configs."""
+class Command:
+    """One command: its options, which are the fields of its configs, and the function that runs it."""
 
+    run: Callable[[Asked], int]
+    """Returns the exit code. Raises UsageError."""
+    description: str
     groups: Mapping[type, str]
     """Each config with the title of its group in the help."""
     engine_without: Sequence[str] = ("model",)
@@ -119,18 +123,6 @@ class Options:
         return self.engine_without if config is EngineConfig else ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Command:
-    """One command: its help, its options, and the function that runs it."""
-
-    run: Callable[[Asked], int]
-    """Returns the exit code. Raises UsageError."""
-    help: str
-    description: str
-    options: Callable[[], Options]
-    """Imports the configs."""
-
-
 def make_parser(command: str | None) -> argparse.ArgumentParser:
     """The parser of the whole command line. Only `command` gets its options, since each command's cost an import."""
     parser = Parser(
@@ -142,25 +134,25 @@ def make_parser(command: str | None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"holdfast {__version__}")
     parsers = parser.add_subparsers(metavar="COMMAND", dest="command")
-    for name, each in COMMANDS.items():
+    for name, (help, load) in COMMANDS.items():
         # The usage line does not list the options: the help below it does.
-        usage = f"holdfast {name} [MODEL] [OPTION ...]"
-        added = parsers.add_parser(name, usage=usage, help=each.help, description=each.description, allow_abbrev=False)
+        added = parsers.add_parser(name, usage=f"holdfast {name} [MODEL] [OPTION ...]", help=help, allow_abbrev=False)
         if name == command:
-            add_options(added, each.options())
+            add_options(added, load())
     return parser
 
 
-def add_options(parser: argparse.ArgumentParser, options: Options) -> None:
-    """MODEL, --config, and a flag for every field of the configs."""
-    parser.add_argument("model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help=options.model)
+def add_options(parser: argparse.ArgumentParser, command: Command) -> None:
+    """Add MODEL, --config, and a flag for every field of the command's configs."""
+    parser.description = command.description
+    parser.add_argument("model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help=command.model)
     parser.add_argument(
         "--config",
         metavar="FILE",
         help="YAML file with any of the options below, as in `max_model_len: 4096`; flags win over it",
     )
-    for config, title in options.groups.items():
-        add_flags(parser, config, title, without=options.without(config))
+    for config, title in command.groups.items():
+        add_flags(parser, config, title, without=command.without(config))
 
 
 def unknown_flag(given: str, command: str) -> str:
@@ -168,17 +160,16 @@ def unknown_flag(given: str, command: str) -> str:
     if not given.startswith("-"):
         return f"{command} takes one MODEL, and there is {given} besides"
     asked = given.partition("=")[0]
-    of_another = any(asked in other.options().flags for other in COMMANDS.values())
-    near = [] if of_another else difflib.get_close_matches(asked, COMMANDS[command].options().flags, n=1)
+    of_another = any(asked in load().flags for _, load in COMMANDS.values())
+    near = [] if of_another else difflib.get_close_matches(asked, load_command(command).flags, n=1)
     hint = f"did you mean {near[0]}?" if near else f"holdfast {command} --help lists what there is"
     return f"unknown option {given}; {hint}"
 
 
 def options_in(path: str, command: str) -> dict[str, Any]:
     """The options in a YAML file. Raises UsageError, also for an option that the command does not take."""
-    options = COMMANDS[command].options()
-    file = read_file(path, options.configs)
-    flags = options.flags
+    loaded = load_command(command)
+    file, flags = read_file(path, loaded.configs), loaded.flags
     for name in file:
         if name != "model" and flag_of(name) not in flags:
             raise UsageError(f"{path}: unknown option {name}; holdfast {command} --help lists what there is")
@@ -204,96 +195,106 @@ class Asked:
         return build(kind, self.flags, self.file, environment or {})
 
 
-def serve_options() -> Options:
-    """The options of `holdfast serve`."""
-    from holdfast.server.config import ServerConfig
-
-    return Options(groups={ServerConfig: "the server", EngineConfig: "the engine"})
-
-
-def run_serve(asked: Asked) -> int:
+def serve_command() -> Command:
     """`holdfast serve`."""
     from holdfast.server.config import ServerConfig
 
-    keys = environment_keys()
-    server, engine = asked.config(ServerConfig, {"api_key": keys} if keys else {}), asked.config(EngineConfig)
-    from holdfast.cli import serve
+    def run(asked: Asked) -> int:
+        keys = environment_keys()
+        server = asked.config(ServerConfig, {"api_key": keys} if keys else {})
+        engine = asked.config(EngineConfig)
+        from holdfast.cli import serve  # not for the help, which needs the options alone
 
-    return run_in_loop(serve.run(engine, server))
+        return run_in_loop(serve.run(engine, server))
 
-
-def chat_options() -> Options:
-    """The options of `holdfast chat`."""
-    from holdfast.cli.chat import ChatConfig
-
-    return Options(groups={ChatConfig: "the conversation", EngineConfig: "the engine, when the model runs here"})
-
-
-def run_chat(asked: Asked) -> int:
-    """`holdfast chat`."""
-    from holdfast.cli import chat
-
-    talk = asked.config(chat.ChatConfig, client_key())
-    if talk.url is not None:
-        refuse_engine_flags(asked.flags, "a model that runs here; leave it out with --url", but=("model",))
-    return run_in_loop(chat.run(talk, asked.config(EngineConfig), asked.model))
-
-
-def profile_options() -> Options:
-    """The options of `holdfast profile`."""
-    from holdfast.cli.profile import ProfileConfig
-
-    return Options(groups={ProfileConfig: "the profile", EngineConfig: "the engine"})
-
-
-def run_profile(asked: Asked) -> int:
-    """`holdfast profile`."""
-    from holdfast.cli import profile
-
-    return run_in_loop(profile.run(asked.config(profile.ProfileConfig), asked.config(EngineConfig)))
-
-
-def bench_options() -> Options:
-    """The options of `holdfast bench`."""
-    from holdfast.cli.bench import BenchConfig
-    from holdfast.lab.choice import WorkloadConfig
-
-    return Options(
-        groups={
-            WorkloadConfig: "the workload",
-            BenchConfig: "the measurement",
-            EngineConfig: "the engine, when the model runs here or is simulated",
-        }
+    return Command(
+        run=run,
+        description="Serve a model over HTTP, with OpenAI's API. Without any argument it serves the built-in model.",
+        groups={ServerConfig: "the server", EngineConfig: "the engine"},
     )
 
 
-def run_bench(asked: Asked) -> int:
+def chat_command() -> Command:
+    """`holdfast chat`."""
+    from holdfast.cli import chat
+
+    def run(asked: Asked) -> int:
+        talk = asked.config(chat.ChatConfig, client_key())
+        if talk.url is not None:
+            refuse_engine_flags(asked.flags, "a model that runs here; leave it out with --url", but=("model",))
+        return run_in_loop(chat.run(talk, asked.config(EngineConfig), asked.model))
+
+    return Command(
+        run=run,
+        description="Talk to a model in the terminal. The model runs here, or behind the URL of any server with "
+        "OpenAI's API. Lines may also come from a pipe.",
+        groups={chat.ChatConfig: "the conversation", EngineConfig: "the engine, when the model runs here"},
+    )
+
+
+def profile_command() -> Command:
+    """`holdfast profile`."""
+    from holdfast.cli import profile
+
+    def run(asked: Asked) -> int:
+        return run_in_loop(profile.run(asked.config(profile.ProfileConfig), asked.config(EngineConfig)))
+
+    return Command(
+        run=run,
+        description="Measure how long the steps of a model take on this device, and keep the result for "
+        "`holdfast serve --tbt-target` and `holdfast bench --simulate`.",
+        groups={profile.ProfileConfig: "the profile", EngineConfig: "the engine"},
+    )
+
+
+def bench_command() -> Command:
     """`holdfast bench`. It runs its own event loop if it needs one."""
     from holdfast.cli import bench
     from holdfast.lab.choice import WorkloadConfig
 
-    measured = asked.config(bench.BenchConfig, client_key())
-    if measured.url is not None:
-        refuse_engine_flags(asked.flags, "a model that runs here; leave it out with --url", but=("seed",))
-    if measured.simulate is not None:
-        refuse_engine_flags(asked.flags, "a real engine; leave it out with --simulate", but=bench.SIMULATED_OPTIONS)
-    try:
-        return bench.run(measured, asked.config(WorkloadConfig), asked.config(EngineConfig), asked.words)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
+    def run(asked: Asked) -> int:
+        measured = asked.config(bench.BenchConfig, client_key())
+        if measured.url is not None:
+            refuse_engine_flags(asked.flags, "a model that runs here; leave it out with --url", but=("seed",))
+        if measured.simulate is not None:
+            refuse_engine_flags(asked.flags, "a real engine; leave it out with --simulate", but=bench.SIMULATED_OPTIONS)
+        load, engine = asked.config(WorkloadConfig), asked.config(EngineConfig)
+        with value_errors_as_usage():
+            return bench.run(measured, load, engine, asked.words)
+
+    return Command(
+        run=run,
+        description="Put a model that runs here under load, or any server with OpenAI's API (--url), or a device that "
+        "was measured (--simulate), where the engine's own scheduler runs over a virtual clock.",
+        groups={
+            WorkloadConfig: "the workload",
+            bench.BenchConfig: "the measurement",
+            EngineConfig: "the engine, when the model runs here or is simulated",
+        },
+    )
 
 
-def plan_options() -> Options:
-    """The options of `holdfast plan`."""
-    from holdfast.cli.plan import PlanConfig
+def plan_command() -> Command:
+    """`holdfast plan`."""
+    from holdfast.cli import plan
     from holdfast.lab.choice import WorkloadConfig
     from holdfast.lab.planning import SHARED_OPTIONS
     from holdfast.lab.simulator.shapes import MODELS
 
-    return Options(
+    def run(asked: Asked) -> int:
+        shared = [{name: had[name] for name in SHARED_OPTIONS if name in had} for had in (asked.flags, asked.file)]
+        config, load = asked.config(plan.PlanConfig), asked.config(WorkloadConfig)
+        with value_errors_as_usage():
+            return plan.run(config, load, build(EngineConfig, *shared), asked.model, asked.words)
+
+    return Command(
+        run=run,
+        description="Simulate schedulers, budgets, layouts over devices and host tiers under a workload. Show which of "
+        "them sustains the highest rate within the limits, and the command that serves it. MODEL is a checkpoint's "
+        "directory, a config.json, or the name of a known shape.",
         groups={
             WorkloadConfig: "the workload",
-            PlanConfig: "the plan",
+            plan.PlanConfig: "the plan",
             EngineConfig: "the engine, the same for all candidates",
         },
         engine_without=[field.name for field in fields(EngineConfig) if field.name not in SHARED_OPTIONS],
@@ -301,62 +302,28 @@ def plan_options() -> Options:
     )
 
 
-def run_plan(asked: Asked) -> int:
-    """`holdfast plan`."""
-    from holdfast.cli import plan
-    from holdfast.lab.choice import WorkloadConfig
-    from holdfast.lab.planning import SHARED_OPTIONS
+COMMANDS: Mapping[str, tuple[str, Callable[[], Command]]] = {
+    "serve": ("serve a model over HTTP, with OpenAI's API", serve_command),
+    "chat": ("talk to a model in the terminal", chat_command),
+    "profile": ("measure a model's pace on this device, for --tbt-target and simulations", profile_command),
+    "bench": ("measure a model or a server under load, or simulate one", bench_command),
+    "plan": ("find out how to serve a model on which devices, by simulation", plan_command),
+}
+"""Each command by its name: its line in the help, and the function that imports it."""
 
-    shared = [{name: given[name] for name in SHARED_OPTIONS if name in given} for given in (asked.flags, asked.file)]
+
+def load_command(name: str) -> Command:
+    """Import a command."""
+    return COMMANDS[name][1]()
+
+
+@contextmanager
+def value_errors_as_usage() -> Iterator[None]:
+    """Turn a ValueError into a UsageError."""
     try:
-        return plan.run(
-            asked.config(plan.PlanConfig),
-            asked.config(WorkloadConfig),
-            build(EngineConfig, *shared),
-            asked.model,
-            asked.words,
-        )
+        yield
     except ValueError as error:
         raise UsageError(str(error)) from None
-
-
-COMMANDS = {
-    "serve": Command(
-        run=run_serve,
-        options=serve_options,
-        help="serve a model over HTTP, with OpenAI's API",
-        description="Serve a model over HTTP, with OpenAI's API. Without any argument it serves the built-in model.",
-    ),
-    "chat": Command(
-        run=run_chat,
-        options=chat_options,
-        help="talk to a model in the terminal",
-        description="Talk to a model in the terminal. The model runs here, or behind the URL of any server with "
-        "OpenAI's API. Lines may also come from a pipe.",
-    ),
-    "profile": Command(
-        run=run_profile,
-        options=profile_options,
-        help="measure a model's pace on this device, for --tbt-target and simulations",
-        description="Measure how long the steps of a model take on this device, and keep the result for "
-        "`holdfast serve --tbt-target` and `holdfast bench --simulate`.",
-    ),
-    "bench": Command(
-        run=run_bench,
-        options=bench_options,
-        help="measure a model or a server under load, or simulate one",
-        description="Put a model that runs here under load, or any server with OpenAI's API (--url), or a device that "
-        "was measured (--simulate), where the engine's own scheduler runs over a virtual clock.",
-    ),
-    "plan": Command(
-        run=run_plan,
-        options=plan_options,
-        help="find out how to serve a model on which devices, by simulation",
-        description="Simulate schedulers, budgets, layouts over devices and host tiers under a workload. Show which of "
-        "them sustains the highest rate within the limits, and the command that serves it. MODEL is a checkpoint's "
-        "directory, a config.json, or the name of a known shape.",
-    ),
-}
 
 
 def run_in_loop(work: Coroutine[Any, Any, int]) -> int:

@@ -101,13 +101,13 @@ class LocalTalker:
         return turn_of(response, said or [])
 
 
+@dataclass
 class StatefulTalker:
     """A server that stores conversations. A turn sends only its new message."""
 
-    def __init__(self, http: httpx.AsyncClient, model: str, settings: Settings) -> None:
-        self.name = model
-        self.http = http
-        self.settings = settings
+    http: httpx.AsyncClient
+    name: str
+    settings: Settings
 
     async def answer(self, said: str, system: str | None, head: Head) -> AsyncGenerator[Piece, None]:
         body = response_body(self.name, self.settings, said, system, head)
@@ -121,13 +121,13 @@ class StatefulTalker:
         return turn_of(response, said["data"])
 
 
+@dataclass
 class RemoteTalker:
     """Any server with OpenAI's chat completions. Every turn sends the whole conversation."""
 
-    def __init__(self, http: httpx.AsyncClient, model: str, settings: Settings) -> None:
-        self.name = model
-        self.http = http
-        self.settings = settings
+    http: httpx.AsyncClient
+    name: str
+    settings: Settings
 
     def body(self, messages: Sequence[Message]) -> dict[str, Any]:
         """The request's body. Options that are not set are left to the server."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import msgspec
@@ -273,44 +273,54 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "assistant":
 
 
 def _message(message: dict[str, Any], name: str) -> dict[str, str]:
+    role = checked_role(message, name)
+    refuse_extra(message, ("role", "content"), name)
+    content = message.get("content")
+    texts = text_parts(content, f"{name}.content", ("text",))
+    for index, part in enumerate(content if isinstance(content, list) else ()):
+        refuse_extra(part, ("type", "text"), f"{name}.content[{index}]")
+    return {"role": ROLES[role], "content": "\n".join(texts)}
+
+
+def checked_role(message: Mapping[str, Any], name: str) -> str:
+    """The role of a message or an item. Raises ApiError for an unknown one. `name` is its path in the request."""
     role = message.get("role")
     if not isinstance(role, str) or role not in ROLES:
-        shown = f'"{role[:32]}"' if isinstance(role, str) else "missing" if role is None else "not a string"
-        raise ApiError(
-            f"{name}.role is {shown}; supported: {', '.join(ROLES)}", param=f"{name}.role", code="invalid_value"
-        )
-    # The openai client dumps an answer with empty fields for unused features, and users send such answers back.
-    extra = [key for key, value in message.items() if key not in ("role", "content") and value not in (None, [])]
-    if extra:
-        raise ApiError(
-            f"{name}.{extra[0][:64]} is not supported yet; leave it out",
-            param=f"{name}.{extra[0][:64]}",
-            code="unsupported_parameter",
-        )
-    return {"role": ROLES[role], "content": _content(message.get("content"), f"{name}.content")}
+        reason = f"{name}.role is {shown(role)}; supported: {', '.join(ROLES)}"
+        raise ApiError(reason, param=f"{name}.role", code="invalid_value")
+    return role
 
 
-def _content(content: Any, name: str) -> str:
+def refuse_extra(given: Mapping[str, Any], taken: Collection[str], name: str) -> None:
+    """Raises ApiError for a field that is not `taken`, unless it is empty.
+
+    The openai client dumps a message with empty fields for unused features, and users send such messages back.
+    """
+    for key, value in given.items():
+        if key not in taken and value not in (None, []):
+            path = f"{name}.{key[:64]}"
+            raise ApiError(f"{path} is not supported yet; leave it out", param=path, code="unsupported_parameter")
+
+
+def text_parts(content: Any, name: str, kinds: Sequence[str]) -> list[str]:
+    """The texts of a message's content: a string, or parts of these kinds. Raises ApiError for any other content."""
     if isinstance(content, str):
-        return content
+        return [content]
     if not isinstance(content, list) or not content:
         raise ApiError(f"{name} must be a string or a list of text parts", param=name, code="invalid_value")
-    texts = []
-    for index, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text":
-            shown = f'"{kind[:32]}"' if isinstance(kind, str) else "missing"
-            raise ApiError(
-                f'{name}[{index}].type is {shown}; this model reads text alone, so only "text" parts are supported',
-                param=f"{name}[{index}].type",
-                code="unsupported_content",
-            )
-        text = part.get("text")
-        if not isinstance(text, str) or len(part) != 2:
-            raise ApiError(
-                f"{name}[{index}] must hold type and text, a string, and nothing else",
-                param=f"{name}[{index}]",
-                code="invalid_value",
-            )
-        texts.append(text)
-    return "\n".join(texts)
+    return [_text_part(part, f"{name}[{index}]", kinds) for index, part in enumerate(content)]
+
+
+def _text_part(part: Any, name: str, kinds: Sequence[str]) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind not in kinds:
+        reason = f"{name}.type is {shown(kind)}; this model reads only text, in parts of type {' or '.join(kinds)}"
+        raise ApiError(reason, param=f"{name}.type", code="unsupported_content")
+    if not isinstance(part.get("text"), str):
+        raise ApiError(f"{name}.text must be a string", param=f"{name}.text", code="invalid_value")
+    return str(part["text"])
+
+
+def shown(value: Any) -> str:
+    """A value for an error message: at most 32 characters of a string."""
+    return f'"{value[:32]}"' if isinstance(value, str) else "missing" if value is None else "not a string"

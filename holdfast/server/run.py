@@ -42,22 +42,12 @@ async def run(
     is not available and StoreError if the store cannot be opened, both before the engine starts; EngineStartError if
     the engine cannot start.
     """
-    listener = listen(config)
-    try:
-        store = open_store(config)
-    except BaseException:
-        listener.close()
-        raise
-    try:
+    with listen(config) as listener, contextlib.closing(open_store(config)) as store:
         client = await EngineClient.start(engine, on_progress=on_progress)
-    except BaseException:
-        store.close()
-        listener.close()
-        raise
-    try:
-        return await serve(client, config, store, listener, on_ready=on_ready)
-    finally:
-        await client.close()
+        try:
+            return await serve(client, config, store, listener, on_ready=on_ready)
+        finally:
+            await client.close()
 
 
 def open_store(config: ServerConfig) -> Store:

@@ -7,12 +7,12 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from typing import ClassVar, Protocol
 
 from holdfast.core.types import SamplingParams
 from holdfast.engine.client import Delta, EngineClient, EngineDead, QueueFull, RequestRefused
 from holdfast.lm.limits import CONTEXT_LENGTH_EXCEEDED
 from holdfast.server.config import ServerConfig
+from holdfast.server.conversations.protocol import ResponseRequest
 from holdfast.server.metrics import Metrics
 from holdfast.server.protocol import ApiError, ChatRequest, CompletionRequest
 from holdfast.server.replies import UsageReply
@@ -22,22 +22,8 @@ log = logging.getLogger("holdfast.server")
 RETRY_SECONDS = 1
 
 
-class Wanted(Protocol):
-    """The part of a request that every route needs for an answer."""
-
-    route: ClassVar[str]
-    prompt_param: ClassVar[str]
-    max_tokens_param: ClassVar[str]
-
-    @property
-    def n(self) -> int: ...
-    @property
-    def priority(self) -> int: ...
-    @property
-    def deadline_ms(self) -> float | None: ...
-    @property
-    def most_tokens(self) -> int | None: ...
-    def sampling(self, choice: int, max_tokens: int) -> SamplingParams: ...
+Wanted = ChatRequest | CompletionRequest | ResponseRequest
+"""A request for an answer."""
 
 
 class Admission:

@@ -18,6 +18,10 @@ from holdfast.server.protocol import (
     RequestBody,
     SampledRequest,
     StreamOptions,
+    checked_role,
+    refuse_extra,
+    shown,
+    text_parts,
 )
 
 MAX_NEW_ITEMS = 20
@@ -27,7 +31,7 @@ Id = Annotated[str, Meta(min_length=1, max_length=64)]
 NewItems = Annotated[list[dict[str, Any]], Meta(max_length=MAX_NEW_ITEMS)]
 
 TEXT_KINDS = ("input_text", "output_text", "text")
-ITEM_FIELDS = ("type", "id", "status", "role", "content")
+ITEM_FIELDS = ("type", "id", "status", "role", "content", "phase")
 
 
 class ConversationParam(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -145,50 +149,13 @@ def read_items(given: Sequence[Mapping[str, Any]], name: str) -> list[Item]:
 
 
 def _read_item(item: Mapping[str, Any], name: str) -> Item:
-    kind, role, content = item.get("type", "message"), item.get("role"), item.get("content")
+    kind = item.get("type", "message")
     if kind != "message":
-        raise ApiError(
-            f"{name}.type is {_shown(kind)}; only messages are supported", param=f"{name}.type",
-            code="unsupported_content",
-        )  # fmt: skip
-    if not isinstance(role, str) or role not in ROLES:
-        raise ApiError(
-            f"{name}.role is {_shown(role)}; supported: {', '.join(ROLES)}", param=f"{name}.role", code="invalid_value"
-        )
-    # The openai client dumps an item with empty fields for unused features, and users send such items back.
-    extra = [key for key, value in item.items() if key not in (*ITEM_FIELDS, "phase") and value not in (None, [])]
-    if extra:
-        raise ApiError(
-            f"{name}.{extra[0][:64]} is not supported yet; leave it out",
-            param=f"{name}.{extra[0][:64]}",
-            code="unsupported_parameter",
-        )
-    if isinstance(content, str):
-        return new_item(role, content)
-    if not isinstance(content, list) or not content:
-        raise ApiError(
-            f"{name}.content must be a string or a list of text parts", param=f"{name}.content", code="invalid_value"
-        )
-    return new_item(role, *[_read_part(part, f"{name}.content[{index}]") for index, part in enumerate(content)])
-
-
-def _read_part(part: Any, name: str) -> str:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind not in TEXT_KINDS:
-        raise ApiError(
-            f"{name}.type is {_shown(kind)}; this model reads text alone, so only input_text and output_text are "
-            "supported",
-            param=f"{name}.type",
-            code="unsupported_content",
-        )
-    text = part.get("text")
-    if not isinstance(text, str):
-        raise ApiError(f"{name}.text must be a string", param=f"{name}.text", code="invalid_value")
-    return text
-
-
-def _shown(value: Any) -> str:
-    return f'"{value[:32]}"' if isinstance(value, str) else "missing" if value is None else "not a string"
+        reason = f"{name}.type is {shown(kind)}; only messages are supported"
+        raise ApiError(reason, param=f"{name}.type", code="unsupported_content")
+    role = checked_role(item, name)
+    refuse_extra(item, ITEM_FIELDS, name)
+    return new_item(role, *text_parts(item.get("content"), f"{name}.content", TEXT_KINDS))
 
 
 def messages(instructions: str | None, items: Sequence[Item]) -> list[dict[str, str]]:

@@ -24,8 +24,8 @@ import uvloop
 from holdfast.core.config import BUILTIN_MODEL
 from holdfast.core.types import FinishReason, Request, SamplingParams
 from holdfast.engine.checkpoint import Checkpoint
-from holdfast.engine.client import Delta, EngineInfo, Timings, Usage
-from holdfast.engine.messages import Submit, decode_to_engine, encode
+from holdfast.engine.client import Delta, Timings, Usage
+from holdfast.engine.messages import EngineInfo, Submit, decode_to_engine, encode
 from holdfast.engine.text import Text
 from holdfast.lm.memory.block_pool import BlockPool, StateIdentity
 from holdfast.lm.scheduler.policies import StallFree

@@ -15,17 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
 
-from holdfast.cli.flags import (
-    CommandError,
-    ConfigT,
-    Parser,
-    UsageError,
-    add_flags,
-    build,
-    flag_of,
-    read_file,
-    signed,
-)
+from holdfast.cli.flags import CommandError, ConfigT, Parser, UsageError, add_flags, build, flag_of, read_file, signed
 from holdfast.core.config import BUILTIN_MODEL, EngineConfig
 from holdfast.core.version import __version__
 

@@ -11,7 +11,8 @@ from rich.text import Text
 
 from holdfast.core.config import EngineConfig
 from holdfast.core.version import __version__
-from holdfast.engine.client import EngineClient, EngineInfo
+from holdfast.engine.client import EngineClient
+from holdfast.engine.messages import EngineInfo
 from holdfast.server.config import ServerConfig
 from holdfast.server.conversations.database import place, shown
 from holdfast.server.run import run as run_server

@@ -33,18 +33,6 @@ from holdfast.engine.text import Text, TextStream
 from holdfast.lm.limits import RequestRefused
 from holdfast.lm.types import SchedulerStats
 
-__all__ = [
-    "Delta",
-    "EngineClient",
-    "EngineDead",
-    "EngineInfo",
-    "EngineStartError",
-    "QueueFull",
-    "RequestRefused",
-    "Timings",
-    "Usage",
-]
-
 HEALTH_SECONDS = 10.0
 
 

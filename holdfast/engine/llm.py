@@ -16,7 +16,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from holdfast.core.config import BUILTIN_MODEL, EngineConfig
 from holdfast.core.types import FinishReason, SamplingParams
-from holdfast.engine.client import Delta, EngineClient, EngineInfo, Timings
+from holdfast.engine.client import Delta, EngineClient, Timings
+from holdfast.engine.messages import EngineInfo
 from holdfast.engine.text import Text
 
 T = TypeVar("T")

@@ -9,8 +9,8 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Seque
 from contextlib import aclosing, contextmanager
 
 from holdfast.core.types import SamplingParams
-from holdfast.engine.client import Delta, EngineClient, EngineDead, QueueFull, RequestRefused
-from holdfast.lm.limits import CONTEXT_LENGTH_EXCEEDED
+from holdfast.engine.client import Delta, EngineClient, EngineDead, QueueFull
+from holdfast.lm.limits import CONTEXT_LENGTH_EXCEEDED, RequestRefused
 from holdfast.server.config import ServerConfig
 from holdfast.server.conversations.protocol import ResponseRequest
 from holdfast.server.metrics import Metrics

@@ -17,8 +17,9 @@ import pytest_asyncio
 from holdfast.core.config import EngineConfig
 from holdfast.core.types import FinishReason, SamplingParams
 from holdfast.engine.child import Child
-from holdfast.engine.client import EngineClient, EngineDead, EngineStartError, QueueFull, RequestRefused
+from holdfast.engine.client import EngineClient, EngineDead, EngineStartError, QueueFull
 from holdfast.engine.messages import Abort, Start, Submit
+from holdfast.lm.limits import RequestRefused
 from tests.engine.conftest import SMALL, wait_for_end
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -13,7 +13,8 @@ import pytest
 
 from holdfast import LLM, SamplingParams
 from holdfast.core.types import FinishReason
-from holdfast.engine.client import EngineStartError, RequestRefused
+from holdfast.engine.client import EngineStartError
+from holdfast.lm.limits import RequestRefused
 from tests.engine.conftest import SMALL, wait_for_end
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)

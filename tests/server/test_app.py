@@ -13,7 +13,8 @@ import pytest
 from fake_engine import FakeClient
 from prometheus_client.parser import text_string_to_metric_families
 
-from holdfast.engine.client import QueueFull, RequestRefused
+from holdfast.engine.client import QueueFull
+from holdfast.lm.limits import RequestRefused
 from holdfast.server.app import create_app
 from holdfast.server.config import ServerConfig
 from holdfast.server.conversations.database import MEMORY

@@ -10,7 +10,7 @@ from fastapi import FastAPI, Request, Response
 
 from holdfast.server.protocol import ApiError, ChatRequest, CompletionRequest, GenerationRequest, parse
 from holdfast.server.replies import DONE, ChatShape, Shape, TextShape, event
-from holdfast.server.routes.http import JSON, EventStream, described, read_body, tenant_of, while_connected
+from holdfast.server.routes.http import JSON, described, read_body, start_stream, tenant_of, while_connected
 from holdfast.server.service import Answer, Service, internal
 
 
@@ -33,15 +33,10 @@ def add_generation_routes(app: FastAPI, service: Service) -> None:
 
 
 async def respond(request: Request, wanted: GenerationRequest, answer: Answer, shape: Shape) -> Response:
-    """The whole answer, or a stream. A stream begins with its first event, so a refusal still gets its own status."""
+    """The whole answer, or a stream."""
     if not wanted.stream:
         return JSON(await while_connected(request.receive, whole(answer, shape)))
-    stream = events(answer, shape, include_usage=wanted.stream_options.include_usage)
-
-    async def begin() -> bytes:
-        return await anext(stream)
-
-    return EventStream(await while_connected(request.receive, begin()), stream)
+    return await start_stream(request, events(answer, shape, include_usage=wanted.stream_options.include_usage))
 
 
 async def whole(answer: Answer, shape: Shape) -> msgspec.Struct:

@@ -50,6 +50,15 @@ class EventStream(StreamingResponse):
             await self.rest.aclose()
 
 
+async def start_stream(request: Request, events: AsyncGenerator[bytes, None]) -> EventStream:
+    """A stream that begins with its first event, so that a refusal still gets its own status."""
+
+    async def begin() -> bytes:
+        return await anext(events)
+
+    return EventStream(await while_connected(request.receive, begin()), events)
+
+
 def tenant_of(request: Request) -> str:
     """The request's tenant, whose cached prefixes it may share."""
     tenant: str = request.state.tenant

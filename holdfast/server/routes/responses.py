@@ -14,11 +14,11 @@ from holdfast.server.conversations.service import Responses, Writing, not_found
 from holdfast.server.protocol import ApiError, parse
 from holdfast.server.routes.http import (
     JSON,
-    EventStream,
     PageQuery,
     described,
     page_query,
     read_body,
+    start_stream,
     tenant_of,
     while_connected,
 )
@@ -37,10 +37,10 @@ def add_response_routes(app: FastAPI, responses: Responses) -> None:
             background = await responses.start(wanted, tenant_of(request))
             if not wanted.stream:
                 return JSON(background.writing.shape.response)
-            return await stream(request, (event_bytes(event) async for event in background.follow()))
+            return await start_stream(request, (event_bytes(event) async for event in background.follow()))
         writing = responses.write(wanted, tenant_of(request))
         if wanted.stream:
-            return await stream(request, event_stream(writing))
+            return await start_stream(request, event_stream(writing))
         return JSON(await while_connected(request.receive, whole(writing)))
 
     @app.get("/v1/responses/{response_id}")
@@ -56,7 +56,7 @@ def add_response_routes(app: FastAPI, responses: Responses) -> None:
         after = query.get("starting_after", "-1")
         if not after.removeprefix("-").isdigit() or len(after) > 9:
             raise ApiError("starting_after must be an integer", param="starting_after", code="invalid_value")
-        return await stream(request, (event_bytes(event) async for event in background.follow(int(after))))
+        return await start_stream(request, (event_bytes(event) async for event in background.follow(int(after))))
 
     @app.delete("/v1/responses/{response_id}")
     async def delete(request: Request, response_id: str) -> dict[str, Any]:
@@ -112,12 +112,3 @@ async def event_stream(writing: Writing) -> AsyncGenerator[bytes, None]:
             raise
         writing.responses.service.metrics.outcome(writing.wanted.route, "failed")
         yield event_bytes(writing.shape.failed(error if isinstance(error, ApiError) else internal(error)))
-
-
-async def stream(request: Request, events: AsyncGenerator[bytes, None]) -> Response:
-    """A stream that begins with its first event, so that a refusal still gets its own status."""
-
-    async def begin() -> bytes:
-        return await anext(events)
-
-    return EventStream(await while_connected(request.receive, begin()), events)

@@ -79,10 +79,10 @@ async def run(config: ChatConfig, engine: EngineConfig, model: str | None) -> in
     piped = not sys.stdin.isatty()
     console = Console(highlight=False)
     notes = Console(highlight=False, stderr=True) if piped else console
-    async with talker(config, engine, model, notes) as who:
-        notes.print(Text.assemble("talking to ", (who.name, "bold"), ("  /help lists the commands", "dim")))
+    async with open_talker(config, engine, model, notes) as talker:
+        notes.print(Text.assemble("talking to ", (talker.name, "bold"), ("  /help lists the commands", "dim")))
         bookmarks = Bookmarks(data_directory() / "chats.json", config.url or "here")
-        conversation = Conversation(who, config.system, console, notes, bookmarks)
+        conversation = Conversation(talker, config.system, console, notes, bookmarks)
         if config.load is not None:
             await conversation.load(config.load)
         failed = False
@@ -98,7 +98,9 @@ async def run(config: ChatConfig, engine: EngineConfig, model: str | None) -> in
 
 
 @asynccontextmanager
-async def talker(config: ChatConfig, engine: EngineConfig, model: str | None, notes: Console) -> AsyncIterator[Talker]:
+async def open_talker(
+    config: ChatConfig, engine: EngineConfig, model: str | None, notes: Console
+) -> AsyncIterator[Talker]:
     """The talker that answers, open for the whole conversation."""
     settings = Settings(temperature=config.temperature, max_tokens=config.max_tokens, seed=None)
     if config.url is not None:
@@ -147,8 +149,10 @@ class Tally:
 class Conversation:
     """The state of a conversation. A turn that fails or is stopped leaves it unchanged."""
 
-    def __init__(self, who: Talker, system: str | None, console: Console, notes: Console, bookmarks: Bookmarks) -> None:
-        self.who = who
+    def __init__(
+        self, talker: Talker, system: str | None, console: Console, notes: Console, bookmarks: Bookmarks
+    ) -> None:
+        self.talker = talker
         self.system = system
         self.console = console
         self.notes = notes
@@ -215,7 +219,7 @@ class Conversation:
         """Continue a saved conversation. Raises ChatError if it no longer exists."""
         mark = self.bookmarks.load(name)
         assert mark.head is not None  # a conversation is saved only after its first turn
-        turn = await self.who.recall(mark.head)
+        turn = await self.talker.recall(mark.head)
         self.head, self.system, self.turns = mark.head, mark.system, mark.turns
         self.name = None if name == LAST else name
         self.tally = Tally()
@@ -229,7 +233,7 @@ class Conversation:
     async def undo(self) -> None:
         """Go back by one turn."""
         if self.head is not None:
-            self.head = (await self.who.recall(self.head)).previous
+            self.head = (await self.talker.recall(self.head)).previous
             self.turns -= 1
         self.note(f"turns left: {self.turns}")
 
@@ -276,7 +280,7 @@ class Conversation:
         first: float | None = None
         last = began
         usage: Usage | None = None
-        async with aclosing(self.who.answer(said, self.system, self.head)) as pieces:
+        async with aclosing(self.talker.answer(said, self.system, self.head)) as pieces:
             async for piece in pieces:
                 usage, head = piece.usage or usage, piece.head or head
                 if piece.text:

@@ -45,7 +45,7 @@ class EngineInfo:
 
     @property
     def limits(self) -> RequestLimits:
-        """What a request must keep to."""
+        """The sizes that bound a request."""
         return RequestLimits(self.max_model_len, self.vocab_size, self.num_blocks * self.block_size)
 
 

@@ -276,7 +276,7 @@ def queue_full(limit: int) -> ApiError:
 
 
 def internal(error: Exception) -> ApiError:
-    """The answer to an unexpected error, whose trace goes to the log."""
+    """The answer to an unexpected error. The trace goes to the log."""
     log.error("a request failed", exc_info=error)
     return ApiError("the server failed on this request", status=500, type="server_error", code="internal_error")
 

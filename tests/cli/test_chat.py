@@ -1,4 +1,4 @@
-"""Conversations: through a pipe to a server, their commands, what is saved, and turns that leave no trace."""
+"""`holdfast chat`: through a pipe to a server, its commands, saved conversations, failed turns."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from holdfast.engine.client import Usage
 
 
 class Echo:
-    """Answers with what was said last; its heads are all that was said."""
+    """Answers with the last message; its heads are all messages so far."""
 
     name = "echo"
 
@@ -66,16 +66,16 @@ class Echo:
 
 
 class Talk:
-    """A conversation, and where its answers and its notes go."""
+    """A conversation with its answers and notes in buffers."""
 
-    def __init__(self, who: Talker, directory: Path, system: str | None = None) -> None:
+    def __init__(self, talker: Talker, directory: Path, system: str | None = None) -> None:
         self.out, self.notes = io.StringIO(), io.StringIO()
         bookmarks = Bookmarks(directory / "chats.json", "here")
         notes = Console(file=self.notes, width=200)
-        self.it = chat.Conversation(who, system, Console(file=self.out), notes, bookmarks)
+        self.it = chat.Conversation(talker, system, Console(file=self.out), notes, bookmarks)
 
     async def hear(self, *lines: str) -> str:
-        """Say or obey each line; what was noted meanwhile."""
+        """Send or run each line. Returns the notes printed meanwhile."""
         begin = len(self.notes.getvalue())
         for line in lines:
             assert await (self.it.command(line) if line.startswith("/") else self.it.turn(line))
@@ -262,9 +262,9 @@ async def test_a_server_without_a_store_is_sent_the_whole_conversation(tmp_path:
         return httpx.Response(200, text="".join(lines) + "data: [DONE]\n")
 
     async with httpx.AsyncClient(base_url="http://there/v1", transport=httpx.MockTransport(reply)) as http:
-        who = await connect(http, None, Settings(temperature=0, max_tokens=None, seed=None))
-        await Talk(who, tmp_path, system="be kind").hear("hello", "/save sea")
-        later = Talk(who, tmp_path)
+        talker = await connect(http, None, Settings(temperature=0, max_tokens=None, seed=None))
+        await Talk(talker, tmp_path, system="be kind").hear("hello", "/save sea")
+        later = Talk(talker, tmp_path)
         await later.hear("/load sea", "again")
         assert [message["content"] for message in bodies[-1]["messages"]] == ["be kind", "hello", "Ahoy!", "again"]
         await later.hear("/undo", "/undo")

@@ -1,4 +1,4 @@
-"""Conversations through a real engine and a server that is killed in the middle of a turn."""
+"""Conversations through a real engine and a server that is killed during a turn."""
 
 from __future__ import annotations
 

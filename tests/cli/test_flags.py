@@ -1,4 +1,4 @@
-"""Flags and YAML keys from dataclasses, and how a bad one is told."""
+"""Flags and YAML keys from dataclasses, and the errors for invalid ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from holdfast.server.config import ServerConfig
 
 
 def engine(*arguments: str, file: str | None = None) -> EngineConfig:
-    """What a command line, and a file behind it, make of the engine's options."""
+    """The engine's options from a command line, and from a file behind it."""
     options = make_parser("serve").parse_args(["serve", *arguments])
     return build(EngineConfig, vars(options), read_file(file, (EngineConfig, ServerConfig)) if file else {})
 

@@ -1,4 +1,4 @@
-"""What `holdfast serve` says once it is ready."""
+"""The announcement of `holdfast serve` when it is ready."""
 
 from __future__ import annotations
 

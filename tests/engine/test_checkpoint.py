@@ -1,4 +1,4 @@
-"""Checkpoint: what a model name means, files within bounds, a tokenizer that has to be converted."""
+"""Checkpoint: resolving a model name, bounded files, converting a tokenizer."""
 
 import json
 
@@ -55,7 +55,7 @@ def test_a_file_beyond_the_limit_is_refused(tmp_path):
 
 @pytest.fixture
 def old_checkpoint(tmp_path, monkeypatch):
-    """A checkpoint from before tokenizer.json, and an empty cache for what is made of it."""
+    """A checkpoint without tokenizer.json, and an empty cache for the converted one."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     directory = tmp_path / "old"
     directory.mkdir()

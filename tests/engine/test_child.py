@@ -1,4 +1,4 @@
-"""The engine process as a child: it ends with its client however that ends, and the client stays light."""
+"""The engine process as a child: it ends with its client, and the client does not import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""EngineClient with a real engine process: streams, what leaving one does, refusals, and death in both directions."""
+"""EngineClient with a real engine process: streams, leaving them, refusals, and either process ending."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SHORT = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def client(checkpoint):
-    """One engine for most tests; each leaves it idle."""
+    """One engine for most tests. Each test leaves it idle."""
     stages = []
     client = await EngineClient.start(EngineConfig(model=str(checkpoint), **SMALL), stages.append)
     assert stages == ["loading PyTorch", "loading random-llama", "measuring memory"]
@@ -41,7 +41,7 @@ async def client(checkpoint):
 
 
 async def read(stream):
-    """All of a stream: its text, its tokens, its last delta."""
+    """A whole stream: its text, its tokens, its last delta."""
     async with aclosing(stream) as deltas:
         seen = [delta async for delta in deltas]
     assert all(delta.finish_reason is None and delta.usage is None for delta in seen[:-1])
@@ -50,7 +50,7 @@ async def read(stream):
 
 @pytest.fixture
 def sent(client, monkeypatch):
-    """What the client sends to the engine, besides sending it."""
+    """The messages that the client sends to the engine. They are still sent."""
     messages = []
     send = client._child.send
 
@@ -226,7 +226,7 @@ async def test_health_raises_timeout_error_when_the_engine_hangs(client, monkeyp
 
 @pytest.fixture
 def room(monkeypatch):
-    """Where the engines of this test keep what is temporary, apart from the other engines of this machine."""
+    """A directory for the temporary files of this test's engines alone."""
     with tempfile.TemporaryDirectory(prefix="hf-") as directory:
         monkeypatch.setattr(tempfile, "tempdir", directory)
         yield Path(directory)

@@ -123,7 +123,7 @@ if sys.argv[2] == "run":
 
 @pytest.mark.parametrize(("what", "status"), [("run", -signal.SIGINT), ("return", 0)])
 def test_the_engine_ends_with_the_script_that_started_it(checkpoint, tmp_path, what, status):
-    """A script needs no `__main__` guard; its engine ends with it, on Ctrl-C too."""
+    """A script needs no `__main__` guard, and its engine ends with it, also on Ctrl-C."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     scratch = tmp_path / "scratch"

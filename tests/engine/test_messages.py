@@ -1,4 +1,4 @@
-"""Messages: each comes back as it went, and nothing else is read."""
+"""Messages: each survives encoding, and other data is refused."""
 
 from array import array
 

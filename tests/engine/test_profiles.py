@@ -1,4 +1,4 @@
-"""Profiles as files: kept apart by what they depend on, read back as they were, refused where damaged."""
+"""Profile files: a path for each combination, exact reading, and refusal of damaged files."""
 
 import json
 from dataclasses import replace

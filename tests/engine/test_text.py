@@ -1,4 +1,4 @@
-"""Text: what a stream gives out piece by piece is the text of its tokens; templates render as Transformers' do."""
+"""Text: a stream's pieces join to the text of its tokens; templates render as in Transformers."""
 
 import json
 import random
@@ -25,7 +25,7 @@ GREETING = [{"role": "system", "content": "Be kind."}, {"role": "user", "content
 
 
 def in_chunks(tokens, random_source):
-    """The same tokens in pushes of random sizes, empty ones among them."""
+    """The same tokens in pushes of random sizes, including empty ones."""
     at = 0
     while at < len(tokens):
         size = random_source.randrange(0, 6)
@@ -34,14 +34,14 @@ def in_chunks(tokens, random_source):
 
 
 def streamed(text, tokens, stop=(), chunks=None):
-    """What a stream gives out in all."""
+    """The whole text that a stream returns."""
     stream = TextStream(text, stop)
     pieces = [stream.push(chunk) for chunk in (chunks if chunks is not None else [[token] for token in tokens])]
     return "".join([*pieces, stream.push([], last=True)])
 
 
 def first_stop(text, stops):
-    """The oracle: the text before the first stop string to be complete."""
+    """The oracle: the text before the first complete stop string."""
     for end in range(1, len(text) + 1):
         hits = [len(stop) for stop in stops if text[:end].endswith(stop)]
         if hits:

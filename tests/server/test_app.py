@@ -1,4 +1,4 @@
-"""The routes, over a fake client: shapes, refusals, keys, and what a leaving client frees."""
+"""The routes over a fake client: shapes, refusals, keys, health and metrics."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TEXT = "/v1/completions"
 
 
 def events_of(response: httpx.Response) -> list[Any]:
-    """The stream's events, read; its end, `[DONE]`, is checked and left out."""
+    """The decoded events of a stream, without its final `[DONE]`, which is checked."""
     assert response.headers["content-type"].startswith("text/event-stream")
     *events, done = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
     assert done == "[DONE]"
@@ -36,7 +36,7 @@ def events_of(response: httpx.Response) -> list[Any]:
 
 
 def error_of(response: httpx.Response) -> dict[str, Any]:
-    """The error's fields, checked to be OpenAI's four."""
+    """The fields of the error, checked to be OpenAI's four."""
     body = response.json()
     assert list(body) == ["error"]
     assert set(body["error"]) == {"message", "type", "param", "code"}
@@ -428,7 +428,7 @@ async def test_metrics_show_requests_latencies_tokens_and_the_engine(http: Http,
 
 
 class TestApiKeys:
-    """With a key set, everything but /health asks for one, and the cache's tenant follows from it."""
+    """With a key set, every route except /health requires one, and it determines the tenant."""
 
     async def test_every_route_except_health_requires_a_key(self, http: Http, client: FakeClient) -> None:
         settings = ServerConfig(store=MEMORY)

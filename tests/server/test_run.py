@@ -24,7 +24,7 @@ HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Give the event loop time until the condition holds; pytest's timeout ends a wait in vain."""
+    """Run the event loop until the condition holds, or until pytest's timeout."""
     while not condition():
         await asyncio.sleep(0.001)
 
@@ -165,7 +165,6 @@ def test_a_port_in_use_raises_an_error_that_names_it() -> None:
 
 
 def test_the_listener_is_a_tcp_socket_for_which_asyncio_turns_nagle_off() -> None:
-    """asyncio turns the delay off for connections of a listener that says that it is TCP."""
     with listen(ServerConfig(port=0)) as listener:
         assert listener.proto == socket.IPPROTO_TCP
 

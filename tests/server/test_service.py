@@ -1,4 +1,4 @@
-"""Choices side by side: their order, their errors, and their end."""
+"""Choices in parallel: their order, their errors, and their end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from holdfast.server.service import side_by_side
 
 
 class Streams:
-    """Streams that write down when they begin and end."""
+    """Streams that log when they begin and end."""
 
     def __init__(self) -> None:
         self.log: list[str] = []

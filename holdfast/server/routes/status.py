@@ -26,7 +26,7 @@ def add_model_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/")
     async def root() -> dict[str, Any]:
-        """What this server is, and its main paths."""
+        """This server's name, model and main paths."""
         return {
             "name": "Holdfast",
             "model": info.model,

@@ -1,4 +1,4 @@
-"""Prompts from known tokens and new text: always the template's rendering, tokenized anew only where it must be."""
+"""Prompts from known tokens and new text: they equal the template's rendering, and tokenize no more than needed."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_the_next_prompt_begins_with_the_known_tokens_and_equals_the_rendering(t
         assert decoded(text, prompt) == prompt.text == text.render_chat(conversation(*words[:turn]))
         assert prompt.known == known or (template == PLAIN and not prompt.known)
         answer = words[turn]
-        # A model need not write the tokens that a tokenizer would: here one for each byte.
+        # A model may generate other tokens than the tokenizer would: here one for each byte.
         tokens = [token for letter in answer for token in text.encode(letter)]
         context = after(text, prompt, answer, [*tokens, END], FinishReason.STOP)
         assert list(context.tokens) == [*prompt.tokens, *tokens]
@@ -60,7 +60,7 @@ def test_only_new_text_is_tokenized_and_generated_tokens_are_kept(monkeypatch: p
     odd = [token for letter in "world" for token in text.encode(letter)]
     assert odd != text.encode("world")
     context = after(text, first, "world", [*odd, END], FinishReason.STOP)
-    monkeypatch.setattr(text, "encode", None)  # the whole is not tokenized
+    monkeypatch.setattr(text, "encode", None)  # the rendering is not tokenized as a whole
     second = compose(text, conversation("hello", "world", "again"), context)
     assert second.known == len(first.tokens) + len(odd)
     assert list(second.tokens[: second.known]) == [*first.tokens, *odd]
@@ -72,7 +72,7 @@ def test_tokens_of_an_answer_cut_by_its_length_are_known() -> None:
     first = compose(text, conversation("hello"), Context())
     duck = text.encode("🦆")
     assert len(duck) > 1
-    tokens = [*text.encode("hi "), duck[0]]  # a character that was never finished
+    tokens = [*text.encode("hi "), duck[0]]  # an incomplete character
     context = after(text, first, text.decode(tokens), tokens, FinishReason.LENGTH)
     second = compose(text, conversation("hello", "hi �", "again"), context)
     assert second.known == len(first.tokens) + len(tokens)
@@ -82,7 +82,7 @@ def test_tokens_of_an_answer_cut_by_its_length_are_known() -> None:
     ("answer", "tokens", "reason"),
     [
         ("hel", [*b"hel", *b"lo", 0], FinishReason.STOP),  # a stop string cut it
-        ("", [END, END], FinishReason.LENGTH),  # special tokens, of which no text tells
+        ("", [END, END], FinishReason.LENGTH),  # special tokens, which have no text
     ],
 )
 def test_generated_tokens_that_do_not_decode_to_the_answer_are_not_known(
@@ -125,7 +125,7 @@ def test_another_tokenizers_tokens_are_not_used() -> None:
 
 
 class TestBorder:
-    """Text that is tokenized as it stands after another."""
+    """Text that is tokenized in the context of the text before it."""
 
     def test_no_space_is_added_before_the_text(self) -> None:
         text = Text(metaspace())

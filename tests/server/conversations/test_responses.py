@@ -38,12 +38,12 @@ def official(url: str, key: str = "one") -> openai.AsyncOpenAI:
 
 
 def other(api: openai.AsyncOpenAI) -> openai.AsyncOpenAI:
-    """The same server, another tenant."""
+    """The same server with another tenant's key."""
     return api.with_options(api_key="two")
 
 
 def prompts(client: FakeClient) -> list[str]:
-    """What the engine was asked, as text."""
+    """The prompts that the engine received, as text."""
     return [client.text.decode(asked.prompt) for asked in client.asked]
 
 
@@ -175,7 +175,7 @@ async def test_items_that_the_server_returned_are_accepted_as_input(
 
 
 class TestWhatIsNotStored:
-    """store=false, a client that leaves, an engine that dies: no trace, and conversations stay where they were."""
+    """store=false, a client that leaves, an engine that dies: nothing is stored, and conversations are unchanged."""
 
     async def test_without_store_a_response_cannot_be_found(self, api: openai.AsyncOpenAI) -> None:
         response = await api.responses.create(model="tiny", input="hello", store=False)
@@ -224,7 +224,7 @@ class TestWhatIsNotStored:
 
 
 class TestBackground:
-    """A background response goes on whoever listens, and alone can be cancelled."""
+    """A background response runs without a reader, and only it can be cancelled."""
 
     async def test_polling_shows_a_background_response_until_it_is_completed(
         self, api: openai.AsyncOpenAI, client: FakeClient
@@ -298,7 +298,7 @@ class TestBackground:
 
 
 class TestDeleting:
-    """What is deleted vanishes; what builds on it goes on."""
+    """Deleted objects are not found; turns that build on them still work."""
 
     async def test_a_deleted_response_is_not_found(self, api: openai.AsyncOpenAI, client: FakeClient) -> None:
         parent = await api.responses.create(model="tiny", input="hello")
@@ -329,7 +329,7 @@ class TestDeleting:
 
 
 class TestConversations:
-    """Items that the server keeps."""
+    """Conversations and their items."""
 
     async def test_conversations_are_created_read_and_updated(self, api: openai.AsyncOpenAI) -> None:
         made = await api.conversations.create(metadata={"a": "1"}, items=[{"role": "user", "content": "hello"}])
@@ -353,7 +353,7 @@ class TestConversations:
         last = await api.responses.create(model="tiny", input="end", conversation=made.id)
         expected = f"<system>be kind<user>hello<assistant>{ANSWER}<user>on<assistant>{ANSWER}<user>end<assistant>"
         assert prompts(client)[-1] == expected
-        # A branch from a turn of a conversation knows what that turn knew.
+        # A branch from a turn of a conversation has that turn's context.
         await api.responses.create(model="tiny", input="aside", previous_response_id=last.id)
         assert prompts(client)[-1] == f"{expected}{ANSWER}<user>aside<assistant>"
 
@@ -369,7 +369,7 @@ class TestConversations:
 
 
 class TestTenants:
-    """Another's id is not there."""
+    """Ids of another tenant are not found."""
 
     async def test_another_tenants_ids_are_not_found(self, api: openai.AsyncOpenAI, client: FakeClient) -> None:
         response = await api.responses.create(model="tiny", input="hello")

@@ -1,4 +1,4 @@
-"""The store alone: whole turns or none, bounds, migrations, tenants; in PostgreSQL too where there is one."""
+"""The store alone: atomic turns, bounds, migrations, tenants; also in PostgreSQL if a database is configured."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ AMPLE = Bounds(seconds=1e6, threads=1000, bytes=1 << 30)
 
 
 class Clock:
-    """Time that passes when told to."""
+    """A clock that the test sets."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -40,7 +40,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def opened(clock: Clock) -> Iterator[Callable[..., Store]]:
-    """Open stores that are closed at the end."""
+    """Opens stores, and closes them at the end."""
     stores: list[Store] = []
 
     def open(where: str | Path = MEMORY, **bounds: Any) -> Store:
@@ -56,7 +56,7 @@ def opened(clock: Clock) -> Iterator[Callable[..., Store]]:
 def store(
     request: pytest.FixtureRequest, opened: Callable[..., Store], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Store]:
-    """A store in a file; in PostgreSQL too, where HOLDFAST_TEST_POSTGRES names a database to make schemas in."""
+    """A store in a file, and in PostgreSQL if HOLDFAST_TEST_POSTGRES names a database to create schemas in."""
     if "cached" in request.param:
         monkeypatch.setattr(turn_store, "CACHED_TURNS", 0)
     if "sqlite" in request.param:
@@ -205,7 +205,7 @@ def test_a_deleted_turn_is_kept_only_while_others_build_on_it(store: Store, cloc
     assert store.turns.response("a", "a") is None and store.turns.response("a", "bb") is None
     assert said(store.turns.context("a", "ccc")) == ["a", "A", "bb", "BB", "ccc", "CCC"]
     assert store.turns.delete("a", "ccc")
-    with store.database.read() as db:  # the last one took all of them along
+    with store.database.read() as db:  # deleting the last one removed all of them
         for table in (database.turns, database.threads):
             assert db.execute(sqlalchemy.select(table)).all() == []
 
@@ -231,7 +231,7 @@ class TestBounds:
         clock.now += 60
         grow(store, "young")
         clock.now += 60
-        assert store.turns.response("a", "old") is None  # at once, not only when it is next cleaned up
+        assert store.turns.response("a", "old") is None  # at once, not only after the next clean-up
         assert store.turns.response("a", "young") is not None
         grow(store, "new")
         with store.database.read() as db:
@@ -285,7 +285,7 @@ class TestBounds:
 
 
 class TestCrashes:
-    """A process that is killed leaves whole turns and no half one."""
+    """A killed process leaves only whole turns."""
 
     PROGRAM = """
 import os, sys, sqlalchemy
@@ -328,7 +328,7 @@ store.turns.commit(turn("two", store.conversations.context("a", "conv"), convers
 
 
 class TestOpening:
-    """Old schemas are brought up to date, unknown ones and other files refused."""
+    """Old schemas are migrated; unknown ones and other files are refused."""
 
     def test_a_reopened_store_has_its_turns_and_only_its_owner_can_read_the_file(
         self, opened: Callable[..., Store], tmp_path: Path

@@ -245,9 +245,7 @@ class Histories(RuleBasedStateMachine):
         executor = self.executor = Watched(self.model, config, make_stream=LateStream if shape["late"] else None)
         executor.allocate(blocks, places)
         draw = random.Random(shape["costs"])
-        costs = [
-            10 ** draw.uniform(-3, 3) for _ in range(64)
-        ]  # in random order and independent of age, so that holes come anywhere
+        costs = [10 ** draw.uniform(-3, 3) for _ in range(64)]  # in random order, so that holes come anywhere
         self.pool = BlockPool(
             blocks,
             size,

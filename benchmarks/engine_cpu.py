@@ -18,11 +18,12 @@ import torch
 
 from holdfast.core.config import EngineConfig
 from holdfast.core.types import Request, SamplingParams
-from holdfast.lm.execution.executor import PagedExecutor
+from holdfast.lm.execution.paged_device import PagedDevice
 from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.models.loader import load
 from holdfast.lm.scheduler.policies import StallFree
 from holdfast.lm.scheduler.scheduler import Scheduler
+from holdfast.lm.types import MemoryMeasurement
 from holdfast.loop.loop import Loop
 
 SHAPE: dict[str, Any] = {
@@ -66,11 +67,12 @@ def holdfast(prompts: list[list[int]], generated: int, steps_in_flight: int) -> 
         Path(directory, "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], **SHAPE}))
         model = load(directory, device="cpu", load_format="random")
     config = EngineConfig(max_sequences=len(prompts))
-    executor = PagedExecutor(model, config)
+    device = PagedDevice(model, config)
     blocks = len(prompts) * -(-(len(prompts[0]) + generated) // config.block_size)
-    executor.allocate(blocks)
+    sizes = MemoryMeasurement("cpu", total=0, weights=0, activations=0, cache=blocks, block=1)
+    shape, executor = device.allocate(sizes), device.executor
     scheduler = Scheduler(
-        StallFree(executor.token_budget),
+        StallFree(shape.token_budget),
         BlockPool(blocks, config.block_size),
         max_sequences=len(prompts),
         max_model_len=model.spec.max_model_len,
@@ -82,7 +84,7 @@ def holdfast(prompts: list[list[int]], generated: int, steps_in_flight: int) -> 
     for number, prompt in enumerate(prompts):
         loop.add(Request(str(number), tuple(prompt), params))
     while loop.has_work():
-        tokens += sum(len(output.tokens) for output in loop.step())
+        tokens += sum(len(output.tokens) for output in loop.step() or () or ())
     seconds = time.perf_counter() - began
     executor.close()
     return tokens / seconds

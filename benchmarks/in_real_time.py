@@ -110,7 +110,7 @@ class Recorder:
 
 def spans_of(plan: StepPlan) -> tuple[tuple[int, int], ...]:
     """(query, context) of each segment."""
-    _, _, starts, stops, _, _ = plan.columns.columns
+    starts, stops = plan.columns.column("start"), plan.columns.column("stop")
     return tuple((stop - start, stop) for start, stop in zip(starts, stops, strict=True))
 
 

@@ -100,7 +100,7 @@ def offline(loop: Loop, label: str, lengths: Lengths) -> dict[str, Any]:
         loop.add(request(f"{label}-{index}-{begin}", prompt, output))
     while loop.has_work():
         before = time.perf_counter()
-        produced += sum(len(output.tokens) for output in loop.step())
+        produced += sum(len(output.tokens) for output in loop.step() or ())
         steps.append(time.perf_counter() - before)
     seconds = time.perf_counter() - begin
     prompt_tokens = sum(tokens for tokens, _ in lengths)
@@ -184,7 +184,7 @@ def stall(loop: Loop, cost: CostModel | None = None) -> dict[str, Any]:
                 loop.add(request(name, prompt, 4))
             waiting.update(prompts)
             first = len(recorder.steps)
-        for output in loop.step():
+        for output in loop.step() or ():
             if output.request_id in waiting:
                 waiting.remove(output.request_id)
                 last = len(recorder.steps)
@@ -230,7 +230,7 @@ DEFAULT = ("bs1", "bs32", "bs128", "chat", "prefill", "stall")
 def first_token(loop: Loop) -> dict[str, Any]:
     """The monotonic clock at the first token of a request."""
     loop.add(request("first", draw(random.Random(4), 512), 4))
-    while not any(len(output.tokens) for output in loop.step()):
+    while not any(len(output.tokens) for output in loop.step() or ()):
         pass
     return dict(at=time.monotonic())
 

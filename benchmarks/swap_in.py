@@ -77,7 +77,7 @@ def under_load(
             asked[turn.id] = time.perf_counter()
             loop.add(turn)
         began = time.perf_counter()
-        for output in loop.step():
+        for output in loop.step() or ():
             if output.request_id in asked:
                 first.setdefault(output.request_id, time.perf_counter() - asked[output.request_id])
         steps.append(time.perf_counter() - began)

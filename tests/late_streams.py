@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from holdfast.lm.execution.transfer import Arrival
+from holdfast.lm.execution.transfer import CopyEvent
 
 
 class LateArrival:
@@ -40,7 +40,7 @@ class LateStream:
 
     def __init__(self, patience: int = 2) -> None:
         self.patience = patience
-        self.queue: deque[tuple[LateArrival, Callable[[], None], Arrival | None]] = deque()
+        self.queue: deque[tuple[LateArrival, Callable[[], None], CopyEvent | None]] = deque()
         self.lock = threading.RLock()
 
     def follow(self) -> None:
@@ -49,7 +49,7 @@ class LateStream:
     def upload(self, numbers: torch.Tensor) -> torch.Tensor:
         return numbers
 
-    def copy(self, work: Callable[[], None], after: Arrival | None = None) -> LateArrival:
+    def copy(self, work: Callable[[], None], after: CopyEvent | None = None) -> LateArrival:
         arrival = LateArrival(self)
         with self.lock:
             self.queue.append((arrival, work, after))
@@ -75,7 +75,7 @@ class ForgottenArrival(LateArrival):
 class ForgottenStream(LateStream):
     """A late stream whose arrivals the computation does not wait for, to show the error without the wait."""
 
-    def copy(self, work: Callable[[], None], after: Arrival | None = None) -> LateArrival:
+    def copy(self, work: Callable[[], None], after: CopyEvent | None = None) -> LateArrival:
         arrival = ForgottenArrival(self)
         with self.lock:
             self.queue.append((arrival, work, after))

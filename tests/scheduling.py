@@ -7,7 +7,7 @@ from holdfast.lm.memory.block_pool import BlockPool, StateIdentity
 from holdfast.lm.memory.retention import EVICTIONS, RetentionRule
 from holdfast.lm.scheduler.policies import StallFree
 from holdfast.lm.scheduler.scheduler import Scheduler
-from holdfast.lm.types import PENDING, MemoryMeasurement, StepPlan, StepResult
+from holdfast.lm.types import PENDING, StepPlan, StepResult
 
 EOS = 0
 VOCABULARY = 50
@@ -124,12 +124,6 @@ class FakeDevice:
     def expect(self, request):
         self.streams[request.id] = list(request.prompt)
         self.states[request.id] = model_state(request.prompt)
-
-    def profile(self):
-        return MemoryMeasurement(device="fake", total=0, weights=0, activations=0, cache=0, block=1)
-
-    def allocate(self, num_blocks, host_blocks=0):
-        pass
 
     def close(self):
         self.plans.clear()

@@ -18,13 +18,14 @@ from holdfast.cli.reports import changed, makeable, needs_matplotlib, writable, 
 from holdfast.core.config import BUILTIN_MODEL, EngineConfig, SchedulerName, option
 from holdfast.core.version import __version__
 from holdfast.engine.checkpoint import Checkpoint, read_json
-from holdfast.engine.profiles import CostProfile, precision_of
+from holdfast.engine.profiles import CostProfile
 from holdfast.lab.choice import WorkloadConfig
 from holdfast.lab.planning import Candidate, Setting, Verdict, best_of, judges
 from holdfast.lab.simulator.deployment import shape_on
 from holdfast.lab.simulator.devices import DEVICES, LINKS, device_named, link_named
 from holdfast.lab.simulator.shapes import MODELS, ModelShape, shape_of
 from holdfast.lm.scheduler.choice import CHUNKED, NAMES
+from holdfast.lm.types import precision_of
 
 DEVICE = "h200"
 MOST_DEVICES = 1024

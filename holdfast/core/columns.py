@@ -31,6 +31,11 @@ class Columns(abc.Sequence[Row], Generic[Row]):
         fields: tuple[str, ...] = row_type._fields  # type: ignore[attr-defined]
         return cls(row_type, tuple([row[index] for row in rows] for index in range(len(fields))))
 
+    def column(self, name: str) -> Any:
+        """The list of one field."""
+        fields: tuple[str, ...] = self.row_type._fields  # type: ignore[attr-defined]
+        return self.columns[fields.index(name)]
+
     def __len__(self) -> int:
         return len(self.columns[0])
 

@@ -1,7 +1,7 @@
-"""Corrects a measured cost model by what steps take while the loop runs beside them.
+"""Corrects a measured cost model by the time that steps take while the loop serves requests.
 
-On a CPU a step shares its interpreter, its caches and its memory with the planning of the next one, and no step is like
-the one before it: in service it takes longer than the same work does again and again.
+On a CPU a step shares the interpreter, the caches and the memory with the planning of the next one, and no step repeats
+the one before. So a step takes longer in service than when it is measured by repetition.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ from holdfast.lm.types import LanguageExecutor, LanguageLoop, StepPlan, StepResu
 from holdfast.loop.contracts import Clock
 
 SECONDS = 3.0
-"""How long requests go on to be served."""
-APART = 3
-"""Steps between two requests."""
+"""How long requests are served."""
+STEPS_BETWEEN_REQUESTS = 3
 PROMPT = 256
 """Tokens of the longest prompt."""
 OUTPUT = (8, 48)
 """Tokens of the shortest answer and of the longest."""
 LEAST = 8
-"""So many steps of a kind must have been seen to correct it."""
+"""A kind of step is corrected only if at least this many were seen."""
 
 
 def in_service(
@@ -36,10 +35,10 @@ def in_service(
     vocab_size: int,
     clock: Clock,
 ) -> CostModel:
-    """The cost model with its decode steps and its others as much longer as the median one of each is in the loop.
+    """Scale decode steps and mixed steps by their median measured/predicted ratio in the loop.
 
-    Serves requests for SECONDS of `clock`, of tokens below `vocab_size`. `make_loop` puts a loop around an executor;
-    its memory must be its own, and what is written to the cache has no owner afterwards.
+    Serves requests of random tokens below `vocab_size` for SECONDS of `clock`. `make_loop` builds a loop around an
+    executor, with a block pool of its own; the blocks that it writes have no owner afterwards.
     """
     longest = min(PROMPT, cost.attention_contexts[-1] - OUTPUT[1] - 1)
     if longest < 1:
@@ -48,7 +47,7 @@ def in_service(
     loop, choose = make_loop(watched), random.Random(0)
     began, number = clock(), 0
     while clock() - began < SECONDS:
-        if number % APART == 0:
+        if number % STEPS_BETWEEN_REQUESTS == 0:
             prompt = tuple(choose.choices(range(vocab_size), k=choose.randint(1, longest)))
             params = SamplingParams(temperature=0.0, max_tokens=choose.randint(*OUTPUT), ignore_eos=True)
             loop.add(Request(f"pace-{number}", prompt, params, arrival=clock()))
@@ -64,7 +63,7 @@ def in_service(
 
 
 class _Watched:
-    """Goes around an executor and notes what each step took."""
+    """Wraps an executor and records how long each step took."""
 
     def __init__(self, inner: LanguageExecutor) -> None:
         self.steps: list[tuple[StepPlan, float]] = []

@@ -15,6 +15,7 @@ from typing import Any, get_args
 from holdfast.core.config import CacheTypeName, EngineConfig, QuantizationName
 from holdfast.core.cost import CostModel
 from holdfast.engine.checkpoint import read_json, read_text
+from holdfast.lm.types import precision_of
 
 CONFIG_LIMIT = 16 << 20
 DTYPES = ("float32", "bfloat16", "float16")
@@ -99,13 +100,7 @@ def _one_of(words: Sequence[str], given: Any) -> Any:
     return given
 
 
-def precision_of(dtype: str, quantization: QuantizationName, kv_cache_dtype: CacheTypeName) -> str:
-    """The type of a model's numbers and those in FP8, for people: `bfloat16, fp8 weights and cache`."""
-    fp8 = [what for what, kind in (("weights", quantization), ("cache", kv_cache_dtype)) if kind == "fp8"]
-    return f"{dtype}, fp8 {' and '.join(fp8)}" if fp8 else dtype
-
-
-def profile_path(directory: Path, precision: str, device: str) -> Path:
+def cached_profile_path(directory: Path, precision: str, device: str) -> Path:
     """The file of the profile of the checkpoint in `directory`, for this precision and this device.
 
     Its name is readable and ends with a digest of config.json and the rest, which keeps models of one name apart.

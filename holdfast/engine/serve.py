@@ -34,7 +34,7 @@ def run(start: Start, parent: Parent) -> None:
         measure=start.measure,
         on_progress=lambda stage: parent.send(Progress(stage)),
     )
-    # What exists now lives as long as the process: no collection need look at it again. `serve` says when to collect.
+    # What exists now lives as long as the process: no collection need scan it. `serve` decides when to collect.
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -46,7 +46,7 @@ def run(start: Start, parent: Parent) -> None:
 
 
 def serve(loop: LanguageLoop, parent: Parent) -> None:
-    """Take in all that has arrived, do one step, send what it gave; wait where there is nothing to do."""
+    """Handle all messages that have arrived, do one step, send its outputs; wait for a message when idle."""
     for step in itertools.count():
         idle = not loop.has_work()
         if idle or step % STEPS_PER_COLLECTION == 0:
@@ -63,7 +63,7 @@ def serve(loop: LanguageLoop, parent: Parent) -> None:
 
 
 def handle(message: ToEngine, loop: LanguageLoop, parent: Parent) -> bool:
-    """Do what one message asks. False when it asks to end."""
+    """Handle one message. False if it asks the engine to end."""
     match message:
         case Submit(request):
             try:

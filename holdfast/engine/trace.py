@@ -1,4 +1,4 @@
-"""Timeline: what every step did and when, written in Chrome's trace format. Goes around any executor."""
+"""Trace: what every step did and when, in Chrome's trace format. Wraps any executor."""
 
 from __future__ import annotations
 
@@ -11,23 +11,22 @@ from holdfast.loop.contracts import Clock
 
 MICROSECONDS = 1e6
 DEVICE, ROWS, COPIES = 0, 1, 2
-"""Process numbers of the trace: a lane with the steps, one for each row of the batch, one for each way of copies."""
+"""Process numbers of the trace: steps; sequences, a lane for each row; copies, a lane for each direction."""
 OUT, INTO = 0, 1
 """Lanes of copies."""
 
 
 class TracedExecutor:
-    """An executor that notes each step in a file, for chrome://tracing or ui.perfetto.dev.
+    """An executor that writes each step to a file, for chrome://tracing or ui.perfetto.dev.
 
-    A step is a bar on the device's lane with its numbers; each of its segments is a bar on the lane of its row, so that
-    a stream's stall is a gap in its lane. A counter shows the tokens of each step, and a mark on the device's lane
-    where a sequence is preempted (suspended, where there is a host tier). Copies between the tiers are bars as long as
-    they took, drawn as early as they can have begun. Events are written as steps end; a file that was cut short can be
-    read as well. About 150 bytes a segment.
+    A step is a bar on the device's lane. Each of its segments is a bar on the lane of its row, so a stall of a stream
+    is a gap in its lane. A counter shows the tokens of each step. A mark on the device's lane shows each preemption, or
+    suspension where there is a host tier. A copy between the tiers is a bar of its duration, drawn at its earliest
+    possible start. Events are written as steps end, and a truncated file can still be read. About 150 bytes a segment.
     """
 
     def __init__(self, inner: LanguageExecutor, path: str | Path, clock: Clock, *, suspends: bool = False) -> None:
-        """`clock` is the loop's; `suspends` says that what is preempted is kept on the host.
+        """`clock` is the loop's. `suspends`: preempted sequences keep their state on the host.
 
         Raises ValueError if the file cannot be written.
         """
@@ -42,7 +41,7 @@ class TracedExecutor:
         self._free_at = 0.0
         self._lanes: set[int] = set()
         self._copying: dict[tuple[int, bool], tuple[float, int]] = {}
-        """By step and whether they come in, when copies under way were submitted, and how many blocks."""
+        """Copies in flight, by step and direction (True: to the device): time of submission, number of blocks."""
         self._copied_until = [0.0, 0.0]
         names = {DEVICE: "device", ROWS: "sequences, by row", COPIES: "copies"}
         lines = [event("M", pid, 0, name="process_name", args={"name": name}) for pid, name in names.items()]
@@ -62,7 +61,7 @@ class TracedExecutor:
         result = self._inner.collect()
         plan, submitted = self._plans.popleft()
         ended = self._clock()
-        # The device's own measure where it fits between the neighbours; steps run one after another.
+        # Use the device's own measure where it fits between the neighbours: steps run one after another.
         began = max(submitted, self._free_at, ended - result.seconds)
         self._free_at = ended
         events = self._events(plan, began, ended - began)

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from holdfast.core.columns import Columns
-from holdfast.core.types import FinishReason, Request, SequenceOutput
+from holdfast.core.config import CacheTypeName, QuantizationName
+from holdfast.core.types import FinishReason, Request, SamplingParams, SequenceOutput
 from holdfast.loop.contracts import Device, Executor
 from holdfast.loop.loop import Loop
 
@@ -22,12 +23,21 @@ PENDING = -1
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """What the executor needs to draw one token: the part of SamplingParams that reaches the device."""
+    """How a sequence's tokens are drawn: the part of SamplingParams that reaches the device.
+
+    Each field is a column of a step's inputs there, by its name: float32 for a float, int64 for an int. A new field of
+    this name in SamplingParams and here is all that it takes for the sampler to find it.
+    """
 
     temperature: float
     top_k: int
     top_p: float
     seed: int
+
+    @classmethod
+    def of(cls, params: SamplingParams, seed: int) -> Sampling:
+        """The record of one request; `seed` is its own, or one drawn for it."""
+        return cls(**{name: seed if name == "seed" else getattr(params, name) for name in cls.__dataclass_fields__})
 
 
 class Segment(NamedTuple):
@@ -98,15 +108,15 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         """Query tokens of the step: what the token budget bounds."""
-        starts: list[int]
-        stops: list[int]
-        _, _, starts, stops, _, _ = self.columns.columns
+        columns = self.columns
+        starts: list[int] = columns.column("start")
+        stops: list[int] = columns.column("stop")
         return sum(stops) - sum(starts)
 
     @property
     def num_sampled(self) -> int:
         """Tokens that the step samples: the length of StepResult.tokens."""
-        return sum([sampling is not None for sampling in self.columns.columns[-1]])
+        return sum([sampling is not None for sampling in self.columns.column("sampling")])
 
     def sampled(self) -> abc.Iterator[Segment]:
         """The segments that sample a token, in the order of StepResult.tokens."""
@@ -238,6 +248,19 @@ class MemoryMeasurement:
     def num_host_blocks(self) -> int:
         """Blocks of the host tier."""
         return self.host_cache // self.block
+
+
+TILE = {"cuda": 64, "cpu": 16}
+"""By kind of device, the tokens of a matrix tile. A step of another multiple leaves part of a tile idle."""
+
+DEFAULT_TOKEN_BUDGET = {"cuda": 2048, "cpu": 512}
+"""Tokens of a step, by kind of device."""
+
+
+def precision_of(dtype: str, quantization: QuantizationName, kv_cache_dtype: CacheTypeName) -> str:
+    """The type of a model's numbers and which of them are in FP8, for people: `bfloat16, fp8 weights and cache`."""
+    fp8 = [part for part, kind in (("weights", quantization), ("cache", kv_cache_dtype)) if kind == "fp8"]
+    return f"{dtype}, fp8 {' and '.join(fp8)}" if fp8 else dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -57,7 +57,7 @@ def loop_over(device):
     return make_loop
 
 
-def test_each_kind_of_step_is_as_much_longer_as_its_median_one_was():
+def test_each_kind_of_step_is_scaled_by_its_median_ratio():
     device = Slower(decodes=1.2, others=1.5)
     corrected = in_service(COST, device, loop_over(device), vocab_size=100, clock=lambda: device.now)
     decodes, mixed = [(1, 100)] * 4, [(1, 100)] * 4 + [(60, 60)]
@@ -67,7 +67,7 @@ def test_each_kind_of_step_is_as_much_longer_as_its_median_one_was():
     assert not device.plans
 
 
-def test_it_serves_for_some_seconds_and_leaves_alone_what_it_has_seen_too_little_of():
+def test_a_kind_with_too_few_steps_is_not_scaled():
     slow = Slower(decodes=1e3, others=1e3)
     assert in_service(COST, slow, loop_over(slow), vocab_size=100, clock=lambda: slow.now) == COST
     assert slow.now >= SECONDS

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from holdfast.core.config import EngineConfig
-from holdfast.engine.profiles import CostProfile, precision_of, profile_path
+from holdfast.engine.profiles import CostProfile, cached_profile_path
+from holdfast.lm.types import precision_of
 from tests.lab.simulator.simulation import PROFILE
 
 
@@ -52,7 +53,7 @@ def test_each_model_precision_and_device_has_its_own_profile_path(tmp_path, monk
         (directory / "config.json").write_text(json.dumps({"number": number}))
         models.append(directory)
     places = {
-        profile_path(model, precision_of(dtype, quantization, cache), device)
+        cached_profile_path(model, precision_of(dtype, quantization, cache), device)
         for model in models
         for dtype in ("float32", "bfloat16")
         for quantization in ("none", "fp8")

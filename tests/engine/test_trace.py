@@ -61,7 +61,7 @@ class CopyingDevice(FakeDevice):
         return replace(result, copies=tuple(CopyTime(plan.step, way, 4096 * len(c), 0.5) for way, c in ways if c))
 
 
-def test_copies_between_the_tiers_are_bars_on_lanes_of_their_own_and_a_suspension_is_marked(tmp_path):
+def test_copies_have_their_own_lanes_and_suspensions_are_marked(tmp_path):
     path = tmp_path / "t.json"
     device = CopyingDevice(6, 4, 8)
     requests = create_requests(11, 11, max_tokens=12)
@@ -85,7 +85,7 @@ def test_copies_between_the_tiers_are_bars_on_lanes_of_their_own_and_a_suspensio
     assert all(bar["args"]["GB/s"] > 0 for bar in copies)
 
 
-def test_every_event_has_what_chromes_format_asks_of_its_kind(tmp_path):
+def test_every_event_has_the_fields_of_chromes_trace_format(tmp_path):
     loop = traced_loop(tmp_path / "t.json", *create_requests(4, 4, 4, max_tokens=5))
     while loop.has_work():
         loop.step()
@@ -112,7 +112,7 @@ def test_a_preemption_is_marked(tmp_path):
     assert events_of(tmp_path / "t.json", "i")[0]["name"] == "preempted 2"
 
 
-def test_the_simulator_writes_the_same_with_its_own_times(tmp_path):
+def test_the_simulator_writes_the_same_trace_with_its_own_times(tmp_path):
     path = tmp_path / "t.json"
     executors = []
 
@@ -127,7 +127,7 @@ def test_the_simulator_writes_the_same_with_its_own_times(tmp_path):
     assert sum(step["dur"] for step in steps) / 1e6 == pytest.approx(outcome.busy, rel=1e-4)
 
 
-def test_the_engine_writes_it_where_it_is_told(small, tmp_path):
+def test_the_engine_writes_the_trace_to_the_given_file(small, tmp_path):
     path = tmp_path / "t.json"
     loop, _ = build(small(trace=str(path)))
     loop.add(create_requests((5, 6, 7), temperature=0.0, max_tokens=3)[0])

@@ -36,7 +36,7 @@ def create_loop(steps_in_flight, *requests, **options):
 def run(loop):
     outputs = {}
     while loop.has_work():
-        for output in loop.step():
+        for output in loop.step() or ():
             outputs.setdefault(output.request_id, []).extend(output.tokens)
     return {name: tuple(tokens) for name, tokens in outputs.items()}
 
@@ -61,7 +61,7 @@ def test_two_steps_in_flight_plan_one_ahead():
 
 
 @pytest.mark.parametrize("steps_in_flight", [1, 2, 5])
-def test_the_depth_does_not_change_what_comes_out(steps_in_flight):
+def test_steps_in_flight_do_not_change_the_tokens(steps_in_flight):
     requests = create_requests(5, 17, 30, (1, 2, 3, 4, 5, 6), (1, 2, 3, 4, 5, 7), max_tokens=20)
     loop, _ = create_loop(steps_in_flight, *requests, budget=8, blocks=20, max_sequences=3, eos=(0,))
     assert run(loop) == {request.id: run_alone(request, eos=(0,))[0] for request in requests}
@@ -70,7 +70,7 @@ def test_the_depth_does_not_change_what_comes_out(steps_in_flight):
 def test_a_step_with_nothing_to_do_returns_nothing():
     loop, device = create_loop(2)
     assert not loop.has_work()
-    assert loop.step() == []
+    assert loop.step() is None
     assert device.calls == []
 
 
@@ -81,18 +81,18 @@ def test_after_an_abort_the_step_in_flight_is_still_collected():
     loop.abort("1")
     assert loop.stats().blocks_used == 0
     assert loop.has_work(), "a step is in flight"
-    assert loop.step() == []
+    assert not loop.step()
     assert not loop.has_work()
     assert device.calls[-1] == ("collect", 1)
 
 
-def test_what_the_executor_raises_goes_through():
+def test_an_executor_exception_passes_through_the_loop():
     loop, device = create_loop(1, *create_requests(5))
     device.collect = lambda: (_ for _ in ()).throw(RuntimeError("device lost"))
     with pytest.raises(RuntimeError, match="device lost"):
         loop.step()
 
 
-def test_a_depth_of_nothing_is_refused():
+def test_zero_steps_in_flight_are_refused():
     with pytest.raises(ValueError, match="steps_in_flight is 0"):
         create_loop(0)

@@ -30,8 +30,8 @@ class Latency:
 
     def stages(self, plan: StepPlan) -> list[float]:
         """Time that each stage spends on the step in the long run."""
-        _, _, starts, stops, _, _ = plan.columns.columns
-        spans = list(zip(starts, stops, strict=True))
+        columns = plan.columns
+        spans = list(zip(columns.column("start"), columns.column("stop"), strict=True))
         return [stage.segments(spans) for stage in self._stages]
 
     def hop(self, plan: StepPlan) -> float:

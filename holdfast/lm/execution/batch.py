@@ -1,8 +1,9 @@
-"""The batch's state on the device, and the packed inputs of each step: one upload a step."""
+"""The batch: block tables and last tokens on the device, and the packed inputs of each step, uploaded in one copy."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass, fields
 from itertools import chain
 
 import numpy as np
@@ -17,43 +18,41 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the fields of a step lie in one buffer of int64: fixed places, so that a captured graph finds them."""
+    """The places of a step's fields in one int64 buffer. They are fixed, so that a captured graph finds them."""
 
     tokens: int
-    """Capacity of the fields that have an entry for each query token."""
+    """Capacity of the fields with an entry for each query token."""
     rows: int
-    """Capacity of the fields that have one for each sampled token."""
+    """Capacity of the fields with an entry for each sampled token."""
     writes: int
     """Capacity of the block table entries."""
 
     def spans(self) -> dict[str, slice]:
-        """By field, its place in the buffer."""
+        """The place of each field in the buffer."""
         sizes = dict.fromkeys(("ids", "positions", "slots", "token_rows"), self.tokens)
-        sizes |= dict.fromkeys(("sample_at", "sample_rows", "seed", "sample_position", "top_k"), self.rows)
-        sizes |= dict.fromkeys(("temperature", "top_p"), self.rows)
+        sizes |= dict.fromkeys(("sample_at", "sample_rows", "sample_position", *SAMPLING), self.rows)
         sizes |= dict.fromkeys(("write_at", "write_block"), self.writes)
         stops = np.cumsum(list(sizes.values())).tolist()
         return {name: slice(stop - size, stop) for (name, size), stop in zip(sizes.items(), stops, strict=True)}
 
 
-FLOATS = ("temperature", "top_p")
-SETTINGS = np.dtype([("seed", np.int64), ("top_k", np.int64), ("temperature", np.float32), ("top_p", np.float32)])
-"""How a row draws its tokens."""
+SAMPLING = {field.name: np.float32 if field.type == "float" else np.int64 for field in fields(Sampling)}
+"""The columns of a row's sampling record, one for each field of `Sampling`."""
 
 PADDING = {"ids": 0, "positions": 0, "slots": -1}
-"""What the fields of a token that is none hold: attention's `write` skips a negative slot."""
+"""What padding tokens hold: attention's `write` skips a negative slot."""
 
-ONE_TABLE_WRITE_IN = 4
-"""A padded step has room for a new block table entry for so many of its tokens; what is beyond is written apart."""
+TOKENS_PER_TABLE_WRITE = 4
+"""A padded step has room for one new block table entry per this many tokens. Further entries are uploaded apart."""
 
 
 class Fields:
-    """One buffer and a tensor for each of its fields; float32 fields use the first half of their place."""
+    """One buffer, and a tensor for each of its fields. Float32 fields use the first half of their place."""
 
     def __init__(self, layout: Layout, buffer: torch.Tensor) -> None:
         self.buffer = buffer
         self._tensors = {
-            name: buffer[span].view(torch.float32) if name in FLOATS else buffer[span]
+            name: buffer[span].view(torch.float32) if SAMPLING.get(name) is np.float32 else buffer[span]
             for name, span in layout.spans().items()
         }
 
@@ -62,17 +61,14 @@ class Fields:
         return self._tensors[name][:count]
 
     def packed(self, num_tokens: int, num_sampled: int) -> PackedStep:
-        """The first so many entries of each field."""
+        """The inputs of a step with this many tokens and sampled rows."""
         return PackedStep(
             ids=self.take("ids", num_tokens),
             positions=self.take("positions", num_tokens),
             slot_mapping=self.take("slots", num_tokens),
             sample_at=self.take("sample_at", num_sampled),
             sample_rows=self.take("sample_rows", num_sampled),
-            temperature=self.take("temperature", num_sampled),
-            top_k=self.take("top_k", num_sampled),
-            top_p=self.take("top_p", num_sampled),
-            seed=self.take("seed", num_sampled),
+            sampling={name: self.take(name, num_sampled) for name in SAMPLING},
             sample_position=self.take("sample_position", num_sampled),
         )
 
@@ -83,7 +79,7 @@ class Fields:
 
 @dataclass(frozen=True, slots=True)
 class StagedStep:
-    """A plan as packed arrays in a host buffer, and what the host knows of it."""
+    """A plan packed into a host buffer, and what the host knows of it."""
 
     step: int
     host: HostBuffer
@@ -92,7 +88,7 @@ class StagedStep:
     num_sampled: int
     num_writes: int
     writes_apart: torch.Tensor | None
-    """Table entries [2, n] that are too many for the buffer: places, then blocks."""
+    """Table entries [2, n] that exceed the buffer: places, then blocks."""
     has_pending: bool
     any_random: bool
     any_filtered: bool
@@ -100,7 +96,7 @@ class StagedStep:
 
 @dataclass(frozen=True, slots=True)
 class HostBuffer:
-    """A host buffer (pinned where there is a GPU) and its fields."""
+    """A host buffer, pinned where there is a GPU, and its fields as arrays."""
 
     fields: Fields
     arrays: dict[str, npt.NDArray[np.generic]]
@@ -115,36 +111,33 @@ class PackedStep:
     slot_mapping: torch.Tensor  # [T] int64
     sample_at: torch.Tensor  # [R] int64
     sample_rows: torch.Tensor  # [R] int64
-    temperature: torch.Tensor  # [R] float32
-    top_k: torch.Tensor  # [R] int64
-    top_p: torch.Tensor  # [R] float32
-    seed: torch.Tensor  # [R] int64
+    sampling: Mapping[str, torch.Tensor]  # [R] each: the fields of `Sampling`
     sample_position: torch.Tensor  # [R] int64
 
 
 class Batch:
     """Block tables and last sampled tokens by row, on the device; a mirror of the tables on the host.
 
-    Staging and entering are two halves, so that the host may stage a step while the device still runs the last one:
-    `stage` reads and writes host state only, `enter` applies a staged step to the device, in order of submission.
+    Packing has two halves, so that the host may prepare a step while the device still runs the last one. `stage`
+    touches host state only; `enter` applies a staged step to the device, in order of submission.
 
-    A step that a captured graph runs is entered padded: `upload` copies it to the buffer that the graph reads, and what
-    else entering takes (`settle`) is the graph's first part.
+    For a captured graph `enter` is split again: `upload` copies a padded step to the buffer that the graph reads, and
+    `apply`, which is the graph's first part, writes its table entries and pending tokens.
     """
 
     def __init__(self, *, rows: int, max_blocks: int, max_tokens: int, block_size: int, device: torch.device) -> None:
         self.block_size, self.max_tokens, self.device = block_size, max_tokens, device
-        # One row more than can be used: it takes the table entries that pad a step.
+        # One row beyond the usable ones takes the table entries that pad a step.
         self.block_tables = torch.zeros(rows + 1, max_blocks, dtype=torch.int32, device=device)
-        self._nowhere = rows * max_blocks
+        self._padding_row = rows * max_blocks
         self.last_token = torch.zeros(rows, dtype=torch.int64, device=device)
-        # A step's own tokens need at most this many new blocks; only prefix hits bring more, and those travel apart.
+        # A step's own tokens need at most this many new blocks. Only prefix hits bring more; those are uploaded apart.
         self._layout = Layout(tokens=max_tokens, rows=rows, writes=max_tokens + rows)
         self._size = max(span.stop for span in self._layout.spans().values())
         self._mirror = np.full((rows, max_blocks), -1, np.int32)
-        self._settings = np.zeros(rows, SETTINGS)
+        self._settings = np.zeros(rows, list(SAMPLING.items()))
         self._drawn: list[Sampling | None] = [None] * rows
-        """By row, what `_settings` holds."""
+        """By row, the record that `_settings` holds."""
         self._free: list[HostBuffer] = []
         self._persistent = Fields(self._layout, torch.zeros(self._size, dtype=torch.int64, device=device))
 
@@ -178,7 +171,7 @@ class Batch:
         )
 
     def enter(self, staged: StagedStep) -> PackedStep:
-        """Bring a staged step to the device: one copy, then table entries and pending tokens put in their places."""
+        """Copy a staged step to the device, then write its table entries and pending tokens."""
         fields = staged.host.fields
         if self.device.type == "cuda":
             self._persistent.buffer.copy_(fields.buffer, non_blocking=True)
@@ -189,22 +182,22 @@ class Batch:
         return fields.packed(staged.num_tokens, staged.num_sampled)
 
     def upload(self, staged: StagedStep, num_tokens: int, num_sampled: int) -> PackedStep:
-        """Bring a staged step to the device, padded up to `num_tokens` and `num_sampled`, for a graph that settles it.
+        """Copy a staged step to the device, padded to `num_tokens` and `num_sampled`, for a graph that applies it.
 
-        Tokens of padding are written nowhere, rows of padding sample the first token. Gives the step without padding.
+        Padding tokens write no slot, and padding rows sample the first token. Returns the step without padding.
         """
         arrays = staged.host.arrays
         for name, value in PADDING.items():
             arrays[name][staged.num_tokens : num_tokens] = value
         arrays["sample_at"][staged.num_sampled : num_sampled] = 0
         room = self._room(num_tokens)
-        arrays["write_at"][staged.num_writes : room] = self._nowhere
+        arrays["write_at"][staged.num_writes : room] = self._padding_row
         self._persistent.buffer.copy_(staged.host.fields.buffer, non_blocking=True)
         self._write_tables(self._persistent, room, staged)
         return self._persistent.packed(staged.num_tokens, staged.num_sampled)
 
-    def settle(self, num_tokens: int, num_sampled: int) -> PackedStep:
-        """Put an uploaded step's table entries and pending tokens in their places: the same work for any such step."""
+    def apply(self, num_tokens: int, num_sampled: int) -> PackedStep:
+        """Write an uploaded step's table entries and pending tokens: the same launches for any step of this size."""
         fields, room = self._persistent, self._room(num_tokens)
         places, blocks = fields.take("write_at", room), fields.take("write_block", room)
         if self.device.type == "cuda":
@@ -218,20 +211,20 @@ class Batch:
         return fields.packed(num_tokens, num_sampled)
 
     def clear(self) -> None:
-        """Make of what `upload` brought last a step of nothing but padding."""
-        for name, value in {**PADDING, "token_rows": 0, "sample_at": 0, "write_at": self._nowhere}.items():
+        """Turn the uploaded step into one of padding alone."""
+        for name, value in {**PADDING, "token_rows": 0, "sample_at": 0, "write_at": self._padding_row}.items():
             self._persistent.take(name, self._size).fill_(value)
 
     def release(self, staged: StagedStep) -> None:
-        """Give the host buffer back, once the step is over."""
+        """Give the host buffer back, once the step has ended."""
         self._free.append(staged.host)
 
     def _room(self, num_tokens: int) -> int:
-        """Table entries that a padded step of so many tokens has room for."""
-        return -(-num_tokens // ONE_TABLE_WRITE_IN)
+        """Table entries that a padded step of this many tokens has room for."""
+        return -(-num_tokens // TOKENS_PER_TABLE_WRITE)
 
     def _write_tables(self, fields: Fields, first: int, staged: StagedStep) -> None:
-        """Write the table entries from `first` on, and those that travel apart."""
+        """Write the table entries from `first` on, and those that are uploaded apart."""
         tables = self.block_tables.view(-1)
         if staged.writes_apart is not None:
             places, blocks = staged.writes_apart.to(self.device)
@@ -242,7 +235,7 @@ class Batch:
         tables.index_copy_(0, places, blocks.to(torch.int32))
 
     def _fill_pending(self, fields: Fields, num_tokens: int) -> None:
-        """Put the tokens that rows sampled last where a step asks for them."""
+        """Replace PENDING tokens by those that their rows sampled last."""
         ids = fields.take("ids", num_tokens)
         sampled = self.last_token.index_select(0, fields.take("token_rows", num_tokens))
         torch.where(ids == PENDING, sampled, ids, out=ids)
@@ -253,7 +246,7 @@ class Batch:
         return HostBuffer(fields, fields.arrays())
 
     def _write_mirror(self, plan: StepPlan) -> Ints:
-        """Apply table writes to the mirror; the flat places that changed."""
+        """Apply table writes to the mirror; the flat indices that changed."""
         width = self._mirror.shape[1]
         places: list[int] = []
         entries: list[int] = []
@@ -268,16 +261,16 @@ class Batch:
         return write_at
 
     def _pack_tokens(self, plan: StepPlan, arrays: dict[str, npt.NDArray[np.generic]]) -> Segments:
-        """Ids, positions, slots and rows of every query token; the segments as attention takes them."""
-        _, *bounds, tokens, _ = plan.columns.columns
-        rows, starts, stops = np.array(bounds, np.int64)
+        """Pack ids, positions, slots and rows of every query token; the segments as attention reads them."""
+        columns = plan.columns
+        rows, starts, stops = np.array([columns.column(name) for name in ("row", "start", "stop")], np.int64)
         lengths = stops - starts
         query_start = np.zeros(len(lengths) + 1, np.int64)
         np.cumsum(lengths, out=query_start[1:])
         total = int(query_start[-1])
         if total > self.max_tokens:
             raise ValueError(f"step {plan.step} has {total} tokens; the batch holds {self.max_tokens}")
-        arrays["ids"][:total] = np.fromiter(chain.from_iterable(tokens), np.int64, total)
+        arrays["ids"][:total] = np.fromiter(chain.from_iterable(columns.column("tokens")), np.int64, total)
         token_rows, positions = rows, starts
         if total > len(rows):
             token_rows = np.repeat(rows, lengths)
@@ -295,8 +288,8 @@ class Batch:
     def _pack_sampling(
         self, plan: StepPlan, segments: Segments, arrays: dict[str, npt.NDArray[np.generic]]
     ) -> tuple[int, bool, bool]:
-        """How each sampled token is drawn: the count, whether any is random, whether any is filtered."""
-        drawn = plan.columns.columns[-1]
+        """Pack how each sampled token is drawn; the count, whether any is random, and whether any is filtered."""
+        drawn = plan.columns.column("sampling")
         at = np.flatnonzero(np.fromiter([sampling is not None for sampling in drawn], np.bool_, len(drawn)))
         count, rows = len(at), segments.row[at]
         arrays["sample_at"][:count] = segments.query_start[1:][at] - 1
@@ -304,13 +297,13 @@ class Batch:
         for index, row in zip(at.tolist(), rows.tolist(), strict=True):
             if self._drawn[row] is not (sampling := drawn[index]):
                 self._drawn[row] = sampling
-                self._settings[row] = (sampling.seed, sampling.top_k, sampling.temperature, sampling.top_p)
+                self._settings[row] = astuple(sampling)
         settings = self._settings[rows]
         any_random = bool((settings["temperature"] > 0).any())
         any_filtered = False
         if any_random:
             arrays["sample_position"][:count] = segments.context_stop[at]
-            for name in ("seed", "top_k", "temperature", "top_p"):
+            for name in SAMPLING:
                 arrays[name][:count] = settings[name]
             filters = (settings["top_k"] > 0) | (settings["top_p"] < 1)
             any_filtered = bool((filters & (settings["temperature"] > 0)).any())

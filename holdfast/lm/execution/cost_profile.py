@@ -1,4 +1,4 @@
-"""Measures the CostModel: linear layers by token count, attention by query length and context, at powers of two."""
+"""Measures a CostModel: linear layers by token count, attention by query length and context, at powers of two."""
 
 from __future__ import annotations
 
@@ -14,78 +14,79 @@ import numpy as np
 import torch
 
 from holdfast.core.cost import HEAVY, Burst, CostModel, interpolate
-from holdfast.lm.execution.device import describe
-from holdfast.lm.execution.executor import PagedExecutor
+from holdfast.lm.execution.hardware import describe
+from holdfast.lm.execution.paged_device import PagedDevice
 from holdfast.lm.kernels.attention.protocol import CapturableAttention, Segments
 from holdfast.lm.types import Sampling, Segment, StepPlan, TableWrite
 
 SECONDS_A_POINT = 0.01
-"""A point is measured again and again for so long, at least REPEATS times; its median counts."""
+"""How long a point is measured, at least REPEATS times. Its median counts."""
 REPEATS = 3
 ROUNDS = {"cuda": 2, "cpu": 4}
-"""Real steps are measured in so many rounds, there and back: a clock that falls under load, or a CPU that is slow for a
-second, is so for all of them."""
+"""Real steps are measured in this many rounds, by rising and falling size in turn, so that a clock that drops under
+load, or a CPU that is slow for a second, affects all sizes alike."""
 WARM_UP = {"cuda": 1, "cpu": 0}
-"""Steps of a kind that do not count in a round. On a CPU all do, as in service no step is like the one before it."""
+"""Uncounted first steps of a kind in a round. None on a CPU: when serving, no step is like the one before it either."""
 COUNTED = {"cuda": 2, "cpu": 3}
+"""Counted steps of a kind in a round."""
 LOAD_SECONDS = {"cuda": 0.3, "cpu": 0.0}
-"""How long a device computes before its steps are measured: one at rest has power in hand, and is up to a fifth faster.
-"""
+"""How long a device computes before its steps are measured. A rested GPU has power to spare and is up to 20% faster."""
 BURST_TOKENS = 1024
-"""Tokens of the steps by which it is measured how long it stays so much faster."""
+"""Tokens of the steps that measure how long a rested device stays faster."""
 BURST_STEPS = 8
 REST_SECONDS = 0.15
-"""How long decodes run before them."""
+"""How long decodes run before those steps."""
 REST_ROWS, REST_CONTEXT = 16, 512
 BURST_TIMES = {"cuda": 3, "cpu": 0}
-"""How often this is measured; the median counts. A CPU is not taken to have power in hand."""
+"""How often the burst is measured; the median counts. A CPU is assumed to have none."""
 LEAST_BURST = 0.03
-"""A burst that saves less of a step's time is none."""
+"""A burst that saves a smaller share of a step's time counts as none."""
 LAYERS = 4
-"""Layers whose attention is measured, for all."""
+"""Layers whose attention is measured; the result is scaled to all layers."""
 LEAST_SECONDS = 1e-6
-"""Where a measured step took no longer than its attention was measured to."""
+"""Least time of a step's linear layers, where it measured no longer than its attention alone."""
 BLOCKS_FILLED = 1024
-"""Blocks that are given numbers at a time: PyTorch draws none in FP8, and a copy of a whole cache has no room."""
+"""Blocks filled with random numbers at a time. PyTorch draws none in FP8; a copy of the whole cache would not fit."""
 BATCH = 256
-"""Query tokens of the batch in which a segment's attention is measured: alone it would not fill the device."""
+"""Query tokens of the batch that measures a segment's attention: one segment alone would not fill the device."""
 SPARSE = 4096
-"""Sizes of padded steps above so many tokens are measured at powers of two alone."""
+"""Padded sizes above this many tokens are measured at powers of two only."""
 FAR = 256
-"""Chunks of so many tokens are measured in real steps where they do not begin their sequence."""
+"""Chunks of at least this many tokens that do not begin their sequence are measured in real steps."""
 SPREAD = 0.1
-"""Decodes are measured with contexts from so much of the longest of them up to it."""
+"""Measured decodes have contexts from this share of the longest up to the longest."""
 
 Spans = tuple[tuple[int, int], ...]
-"""The [start, stop) that a step computes of a row each."""
+"""The ranges [start, stop) of a step, one for each row."""
 
 
 @torch.inference_mode()
-def measure_cost(executor: PagedExecutor, *, name: str, ceiling: int | None = None) -> CostModel:
-    """Time the executor's model on its device, up to `ceiling` tokens a step (default: its token budget).
+def measure_cost(device: PagedDevice, *, name: str, ceiling: int | None = None) -> CostModel:
+    """Time the model on its device, up to `ceiling` tokens a step (default: the most that a step may hold).
 
-    Writes over the cache: call it after `allocate` and before the first step. Contexts are measured as far as the
-    cache and the model go, attention for segments of all powers of two, and between those that are cut into few tiles.
-    All but attention is what real steps take without theirs, one behind the other as when serving, of random tokens and
-    under load: upload, schedule, graphs and sampling count with the linear layers. How much less long steps take where
-    they come behind decodes is measured last. Takes some seconds; on a GPU, with an 8B model, some ten to thirty.
+    Overwrites the cache: call it after `allocate` and before the first step. Contexts are measured up to what the cache
+    and the model hold. Attention is measured for segments of every power of two, and between powers where segments
+    split into few tiles. Everything else is the time of real steps minus their attention: steps of random tokens, one
+    after another under load as when serving, so upload, metadata, graphs and sampling count with the linear layers.
+    The burst, by which heavy steps are faster after decodes, is measured last. Takes seconds; with an 8B model on a GPU
+    10 to 30.
     """
-    limit = min(ceiling or executor.token_budget, executor.token_budget)
-    longest = _longest(executor)
+    limit = min(ceiling or device.max_step_tokens, device.max_step_tokens)
+    longest = _longest(device)
     between = (3 * query // 4 for query in powers(256, longest))
     queries = sorted({min(query, limit) for query in (*powers(1, longest), *between)})
-    cost = _attention_alone(executor, name, queries)
+    cost = _attention_alone(device, name, queries)
     contexts = cost.attention_contexts
-    graphs = executor.memory.graphs
+    graphs = device.memory.graphs
     sizes = [size for size in graphs.sizes.tokens if size < limit] if graphs is not None else []
     measured = sorted({*powers(1, limit), *(size for size in sizes if size <= SPARSE)})
-    rows = tuple(powers(1, min(executor.config.max_sequences, executor.memory.cache.num_blocks, limit)))
-    chunks = [_chunks(executor, count) for count in measured]
+    rows = tuple(powers(1, min(device.config.max_sequences, device.memory.cache.num_blocks, limit)))
+    chunks = [_chunks(device, count) for count in measured]
     far = [((context - query, context),) for query in queries for context in contexts if _goes_on(query, context)]
     decodes = [[(context, _unlike(count, context)) for context in _every_second(contexts)] for count in rows]
-    _load(executor, chunks[-1])
+    _load(device, chunks[-1])
     # The longest first, under load from the start.
-    taken = _in_rounds(executor, [*reversed(chunks), *far, *(spans for row in decodes for _, spans in row)])
+    taken = _in_rounds(device, [*reversed(chunks), *far, *(spans for row in decodes for _, spans in row)])
     besides = [max(LEAST_SECONDS, taken[spans] - _attention_of(cost, spans)) for spans in chunks]
     tokens = sorted({*measured, *sizes})
     seconds = [interpolate(measured, besides, count) for count in tokens]
@@ -102,25 +103,25 @@ def measure_cost(executor: PagedExecutor, *, name: str, ceiling: int | None = No
         decode_seconds=tuple(taken[row[0][1]] for row in decodes),
         decode_attention=tuple(_each_adds(row, taken, contexts) for row in decodes),
     )
-    return replace(steady, burst=_burst(executor, steady, min(limit, longest)))
+    return replace(steady, burst=_burst(device, steady, min(limit, longest)))
 
 
 @torch.inference_mode()
-def measure_recomputation(executor: PagedExecutor, *, name: str, chunk: int) -> CostModel:
-    """Time what `CostModel.recompute` of chunks of so many tokens goes by, and no more: a full step, and attention.
+def measure_recomputation(device: PagedDevice, *, name: str, chunk: int) -> CostModel:
+    """Time only what `CostModel.recompute` needs for chunks of this many tokens: a full step, and attention.
 
-    Writes over the cache, as `measure_cost` does, and takes a small part of its time.
+    Overwrites the cache, as `measure_cost` does, and takes a small part of its time.
     """
-    full = _chunks(executor, executor.token_budget)
-    cost = _attention_alone(executor, name, sorted({min(chunk, executor.token_budget), *(stop for _, stop in full)}))
-    _load(executor, full)
-    taken = _in_rounds(executor, [full])[full]
+    full = _chunks(device, device.max_step_tokens)
+    cost = _attention_alone(device, name, sorted({min(chunk, device.max_step_tokens), *(stop for _, stop in full)}))
+    _load(device, full)
+    taken = _in_rounds(device, [full])[full]
     besides = max(LEAST_SECONDS, taken - _attention_of(cost, full))
-    return replace(cost, linear_tokens=(executor.token_budget,), linear_seconds=(besides,))
+    return replace(cost, linear_tokens=(device.max_step_tokens,), linear_seconds=(besides,))
 
 
 def stairs(tokens: Sequence[int], seconds: Sequence[float], padded_to: Container[int]) -> Iterator[tuple[int, float]]:
-    """(tokens, seconds) of a line through what was measured, level up to each of the sizes that steps are padded to."""
+    """(tokens, seconds) of a line through the measured points, level up to each size that steps are padded to."""
     last = 0
     for count, taken in zip(tokens, seconds, strict=True):
         if count in padded_to and last + 1 < count:
@@ -130,37 +131,37 @@ def stairs(tokens: Sequence[int], seconds: Sequence[float], padded_to: Container
 
 
 def powers(first: int, last: int) -> Iterator[int]:
-    """first, twice it, and so on, and last."""
+    """first, 2 * first, 4 * first, ... and last."""
     while first < last:
         yield first
         first *= 2
     yield last
 
 
-def _chunks(executor: PagedExecutor, tokens: int) -> Spans:
-    """The fewest segments of sequences that together have so many tokens."""
-    longest = executor.model.spec.max_model_len
+def _chunks(device: PagedDevice, tokens: int) -> Spans:
+    """The fewest segments that together have this many tokens."""
+    longest = device.model.spec.max_model_len
     return tuple((0, min(longest, tokens - first)) for first in range(0, tokens, longest))
 
 
-def _longest(executor: PagedExecutor) -> int:
+def _longest(device: PagedDevice) -> int:
     """Tokens of the longest sequence that the model and the cache hold."""
-    return min(executor.model.spec.max_model_len, executor.memory.cache.num_blocks * executor.config.block_size)
+    return min(device.model.spec.max_model_len, device.memory.cache.num_blocks * device.config.block_size)
 
 
-def _attention_alone(executor: PagedExecutor, name: str, queries: Sequence[int]) -> CostModel:
-    """The attention of segments of so many tokens (ascending), at powers of two of context; of all else nothing yet."""
-    longest = _longest(executor)
+def _attention_alone(device: PagedDevice, name: str, queries: Sequence[int]) -> CostModel:
+    """A cost model of attention alone: segments of these lengths (ascending), contexts at powers of two."""
+    longest = _longest(device)
     queries = tuple(dict.fromkeys(min(query, longest) for query in queries))
     contexts = tuple(powers(min(16, longest), longest))
-    if executor.device.type == "cuda":  # which is faster on zeros
-        for cache in chain.from_iterable(executor.memory.layers):
+    if device.kind == "cuda":  # a GPU is faster on zeros
+        for cache in chain.from_iterable(device.memory.layers):
             for blocks in torch.split(cache, BLOCKS_FILLED):
                 blocks.copy_(torch.randn(blocks.shape, device=cache.device))
-    attention = cached(partial(_attention, executor))
+    attention = cached(partial(_attention, device))
     return CostModel(
         model=name,
-        device=describe(executor.device),
+        device=describe(device.device),
         linear_tokens=(1,),
         linear_seconds=(0.0,),
         attention_queries=queries,
@@ -171,11 +172,11 @@ def _attention_alone(executor: PagedExecutor, name: str, queries: Sequence[int])
     )
 
 
-def _load(executor: PagedExecutor, spans: Spans) -> None:
-    """Compute these again and again, until the device has no power in hand."""
+def _load(device: PagedDevice, spans: Spans) -> None:
+    """Repeat this step until the device runs at its steady pace."""
     began = time.perf_counter()
-    while time.perf_counter() - began < LOAD_SECONDS[executor.device.type]:
-        _step(executor, spans)
+    while time.perf_counter() - began < LOAD_SECONDS[device.kind]:
+        _step(device, spans)
 
 
 def _attention_of(cost: CostModel, spans: Spans) -> float:
@@ -183,24 +184,24 @@ def _attention_of(cost: CostModel, spans: Spans) -> float:
 
 
 def _goes_on(query: int, context: int) -> bool:
-    """Whether such chunks, which do not begin their sequence, are measured as real steps."""
+    """Whether a chunk that does not begin its sequence is measured as a real step."""
     return FAR <= query < context and query <= SPARSE
 
 
 def _added(cost: CostModel, query: int, context: int, taken: Mapping[Spans, float]) -> float:
-    """Seconds that attention adds: of a long chunk far in its sequence, what a real step takes more than without it."""
+    """Seconds that attention adds. For a long chunk far into its sequence: a real step minus its linear layers."""
     if not _goes_on(query, context):
         return cost.attention(query, context)
     return max(cost.attention(query, query), taken[((context - query, context),)] - cost.linear(query))
 
 
 def _every_second(contexts: Sequence[int]) -> tuple[int, ...]:
-    """The first, every second one, and the last."""
+    """Every second context, the first and the last included."""
     return tuple(dict.fromkeys((*contexts[::2], contexts[-1])))
 
 
 def _unlike(rows: int, context: int) -> Spans:
-    """So many decodes with contexts up to this one, which differ as when serving."""
+    """Decodes with contexts spread up to `context`, as when serving."""
     least = max(1, SPREAD * context) if rows > 1 else context
     return tuple((length - 1, length) for length in np.linspace(least, context, rows).astype(int).tolist())
 
@@ -208,9 +209,9 @@ def _unlike(rows: int, context: int) -> Spans:
 def _each_adds(
     measured: Sequence[tuple[int, Spans]], taken: Mapping[Spans, float], contexts: Sequence[int]
 ) -> tuple[float, ...]:
-    """What each decode adds at `contexts` over the shortest, by steps of them that were measured up to some contexts.
+    """Seconds that each decode adds at `contexts`, relative to the shortest context, from measured steps of decodes.
 
-    What they add is in proportion to their contexts; of a context that was not measured it lies between.
+    The time added is in proportion to the context, and interpolated between the measured contexts.
     """
     (first, shortest), *longer = measured
     points, added = [first], [0.0]
@@ -222,69 +223,72 @@ def _each_adds(
     return tuple(interpolate(points, added, context) for context in contexts)
 
 
-def _burst(executor: PagedExecutor, cost: CostModel, most: int) -> Burst:
-    """How much less heavy steps of up to `most` tokens take behind decodes than `cost` says, and for how long."""
-    tokens, times = min(BURST_TOKENS, most), BURST_TIMES[executor.device.type]
+def _burst(device: PagedDevice, cost: CostModel, most: int) -> Burst:
+    """The burst: how much faster than `cost` heavy steps of up to `most` tokens are after decodes, and for how long."""
+    tokens, times = min(BURST_TOKENS, most), BURST_TIMES[device.kind]
     if tokens < HEAVY or not times:
         return Burst()
     context = min(REST_CONTEXT, most)
     decodes = ((context - 1, context),) * min(REST_ROWS, cost.decode_rows[-1])
     rest = int(REST_SECONDS / cost.step([(1, context)] * len(decodes))) + 1
     expected = cost.step([(tokens, tokens)])
-    plans = [*_repeated(executor, decodes, rest), *_repeated(executor, ((0, tokens),), BURST_STEPS)]
-    runs = [_taken(executor, plans)[rest:] for _ in range(times)]
+    plans = [*_repeated(device, decodes, rest), *_repeated(device, ((0, tokens),), BURST_STEPS)]
+    runs = [_taken(device, plans)[rest:] for _ in range(times)]
     return burst_of([median(step) / expected for step in zip(*runs, strict=True)], expected)
 
 
 def burst_of(ratios: Sequence[float], seconds: float) -> Burst:
-    """The burst with which steps of `seconds` took these shares of it, in order, the first of them wholly within it."""
+    """The burst that explains these measured/predicted ratios of successive steps of `seconds` each.
+
+    The first step lies wholly within the burst.
+    """
     share, saved = ratios[0], 0.0
     if share > 1 - LEAST_BURST:
         return Burst()
     for ratio in ratios:
         saved += seconds * max(0.0, 1 - ratio)
-        if ratio > (1 + share) / 2:  # the burst ends in this step; what follows swings about the pace that holds
+        if ratio > (1 + share) / 2:  # the burst ends in this step; later ones vary around the steady pace
             break
     return Burst(share, saved / (1 / share - 1))
 
 
-def _in_rounds(executor: PagedExecutor, steps: Sequence[Spans]) -> dict[Spans, float]:
-    """Median seconds of real steps, of each of these."""
+def _in_rounds(device: PagedDevice, steps: Sequence[Spans]) -> dict[Spans, float]:
+    """Median seconds of each kind of step."""
     taken: dict[Spans, list[float]] = {spans: [] for spans in steps}
-    for number in range(ROUNDS[executor.device.type]):
+    for number in range(ROUNDS[device.kind]):
         for spans in taken if number % 2 == 0 else reversed(taken):
-            taken[spans] += _step(executor, spans)
+            taken[spans] += _step(device, spans)
     return {spans: median(seconds) for spans, seconds in taken.items()}
 
 
-def _step(executor: PagedExecutor, spans: Spans) -> list[float]:
-    """Seconds of real steps that compute these, one behind the other."""
-    uncounted = WARM_UP[executor.device.type]
-    return _taken(executor, _repeated(executor, spans, uncounted + COUNTED[executor.device.type]))[uncounted:]
+def _step(device: PagedDevice, spans: Spans) -> list[float]:
+    """Seconds of the counted steps that compute these ranges, one after another."""
+    uncounted = WARM_UP[device.kind]
+    return _taken(device, _repeated(device, spans, uncounted + COUNTED[device.kind]))[uncounted:]
 
 
-def _taken(executor: PagedExecutor, plans: Sequence[StepPlan]) -> list[float]:
-    """Seconds of each of these real steps, the next submitted beside each."""
+def _taken(device: PagedDevice, plans: Sequence[StepPlan]) -> list[float]:
+    """Seconds of each of these steps; the next is always in flight beside the one measured."""
     taken = []
-    executor.submit(plans[0])
+    device.executor.submit(plans[0])
     for plan in plans[1:]:
-        executor.submit(plan)
-        taken.append(executor.collect().seconds)
-    return [*taken, executor.collect().seconds]
+        device.executor.submit(plan)
+        taken.append(device.executor.collect().seconds)
+    return [*taken, device.executor.collect().seconds]
 
 
-def _repeated(executor: PagedExecutor, spans: Spans, times: int) -> list[StepPlan]:
-    """A step that computes these, so many times: what the first writes to the block tables stays there."""
-    plan = _plan(executor, spans)
+def _repeated(device: PagedDevice, spans: Spans, times: int) -> list[StepPlan]:
+    """The same step `times` times. Only the first writes the block tables."""
+    plan = _plan(device, spans)
     return [plan, *[replace(plan, table_writes=())] * (times - 1)]
 
 
-def _plan(executor: PagedExecutor, spans: Spans) -> StepPlan:
-    """A step that computes these."""
-    random, vocabulary = np.random.default_rng(0), executor.model.spec.vocab_size  # tokens unlike one another, as texts
+def _plan(device: PagedDevice, spans: Spans) -> StepPlan:
+    """A step that computes these ranges."""
+    random, vocabulary = np.random.default_rng(0), device.model.spec.vocab_size  # different tokens, as in text
     greedy = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
-    num_blocks, block_size = executor.memory.cache.num_blocks, executor.config.block_size
-    blocks = np.arange(executor.model.spec.max_model_len) % num_blocks
+    num_blocks, block_size = device.memory.cache.num_blocks, device.config.block_size
+    blocks = np.arange(device.model.spec.max_model_len) % num_blocks
     width = max(-(-stop // block_size) for _, stop in spans)
     return StepPlan(
         0,
@@ -299,11 +303,11 @@ def _plan(executor: PagedExecutor, spans: Spans) -> StepPlan:
     )
 
 
-def _attention(executor: PagedExecutor, query: int, context: int) -> float:
+def _attention(device: PagedDevice, query: int, context: int) -> float:
     """Seconds that one segment of `query` tokens ending at `context` adds to a step, over all layers."""
-    spec, memory = executor.model.spec, executor.memory
-    device, block_size, num_blocks = spec.device, executor.config.block_size, memory.cache.num_blocks
-    count = max(1, min(BATCH // query, executor.config.max_sequences, num_blocks * block_size // context))
+    spec, memory = device.model.spec, device.memory
+    block_size, num_blocks = device.config.block_size, memory.cache.num_blocks
+    count = max(1, min(BATCH // query, device.config.max_sequences, num_blocks * block_size // context))
     width = -(-context // block_size)
     tables = (np.arange(count * width, dtype=np.int32) % num_blocks).reshape(count, width)
     positions = np.arange(context - query, context)
@@ -313,26 +317,26 @@ def _attention(executor: PagedExecutor, query: int, context: int) -> float:
         context_stop=np.full(count, context, np.int32),
         row=np.arange(count, dtype=np.int32),
     )
-    heads = torch.randn(count * query, spec.num_heads, spec.head_dim, dtype=spec.dtype, device=device)
-    kv_heads = torch.randn(count * query, spec.num_kv_heads, spec.head_dim, dtype=spec.dtype, device=device)
-    slot_mapping = torch.from_numpy(slots.reshape(-1)).to(device)
-    block_tables = torch.from_numpy(tables).to(device)
+    heads = torch.randn(count * query, spec.num_heads, spec.head_dim, dtype=spec.dtype, device=spec.device)
+    kv_heads = torch.randn(count * query, spec.num_kv_heads, spec.head_dim, dtype=spec.dtype, device=spec.device)
+    slot_mapping = torch.from_numpy(slots.reshape(-1)).to(spec.device)
+    block_tables = torch.from_numpy(tables).to(spec.device)
 
-    schedule = executor.attention.schedule(segments)
+    schedule = device.attention.schedule(segments)
 
-    layers = memory.layers[:LAYERS]  # more than a cache holds, and each is like the others
+    layers = memory.layers[:LAYERS]  # more than the L2 cache holds; all layers are alike
 
     def attend() -> None:
         for keys, values in layers:
-            executor.attention.write(kv_heads, kv_heads, keys, values, slot_mapping)
-            executor.attention.attend(heads, keys, values, block_tables, schedule, scale=1.0)
+            device.attention.write(kv_heads, kv_heads, keys, values, slot_mapping)
+            device.attention.attend(heads, keys, values, block_tables, schedule, scale=1.0)
 
-    captured = isinstance(executor.attention, CapturableAttention)
-    return _seconds(attend, device, captured=captured) * len(memory.layers) / len(layers) / count
+    captured = isinstance(device.attention, CapturableAttention)
+    return _seconds(attend, spec.device, captured=captured) * len(memory.layers) / len(layers) / count
 
 
 def _seconds(work: Callable[[], object], device: torch.device, *, captured: bool) -> float:
-    """Median time of `work` on the device, once it is warm; on a GPU, without the launches where it is captured."""
+    """Median seconds of `work` on a warm device; captured in a CUDA graph, without launch overhead."""
     work()
     if device.type == "cuda" and captured:
         torch.cuda.synchronize(device)

@@ -174,7 +174,7 @@ class StepGraphs:
         return schedule
 
     def _body(self, size: int, schedule: Any) -> None:
-        packed = self._batch.settle(size, min(size, self._most_rows))
+        packed = self._batch.apply(size, min(size, self._most_rows))
         rows = self._model.body(self._input(packed, packed.sample_at, schedule))
         if not self._between:  # kept outside of the pool: the head's graph takes memory of its own there
             self._between = tuple(part.new_empty(self._most_rows, *part.shape[1:]) for part in rows)
@@ -185,7 +185,7 @@ class StepGraphs:
         self._logits[:size].copy_(self._model.head(tuple(part[:size] for part in self._between)))
 
     def _decode(self, size: int, schedule: Any) -> None:
-        packed = self._batch.settle(size, size)
+        packed = self._batch.apply(size, size)
         self._logits[:size].copy_(self._model.forward(self._input(packed, None, schedule)))
 
     def _input(self, packed: PackedStep, sample_at: torch.Tensor | None, schedule: Any) -> StepInput:

@@ -1,4 +1,4 @@
-"""Transfer: copies of blocks between device and host, beside the computation and in step with it."""
+"""Transfers: copies of blocks between device and host, on their own streams beside the computation."""
 
 from __future__ import annotations
 
@@ -18,46 +18,49 @@ from holdfast.lm.types import BlockCopy, CopyTime, StepPlan
 LayerCache = tuple[torch.Tensor, torch.Tensor]
 
 GROUPS = 4
-"""Parts of the layers that a plan's own swap-in comes in: its computation starts when the first of them is there."""
-NUMBERS = 8192
+"""A plan that awaits its own swap-in gets it in this many groups of layers: it starts when the first has arrived."""
+UPLOAD_ROUNDING = 8192
+"""Pinned buffers of block numbers are rounded up to a multiple of this."""
 
 
-class Arrival(Protocol):
+class CopyEvent(Protocol):
     """The end of a copy."""
 
     def wait(self) -> None:
-        """Make the computation that is started from now on wait for it; not the caller."""
+        """Make computation started from now on wait for the copy. Does not block the caller."""
         ...
 
     def finish(self) -> None:
-        """Make the caller wait for it."""
+        """Block the caller until the copy is done."""
         ...
 
-    def done(self) -> bool: ...
+    def done(self) -> bool:
+        """Whether the copy is done."""
+        ...
 
     def seconds(self) -> float:
-        """How long it took, once it is done."""
+        """Seconds that the copy took, once it is done."""
         ...
 
 
 class CopyStream(Protocol):
-    """Does copies one after the other, beside the computation."""
+    """Runs copies in order, beside the computation."""
 
     def follow(self) -> None:
-        """Let later copies wait for the computation that was started so far."""
+        """Make later copies wait for the computation started so far."""
         ...
 
     def upload(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Block numbers of the host as the stream's copies take them."""
+        """Move block numbers from the host to where the stream's copies read them."""
         ...
 
-    def copy(self, work: Callable[[], None], after: Arrival | None = None) -> Arrival:
-        """Do `work`, once `after` has arrived, and say when it is done."""
+    def copy(self, work: Callable[[], None], after: CopyEvent | None = None) -> CopyEvent:
+        """Run `work` once `after` is done; the event of its end."""
         ...
 
 
-class Done:
-    """An arrival that was."""
+class CompletedCopy:
+    """The event of a copy that is done."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -75,8 +78,8 @@ class Done:
         return self._seconds
 
 
-class InOrder:
-    """Copies at once: on a CPU, where they run in the thread that computes."""
+class HostStream:
+    """The copy stream of a CPU: copies run at once, in the thread that computes."""
 
     def follow(self) -> None:
         pass
@@ -84,14 +87,14 @@ class InOrder:
     def upload(self, numbers: torch.Tensor) -> torch.Tensor:
         return numbers
 
-    def copy(self, work: Callable[[], None], after: Arrival | None = None) -> Arrival:
+    def copy(self, work: Callable[[], None], after: CopyEvent | None = None) -> CopyEvent:
         began = time.perf_counter()
         work()
-        return Done(time.perf_counter() - began)
+        return CompletedCopy(time.perf_counter() - began)
 
 
-class CudaArrival:
-    """Two events on a copy stream: before a copy and after it."""
+class CudaCopyEvent:
+    """CUDA events on a copy stream, before and after a copy."""
 
     def __init__(self) -> None:
         self.began, self.event = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -110,7 +113,7 @@ class CudaArrival:
 
 
 class CudaStream:
-    """A CUDA stream of its own."""
+    """The copy stream of a GPU: a CUDA stream of its own."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -119,36 +122,38 @@ class CudaStream:
         self._stream.wait_stream(torch.cuda.current_stream())
 
     def upload(self, numbers: torch.Tensor) -> torch.Tensor:
-        # Of few sizes, so that pinned memory is soon found and not taken anew, which would wait for the device.
-        room = -(-numbers.numel() // NUMBERS) * NUMBERS
+        # Few sizes, so that the pinned allocator reuses buffers: a new one would wait for the device.
+        room = -(-numbers.numel() // UPLOAD_ROUNDING) * UPLOAD_ROUNDING
         pinned = torch.empty(room, dtype=numbers.dtype, pin_memory=True)[: numbers.numel()].view_as(numbers)
         with torch.cuda.stream(self._stream):
             return pinned.copy_(numbers).to(self._stream.device, non_blocking=True)
 
-    def copy(self, work: Callable[[], None], after: Arrival | None = None) -> Arrival:
-        arrival = CudaArrival()
+    def copy(self, work: Callable[[], None], after: CopyEvent | None = None) -> CopyEvent:
+        event = CudaCopyEvent()
         with torch.cuda.stream(self._stream):
             if after is not None:
                 after.wait()
-            arrival.began.record()
+            event.began.record()
             work()
-            arrival.event.record()
-        return arrival
+            event.event.record()
+        return event
 
 
 def stream_for(device: torch.device) -> CopyStream:
     """A copy stream of the device's kind."""
-    return CudaStream(device) if device.type == "cuda" else InOrder()
+    return CudaStream(device) if device.type == "cuda" else HostStream()
 
 
-class ArrivingLayers(Sequence[LayerCache]):
-    """Each layer's cache, for the model to ask for; the computation then waits for what is swapped in to that layer.
+class SwappingInLayers(Sequence[LayerCache]):
+    """The layers' caches; reading a layer makes the computation wait for that layer's swap-in.
 
-    So the first layers compute while the later ones are still being copied (Pensieve §4.3.3).
+    So the first layers compute while later ones are still being copied (Pensieve §4.3.3). Pensieve does this for every
+    swap-in; here only a plan that awaits its own copies does, which is a plan with nothing else to compute, and layers
+    come in `GROUPS` groups. Beside other sequences' steps a sequence joins once its whole copy is there.
     """
 
-    def __init__(self, layers: Sequence[LayerCache], arrivals: Sequence[Arrival]) -> None:
-        self._layers, self._arrivals = layers, arrivals
+    def __init__(self, layers: Sequence[LayerCache], events: Sequence[CopyEvent]) -> None:
+        self._layers, self._events = layers, events
 
     @overload
     def __getitem__(self, layer: int) -> LayerCache: ...
@@ -157,7 +162,7 @@ class ArrivingLayers(Sequence[LayerCache]):
     def __getitem__(self, layer: int | slice) -> LayerCache | Sequence[LayerCache]:
         if isinstance(layer, slice):
             return [self[index] for index in range(*layer.indices(len(self)))]
-        self._arrivals[layer].wait()
+        self._events[layer].wait()
         return self._layers[layer]
 
     def __len__(self) -> int:
@@ -168,15 +173,15 @@ class ArrivingLayers(Sequence[LayerCache]):
 
 
 class Transfers:
-    """The copies of each plan, begun in plan order, and which of those to the host are complete.
+    """The copies of each plan, begun in plan order, and which of them are complete.
 
-    What keeps them right, with the guarantees of `core.types.StepPlan`:
+    The ordering that keeps them correct, given what `StepPlan` guarantees:
 
-    - A swap-in follows the computation begun so far, which may still read what its blocks held before. A plan that
-      awaits it waits for it: for one begun before, all at once; for its own, layer by layer. No other plan does.
-    - A swap-out follows the computation begun so far, which writes what it copies; nobody writes to its blocks before
-      `completed` says that it is done. It also waits until every swap-in begun so far is done: these may read the
-      place that it writes to, and the two directions together would slow down the one that is urgent (Pensieve §5).
+    - A swap-in runs after the computation begun so far, which may still read the old contents of its blocks. Only a
+      plan that awaits a swap-in waits for it: for an earlier plan's all at once, for its own layer by layer.
+    - A swap-out runs after the computation begun so far, which writes what it copies. Nothing writes to its blocks
+      before `completed` reports it. It also waits for every swap-in begun so far: these may read the host block that
+      it writes to, and copying both ways at once would slow down the urgent direction (Pensieve §5).
     """
 
     def __init__(
@@ -186,30 +191,30 @@ class Transfers:
         layers: Sequence[LayerCache],
         make_stream: Callable[[], CopyStream],
     ) -> None:
-        """`layers` are the device's, as the computation takes them."""
+        """`layers` are the device's caches as the computation reads them."""
         self._device, self._host, self._layers = device, host, layers
         self._inward, self._outward = make_stream(), make_stream()
-        self._last_in: Arrival | None = None
-        self._coming: deque[_UnderWay] = deque()
-        self._leaving: deque[_UnderWay] = deque()
+        self._last_in: CopyEvent | None = None
+        self._swapping_in: deque[_CopiesInFlight] = deque()
+        self._swapping_out: deque[_CopiesInFlight] = deque()
         self._begun = -1
         self._block_bytes = device.data[:, :, 0].numel() * device.data.element_size()
         step = -(-len(layers) // GROUPS)
         self._groups = [slice(first, first + step) for first in range(0, len(layers), step)]
 
     def warm_up(self) -> None:
-        """Copy a block each way, before there is anything in them: the first copy compiles its kernel."""
+        """Copy one empty block each way: the first copy compiles its kernel."""
         copy = (BlockCopy(0, 0),)
         self.begin(StepPlan(-1, (), swap_in=copy, swap_out=copy))
         self.completed(wait=True)
 
     def begin(self, plan: StepPlan) -> Sequence[LayerCache]:
-        """Start a plan's copies; gives the layers' caches for its computation, which must be started next.
+        """Start a plan's copies; the layers' caches for its computation, which must be started next.
 
-        They are the very layers given to `Transfers` unless the plan awaits its own copies.
+        These are the object given to `Transfers`, unless the plan awaits its own copies.
         """
         layers = self._layers
-        for earlier in tuple(self._coming):
+        for earlier in tuple(self._swapping_in):
             if earlier.step <= plan.awaits:
                 earlier.parts[-1].wait()
         if plan.swap_in:
@@ -220,54 +225,56 @@ class Transfers:
             groups = self._groups if own else [slice(0, len(layers))]
             parts = tuple(self._inward.copy(partial(copy, group)) for group in groups)
             self._last_in = parts[-1]
-            self._coming.append(_UnderWay(plan.step, parts, len(places)))
+            self._swapping_in.append(_CopiesInFlight(plan.step, parts, len(places)))
             if own:
-                layers = ArrivingLayers(layers, [parts[at // groups[0].stop] for at in range(len(layers))])
+                layers = SwappingInLayers(layers, [parts[at // groups[0].stop] for at in range(len(layers))])
         if plan.swap_out:
             self._outward.follow()
             blocks, places = self._outward.upload(block_numbers(plan.swap_out))
             work = partial(copy_blocks, self._device, blocks, self._host, places)
-            arrival = self._outward.copy(work, after=self._last_in)
-            self._leaving.append(_UnderWay(plan.step, (arrival,), len(places)))
+            event = self._outward.copy(work, after=self._last_in)
+            self._swapping_out.append(_CopiesInFlight(plan.step, (event,), len(places)))
         self._begun = plan.step
         return layers
 
     def completed(self, *, wait: bool) -> Completed:
-        """What is complete by now; with `wait`, all that was begun so far is waited for."""
+        """Which copies are complete. With `wait`, block until all copies begun so far are."""
         copies: list[CopyTime] = []
-        swapped_out, swapped_in = (self._passed(under_way, wait, copies) for under_way in (self._leaving, self._coming))
+        swapped_out, swapped_in = (
+            self._passed(queue, wait, copies) for queue in (self._swapping_out, self._swapping_in)
+        )
         return Completed(swapped_out, swapped_in, tuple(copies))
 
-    def _passed(self, under_way: deque[_UnderWay], wait: bool, copies: list[CopyTime]) -> int:
+    def _passed(self, queue: deque[_CopiesInFlight], wait: bool, copies: list[CopyTime]) -> int:
         begun = self._begun
-        while under_way:
-            step, parts, blocks = under_way[0]
+        while queue:
+            step, parts, blocks = queue[0]
             if wait:
                 parts[-1].finish()
             elif not parts[-1].done():
                 return step - 1
-            under_way.popleft()
+            queue.popleft()
             seconds = sum(part.seconds() for part in parts)
-            copies.append(CopyTime(step, under_way is self._coming, blocks * self._block_bytes, seconds))
+            copies.append(CopyTime(step, queue is self._swapping_in, blocks * self._block_bytes, seconds))
         return begun
 
 
 def block_numbers(copies: Sequence[BlockCopy]) -> torch.Tensor:
-    """Sources and targets of copies, int64 [2, n]. The device may be waiting: `torch.tensor` would take ten times."""
+    """Sources and targets of copies, int64 [2, n]. The device may be waiting, and `torch.tensor` is 10x slower."""
     flat = np.fromiter(chain.from_iterable(copies), np.int64, 2 * len(copies))
     return torch.from_numpy(flat.reshape(-1, 2).T.copy())
 
 
-class _UnderWay(NamedTuple):
-    """Copies of one plan in one direction, its last part the last to arrive."""
+class _CopiesInFlight(NamedTuple):
+    """Copies of one plan in one direction, in the order of their ends."""
 
     step: int
-    parts: tuple[Arrival, ...]
+    parts: tuple[CopyEvent, ...]
     blocks: int
 
 
 class Completed(NamedTuple):
-    """As the fields of a `StepResult`."""
+    """The fields of a `StepResult` that tell of copies."""
 
     swapped_out: int
     swapped_in: int

@@ -25,7 +25,7 @@ def step(batch: Batch, *segments: Segment, writes: tuple[TableWrite, ...] = ()) 
     return batch.enter(batch.stage(StepPlan(0, segments, writes)))
 
 
-def test_segments_lie_packed_one_behind_the_other() -> None:
+def test_segments_are_packed_without_padding() -> None:
     batch = make_batch()
     writes = (TableWrite(0, 0, (5, 2)), TableWrite(3, 0, (7,)))
     packed = step(batch, segment(0, 0, (10, 11, 12, 13, 14), GREEDY), segment(3, 0, (20, 21)), writes=writes)
@@ -38,7 +38,7 @@ def test_segments_lie_packed_one_behind_the_other() -> None:
     assert batch.block_tables[3, 0] == 7
 
 
-def test_tables_stay_until_they_are_written_over() -> None:
+def test_block_tables_persist_between_steps() -> None:
     batch = make_batch()
     step(batch, segment(1, 0, (1, 2, 3, 4)), writes=(TableWrite(1, 0, (6,)),))
     packed = step(batch, segment(1, 4, (5,)), writes=(TableWrite(1, 1, (3,)),))
@@ -54,7 +54,7 @@ def test_two_segments_of_one_row_share_its_table() -> None:
     assert packed.slot_mapping.tolist() == [4, 0, 1]
 
 
-def test_pending_tokens_are_what_their_row_sampled_last() -> None:
+def test_pending_tokens_are_the_last_sampled_of_their_row() -> None:
     batch = make_batch()
     batch.last_token.copy_(torch.tensor([100, 101, 102, 103]))
     writes = tuple(TableWrite(row, 0, (row,)) for row in range(4))
@@ -62,7 +62,7 @@ def test_pending_tokens_are_what_their_row_sampled_last() -> None:
     assert packed.ids.tolist() == [102, 7, 101]
 
 
-def test_sampling_travels_by_row() -> None:
+def test_each_sampled_row_gets_its_own_sampling_record() -> None:
     warm = Sampling(temperature=0.5, top_k=3, top_p=0.75, seed=2**63 - 1)
     batch = make_batch()
     writes = tuple(TableWrite(row, 0, (row,)) for row in range(3))
@@ -70,21 +70,21 @@ def test_sampling_travels_by_row() -> None:
     staged = batch.stage(StepPlan(0, segments, writes))
     assert staged.any_random and staged.any_filtered
     packed = batch.enter(staged)
-    assert packed.temperature.tolist() == [0.0, 0.5]
-    assert packed.top_k.tolist() == [0, 3]
-    assert packed.top_p.tolist() == [1.0, 0.75]
-    assert packed.seed.tolist() == [0, 2**63 - 1]
+    assert packed.sampling["temperature"].tolist() == [0.0, 0.5]
+    assert packed.sampling["top_k"].tolist() == [0, 3]
+    assert packed.sampling["top_p"].tolist() == [1.0, 0.75]
+    assert packed.sampling["seed"].tolist() == [0, 2**63 - 1]
     assert packed.sample_position.tolist() == [2, 3]
     assert packed.sample_at.tolist() == [1, 5]
 
 
-def test_greedy_steps_say_so() -> None:
+def test_a_greedy_step_is_marked_as_not_random() -> None:
     batch = make_batch()
     staged = batch.stage(StepPlan(0, (segment(0, 0, (1,), GREEDY),), (TableWrite(0, 0, (1,)),)))
     assert not staged.any_random
 
 
-def test_more_table_entries_than_a_step_needs_still_arrive() -> None:
+def test_table_entries_beyond_the_buffer_are_written_too() -> None:
     batch = make_batch(rows=2, max_blocks=64, max_tokens=2, block_size=1)
     step(batch, segment(0, 63, (1,)), writes=(TableWrite(0, 0, tuple(range(64))),))
     assert batch.block_tables[0].tolist() == list(range(64))
@@ -101,7 +101,7 @@ def test_buffers_in_flight_are_not_shared() -> None:
     assert batch.stage(StepPlan(2, (segment(0, 2, (3,)),))).host is first.host
 
 
-def test_plans_that_do_not_fit_are_refused() -> None:
+def test_plans_that_exceed_the_batch_are_refused() -> None:
     batch = make_batch()
     with pytest.raises(ValueError, match="has 33 tokens; the batch holds 32"):
         step(batch, segment(0, 0, (1,) * 33))
@@ -111,13 +111,13 @@ def test_plans_that_do_not_fit_are_refused() -> None:
         step(batch, segment(1, 3, (1, 2)), writes=(TableWrite(1, 0, (1,)),))
 
 
-def test_an_uploaded_step_is_padded_with_tokens_that_have_no_slot() -> None:
+def test_padding_tokens_write_no_slot() -> None:
     batch = make_batch()
     batch.last_token.copy_(torch.tensor([100, 101, 102, 103]))
     segments = (segment(2, 0, (PENDING,), GREEDY), segment(0, 0, (5, 6)))
     staged = batch.stage(StepPlan(0, segments, (TableWrite(2, 0, (4,)), TableWrite(0, 0, (3,)))))
     own = batch.upload(staged, 8, 4)
-    padded = batch.settle(8, 4)
+    padded = batch.apply(8, 4)
     assert own.ids.tolist() == [102, 5, 6]
     assert own.sample_rows.tolist() == [2]
     assert padded.ids.tolist() == [102, 5, 6, 0, 0, 0, 0, 0]
@@ -128,11 +128,11 @@ def test_an_uploaded_step_is_padded_with_tokens_that_have_no_slot() -> None:
 
 
 @pytest.mark.parametrize("width", [8, 64])
-def test_a_padded_step_brings_more_table_entries_than_it_has_room_for(width: int) -> None:
+def test_a_padded_step_writes_table_entries_beyond_its_room(width: int) -> None:
     batch = make_batch(rows=2, max_blocks=width, max_tokens=4, block_size=1)
     entries = tuple(range(1, width + 1))
     batch.upload(batch.stage(StepPlan(0, (segment(0, 0, (1,)),), (TableWrite(0, 0, entries),))), 4, 1)
-    batch.settle(4, 1)
+    batch.apply(4, 1)
     assert batch.block_tables[0].tolist() == list(entries)
     assert batch.block_tables[1].sum() == 0
 
@@ -141,5 +141,5 @@ def test_a_cleared_batch_writes_nothing() -> None:
     batch = make_batch()
     batch.upload(batch.stage(StepPlan(0, (segment(1, 0, (5,)),), (TableWrite(1, 0, (3,)),))), 4, 4)
     batch.clear()
-    assert batch.settle(4, 4).slot_mapping.tolist() == [-1] * 4
+    assert batch.apply(4, 4).slot_mapping.tolist() == [-1] * 4
     assert batch.block_tables[:4].sum() == 0

@@ -14,7 +14,7 @@ from holdfast.lm.execution.cost_profile import burst_of, measure_cost, measure_r
 from holdfast.lm.types import StepPlan, StepResult
 
 
-def test_a_padded_step_takes_what_its_size_takes() -> None:
+def test_a_padded_step_costs_as_much_as_the_size_it_is_padded_to() -> None:
     points = list(stairs((1, 32, 64, 128, 256), (1.0, 2.0, 3.0, 5.0, 6.0), padded_to={64, 128, 256}))
     tokens, seconds = zip(*points, strict=True)
     assert [interpolate(tokens, seconds, count) for count in (1, 32, 33, 64, 65, 100, 128, 129, 256)] == [
@@ -26,7 +26,7 @@ def test_a_padded_step_takes_what_its_size_takes() -> None:
     ]
 
 
-def test_without_padding_the_points_are_those_measured() -> None:
+def test_without_padding_points_stay_as_measured() -> None:
     assert list(stairs((1, 2, 4), (1.0, 2.0, 3.0), padded_to=())) == [(1, 1.0), (2, 2.0), (4, 3.0)]
 
 
@@ -48,11 +48,12 @@ def step(spans: list[tuple[int, int]]) -> float:
 
 @pytest.fixture
 def made_up(monkeypatch):
-    monkeypatch.setattr(profile, "_step", lambda executor, spans: [step(list(spans))])
-    monkeypatch.setattr(profile, "_attention", lambda executor, query, context: alone(query, context))
+    monkeypatch.setattr(profile, "_step", lambda device, spans: [step(list(spans))])
+    monkeypatch.setattr(profile, "_attention", lambda device, query, context: alone(query, context))
     return SimpleNamespace(
-        token_budget=2048,
+        max_step_tokens=2048,
         device=torch.device("cpu"),
+        kind="cpu",
         model=SimpleNamespace(spec=SimpleNamespace(max_model_len=8192)),
         memory=SimpleNamespace(cache=SimpleNamespace(num_blocks=4096), graphs=None),
         config=SimpleNamespace(block_size=16, max_sequences=64),
@@ -71,7 +72,7 @@ def made_up(monkeypatch):
         [(3584, 4096)] + [(1999, 2000)] * 16,
     ],
 )
-def test_steps_are_predicted_as_they_are_taken_not_as_their_parts_are_alone(made_up, spans):
+def test_predictions_match_whole_steps_rather_than_parts_measured_alone(made_up, spans):
     cost = measure_cost(made_up, name="m")
     least = 0.0001  # decodes count from the shortest context that is measured
     if len(spans) == 17:  # beside a chunk they add what they add to one another
@@ -82,7 +83,7 @@ def test_steps_are_predicted_as_they_are_taken_not_as_their_parts_are_alone(made
 
 
 @pytest.mark.parametrize(("chunk", "longest"), [(32, 8192), (32, 1000), (4096, 8192)])
-def test_what_recomputation_costs_is_measured_by_itself_as_with_all_else(made_up, chunk, longest):
+def test_recomputation_cost_measured_alone_equals_that_of_the_full_profile(made_up, chunk, longest):
     made_up.model.spec.max_model_len = longest
     few, whole = measure_recomputation(made_up, name="m", chunk=chunk), measure_cost(made_up, name="m")
     for position in (chunk, longest // 2, longest):
@@ -93,10 +94,10 @@ def test_what_recomputation_costs_is_measured_by_itself_as_with_all_else(made_up
 
 
 class PowerLimited:
-    """An executor of the device made up above, which is faster behind lighter work."""
+    """The device and executor made up above, faster behind lighter work."""
 
     def __init__(self, about: SimpleNamespace, burst: Burst) -> None:
-        self.__dict__ |= vars(about) | dict(device=torch.device("cuda"))
+        self.__dict__ |= vars(about) | dict(device=torch.device("cuda"), kind="cuda", executor=self)
         self.memory.layers = ()
         self.model.spec.vocab_size = 1000
         self._reserve = Reserve(burst)
@@ -112,10 +113,10 @@ class PowerLimited:
 
 
 class Disturbed:
-    """An executor of the device made up above, on a CPU that others take half of for some steps."""
+    """The device and executor made up above, on a CPU that is half as fast for some steps."""
 
     def __init__(self, disturbed: range) -> None:
-        self.device = torch.device("cpu")
+        self.device, self.kind, self.executor = torch.device("cpu"), "cpu", self
         self.model = SimpleNamespace(spec=SimpleNamespace(max_model_len=8192, vocab_size=1000))
         self.memory = SimpleNamespace(cache=SimpleNamespace(num_blocks=4096))
         self.config = SimpleNamespace(block_size=16)
@@ -133,7 +134,7 @@ class Disturbed:
         return StepResult(plan.step, (), slower * step([(segment.start, segment.stop) for segment in plan.segments]))
 
 
-def test_who_disturbs_some_steps_in_a_row_makes_no_kind_of_step_look_slow() -> None:
+def test_a_disturbance_of_a_few_steps_does_not_change_the_profile() -> None:
     kinds = [((0, size),) for size in (512, 256, 128, 64, 32, 16, 8, 4)]
     whole = Disturbed(range(0))
     profile._in_rounds(whole, kinds)
@@ -142,7 +143,7 @@ def test_who_disturbs_some_steps_in_a_row_makes_no_kind_of_step_look_slow() -> N
 
 
 @pytest.mark.parametrize("burst", [Burst(0.86, 0.04), Burst(0.9, 0.06), Burst()])
-def test_how_much_faster_a_device_is_behind_decodes_is_measured_beside_the_pace_that_holds(made_up, monkeypatch, burst):
+def test_burst_and_steady_pace_are_both_measured(made_up, monkeypatch, burst):
     monkeypatch.setattr(profile, "describe", str)
     monkeypatch.setitem(profile.LOAD_SECONDS, "cuda", 0.0)
     cost = measure_cost(PowerLimited(made_up, burst), name="m")
@@ -154,12 +155,10 @@ def test_how_much_faster_a_device_is_behind_decodes_is_measured_beside_the_pace_
     ("ratios", "seconds"),
     [((0.8, 0.8, 0.9, 1.0, 1.1, 0.9), 0.04), ((0.8, 0.8, 0.95, 1.0), 0.036), ((0.8, 1.05, 0.9), 0.016)],
 )
-def test_a_burst_lasts_as_long_as_its_steps_save_what_they_saved_at_first(
-    ratios: tuple[float, ...], seconds: float
-) -> None:
+def test_burst_seconds_follow_from_the_time_its_steps_save(ratios: tuple[float, ...], seconds: float) -> None:
     burst = burst_of(ratios, 0.02)
     assert (burst.share, burst.seconds) == (0.8, pytest.approx(seconds))
 
 
-def test_a_burst_that_saves_next_to_nothing_is_none() -> None:
+def test_a_burst_that_saves_little_counts_as_none() -> None:
     assert burst_of((0.99, 0.99, 0.9), 0.02) == Burst()

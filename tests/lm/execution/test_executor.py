@@ -13,12 +13,13 @@ import pytest
 import torch
 
 from holdfast.core.config import EngineConfig
-from holdfast.lm.execution import executor as runner
 from holdfast.lm.execution.cost_profile import measure_cost
 from holdfast.lm.execution.executor import PagedExecutor
+from holdfast.lm.execution.paged_device import PagedDevice
 from holdfast.lm.models.base import Model
 from holdfast.lm.models.loader import load
 from holdfast.lm.types import PENDING, Sampling, Segment, StepPlan, TableWrite
+from tests.paged import allocated
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -43,11 +44,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 
 @pytest.fixture
-def executor(model: Model) -> Iterator[PagedExecutor]:
-    executor = PagedExecutor(model, EngineConfig(max_sequences=4, block_size=4, token_budget=16))
-    executor.allocate(32)
-    yield executor
-    executor.close()
+def device(model: Model) -> Iterator[PagedDevice]:
+    device = allocated(model, EngineConfig(max_sequences=4, block_size=4, token_budget=16), 32)
+    yield device
+    device.executor.close()
+
+
+@pytest.fixture
+def executor(device: PagedDevice) -> PagedExecutor:
+    return device.executor
 
 
 def prefill(row: int, sampling: Sampling, step: int = 0) -> StepPlan:
@@ -117,80 +122,8 @@ def test_a_failing_step_raises_where_it_is_collected(executor: PagedExecutor) ->
         executor.collect()
 
 
-def test_the_memory_profile_adds_up(model: Model) -> None:
-    executor = PagedExecutor(model, EngineConfig(max_sequences=4, block_size=4, token_budget=16, cache_gb=0.001))
-    profile = executor.profile()
-    executor.close()
-    assert profile.weights == model.spec.weight_bytes
-    assert profile.block == 2 * 2 * 4 * 2 * 8 * 4  # layers, keys and values, tokens, heads, head size, bytes
-    assert profile.cache == 1_000_000
-    assert 0 <= profile.activations < profile.total
-    assert "CPU" in profile.device
-
-
-def test_in_fp8_a_block_takes_a_quarter_of_what_it_takes_in_float32(model: Model) -> None:
-    plain, fp8 = (
-        PagedExecutor(model, EngineConfig(max_sequences=4, block_size=4, token_budget=16, kv_cache_dtype=kind))
-        for kind in ("auto", "fp8")
-    )
-    assert fp8.block_bytes * 4 == plain.block_bytes
-    fp8.allocate(8, host_blocks=3)
-    host = fp8.memory.host
-    assert host is not None and host.data.dtype == fp8.memory.cache.data.dtype == torch.float8_e4m3fn
-    assert fp8.memory.cache.data[:, :, 0].nbytes == host.data[:, :, 0].nbytes == fp8.block_bytes
-    for executor in (plain, fp8):
-        executor.close()
-
-
-def test_a_cache_that_holds_no_block_is_refused_with_the_sizes(model: Model) -> None:
-    executor = PagedExecutor(model, EngineConfig(max_sequences=4, block_size=16, token_budget=16, cache_gb=1e-6))
-    with pytest.raises(MemoryError, match="left for the KV cache and one block takes"):
-        executor.profile()
-    executor.close()
-
-
-def test_a_cache_larger_than_what_is_free_is_refused_with_what_is(model: Model) -> None:
-    executor = PagedExecutor(model, EngineConfig(max_sequences=4, token_budget=16, cache_gb=1e6))
-    with pytest.raises(MemoryError, match=r"cache_gb is 1000000\.0: of [\d.]+ GB on CPU .* [\d.]+ are free; lower it"):
-        executor.profile()
-    executor.close()
-
-
-@pytest.mark.parametrize("size", [1e6, 1e-7])
-def test_a_host_tier_that_the_host_has_no_room_for_is_refused_with_what_is_free(model: Model, size: float) -> None:
-    executor = PagedExecutor(model, EngineConfig(max_sequences=4, token_budget=16, host_cache_gb=size))
-    with pytest.raises(MemoryError, match=rf"host_cache_gb is {size}: of [\d.]+ GB of host memory [\d.]+ are free"):
-        executor.profile()
-    executor.close()
-
-
-@pytest.mark.parametrize(
-    ("kind", "sharing", "free", "expected"),
-    [
-        ("cuda", True, 64_000_000_000, 16_000_000_000),
-        ("cuda", True, 900_000_000_000, 32_000_000_000),
-        ("cuda", False, 64_000_000_000, 0),
-        ("cpu", True, 64_000_000_000, 0),
-    ],
-)
-def test_by_default_the_host_tier_is_a_quarter_of_what_is_free_on_cuda(
-    model: Model, monkeypatch: pytest.MonkeyPatch, kind: str, sharing: bool, free: int, expected: int
-) -> None:
-    executor = PagedExecutor(model, EngineConfig(max_sequences=4, token_budget=16, prefix_sharing=sharing))
-    monkeypatch.setattr(runner.devices, "memory", lambda device: (free, 2 * free))
-    monkeypatch.setattr(executor, "device", torch.device(kind))
-    assert executor._host_cache_bytes() == expected
-
-
-def test_submit_asks_for_allocate(model: Model) -> None:
-    executor = PagedExecutor(model, EngineConfig())
-    with pytest.raises(RuntimeError, match="call allocate first"):
-        executor.submit(prefill(0, GREEDY))
-    executor.close()
-
-
-def test_the_cost_model_covers_budget_and_contexts(executor: PagedExecutor) -> None:
-    cost = measure_cost(executor, name="tiny")
+def test_the_cost_model_covers_budget_and_contexts(device: PagedDevice) -> None:
+    cost = measure_cost(device, name="tiny")
     assert cost.linear_tokens == (1, 2, 4, 8, 16)
     assert cost.attention_queries == (1, 2, 4, 8, 16)
     assert cost.attention_contexts == (16, 32, 64)
@@ -200,17 +133,17 @@ def test_the_cost_model_covers_budget_and_contexts(executor: PagedExecutor) -> N
 
 
 @pytest.fixture
-def measured(executor: PagedExecutor, monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
+def measured(device: PagedDevice, monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
     """The steps that measuring a cost model takes."""
     plans: list[StepPlan] = []
-    submit = executor.submit
+    submit = device.executor.submit
 
     def watched(plan: StepPlan) -> None:
         plans.append(plan)
         submit(plan)
 
-    monkeypatch.setattr(executor, "submit", watched)
-    measure_cost(executor, name="tiny")
+    monkeypatch.setattr(device.executor, "submit", watched)
+    measure_cost(device, name="tiny")
     return plans
 
 
@@ -218,14 +151,15 @@ def test_measured_steps_hold_different_tokens(measured: list[StepPlan]) -> None:
     assert all(len(set(segment.tokens)) > len(segment.tokens) / 2 for plan in measured for segment in plan.segments)
 
 
-def test_sizes_are_measured_in_rounds_there_and_back(measured: list[StepPlan]) -> None:
+def test_sizes_are_measured_in_rounds_up_and_down(measured: list[StepPlan]) -> None:
     chunks = [plan.num_tokens for plan in measured if len(plan.segments) == 1 and plan.num_tokens > 1]
     order = [size for size, _ in groupby(chunks)]
     assert order == [16, 8, 4, 2, 4, 8, 16, 8, 4, 2, 4, 8, 16]
 
 
-def test_measuring_leaves_results_as_they_are(executor: PagedExecutor) -> None:
+def test_measuring_leaves_results_as_they_are(device: PagedDevice) -> None:
+    executor = device.executor
     before = generate(executor, GREEDY)
-    measure_cost(executor, name="tiny")
+    measure_cost(device, name="tiny")
     assert torch.is_inference_mode_enabled() is False
     assert generate(executor, GREEDY) == before

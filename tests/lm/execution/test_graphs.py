@@ -10,14 +10,15 @@ import torch
 
 from holdfast.core.config import EngineConfig
 from holdfast.lm.execution.batch import Batch
-from holdfast.lm.execution.executor import PagedExecutor
 from holdfast.lm.execution.graphs import GraphSizes, StepGraphs
+from holdfast.lm.execution.paged_device import PagedDevice
 from holdfast.lm.kernels.attention.paged import PagedAttention
 from holdfast.lm.kernels.cache.kv_cache import KVCache
 from holdfast.lm.kernels.linear.fused_layers import FusedLayerOps
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.loader import load
 from holdfast.lm.types import Sampling, Segment, StepPlan, TableWrite
+from tests.paged import sizes
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -32,7 +33,7 @@ CONFIG = {
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 7, 8, 100, 256, 300, 512, 1000])
-def test_every_batch_up_to_the_most_has_a_size_not_much_larger(most: int) -> None:
+def test_every_batch_is_padded_to_a_size_not_much_larger(most: int) -> None:
     sizes = GraphSizes.of(most, 2048).decodes
     assert list(sizes) == sorted(set(sizes))
     assert sizes[-1] == most
@@ -66,7 +67,7 @@ def test_each_kind_of_size_is_among_those_captured(most: int) -> None:
     assert set(kinds.bodies()) <= set(sizes.bodies())
 
 
-def test_the_largest_of_each_stands_for_all() -> None:
+def test_the_largest_sizes_are_the_last_of_each_kind() -> None:
     assert GraphSizes.of(20, 600).largest() == GraphSizes((20,), (600,), (20,), (20,))
     assert GraphSizes.of(200, 600).largest().bodies() == GraphSizes.of(200, 600).bodies()[:1] == [(600, 200)]
 
@@ -78,7 +79,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # what padding attends to is never written: any numbers
-def test_a_rehearsal_runs_its_size_and_leaves_cache_and_tables_alone(checkpoint: Path) -> None:
+def test_a_rehearsal_changes_neither_cache_nor_tables(checkpoint: Path) -> None:
     on = "cuda" if torch.cuda.is_available() else "cpu"
     model = load(checkpoint, device=on, load_format="random", dtype="float32")
     assert isinstance(model, Decoder)
@@ -103,23 +104,24 @@ def test_a_rehearsal_runs_its_size_and_leaves_cache_and_tables_alone(checkpoint:
 
 
 @pytest.mark.gpu
-def test_steps_are_the_same_after_their_kernels_were_compiled_side_by_side(checkpoint: Path) -> None:
+def test_compiling_in_parallel_does_not_change_tokens(checkpoint: Path) -> None:
     model = load(checkpoint, device="cuda", load_format="random", dtype="float32")
     greedy = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
     plan = StepPlan(0, (Segment("a", 0, 0, 5, (3, 1, 4, 1, 5), greedy),), (TableWrite(0, 0, (1, 0)),))
     tokens = []
     for compiled in (False, True):
-        executor = PagedExecutor(model, EngineConfig(max_sequences=20, block_size=4, token_budget=64))
+        device = PagedDevice(model, EngineConfig(max_sequences=20, block_size=4, token_budget=64))
         if compiled:
-            executor.compile()
-        executor.allocate(2)
+            device.compile()
+        device.allocate(sizes(2))
+        executor = device.executor
         executor.submit(plan)
         tokens.append(executor.collect().tokens)
         executor.close()
     assert tokens[0] == tokens[1]
 
 
-def test_a_step_of_few_segments_runs_a_body_with_room_for_few() -> None:
+def test_a_step_of_few_segments_runs_the_body_for_few() -> None:
     sizes = GraphSizes.of(256, 2048)
     assert sizes.body(900, 33) == (960, 64)
     assert sizes.body(900, 65) == sizes.body(900, 256) == (960, 256)

@@ -25,6 +25,7 @@ from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.types import StepPlan
 from holdfast.loop.loop import Loop
 from tests.checkpoints import VOCAB, make
+from tests.paged import allocated
 from tests.rounded_cache import cache_for
 
 FAMILIES = ("Llama", "Qwen3", "Mistral", "Qwen2", "GPT2", "Gemma2", "GptOss", "OPT", "Mixtral")
@@ -35,13 +36,13 @@ ON_CPU = [pytest.param((*case, "cpu"), id="-".join(case)) for case in CASES]
 ON_CUDA = [pytest.param((*case, "cuda"), id="-".join((*case, "cuda")), marks=pytest.mark.gpu) for case in CASES]
 
 
-def test_tokens_stay_the_same_when_memory_is_short(case: Case) -> None:
+def test_tokens_are_equal_when_memory_is_short(case: Case) -> None:
     tokens, plans = run(case, case.model, 1, 2, budget=40, blocks=90)
     assert tokens == case.expected
     assert any(plan.preempted for plan in plans)
 
 
-def test_tokens_stay_the_same_in_large_steps_with_shared_prefixes(case: Case) -> None:
+def test_tokens_are_equal_in_large_steps_with_shared_prefixes(case: Case) -> None:
     # Ends of prompts, whole ones and decodes together, between the sizes that steps are padded to.
     tokens, plans = run(case, case.model, 16, 2, budget=200, times=2)
     assert tokens == case.expected | {f"again {name}": expected for name, expected in case.expected.items()}
@@ -84,7 +85,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
 @pytest.mark.parametrize("block_size", [1, 16])
-def test_greedy_tokens_are_those_of_generate(case: Case, block_size: int, steps_in_flight: int) -> None:
+def test_greedy_tokens_equal_those_of_transformers_generate(case: Case, block_size: int, steps_in_flight: int) -> None:
     tokens, _ = run(case, case.model, block_size, steps_in_flight)
     assert tokens == case.expected
 
@@ -96,7 +97,7 @@ def test_attention_by_pytorch_alone_gives_the_same_tokens_without_graphs(case: C
     assert tokens == case.expected
 
 
-def test_logits_are_those_of_the_whole_sequence(case: Case) -> None:
+def test_chunked_logits_equal_those_of_one_forward_pass(case: Case) -> None:
     watched = Watched(case.model)
     _, plans = run(case, watched, block_size=16, steps_in_flight=2)
     logits: dict[str, list[torch.Tensor]] = {request.id: [] for request in case.requests}
@@ -131,8 +132,8 @@ class Watched:
 class WatchedExecutor(PagedExecutor):
     """An executor that keeps its plans."""
 
-    def __init__(self, model: Model, config: EngineConfig) -> None:
-        super().__init__(model, config)
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
         self.plans: list[StepPlan] = []
 
     def submit(self, plan: StepPlan) -> None:
@@ -159,10 +160,10 @@ def run(
         attention_backend=attention_backend,
         kv_cache_dtype=case.kv_cache_dtype,
     )
-    executor = WatchedExecutor(model, config)
     blocks = blocks or 2048 // block_size
-    executor.allocate(blocks)
-    assert attention_backend == "auto" or executor.memory.graphs is None
+    device = allocated(model, config, blocks)
+    executor = WatchedExecutor(device.model, device.attention, device.memory)
+    assert attention_backend == "auto" or device.memory.graphs is None
     scheduler = Scheduler(
         StallFree(budget),
         BlockPool(blocks, block_size),
@@ -179,7 +180,7 @@ def run(
     for request in requests:
         loop.add(request)
     while loop.has_work():
-        for output in loop.step():
+        for output in loop.step() or ():
             tokens[output.request_id] += output.tokens
     executor.close()
     assert all(plan.num_tokens <= budget for plan in executor.plans)

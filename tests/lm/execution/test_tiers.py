@@ -16,7 +16,6 @@ import torch
 
 from holdfast.core.config import EngineConfig
 from holdfast.core.types import Request, SamplingParams
-from holdfast.lm.execution.executor import PagedExecutor
 from holdfast.lm.memory.block_pool import BlockPool, StateIdentity
 from holdfast.lm.memory.retention import EVICTIONS, RetentionRule
 from holdfast.lm.models.base import Model
@@ -27,6 +26,7 @@ from holdfast.lm.types import SchedulerStats
 from holdfast.loop.loop import Loop
 from tests.checkpoints import VOCAB, make
 from tests.late_streams import ForgottenStream, LateStream
+from tests.paged import allocated
 from tests.rounded_cache import cache_for
 
 CONVERSATIONS, TURNS, NEW_TOKENS, GENERATED = 6, 6, 9, 6
@@ -80,8 +80,7 @@ def converse(
     config = EngineConfig(
         block_size=BLOCK_SIZE, token_budget=BUDGET, max_sequences=ROWS, kv_cache_dtype=small.kv_cache_dtype
     )
-    executor = PagedExecutor(small.model, config, **streams)
-    executor.allocate(device_blocks, HOST_BLOCKS)
+    executor = allocated(small.model, config, device_blocks, HOST_BLOCKS, **streams).executor
     rule = RetentionRule(EVICTIONS[eviction], cost=float, chunk_blocks=2, block_size=BLOCK_SIZE)
     pool = BlockPool(device_blocks, BLOCK_SIZE, rule=rule, host_blocks=HOST_BLOCKS)
     scheduler = Scheduler(
@@ -118,7 +117,7 @@ def converse(
             name = draw.choice(list(running))
             loop.abort(name)
             to_come.append(running.pop(name))
-        for output in loop.step():
+        for output in loop.step() or ():
             answers[output.request_id] += output.tokens
             if output.finish_reason is not None:
                 number, answer = running.pop(output.request_id), answers[output.request_id]
@@ -130,7 +129,7 @@ def converse(
 
 
 @pytest.mark.parametrize(("eviction", "steps_in_flight"), [("retention", 2), ("retention", 1), ("tail-first", 2)])
-def test_every_turn_is_answered_as_by_a_model_that_forgets_nothing(
+def test_answers_with_a_host_tier_equal_those_of_the_model_without_a_cache(
     small: Small, eviction: str, steps_in_flight: int
 ) -> None:
     turns, stats = converse(small, eviction=eviction, steps_in_flight=steps_in_flight)
@@ -143,7 +142,7 @@ def test_every_turn_is_answered_as_by_a_model_that_forgets_nothing(
     assert eviction == "tail-first" or stats.tokens_recovered > 20
 
 
-def test_it_is_so_however_late_the_copies_are(small: Small) -> None:
+def test_answers_are_equal_with_copies_as_late_as_allowed(small: Small) -> None:
     if small.model.spec.device.type != "cpu":
         pytest.skip("the late stream copies on the host")
     turns, stats = converse(small, make_stream=LateStream)
@@ -152,7 +151,7 @@ def test_it_is_so_however_late_the_copies_are(small: Small) -> None:
     assert stats.blocks_swapped_in > 20
 
 
-def test_it_would_not_be_so_if_nobody_waited_for_the_copies(small: Small) -> None:
+def test_answers_are_wrong_if_steps_do_not_wait_for_copies(small: Small) -> None:
     if small.model.spec.device.type != "cpu":
         pytest.skip("the late stream copies on the host")
     turns, _ = converse(small, make_stream=ForgottenStream)

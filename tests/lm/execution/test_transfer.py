@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from holdfast.lm.execution.transfer import CopyStream, InOrder, Transfers, stream_for
+from holdfast.lm.execution.transfer import CopyStream, HostStream, Transfers, stream_for
 from holdfast.lm.kernels.cache.kv_cache import KVCache
 from holdfast.lm.types import BlockCopy, CopyTime, StepPlan
 from tests.late_streams import ForgottenStream, LateStream
@@ -29,7 +29,7 @@ def cache(num_blocks: int, fill: float, device: str = "cpu") -> KVCache:
     return made
 
 
-def transfers(stream: type[LateStream] | type[InOrder]) -> tuple[KVCache, KVCache, Transfers]:
+def transfers(stream: type[LateStream] | type[HostStream]) -> tuple[KVCache, KVCache, Transfers]:
     device, host = cache(6, 0.0), cache(5, 100.0)
     layers = tuple(device.layer(index) for index in range(LAYERS))
     return device, host, Transfers(device, host, layers, stream)
@@ -46,8 +46,8 @@ def held(data: torch.Tensor, block: int) -> float:
     return float(data[block].mean())
 
 
-@pytest.mark.parametrize("stream", [InOrder, LateStream])
-def test_each_layer_is_there_when_it_is_asked_for(stream: type[LateStream]) -> None:
+@pytest.mark.parametrize("stream", [HostStream, LateStream])
+def test_each_layer_is_swapped_in_when_the_model_reads_it(stream: type[LateStream]) -> None:
     device, _, copies = transfers(stream)
     layers = copies.begin(plan(0, [BlockCopy(2, 5), BlockCopy(4, 0)], awaits=0))
     for index in range(LAYERS):
@@ -59,7 +59,7 @@ def test_each_layer_is_there_when_it_is_asked_for(stream: type[LateStream]) -> N
     assert float(device.data[:, :, 5].mean()) == 102.0
 
 
-def test_the_layers_come_one_by_one_and_without_waiting_they_would_not_be_there() -> None:
+def test_layers_are_swapped_in_one_group_at_a_time() -> None:
     device, _, copies = transfers(LateStream)
     layers = copies.begin(plan(0, [BlockCopy(2, 5)], awaits=0))
     assert held(layers[0][0], 5) == 102.0
@@ -68,12 +68,12 @@ def test_the_layers_come_one_by_one_and_without_waiting_they_would_not_be_there(
     assert held(forgetful.begin(plan(0, [BlockCopy(2, 5)], awaits=0))[0][0], 5) == 5.0
 
 
-def test_without_a_swap_in_there_is_nothing_to_wait_for() -> None:
+def test_a_plan_without_swap_in_gets_the_plain_layers() -> None:
     _, _, copies = transfers(LateStream)
     assert copies.begin(plan(0, swap_out=[BlockCopy(1, 3)])) is copies.begin(plan(1))
 
 
-def test_who_does_not_await_it_does_not_wait_and_who_awaits_it_later_waits_for_all_of_it() -> None:
+def test_only_plans_that_await_a_swap_in_wait_for_it() -> None:
     device, _, copies = transfers(LateStream)
     usual = copies.begin(plan(0, [BlockCopy(2, 5)]))
     assert usual is copies.begin(plan(1, awaits=-1))
@@ -82,7 +82,7 @@ def test_who_does_not_await_it_does_not_wait_and_who_awaits_it_later_waits_for_a
     assert float(device.data[:, :, 5].mean()) == 102.0
 
 
-def test_copies_from_the_host_are_told_once_they_are_done() -> None:
+def test_a_swap_in_is_reported_once_it_is_complete() -> None:
     _, _, copies = transfers(LateStream)
     copies.begin(plan(0))
     copies.begin(plan(1, [BlockCopy(2, 5), BlockCopy(3, 1)]))
@@ -92,7 +92,7 @@ def test_copies_from_the_host_are_told_once_they_are_done() -> None:
     assert copies.completed(wait=False).copies == ()
 
 
-def test_copies_to_the_host_are_told_in_plan_order_once_they_are_done() -> None:
+def test_swap_outs_are_reported_in_plan_order_once_complete() -> None:
     _, host, copies = transfers(LateStream)
     copies.begin(plan(0, swap_out=[BlockCopy(1, 3)]))
     copies.begin(plan(1))
@@ -105,7 +105,7 @@ def test_copies_to_the_host_are_told_in_plan_order_once_they_are_done() -> None:
     assert float(host.data[:, :, 0].mean()) == 4.0
 
 
-def test_a_swap_out_waits_for_the_swap_ins_that_read_the_place_it_writes_to() -> None:
+def test_a_swap_out_waits_for_earlier_swap_ins() -> None:
     device, host, copies = transfers(LateStream)
     copies.begin(plan(0, [BlockCopy(3, 5)], [BlockCopy(1, 3)]))
     assert copies.completed(wait=True)[:2] == (0, 0)
@@ -114,7 +114,7 @@ def test_a_swap_out_waits_for_the_swap_ins_that_read_the_place_it_writes_to() ->
 
 
 @pytest.mark.gpu
-def test_a_gpu_copies_both_ways_under_a_computation() -> None:
+def test_a_gpu_copies_both_ways_beside_a_computation() -> None:
     device, host = cache(64, 0.0, "cuda"), cache(128, 100.0)
     host.pin()
     try:
@@ -132,7 +132,7 @@ def test_a_gpu_copies_both_ways_under_a_computation() -> None:
         host.unpin()
 
 
-def test_warming_up_leaves_nothing_under_way() -> None:
+def test_warm_up_leaves_no_copy_in_flight() -> None:
     _, _, copies = transfers(LateStream)
     copies.warm_up()
     assert copies.completed(wait=False)[:2] == (-1, -1)
@@ -140,6 +140,6 @@ def test_warming_up_leaves_nothing_under_way() -> None:
     assert copies.completed(wait=False)[:2] == (0, 0)
 
 
-def test_streams_have_the_shape_that_transfers_ask_for() -> None:
+def test_streams_implement_the_copy_stream_protocol() -> None:
     stream: CopyStream = stream_for(torch.device("cpu"))
     assert stream.copy(lambda: None).done()

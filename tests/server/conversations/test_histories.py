@@ -61,6 +61,7 @@ from holdfast.server.service import Service
 from tests.checkpoints import VOCAB, make
 from tests.in_process import AtOnce, Engine, settle, start
 from tests.late_streams import LateStream
+from tests.paged import allocated
 from tests.tokenizers_made import byte_level
 
 LONGEST, ROWS = 240, 4
@@ -242,8 +243,8 @@ class Histories(RuleBasedStateMachine):
         config = EngineConfig(
             model=str(self.directory), block_size=size, token_budget=shape["budget"], max_sequences=ROWS
         )
-        executor = self.executor = Watched(self.model, config, make_stream=LateStream if shape["late"] else None)
-        executor.allocate(blocks, places)
+        device = allocated(self.model, config, blocks, places, make_stream=LateStream if shape["late"] else None)
+        executor = self.executor = Watched(device.model, device.attention, device.memory)
         draw = random.Random(shape["costs"])
         costs = [10 ** draw.uniform(-3, 3) for _ in range(64)]  # in random order, so that holes come anywhere
         self.pool = BlockPool(

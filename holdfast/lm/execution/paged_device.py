@@ -1,0 +1,305 @@
+"""PagedDevice: measures what memory a model's steps leave, and allocates the paged cache and all that runs over it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import cached_property, partial
+
+import torch
+
+from holdfast.core.config import EngineConfig
+from holdfast.lm.execution import hardware
+from holdfast.lm.execution.batch import Batch
+from holdfast.lm.execution.executor import Layers, PagedExecutor, PagedMemory, sample_rows
+from holdfast.lm.execution.graphs import GraphSizes, StepGraphs
+from holdfast.lm.execution.transfer import CopyStream, Transfers, stream_for
+from holdfast.lm.kernels.attention.backends import attention_for
+from holdfast.lm.kernels.attention.protocol import CapturableAttention
+from holdfast.lm.kernels.cache.kv_cache import KVCache, block_bytes
+from holdfast.lm.kernels.linear.fp8 import FP8
+from holdfast.lm.models.base import CapturableModel, Model
+from holdfast.lm.types import (
+    DEFAULT_TOKEN_BUDGET,
+    TILE,
+    EngineShape,
+    MemoryMeasurement,
+    Sampling,
+    Segment,
+    StepPlan,
+    TableWrite,
+    precision_of,
+)
+
+CPU_CACHE_BYTES = 4_000_000_000
+"""The cache on a CPU, unless the config says otherwise. Small, so that a first try does not fill a laptop's memory."""
+
+HOST_CACHE_BYTES = 32_000_000_000
+"""Most bytes of the host tier unless the config says otherwise: pinning takes time, and other processes need memory."""
+
+SAMPLING_VARIANTS = ((False, False), (True, False), (True, True))
+"""The variants of the sampling kernel: whether any row of a step draws, and whether any is filtered."""
+
+
+class PagedDevice:
+    """`loop.contracts.Device` for a model over a paged cache, and what else a start does before the first step."""
+
+    def __init__(
+        self,
+        model: Model,
+        config: EngineConfig,
+        *,
+        name: str = "",
+        max_step_tokens: int | None = None,
+        make_stream: Callable[[], CopyStream] | None = None,
+    ) -> None:
+        """`name` is what the model is served as. `max_step_tokens` is by default the token budget.
+
+        `make_stream` makes the streams that blocks are copied on; by default those of the device's kind.
+        """
+        spec = model.spec
+        self.model, self.config, self.device, self._name = model, config, spec.device, name
+        self.token_budget = config.token_budget or DEFAULT_TOKEN_BUDGET[spec.device.type]
+        self.max_step_tokens = max_step_tokens or self.token_budget
+        self.cache_dtype = FP8 if config.kv_cache_dtype == "fp8" else spec.dtype
+        self.attention = attention_for(
+            spec.device,
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            block_size=config.block_size,
+            backend=config.attention_backend,
+            cache_dtype=self.cache_dtype,
+        )
+        self.block_bytes = block_bytes(
+            layers=spec.num_layers,
+            block_size=config.block_size,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            dtype=self.cache_dtype,
+        )
+        self._memory: PagedMemory | None = None
+        self._make_stream = make_stream or partial(stream_for, spec.device)
+
+    @property
+    def kind(self) -> str:
+        """cuda or cpu."""
+        return self.device.type
+
+    @property
+    def precision(self) -> str:
+        """The type of weights, activations and cache, for people."""
+        config = self.config
+        dtype = str(self.model.spec.dtype).removeprefix("torch.")
+        return precision_of(dtype, config.quantization, config.kv_cache_dtype)
+
+    @property
+    def captures(self) -> bool:
+        """Whether steps run as captured CUDA graphs."""
+        wanted = self.config.cuda_graphs and self.kind == "cuda"
+        return wanted and isinstance(self.model, CapturableModel) and isinstance(self.attention, CapturableAttention)
+
+    @property
+    def memory(self) -> PagedMemory:
+        """What was allocated. Raises RuntimeError before that."""
+        if self._memory is None:
+            raise RuntimeError("the device has no cache yet: call allocate first")
+        return self._memory
+
+    @cached_property
+    def executor(self) -> PagedExecutor:
+        """The executor over the allocated memory."""
+        return PagedExecutor(self.model, self.attention, self.memory)
+
+    def compile(self) -> None:
+        """Compile the kernels of captured steps, several at a time, by running each kind of step once.
+
+        Compiling is most of a first start, and threads compile in parallel. The steps run over a cache of one block.
+        Does nothing where steps are not captured.
+        """
+        _, layers, batch = self._empty(1)
+        graphs = self._graphs(batch, layers, self._graph_sizes.kinds())
+        if graphs is None:
+            return
+        logits = torch.zeros(1, self.model.spec.vocab_size, dtype=self.model.spec.dtype, device=self.device)
+        packed = batch.apply(1, 1)
+        draws = [partial(sample_rows, logits, packed, *variant) for variant in SAMPLING_VARIANTS]
+        works: list[Callable[[], object]] = [*graphs.rehearsals(), *draws]
+        with ThreadPoolExecutor(min(len(works), os.cpu_count() or 1), "holdfast-compile") as pool:
+            for running in [pool.submit(self._run_in_thread, work) for work in works]:
+                running.result()
+        torch.cuda.synchronize(self.device)
+        # cuBLAS allocated a workspace for each thread.
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+
+    @torch.inference_mode()
+    def _run_in_thread(self, work: Callable[[], object]) -> None:
+        """Run `work` in a thread that has not chosen its CUDA device yet."""
+        with torch.cuda.device(self.device):
+            work()
+
+    def measure(self) -> MemoryMeasurement:
+        """Run the widest steps over a small cache to see what memory they take. Raises MemoryError if no block fits."""
+        on_gpu = self.kind == "cuda"
+        plans = list(self._widest_plans())
+        blocks = 1 + max(write.blocks[-1] for plan in plans for write in plan.table_writes)
+        if on_gpu:
+            torch.cuda.empty_cache()
+        before = hardware.taken_memory(self.device)
+        self._run_once(plans, blocks)
+        activations = max(0, hardware.taken_memory(self.device) - before - blocks * self.block_bytes)
+        if on_gpu:
+            torch.cuda.empty_cache()
+        free, total = hardware.memory(self.device)
+        return MemoryMeasurement(
+            device=hardware.describe(self.device),
+            total=total,
+            weights=self.model.spec.weight_bytes,
+            activations=activations,
+            cache=self._cache_bytes(free, total, activations),
+            block=self.block_bytes,
+            host_cache=self._host_cache_bytes(),
+        )
+
+    def allocate(self, sizes: MemoryMeasurement) -> EngineShape:
+        """Allocate the KV cache of both tiers, the batch and the graphs of steps; the engine that they make.
+
+        Raises MemoryError if the host's memory cannot be pinned.
+        """
+        self._memory = self._allocate(sizes.num_blocks, sizes.num_host_blocks, self._graph_sizes)
+        spec = self.model.spec
+        weights = spec.weight_bytes // spec.dtype.itemsize
+        return EngineShape(
+            model=self._name,
+            precision=self.precision,
+            num_blocks=sizes.num_blocks,
+            num_host_blocks=sizes.num_host_blocks,
+            token_budget=self.token_budget,
+            max_step_tokens=self.max_step_tokens,
+            # A sequence's last token is never computed, so the pool holds one position less than the longest sequence.
+            max_model_len=min(spec.max_model_len, sizes.num_blocks * self.config.block_size + 1),
+            vocab_size=spec.vocab_size,
+            eos_token_ids=spec.eos_token_ids,
+            tile=TILE[self.kind],
+            # A token takes 2 operations for each weight, and 4 for each position it attends to, in every dimension of
+            # every head. A weight in FP8 takes half the time, so it counts as half of one.
+            attention_balance=max(1, weights // (2 * spec.num_layers * spec.num_heads * spec.head_dim)),
+        )
+
+    @property
+    def _graph_sizes(self) -> GraphSizes:
+        return GraphSizes.of(self.config.max_sequences, self.max_step_tokens)
+
+    def _run_once(self, plans: list[StepPlan], blocks: int) -> None:
+        """Run these steps over a cache of so many blocks, which is freed when this returns."""
+        executor = PagedExecutor(self.model, self.attention, self._allocate(blocks, 0, self._graph_sizes.largest()))
+        try:
+            for plan in plans:
+                executor.submit(plan)
+                executor.collect()
+        finally:
+            executor.close()
+
+    def _allocate(self, num_blocks: int, host_blocks: int, sizes: GraphSizes) -> PagedMemory:
+        cache, layers, batch = self._empty(num_blocks)
+        host, transfers = None, None
+        if host_blocks:
+            host = self._cache(host_blocks, torch.device("cpu"))
+            if self.kind == "cuda":
+                host.pin()
+            transfers = Transfers(cache, host, layers, self._make_stream)
+            if self.kind == "cuda":
+                transfers.warm_up()
+        graphs = self._graphs(batch, layers, sizes)
+        if graphs is not None:
+            with torch.inference_mode():
+                graphs.capture()
+        return PagedMemory(cache, layers, batch, graphs, host, transfers)
+
+    def _empty(self, num_blocks: int) -> tuple[KVCache, Layers, Batch]:
+        """A device's cache, its layers, and an empty batch."""
+        spec, config = self.model.spec, self.config
+        cache = self._cache(num_blocks, spec.device)
+        batch = Batch(
+            rows=config.max_sequences,
+            max_blocks=-(-spec.max_model_len // config.block_size),
+            max_tokens=self.max_step_tokens,
+            block_size=config.block_size,
+            device=spec.device,
+        )
+        return cache, tuple(cache.layer(index) for index in range(spec.num_layers)), batch
+
+    def _cache(self, num_blocks: int, device: torch.device) -> KVCache:
+        spec = self.model.spec
+        return KVCache.allocate(
+            layers=spec.num_layers,
+            num_blocks=num_blocks,
+            block_size=self.config.block_size,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            dtype=self.cache_dtype,
+            device=device,
+        )
+
+    def _graphs(self, batch: Batch, layers: Layers, sizes: GraphSizes) -> StepGraphs | None:
+        """The graphs of steps, still to be captured; None where steps are not captured."""
+        if not self.captures:
+            return None
+        assert isinstance(self.model, CapturableModel) and isinstance(self.attention, CapturableAttention)
+        return StepGraphs(self.model, self.attention, batch, layers, sizes)
+
+    def _cache_bytes(self, free: int, total: int, activations: int) -> int:
+        """Bytes of the KV cache. Raises MemoryError for a size that is not free, or is less than a block."""
+        config = self.config
+        if config.cache_gb is not None:
+            cache = int(config.cache_gb * 1e9)
+        elif self.kind == "cuda":
+            reserved_by_others = total - free
+            cache = int(total * config.memory_fraction) - reserved_by_others - activations
+        else:
+            cache = min(CPU_CACHE_BYTES, free // 2)
+        place = f"of {total / 1e9:.1f} GB on {hardware.describe(self.device)} {free / 1e9:.1f} are free"
+        if cache > free:
+            raise MemoryError(f"cache_gb is {config.cache_gb}: {place}; lower it, or leave it out")
+        if cache < self.block_bytes:
+            raise MemoryError(
+                f"{max(cache, 0) / 1e9:.2f} GB are left for the KV cache and one block takes "
+                f"{self.block_bytes / 1e9:.4f} GB: {place} and a step takes {activations / 1e9:.2f}; raise "
+                "memory_fraction, or lower token_budget or max_sequences"
+            )
+        return cache
+
+    def _host_cache_bytes(self) -> int:
+        """Bytes of the host tier. Raises MemoryError for more than the host has, or less than a block."""
+        wanted = self.config.host_cache_gb
+        free, total = hardware.memory(torch.device("cpu"))
+        if wanted == "auto":
+            on = self.kind == "cuda" and self.config.prefix_sharing
+            return min(HOST_CACHE_BYTES, free // 4) if on else 0
+        size = int(wanted * 1e9)
+        if size > free or 0 < wanted * 1e9 < self.block_bytes:
+            raise MemoryError(
+                f"host_cache_gb is {wanted}: of {total / 1e9:.1f} GB of host memory {free / 1e9:.1f} are free, and a "
+                f"block takes {self.block_bytes / 1e9:.6f}; choose a size between, 0 for no host tier, or auto"
+            )
+        return size
+
+    def _widest_plans(self) -> Iterator[StepPlan]:
+        """The steps that take most memory: one long prefill, then as many sequences as fit, drawn and filtered."""
+        greedy = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
+        random, filtered = replace(greedy, temperature=1.0), Sampling(temperature=1.0, top_k=8, top_p=0.9, seed=0)
+        most, longest, tokens = self.config.max_sequences, self.model.spec.max_model_len, self.max_step_tokens
+        for step, (count, drawn) in enumerate(((1, greedy), (most, random), (most, filtered))):
+            count = min(max(count, -(-tokens // longest)), tokens, most)
+            length = min(tokens // count, longest)
+            width = -(-length // self.config.block_size)
+            yield StepPlan(
+                step,
+                segments=tuple(Segment(str(row), row, 0, length, (0,) * length, drawn) for row in range(count)),
+                table_writes=tuple(
+                    TableWrite(row, 0, tuple(range(row * width, (row + 1) * width))) for row in range(count)
+                ),
+            )

@@ -1,0 +1,100 @@
+"""The paged device: what it measures, refuses and allocates."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from holdfast.core.config import EngineConfig
+from holdfast.lm.execution import hardware
+from holdfast.lm.execution.paged_device import PagedDevice
+from holdfast.lm.models.base import Model
+from holdfast.lm.models.loader import load
+from tests.lm.execution.test_executor import CONFIG
+from tests.paged import sizes
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    directory: Path = tmp_path_factory.mktemp("llama")
+    (directory / "config.json").write_text(json.dumps(CONFIG))
+    return load(directory, device="cpu", load_format="random")
+
+
+def test_the_memory_measurement_adds_up(model: Model) -> None:
+    device = PagedDevice(model, EngineConfig(max_sequences=4, block_size=4, token_budget=16, cache_gb=0.001))
+    measured = device.measure()
+    assert measured.weights == model.spec.weight_bytes
+    assert measured.block == 2 * 2 * 4 * 2 * 8 * 4  # layers, keys and values, tokens, heads, head size, bytes
+    assert measured.cache == 1_000_000
+    assert 0 <= measured.activations < measured.total
+    assert "CPU" in measured.device
+
+
+def test_an_fp8_block_takes_a_quarter_of_a_float32_block(model: Model) -> None:
+    plain, fp8 = (
+        PagedDevice(model, EngineConfig(max_sequences=4, block_size=4, token_budget=16, kv_cache_dtype=kind))
+        for kind in ("auto", "fp8")
+    )
+    assert fp8.block_bytes * 4 == plain.block_bytes
+    fp8.allocate(sizes(8, 3))
+    host = fp8.memory.host
+    assert host is not None and host.data.dtype == fp8.memory.cache.data.dtype == torch.float8_e4m3fn
+    assert fp8.memory.cache.data[:, :, 0].nbytes == host.data[:, :, 0].nbytes == fp8.block_bytes
+
+
+def test_a_cache_smaller_than_one_block_is_refused_with_the_sizes(model: Model) -> None:
+    device = PagedDevice(model, EngineConfig(max_sequences=4, block_size=16, token_budget=16, cache_gb=1e-6))
+    with pytest.raises(MemoryError, match="left for the KV cache and one block takes"):
+        device.measure()
+
+
+def test_a_cache_larger_than_free_memory_is_refused_with_the_free_size(model: Model) -> None:
+    device = PagedDevice(model, EngineConfig(max_sequences=4, token_budget=16, cache_gb=1e6))
+    with pytest.raises(MemoryError, match=r"cache_gb is 1000000\.0: of [\d.]+ GB on CPU .* [\d.]+ are free; lower it"):
+        device.measure()
+
+
+@pytest.mark.parametrize("size", [1e6, 1e-7])
+def test_a_host_tier_larger_than_free_memory_is_refused_with_the_free_size(model: Model, size: float) -> None:
+    device = PagedDevice(model, EngineConfig(max_sequences=4, token_budget=16, host_cache_gb=size))
+    with pytest.raises(MemoryError, match=rf"host_cache_gb is {size}: of [\d.]+ GB of host memory [\d.]+ are free"):
+        device.measure()
+
+
+@pytest.mark.parametrize(
+    ("kind", "sharing", "free", "expected"),
+    [
+        ("cuda", True, 64_000_000_000, 16_000_000_000),
+        ("cuda", True, 900_000_000_000, 32_000_000_000),
+        ("cuda", False, 64_000_000_000, 0),
+        ("cpu", True, 64_000_000_000, 0),
+    ],
+)
+def test_the_default_host_tier_is_a_quarter_of_free_memory_on_cuda(
+    model: Model, monkeypatch: pytest.MonkeyPatch, kind: str, sharing: bool, free: int, expected: int
+) -> None:
+    device = PagedDevice(model, EngineConfig(max_sequences=4, token_budget=16, prefix_sharing=sharing))
+    monkeypatch.setattr(hardware, "memory", lambda place: (free, 2 * free))
+    monkeypatch.setattr(device, "device", torch.device(kind))
+    assert device._host_cache_bytes() == expected
+
+
+def test_an_executor_needs_allocated_memory(model: Model) -> None:
+    with pytest.raises(RuntimeError, match="call allocate first"):
+        _ = PagedDevice(model, EngineConfig()).executor
+
+
+def test_without_measured_costs_attention_balances_the_rest_by_the_models_sizes(model: Model) -> None:
+    shape = PagedDevice(model, EngineConfig(max_sequences=4, token_budget=16)).allocate(sizes(4))
+    weights = model.spec.weight_bytes // 4
+    assert shape.attention_balance == weights // (2 * 2 * 4 * 8)
+
+
+def test_the_longest_sequence_is_what_the_cache_holds_if_that_is_less(model: Model) -> None:
+    device = PagedDevice(model, EngineConfig(max_sequences=4, block_size=4, token_budget=16))
+    assert device.allocate(sizes(3)).max_model_len == 13
+    assert device.allocate(sizes(100)).max_model_len == 64

@@ -124,7 +124,7 @@ class RealEngine:
         Without a `profile` the device is measured.
         """
         loop, self.info = build(replace(config, prefix_sharing=False), measure=profile is None)
-        profile = profile or CostProfile.load(Path(self.info.profile))
+        profile = profile or CostProfile.load(Path(self.info.profile_path))
         self.executor = loop._executor
         self.profile = replace(profile, cache_tokens=self.info.num_blocks * self.info.block_size)
         gc.collect()

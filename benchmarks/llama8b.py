@@ -283,7 +283,7 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     gc.disable()
-    cost = CostProfile.load(Path(info.profile)).cost if info.profile else None
+    cost = CostProfile.load(Path(info.profile_path)).cost if info.profile_path else None
     about = provenance() | dict(
         options=options,
         blocks=info.num_blocks,

@@ -24,8 +24,8 @@ import uvloop
 from holdfast.core.config import BUILTIN_MODEL
 from holdfast.core.types import FinishReason, Identity, Request, SamplingParams
 from holdfast.engine.checkpoint import Checkpoint
-from holdfast.engine.client import Delta, EngineInfo, Timings, Usage, check, token_ids
-from holdfast.engine.messages import Submit, decode_to_engine, encode
+from holdfast.engine.client import Delta, Timings, Usage
+from holdfast.engine.messages import EngineInfo, Submit, decode_to_engine, encode
 from holdfast.engine.text import Text
 from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.scheduler.policies import StallFree
@@ -73,9 +73,8 @@ class Instant:
         now = time.monotonic()
         limited = SamplingParams(temperature=0.0, max_tokens=len(self.answer), ignore_eos=True)
         request = Request(
-            f"{now}", token_ids("prompt", prompt, self.info), limited, identity=Identity(tenant=tenant), arrival=now
+            f"{now}", self.info.limits.check(prompt, limited), limited, identity=Identity(tenant=tenant), arrival=now
         )
-        check(request, self.info)
         submit = decode_to_engine(encode(Submit(request)))
         assert isinstance(submit, Submit)
         scheduler, answer = self.scheduler, iter(self.answer)

@@ -1,8 +1,21 @@
 """Holdfast serves language models: it holds each conversation's state and keeps every stream's pace."""
 
+from typing import TYPE_CHECKING
+
 from holdfast.core.config import EngineConfig
 from holdfast.core.types import SamplingParams
 from holdfast.core.version import __version__
-from holdfast.engine.llm import LLM
+
+if TYPE_CHECKING:
+    from holdfast.engine.llm import LLM
 
 __all__ = ["LLM", "EngineConfig", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> object:
+    """Import `LLM` when it is first used: the engine's client takes longer to import than a command's help."""
+    if name != "LLM":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from holdfast.engine.llm import LLM
+
+    return LLM

@@ -1,4 +1,4 @@
-"""`make demo`: serve the built-in model and hold a conversation with it, in which facts told early are asked later.
+"""`make demo`: serve the built-in model, tell it facts in a conversation, and ask for them later.
 
 Exits with 0 when every answer is right, 1 when one is wrong or anything fails.
 """
@@ -30,7 +30,7 @@ MODEL = "holdfast-tiny"
 
 @dataclass(frozen=True)
 class Ask:
-    """One thing to say, and what its answer must hold."""
+    """One message, and the words that its answer must contain."""
 
     said: str
     expected: tuple[str, ...] = ()
@@ -49,7 +49,7 @@ CONVERSATION = (
 
 @dataclass(frozen=True)
 class Turn:
-    """How one turn went. Times in seconds."""
+    """The result of one turn. Times in seconds."""
 
     ask: Ask
     answer: str
@@ -62,17 +62,17 @@ class Turn:
 
     @property
     def right(self) -> bool:
-        """Whether the answer holds what it must."""
+        """Whether the answer contains every expected word."""
         return bool(self.answer.strip()) and all(word.lower() in self.answer.lower() for word in self.ask.expected)
 
     @property
     def pace(self) -> float:
-        """Tokens a second after the first."""
+        """Tokens a second after the first token."""
         return (self.generated - 1) / self.seconds if self.generated > 1 and self.seconds > 0 else 0.0
 
 
 def main() -> int:
-    """Serve, converse, judge. Returns the exit code."""
+    """Serve, converse, check the answers. Returns the exit code."""
     parser = argparse.ArgumentParser(description="Serve a model and hold a conversation with it.")
     parser.add_argument("model", nargs="?", default=MODEL)
     model = parser.parse_args().model
@@ -92,7 +92,7 @@ def main() -> int:
 
 @contextmanager
 def server(console: Console, model: str) -> Iterator[str]:
-    """A `holdfast serve` process on a free port, its URL once it is healthy, and its end."""
+    """Runs `holdfast serve` on a free port. Yields its URL once it is healthy."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "holdfast.cli", "serve", model, "--port", str(port), "--store", "memory"]
@@ -118,7 +118,7 @@ def server(console: Console, model: str) -> Iterator[str]:
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """A free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -135,7 +135,7 @@ def healthy(url: str) -> bool:
 
 
 def hold_turn(console: Console, client: OpenAI, model: str, messages: list[Any], ask: Ask) -> Turn:
-    """Say one thing, print the answer as it comes, and add both to the conversation."""
+    """Send one message, print the answer as it arrives, and add both to the conversation."""
     console.print(Text.assemble(("you       ", "bold cyan"), ask.said))
     console.print(Text("holdfast  ", style="bold green"), end="")
     messages.append({"role": "user", "content": ask.said})
@@ -178,7 +178,7 @@ def hold_turn(console: Console, client: OpenAI, model: str, messages: list[Any],
 
 
 def report(console: Console, turns: list[Turn]) -> None:
-    """All turns in a table, and the verdict."""
+    """Print all turns in a table, and the result."""
     table = Table(title_justify="left")
     table.add_column("said")
     table.add_column("must hold")

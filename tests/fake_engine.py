@@ -1,4 +1,4 @@
-"""A client of no engine: the surface of EngineClient over scripted words, for the server's tests."""
+"""A fake EngineClient that answers with scripted words, for the server's tests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.core.types import FinishReason, SamplingParams
-from holdfast.engine.client import Delta, EngineDead, EngineInfo, Timings, Usage
+from holdfast.engine.client import Delta, EngineDead, Timings, Usage
+from holdfast.engine.messages import EngineInfo
 from holdfast.lm.types import MemoryMeasurement, SchedulerStats
 
 WORDS = ("Ahoy", ", ", "sailor", "!")
@@ -40,13 +41,13 @@ END = 31
 
 
 class FakeText:
-    """One token for each character; those of an answer are its words' numbers."""
+    """A tokenizer with one token for each character; an answer's tokens are its words' numbers."""
 
     def __init__(self, opening: str = "") -> None:
         self.opening = opening
-        """What the template puts before an answer."""
+        """The text that the template puts before an answer."""
         self.encoded = 0
-        """Characters that were tokenized so far."""
+        """Characters tokenized so far."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         self.encoded += len(text)
@@ -87,13 +88,13 @@ class Asked:
 
 @dataclass
 class FakeClient:
-    """Answers every request with `words`, one a token; `hold` stops each stream after its first word until set."""
+    """Answers every request with `words`, one per token. `hold` pauses each stream after its first word until set."""
 
     info: EngineInfo = field(default_factory=engine_info)
     text: FakeText = field(default_factory=FakeText)
     words: Sequence[str] = WORDS
     ends: bool = False
-    """Whether a token of its own ends an answer, as with real models."""
+    """Whether an end token follows the answer, as with real models."""
     cached: int = 0
     hold: asyncio.Event | None = None
     refuse: Exception | None = None

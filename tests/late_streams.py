@@ -1,4 +1,4 @@
-"""A copy stream that does every copy as late as it may, and one whose copies nobody can wait for."""
+"""A copy stream that runs every copy as late as possible, and one whose copies cannot be waited for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from holdfast.lm.execution.transfer import CopyEvent
 
 
 class LateArrival:
-    """CompletedCopy when it is waited for, or was asked about often enough."""
+    """Completes when it is waited for, or after enough polls."""
 
     def __init__(self, stream: LateStream) -> None:
         self.stream = stream
@@ -36,7 +36,7 @@ class LateArrival:
 
 
 class LateStream:
-    """Copies lie in a queue until somebody needs one of them; then they are done in order, up to that one."""
+    """Queues copies until one of them is needed, and then runs them in order up to that one."""
 
     def __init__(self, patience: int = 2) -> None:
         self.patience = patience
@@ -66,14 +66,14 @@ class LateStream:
 
 
 class ForgottenArrival(LateArrival):
-    """One that the computation does not wait for."""
+    """An arrival that the computation does not wait for."""
 
     def wait(self) -> None:
         pass
 
 
 class ForgottenStream(LateStream):
-    """A late stream whose arrivals the computation cannot wait for: what goes wrong without the wait."""
+    """A late stream whose arrivals the computation does not wait for, to show the error without the wait."""
 
     def copy(self, work: Callable[[], None], after: CopyEvent | None = None) -> LateArrival:
         arrival = ForgottenArrival(self)

@@ -42,7 +42,7 @@ def environment() -> dict[str, str]:
 
 
 def eventually(condition: Callable[[], bool]) -> None:
-    """Wait for something in another process; pytest's timeout ends a wait in vain."""
+    """Wait for a condition in another process, or until pytest's timeout."""
     while not condition():
         time.sleep(0.01)
 

@@ -17,7 +17,7 @@ from holdfast.server.run import listen, open_store, serve
 
 @dataclass
 class Listening:
-    """A server that listens: its base URL, and the exit code that it will return."""
+    """A listening server: its base URL, and the task that returns its exit code."""
 
     url: str
     code: asyncio.Task[int]
@@ -25,7 +25,7 @@ class Listening:
 
 @asynccontextmanager
 async def listening(client: FakeClient, **fields: Any) -> AsyncIterator[Listening]:
-    """Serve on a free port; at the end the engine dies, and the server with it."""
+    """Serve on a free port. At the end the fake engine dies, which ends the server."""
     config = ServerConfig(port=0, **{"store": MEMORY, **fields})
     store = open_store(config)
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()

@@ -1,4 +1,4 @@
-"""Tokenizers made on the spot, one of each kind that checkpoints come with."""
+"""Small tokenizers, one of each kind that checkpoints use."""
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -6,7 +6,7 @@ CORPUS = ["hello world, this is a test", "für größe, naïve café", "日本�
 
 
 def byte_level() -> Tokenizer:
-    """Byte-level BPE, as GPT-2, Llama 3 and Qwen have it: a token may be part of a character."""
+    """Byte-level BPE, as in GPT-2, Llama 3 and Qwen: a token may be part of a character."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -21,7 +21,7 @@ def byte_level() -> Tokenizer:
 
 
 def metaspace() -> Tokenizer:
-    """Like SentencePiece in Llama 2: spaces as ▁, the first one stripped, unknown characters as tokens for bytes."""
+    """Like SentencePiece in Llama 2: spaces are ▁, the first one is stripped, unknown characters become byte tokens."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁"]
     letters = sorted({letter for text in CORPUS[:2] for letter in text if letter != " "})
     vocabulary = {piece: index for index, piece in enumerate([*pieces, *letters, "▁h", "el", "lo", "▁w"])}
@@ -36,7 +36,7 @@ def metaspace() -> Tokenizer:
 
 
 def word_piece() -> Tokenizer:
-    """Like BERT's: words joined by spaces, ## for pieces that continue one, no space before a stop."""
+    """WordPiece as in BERT: spaces between words, ## for pieces inside a word, no space before punctuation."""
     pieces = ["[UNK]", "hello", "world", "##s", "##ing", "go", ".", ",", "n't", "do"]
     tokenizer = Tokenizer(models.WordPiece({piece: index for index, piece in enumerate(pieces)}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()

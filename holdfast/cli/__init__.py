@@ -8,7 +8,7 @@ from collections.abc import Sequence
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, as `command.main` does. Returns the exit code."""
     try:
-        from holdfast.cli.command import main as run  # takes half a second, in which Ctrl-C ends it as it does later
+        from holdfast.cli.command import main as run  # here, so that Ctrl-C during the import exits with 130 too
 
         return run(arguments)
     except KeyboardInterrupt:

@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 
 import httpx
+import msgspec
 from prompt_toolkit import PromptSession
 from prompt_toolkit.formatted_text import FormattedText
 from rich.console import Console
 from rich.text import Text
 
-from holdfast.cli.bookmarks import LAST, Bookmark, Bookmarks
 from holdfast.cli.flags import check_url
 from holdfast.cli.talkers import ChatError, Head, LocalTalker, Settings, Talker, connect
 from holdfast.core.config import EngineConfig, option
 from holdfast.engine.client import EngineClient, Usage
 from holdfast.server.config import ServerConfig
 from holdfast.server.conversations.database import data_directory
-from holdfast.server.conversations.keeper import Keeper
 from holdfast.server.conversations.service import Responses
+from holdfast.server.conversations.store import AsyncStore
 from holdfast.server.run import open_store
 from holdfast.server.service import Service
 
@@ -33,28 +36,31 @@ HELP = """\
 /help           this list
 /clear          forget the conversation and begin a new one
 /undo           take back the last turn
-/save NAME      keep the conversation under a name, this turn and those to come
-/load NAME      go on with a saved one; `last` is where you left off
-/branch [NAME]  go on apart: what was saved so far stays as it is
-/conversations  what is saved
+/save NAME      save this conversation and its later turns under a name
+/load NAME      continue a saved conversation; `last` is where you left off
+/branch [NAME]  continue separately; what was saved so far stays unchanged
+/conversations  list the saved conversations
 /system TEXT    tell the model how to behave (without TEXT: show it); begins a new conversation
-/stats          what this conversation has cost so far
+/stats          token counts of this conversation
 /exit           end (Ctrl-D does as well)
-Ctrl-C while an answer comes stops it and takes the turn back."""
+Ctrl-C during an answer stops it and takes the turn back."""
 
+LAST = "last"
+"""The name under which every turn is saved automatically."""
+MAX_NAME = 64
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""What a terminal would take for a command; a model must not send any."""
+"""Control characters, which a terminal might obey. They are removed from a model's text."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatConfig:
-    """How to converse, and with whom. Raises ValueError for what cannot be."""
+    """The options of a conversation. Raises ValueError for an invalid one."""
 
     url: str | None = option(None, "talk to the server at this URL; MODEL is then a name that it serves")
     api_key: str | None = option(None, "key for that server; default: HOLDFAST_API_KEY")
-    system: str | None = option(None, "system message: how the model is to behave")
-    load: str | None = option(None, "go on with this saved conversation; `last` is where you left off")
-    temperature: float = option(0.0, "0 always takes the likeliest token; more is more random")
+    system: str | None = option(None, "system message, which tells the model how to behave")
+    load: str | None = option(None, "continue this saved conversation; `last` is where you left off")
+    temperature: float = option(0.0, "0 always takes the most likely token; higher is more random")
     max_tokens: int | None = option(None, "longest answer in tokens; default: what the context leaves")
 
     def __post_init__(self) -> None:
@@ -66,17 +72,17 @@ class ChatConfig:
 
 
 async def run(config: ChatConfig, engine: EngineConfig, model: str | None) -> int:
-    """Converse until the end of input. `model` is a name that the server at the URL serves, None for its first.
+    """Converse until the end of input. `model` is a model of the server at the URL, or None for its first.
 
-    Returns the exit code: through a pipe 1 when a turn failed. Raises ChatError, EngineStartError.
+    Returns the exit code, which is 1 if input is a pipe and a turn failed. Raises ChatError, EngineStartError.
     """
     piped = not sys.stdin.isatty()
     console = Console(highlight=False)
     notes = Console(highlight=False, stderr=True) if piped else console
-    async with talker(config, engine, model, notes) as who:
-        notes.print(Text.assemble("talking to ", (who.name, "bold"), ("  /help lists the commands", "dim")))
+    async with open_talker(config, engine, model, notes) as talker:
+        notes.print(Text.assemble("talking to ", (talker.name, "bold"), ("  /help lists the commands", "dim")))
         bookmarks = Bookmarks(data_directory() / "chats.json", config.url or "here")
-        conversation = Conversation(who, config.system, console, notes, bookmarks)
+        conversation = Conversation(talker, config.system, console, notes, bookmarks)
         if config.load is not None:
             await conversation.load(config.load)
         failed = False
@@ -92,8 +98,10 @@ async def run(config: ChatConfig, engine: EngineConfig, model: str | None) -> in
 
 
 @asynccontextmanager
-async def talker(config: ChatConfig, engine: EngineConfig, model: str | None, notes: Console) -> AsyncIterator[Talker]:
-    """Who answers, for as long as the conversation lasts."""
+async def open_talker(
+    config: ChatConfig, engine: EngineConfig, model: str | None, notes: Console
+) -> AsyncIterator[Talker]:
+    """The talker that answers, open for the whole conversation."""
     settings = Settings(temperature=config.temperature, max_tokens=config.max_tokens, seed=None)
     if config.url is not None:
         base = config.url.rstrip("/").removesuffix("/v1") + "/v1"
@@ -102,20 +110,20 @@ async def talker(config: ChatConfig, engine: EngineConfig, model: str | None, no
             yield await connect(http, model, settings)
         return
     server = ServerConfig(store=str(data_directory() / "chat.sqlite"))
-    keeper = Keeper(open_store(server))
+    store = AsyncStore(open_store(server))
     try:
         with notes.status("starting") if notes.is_terminal else nullcontext() as status:
             client = await EngineClient.start(engine, on_progress=status.update if status else None)
         try:
-            yield LocalTalker(Responses(Service(client, server), keeper), settings)
+            yield LocalTalker(Responses(Service(client, server), store), settings)
         finally:
             await client.close()
     finally:
-        keeper.close()
+        store.close()
 
 
 async def lines(piped: bool) -> AsyncIterator[str]:
-    """What the user says, line by line, until the end of input."""
+    """The user's lines, until the end of input."""
     if piped:
         while line := await asyncio.to_thread(sys.stdin.readline):
             yield line
@@ -130,7 +138,7 @@ async def lines(piped: bool) -> AsyncIterator[str]:
 
 @dataclass
 class Tally:
-    """What the turns of a conversation have cost."""
+    """Token counts over the turns of a conversation."""
 
     turns: int = 0
     prompt: int = 0
@@ -139,10 +147,12 @@ class Tally:
 
 
 class Conversation:
-    """Where a conversation is. A turn that fails or is stopped leaves it where it was."""
+    """The state of a conversation. A turn that fails or is stopped leaves it unchanged."""
 
-    def __init__(self, who: Talker, system: str | None, console: Console, notes: Console, bookmarks: Bookmarks) -> None:
-        self.who = who
+    def __init__(
+        self, talker: Talker, system: str | None, console: Console, notes: Console, bookmarks: Bookmarks
+    ) -> None:
+        self.talker = talker
         self.system = system
         self.console = console
         self.notes = notes
@@ -150,11 +160,11 @@ class Conversation:
         self.head: Head = None
         self.turns = 0
         self.name: str | None = None
-        """Under which each turn is saved, besides `last`."""
+        """The name under which each turn is saved, besides `last`."""
         self.tally = Tally()
 
     async def command(self, line: str) -> bool:
-        """Obey a line that begins with a slash. False ends the conversation."""
+        """Run a line that begins with a slash. Returns False if it ends the conversation."""
         name, _, rest = line.partition(" ")
         if name in ("/exit", "/quit"):
             return False
@@ -206,39 +216,39 @@ class Conversation:
                 self.note(f"there is no {name}; /help lists what there is")
 
     async def load(self, name: str) -> None:
-        """Go on where a saved conversation is. Raises ChatError when it is not there any more."""
+        """Continue a saved conversation. Raises ChatError if it no longer exists."""
         mark = self.bookmarks.load(name)
-        assert mark.head is not None  # none is saved before its first turn
-        turn = await self.who.recall(mark.head)
+        assert mark.head is not None  # a conversation is saved only after its first turn
+        turn = await self.talker.recall(mark.head)
         self.head, self.system, self.turns = mark.head, mark.system, mark.turns
         self.name = None if name == LAST else name
         self.tally = Tally()
         self.note(CONTROL.sub("", f"> {turn.said}\n{turn.answer}\n\ngoing on after turn {self.turns}"))
 
     def save(self, name: str, said: str) -> None:
-        """Keep where the conversation is under a name."""
+        """Save the present place in the conversation under a name."""
         said = said or next((mark.said for mark in self.bookmarks.all().values() if mark.head == self.head), "")
         self.bookmarks.save(name, Bookmark(head=self.head, system=self.system, turns=self.turns, said=said))
 
     async def undo(self) -> None:
-        """Go back by a turn."""
+        """Go back by one turn."""
         if self.head is not None:
-            self.head = (await self.who.recall(self.head)).previous
+            self.head = (await self.talker.recall(self.head)).previous
             self.turns -= 1
         self.note(f"turns left: {self.turns}")
 
     def clear(self, note: str) -> None:
-        """Begin again."""
+        """Begin a new conversation."""
         self.head, self.turns, self.name = None, 0, None
         self.tally = Tally()
         self.note(note)
 
     def note(self, text: str) -> None:
-        """Say something that is not the model's."""
+        """Print a note, which is not the model's text."""
         self.notes.print(Text(text, style="dim"))
 
     async def turn(self, said: str) -> bool:
-        """Say one thing and print the answer as it comes. Whether it came to its end; Ctrl-C stops it."""
+        """Send one message and print the answer as it arrives. Ctrl-C stops it. Returns whether it completed."""
         answering = asyncio.create_task(self._answer(said))
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGINT, answering.cancel)
@@ -248,7 +258,7 @@ class Conversation:
             self.notes.print(Text(str(error), style="red"))
             return False
         except asyncio.CancelledError:
-            if not answering.cancelled():  # it is us who are told to end, not the answer
+            if not answering.cancelled():  # this task is cancelled, not the answer
                 answering.cancel()
                 raise
             self.console.print()
@@ -270,7 +280,7 @@ class Conversation:
         first: float | None = None
         last = began
         usage: Usage | None = None
-        async with aclosing(self.who.answer(said, self.system, self.head)) as pieces:
+        async with aclosing(self.talker.answer(said, self.system, self.head)) as pieces:
             async for piece in pieces:
                 usage, head = piece.usage or usage, piece.head or head
                 if piece.text:
@@ -285,7 +295,7 @@ class Conversation:
         return head
 
     def _status(self, usage: Usage | None, ttft: float, seconds: float) -> str:
-        """How the turn went, in a line: times in seconds."""
+        """One line about the turn. `ttft` and `seconds` are in seconds."""
         parts = [f"first token {ttft * 1e3:.0f} ms"]
         if usage is not None:
             self.tally.turns += 1
@@ -296,3 +306,56 @@ class Conversation:
                 parts.append(f"{(usage.completion_tokens - 1) / seconds:.0f} tokens/s")
             parts.append(f"{usage.cached_tokens} of {usage.prompt_tokens} prompt tokens cached")
         return "  ·  ".join(parts)
+
+
+class Bookmark(msgspec.Struct, frozen=True, kw_only=True):
+    """A place in a conversation."""
+
+    head: Head
+    system: str | None = None
+    turns: int = 0
+    said: str = ""
+    """The user's last message, for the list."""
+
+
+class Bookmarks:
+    """The bookmarks of one place, in a file of the user's. A place is a server, or our own engine."""
+
+    def __init__(self, path: Path, place: str) -> None:
+        self.path = path
+        self.place = place
+
+    def all(self) -> dict[str, Bookmark]:
+        """Every bookmark by its name. Raises ChatError if the file cannot be read."""
+        return self._read().get(self.place, {})
+
+    def save(self, name: str, bookmark: Bookmark) -> None:
+        """Set a bookmark. Replaces the file atomically. Raises ChatError."""
+        if not name.isprintable() or not 1 <= len(name) <= MAX_NAME:
+            raise ChatError(f"a name must have 1 to {MAX_NAME} visible characters")
+        places = self._read()
+        places.setdefault(self.place, {})[name] = bookmark
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            # mkstemp makes a file that only its owner can read.
+            descriptor, temporary = tempfile.mkstemp(dir=self.path.parent, prefix=self.path.name)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(msgspec.json.format(msgspec.json.encode(places)))
+            Path(temporary).replace(self.path)
+        except OSError as error:
+            raise ChatError(f"{self.path} cannot be written: {error.strerror}") from None
+
+    def load(self, name: str) -> Bookmark:
+        """The bookmark of this name. Raises ChatError if there is none."""
+        found = self.all()
+        if name not in found:
+            raise ChatError(f"there is no conversation {name!r}; /conversations lists what there is")
+        return found[name]
+
+    def _read(self) -> dict[str, dict[str, Bookmark]]:
+        try:
+            return msgspec.json.decode(self.path.read_bytes(), type=dict[str, dict[str, Bookmark]])
+        except FileNotFoundError:
+            return {}
+        except (OSError, msgspec.MsgspecError) as error:
+            raise ChatError(f"{self.path} cannot be read: {error}") from None

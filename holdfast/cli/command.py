@@ -1,29 +1,23 @@
-"""`holdfast`: its commands, their flags, and how each way to end becomes an exit code."""
+"""`holdfast`: its commands, their options, and the exit code of each outcome.
+
+Importing this module is cheap, so that help and refusals come at once. A command's own modules are imported when that
+command is asked for: the configs that name its options when they are parsed, everything else when it runs.
+"""
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import difflib
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
 
-import uvloop
-
-from holdfast.cli import bench, chat, plan, profile, serve
-from holdfast.cli.flags import ConfigT, Parser, UsageError, add_flags, build, flag_of, read_file, signed
-from holdfast.cli.talkers import ChatError
+from holdfast.cli.flags import CommandError, ConfigT, Parser, UsageError, add_flags, build, flag_of, read_file, signed
 from holdfast.core.config import BUILTIN_MODEL, EngineConfig
 from holdfast.core.version import __version__
-from holdfast.engine.client import EngineDead, EngineStartError
-from holdfast.lab.choice import WorkloadConfig
-from holdfast.lab.planning import SHARED_OPTIONS
-from holdfast.lab.simulator.shapes import MODELS
-from holdfast.server.config import ServerConfig
-from holdfast.server.conversations.store import StoreError
 
 EXAMPLES = """\
 examples:
@@ -41,14 +35,15 @@ INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line. Returns the exit code: 0, 1 for what failed, 2 for what was asked wrongly, 130 for Ctrl-C.
+    """Run the command line. Returns the exit code: 0, 1 for a failure, 2 for bad usage, 130 for Ctrl-C.
 
-    A start that the engine refuses counts as asked wrongly: a model that is not there or not understood, too little
-    memory for the options given. So does a store that cannot be opened.
+    Bad usage includes a start that the engine refuses (the model is missing or not supported, or the given options
+    need more memory than there is) and a conversation store that cannot be opened.
     """
     try:
         given = list(sys.argv[1:] if arguments is None else arguments)
-        parser = make_parser()
+        # No option before the command takes a value, so the first word that is not an option is the command.
+        parser = make_parser(next((word for word in given if not word.startswith("-")), None))
         options, unknown = parser.parse_known_args(signed(given))
         if options.command is None:
             parser.print_help()
@@ -56,48 +51,60 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if unknown:
             raise UsageError(unknown_flag(unknown[0], options.command))
         file = options_in(options.config, options.command) if options.config else {}
-        asked = Asked(vars(options), file, given[given.index(options.command) + 1 :])
-        return COMMANDS[options.command].run(asked)
-    except (UsageError, EngineStartError, StoreError) as error:
+        return run(options.command, Asked(vars(options), file, given[given.index(options.command) + 1 :]))
+    except UsageError as error:
         return complain(str(error), BAD_USAGE)
-    except (EngineDead, ChatError, OSError) as error:
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def run(command: str, asked: Asked) -> int:
+    """Run a command that was parsed. Returns the exit code. Raises UsageError, KeyboardInterrupt."""
+    import asyncio
+
+    from holdfast.engine.client import EngineDead, EngineStartError
+    from holdfast.server.conversations.values import StoreError
+
+    try:
+        return load_command(command).run(asked)
+    except (EngineStartError, StoreError) as error:
+        return complain(str(error), BAD_USAGE)
+    except (EngineDead, CommandError, OSError) as error:
         return complain(str(error), 1)
-    except (KeyboardInterrupt, asyncio.CancelledError):
+    except asyncio.CancelledError:
         return INTERRUPTED
 
 
 def complain(reason: str, code: int) -> int:
-    """One line on stderr."""
+    """Print the reason in one line on standard error. Returns `code`."""
     print(f"holdfast: {' '.join(reason.split())}", file=sys.stderr)
     return code
 
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """What a command runs, what its help says, and the configs whose fields are its options.
-
-    Each of these has the title of its group.
-    """
+    """One command: its options, which are the fields of its configs, and the function that runs it."""
 
     run: Callable[[Asked], int]
-    """Gives the exit code. Raises UsageError."""
-    help: str
+    """Returns the exit code. Raises UsageError."""
     description: str
-    options: Mapping[type, str]
+    groups: Mapping[type, str]
+    """Each config with the title of its group in the help."""
     engine_without: Sequence[str] = ("model",)
-    """Options of the engine that it does not take, or takes otherwise."""
+    """Fields of EngineConfig that are no options of the command, or that it takes in another way."""
     model: str = MODEL_HELP
+    """Help text of MODEL."""
 
     @property
     def configs(self) -> tuple[type, ...]:
-        """Its configs, the engine's first: what another names as the engine does is that other's."""
-        return (EngineConfig, *(config for config in self.options if config is not EngineConfig))
+        """The configs, the engine's first: where two have a field of one name, the other one's counts."""
+        return (EngineConfig, *(config for config in self.groups if config is not EngineConfig))
 
     @property
     def flags(self) -> list[str]:
-        """All its flags."""
+        """All flags of the command."""
         names = [
-            field.name for config in self.options for field in fields(config) if field.name not in self.without(config)
+            field.name for config in self.groups for field in fields(config) if field.name not in self.without(config)
         ]
         return [flag_of(name) for name in names]
 
@@ -106,8 +113,8 @@ class Command:
         return self.engine_without if config is EngineConfig else ()
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """The whole command line."""
+def make_parser(command: str | None) -> argparse.ArgumentParser:
+    """The parser of the whole command line. Only `command` gets its options, since each command's cost an import."""
     parser = Parser(
         prog="holdfast",
         description="Serve language models, and talk to them.",
@@ -117,46 +124,51 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"holdfast {__version__}")
     parsers = parser.add_subparsers(metavar="COMMAND", dest="command")
-    for name, command in COMMANDS.items():
-        # The first line of help does not list the options: they follow below, and are too many to be listed twice.
-        usage = f"holdfast {name} [MODEL] [OPTION ...]"
-        added = parsers.add_parser(
-            name, usage=usage, help=command.help, description=command.description, allow_abbrev=False
-        )
-        added.add_argument("model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help=command.model)
-        added.add_argument(
-            "--config",
-            metavar="FILE",
-            help="YAML file with any of the options below, as in `max_model_len: 4096`; flags win over it",
-        )
-        for config, title in command.options.items():
-            add_flags(added, config, title, without=command.without(config))
+    for name, (help, load) in COMMANDS.items():
+        # The usage line does not list the options: the help below it does.
+        added = parsers.add_parser(name, usage=f"holdfast {name} [MODEL] [OPTION ...]", help=help, allow_abbrev=False)
+        if name == command:
+            add_options(added, load())
     return parser
 
 
+def add_options(parser: argparse.ArgumentParser, command: Command) -> None:
+    """Add MODEL, --config, and a flag for every field of the command's configs."""
+    parser.description = command.description
+    parser.add_argument("model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help=command.model)
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="YAML file with any of the options below, as in `max_model_len: 4096`; flags win over it",
+    )
+    for config, title in command.groups.items():
+        add_flags(parser, config, title, without=command.without(config))
+
+
 def unknown_flag(given: str, command: str) -> str:
-    """What to say of a flag that there is not, or of a word too many."""
+    """The message for an unknown flag, or for a second MODEL."""
     if not given.startswith("-"):
         return f"{command} takes one MODEL, and there is {given} besides"
     asked = given.partition("=")[0]
-    meant = any(asked in other.flags for other in COMMANDS.values())  # another command has it
-    near = [] if meant else difflib.get_close_matches(asked, COMMANDS[command].flags, n=1)
+    of_another = any(asked in load().flags for _, load in COMMANDS.values())
+    near = [] if of_another else difflib.get_close_matches(asked, load_command(command).flags, n=1)
     hint = f"did you mean {near[0]}?" if near else f"holdfast {command} --help lists what there is"
     return f"unknown option {given}; {hint}"
 
 
 def options_in(path: str, command: str) -> dict[str, Any]:
-    """The options in a YAML file. Raises UsageError, also for those of the engine that the command does not take."""
-    file = read_file(path, COMMANDS[command].configs)
+    """The options in a YAML file. Raises UsageError, also for an option that the command does not take."""
+    loaded = load_command(command)
+    file, flags = read_file(path, loaded.configs), loaded.flags
     for name in file:
-        if name != "model" and flag_of(name) not in COMMANDS[command].flags:
+        if name != "model" and flag_of(name) not in flags:
             raise UsageError(f"{path}: unknown option {name}; holdfast {command} --help lists what there is")
     return file
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What the user gave a command: flags, a file's options, and the words themselves."""
+    """A command line after parsing: its flags, the options of its file, and its words after the command."""
 
     flags: Mapping[str, Any]
     file: Mapping[str, Any]
@@ -164,118 +176,156 @@ class Asked:
 
     @property
     def model(self) -> str | None:
-        """The model that is named, if one is."""
+        """MODEL, if it is given."""
         named: str | None = self.flags.get("model", self.file.get("model"))
         return named
 
     def config(self, kind: type[ConfigT], environment: Mapping[str, Any] | None = None) -> ConfigT:
-        """A config: flags win over the file, the file over the environment. Raises UsageError for what cannot be."""
+        """A config: flags win over the file, the file over the environment. Raises UsageError for invalid values."""
         return build(kind, self.flags, self.file, environment or {})
 
 
-def run_serve(asked: Asked) -> int:
+def serve_command() -> Command:
     """`holdfast serve`."""
-    keys = environment_keys()
-    server = asked.config(ServerConfig, {"api_key": keys} if keys else {})
-    code: int = uvloop.run(serve.run(asked.config(EngineConfig), server))
-    return code
+    from holdfast.server.config import ServerConfig
 
+    def run(asked: Asked) -> int:
+        keys = environment_keys()
+        server = asked.config(ServerConfig, {"api_key": keys} if keys else {})
+        engine = asked.config(EngineConfig)
+        from holdfast.cli import serve  # not for the help, which needs the options alone
 
-def run_chat(asked: Asked) -> int:
-    """`holdfast chat`."""
-    talk = asked.config(chat.ChatConfig, client_key())
-    if talk.url is not None:
-        refuse_engine_flags(asked.flags, "a model that runs here; leave it out with --url", but=("model",))
-    code: int = uvloop.run(chat.run(talk, asked.config(EngineConfig), asked.model))
-    return code
+        return run_in_loop(serve.run(engine, server))
 
-
-def run_profile(asked: Asked) -> int:
-    """`holdfast profile`."""
-    measuring = profile.run(asked.config(profile.ProfileConfig), asked.config(EngineConfig))
-    code: int = uvloop.run(measuring)
-    return code
-
-
-def run_bench(asked: Asked) -> int:
-    """`holdfast bench`: it brings its own event loop, if it needs one."""
-    measured = asked.config(bench.BenchConfig, client_key())
-    if measured.url is not None:
-        refuse_engine_flags(asked.flags, "a model that runs here; leave it out with --url", but=("seed",))
-    if measured.simulate is not None:
-        refuse_engine_flags(asked.flags, "a real engine; leave it out with --simulate", but=bench.SIMULATED_OPTIONS)
-    try:
-        return bench.run(measured, asked.config(WorkloadConfig), asked.config(EngineConfig), asked.words)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-
-
-def run_plan(asked: Asked) -> int:
-    """`holdfast plan`."""
-    shared = [{name: given[name] for name in SHARED_OPTIONS if name in given} for given in (asked.flags, asked.file)]
-    try:
-        return plan.run(
-            asked.config(plan.PlanConfig),
-            asked.config(WorkloadConfig),
-            build(EngineConfig, *shared),
-            asked.model,
-            asked.words,
-        )
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-
-
-COMMANDS = {
-    "serve": Command(
-        run=run_serve,
-        help="serve a model over HTTP, with OpenAI's API",
+    return Command(
+        run=run,
         description="Serve a model over HTTP, with OpenAI's API. Without any argument it serves the built-in model.",
-        options={ServerConfig: "the server", EngineConfig: "the engine"},
-    ),
-    "chat": Command(
-        run=run_chat,
-        help="talk to a model in the terminal",
-        description="Talk to a model in the terminal: one that runs here, or behind the URL of any server with "
-        "OpenAI's API. Lines may come from a pipe as well.",
-        options={chat.ChatConfig: "the conversation", EngineConfig: "the engine, when the model runs here"},
-    ),
-    "profile": Command(
-        run=run_profile,
-        help="measure a model's pace on this device, for --tbt-target and simulations",
-        description="Measure how long steps of a model take on this device, and keep it: `holdfast serve --tbt-target` "
-        "goes by it, and `holdfast bench --simulate` too.",
-        options={profile.ProfileConfig: "the profile", EngineConfig: "the engine"},
-    ),
-    "bench": Command(
-        run=run_bench,
-        help="measure a model or a server under load, or simulate one",
+        groups={ServerConfig: "the server", EngineConfig: "the engine"},
+    )
+
+
+def chat_command() -> Command:
+    """`holdfast chat`."""
+    from holdfast.cli import chat
+
+    def run(asked: Asked) -> int:
+        talk = asked.config(chat.ChatConfig, client_key())
+        if talk.url is not None:
+            refuse_engine_flags(asked.flags, "a model that runs here; leave it out with --url", but=("model",))
+        return run_in_loop(chat.run(talk, asked.config(EngineConfig), asked.model))
+
+    return Command(
+        run=run,
+        description="Talk to a model in the terminal. The model runs here, or behind the URL of any server with "
+        "OpenAI's API. Lines may also come from a pipe.",
+        groups={chat.ChatConfig: "the conversation", EngineConfig: "the engine, when the model runs here"},
+    )
+
+
+def profile_command() -> Command:
+    """`holdfast profile`."""
+    from holdfast.cli import profile
+
+    def run(asked: Asked) -> int:
+        return run_in_loop(profile.run(asked.config(profile.ProfileConfig), asked.config(EngineConfig)))
+
+    return Command(
+        run=run,
+        description="Measure how long the steps of a model take on this device, and keep the result for "
+        "`holdfast serve --tbt-target` and `holdfast bench --simulate`.",
+        groups={profile.ProfileConfig: "the profile", EngineConfig: "the engine"},
+    )
+
+
+def bench_command() -> Command:
+    """`holdfast bench`. It runs its own event loop if it needs one."""
+    from holdfast.cli import bench
+    from holdfast.lab.choice import WorkloadConfig
+
+    def run(asked: Asked) -> int:
+        measured = asked.config(bench.BenchConfig, client_key())
+        if measured.url is not None:
+            refuse_engine_flags(asked.flags, "a model that runs here; leave it out with --url", but=("seed",))
+        if measured.simulate is not None:
+            refuse_engine_flags(asked.flags, "a real engine; leave it out with --simulate", but=bench.SIMULATED_OPTIONS)
+        load, engine = asked.config(WorkloadConfig), asked.config(EngineConfig)
+        with value_errors_as_usage():
+            return bench.run(measured, load, engine, asked.words)
+
+    return Command(
+        run=run,
         description="Put a model that runs here under load, or any server with OpenAI's API (--url), or a device that "
         "was measured (--simulate), where the engine's own scheduler runs over a virtual clock.",
-        options={
+        groups={
             WorkloadConfig: "the workload",
             bench.BenchConfig: "the measurement",
             EngineConfig: "the engine, when the model runs here or is simulated",
         },
-    ),
-    "plan": Command(
-        run=run_plan,
-        help="find out how to serve a model on which devices, by simulation",
-        description="Simulate schedulers, budgets, layouts over devices and host tiers under a workload, and say which "
-        "of them sustains the most within limits, and with which command. MODEL is a checkpoint's directory, a "
-        "config.json, or a known shape by name.",
-        options={
+    )
+
+
+def plan_command() -> Command:
+    """`holdfast plan`."""
+    from holdfast.cli import plan
+    from holdfast.lab.choice import WorkloadConfig
+    from holdfast.lab.planning import SHARED_OPTIONS
+    from holdfast.lab.simulator.shapes import MODELS
+
+    def run(asked: Asked) -> int:
+        shared = [{name: had[name] for name in SHARED_OPTIONS if name in had} for had in (asked.flags, asked.file)]
+        config, load = asked.config(plan.PlanConfig), asked.config(WorkloadConfig)
+        with value_errors_as_usage():
+            return plan.run(config, load, build(EngineConfig, *shared), asked.model, asked.words)
+
+    return Command(
+        run=run,
+        description="Simulate schedulers, budgets, layouts over devices and host tiers under a workload. Show which of "
+        "them sustains the highest rate within the limits, and the command that serves it. MODEL is a checkpoint's "
+        "directory, a config.json, or the name of a known shape.",
+        groups={
             WorkloadConfig: "the workload",
             plan.PlanConfig: "the plan",
             EngineConfig: "the engine, the same for all candidates",
         },
         engine_without=[field.name for field in fields(EngineConfig) if field.name not in SHARED_OPTIONS],
         model=f"a checkpoint's directory, a config.json, or one of {', '.join(sorted(MODELS))}",
-    ),
+    )
+
+
+COMMANDS: Mapping[str, tuple[str, Callable[[], Command]]] = {
+    "serve": ("serve a model over HTTP, with OpenAI's API", serve_command),
+    "chat": ("talk to a model in the terminal", chat_command),
+    "profile": ("measure a model's pace on this device, for --tbt-target and simulations", profile_command),
+    "bench": ("measure a model or a server under load, or simulate one", bench_command),
+    "plan": ("find out how to serve a model on which devices, by simulation", plan_command),
 }
+"""Each command by its name: its line in the help, and the function that imports it."""
+
+
+def load_command(name: str) -> Command:
+    """Import a command."""
+    return COMMANDS[name][1]()
+
+
+@contextmanager
+def value_errors_as_usage() -> Iterator[None]:
+    """Turn a ValueError into a UsageError."""
+    try:
+        yield
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def run_in_loop(work: Coroutine[Any, Any, int]) -> int:
+    """Run a command in an event loop. Returns its exit code."""
+    import uvloop
+
+    code: int = uvloop.run(work)
+    return code
 
 
 def refuse_engine_flags(flags: Mapping[str, object], why: str, but: Sequence[str]) -> None:
-    """Refuse options of the engine that would be ignored. Raises UsageError for the first that is not among `but`."""
+    """Raises UsageError for the first option of the engine that would be ignored: one that is not among `but`."""
     for field in fields(EngineConfig):
         if field.name in flags and field.name not in but:
             name = "MODEL" if field.name == "model" else flag_of(field.name)
@@ -288,6 +338,6 @@ def environment_keys() -> list[str]:
 
 
 def client_key() -> dict[str, str]:
-    """The key that a client sends, as an option: the first of the environment's."""
+    """The key that a client sends, as an option: the environment's first key."""
     keys = environment_keys()
     return {"api_key": keys[0]} if keys else {}

@@ -1,4 +1,4 @@
-"""Flags and YAML keys made from the config dataclasses: each option and its help text is written once, there."""
+"""Flags and YAML keys, generated from the config dataclasses, which are the one source of options and help texts."""
 
 from __future__ import annotations
 
@@ -13,27 +13,28 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
 from urllib.parse import urlsplit
 
-import msgspec
-import yaml
-
 ConfigT = TypeVar("ConfigT")
 
 
 class UsageError(Exception):
-    """The user asked for something that cannot be; the message is one line. Exit code 2."""
+    """The command line asks for something invalid; the message is one line. Exit code 2."""
+
+
+class CommandError(Exception):
+    """The command failed; the message is for the user. Exit code 1."""
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse that reports what is wrong in one line."""
+    """An argument parser that raises UsageError, in one line, instead of exiting."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} ({self.prog} --help lists what there is)")
 
 
 def signed(words: Sequence[str]) -> list[str]:
-    """The words of a command line with what begins like a negative quantity joined to the flag before it.
+    """The words of a command line, with negative quantities joined to the flag before them.
 
-    argparse takes -3ms for a flag of its own, and says that the one before it has no value.
+    argparse would take -3ms for a flag, and report that the flag before it has no value.
     """
     joined: list[str] = []
     for word in words:
@@ -45,9 +46,9 @@ def signed(words: Sequence[str]) -> list[str]:
 
 
 def add_flags(parser: argparse.ArgumentParser, config: type, title: str, without: Sequence[str] = ()) -> None:
-    """A flag for every field of a config dataclass: `max_model_len` becomes --max-model-len, a bool --x and --no-x.
+    """Add a flag for every field of a config dataclass: `max_model_len` becomes --max-model-len, a bool --x and --no-x.
 
-    Flags that are not given leave no trace, so that a file and the defaults can follow them.
+    A flag that is not given sets no attribute, so that a file and the defaults apply.
     """
     group = parser.add_argument_group(title)
     hints = typing.get_type_hints(config)
@@ -83,12 +84,12 @@ def _argument(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
     def number_or_word(text: str) -> Any:
         return text if text in words else kind(text)
 
-    number_or_word.__name__ = " or ".join((kind.__name__, *words))  # what argparse calls it in its refusal
+    number_or_word.__name__ = " or ".join((kind.__name__, *words))  # the name in argparse's error message
     return given | {"type": number_or_word, "metavar": "|".join((metavar, *words))}
 
 
 def numbers(text: str) -> tuple[float, ...]:
-    """Numbers between commas. Raises ArgumentTypeError."""
+    """Parse comma-separated numbers. Raises ArgumentTypeError."""
     try:
         return tuple(float(part) for part in text.split(","))
     except ValueError:
@@ -96,7 +97,7 @@ def numbers(text: str) -> tuple[float, ...]:
 
 
 def milliseconds(text: str) -> float:
-    """A time such as 50, 50ms or 0.05s, in milliseconds. Raises ArgumentTypeError."""
+    """Parse a time such as 50, 50ms or 0.05s. Returns milliseconds. Raises ArgumentTypeError."""
     number, factor = text.strip(), 1.0
     if number.endswith("ms"):
         number = number[:-2]
@@ -109,14 +110,14 @@ def milliseconds(text: str) -> float:
 
 
 def check_url(url: str | None) -> None:
-    """Raises ValueError for what is not the URL of a server."""
+    """Raises ValueError unless this is the URL of a server, or None."""
     if url is None:
         return
     try:
-        known = re.match(r"https?://\S+$", url) and urlsplit(url).hostname and urlsplit(url).port != 0
-    except ValueError:  # a port that is no number, or brackets around no address
-        known = False
-    if not known:
+        valid = re.match(r"https?://\S+$", url) and urlsplit(url).hostname and urlsplit(url).port != 0
+    except ValueError:  # a port that is not a number, or brackets without an address
+        valid = False
+    if not valid:
         raise ValueError(f"url is {url}; it must look like http://127.0.0.1:8000")
 
 
@@ -135,10 +136,13 @@ def _help(field: dataclasses.Field[Any]) -> str:
 
 
 def read_file(path: str, configs: Sequence[type]) -> dict[str, Any]:
-    """The options in a YAML file, checked by the fields of `configs`. Keys may be written with - or _.
+    """The options in a YAML file, checked against the fields of `configs`. Keys may be written with - or _.
 
-    Raises UsageError that names what is wrong, and the nearest known key for one that is unknown.
+    Raises UsageError, which names the error, and for an unknown key the nearest known one.
     """
+    import msgspec
+    import yaml
+
     try:
         data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -170,7 +174,7 @@ def read_file(path: str, configs: Sequence[type]) -> dict[str, Any]:
 
 
 def build(config: type[ConfigT], *sources: Mapping[str, Any]) -> ConfigT:
-    """A config from the given options, an earlier source before a later one. Raises UsageError for what cannot be."""
+    """A config from options; an earlier source wins over a later one. Raises UsageError for an invalid value."""
     names = {field.name for field in dataclasses.fields(config)}  # type: ignore[arg-type]
     given: dict[str, Any] = {}
     for source in sources:

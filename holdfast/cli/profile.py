@@ -36,7 +36,7 @@ async def run(config: ProfileConfig, engine: EngineConfig) -> int:
         engine, on_progress=lambda stage: console.print(Text(f"{stage} …", style="dim")), measure=True
     )
     await client.close()
-    kept = Path(client.info.profile)
+    kept = Path(client.info.profile_path)
     profile = CostProfile.load(kept)
     show(console, profile)
     console.print(f"\nkept at {kept}", soft_wrap=True)

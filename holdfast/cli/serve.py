@@ -1,4 +1,4 @@
-"""`holdfast serve`: runs the server and says what it is, where it is, and how to try it."""
+"""`holdfast serve`: runs the server, and prints its address, its sizes, and how to try it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from rich.text import Text
 
 from holdfast.core.config import EngineConfig
 from holdfast.core.version import __version__
-from holdfast.engine.client import EngineClient, EngineInfo
+from holdfast.engine.client import EngineClient
+from holdfast.engine.messages import EngineInfo
 from holdfast.server.config import ServerConfig
 from holdfast.server.conversations.database import place, shown
 from holdfast.server.run import run as run_server
@@ -21,7 +22,7 @@ HELLO = "Hi! My name is Ada."
 
 
 async def run(engine: EngineConfig, server: ServerConfig) -> int:
-    """Serve until told to end. Returns the exit code. Raises EngineStartError, OSError."""
+    """Serve until a signal. Returns the exit code. Raises EngineStartError, OSError."""
     logging.basicConfig(format="holdfast: %(message)s", level=logging.WARNING)
     console = Console(highlight=False)
 
@@ -35,7 +36,7 @@ async def run(engine: EngineConfig, server: ServerConfig) -> int:
 
 
 def announce(console: Console, engine: EngineConfig, server: ServerConfig, info: EngineInfo, url: str) -> None:
-    """Tell a person what runs and how to talk to it."""
+    """Print what runs and how to talk to it."""
     memory, keyed = info.memory, bool(server.api_key)
     rows = {
         "address": f"{url}  (API under /v1, described at /docs)",
@@ -58,35 +59,35 @@ def announce(console: Console, engine: EngineConfig, server: ServerConfig, info:
     )
     console.print(table)
     console.print("\n  try it\n", style="dim")
-    # Printed as they are, unwrapped: they are meant to be copied.
+    # Printed without wrapping, so that they can be copied.
     console.print(Text(curl_line(url, info.model, keyed)), soft_wrap=True)
     console.print(Text(f"\n{python_lines(url, info.model, keyed)}"), soft_wrap=True)
     console.print(f"\n  Ctrl-C ends it.  holdfast chat --url {url} talks to it.\n", style="dim")
 
 
 def step(engine: EngineConfig, info: EngineInfo) -> str:
-    """What bounds a step."""
-    within = "" if engine.tbt_target is None else f", {engine.tbt_target:g} ms where someone streams (TBT target)"
+    """The limits of a step, in words."""
+    within = "" if engine.tbt_target is None else f", {engine.tbt_target:g} ms while a stream decodes (TBT target)"
     if engine.token_budget == "auto":
         within = f", as many as take {engine.tbt_target:g} ms (TBT target)"
-    return f"{info.token_budget:,} tokens at the most (token budget){within}"
+    return f"{info.token_budget:,} tokens at most (token budget){within}"
 
 
 def tier(info: EngineInfo, blocks: int) -> str:
-    """One tier of the KV cache in words."""
+    """The size of one tier of the KV cache, in words."""
     size, tokens = blocks * info.memory.block / GB, blocks * info.block_size
     return f"{size:.2f} GB: {blocks:,} blocks of {info.block_size}, {tokens:,} tokens in all"
 
 
 def no_host_tier(engine: EngineConfig) -> str:
-    """Why there is none."""
+    """Why there is no host tier, in words."""
     if not engine.prefix_sharing:
-        return "off: with --no-prefix-sharing nothing that goes there would be found again"
+        return "off: with --no-prefix-sharing nothing in it could be found again"
     return "off (--host-cache-gb GB turns it on)"
 
 
 def retention(engine: EngineConfig) -> str:
-    """What of the idle state goes first."""
+    """Which idle state is dropped first, in words."""
     if not engine.prefix_sharing:
         return "off (--no-prefix-sharing): a finished request leaves nothing behind"
     chunk = -(-engine.chunk_size // engine.block_size) * engine.block_size
@@ -102,14 +103,14 @@ EVICTION = {
 
 
 def curl_line(url: str, model: str, keyed: bool) -> str:
-    """A shell command that asks the server something."""
+    """A shell command that sends the server a chat message."""
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": HELLO}]})
     key = ' -H "authorization: Bearer $HOLDFAST_API_KEY"' if keyed else ""
     return f"curl {url}/v1/chat/completions -H 'content-type: application/json'{key} -d '{body}'"
 
 
 def python_lines(url: str, model: str, keyed: bool) -> str:
-    """The same in Python, through the openai package."""
+    """The same in Python, with the openai package."""
     key = 'os.environ["HOLDFAST_API_KEY"]' if keyed else '"none"'
     return (
         ("import os\n" if keyed else "")

@@ -1,4 +1,4 @@
-"""Who answers in `holdfast chat`: an engine that runs here, a server that keeps conversations, or any other one."""
+"""The backends of `holdfast chat`: our own engine, a server that stores conversations, or any other server."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import httpx
 import msgspec
 
+from holdfast.cli.flags import CommandError
 from holdfast.engine.client import Usage
 from holdfast.server.conversations.protocol import ResponseRequest
 from holdfast.server.conversations.service import Responses
@@ -19,29 +20,29 @@ from holdfast.server.protocol import ApiError, parse
 Message = dict[str, str]
 Messages = list[Message]
 Head = str | Messages | None
-"""What a turn goes on from: a response's id where conversations are kept, else all messages; None to begin."""
+"""The end of a conversation: a response's id if the server stores it, otherwise all messages; None at the beginning."""
 TENANT = ""
-"""Whose conversations those of our own engine are."""
+"""The tenant of our own engine's conversations."""
 
 
-class ChatError(Exception):
-    """A turn, or the conversation, cannot go on; the message is for the user."""
+class ChatError(CommandError):
+    """A turn, or the whole conversation, failed; the message is for the user."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What is new in an answer."""
+    """A new part of an answer."""
 
     text: str
     usage: Usage | None = None
-    """Token counts, once known."""
+    """Token counts, once they are known."""
     head: Head = None
-    """What the next turn goes on from, once the answer is whole."""
+    """The new end of the conversation, once the answer is complete."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How answers are written."""
+    """Sampling options of all answers."""
 
     temperature: float
     max_tokens: int | None
@@ -50,7 +51,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A turn that was held: what was said and answered, and what it went on from."""
+    """A past turn: the user's message, the answer, and the head before it."""
 
     said: str
     answer: str
@@ -63,16 +64,16 @@ class Talker(Protocol):
     name: str
 
     def answer(self, said: str, system: str | None, head: Head) -> AsyncGenerator[Piece, None]:
-        """The answer, as it is written; the last piece has the new head. Raises ChatError."""
+        """The answer as it is written. Its last piece has the new head. Raises ChatError."""
         ...
 
     async def recall(self, head: str | Messages) -> Turn:
-        """The turn that a head stands for. Raises ChatError when it is no longer known."""
+        """The last turn before a head. Raises ChatError if it no longer exists."""
         ...
 
 
 class LocalTalker:
-    """An engine of our own, with a store of our own."""
+    """Our own engine, with our own store."""
 
     def __init__(self, responses: Responses, settings: Settings) -> None:
         self.name = responses.service.client.info.model
@@ -94,19 +95,19 @@ class LocalTalker:
         id = str(head)
         try:
             response = await self.responses.retrieve(TENANT, id)
-            said = await self.responses.keeper(lambda store: store.input(TENANT, id))
+            said = await self.responses.store.run(lambda store: store.turns.input(TENANT, id))
         except ApiError as error:
             raise ChatError(error.message) from None
         return turn_of(response, said or [])
 
 
+@dataclass
 class StatefulTalker:
-    """A server that keeps conversations: a turn sends only what is new."""
+    """A server that stores conversations. A turn sends only its new message."""
 
-    def __init__(self, http: httpx.AsyncClient, model: str, settings: Settings) -> None:
-        self.name = model
-        self.http = http
-        self.settings = settings
+    http: httpx.AsyncClient
+    name: str
+    settings: Settings
 
     async def answer(self, said: str, system: str | None, head: Head) -> AsyncGenerator[Piece, None]:
         body = response_body(self.name, self.settings, said, system, head)
@@ -120,16 +121,16 @@ class StatefulTalker:
         return turn_of(response, said["data"])
 
 
+@dataclass
 class RemoteTalker:
-    """Any server with OpenAI's chat completions: every turn sends the whole conversation."""
+    """Any server with OpenAI's chat completions. Every turn sends the whole conversation."""
 
-    def __init__(self, http: httpx.AsyncClient, model: str, settings: Settings) -> None:
-        self.name = model
-        self.http = http
-        self.settings = settings
+    http: httpx.AsyncClient
+    name: str
+    settings: Settings
 
     def body(self, messages: Sequence[Message]) -> dict[str, Any]:
-        """The request's body; what is not set is left to the server."""
+        """The request's body. Options that are not set are left to the server."""
         settings = {"max_tokens": self.settings.max_tokens, "seed": self.settings.seed}
         return {
             "model": self.name,
@@ -158,9 +159,9 @@ class RemoteTalker:
 
 
 async def connect(http: httpx.AsyncClient, model: str | None, settings: Settings) -> Talker:
-    """Find the model that is served, unless one is named, and how to talk to it.
+    """The talker for a server. Takes the server's first model if none is named.
 
-    Raises ChatError when there is no such server.
+    Raises ChatError if no server answers.
     """
     try:
         cards = (await fetched(http, "models"))["data"]
@@ -176,7 +177,7 @@ async def connect(http: httpx.AsyncClient, model: str | None, settings: Settings
 
 
 async def fetched(http: httpx.AsyncClient, path: str) -> dict[str, Any]:
-    """What a server has at a path. Raises ChatError."""
+    """GET a JSON object from a server. Raises ChatError."""
     try:
         response = await http.get(path)
     except httpx.HTTPError as error:
@@ -193,7 +194,7 @@ async def fetched(http: httpx.AsyncClient, path: str) -> dict[str, Any]:
 async def server_events(
     http: httpx.AsyncClient, path: str, body: dict[str, Any]
 ) -> AsyncGenerator[dict[str, Any], None]:
-    """A stream's events. Raises ChatError for a refusal, a broken connection, and what is no event."""
+    """A stream's events. Raises ChatError for a refusal, a broken connection or an invalid event."""
     try:
         async with http.stream("POST", path, json=body) as response:
             if response.status_code != 200:
@@ -208,7 +209,7 @@ async def server_events(
 
 
 def response_body(model: str, settings: Settings, said: str, system: str | None, head: Head) -> dict[str, Any]:
-    """A turn of the Responses API; what is not set is left to the server."""
+    """The body of a turn in the Responses API. Options that are not set are left to the server."""
     given = {
         "instructions": system,
         "previous_response_id": head,
@@ -221,7 +222,7 @@ def response_body(model: str, settings: Settings, said: str, system: str | None,
 
 
 def piece_of_response(event: dict[str, Any]) -> Piece:
-    """One event of a response's stream. Raises ChatError for one that tells of an error."""
+    """One event of a response's stream as a piece. Raises ChatError for an error event."""
     try:
         match event["type"]:
             case "response.output_text.delta":
@@ -240,7 +241,7 @@ def piece_of_response(event: dict[str, Any]) -> Piece:
 
 
 def turn_of(response: dict[str, Any], said: Sequence[dict[str, Any]]) -> Turn:
-    """A stored response and its input as a turn. Raises ChatError for what is none."""
+    """A stored response and its input as a turn. Raises ChatError for any other object."""
     try:
         return Turn(text_of(said), text_of(response["output"]), response["previous_response_id"])
     except (LookupError, TypeError):
@@ -248,12 +249,12 @@ def turn_of(response: dict[str, Any], said: Sequence[dict[str, Any]]) -> Turn:
 
 
 def text_of(items: Sequence[dict[str, Any]]) -> str:
-    """All that messages say."""
+    """The text of all messages."""
     return "\n".join(part["text"] for item in items for part in item["content"])
 
 
 def piece_of(event: dict[str, Any]) -> Piece:
-    """One event of a completion's stream. Raises ChatError for one that tells of an error."""
+    """One event of a completion's stream as a piece. Raises ChatError for an error event."""
     try:
         if "error" in event:
             raise ChatError(str(event["error"]["message"]))
@@ -268,7 +269,7 @@ def piece_of(event: dict[str, Any]) -> Piece:
 
 
 def reason_of(status: int, body: bytes) -> str:
-    """Why a server refused, in its own words where it has some."""
+    """Why a server refused, in its own words if it gave any."""
     try:
         return str(json.loads(body)["error"]["message"])
     except (ValueError, LookupError, TypeError):

@@ -17,7 +17,7 @@ from rich.text import Text
 from holdfast.cli.progress import Bar, turns_of
 from holdfast.core.config import EngineConfig
 from holdfast.core.types import SamplingParams
-from holdfast.engine.client import EngineClient, QueueFull, RequestRefused
+from holdfast.engine.client import EngineClient, QueueFull
 from holdfast.engine.profiles import CostProfile
 from holdfast.engine.trace import TracedExecutor
 from holdfast.lab.load import Ask, HttpAsk, LoadClient
@@ -25,6 +25,7 @@ from holdfast.lab.records import Record
 from holdfast.lab.simulator.deployment import Pipeline
 from holdfast.lab.simulator.run import simulate
 from holdfast.lab.workloads import Words, Workload
+from holdfast.lm.limits import RequestRefused
 
 
 class Target(Protocol):

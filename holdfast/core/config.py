@@ -82,7 +82,9 @@ class EngineConfig:
         3600.0, "seconds of waiting that raise a request by one priority class, so that no class waits forever"
     )
     ttft_target: float | None = option(
-        None, "deadline of the first token in ms for requests that give none; needs the deadline order; default: 2000"
+        None,
+        "deadline of the first token in ms for requests that give none; needs the deadline order; default: 2000",
+        unit="ms",
     )
     fair_weight: float = option(2.0, "cost of a generated token in prompt tokens, for the fair order")
     token_budget: int | Literal["auto"] | None = option(

@@ -1,1 +1,1 @@
-"""The engine: the loop over scheduler and executor, its process, and the ways to reach it."""
+"""The engine process, built from a configuration, and the clients that reach it."""

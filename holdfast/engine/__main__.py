@@ -11,7 +11,7 @@ from holdfast.engine.parent import FAILED, Parent, die_with_parent
 
 
 def main(address: str, parent_pid: int) -> int:
-    """Build what the client asks for and run it until told to end. Returns the exit status."""
+    """Build the engine that the client asks for and run it until told to end. Returns the exit status."""
     die_with_parent(parent_pid)
     parent = Parent(address)
     try:
@@ -20,7 +20,7 @@ def main(address: str, parent_pid: int) -> int:
         if not isinstance(start, Start):
             raise RuntimeError(f"the first message was {type(start).__name__}, not Start")
         parent.send(Progress("loading PyTorch"))
-        # Only now, tied to the parent and able to say what fails: this takes seconds.
+        # Only now: the import takes seconds, and from here on the parent learns of a failure.
         from holdfast.engine.serve import run
 
         run(start, parent)
@@ -35,7 +35,7 @@ def main(address: str, parent_pid: int) -> int:
 
 
 def one_line(error: Exception) -> str:
-    """An error as one line for people; its class is named unless the message is meant for them."""
+    """An error as one line for people. Names the error's class unless its message is written for them."""
     text = " ".join(str(error).split())
     expected = isinstance(error, (ValueError, MemoryError, OSError))
     return text if expected and text else f"{type(error).__name__}: {text}" if text else type(error).__name__

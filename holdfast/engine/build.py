@@ -14,7 +14,7 @@ from holdfast.core.cost import CostModel
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.in_service import in_service
 from holdfast.engine.messages import EngineInfo
-from holdfast.engine.profiles import CostProfile, kept_at
+from holdfast.engine.profiles import CostProfile, cached_profile_path
 from holdfast.engine.trace import TracedExecutor
 from holdfast.lm.execution import hardware
 from holdfast.lm.execution.cost_profile import measure_cost, measure_recomputation
@@ -71,7 +71,7 @@ def build(
         executor = TracedExecutor(executor, config.trace, clock, suspends=shape.num_host_blocks > 0)
     loop = Loop(scheduler, executor, config.steps_in_flight, clock)
     spent = stages.end()
-    info = describe(config, shape, memory, profile=str(path) if profile else "")
+    info = describe(config, shape, memory, profile_path=str(path) if profile else "")
     return loop, replace(info, started_in=clock() - began, stages=spent)
 
 
@@ -114,8 +114,8 @@ def allocate(device: PagedDevice, stages: StartStages) -> tuple[MemoryMeasuremen
     return memory, device.allocate(memory)
 
 
-def describe(config: EngineConfig, shape: EngineShape, memory: MemoryMeasurement, *, profile: str) -> EngineInfo:
-    """The engine as clients see it. `profile` is the file of its cost profile, empty without one."""
+def describe(config: EngineConfig, shape: EngineShape, memory: MemoryMeasurement, *, profile_path: str) -> EngineInfo:
+    """The engine as clients see it. `profile_path` is the file of its cost profile, empty without one."""
     return EngineInfo(
         model=shape.model,
         device=memory.device,
@@ -130,13 +130,15 @@ def describe(config: EngineConfig, shape: EngineShape, memory: MemoryMeasurement
         max_waiting=config.max_waiting,
         vocab_size=shape.vocab_size,
         started_in=0.0,
-        profile=profile,
+        profile_path=profile_path,
     )
 
 
 def profile_path(device: PagedDevice, checkpoint: Checkpoint, memory: MemoryMeasurement) -> Path:
     """Where the cost profile of this model on this device is stored, or would be."""
-    return kept_at(checkpoint.directory, device.precision, pace_of(device.config, device.kind, memory.device))
+    return cached_profile_path(
+        checkpoint.directory, device.precision, pace_of(device.config, device.kind, memory.device)
+    )
 
 
 def pace_of(config: EngineConfig, kind: str, name: str) -> str:

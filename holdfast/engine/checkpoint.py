@@ -1,4 +1,4 @@
-"""A checkpoint as files: which directory a model name means, reading within bounds, and its tokenizer.json."""
+"""A checkpoint's files: the directory of a model name, bounded reading, and tokenizer.json."""
 
 from __future__ import annotations
 
@@ -44,21 +44,21 @@ class Checkpoint:
     """A directory that holds a model."""
 
     name: str
-    """The name under which the model is served: never a path."""
+    """The name under which the model is served; never a path."""
     directory: Path
 
     @classmethod
     def find(cls, model: str) -> Checkpoint:
-        """The checkpoint that `model` means: the built-in one by name, else a directory with config.json.
+        """The checkpoint of a model name: the built-in one, or else a directory with config.json.
 
-        Raises ValueError, in one line, with what was looked for.
+        Raises ValueError, in one line, with the directory that was looked for.
         """
         if model == BUILTIN_MODEL:
             directory = Path(__file__).resolve().parent.parent / "builtin" / BUILTIN_MODEL
         else:
             directory = Path(model).expanduser().resolve()
         if not (directory / "config.json").is_file():
-            there = "has no config.json" if directory.is_dir() else "is no directory"
+            there = "has no config.json" if directory.is_dir() else "is not a directory"
             what = there if directory.exists() else "does not exist"
             raise ValueError(
                 f"model {model!r}: {directory} {what}; give a Hugging Face checkpoint directory or {BUILTIN_MODEL!r}"
@@ -67,7 +67,7 @@ class Checkpoint:
 
 
 def read_json(path: Path, *, missing_ok: bool = False) -> dict[str, Any]:
-    """The object that a JSON file holds; empty for a missing file if `missing_ok`. Raises ValueError otherwise."""
+    """The object in a JSON file. With `missing_ok`, a missing file reads as empty. Raises ValueError."""
     if missing_ok and not path.is_file():
         return {}
     text = read_text(path, JSON_LIMIT)
@@ -81,7 +81,7 @@ def read_json(path: Path, *, missing_ok: bool = False) -> dict[str, Any]:
 
 
 def read_text(path: Path, limit: int) -> str:
-    """The text of a file of at most `limit` bytes. Raises ValueError beyond them, or if it cannot be read."""
+    """The text of a file of at most `limit` bytes. Raises ValueError for a larger or unreadable one."""
     try:
         with path.open("rb") as file:
             data = file.read(limit + 1)
@@ -92,14 +92,14 @@ def read_text(path: Path, limit: int) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no text file: byte {error.start} is not UTF-8") from error
+        raise ValueError(f"{path} is not a text file: byte {error.start} is not UTF-8") from error
 
 
 def tokenizer_file(directory: Path) -> Path:
-    """The checkpoint's tokenizer.json; one that is missing is converted once, and kept in the user's cache.
+    """The checkpoint's tokenizer.json. If it is missing, it is converted once and kept in the user's cache.
 
-    The conversion loads Transformers, which loads torch: it runs in a process of its own. Raises ValueError with the
-    reason when there is nothing to convert or no way to do it.
+    The conversion loads Transformers and so torch, in a process of its own. Raises ValueError with the reason when
+    there is no tokenizer to convert, or when the conversion fails.
     """
     own = directory / "tokenizer.json"
     if own.is_file():

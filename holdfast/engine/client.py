@@ -1,4 +1,4 @@
-"""EngineClient: submit, stream, abort; the engine process behind an asyncio surface. Never imports torch."""
+"""EngineClient: an asyncio interface to the engine process: submit, stream, abort. Never imports torch."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import asyncio
 import itertools
 import time
 import uuid
-from array import array
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from holdfast.core.config import EngineConfig
-from holdfast.core.tokens import packed
-from holdfast.core.types import MAX_DEADLINE, FinishReason, Identity, Request, SamplingParams, SequenceOutput
+from holdfast.core.types import FinishReason, Identity, Request, SamplingParams, SequenceOutput
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.child import Child
 from holdfast.engine.messages import (
@@ -32,19 +30,8 @@ from holdfast.engine.messages import (
     Submit,
 )
 from holdfast.engine.text import Text, TextStream
+from holdfast.lm.limits import RequestRefused
 from holdfast.lm.types import SchedulerStats
-
-__all__ = [
-    "Delta",
-    "EngineClient",
-    "EngineDead",
-    "EngineInfo",
-    "EngineStartError",
-    "QueueFull",
-    "RequestRefused",
-    "Timings",
-    "Usage",
-]
 
 HEALTH_SECONDS = 10.0
 
@@ -54,19 +41,11 @@ class EngineStartError(RuntimeError):
 
 
 class EngineDead(RuntimeError):
-    """The engine process is no more; the message says why in one line."""
+    """The engine process has ended; the message says why in one line."""
 
 
 class QueueFull(RuntimeError):
-    """As many requests wait as may; try again later."""
-
-
-class RequestRefused(ValueError):
-    """A request that can never be served; the message names the value and the limit, `param` what to change."""
-
-    def __init__(self, message: str, param: str) -> None:
-        super().__init__(message)
-        self.param = param
+    """The queue of waiting requests is full; try again later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +54,14 @@ class Usage:
 
     prompt_tokens: int
     completion_tokens: int
-    """All that were generated up to the end, the one that ended the sequence included."""
+    """All generated tokens, including the one that ended the sequence."""
     cached_tokens: int
-    """Prompt tokens that the prefix cache gave."""
+    """Prompt tokens found in the prefix cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """When things happened to one request: seconds on the monotonic clock that both processes share."""
+    """Timestamps of one request, in seconds on the monotonic clock that both processes share."""
 
     arrival: float
     scheduled: float
@@ -103,17 +82,17 @@ class Timings:
 
     @property
     def tokens_per_second(self) -> float:
-        """Pace after the first token; 0 where there is only one."""
+        """Generation rate after the first token; 0 if there is only one."""
         seconds = self.finish - self.first_token
         return (self.tokens - 1) / seconds if self.tokens > 1 and seconds > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What came since the last Delta of a stream. The last one has finish_reason, usage and timings."""
+    """A stream's new text and tokens since the last Delta. The final one has finish_reason, usage and timings."""
 
     text: str
-    """May be empty while the text is held back: an unfinished character, what may begin a stop string."""
+    """Empty while text is held back: an incomplete character, or a possible beginning of a stop string."""
     tokens: tuple[int, ...]
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
@@ -121,7 +100,7 @@ class Delta:
 
 
 class EngineClient:
-    """One engine process and the streams that it serves. Made by `start`, for one event loop."""
+    """One engine process and its streams. Made by `start`, for one event loop."""
 
     def __init__(
         self, config: EngineConfig, on_progress: Callable[[str], None] | None = None, measure: bool = False
@@ -131,9 +110,9 @@ class EngineClient:
         self.info: EngineInfo
         self.text: Text
         self.dead = asyncio.Event()
-        """Set when the engine is no more."""
+        """Set when the engine has ended."""
         self.reason = ""
-        """Why, in one line."""
+        """Why it ended, in one line."""
         self._on_progress = on_progress or (lambda stage: None)
         self._measure = measure
         self._began = time.monotonic()
@@ -150,10 +129,11 @@ class EngineClient:
     async def start(
         cls, config: EngineConfig, on_progress: Callable[[str], None] | None = None, measure: bool = False
     ) -> EngineClient:
-        """Start an engine process and wait until it takes requests; `on_progress` is told each stage in words.
+        """Start an engine process and wait until it takes requests.
 
-        `measure` has it measure the device's profile anew: `info.profile` is the file.
-        Raises EngineStartError with the reason. Whatever ends the wait early ends the process too.
+        `on_progress` is called with the name of each stage. With `measure`, the engine measures its cost profile again
+        and writes it to `info.profile_path`. Raises EngineStartError with the reason. If the wait ends early, for
+        whatever reason, so does the process.
         """
         try:
             checkpoint = Checkpoint.find(config.model)
@@ -161,7 +141,7 @@ class EngineClient:
         except (ValueError, OSError) as error:
             raise EngineStartError(str(error)) from error
         try:
-            # Side by side: the tokenizer here, the weights there. The first failure ends the wait.
+            # At the same time: the tokenizer loads here, the weights in the engine. The first failure ends the wait.
             text = asyncio.create_task(asyncio.to_thread(Text.from_directory, checkpoint.directory))
             client.info, client.text = await asyncio.gather(client._ready, text)
         except BaseException as error:
@@ -187,27 +167,26 @@ class EngineClient:
         adapter: str = "",
         deadline: float | None = None,
     ) -> AsyncGenerator[Delta, None]:
-        """The deltas of one request, which is submitted when the first is asked for.
+        """The deltas of one request. It is submitted when the first delta is awaited.
 
-        It shares cached prefixes only with requests of the same `tenant` and `adapter`.
-
-        `deadline` is in seconds from now until the first token is due, for the order that goes by it.
-
-        Leaving the iterator before its last Delta (aclose, cancellation) aborts the request in the engine. Raises
-        RequestRefused at once for what can never fit, QueueFull, EngineDead; and EngineDead while it runs.
+        It shares cached prefixes only with requests of the same `tenant` and `adapter`. `deadline` is the time until
+        the first token is due, in seconds from now, for the deadline order. Leaving the
+        iterator before its last Delta (aclose, cancellation) aborts the request in the engine. Raises RequestRefused
+        at once for a request that can never be served, QueueFull, and EngineDead, also while it runs.
         """
         request_id = request_id or uuid.uuid4().hex
         self._admit(request_id)
+        identity = Identity(self.info.model, adapter, self.info.precision, tenant)
+        tokens = self.info.limits.check(prompt, params, identity=identity, priority=priority, deadline=deadline)
         request = Request(
             id=request_id,
-            prompt=token_ids("prompt", prompt, self.info),
+            prompt=tokens,
             params=params,
             priority=priority,
-            identity=Identity(self.info.model, adapter, self.info.precision, tenant),
+            identity=identity,
             arrival=time.monotonic(),
             deadline=deadline,
         )
-        check(request, self.info)
         try:
             text = TextStream(self.text, params.stop)
         except ValueError as error:
@@ -215,7 +194,7 @@ class EngineClient:
         return self._run(_Stream(request, text))
 
     async def health(self, timeout: float = HEALTH_SECONDS) -> SchedulerStats:
-        """Queues and memory, by a round trip through the engine's loop. Raises EngineDead, TimeoutError (seconds)."""
+        """Queues and memory, by a round trip through the engine's loop. Raises EngineDead, TimeoutError."""
         self._check_alive()
         number = next(self._numbers)
         answer: asyncio.Future[SchedulerStats] = asyncio.get_running_loop().create_future()
@@ -227,7 +206,7 @@ class EngineClient:
             del self._unanswered[number]
 
     async def close(self) -> None:
-        """End the engine process. Streams that still run raise EngineDead. May be called again."""
+        """End the engine process. Running streams raise EngineDead. May be called more than once."""
         await self._close(at_once=False)
 
     async def _close(self, *, at_once: bool) -> None:
@@ -251,7 +230,7 @@ class EngineClient:
                 self._child.send(Abort(request_id))
 
     def _forget(self, request_id: str) -> bool:
-        """Expect nothing more of a request. Whether anything was."""
+        """Drop a request's stream. Returns whether there was one."""
         self._waiting.discard(request_id)
         return self._streams.pop(request_id, None) is not None
 
@@ -260,7 +239,7 @@ class EngineClient:
             raise EngineDead(self.reason)
 
     def _admit(self, request_id: str) -> None:
-        """Raise what speaks against taking a request of this id now."""
+        """Raise if a request of this id cannot be taken now."""
         self._check_alive()
         if request_id in self._streams:
             raise RequestRefused(f"request id {request_id} is already in use; give each its own", "request_id")
@@ -271,7 +250,7 @@ class EngineClient:
         try:
             while True:
                 self._take(await self._child.receive())
-        except Exception as error:  # streams must not wait for what nobody reads any more
+        except Exception as error:  # nothing reads the socket any more, so no stream may wait for it
             self._end(f"the engine's messages cannot be read: {type(error).__name__}: {error}")
             self._child.kill()
 
@@ -301,20 +280,22 @@ class EngineClient:
                 self._end(reason)
 
     def _deliver(self, output: SequenceOutput, now: float) -> None:
-        """Give a stream its part of a step. Text is made here, not where it is read, so that a slow reader delays no
-        abort."""
+        """Hand a stream its output of one step.
+
+        The text is decoded here and not by the reader: a slow reader must not delay the abort after a stop string.
+        """
         stream = self._streams.get(output.request_id)
-        if stream is None:  # left meanwhile
+        if stream is None:  # its reader has left
             return
         self._waiting.discard(output.request_id)
         stream.take(output, now)
         if stream.finish_reason is not None:
             self._forget(output.request_id)
-            if output.finish_reason is None:  # a stop string, of which the engine knows nothing
+            if output.finish_reason is None:  # a stop string, which only the client looks for
                 self._child.send(Abort(output.request_id))
 
     def _end(self, reason: str) -> None:
-        """The engine is no more: tell all who wait. Only the first reason counts."""
+        """Fail everything that waits for the engine, which has ended. Only the first call counts."""
         if self.dead.is_set():
             return
         self.reason = reason
@@ -327,17 +308,17 @@ class EngineClient:
         for future in futures:
             if not future.done():
                 future.set_exception(EngineDead(reason))
-                future.exception()  # seen: nobody need be waiting
+                future.exception()  # marks it as retrieved, because there may be no waiter
 
 
 class _Stream:
-    """One request under way, from the engine's outputs to deltas. What its reader has not asked for yet is merged."""
+    """One request in progress, from the engine's outputs to deltas. Outputs that are not read yet are merged."""
 
     def __init__(self, request: Request, text: TextStream) -> None:
         self.request = request
         self.finish_reason: FinishReason | None = None
         self.given = False
-        """Whether the last Delta was handed out."""
+        """Whether the reader has the last Delta."""
         self._text = text
         self._pieces: list[str] = []
         self._tokens: list[int] = []
@@ -348,26 +329,26 @@ class _Stream:
         self._changed = asyncio.Event()
 
     def take(self, output: SequenceOutput, now: float) -> None:
-        """Add what a step gave."""
+        """Add the output of one step."""
         tokens, reason = output.tokens, output.finish_reason
         if not self._count:
             self._first, self._scheduled, self._cached = now, output.scheduled_at, output.cached_tokens
         self._last = now
         self._count += len(tokens)
         self._tokens.extend(tokens)
-        # The token that stopped the sequence is no part of its text.
+        # The token that stopped the sequence is not part of its text.
         visible = tokens[:-1] if reason is FinishReason.STOP else tokens
         self._pieces.append(self._text.push(visible, last=reason is not None))
         self.finish_reason = FinishReason.STOP if self._text.stopped else reason
         self._changed.set()
 
     def fail(self, error: Exception) -> None:
-        """Nothing more will come."""
+        """End the stream with an error."""
         self._error = error
         self._changed.set()
 
     async def next(self) -> Delta:
-        """Wait for what comes next. Raises what `fail` was given."""
+        """Wait for the next Delta. Raises the error given to `fail`."""
         await self._changed.wait()
         self._changed.clear()
         if self._error is not None:
@@ -382,43 +363,3 @@ class _Stream:
         usage = Usage(len(request.prompt), self._count, self._cached)
         timings = Timings(request.arrival, self._scheduled, self._first, self._last, self._count)
         return Delta(text, tokens, self.finish_reason, usage, timings)
-
-
-def token_ids(name: str, tokens: Sequence[int], info: EngineInfo) -> array[int]:
-    """Tokens as 32-bit numbers. Raises RequestRefused for what is no token id of this engine's model."""
-    try:
-        return packed(tokens, info.vocab_size)
-    except TypeError as error:
-        raise RequestRefused(f"{name} holds what is no token id: {error}", name) from None
-    except ValueError as error:
-        raise RequestRefused(f"{name} holds {error}", name) from None
-
-
-def check(request: Request, info: EngineInfo) -> None:
-    """Raise RequestRefused for a request that this engine can never serve, whatever tokens its prompt holds."""
-    prompt, params = request.prompt, request.params
-    if not prompt:
-        raise RequestRefused("the prompt is empty; it must hold at least one token", "prompt")
-    if len(prompt) >= info.max_model_len:
-        raise RequestRefused(
-            f"the prompt has {len(prompt)} tokens; with one generated token it exceeds this engine's limit of "
-            f"{info.max_model_len}; shorten the prompt",
-            "prompt",
-        )
-    token_ids("stop_token_ids", params.stop_token_ids, info)
-    # The last token ends the sequence, so its position is never computed.
-    positions = min(len(prompt) + params.max_tokens, info.max_model_len) - 1
-    capacity = info.num_blocks * info.block_size
-    if positions > capacity:
-        raise RequestRefused(
-            f"{len(prompt)} prompt tokens and up to {params.max_tokens} generated ones take {positions} positions of "
-            f"the KV cache, which has {capacity}; ask for fewer, or give the engine a larger cache_gb",
-            "max_tokens",
-        )
-    if not -(1 << 31) <= request.priority < 1 << 31:
-        raise RequestRefused(f"priority is {request.priority}; it must fit in 32 bits", "priority")
-    if request.deadline is not None and not 0 < request.deadline <= MAX_DEADLINE:
-        raise RequestRefused(
-            f"the deadline is {request.deadline} s after arrival; it must lie above 0 and be at most {MAX_DEADLINE} s",
-            "deadline_ms",
-        )

@@ -1,4 +1,4 @@
-"""LLM: generate offline, through the same engine process and client as the server's."""
+"""LLM: offline generation, with the same engine process and client as the server."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from holdfast.core.config import BUILTIN_MODEL, EngineConfig
 from holdfast.core.types import FinishReason, SamplingParams
-from holdfast.engine.client import Delta, EngineClient, EngineInfo, Timings
+from holdfast.engine.client import Delta, EngineClient, Timings
+from holdfast.engine.messages import EngineInfo
 from holdfast.engine.text import Text
 
 T = TypeVar("T")
@@ -26,17 +27,17 @@ Conversation = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What the model made of one prompt."""
+    """The result of one prompt."""
 
     prompt_token_ids: tuple[int, ...]
     text: str
     token_ids: tuple[int, ...]
-    """All generated tokens, the one that ended the sequence included."""
+    """All generated tokens, including the one that ended the sequence."""
     finish_reason: FinishReason
     cached_tokens: int
-    """Prompt tokens that the prefix cache gave."""
+    """Prompt tokens found in the prefix cache."""
     timings: Timings
-    """Among them `ttft` in seconds and `tokens_per_second`."""
+    """Includes `ttft` in seconds and `tokens_per_second`."""
 
 
 class LLM:
@@ -45,12 +46,12 @@ class LLM:
         with LLM("holdfast-tiny") as llm:
             print(llm.generate("Hello", SamplingParams(max_tokens=32))[0].text)
 
-    Methods may be called from any thread, also one that runs an event loop. The process ends with `close`, with the
-    context manager, when the object is collected, and with the interpreter.
+    Methods may be called from any thread, even one that runs an event loop. The process ends with `close`, at the end
+    of the `with` block, when the object is collected, or with the interpreter.
     """
 
     def __init__(self, model: str = BUILTIN_MODEL, **options: Any) -> None:
-        """`options` are EngineConfig's fields. Raises ValueError for a wrong one, EngineStartError with the reason."""
+        """`options` are fields of EngineConfig. Raises ValueError for a wrong one, EngineStartError with the reason."""
         config = EngineConfig(model=model, **options)
         self._thread = _LoopThread()
         try:
@@ -58,8 +59,8 @@ class LLM:
         except BaseException:
             self._thread.stop()
             raise
-        self._places = asyncio.Semaphore(config.max_waiting)
-        """However many prompts there are, no more are in the engine than it takes."""
+        self._slots = asyncio.Semaphore(config.max_waiting)
+        """Bounds the prompts in the engine at once to what its queue takes."""
         self._close = weakref.finalize(self, _close, self._thread, self._client)
 
     @property
@@ -79,10 +80,10 @@ class LLM:
         *,
         progress: bool = True,
     ) -> list[Completion]:
-        """Continue each prompt (a text or its token ids, one or many), all at once; completions in their order.
+        """Continue prompts, each a text or its token ids, in parallel. Returns the completions in the prompts' order.
 
-        `sampling_params` is one for all or one for each. Raises RequestRefused (a ValueError) for a prompt that cannot
-        be served, before or while others run: those are aborted. So they are on Ctrl-C.
+        `sampling_params` is one for all prompts, or one for each. Raises RequestRefused (a ValueError) for a prompt
+        that can never be served; this aborts the others, as Ctrl-C does.
         """
         ids = [self.text.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in _many(prompts)]
         return self._complete(ids, sampling_params, progress)
@@ -101,7 +102,7 @@ class LLM:
         return self._complete(ids, sampling_params, progress)
 
     def close(self) -> None:
-        """End the engine process. May be called again."""
+        """End the engine process. May be called more than once."""
         self._close()
 
     def __enter__(self) -> Self:
@@ -119,7 +120,7 @@ class LLM:
         progress: bool,
     ) -> list[Completion]:
         if not self._close.alive:
-            raise RuntimeError("this LLM is closed; make a new one")
+            raise RuntimeError("this LLM is closed; create a new one")
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
         if len(params) != len(prompts):
@@ -139,7 +140,7 @@ class LLM:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _run_one(self, prompt: Sequence[int], params: SamplingParams, bar: _Bar) -> Completion:
-        async with self._places:
+        async with self._slots:
             completion = await complete(prompt, self._client.stream(prompt, params))
         bar.advance(len(completion.token_ids))
         return completion
@@ -160,7 +161,7 @@ async def complete(prompt: Sequence[int], stream: AsyncGenerator[Delta, None]) -
 
 
 class _LoopThread:
-    """An event loop in a thread of its own, so that callers may have one too."""
+    """An event loop in a thread of its own, so that the caller's thread may run another."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -168,7 +169,7 @@ class _LoopThread:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Wait for a coroutine's result. What interrupts the wait (Ctrl-C) cancels it, and waits for its clean-up."""
+        """Wait for a coroutine's result. An interrupt (Ctrl-C) cancels the coroutine and waits for its clean-up."""
         tasks: list[asyncio.Task[T]] = []
         done = threading.Event()
 
@@ -186,14 +187,14 @@ class _LoopThread:
         return tasks[0].result()
 
     def stop(self) -> None:
-        """End the thread; nothing may run any more."""
+        """End the thread. No coroutine may run any more."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
 
 class _Bar:
-    """A progress bar on standard error: prompts done, tokens a second."""
+    """A progress bar on standard error: finished prompts, tokens a second."""
 
     def __init__(self, total: int, *, shown: bool) -> None:
         self._progress = Progress(
@@ -209,7 +210,7 @@ class _Bar:
         self._tokens = 0
 
     def advance(self, tokens: int) -> None:
-        """One prompt is done, with so many tokens."""
+        """Count one finished prompt with its number of tokens."""
         self._tokens += tokens
         seconds = self._progress.tasks[0].elapsed
         self._progress.update(self._task, advance=1, pace=f"{self._tokens / seconds:,.0f} tok/s" if seconds else "")
@@ -223,7 +224,7 @@ class _Bar:
 
 
 def _many(prompts: str | Sequence[int] | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or many, as many."""
+    """The prompts as a list, where one prompt may be given alone."""
     if isinstance(prompts, str):
         return [prompts]
     listed: list[Any] = list(prompts)

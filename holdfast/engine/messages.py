@@ -1,4 +1,4 @@
-"""What crosses between the API and the engine process: typed messages in MessagePack. Nothing is ever unpickled."""
+"""The messages between the API process and the engine process: typed, in MessagePack. No pickle anywhere."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ import msgspec
 
 from holdfast.core.columns import Columns
 from holdfast.core.config import EngineConfig
-from holdfast.core.types import FinishReason, Request, SequenceOutput
+from holdfast.core.types import FinishReason, Identity, Request, SequenceOutput
+from holdfast.lm.limits import RequestLimits
 from holdfast.lm.types import MemoryMeasurement, SchedulerStats
 
 MESSAGE_LIMIT = 128 << 20
-"""Most bytes of one message: a prompt of the longest length that a configuration allows fits."""
+"""Most bytes of one message. The longest prompt that a configuration allows fits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
-    """What an engine is, once it is ready."""
+    """The model, device and sizes of an engine that is ready."""
 
     model: str
-    """The name under which it is served."""
+    """The name under which the model is served."""
     device: str
     precision: str
-    """The type of weights, activations and cache, and what of them is in FP8, for people."""
+    """The type of weights, activations and cache, for people; names those that are in FP8."""
     memory: MemoryMeasurement
     num_blocks: int
     block_size: int
@@ -34,13 +35,19 @@ class EngineInfo:
     max_waiting: int
     vocab_size: int
     started_in: float
-    """Seconds from the client's call until ready."""
+    """Seconds from the client's call until the engine was ready."""
     stages: tuple[tuple[str, float], ...] = ()
-    """What these were spent on, in order: each stage of the start in words, and its seconds."""
+    """The stages of the start in order, each with its name and its seconds."""
     num_host_blocks: int = 0
     """Blocks of the host tier."""
-    profile: str = ""
-    """The file with the device's profile; empty where none was needed."""
+    profile_path: str = ""
+    """The file with the device's cost profile; empty if the engine needed none."""
+
+    @property
+    def limits(self) -> RequestLimits:
+        """The sizes that bound a request."""
+        served = Identity(self.model, dtype=self.precision)
+        return RequestLimits(self.max_model_len, self.vocab_size, self.num_blocks * self.block_size, served)
 
 
 class Message(msgspec.Struct, array_like=True):
@@ -48,12 +55,12 @@ class Message(msgspec.Struct, array_like=True):
 
 
 class Start(Message, tag="start"):
-    """To the engine, once it said hello: build this. `began` is when the client was asked to, on the shared clock."""
+    """To the engine, after its Hello: build this. `began` is when the client's start began, on the shared clock."""
 
     config: EngineConfig
     began: float
     measure: bool = False
-    """Measure the device's profile anew, whether it is needed or kept or not."""
+    """Measure the cost profile again, even if it is not needed or was kept from before."""
 
 
 class Submit(Message, tag="submit"):
@@ -63,7 +70,7 @@ class Submit(Message, tag="submit"):
 
 
 class Abort(Message, tag="abort"):
-    """To the engine: let go of a request. One that has ended is ignored."""
+    """To the engine: drop a request. Ignored if it has ended."""
 
     request_id: str
 
@@ -75,38 +82,38 @@ class Ask(Message, tag="ask"):
 
 
 class Shutdown(Message, tag="shutdown"):
-    """To the engine: end now, whatever runs."""
+    """To the engine: end now, even while requests run."""
 
 
 class Hello(Message, tag="hello"):
-    """From the engine, first of all: the process runs and the socket is connected."""
+    """From the engine, its first message: the process runs and the socket is connected."""
 
 
 class Progress(Message, tag="progress"):
-    """From the engine while it starts: what it does next, in words for people."""
+    """From the engine while it starts: its next stage, for people."""
 
     stage: str
 
 
 class Ready(Message, tag="ready"):
-    """From the engine: requests are taken."""
+    """From the engine: it takes requests from now on."""
 
     info: EngineInfo
 
 
 class Outputs(Message, tag="outputs"):
-    """From the engine: all that one step gave, the fields of SequenceOutput by column."""
+    """From the engine: the outputs of one step, as one column for each field of SequenceOutput."""
 
     columns: tuple[list[str], list[tuple[int, ...]], list[FinishReason | None], list[int], list[float], list[int]]
 
     @property
     def outputs(self) -> Columns[SequenceOutput]:
-        """The same by sequence."""
+        """The outputs as one SequenceOutput for each sequence."""
         return Columns(SequenceOutput, self.columns)
 
 
 class Refused(Message, tag="refused"):
-    """From the engine: a request that it does not take, and why."""
+    """From the engine: a request that it refuses, and why."""
 
     request_id: str
     reason: str
@@ -120,27 +127,27 @@ class Stats(Message, tag="stats"):
 
 
 class Failure(Message, tag="failure"):
-    """From the engine, last of all: why it ends. One line."""
+    """From the engine, its last message: why it ends. One line."""
 
     reason: str
 
 
 class Submitted(Message, tag="submit"):
-    """Submit on its way: the prompt as 32-bit numbers, as both ends are one machine; a number each takes far longer."""
+    """The encoded form of Submit: its prompt is 32-bit numbers in native order, far faster than a MessagePack array."""
 
     request: Request
     prompt: bytes
 
     @classmethod
     def of(cls, request: Request) -> Submitted:
-        """Pack a request. Raises OverflowError for tokens that are no 32-bit numbers."""
+        """Pack a request. Raises OverflowError for tokens that exceed 32 bits."""
         return cls(replace(request, prompt=()), array("I", request.prompt).tobytes())
 
     def submit(self) -> Submit:
-        """The message as it was meant. Raises ValueError for part of a number."""
+        """Unpack the request. Raises ValueError if the bytes end within a number."""
         data = self.prompt
         if len(data) % 4:
-            raise ValueError(f"a prompt of {len(data)} bytes, which is no whole number of tokens")
+            raise ValueError(f"a prompt of {len(data)} bytes, which is not a whole number of tokens")
         return Submit(replace(self.request, prompt=array("I", data)))
 
 
@@ -160,13 +167,13 @@ def encode(message: ToEngine | FromEngine) -> bytes:
 
 
 def decode_to_engine(data: bytes) -> ToEngine:
-    """Read what the client sent. Raises ValueError for anything but a message to the engine."""
+    """Read a message from the client. Raises ValueError for anything else."""
     message = _to_engine.decode(_bounded(data))
     return message.submit() if isinstance(message, Submitted) else message
 
 
 def decode_from_engine(data: bytes) -> FromEngine:
-    """Read what the engine sent. Raises ValueError for anything but a message from the engine."""
+    """Read a message from the engine. Raises ValueError for anything else."""
     return _from_engine.decode(_bounded(data))
 
 

@@ -1,4 +1,4 @@
-"""The engine process's tie to its parent: the socket between them, and dying with it."""
+"""The engine process's side of its parent: the socket between them, and ending when the parent ends."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ import zmq
 from holdfast.engine.messages import MESSAGE_LIMIT, FromEngine, ToEngine, decode_to_engine, encode
 
 FAILED = 3
-"""Exit status of an engine process that sent a Failure first."""
+"""Exit status of an engine process that has sent a Failure."""
 LINGER_MS = 2000
-"""Time that the last message has to leave."""
+"""Time for the last message to leave."""
 
 PR_SET_PDEATHSIG = 1
 
 
 class Parent:
-    """The client, seen from the engine process. For one thread."""
+    """The engine process's connection to its client. For one thread."""
 
     def __init__(self, address: str) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -33,15 +33,15 @@ class Parent:
         self._socket.connect(address)
 
     def send(self, message: FromEngine) -> None:
-        """Hand a message over; never waits for the client to read it."""
+        """Send a message without waiting for the client to read it."""
         self._socket.send(encode(message))
 
     def receive(self) -> ToEngine:
-        """Wait for the next message. Raises ValueError for one that cannot be read."""
+        """Wait for the next message. Raises ValueError for an invalid one."""
         return decode_to_engine(self._socket.recv())
 
     def waiting(self) -> Iterator[ToEngine]:
-        """The messages that have arrived, without waiting for more."""
+        """The messages that have arrived. Does not wait for more."""
         while True:
             try:
                 data = self._socket.recv(zmq.NOBLOCK)
@@ -50,29 +50,29 @@ class Parent:
             yield decode_to_engine(data)
 
     def close(self) -> None:
-        """Let the last messages leave, then let go."""
+        """Let the last messages leave, then close the socket."""
         self._socket.close(LINGER_MS)
         self._context.term()
 
 
 def limit_socket(socket: zmq.Socket[Any]) -> None:
-    """Bound the size of a message, not their number: neither end may ever wait for the other in a send."""
+    """Bound the size of a message but not the number of messages: a send must never block."""
     socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_LIMIT)
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
 
 
 def die_with_parent(parent: int) -> None:
-    """End this process when its parent ends, however that ends; and leave Ctrl-C to the parent.
+    """End this process when its parent ends, in whatever way, and leave Ctrl-C to the parent.
 
-    The parent keeps the other end of our standard input open, so end of file says that it is gone. On Linux the kernel
-    tells it too, even to a process that hangs in a device call.
+    The parent holds the other end of our standard input open, so end of file means that it is gone. On Linux the kernel
+    also kills this process then, even if it hangs in a device call.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     threading.Thread(target=_await_end_of_input, name="holdfast-parent", daemon=True).start()
-    if os.getppid() != parent:  # it ended before the kernel was asked
+    if os.getppid() != parent:  # it ended before the prctl call
         os._exit(1)
 
 

@@ -1,4 +1,4 @@
-"""Profiles: what was measured of a model on a device, kept as a file per model, precision and device. No torch."""
+"""Cost profiles: a model's measured speed on a device, in one file per model, precision and device. No torch."""
 
 from __future__ import annotations
 
@@ -21,37 +21,37 @@ CONFIG_LIMIT = 16 << 20
 DTYPES = ("float32", "bfloat16", "float16")
 
 MEASURED = 4
-"""Counts the ways in which profiles have been measured, so that none of an earlier way is taken."""
+"""Version of the measurement. A profile of an earlier version is not used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostProfile:
-    """A cost model, and the sizes of the engine that it was measured in."""
+    """A cost model, and the sizes of the engine in which it was measured."""
 
     cost: CostModel
     dtype: str
-    """What activations are, and whatever is not in FP8."""
+    """The type of activations, and of everything that is not in FP8."""
     quantization: QuantizationName = "none"
     kv_cache_dtype: CacheTypeName = "auto"
     cache_tokens: int
-    """Positions that the KV cache holds."""
+    """Positions in the KV cache."""
     max_model_len: int
     token_budget: int
     """The device's default for the most tokens of a step."""
     tile: int
-    """A step that a target cuts is a multiple of this many tokens."""
+    """A computed token budget is a multiple of this many tokens."""
     token_bytes: int = 0
-    """Bytes of one position in the KV cache, all layers; 0 where a profile does not say."""
+    """Bytes of one position in the KV cache, over all layers; 0 if unknown."""
     copy_rate: float = 0.0
-    """Bytes a second between the device and the host's memory; 0 where it was not measured."""
+    """Bytes a second between device and host memory; 0 if it was not measured."""
 
     @property
     def precision(self) -> str:
-        """What its numbers are, for people."""
+        """The types of its numbers, for people."""
         return precision_of(self.dtype, self.quantization, self.kv_cache_dtype)
 
     def require(self, config: EngineConfig) -> None:
-        """Raises ValueError, naming both values, where an engine's weights or cache are not as those measured."""
+        """Raises ValueError naming both values, if the engine's weights or cache differ in type from the profile's."""
         names = [name for name in ("quantization", "kv_cache_dtype") if getattr(config, name) != getattr(self, name)]
         if names:
             asked = " and ".join(f"{name} is {getattr(config, name)}" for name in names)
@@ -63,7 +63,7 @@ class CostProfile:
             )
 
     def save(self, path: Path) -> None:
-        """Write the file whole or not at all. Raises OSError."""
+        """Write the file atomically. Raises OSError."""
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
             fresh = Path(scratch) / "profile.json"
@@ -72,7 +72,7 @@ class CostProfile:
 
     @classmethod
     def load(cls, path: Path) -> CostProfile:
-        """Read what `save` wrote. Raises ValueError that names the file and what is wrong with it."""
+        """Read what `save` wrote. Raises ValueError that names the file and the fault."""
         data: dict[str, Any] = read_json(path)
         try:
             profile = cls(
@@ -88,22 +88,22 @@ class CostProfile:
                 copy_rate=float(data.get("copy_rate", 0.0)),
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} is not a profile: {error!r}; measure anew with `holdfast profile`") from None
+            raise ValueError(f"{path} is not a profile: {error!r}; measure again with `holdfast profile`") from None
         if min(profile.cache_tokens, profile.max_model_len, profile.token_budget, profile.tile) < 1:
-            raise ValueError(f"{path} is not a profile: a size is below 1; measure anew with `holdfast profile`")
+            raise ValueError(f"{path} is not a profile: a size is below 1; measure again with `holdfast profile`")
         return profile
 
 
 def _one_of(words: Sequence[str], given: Any) -> Any:
     if given not in words:
-        raise ValueError(f"{given} is none of {', '.join(words)}")
+        raise ValueError(f"{given} is not one of {', '.join(words)}")
     return given
 
 
-def kept_at(directory: Path, precision: str, device: str) -> Path:
-    """Where the profile of the checkpoint in `directory` is kept, for this precision and this device.
+def cached_profile_path(directory: Path, precision: str, device: str) -> Path:
+    """The file of the profile of the checkpoint in `directory`, for this precision and this device.
 
-    A name for people, and a digest of what config.json says and of the rest, for models of one name to stay apart.
+    Its name is readable and ends with a digest of config.json and the rest, which keeps models of one name apart.
     """
     state = json.dumps([read_text(directory / "config.json", CONFIG_LIMIT), precision, device, MEASURED])
     digest = hashlib.sha256(state.encode()).hexdigest()[:16]

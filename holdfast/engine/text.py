@@ -1,4 +1,4 @@
-"""Text in, text out: chat templates, tokens, and the text of a stream as its tokens come. Never imports torch."""
+"""Chat templates, tokenizing, and the text of a stream as its tokens arrive. Never imports torch."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ STOP_LENGTH_LIMIT = 1024
 """Most characters of one stop string."""
 
 REPLACEMENT = "\ufffd"
-"""What bytes that are not UTF-8 decode to."""
+"""The character that bytes decode to if they are not UTF-8."""
 UNSETTLED = 3
-"""Most replacement characters that one more token may still turn into a character: UTF-8 has up to 4 bytes."""
-RUN_UP = 64
-"""Characters before a border that are tokenized along with what follows it: a tokenizer looks no further back."""
+"""Most trailing replacement characters that the next token may still complete: UTF-8 has up to 4 bytes."""
+LOOKBEHIND = 64
+"""Characters before a border that are tokenized along with the text after it. No tokenizer looks further back."""
 LONGEST_WINDOW = 32
-"""Tokens after which bytes that never became a character are shown as they are: a stream's state stays bounded."""
+"""Tokens after which incomplete bytes are shown as they are, so that a stream's state stays bounded."""
 
 
 class Text:
-    """A model's text side: its tokenizer and its chat template. Safe to use from several threads."""
+    """A model's tokenizer and chat template. Safe to use from several threads."""
 
     def __init__(
         self, tokenizer: Tokenizer, template: str | None = None, special_tokens: Mapping[str, str] | None = None
     ) -> None:
-        """`special_tokens` are what a template may name: bos_token, eos_token and the like."""
+        """`special_tokens` are variables of the template: bos_token, eos_token and the like."""
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
@@ -58,7 +58,7 @@ class Text:
 
     @classmethod
     def from_directory(cls, directory: str | Path) -> Text:
-        """Read a checkpoint's tokenizer and template. Raises ValueError with the reason if it cannot be done."""
+        """Read a checkpoint's tokenizer and template. Raises ValueError with the reason."""
         directory = Path(directory)
         path = tokenizer_file(directory)
         try:
@@ -70,23 +70,18 @@ class Text:
         special |= _special_tokens(config)
         return cls(tokenizer, _chat_template(directory, config), special)
 
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether chats can be rendered."""
-        return self._template is not None
-
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The ids of a text, with the tokens that the model wants around it. Raises ValueError for what cannot be."""
+        """The ids of a text, with the model's special tokens around it. Raises ValueError for an invalid text."""
         ids: list[int] = self._encoding(text, add_special_tokens).ids
         return ids
 
     def encode_after(self, before: str, text: str) -> list[int] | None:
-        """The ids of a text as it stands after another one, whose own ids are known.
+        """The ids of a text in the context of the text before it. None when a token spans the border.
 
-        The end of `before` is tokenized along with it and cut off again, so that the text is seen in its place: no
-        space is put before it, no word begins at the border. None when a token spans the border. Raises as `encode`.
+        The end of `before` is tokenized along with the text and cut off again. Otherwise a tokenizer might put a space
+        in front, or begin a word at the border. Raises as `encode`.
         """
-        end = before[-RUN_UP:]
+        end = before[-LOOKBEHIND:]
         encoded = self._encoding(end + text, add_special_tokens=False)
         ids: list[int] = []
         for token, (start, stop) in zip(encoded.ids, encoded.offsets, strict=True):
@@ -106,22 +101,22 @@ class Text:
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def digest(self, text: str) -> bytes:
-        """What identifies a text together with the tokenizer that its ids are of: a SHA-256."""
+        """A SHA-256 that identifies a text together with the tokenizer."""
         return hashlib.sha256(self._fingerprint + text.encode(errors="surrogatepass")).digest()
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of ids; bytes that are no UTF-8 become U+FFFD."""
+        """The text of ids. Bytes that are not UTF-8 become U+FFFD."""
         text: str = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 
     def is_visible(self, token: int) -> bool:
-        """Whether a token can be part of a text: special tokens and ids that the tokenizer lacks cannot."""
+        """Whether a token has text. Special tokens and ids outside the tokenizer have none."""
         return token < len(self._visible) and self._visible[token] == 1
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
-        """The text that the model's template makes of messages, ready for the answer.
+        """Render messages with the model's template, ready for the answer.
 
-        Raises ValueError if there is no template, or if it refuses or fails on these messages.
+        Raises ValueError if there is no template, or if the template fails on these messages.
         """
         if self._template is None:
             raise ValueError(self._no_template)
@@ -140,39 +135,39 @@ class Text:
                 length += len(piece)
                 if length > TEXT_LIMIT:
                     raise ValueError(f"the rendered text is longer than {TEXT_LIMIT} characters")
-        except Exception as error:  # a template is a program: whatever it raises is its answer to these messages
+        except Exception as error:  # a template is a program: whatever it raises means that it refuses these messages
             raise ValueError(f"the chat template refused the messages: {error}") from error
         return "".join(pieces)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> list[int]:
-        """The ids of a rendered chat; the template itself writes the special tokens. Raises as `render_chat`."""
+        """The ids of a rendered chat, whose special tokens the template writes. Raises as `render_chat`."""
         rendered = self.render_chat(messages, add_generation_prompt=add_generation_prompt)
         return self.encode(rendered, add_special_tokens=False)
 
 
 class TextStream:
-    """The text of one stream, as its tokens come.
+    """The text of one stream, as its tokens arrive.
 
-    What was given out never changes: the end is held back while it may be an unfinished character or the beginning of
-    a stop string. The first stop string to be complete ends the text, and is cut with all that follows. How tokens
-    are grouped into pushes changes nothing.
+    Text that was returned never changes: the end is held back while it may be an incomplete character or the beginning
+    of a stop string. The first complete stop string ends the text, and is cut off with everything after it. The result
+    does not depend on how tokens are grouped into pushes.
     """
 
     def __init__(self, text: Text, stop: Sequence[str] = ()) -> None:
-        """Raises ValueError for stop strings beyond the limits."""
+        """Raises ValueError for too many or too long stop strings."""
         self._text = text
         self._stops = StopScanner(stop) if stop else None
         self.stopped = False
         """Whether a stop string ended the text."""
         self._window: list[int] = []
-        """The last tokens; they are decoded together, as a decoder may look at a token's neighbours."""
+        """The last tokens. They are decoded together, because a token's text may depend on its neighbours."""
         self._shown = ""
-        """What of the window's text was given out."""
+        """The part of the window's text that was returned."""
         self._settled = 0
-        """Tokens of the window whose text was given out in whole."""
+        """Leading tokens of the window whose text was returned completely."""
 
     def push(self, tokens: Sequence[int], last: bool = False) -> str:
-        """Take the next tokens; return the text that they settle, and with `last` whatever was held back."""
+        """Add tokens. Returns the text that is now certain; with `last`, also the text that was held back."""
         if self.stopped:
             return ""
         if len(tokens) == 1 and not last:
@@ -197,8 +192,8 @@ class TextStream:
         window.append(token)
         text = self._text.decode(window)
         if not text.startswith(self._shown):
-            # SentencePiece decodes a run of bytes as a whole, so one more byte makes all of it unreadable for a while.
-            # What was given out stands, and the run goes on without it: bytes need no neighbours.
+            # SentencePiece decodes a run of bytes as a whole, so one more byte can make the run invalid for a while.
+            # Returned text cannot change: decode the run without the settled tokens. Bytes do not need neighbours.
             del window[: self._settled]
             self._shown, self._settled = "", 0
             text = self._text.decode(window)
@@ -209,7 +204,7 @@ class TextStream:
         fresh = text[len(self._shown) : end]
         self._shown += fresh
         if (fresh and end == len(text)) or overdue:
-            # The tokens before the last settled point have done their duty as neighbours.
+            # The tokens before the last settled point are not needed as neighbours any more.
             if self._settled:
                 del window[: self._settled]
                 self._shown = self._text.decode(window)
@@ -218,10 +213,10 @@ class TextStream:
 
 
 class StopScanner:
-    """Searches a stream of text for the first stop string to be complete (Knuth-Morris-Pratt, one automaton each)."""
+    """Finds the first complete stop string in a stream of text (Knuth-Morris-Pratt, one automaton per string)."""
 
     def __init__(self, stops: Sequence[str]) -> None:
-        """Raises ValueError for more or longer strings than the limits allow."""
+        """Raises ValueError for too many or too long strings."""
         if len(stops) > STOP_LIMIT:
             raise ValueError(f"stop holds {len(stops)} strings; at most {STOP_LIMIT} are taken")
         longest = max(map(len, stops), default=0)
@@ -230,12 +225,12 @@ class StopScanner:
         self.found = False
         self._stops = [(stop, _borders(stop)) for stop in stops]
         self._matched = [0] * len(stops)
-        """How long a beginning of each stop string the text ends with."""
+        """For each stop string, the length of its longest prefix that the text ends with."""
         self._held = ""
-        """The end of the text that may be the beginning of a stop string: max(_matched) characters."""
+        """The end of the text that may begin a stop string: max(_matched) characters."""
 
     def scan(self, text: str) -> str:
-        """Take more text; return what cannot belong to a stop string, up to the first that is complete."""
+        """Add text. Returns the text that cannot belong to a stop string, up to the first complete one."""
         pending = self._held + text
         for at in range(len(self._held), len(pending)):
             character = pending[at]
@@ -258,13 +253,13 @@ class StopScanner:
         return pending[:safe]
 
     def flush(self) -> str:
-        """What is held back, at the end of the text."""
+        """The text that is held back, at the end of the stream."""
         held, self._held = self._held, ""
         return held
 
 
 def _borders(pattern: str) -> list[int]:
-    """For each beginning of the pattern, the length of the longest proper beginning that it also ends with."""
+    """For each prefix of the pattern, the length of its longest proper prefix that is also its suffix."""
     borders = [0] * len(pattern)
     matched = 0
     for at in range(1, len(pattern)):
@@ -276,7 +271,7 @@ def _borders(pattern: str) -> list[int]:
 
 
 def _visible(tokenizer: Tokenizer) -> bytearray:
-    """For each id, 1 if it is shown in a text."""
+    """For each id, 1 if the token has text."""
     special = {token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special}
     ids = set(tokenizer.get_vocab(with_added_tokens=True).values()) - special
     visible = bytearray(max(ids, default=-1) + 1)
@@ -286,7 +281,7 @@ def _visible(tokenizer: Tokenizer) -> bytearray:
 
 
 class _GenerationBlocks(Extension):
-    """`{% generation %}` marks an assistant's words for training; for serving its body is plain text."""
+    """`{% generation %}` marks the assistant's text for training. When serving, its body is plain text."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja's own attribute)
 
@@ -296,7 +291,7 @@ class _GenerationBlocks(Extension):
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """Jinja as Transformers sets it up for chat templates: sandboxed, with its few extra names."""
+    """A Jinja environment like the one of Transformers for chat templates: sandboxed, with a few extra names."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols]
     )
@@ -313,7 +308,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Unlike Jinja's own filter, escapes no HTML."""
+    """Like Jinja's own filter, without escaping HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -326,7 +321,7 @@ def _strftime_now(form: str) -> str:
 
 
 def _chat_template(directory: Path, config: Mapping[str, Any]) -> str | None:
-    """The file chat_template.jinja, else tokenizer_config.json's: a string, or a list of named ones."""
+    """The template from chat_template.jinja, or else from tokenizer_config.json: a string, or a list of named ones."""
     path = directory / "chat_template.jinja"
     if path.is_file():
         return read_text(path, TEMPLATE_LIMIT)
@@ -344,7 +339,7 @@ def _chat_template(directory: Path, config: Mapping[str, Any]) -> str | None:
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """The entries bos_token, eos_token … of a configuration, written as a text or as an object with `content`."""
+    """The entries bos_token, eos_token … of a configuration. Each is a string, or an object with `content`."""
     named = {key: value for key, value in config.items() if key.endswith("_token")}
     texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in named.items()}
     return {key: value for key, value in texts.items() if isinstance(value, str)}

@@ -1,4 +1,4 @@
-"""The application: routes, keys and errors over one EngineClient. Only it and `server.routes` know FastAPI."""
+"""The application: routes, keys and errors over one EngineClient. Only it and `server.routes` import FastAPI."""
 
 from __future__ import annotations
 
@@ -14,26 +14,25 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from holdfast.core.version import __version__
 from holdfast.engine.client import EngineClient
 from holdfast.server.config import ServerConfig
-from holdfast.server.conversations.keeper import Keeper
 from holdfast.server.conversations.protocol import ResponseRequest
 from holdfast.server.conversations.service import Responses
-from holdfast.server.conversations.store import Store
+from holdfast.server.conversations.store import AsyncStore, Store
 from holdfast.server.protocol import ApiError, ChatRequest, CompletionRequest
 from holdfast.server.routes.conversations import add_conversation_routes
 from holdfast.server.routes.generation import add_generation_routes
 from holdfast.server.routes.http import JSON
 from holdfast.server.routes.responses import add_response_routes
-from holdfast.server.routes.watching import add_model_routes, add_watch_routes
+from holdfast.server.routes.status import add_model_routes, add_status_routes
 from holdfast.server.service import Service, internal
 
 OPEN_PATHS = ("/health",)
-"""What needs no API key."""
+"""Paths that need no API key."""
 
 
 def create_app(client: EngineClient, config: ServerConfig, store: Store) -> FastAPI:
-    """The HTTP application over a started engine and an open store, which it closes with `app.state.responses`."""
+    """The HTTP application over a started engine and an open store. `app.state.responses.close()` closes the store."""
     service = Service(client, config)
-    responses = Responses(service, Keeper(store))
+    responses = Responses(service, AsyncStore(store))
     app = FastAPI(
         title="Holdfast",
         version=__version__,
@@ -48,12 +47,12 @@ def create_app(client: EngineClient, config: ServerConfig, store: Store) -> Fast
     add_generation_routes(app, service)
     add_response_routes(app, responses)
     add_conversation_routes(app, responses)
-    add_watch_routes(app, service)
+    add_status_routes(app, service)
     return app
 
 
 def add_error_handlers(app: FastAPI, service: Service) -> None:
-    """Every error leaves in OpenAI's shape, and generation's are counted."""
+    """Send every error in OpenAI's shape, and count those of the generation routes."""
 
     def reply(request: Request, error: ApiError) -> Response:
         if request.method == "POST" and request.url.path in GENERATION:
@@ -79,7 +78,7 @@ def add_error_handlers(app: FastAPI, service: Service) -> None:
 
     @app.exception_handler(ClientDisconnect)
     async def left(request: Request, error: ClientDisconnect) -> Response:
-        return Response(status_code=499)  # nobody reads it
+        return Response(status_code=499)  # never read
 
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> Response:
@@ -87,12 +86,12 @@ def add_error_handlers(app: FastAPI, service: Service) -> None:
 
 
 GENERATION = (ChatRequest.route, CompletionRequest.route, ResponseRequest.route)
-"""Whose outcomes are counted: no path with an id in it, of which there is no end."""
+"""Routes whose outcomes are counted. Paths with ids are not: they are unbounded in number."""
 NOT_ROUTED = {404: "not_found", 405: "method_not_allowed"}
 
 
 class KeyCheck:
-    """Lets a request pass when it brings one of the keys, and derives its tenant from that key."""
+    """Requires one of the API keys, and derives the request's tenant from it."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self.app = app
@@ -112,10 +111,10 @@ class KeyCheck:
         await self.app(scope, receive, send)
 
     def tenant(self, scope: Scope) -> str | None:
-        """The tenant of the key that the request brings; None when it brings none of ours."""
+        """The tenant of the request's key; None without a valid one."""
         scheme, _, given = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
         if scheme.lower() != b"bearer":
             return None
-        # Every key is compared, each in constant time: how long it takes tells nothing about any of them.
+        # Compare every key, each in constant time, so that the time taken reveals nothing about any of them.
         matches = [hmac.compare_digest(given.strip(), key) for key in self.keys]
         return self.tenants[matches.index(True)] if any(matches) else None

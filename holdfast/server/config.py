@@ -9,7 +9,7 @@ from holdfast.core.config import option
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """How requests come in over HTTP. Raises ValueError, naming the value and the limit, for what cannot be."""
+    """How requests come in over HTTP. Raises ValueError, naming the value and the limit, for an invalid option."""
 
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 lets other machines in (set an API key then)")
     port: int = option(8000, "port to listen on; 0 takes a free one")

@@ -1,4 +1,4 @@
-"""What /metrics shows: requests, latencies and tokens as the server sees them, queues and memory as the engine says."""
+"""The metrics at /metrics: the server's requests, latencies and tokens, and the engine's queues and memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LONG = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 30
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 STATS = {
-    "waiting": ("gauge", "requests_waiting", "Requests that wait for their first step"),
+    "waiting": ("gauge", "requests_waiting", "Requests waiting for their first step"),
     "running": ("gauge", "requests_running", "Requests with blocks in the cache"),
     "blocks_total": ("gauge", "blocks", "Blocks of the KV cache"),
     "blocks_used": ("gauge", "blocks_used", "Blocks that running requests own"),
@@ -25,17 +25,17 @@ STATS = {
     "preemptions": ("counter", "preemptions", "Requests that lost their blocks to make room"),
     "suspensions": ("counter", "suspensions", "Preempted requests whose state went to the host tier"),
     "prefix_queries": ("counter", "prefix_tokens_queried", "Prompt tokens looked up in the prefix cache"),
-    "prefix_hits": ("counter", "prefix_tokens_hit", "Prompt tokens that the prefix cache gave"),
-    "prefix_hits_on_host": ("counter", "prefix_tokens_hit_on_host", "Those of them that came from the host tier"),
+    "prefix_hits": ("counter", "prefix_tokens_hit", "Prompt tokens found in the prefix cache"),
+    "prefix_hits_on_host": ("counter", "prefix_tokens_hit_on_host", "Prompt tokens found in its host tier"),
     "blocks_swapped_in": ("counter", "blocks_swapped_in", "Blocks copied from the host to the device"),
     "blocks_swapped_out": ("counter", "blocks_swapped_out", "Blocks copied from the device to the host"),
-    "tokens_dropped": ("counter", "tokens_dropped", "Tokens whose state was given up in every tier"),
+    "tokens_dropped": ("counter", "tokens_dropped", "Tokens whose state was dropped from every tier"),
     "tokens_recovered": (
-        "counter", "tokens_recovered", "Positions computed again in front of kept state of their sequence"
+        "counter", "tokens_recovered", "Dropped positions computed again in front of cached state of their sequence"
     ),
     "tokens_computed": ("counter", "tokens_computed", "Query tokens that steps computed"),
 }  # fmt: skip
-"""Field of SchedulerStats -> kind, name and help of the metric that shows it."""
+"""Field of SchedulerStats -> kind, name and help of its metric."""
 
 
 class Metrics:
@@ -57,7 +57,7 @@ class Metrics:
         self.queue = self._histogram("queue_seconds", "Time from a request's arrival to its first step", LONG)
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of finished choices")
         self.generated_tokens = self._counter("generated_tokens", "Tokens generated")
-        self.cached_tokens = self._counter("cached_tokens", "Prompt tokens that the prefix cache gave")
+        self.cached_tokens = self._counter("cached_tokens", "Prompt tokens found in the prefix cache")
 
     def outcome(self, route: str, outcome: str) -> None:
         """Count how one HTTP request ended."""
@@ -70,20 +70,20 @@ class Metrics:
         return Counter(f"holdfast_{name}", help, registry=self.registry)
 
     def exposition(self, stats: SchedulerStats | None) -> bytes:
-        """Prometheus' text format. Without stats the engine counts as down and its own metrics are left out."""
+        """Prometheus' text format. Without stats the engine counts as down, and its metrics are left out."""
         self.engine.stats = stats
         return generate_latest(self.registry)
 
 
 class EngineCollector(Collector):
-    """The engine's queues and memory, as of the last look."""
+    """The engine's queues and memory as of the last scrape."""
 
     def __init__(self) -> None:
         self.stats: SchedulerStats | None = None
 
     def collect(self) -> Iterator[Metric]:
         stats = self.stats
-        yield GaugeMetricFamily("holdfast_engine_up", "1 when the engine answered this look", value=stats is not None)
+        yield GaugeMetricFamily("holdfast_engine_up", "1 if the engine answered this scrape", value=stats is not None)
         if stats is None:
             return
         for field, (kind, name, help) in STATS.items():

@@ -1,10 +1,10 @@
-"""What clients send: OpenAI's request bodies as strict types, refused by parameter name, never half understood."""
+"""Requests from clients: OpenAI's request bodies as strict types. A refusal names the parameter at fault."""
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import msgspec
@@ -25,7 +25,7 @@ HARMLESS = (
     "parallel_tool_calls",
     "service_tier",
 )
-"""Parameters that cannot change the answer; any value will do."""
+"""Parameters that cannot change the answer; any value is accepted."""
 
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "audio": (),
@@ -57,7 +57,7 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
     "web_search_options": (),
 }
-"""Known parameters that Holdfast cannot honour, each with the values that ask for nothing. null always does."""
+"""Known parameters that are not supported, each with the values that have no effect. null is always accepted."""
 
 Count = Annotated[int, Meta(ge=1, le=1 << 24)]
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
@@ -69,7 +69,7 @@ Body = TypeVar("Body", bound="RequestBody")
 
 
 class ApiError(Exception):
-    """A refusal in OpenAI's shape. The message goes to the client: no paths, addresses or traces in it."""
+    """A refusal in OpenAI's shape. Its message goes to the client, so it holds no paths, addresses or traces."""
 
     def __init__(
         self,
@@ -88,10 +88,10 @@ class ApiError(Exception):
         self.param = param
         self.code = code
         self.retry_after = retry_after
-        """Seconds after which trying again makes sense."""
+        """Seconds after which the client may try again."""
 
     def body(self) -> dict[str, Any]:
-        """The JSON object that a client receives; all four fields are always there."""
+        """The JSON object that the client receives. All four fields are always present."""
         fields = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return {"error": fields}
 
@@ -101,20 +101,20 @@ class StreamOptions(Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tru
 
     include_usage: bool = False
     include_obfuscation: bool = False
-    """Padding against traffic analysis; none is added, so it changes nothing."""
+    """Padding against traffic analysis. None is added, so the value has no effect."""
 
 
 class RequestBody(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """Any JSON object that a client sends. What it may hold besides its fields:"""
+    """A JSON object from a client. Besides its fields it may hold the parameters below."""
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    """Known parameters that Holdfast cannot honour, each with the values that ask for nothing. null always does."""
+    """Known parameters that are not supported, each with the values that have no effect. null is always accepted."""
     harmless: ClassVar[tuple[str, ...]] = ()
-    """Parameters that cannot change the answer; any value will do."""
+    """Parameters that cannot change the answer; any value is accepted."""
 
 
 class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """What all requests for generation have in common, vLLM's extensions included, and `deadline_ms`, our own."""
+    """Fields of every request for generation, including vLLM's extensions and our own `deadline_ms`."""
 
     model: str
     stream: bool = False
@@ -129,7 +129,7 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
     deadline_ms: Annotated[float, Meta(ge=1, le=MAX_DEADLINE * 1000)] | None = None
 
     def sampling(self, choice: int, max_tokens: int) -> SamplingParams:
-        """Sampling of one choice of `n`: choice i draws with seed + i, so the choices differ and can be repeated."""
+        """The sampling of one choice. Choice i uses seed + i, so that choices differ and are reproducible."""
         return SamplingParams(
             temperature=self.temperature,
             top_k=max(self.top_k, 0),
@@ -143,11 +143,11 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
 
 
 class GenerationRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """What chat completions and completions have in common."""
+    """Fields of both chat completions and completions."""
 
     unsupported = UNSUPPORTED
     harmless = HARMLESS
-    limited_by: ClassVar[str] = "max_tokens"
+    max_tokens_param: ClassVar[str] = "max_tokens"
 
     stream_options: StreamOptions = StreamOptions()
     max_tokens: Count | None = None
@@ -158,14 +158,14 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True, forbid_unknown_f
     """POST /v1/chat/completions."""
 
     route: ClassVar[str] = "/v1/chat/completions"
-    prompted_by: ClassVar[str] = "messages"
+    prompt_param: ClassVar[str] = "messages"
 
     messages: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Count | None = None
 
     @property
     def most_tokens(self) -> int | None:
-        """The most tokens of the answer, by its new or its old name. Raises ApiError when the two differ."""
+        """The most tokens of the answer, by its new or its old name. Raises ApiError if the two differ."""
         old, new = self.max_tokens, self.max_completion_tokens
         if old is not None and new is not None and old != new:
             raise ApiError(
@@ -176,7 +176,7 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True, forbid_unknown_f
         return old if new is None else new
 
     def conversation(self) -> list[dict[str, str]]:
-        """The messages for the chat template: role and plain text. Raises ApiError for what it cannot hold."""
+        """The messages for the chat template, each a role and plain text. Raises ApiError for unsupported content."""
         return [_message(message, f"messages[{index}]") for index, message in enumerate(self.messages)]
 
 
@@ -184,7 +184,7 @@ class CompletionRequest(GenerationRequest, kw_only=True, frozen=True, forbid_unk
     """POST /v1/completions."""
 
     route: ClassVar[str] = "/v1/completions"
-    prompted_by: ClassVar[str] = "prompt"
+    prompt_param: ClassVar[str] = "prompt"
 
     prompt: str | list[Any]
 
@@ -194,7 +194,7 @@ class CompletionRequest(GenerationRequest, kw_only=True, frozen=True, forbid_unk
         return 16 if self.max_tokens is None else self.max_tokens
 
     def prompts(self) -> list[str | list[int]]:
-        """The prompts, each as text or as token ids. Raises ApiError for any other mixture."""
+        """The prompts, each as text or as token ids. Raises ApiError for anything else."""
         prompt = self.prompt
         if isinstance(prompt, str):
             return [prompt]
@@ -206,7 +206,7 @@ class CompletionRequest(GenerationRequest, kw_only=True, frozen=True, forbid_unk
 
 
 def parse(body: bytes, shape: type[Body]) -> Body:
-    """Read a request body. Raises ApiError that names the parameter at fault."""
+    """Parse a request body. Raises ApiError, which names the parameter at fault."""
     try:
         fields = msgspec.json.decode(body)
     except RecursionError:
@@ -238,12 +238,12 @@ def parse(body: bytes, shape: type[Body]) -> Body:
 
 
 def _same(value: Any, neutral: Any) -> bool:
-    """Equal, and not a number that stands for a bool: `logprobs: 0` asks for something, `false` does not."""
+    """Whether two values are equal, where 0 is not False: `logprobs: 0` has an effect, `logprobs: false` has none."""
     return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
 
 
 def _invalid(reason: str, given: Mapping[str, Any]) -> ApiError:
-    """msgspec's words as OpenAI's error, with the parameter that they are about, and its value if that is a number."""
+    """msgspec's message as OpenAI's error, with the parameter at fault, and its value if that is a number."""
     missing = re.search(r"missing required field `(\w+)`", reason)
     if missing:
         return ApiError(f"{missing[1]} is missing", param=missing[1], code="missing_required_parameter")
@@ -269,48 +269,58 @@ def _token_ids(value: list[Any], name: str) -> list[int]:
 
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-"""Roles of the API and of chat templates; developer is OpenAI's newer name for system."""
+"""The API's roles and those of chat templates. developer is OpenAI's newer name for system."""
 
 
 def _message(message: dict[str, Any], name: str) -> dict[str, str]:
+    role = checked_role(message, name)
+    refuse_extra(message, ("role", "content"), name)
+    content = message.get("content")
+    texts = text_parts(content, f"{name}.content", ("text",))
+    for index, part in enumerate(content if isinstance(content, list) else ()):
+        refuse_extra(part, ("type", "text"), f"{name}.content[{index}]")
+    return {"role": ROLES[role], "content": "\n".join(texts)}
+
+
+def checked_role(message: Mapping[str, Any], name: str) -> str:
+    """The role of a message or an item. Raises ApiError for an unknown one. `name` is its path in the request."""
     role = message.get("role")
     if not isinstance(role, str) or role not in ROLES:
-        shown = f'"{role[:32]}"' if isinstance(role, str) else "missing" if role is None else "not a string"
-        raise ApiError(
-            f"{name}.role is {shown}; supported: {', '.join(ROLES)}", param=f"{name}.role", code="invalid_value"
-        )
-    # Answers sent back as the openai client dumps them carry empty fields of features that were not used.
-    extra = [key for key, value in message.items() if key not in ("role", "content") and value not in (None, [])]
-    if extra:
-        raise ApiError(
-            f"{name}.{extra[0][:64]} is not supported yet; leave it out",
-            param=f"{name}.{extra[0][:64]}",
-            code="unsupported_parameter",
-        )
-    return {"role": ROLES[role], "content": _content(message.get("content"), f"{name}.content")}
+        reason = f"{name}.role is {shown(role)}; supported: {', '.join(ROLES)}"
+        raise ApiError(reason, param=f"{name}.role", code="invalid_value")
+    return role
 
 
-def _content(content: Any, name: str) -> str:
+def refuse_extra(given: Mapping[str, Any], taken: Collection[str], name: str) -> None:
+    """Raises ApiError for a field that is not `taken`, unless it is empty.
+
+    The openai client dumps a message with empty fields for unused features, and users send such messages back.
+    """
+    for key, value in given.items():
+        if key not in taken and value not in (None, []):
+            path = f"{name}.{key[:64]}"
+            raise ApiError(f"{path} is not supported yet; leave it out", param=path, code="unsupported_parameter")
+
+
+def text_parts(content: Any, name: str, kinds: Sequence[str]) -> list[str]:
+    """The texts of a message's content: a string, or parts of these kinds. Raises ApiError for any other content."""
     if isinstance(content, str):
-        return content
+        return [content]
     if not isinstance(content, list) or not content:
         raise ApiError(f"{name} must be a string or a list of text parts", param=name, code="invalid_value")
-    texts = []
-    for index, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text":
-            shown = f'"{kind[:32]}"' if isinstance(kind, str) else "missing"
-            raise ApiError(
-                f'{name}[{index}].type is {shown}; this model reads text alone, so only "text" parts are supported',
-                param=f"{name}[{index}].type",
-                code="unsupported_content",
-            )
-        text = part.get("text")
-        if not isinstance(text, str) or len(part) != 2:
-            raise ApiError(
-                f"{name}[{index}] must hold type and text, a string, and nothing else",
-                param=f"{name}[{index}]",
-                code="invalid_value",
-            )
-        texts.append(text)
-    return "\n".join(texts)
+    return [_text_part(part, f"{name}[{index}]", kinds) for index, part in enumerate(content)]
+
+
+def _text_part(part: Any, name: str, kinds: Sequence[str]) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind not in kinds:
+        reason = f"{name}.type is {shown(kind)}; this model reads only text, in parts of type {' or '.join(kinds)}"
+        raise ApiError(reason, param=f"{name}.type", code="unsupported_content")
+    if not isinstance(part.get("text"), str):
+        raise ApiError(f"{name}.text must be a string", param=f"{name}.text", code="invalid_value")
+    return str(part["text"])
+
+
+def shown(value: Any) -> str:
+    """A value for an error message: at most 32 characters of a string."""
+    return f'"{value[:32]}"' if isinstance(value, str) else "missing" if value is None else "not a string"

@@ -1,4 +1,4 @@
-"""What clients receive: OpenAI's response bodies and stream chunks, in exact shapes."""
+"""Replies to clients: OpenAI's response bodies and stream chunks, in their exact shapes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 class Head(TypedDict):
-    """What all chunks of one answer share."""
+    """The fields that all chunks of one answer share."""
 
     id: str
     created: int
@@ -93,7 +93,7 @@ class TextChoice(Struct):
 
 
 class TextCompletion(Struct):
-    """The same shape whole and as a chunk of a stream."""
+    """A whole completion, or one chunk of a stream: both have this shape."""
 
     id: str
     created: int
@@ -109,18 +109,18 @@ def event(reply: Struct | dict[str, Any]) -> bytes:
 
 
 class Shape(Protocol):
-    """How the choices of one answer look on the wire."""
+    """The wire format of one answer's choices."""
 
     def chunks(self, choice: int, text: str, reason: str | None) -> Iterator[Struct]:
-        """The stream's next chunks: `text` that is new in `choice`, and why it ended, if it did."""
+        """The stream's next chunks: the new `text` of `choice`, and its finish reason if it has ended."""
         ...
 
     def usage(self, usage: UsageReply) -> Struct:
-        """The stream's last chunk, when the client asked for it."""
+        """The stream's last chunk, if the client asked for usage."""
         ...
 
     def whole(self, texts: Sequence[str], reasons: Sequence[str], usage: UsageReply) -> Struct:
-        """All choices at once."""
+        """The whole answer, with all choices."""
         ...
 
 

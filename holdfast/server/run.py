@@ -1,4 +1,4 @@
-"""Runs the server: starts the engine, listens, drains on a signal, ends when the engine dies."""
+"""Runs the server: starts the engine, listens, drains on a signal, and ends when the engine dies."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from holdfast.server.config import ServerConfig
 from holdfast.server.conversations.database import place
 from holdfast.server.conversations.service import Responses
 from holdfast.server.conversations.store import Store
-from holdfast.server.conversations.turns import Bounds
+from holdfast.server.conversations.values import Bounds
 from holdfast.server.service import Service
 
 MAX_HEADER_BYTES = 64 * 1024
 CUT_SECONDS = 2.0
-"""Time that streams have, once the engine is gone, to send their error event."""
+"""Time for streams to send their error event after the engine has ended."""
 
 log = logging.getLogger("holdfast.server")
 
@@ -38,30 +38,20 @@ async def run(
 ) -> int:
     """Serve until a signal or the engine's death. Returns the process's exit code.
 
-    `on_ready` is told the client and the base URL once requests are taken. Raises OSError when the address cannot be
-    had, StoreError when the store cannot (both before the engine is started), EngineStartError when the engine cannot
-    start.
+    `on_ready` is called with the client and the base URL once the server takes requests. Raises OSError if the address
+    is not available and StoreError if the store cannot be opened, both before the engine starts; EngineStartError if
+    the engine cannot start.
     """
-    listener = listen(config)
-    try:
-        store = open_store(config)
-    except BaseException:
-        listener.close()
-        raise
-    try:
+    with listen(config) as listener, contextlib.closing(open_store(config)) as store:
         client = await EngineClient.start(engine, on_progress=on_progress)
-    except BaseException:
-        store.close()
-        listener.close()
-        raise
-    try:
-        return await serve(client, config, store, listener, on_ready=on_ready)
-    finally:
-        await client.close()
+        try:
+            return await serve(client, config, store, listener, on_ready=on_ready)
+        finally:
+            await client.close()
 
 
 def open_store(config: ServerConfig) -> Store:
-    """The store where the configuration says, within its bounds. Raises StoreError."""
+    """Open the configured store. Raises StoreError."""
     bounds = Bounds(
         seconds=config.store_days * 86400, threads=config.store_conversations, bytes=int(config.store_gb * 1e9)
     )
@@ -76,7 +66,7 @@ async def serve(
     *,
     on_ready: Callable[[EngineClient, str], None],
 ) -> int:
-    """Take requests on `listener` until it is time to end. Returns the exit code."""
+    """Serve requests on `listener` until a signal or the engine's death. Returns the exit code."""
     app = create_app(client, config, store)
     service: Service = app.state.service
     responses: Responses = app.state.responses
@@ -105,10 +95,10 @@ async def serve(
             code = 1
         else:
             code = await drain(service, died, received)
-        service.traffic.draining = True
+        service.admission.draining = True
         await client.close()  # streams that still run end with an error event
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(service.traffic.idle(), CUT_SECONDS)
+            await asyncio.wait_for(service.admission.idle(), CUT_SECONDS)
         server.should_exit = True
         for task in (died, stop):
             task.cancel()
@@ -118,16 +108,16 @@ async def serve(
 
 
 async def drain(service: Service, died: asyncio.Task[bool], received: asyncio.Queue[int]) -> int:
-    """Take no new work and let what runs finish, within the limit. A second signal ends the wait at once."""
-    service.traffic.draining = True
-    if service.traffic.under_way:
+    """Refuse new requests and let running ones finish, within the time limit. A second signal ends the wait at once."""
+    service.admission.draining = True
+    if service.admission.in_progress:
         log.warning(
-            "draining: %d under way, at most %g s; a second signal ends at once",
-            service.traffic.under_way,
+            "draining: %d requests in progress, at most %g s; a second signal ends at once",
+            service.admission.in_progress,
             service.config.drain_seconds,
         )
     again = asyncio.create_task(received.get())
-    idle = asyncio.create_task(service.traffic.idle())
+    idle = asyncio.create_task(service.admission.idle())
     try:
         await asyncio.wait(
             {again, idle, died}, timeout=service.config.drain_seconds, return_when=asyncio.FIRST_COMPLETED
@@ -140,7 +130,7 @@ async def drain(service: Service, died: asyncio.Task[bool], received: asyncio.Qu
 
 @contextlib.contextmanager
 def signals() -> Iterator[asyncio.Queue[int]]:
-    """SIGTERM and SIGINT as they come, instead of what they do by default."""
+    """A queue of the SIGTERM and SIGINT signals that arrive. Their default action is off."""
     received: asyncio.Queue[int] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     kinds = (signal.SIGTERM, signal.SIGINT)
@@ -154,9 +144,9 @@ def signals() -> Iterator[asyncio.Queue[int]]:
 
 
 def listen(config: ServerConfig) -> socket.socket:
-    """Bind the address, so that a port in use is known before a model is loaded. Raises OSError that names it."""
+    """Bind the address. Done before a model is loaded, so that a port in use fails early. Raises OSError."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    # The protocol is named, as asyncio turns Nagle's delay off (40 ms a reply) only where it is told that this is TCP.
+    # Name the protocol: asyncio turns Nagle's delay (40 ms a reply) off only for sockets that say they are TCP.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -171,14 +161,14 @@ def listen(config: ServerConfig) -> socket.socket:
 
 
 def url_of(listener: socket.socket) -> str:
-    """Where a client on this machine finds the server."""
+    """The server's URL for clients on this machine."""
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 class Server(uvicorn.Server):
-    """uvicorn without its signal handlers: `serve` decides when it ends."""
+    """uvicorn without its signal handlers, because `serve` decides when it ends."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -186,7 +176,7 @@ class Server(uvicorn.Server):
 
 
 class BoundedHeaders(HttpToolsProtocol):
-    """uvicorn's HTTP protocol, with the bound on header bytes that its parser lacks."""
+    """uvicorn's HTTP protocol, with a limit on header bytes, which its parser lacks."""
 
     header_bytes = 0
     in_headers = True

@@ -1,58 +1,85 @@
-"""From a parsed request to the deltas of its choices: admission, tokenizing, the engine, and what is measured."""
+"""From a parsed request to the deltas of its choices: admission, tokenizing, the engine, metrics."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import aclosing
-from typing import ClassVar, Protocol
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 
 from holdfast.core.types import SamplingParams
-from holdfast.engine.client import Delta, EngineClient, EngineDead, QueueFull, RequestRefused
+from holdfast.engine.client import Delta, EngineClient, EngineDead, QueueFull
+from holdfast.lm.limits import CONTEXT_LENGTH_EXCEEDED, RequestRefused
 from holdfast.server.config import ServerConfig
+from holdfast.server.conversations.protocol import ResponseRequest
 from holdfast.server.metrics import Metrics
 from holdfast.server.protocol import ApiError, ChatRequest, CompletionRequest
 from holdfast.server.replies import UsageReply
-from holdfast.server.traffic import Traffic, full
 
 log = logging.getLogger("holdfast.server")
 
+RETRY_SECONDS = 1
 
-class Wanted(Protocol):
-    """What an answer must know of any request."""
 
-    route: ClassVar[str]
-    prompted_by: ClassVar[str]
-    limited_by: ClassVar[str]
+Wanted = ChatRequest | CompletionRequest | ResponseRequest
+"""A request for an answer."""
 
-    @property
-    def n(self) -> int: ...
-    @property
-    def priority(self) -> int: ...
-    @property
-    def deadline_ms(self) -> float | None: ...
-    @property
-    def most_tokens(self) -> int | None: ...
-    def sampling(self, choice: int, max_tokens: int) -> SamplingParams: ...
+
+class Admission:
+    """Counts the choices in progress, and refuses new ones beyond the limit before any work is done for them."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        """Most choices in progress: those that run and those that may wait."""
+        self.in_progress = 0
+        self.draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def check(self, choices: int) -> None:
+        """Raises ApiError 503 while draining, or if this many more choices would exceed the limit."""
+        if self.draining:
+            raise ApiError(
+                "the server is shutting down and takes no new requests; try another one",
+                status=503, type="server_error", code="shutting_down", retry_after=5,
+            )  # fmt: skip
+        if self.in_progress + choices > self.limit:
+            raise queue_full(self.limit)
+
+    @contextmanager
+    def admit(self, choices: int) -> Iterator[None]:
+        """Count the choices as in progress. Raises as `check`."""
+        self.check(choices)
+        self.in_progress += choices
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self.in_progress -= choices
+            if not self.in_progress:
+                self._idle.set()
+
+    async def idle(self) -> None:
+        """Wait until no choice is in progress."""
+        await self._idle.wait()
 
 
 class Service:
-    """What all routes share. One for each server."""
+    """The state that all routes share. One for each server."""
 
     def __init__(self, client: EngineClient, config: ServerConfig) -> None:
         self.client = client
         self.config = config
         self.metrics = Metrics()
-        self.traffic = Traffic(limit=client.info.max_sequences + client.info.max_waiting)
+        self.admission = Admission(limit=client.info.max_sequences + client.info.max_waiting)
         self.started_at = int(time.time())
 
     def answer(self, wanted: ChatRequest | CompletionRequest, tenant: str) -> Answer:
-        """Begin to answer; nothing runs before the answer is iterated. Raises ApiError for what can be seen at once."""
+        """Prepare an answer; it runs when it is iterated. Raises ApiError for an error that is visible at once."""
         if wanted.model != self.client.info.model:
             raise unknown_model(wanted.model, self.client.info.model)
-        # Prompts are checked now and tokenized later, off the event loop, when a place is free.
+        # Prompts are checked now and tokenized after admission, off the event loop.
         text = self.client.text
         if isinstance(wanted, ChatRequest):
             messages = wanted.conversation()
@@ -68,7 +95,7 @@ class Service:
 
 
 class Answer:
-    """One HTTP request under way: the deltas of its choices, and its token counts once they have ended."""
+    """One HTTP request in progress: the deltas of its choices, and its token counts at their end."""
 
     def __init__(
         self,
@@ -78,7 +105,7 @@ class Answer:
         encode: Callable[[], Awaitable[Sequence[Sequence[int]]]],
         num_prompts: int = 1,
     ) -> None:
-        """`encode` gives the prompts once there is a place for them."""
+        """`encode` returns the prompts' tokens; it is called after admission."""
         self.service = service
         self.wanted = wanted
         self.tenant = tenant
@@ -96,7 +123,7 @@ class Answer:
         return UsageReply.of(self.prompt_tokens, self.completion_tokens, self.cached_tokens)
 
     async def deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
-        """(choice, delta) as they come; closing the generator aborts what still runs. Raises ApiError."""
+        """(choice, delta) as they arrive. Closing the generator aborts the running choices. Raises ApiError."""
         config, metrics = self.service.config, self.service.metrics
         if self.num_choices > config.max_choices:
             raise ApiError(
@@ -104,7 +131,7 @@ class Answer:
                 param="n",
                 code="invalid_value",
             )
-        with self.service.traffic.enter(self.num_choices):
+        with self.service.admission.admit(self.num_choices):
             prompts = await self._prompts()
             try:
                 async with aclosing(side_by_side([self._choices(prompt) for prompt in prompts])) as merged:
@@ -115,20 +142,19 @@ class Answer:
                 metrics.outcome(self.wanted.route, "left")
                 raise
             except QueueFull:
-                raise full(self.service.traffic.limit) from None
+                raise queue_full(self.service.admission.limit) from None
             except EngineDead:
                 raise engine_dead() from None
             except RequestRefused as error:
-                raise ApiError(str(error), param=error.param, code="invalid_value") from None
+                raise refused(error, self.wanted) from None
 
     async def _prompts(self) -> Sequence[Sequence[int]]:
         try:
             prompts = await self.encode()
-        except ValueError as error:  # a chat template that refuses these messages
-            raise ApiError(str(error), param=self.wanted.prompted_by, code="invalid_value") from None
-        longest = self.service.client.info.max_model_len
+        except ValueError as error:  # the chat template refuses these messages
+            raise ApiError(str(error), param=self.wanted.prompt_param, code="invalid_value") from None
         for prompt in prompts:
-            check_length(len(prompt), longest, self.wanted)
+            check_length(len(prompt), self.service.client, self.wanted)
             self.prompt_tokens += len(prompt)
         return prompts
 
@@ -140,7 +166,7 @@ class Answer:
         ]
 
     async def _choice(self, prompt: Sequence[int], params: SamplingParams, first: bool) -> AsyncGenerator[Delta, None]:
-        """One choice's deltas, measured as they pass."""
+        """One choice's deltas. Records its metrics."""
         metrics = self.service.metrics
         last: float | None = None
         wanted = self.wanted
@@ -173,10 +199,10 @@ class Answer:
 async def side_by_side(
     groups: Sequence[Sequence[AsyncGenerator[Delta, None]]],
 ) -> AsyncGenerator[tuple[int, Delta], None]:
-    """Merge streams as their deltas come, numbered through all groups.
+    """Merge streams as their deltas arrive; their numbers run through all groups.
 
-    The streams of a group have one prompt: the others start when the first has its first delta, and so find the
-    prompt's blocks in the cache.
+    The streams of a group have the same prompt. The first one starts alone; the others start at its first delta, when
+    the prompt's blocks are in the cache.
     """
     if len(groups) == 1 and len(groups[0]) == 1:
         async for delta in groups[0][0]:
@@ -223,33 +249,40 @@ async def side_by_side(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def check_length(prompt: int, longest: int, wanted: Wanted) -> None:
-    """Raises ApiError when a prompt's tokens and what is asked for do not fit the model's context."""
-    most, limited_by = wanted.most_tokens, wanted.limited_by
-    if not prompt:
-        raise ApiError("the prompt has no tokens; give it some text", param=wanted.prompted_by, code="invalid_value")
-    if prompt >= longest:
-        raise ApiError(
-            f"the prompt has {prompt} tokens; this server's model takes {longest} with the answer. Shorten the prompt",
-            code="context_length_exceeded",
-        )
-    if most is not None and prompt + most > longest:
-        raise ApiError(
-            f"the prompt has {prompt} tokens and {limited_by} asks for {most} more; this server's model takes "
-            f"{longest} in all. Ask for {longest - prompt} at the most, or leave {limited_by} out",
-            param=limited_by,
-            code="context_length_exceeded",
-        )
+def check_length(prompt_tokens: int, client: EngineClient, wanted: Wanted) -> None:
+    """Raises ApiError when the prompt, with the answer's length if the client gave one, does not fit the context."""
+    try:
+        client.info.limits.check_length(prompt_tokens, wanted.most_tokens, wanted.max_tokens_param)
+    except RequestRefused as error:
+        raise refused(error, wanted) from None
+
+
+def refused(error: RequestRefused, wanted: Wanted) -> ApiError:
+    """The engine's refusal as OpenAI's error, which names the route's own parameter.
+
+    As in OpenAI's API, a prompt that is too long names none.
+    """
+    prompt = None if error.code == CONTEXT_LENGTH_EXCEEDED else wanted.prompt_param
+    param = {"prompt": prompt, "max_tokens": wanted.max_tokens_param}.get(error.param, error.param)
+    return ApiError(str(error), param=param, code=error.code)
+
+
+def queue_full(limit: int) -> ApiError:
+    """The refusal of a full queue."""
+    return ApiError(
+        f"the queue is full ({limit} requests); try again in a moment",
+        status=503, type="server_error", code="queue_full", retry_after=RETRY_SECONDS,
+    )  # fmt: skip
 
 
 def internal(error: Exception) -> ApiError:
-    """What clients see of an error that nobody foresaw; its trace goes to the log."""
+    """The answer to an unexpected error. The trace goes to the log."""
     log.error("a request failed", exc_info=error)
     return ApiError("the server failed on this request", status=500, type="server_error", code="internal_error")
 
 
 def unknown_model(name: str, served: str) -> ApiError:
-    """The refusal of a model that is not served."""
+    """The refusal of a request for a model that is not served."""
     return ApiError(
         f"the model {name[:128]!r} is not served here; this server has {served!r}",
         status=404, param="model", code="model_not_found",
@@ -257,7 +290,7 @@ def unknown_model(name: str, served: str) -> ApiError:
 
 
 def engine_dead() -> ApiError:
-    """What clients see when the engine process has ended. The reason stays in the server's log."""
+    """The answer when the engine process has ended. The reason stays in the server's log."""
     return ApiError(
         "the engine has stopped; the server is going down", status=503, type="server_error", code="engine_dead"
     )

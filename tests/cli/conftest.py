@@ -1,4 +1,4 @@
-"""What the tests of whole processes share."""
+"""Shared by the tests of whole processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversations: through a pipe to a server, their commands, what is saved, and turns that leave no trace."""
+"""`holdfast chat`: through a pipe to a server, its commands, saved conversations, failed turns."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rich.console import Console
 from serving import listening
 
 from holdfast.cli import chat
-from holdfast.cli.bookmarks import Bookmarks
+from holdfast.cli.chat import Bookmarks
 from holdfast.cli.talkers import (
     ChatError,
     Head,
@@ -37,7 +37,7 @@ from holdfast.engine.client import Usage
 
 
 class Echo:
-    """Answers with what was said last; its heads are all that was said."""
+    """Answers with the last message; its heads are all messages so far."""
 
     name = "echo"
 
@@ -66,23 +66,23 @@ class Echo:
 
 
 class Talk:
-    """A conversation, and where its answers and its notes go."""
+    """A conversation with its answers and notes in buffers."""
 
-    def __init__(self, who: Talker, directory: Path, system: str | None = None) -> None:
+    def __init__(self, talker: Talker, directory: Path, system: str | None = None) -> None:
         self.out, self.notes = io.StringIO(), io.StringIO()
         bookmarks = Bookmarks(directory / "chats.json", "here")
         notes = Console(file=self.notes, width=200)
-        self.it = chat.Conversation(who, system, Console(file=self.out), notes, bookmarks)
+        self.it = chat.Conversation(talker, system, Console(file=self.out), notes, bookmarks)
 
     async def hear(self, *lines: str) -> str:
-        """Say or obey each line; what was noted meanwhile."""
+        """Send or run each line. Returns the notes printed meanwhile."""
         begin = len(self.notes.getvalue())
         for line in lines:
             assert await (self.it.command(line) if line.startswith("/") else self.it.turn(line))
         return self.notes.getvalue()[begin:]
 
 
-async def test_turns_build_on_one_another(tmp_path: Path) -> None:
+async def test_each_turn_continues_the_one_before(tmp_path: Path) -> None:
     echo = Echo()
     talk = Talk(echo, tmp_path, system="be kind")
     notes = await talk.hear("hello", "again")
@@ -93,7 +93,7 @@ async def test_turns_build_on_one_another(tmp_path: Path) -> None:
     assert "4 of 10 prompt tokens cached" in notes
 
 
-async def test_commands(tmp_path: Path) -> None:
+async def test_chat_commands_show_clear_undo_and_end(tmp_path: Path) -> None:
     echo = Echo()
     talk = Talk(echo, tmp_path)
     stats = await talk.hear("hello", "/stats")
@@ -111,7 +111,7 @@ async def test_commands(tmp_path: Path) -> None:
     assert not await talk.it.command("/exit")
 
 
-async def test_what_is_saved_moves_on_and_a_branch_leaves_it(tmp_path: Path) -> None:
+async def test_a_saved_conversation_follows_later_turns_and_a_branch_does_not_change_it(tmp_path: Path) -> None:
     talk = Talk(Echo(), tmp_path, system="be kind")
     await talk.hear("one", "/save sea", "two", "/branch land", "three", "/branch", "four")
     listed = await talk.hear("/conversations")
@@ -129,7 +129,7 @@ async def test_what_is_saved_moves_on_and_a_branch_leaves_it(tmp_path: Path) -> 
     assert "going on after turn 2" in await later.hear("/load sea")
 
 
-async def test_what_cannot_be_saved_or_loaded_is_told(tmp_path: Path) -> None:
+async def test_an_error_in_saving_or_loading_is_shown(tmp_path: Path) -> None:
     echo = Echo()
     talk = Talk(echo, tmp_path)
     assert "nothing is saved yet" in await talk.hear("/conversations")
@@ -147,7 +147,7 @@ async def test_what_cannot_be_saved_or_loaded_is_told(tmp_path: Path) -> None:
     assert "cannot be read" in await talk.hear("/conversations")
 
 
-async def test_a_turn_that_fails_leaves_no_trace(tmp_path: Path) -> None:
+async def test_a_failed_turn_leaves_the_conversation_unchanged(tmp_path: Path) -> None:
     echo = Echo()
     talk = Talk(echo, tmp_path)
     echo.error = ChatError("too long")
@@ -170,7 +170,7 @@ async def test_ctrl_c_stops_the_answer_and_takes_the_turn_back(tmp_path: Path) -
     assert talk.it.head == "hello"
 
 
-async def test_what_a_terminal_would_obey_is_left_out(tmp_path: Path) -> None:
+async def test_control_characters_are_removed_from_answers(tmp_path: Path) -> None:
     talk = Talk(Echo(), tmp_path)
     await talk.hear("\x1b[2Jbell\x07")
     assert talk.out.getvalue() == "you said [2Jbell\n"
@@ -210,7 +210,7 @@ async def test_a_pipe_talks_to_a_server_and_goes_on_where_it_left_off(
     )
 
 
-async def test_a_refused_turn_says_why_and_fails_the_pipe(
+async def test_a_refused_turn_in_a_pipe_shows_the_reason_and_exits_with_1(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     say(monkeypatch, "mutiny")
@@ -219,14 +219,14 @@ async def test_a_refused_turn_says_why_and_fails_the_pipe(
     assert "the chat template refuses this conversation" in capsys.readouterr().err
 
 
-async def test_a_wrong_key_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_wrong_key_raises_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     say(monkeypatch)
     async with listening(FakeClient(), api_key=("sesame",)) as server:
         with pytest.raises(ChatError, match="a valid API key is needed"):
             await chat.run(chat.ChatConfig(url=server.url), EngineConfig(), None)
 
 
-async def test_an_engine_of_our_own_keeps_conversations_too(
+async def test_our_own_engine_stores_conversations(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
@@ -262,9 +262,9 @@ async def test_a_server_without_a_store_is_sent_the_whole_conversation(tmp_path:
         return httpx.Response(200, text="".join(lines) + "data: [DONE]\n")
 
     async with httpx.AsyncClient(base_url="http://there/v1", transport=httpx.MockTransport(reply)) as http:
-        who = await connect(http, None, Settings(temperature=0, max_tokens=None, seed=None))
-        await Talk(who, tmp_path, system="be kind").hear("hello", "/save sea")
-        later = Talk(who, tmp_path)
+        talker = await connect(http, None, Settings(temperature=0, max_tokens=None, seed=None))
+        await Talk(talker, tmp_path, system="be kind").hear("hello", "/save sea")
+        later = Talk(talker, tmp_path)
         await later.hear("/load sea", "again")
         assert [message["content"] for message in bodies[-1]["messages"]] == ["be kind", "hello", "Ahoy!", "again"]
         await later.hear("/undo", "/undo")
@@ -275,12 +275,12 @@ async def test_a_server_without_a_store_is_sent_the_whole_conversation(tmp_path:
     "event",
     [{"nothing": 1}, {"type": "response.completed", "response": {}}, {"type": "response.output_text.delta"}],
 )
-def test_an_event_that_is_not_openais_is_told(event: dict[str, Any]) -> None:
+def test_an_event_that_is_not_openais_raises_chat_error(event: dict[str, Any]) -> None:
     for read in (piece_of_response, piece_of):
         with pytest.raises(ChatError, match="not OpenAI's"):
             read(event)
 
 
-def test_a_response_that_failed_says_why() -> None:
+def test_a_failed_response_raises_chat_error_with_its_reason() -> None:
     with pytest.raises(ChatError, match="the engine has stopped"):
         piece_of_response({"type": "response.failed", "response": {"error": {"message": "the engine has stopped"}}})

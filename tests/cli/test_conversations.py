@@ -1,4 +1,4 @@
-"""Conversations through a real engine and a server that is killed in the middle of a turn."""
+"""Conversations through a real engine and a server that is killed during a turn."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TURNS = 20
 ASKED: dict[str, Any] = {"model": "bytes", "temperature": 0, "max_output_tokens": 8}
 
 
-def test_conversations_go_on_after_the_server_was_killed_in_mid_turn(checkpoint: Path, tmp_path: Path) -> None:
+def test_conversations_continue_after_the_server_was_killed_during_a_turn(checkpoint: Path, tmp_path: Path) -> None:
     store = ("--store", str(tmp_path / "store.sqlite"))
     with serve(checkpoint, *store) as serving, serving.client() as client:
         first = client.responses.create(**ASKED, input="turn 0", instructions=None)

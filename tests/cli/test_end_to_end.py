@@ -39,7 +39,7 @@ def test_streams_equal_answers_and_the_prompt_is_cached_within_its_tenant(servin
     assert [cached_tokens(reply.usage) for reply in (whole, chunks[-1], foreign)] == [0, 48, 0]
 
 
-def test_a_bench_that_finds_the_prompts_of_an_earlier_one_says_so(
+def test_a_repeated_bench_warns_that_prompts_came_from_the_cache(
     serving: Serving, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = [
@@ -68,7 +68,7 @@ def cached_tokens(usage: Any) -> int:
     return int(usage.prompt_tokens_details.cached_tokens)
 
 
-def test_choices_share_their_prompt_and_repeat_by_seed(serving: Serving) -> None:
+def test_choices_share_their_prompt_and_are_reproducible_by_seed(serving: Serving) -> None:
     prompt = "Three ways to go on from here, all of them from one prompt."
     asked: dict[str, Any] = {"model": "bytes", "prompt": prompt, "max_tokens": 8, "n": 3, "seed": 5}
     hits = serving.gauge("prefix_tokens_hit_total")
@@ -96,7 +96,7 @@ def test_a_client_that_leaves_frees_its_blocks(serving: Serving, stream: bool) -
     eventually(lambda: serving.gauge("blocks_used") == 0 and serving.gauge("requests_running") == 0)
 
 
-def test_what_can_never_fit_is_refused_by_name(serving: Serving) -> None:
+def test_unknown_tokens_and_prompts_that_are_too_long_are_refused(serving: Serving) -> None:
     with serving.client() as client:
         with pytest.raises(openai.BadRequestError, match="token id 256") as refused:
             client.completions.create(model="bytes", prompt=[1, 256])
@@ -106,7 +106,7 @@ def test_what_can_never_fit_is_refused_by_name(serving: Serving) -> None:
         assert refused.value.code == "context_length_exceeded"
 
 
-def test_chat_through_a_pipe_talks_to_it(serving: Serving) -> None:
+def test_chat_through_a_pipe_answers_each_line(serving: Serving) -> None:
     command = [sys.executable, "-m", "holdfast.cli", "chat", "--url", serving.url, "--max-tokens", "8"]
     env = {**environment(), "HOLDFAST_API_KEY": "two"}
     done = subprocess.run(command, input="hi\nagain\n", capture_output=True, text=True, env=env, timeout=60)

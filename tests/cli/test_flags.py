@@ -1,7 +1,9 @@
-"""Flags and YAML keys from dataclasses, and how a bad one is told."""
+"""Flags and YAML keys from dataclasses, and the errors for invalid ones."""
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from importlib.abc import MetaPathFinder
 from pathlib import Path
@@ -16,8 +18,8 @@ from holdfast.server.config import ServerConfig
 
 
 def engine(*arguments: str, file: str | None = None) -> EngineConfig:
-    """What a command line, and a file behind it, make of the engine's options."""
-    options = make_parser().parse_args(["serve", *arguments])
+    """The engine's options from a command line, and from a file behind it."""
+    options = make_parser("serve").parse_args(["serve", *arguments])
     return build(EngineConfig, vars(options), read_file(file, (EngineConfig, ServerConfig)) if file else {})
 
 
@@ -49,19 +51,27 @@ def test_a_flag_may_take_a_number_or_a_word(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("given", ["50", "50ms", "0.05s"])
-def test_a_time_may_bring_its_unit(given: str, tmp_path: Path) -> None:
+def test_a_time_may_name_its_unit(given: str, tmp_path: Path) -> None:
     assert engine("--tbt-target", given).tbt_target == 50
     path = tmp_path / "holdfast.yaml"
     path.write_text(f"tbt_target: {given}\n")
     assert engine(file=str(path)).tbt_target == 50
 
 
-def test_a_repeated_key_makes_several() -> None:
-    options = make_parser().parse_args(["serve", "--api-key", "a", "--api-key", "b"])
+@pytest.mark.parametrize("given", ["2000", "2000ms", "2s"])
+def test_the_target_for_the_first_token_may_name_its_unit(given: str, tmp_path: Path) -> None:
+    assert engine("--order", "deadline", "--ttft-target", given).ttft_target == 2000
+    path = tmp_path / "holdfast.yaml"
+    path.write_text(f"order: deadline\nttft_target: {given}\n")
+    assert engine(file=str(path)).ttft_target == 2000
+
+
+def test_repeating_api_key_gives_several_keys() -> None:
+    options = make_parser("serve").parse_args(["serve", "--api-key", "a", "--api-key", "b"])
     assert build(ServerConfig, vars(options)).api_key == ("a", "b")
 
 
-def test_a_file_does_as_well_and_flags_win(tmp_path: Path) -> None:
+def test_flags_win_over_a_file(tmp_path: Path) -> None:
     path = tmp_path / "holdfast.yaml"
     path.write_text("model: /from/file\nmax-model-len: 64\nblock_size: 8\nprefix_sharing: false\nport: 9000\n")
     assert engine("--block-size", "4", file=str(path)) == EngineConfig(
@@ -82,7 +92,7 @@ def test_a_file_does_as_well_and_flags_win(tmp_path: Path) -> None:
         ("!!python/object/apply:os.getcwd []", "is not YAML"),
     ],
 )
-def test_a_bad_file_is_told_in_one_line(tmp_path: Path, text: str, message: str) -> None:
+def test_an_invalid_file_is_refused_in_one_line(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text(text)
     with pytest.raises(UsageError) as told:
@@ -144,7 +154,7 @@ def test_a_model_that_is_not_there_is_one_line_and_exit_code_2(capsys: pytest.Ca
         ("vllm-flash-attn", "attention_backend is vllm-flash-attn, which takes a GPU, and the device is cpu"),
     ],
 )
-def test_an_attention_that_cannot_be_had_is_one_line_and_exit_code_2(
+def test_an_unavailable_attention_backend_is_one_line_and_exit_code_2(
     backend: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["serve", "--port", "0", "--device", "cpu", "--attention-backend", backend]) == 2
@@ -167,13 +177,36 @@ def test_without_a_command_the_help_is_shown(capsys: pytest.CaptureFixture[str])
     assert "holdfast serve" in capsys.readouterr().out
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("asked", ["--help", "--version"])
+def test_help_imports_neither_the_server_nor_the_engine(asked: str) -> None:
+    program = f"""
+import sys
+from holdfast.cli import main
+try:
+    main([{asked!r}])
+except SystemExit as ended:
+    assert ended.code == 0
+heavy = {{"fastapi", "uvicorn", "sqlalchemy", "httpx", "openai", "rich", "prompt_toolkit", "tokenizers", "torch"}}
+own = {{"holdfast.server", "holdfast.engine", "holdfast.lab", "holdfast.lm"}}
+assert not (heavy | own) & set(sys.modules), (heavy | own) & set(sys.modules)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={"PYTHONPATH": os.pathsep.join(sys.path)},
+        text=True,
+        capture_output=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--version"])
     assert capsys.readouterr().out.startswith("holdfast 0.")
 
 
-def test_ctrl_c_ends_the_start_as_it_ends_what_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_during_the_import_exits_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
     class Impatient(MetaPathFinder):
         def find_spec(self, name: str, path: object, target: object = None) -> None:
             if name == "holdfast.cli.command":
@@ -184,7 +217,7 @@ def test_ctrl_c_ends_the_start_as_it_ends_what_follows(monkeypatch: pytest.Monke
     assert holdfast.cli.main(["--version"]) == 130
 
 
-def test_help_begins_with_one_line_and_says_what_a_model_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_begins_with_one_usage_line_and_explains_model(capsys: pytest.CaptureFixture[str]) -> None:
     shown = {}
     for command in ("serve", "plan"):
         with pytest.raises(SystemExit, match="0"):

@@ -34,7 +34,7 @@ def parsed(command):
     """What `holdfast serve` makes of a command line."""
     program, *words = shlex.split(command)
     assert program == "holdfast"
-    return build(EngineConfig, vars(make_parser().parse_args(words)))
+    return build(EngineConfig, vars(make_parser(words[0]).parse_args(words)))
 
 
 SMALL = (

@@ -1,4 +1,4 @@
-"""What `holdfast serve` says once it is ready."""
+"""The announcement of `holdfast serve` when it is ready."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def announced(engine: EngineConfig, server: ServerConfig, host_blocks: int = 0) 
     return out.getvalue()
 
 
-def test_the_announcement_has_what_one_needs() -> None:
+def test_the_announcement_shows_address_sizes_and_store() -> None:
     shown = announced(EngineConfig(), ServerConfig(store="/data/talks.sqlite"), host_blocks=300)
     for part in (
         "tiny", "http://127.0.0.1:8000", "a CPU", "100 blocks of 16", "1,600 tokens", "512 tokens", "curl ",
@@ -42,18 +42,20 @@ def test_the_announcement_has_what_one_needs() -> None:
         (EngineConfig(), ServerConfig(store="memory"), "memory, kept"),
     ],
 )
-def test_it_says_what_is_off_and_no_passwords(engine: EngineConfig, server: ServerConfig, part: str) -> None:
+def test_the_announcement_says_what_is_off_and_hides_passwords(
+    engine: EngineConfig, server: ServerConfig, part: str
+) -> None:
     shown = announced(engine, server)
     assert part in shown and "secret" not in shown
 
 
-def test_a_target_for_the_time_between_tokens_stands_beside_the_most_of_a_step() -> None:
-    assert "512 tokens at the most (token budget), 50 ms where someone streams (TBT target)" in announced(
+def test_the_announcement_shows_the_tbt_target_beside_the_token_budget() -> None:
+    assert "512 tokens at most (token budget), 50 ms while a stream decodes (TBT target)" in announced(
         EngineConfig(tbt_target=50), ServerConfig()
     )
 
 
-def test_what_it_tells_to_try_can_be_run() -> None:
+def test_the_announced_examples_are_valid() -> None:
     words = shlex.split(curl_line("http://h:1", "tiny", keyed=True))
     assert json.loads(words[-1])["model"] == "tiny"
     assert "authorization: Bearer $HOLDFAST_API_KEY" in words

@@ -1,4 +1,4 @@
-"""What the engine's tests share: a small random checkpoint with its tokenizer, and engines that run it."""
+"""Shared by the engine's tests: a small random checkpoint with its tokenizer, and engines that run it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}as
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of random weights with room for 4,096 tokens; generated text is gibberish, and always the same."""
+    """A Llama of random weights for 4,096 tokens. Its text is gibberish, but reproducible."""
     directory = tmp_path_factory.mktemp("models") / "random-llama"
     make(directory, "Llama", max_position_embeddings=4096, eos_token_id=1)
     byte_level().save(str(directory / "tokenizer.json"))
@@ -39,13 +39,13 @@ SMALL: dict[str, Any] = {
 
 @pytest.fixture
 def small(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., EngineConfig]:
-    """A configuration for the checkpoint that starts fast; what engines keep goes to a directory of the test's own."""
+    """Makes configurations of the checkpoint that start fast and cache files in the test's own directory."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return lambda **changes: EngineConfig(**{"model": str(checkpoint), **SMALL, **changes})
 
 
 def wait_for_end(pid: int, seconds: float = 30.0) -> None:
-    """Wait until a process, which need not be our child, is no more. Raises TimeoutError if it lives on."""
+    """Wait until a process ends, whether or not it is our child. Raises TimeoutError."""
     try:
         handle = os.pidfd_open(pid)
     except ProcessLookupError:

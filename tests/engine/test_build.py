@@ -110,8 +110,8 @@ def test_fp8_weights_take_less_memory_and_have_their_own_profile(small):
     (_, plain), (loop, quantized) = (build(small(quantization=kind), measure=True) for kind in ("none", "fp8"))
     assert quantized.memory.weights < plain.memory.weights
     assert (plain.precision, quantized.precision) == ("float32", "float32, fp8 weights")
-    assert quantized.profile != plain.profile
-    kept = [CostProfile.load(Path(info.profile)) for info in (plain, quantized)]
+    assert quantized.profile_path != plain.profile_path
+    kept = [CostProfile.load(Path(info.profile_path)) for info in (plain, quantized)]
     assert [profile.quantization for profile in kept] == ["none", "fp8"]
     (request,) = create_requests(tuple(range(60)), max_tokens=4)
     loop.add(request)
@@ -166,7 +166,7 @@ def test_a_profile_is_measured_once_and_stored_for_the_next_engine(small):
     def start(**options):
         stages = []
         _, info = build(small(max_model_len=64), on_progress=stages.append, **options)
-        return info.profile, "measuring the device's pace" in stages
+        return info.profile_path, "measuring the device's pace" in stages
 
     assert start() == ("", False), "without a target nobody needs one"
     path, measured = start(measure=True)
@@ -181,7 +181,8 @@ def test_a_profile_is_measured_once_and_stored_for_the_next_engine(small):
     assert all(seconds > 0 for seconds in profile.cost.linear_seconds)
     stages = []
     assert (
-        build(small(token_budget=None, tbt_target=50, max_model_len=64), on_progress=stages.append)[1].profile == path
+        build(small(token_budget=None, tbt_target=50, max_model_len=64), on_progress=stages.append)[1].profile_path
+        == path
     )
     assert "measuring the device's pace" not in stages
     Path(path).write_text("{}")
@@ -202,7 +203,7 @@ def test_an_fp8_cache_holds_four_times_the_blocks_and_has_its_own_profile(small)
     )
     assert (plain.precision, fp8.precision) == ("float32", "float32, fp8 cache")
     assert fp8.num_blocks // 4 == plain.num_blocks
-    profiles = [CostProfile.load(Path(info.profile)) for info in (plain, fp8)]
+    profiles = [CostProfile.load(Path(info.profile_path)) for info in (plain, fp8)]
     assert profiles[1].token_bytes * 4 == profiles[0].token_bytes
     assert [profile.kv_cache_dtype for profile in profiles] == ["auto", "fp8"]
     assert all(seconds > 0 for row in profiles[1].cost.attention_seconds for seconds in row)

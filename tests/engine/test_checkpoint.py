@@ -1,4 +1,4 @@
-"""Checkpoint: what a model name means, files within bounds, a tokenizer that has to be converted."""
+"""Checkpoint: resolving a model name, bounded files, converting a tokenizer."""
 
 import json
 
@@ -19,13 +19,13 @@ def test_a_directory_is_named_by_its_last_part(tmp_path, monkeypatch):
         assert Checkpoint.find(given) == Checkpoint("my-model", model)
 
 
-def test_what_is_no_checkpoint_is_refused_with_what_was_looked_for(tmp_path):
+def test_a_missing_checkpoint_is_refused_with_its_directory(tmp_path):
     with pytest.raises(ValueError, match=r"^model '.*/absent': .*/absent does not exist; give .* 'holdfast-tiny'$"):
         Checkpoint.find(str(tmp_path / "absent"))
     with pytest.raises(ValueError, match=r"has no config\.json"):
         Checkpoint.find(str(tmp_path))
     (tmp_path / "weights").write_text("")
-    with pytest.raises(ValueError, match=r"/weights is no directory; give a Hugging Face checkpoint directory"):
+    with pytest.raises(ValueError, match=r"/weights is not a directory; give a Hugging Face checkpoint directory"):
         Checkpoint.find(str(tmp_path / "weights"))
 
 
@@ -33,19 +33,19 @@ def test_what_is_no_checkpoint_is_refused_with_what_was_looked_for(tmp_path):
     ("content", "reason"),
     [("[]", "holds a list"), ("{", "cannot be read as JSON"), ("[" * 100_000, "cannot be read as JSON")],
 )
-def test_a_configuration_that_is_no_object_is_refused(tmp_path, content, reason):
+def test_a_configuration_that_is_not_an_object_is_refused(tmp_path, content, reason):
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(ValueError, match=reason):
         read_json(tmp_path / "config.json")
 
 
-def test_a_file_that_is_no_text_is_refused_by_name(tmp_path):
+def test_a_file_that_is_not_text_is_refused_by_name(tmp_path):
     (tmp_path / "config.json").write_bytes(b"{\xff}")
-    with pytest.raises(ValueError, match=r"/config\.json is no text file: byte 1 is not UTF-8"):
+    with pytest.raises(ValueError, match=r"/config\.json is not a text file: byte 1 is not UTF-8"):
         read_json(tmp_path / "config.json")
 
 
-def test_files_are_bounded(tmp_path):
+def test_a_file_beyond_the_limit_is_refused(tmp_path):
     path = tmp_path / "large.json"
     path.write_text("x" * 11)
     assert read_text(path, 11) == "x" * 11
@@ -55,7 +55,7 @@ def test_files_are_bounded(tmp_path):
 
 @pytest.fixture
 def old_checkpoint(tmp_path, monkeypatch):
-    """A checkpoint from before tokenizer.json, and an empty cache for what is made of it."""
+    """A checkpoint without tokenizer.json, and an empty cache for the converted one."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     directory = tmp_path / "old"
     directory.mkdir()
@@ -75,7 +75,7 @@ def test_a_tokenizer_without_json_is_converted_once(old_checkpoint, monkeypatch)
     assert tokenizer_file(old_checkpoint).is_file()
 
 
-def test_converting_needs_transformers(old_checkpoint, tmp_path, monkeypatch):
+def test_a_conversion_without_transformers_says_what_to_install(old_checkpoint, tmp_path, monkeypatch):
     (tmp_path / "transformers.py").write_text("raise ImportError")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(ValueError, match=r"has no tokenizer\.json, .*: Transformers is not installed"):

@@ -1,4 +1,4 @@
-"""The engine process as a child: it ends with its client however that ends, and the client stays light."""
+"""The engine process as a child: it ends with its client, and the client does not import torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ asyncio.run(main())
 """
 
 
-def test_a_killed_client_takes_its_engine_along(checkpoint, tmp_path):
+def test_the_engine_ends_when_its_client_is_killed(checkpoint, tmp_path):
     environment = {**ENVIRONMENT, "TMPDIR": str(tmp_path)}
     command = [sys.executable, "-c", PARENT, str(checkpoint)]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as parent:

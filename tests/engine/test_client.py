@@ -1,4 +1,4 @@
-"""EngineClient with a real engine process: streams, what leaving one does, refusals, and death in both directions."""
+"""EngineClient with a real engine process: streams, leaving them, refusals, and either process ending."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ import pytest
 import pytest_asyncio
 
 from holdfast.core.config import EngineConfig
-from holdfast.core.types import FinishReason, Request, SamplingParams
+from holdfast.core.types import FinishReason, SamplingParams
 from holdfast.engine.child import Child
-from holdfast.engine.client import EngineClient, EngineDead, EngineStartError, QueueFull, RequestRefused, check
+from holdfast.engine.client import EngineClient, EngineDead, EngineStartError, QueueFull
 from holdfast.engine.messages import Abort, Start, Submit
+from holdfast.lm.limits import RequestRefused
 from tests.engine.conftest import SMALL, wait_for_end
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -29,7 +30,7 @@ SHORT = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def client(checkpoint):
-    """One engine for most tests; each leaves it idle."""
+    """One engine for most tests. Each test leaves it idle."""
     stages = []
     client = await EngineClient.start(EngineConfig(model=str(checkpoint), **SMALL), stages.append)
     assert stages == ["loading PyTorch", "loading random-llama", "measuring memory"]
@@ -40,7 +41,7 @@ async def client(checkpoint):
 
 
 async def read(stream):
-    """All of a stream: its text, its tokens, its last delta."""
+    """A whole stream: its text, its tokens, its last delta."""
     async with aclosing(stream) as deltas:
         seen = [delta async for delta in deltas]
     assert all(delta.finish_reason is None and delta.usage is None for delta in seen[:-1])
@@ -49,7 +50,7 @@ async def read(stream):
 
 @pytest.fixture
 def sent(client, monkeypatch):
-    """What the client sends to the engine, besides sending it."""
+    """The messages that the client sends to the engine. They are still sent."""
     messages = []
     send = client._child.send
 
@@ -61,7 +62,7 @@ def sent(client, monkeypatch):
     return messages
 
 
-async def test_a_stream_gives_text_tokens_usage_and_stamps(client, sent):
+async def test_a_stream_gives_text_tokens_usage_and_timings(client, sent):
     prompt = client.text.encode("hello world")
     text, tokens, last = await read(client.stream(prompt, SHORT))
     assert text == client.text.decode(tokens)
@@ -82,7 +83,7 @@ async def test_a_prompt_seen_before_comes_from_the_cache(client):
     assert other[2].usage.cached_tokens == 0, "prefixes are shared within a tenant only"
 
 
-async def test_many_streams_at_once_give_what_each_gives_alone(client):
+async def test_parallel_streams_equal_streams_run_alone(client):
     prompts = [client.text.encode(f"{number} hello " * number) for number in range(1, 13)]
     alone = [(await read(client.stream(prompt, SHORT)))[:2] for prompt in prompts]
     together = await asyncio.gather(*(read(client.stream(prompt, SHORT)) for prompt in prompts))
@@ -105,7 +106,7 @@ async def test_a_stop_string_ends_the_text_and_frees_the_blocks(client, sent):
     assert (stats.running, stats.blocks_used) == (0, 0)
 
 
-async def test_a_stop_token_ends_the_stream_and_is_no_text(client, sent):
+async def test_a_stop_token_ends_the_stream_and_is_left_out_of_the_text(client, sent):
     prompt = client.text.encode("hello")
     _, tokens, _ = await read(client.stream(prompt, SHORT))
     ends_at = tokens.index(tokens[5])
@@ -167,7 +168,9 @@ async def test_a_slow_reader_gets_the_same_text_in_fewer_deltas(client):
         ([5], SamplingParams(stop=("x",) * 65), "stop", "at most 64"),
     ],
 )
-async def test_what_can_never_be_served_is_refused_before_it_is_sent(client, sent, prompt, params, param, words):
+async def test_a_request_that_can_never_be_served_is_refused_before_it_is_sent(
+    client, sent, prompt, params, param, words
+):
     with pytest.raises(RequestRefused, match=words) as refusal:
         client.stream(prompt, params)
     assert isinstance(refusal.value, ValueError) and refusal.value.param == param
@@ -175,13 +178,13 @@ async def test_what_can_never_be_served_is_refused_before_it_is_sent(client, sen
 
 
 async def test_a_request_beyond_the_whole_cache_is_refused(client):
-    info = dataclasses.replace(client.info, num_blocks=4)
-    check(Request("r", (5,) * 60, SamplingParams(max_tokens=5)), info)
+    limits = dataclasses.replace(client.info, num_blocks=4).limits
+    limits.check((5,) * 60, SamplingParams(max_tokens=5))
     with pytest.raises(RequestRefused, match="take 65 positions of the KV cache, which has 64"):
-        check(Request("r", (5,) * 60, SamplingParams(max_tokens=6)), info)
+        limits.check((5,) * 60, SamplingParams(max_tokens=6))
 
 
-async def test_a_full_queue_refuses_and_empties(client):
+async def test_a_full_queue_refuses_requests_until_it_empties(client):
     prompt = client.text.encode("hello")
     streams = [client.stream(prompt, SHORT) for _ in range(client.config.max_waiting)]
     readers = [asyncio.create_task(read(stream)) for stream in streams]
@@ -192,7 +195,7 @@ async def test_a_full_queue_refuses_and_empties(client):
     await read(client.stream(prompt, SHORT))
 
 
-async def test_a_request_id_is_used_once_at_a_time(client):
+async def test_a_request_id_in_use_is_refused(client):
     stream, twin = [client.stream([5], ENDLESS, request_id="mine") for _ in range(2)]
     await anext(stream)
     with pytest.raises(RequestRefused, match="mine is already in use"):
@@ -204,18 +207,18 @@ async def test_a_request_id_is_used_once_at_a_time(client):
 
 
 async def test_a_refusal_by_the_engine_reaches_the_stream(client, monkeypatch):
-    monkeypatch.setattr("holdfast.engine.client.check", lambda request, info: None)
+    monkeypatch.setattr(client, "info", dataclasses.replace(client.info, max_model_len=1 << 20, num_blocks=1 << 16))
     with pytest.raises(RequestRefused, match="5000 tokens"):
         await read(client.stream([5] * 5000, SHORT))
 
 
-async def test_the_terminals_interrupt_is_not_for_the_engine(client):
+async def test_ctrl_c_in_the_terminal_does_not_reach_the_engine(client):
     os.kill(client.pid, signal.SIGINT)
     assert (await client.health()).running == 0
     assert os.getsid(client.pid) != os.getsid(0)
 
 
-async def test_an_engine_that_does_not_answer_in_time_is_told(client, monkeypatch):
+async def test_health_raises_timeout_error_when_the_engine_hangs(client, monkeypatch):
     monkeypatch.setattr(client._child, "send", lambda message: None)
     with pytest.raises(TimeoutError):
         await client.health(timeout=0.001)
@@ -223,13 +226,13 @@ async def test_an_engine_that_does_not_answer_in_time_is_told(client, monkeypatc
 
 @pytest.fixture
 def room(monkeypatch):
-    """Where the engines of this test keep what is temporary, apart from the other engines of this machine."""
+    """A directory for the temporary files of this test's engines alone."""
     with tempfile.TemporaryDirectory(prefix="hf-") as directory:
         monkeypatch.setattr(tempfile, "tempdir", directory)
         yield Path(directory)
 
 
-async def test_the_socket_cannot_be_found_once_the_engine_is_connected(small, room):
+async def test_the_socket_has_no_file_once_the_engine_is_connected(small, room):
     client = await EngineClient.start(small())
     assert not list(room.glob("holdfast-*/engine"))
     await client.close()
@@ -254,7 +257,7 @@ async def test_a_killed_engine_ends_every_stream_with_the_reason(small):
     await client.close()
 
 
-async def test_an_engine_that_fails_as_it_runs_ends_with_its_reason(small, capfd):
+async def test_an_engine_that_fails_while_running_gives_its_reason(small, capfd):
     client = await EngineClient.start(small())
     stream = client.stream([5, 6], ENDLESS)
     await anext(stream)
@@ -268,7 +271,7 @@ async def test_an_engine_that_fails_as_it_runs_ends_with_its_reason(small, capfd
     assert "Traceback" not in capfd.readouterr().err
 
 
-async def test_a_client_that_cannot_read_its_engine_gives_up_with_the_reason(small):
+async def test_a_client_that_cannot_decode_a_message_ends_with_the_reason(small):
     def trip(stage):
         raise ZeroDivisionError("no stage is fine")
 
@@ -276,7 +279,7 @@ async def test_a_client_that_cannot_read_its_engine_gives_up_with_the_reason(sma
         await EngineClient.start(small(), trip)
 
 
-async def test_closing_ends_streams_and_process(small):
+async def test_closing_ends_the_streams_and_the_process(small):
     client = await EngineClient.start(small())
     stream = client.stream([5, 6], ENDLESS)
     await anext(stream)
@@ -287,7 +290,7 @@ async def test_closing_ends_streams_and_process(small):
     wait_for_end(client.pid)
 
 
-async def test_a_start_that_fails_says_why_and_leaves_nothing(small, checkpoint, tmp_path, capfd, room):
+async def test_a_failed_start_gives_its_reason_and_leaves_no_process(small, checkpoint, tmp_path, capfd, room):
     with pytest.raises(EngineStartError, match="does not exist"):
         await EngineClient.start(small(model=str(tmp_path / "absent")))
     with pytest.raises(EngineStartError, match=r"no tokenizer\.json"):
@@ -302,7 +305,7 @@ async def test_a_start_that_fails_says_why_and_leaves_nothing(small, checkpoint,
     assert not list(room.glob("holdfast-*/engine"))
 
 
-async def test_a_start_that_is_cancelled_ends_the_process(small, monkeypatch):
+async def test_a_cancelled_start_ends_the_process(small, monkeypatch):
     children = []
 
     class Noted(Child):

@@ -13,7 +13,8 @@ import pytest
 
 from holdfast import LLM, SamplingParams
 from holdfast.core.types import FinishReason
-from holdfast.engine.client import EngineStartError, RequestRefused
+from holdfast.engine.client import EngineStartError
+from holdfast.lm.limits import RequestRefused
 from tests.engine.conftest import SMALL, wait_for_end
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
@@ -36,7 +37,7 @@ def test_completions_come_in_the_order_of_their_prompts(llm):
         assert completion.timings.ttft > 0 and completion.timings.tokens_per_second > 0
 
 
-def test_one_step_in_flight_gives_the_same_tokens_as_two_and_a_closed_llm_says_so(llm, checkpoint):
+def test_one_step_in_flight_gives_the_same_tokens_as_two_and_a_closed_llm_raises(llm, checkpoint):
     assert llm._client.config.steps_in_flight == 2
     expected = [completion.token_ids for completion in llm.generate(PROMPTS, GREEDY, progress=False)]
     with LLM(str(checkpoint), **SMALL, steps_in_flight=1) as one:
@@ -64,21 +65,21 @@ def test_each_prompt_may_have_its_own_params(llm):
         llm.generate("a", params, progress=False)
 
 
-def test_a_seed_repeats_whatever_else_runs(llm):
+def test_a_seed_gives_the_same_tokens_whatever_else_runs(llm):
     params = SamplingParams(temperature=1.0, seed=7, max_tokens=16, ignore_eos=True)
     alone = llm.generate("hello", params, progress=False)[0]
     crowd = llm.generate([*PROMPTS[:8], "hello"], params, progress=False)[-1]
     assert crowd.token_ids == alone.token_ids
 
 
-def test_chat_renders_one_conversation_or_many(llm):
+def test_chat_accepts_one_conversation_or_many(llm):
     conversation = [{"role": "user", "content": "hi"}]
     (one,) = llm.chat(conversation, GREEDY, progress=False)
     assert list(one.prompt_token_ids) == llm.text.encode("user: hi\nassistant:")
     assert [c.token_ids for c in llm.chat([conversation] * 2, GREEDY, progress=False)] == [one.token_ids] * 2
 
 
-def test_it_works_inside_a_running_event_loop(llm):
+def test_generate_works_inside_a_running_event_loop(llm):
     async def cell():
         return llm.generate("hello", GREEDY, progress=False)
 
@@ -94,7 +95,7 @@ def test_a_prompt_that_cannot_be_served_ends_the_call_and_frees_the_others(llm):
     assert (stats.running, stats.blocks_used) == (0, 0)
 
 
-def test_progress_is_told_on_standard_error(llm, capsys):
+def test_progress_is_shown_on_standard_error(llm, capsys):
     llm.generate(["a", "b"], GREEDY)
     shown = capsys.readouterr()
     assert shown.out == ""
@@ -121,8 +122,8 @@ if sys.argv[2] == "run":
 
 
 @pytest.mark.parametrize(("what", "status"), [("run", -signal.SIGINT), ("return", 0)])
-def test_a_script_leaves_nothing_behind(checkpoint, tmp_path, what, status):
-    """A script needs no `__main__` guard; its engine ends with it, on Ctrl-C too."""
+def test_the_engine_ends_with_the_script_that_started_it(checkpoint, tmp_path, what, status):
+    """A script needs no `__main__` guard, and its engine ends with it, also on Ctrl-C."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     scratch = tmp_path / "scratch"

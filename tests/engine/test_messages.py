@@ -1,4 +1,4 @@
-"""Messages: each comes back as it went, and nothing else is read."""
+"""Messages: each survives encoding, and other data is refused."""
 
 from array import array
 
@@ -52,7 +52,7 @@ OUTPUTS = [
     ],
     ids=lambda message: type(message).__name__,
 )
-def test_what_goes_to_the_engine_arrives_as_it_was(message):
+def test_messages_to_the_engine_survive_encoding(message):
     assert decode_to_engine(encode(message)) == message
     with pytest.raises(ValueError, match="Invalid value"):
         decode_from_engine(encode(message))
@@ -71,7 +71,7 @@ def test_what_goes_to_the_engine_arrives_as_it_was(message):
     ],
     ids=lambda message: type(message).__name__,
 )
-def test_what_comes_from_the_engine_arrives_as_it_was(message):
+def test_messages_from_the_engine_survive_encoding(message):
     assert decode_from_engine(encode(message)) == message
 
 
@@ -88,12 +88,12 @@ def test_what_comes_from_the_engine_arrives_as_it_was(message):
         msgspec.msgpack.encode(["run", "rm"]),
     ],
 )
-def test_anything_else_is_refused(data):
+def test_other_data_is_refused(data):
     with pytest.raises(ValueError):
         decode_to_engine(data)
 
 
-def test_a_message_is_bounded(monkeypatch):
+def test_a_message_beyond_the_limit_is_refused(monkeypatch):
     monkeypatch.setattr(messages, "MESSAGE_LIMIT", 100)
     with pytest.raises(ValueError, match="at most 100 may cross"):
         encode(messages.Failure("x" * 200))

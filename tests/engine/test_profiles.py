@@ -1,4 +1,4 @@
-"""Profiles as files: kept apart by what they depend on, read back as they were, refused where damaged."""
+"""Profile files: a path for each combination, exact reading, and refusal of damaged files."""
 
 import json
 from dataclasses import replace
@@ -6,11 +6,12 @@ from dataclasses import replace
 import pytest
 
 from holdfast.core.config import EngineConfig
-from holdfast.engine.profiles import CostProfile, kept_at, precision_of
+from holdfast.engine.profiles import CostProfile, cached_profile_path
+from holdfast.lm.types import precision_of
 from tests.lab.simulator.simulation import PROFILE
 
 
-def test_a_profile_survives_its_file(tmp_path):
+def test_a_profile_survives_saving_and_loading(tmp_path):
     path = tmp_path / "new" / "profile.json"
     PROFILE.save(path)
     assert CostProfile.load(path) == PROFILE
@@ -33,7 +34,7 @@ def test_a_profile_survives_its_file(tmp_path):
         lambda data: data.update(dtype="bfloat16, fp8 weights"),
     ],
 )
-def test_a_damaged_file_is_refused_by_name_with_the_way_out(tmp_path, damage):
+def test_a_damaged_profile_is_refused_with_its_file_and_the_way_out(tmp_path, damage):
     path = tmp_path / "profile.json"
     PROFILE.save(path)
     data = json.loads(path.read_text())
@@ -43,7 +44,7 @@ def test_a_damaged_file_is_refused_by_name_with_the_way_out(tmp_path, damage):
         CostProfile.load(path)
 
 
-def test_each_model_precision_and_device_has_a_place_of_its_own(tmp_path, monkeypatch):
+def test_each_model_precision_and_device_has_its_own_profile_path(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     models = []
     for number in range(2):
@@ -52,7 +53,7 @@ def test_each_model_precision_and_device_has_a_place_of_its_own(tmp_path, monkey
         (directory / "config.json").write_text(json.dumps({"number": number}))
         models.append(directory)
     places = {
-        kept_at(model, precision_of(dtype, quantization, cache), device)
+        cached_profile_path(model, precision_of(dtype, quantization, cache), device)
         for model in models
         for dtype in ("float32", "bfloat16")
         for quantization in ("none", "fp8")
@@ -70,21 +71,21 @@ def test_each_model_precision_and_device_has_a_place_of_its_own(tmp_path, monkey
     ("kv_cache_dtype", "auto", "fp8"),
     ("kv_cache_dtype", "fp8", "auto"),
 ])  # fmt: skip
-def test_a_profile_is_not_taken_for_an_engine_of_another_precision(name, measured, asked):
+def test_a_profile_of_another_precision_is_refused(name, measured, asked):
     profile = replace(PROFILE, **{name: measured})
     profile.require(EngineConfig(**{name: measured}))
     with pytest.raises(ValueError, match=f"{name} is {asked}, and the profile of m on d was measured with {measured}"):
         profile.require(EngineConfig(**{name: asked}))
 
 
-def test_all_that_a_profile_does_not_fit_is_told_at_once():
+def test_one_error_names_every_mismatch_of_a_profile():
     with pytest.raises(
         ValueError, match=r"none and kv_cache_dtype is auto.*--quantization fp8 --kv-cache-dtype fp8, or"
     ):
         replace(PROFILE, quantization="fp8", kv_cache_dtype="fp8").require(EngineConfig())
 
 
-def test_a_precision_is_told_with_what_is_in_fp8():
+def test_a_precision_names_the_parts_in_fp8():
     assert precision_of("bfloat16", "none", "auto") == "bfloat16"
     assert precision_of("bfloat16", "fp8", "auto") == "bfloat16, fp8 weights"
     assert replace(PROFILE, kv_cache_dtype="fp8", quantization="fp8").precision == "float32, fp8 weights and cache"

@@ -1,4 +1,4 @@
-"""Text: what a stream gives out piece by piece is the text of its tokens; templates render as Transformers' do."""
+"""Text: a stream's pieces join to the text of its tokens; templates render as in Transformers."""
 
 import json
 import random
@@ -25,7 +25,7 @@ GREETING = [{"role": "system", "content": "Be kind."}, {"role": "user", "content
 
 
 def in_chunks(tokens, random_source):
-    """The same tokens in pushes of random sizes, empty ones among them."""
+    """The same tokens in pushes of random sizes, including empty ones."""
     at = 0
     while at < len(tokens):
         size = random_source.randrange(0, 6)
@@ -34,14 +34,14 @@ def in_chunks(tokens, random_source):
 
 
 def streamed(text, tokens, stop=(), chunks=None):
-    """What a stream gives out in all."""
+    """The whole text that a stream returns."""
     stream = TextStream(text, stop)
     pieces = [stream.push(chunk) for chunk in (chunks if chunks is not None else [[token] for token in tokens])]
     return "".join([*pieces, stream.push([], last=True)])
 
 
 def first_stop(text, stops):
-    """The oracle: the text before the first stop string to be complete."""
+    """The oracle: the text before the first complete stop string."""
     for end in range(1, len(text) + 1):
         hits = [len(stop) for stop in stops if text[:end].endswith(stop)]
         if hits:
@@ -50,7 +50,7 @@ def first_stop(text, stops):
 
 
 @given(tokens=st.lists(st.integers(0, 340), max_size=60), source=st.randoms(use_true_random=False))
-def test_any_tokens_in_any_chunks_stream_to_their_text(tokens, source):
+def test_any_tokens_in_any_chunks_stream_to_their_decoded_text(tokens, source):
     assert streamed(BYTES, tokens, chunks=in_chunks(tokens, source)) == BYTES.decode(tokens)
 
 
@@ -68,34 +68,34 @@ def test_words_that_a_decoder_joins_by_spaces_stream_to_their_text(tokens):
 
 
 @given(tokens=st.lists(st.integers(0, 280), max_size=40), source=st.randoms(use_true_random=False))
-def test_bytes_that_are_no_character_do_not_depend_on_chunks(tokens, source):
+def test_invalid_bytes_stream_the_same_in_any_chunks(tokens, source):
     assert streamed(SPACES, tokens, chunks=in_chunks(tokens, source)) == streamed(SPACES, tokens)
 
 
-def test_a_character_comes_once_its_last_byte_does():
+def test_a_character_is_shown_with_its_last_byte():
     stream = TextStream(BYTES)
     tokens = BYTES.encode("🦜")
     assert len(tokens) > 2
     assert [stream.push([token]) for token in tokens] == [*[""] * (len(tokens) - 1), "🦜"]
 
 
-def test_an_unfinished_character_ends_as_the_replacement_character():
+def test_an_incomplete_character_at_the_end_is_the_replacement_character():
     stream = TextStream(BYTES)
     assert stream.push(BYTES.encode("a🦜")[:-1]) == "a"
     assert stream.push([], last=True) == REPLACEMENT
 
 
-def test_text_before_an_unfinished_character_is_not_held_back():
+def test_text_before_an_incomplete_character_is_not_held_back():
     tokens = BYTES.encode("hi 🦜")
     assert TextStream(BYTES).push(tokens[:-1]) == "hi "
 
 
-def test_special_tokens_are_no_text_and_cost_no_space():
+def test_special_tokens_add_neither_text_nor_space():
     tokens = [*SPACES.encode("hello"), 1, *SPACES.encode("hello")]
     assert streamed(SPACES, tokens) == SPACES.decode(tokens) == "hello hello"
 
 
-def test_endless_bytes_that_are_no_character_are_shown_and_not_kept():
+def test_endless_invalid_bytes_are_shown_and_do_not_accumulate():
     stream = TextStream(SPACES)
     shown = sum(len(stream.push([3 + 0xFF])) for _ in range(10_000))
     assert shown > 9_900
@@ -108,7 +108,7 @@ def test_endless_bytes_that_are_no_character_are_shown_and_not_kept():
     source=st.randoms(use_true_random=False),
 )
 @example("aabaab", ["aabab", "baa"], random.Random(1))
-def test_text_ends_before_the_first_stop_string_to_be_complete(text, stops, source):
+def test_text_ends_before_the_first_complete_stop_string(text, stops, source):
     scanner = StopScanner(stops)
     shown = "".join("" if scanner.found else scanner.scan(chunk) for chunk in in_chunks(text, source))
     expected = first_stop(text, stops)
@@ -128,7 +128,7 @@ def test_a_stop_string_is_found_over_token_borders(tokens, at, length, source):
     assert streamed(BYTES, tokens, stops, in_chunks(tokens, source)) == first_stop(text, stops)
 
 
-def test_what_may_begin_a_stop_string_is_held_back_until_it_cannot():
+def test_text_is_held_back_while_it_may_begin_a_stop_string():
     stream = TextStream(BYTES, ["###"])
     assert stream.push(BYTES.encode("a##")) == "a"
     assert stream.push(BYTES.encode("b#")) == "##b"
@@ -191,16 +191,15 @@ def test_templates_render_as_transformers_renders_them(template):
         ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "recursion"),
     ],
 )
-def test_what_a_template_raises_is_a_refusal_of_the_messages(template, reason):
+def test_an_error_in_a_template_refuses_the_messages(template, reason):
     with pytest.raises(ValueError, match=f"the chat template refused the messages: .*{reason}"):
         Text(byte_level(), template).render_chat(GREETING)
 
 
-def test_a_model_without_a_usable_template_says_so():
+def test_a_chat_without_a_usable_template_is_refused_with_the_reason():
     with pytest.raises(ValueError, match="no chat template; use plain completions"):
         Text(byte_level()).encode_chat(GREETING)
     broken = Text(byte_level(), "{% for %}")
-    assert not broken.has_chat_template
     with pytest.raises(ValueError, match="cannot be compiled: Expected an expression"):
         broken.encode_chat(GREETING)
 
@@ -213,7 +212,7 @@ def write(directory, tokenizer=None, **files):
     return directory
 
 
-def test_special_tokens_and_template_are_read_in_all_their_forms(tmp_path):
+def test_special_tokens_and_template_are_read_from_every_form(tmp_path):
     named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "{{ bos_token + eos_token }}"}]
     write(
         tmp_path,
@@ -231,7 +230,7 @@ def test_named_templates_without_a_default_are_refused(tmp_path):
         Text.from_directory(tmp_path)
 
 
-def test_completions_get_the_special_tokens_and_chats_only_those_of_their_template(tmp_path):
+def test_only_completions_get_special_tokens_beyond_those_of_the_template(tmp_path):
     tokenizer = byte_level()
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     (tmp_path / "chat_template.jinja").write_text("<s>{{ messages[0].content }}")
@@ -257,11 +256,11 @@ def test_truncation_and_padding_of_a_tokenizer_are_ignored():
     assert Text(tokenizer).decode(Text(tokenizer).encode("a long text")) == "a long text"
 
 
-def test_a_file_that_is_no_tokenizer_is_refused(tmp_path):
+def test_a_file_that_is_not_a_tokenizer_is_refused(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match="cannot be read as a tokenizer"):
         Text.from_directory(tmp_path)
 
 
-def test_jinja_is_one_whose_sandbox_holds():
+def test_jinjas_version_has_no_known_sandbox_escape():
     assert tuple(map(int, jinja2.__version__.split(".")[:3])) >= (3, 1, 6)

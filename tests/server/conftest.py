@@ -14,7 +14,7 @@ from fake_engine import FakeClient
 from holdfast.server.app import create_app
 from holdfast.server.config import ServerConfig
 from holdfast.server.conversations.database import MEMORY
-from holdfast.server.conversations.keeper import Keeper
+from holdfast.server.conversations.store import AsyncStore
 from holdfast.server.run import open_store
 
 
@@ -26,18 +26,18 @@ def client() -> FakeClient:
 @pytest.fixture
 def http(client: FakeClient) -> Iterator[Callable[..., httpx.AsyncClient]]:
     """A client of the app, in process: `async with http(api_key=...) as api`."""
-    stores: list[Keeper] = []
+    stores: list[AsyncStore] = []
 
     def make(headers: dict[str, str] | None = None, **config: Any) -> httpx.AsyncClient:
         settings = ServerConfig(**{"store": MEMORY, **config})
         app = create_app(client, settings, open_store(settings))  # type: ignore[arg-type]
-        stores.append(app.state.responses.keeper)
+        stores.append(app.state.responses.store)
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         return httpx.AsyncClient(transport=transport, base_url="http://holdfast", headers=headers)
 
     yield make
-    for keeper in stores:
-        keeper.close()
+    for store in stores:
+        store.close()
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The routes, over a fake client: shapes, refusals, keys, and what a leaving client frees."""
+"""The routes over a fake client: shapes, refusals, keys, health and metrics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import pytest
 from fake_engine import FakeClient
 from prometheus_client.parser import text_string_to_metric_families
 
-from holdfast.engine.client import QueueFull, RequestRefused
+from holdfast.engine.client import QueueFull
+from holdfast.lm.limits import RequestRefused
 from holdfast.server.app import create_app
 from holdfast.server.config import ServerConfig
 from holdfast.server.conversations.database import MEMORY
@@ -27,7 +28,7 @@ TEXT = "/v1/completions"
 
 
 def events_of(response: httpx.Response) -> list[Any]:
-    """The stream's events, read; its end, `[DONE]`, is checked and left out."""
+    """The decoded events of a stream, without its final `[DONE]`, which is checked."""
     assert response.headers["content-type"].startswith("text/event-stream")
     *events, done = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
     assert done == "[DONE]"
@@ -35,7 +36,7 @@ def events_of(response: httpx.Response) -> list[Any]:
 
 
 def error_of(response: httpx.Response) -> dict[str, Any]:
-    """The error's fields, checked to be OpenAI's four."""
+    """The fields of the error, checked to be OpenAI's four."""
     body = response.json()
     assert list(body) == ["error"]
     assert set(body["error"]) == {"message", "type", "param", "code"}
@@ -97,7 +98,7 @@ async def test_a_stream_ends_with_its_usage_when_asked(http: Http) -> None:
     assert last["usage"]["completion_tokens"] == 4
 
 
-async def test_text_completions_whole_and_streamed(http: Http) -> None:
+async def test_a_text_completion_has_the_same_text_whole_and_streamed(http: Http) -> None:
     asked = {"model": "tiny", "prompt": "Say", "max_tokens": 2}
     async with http() as api:
         whole = (await api.post(TEXT, json=asked)).json()
@@ -119,7 +120,7 @@ async def test_text_completions_whole_and_streamed(http: Http) -> None:
         ([[5, 6], [7]], [[5, 6], [7]]),
     ],
 )
-async def test_prompts_come_as_text_or_token_ids_one_or_many(
+async def test_a_completion_accepts_one_or_many_prompts_as_text_or_token_ids(
     http: Http, client: FakeClient, prompt: object, prompts: list[list[int]]
 ) -> None:
     async with http() as api:
@@ -152,7 +153,9 @@ async def test_n_choices_share_a_prompt_and_differ_by_seed(http: Http, client: F
     assert body["usage"]["prompt_tokens"] == len("<user>hello")
 
 
-async def test_an_answer_may_take_what_is_left_of_the_context(http: Http, client: FakeClient) -> None:
+async def test_max_tokens_defaults_to_the_rest_of_the_context_for_chats_and_16_for_completions(
+    http: Http, client: FakeClient
+) -> None:
     async with http() as api:
         await api.post(CHAT, json=HELLO)
         await api.post(TEXT, json={"model": "tiny", "prompt": "ab"})
@@ -202,7 +205,7 @@ async def test_an_answer_may_take_what_is_left_of_the_context(http: Http, client
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-async def test_what_cannot_be_honoured_is_refused_by_name(
+async def test_invalid_or_unsupported_parameters_are_refused_by_name(
     http: Http, client: FakeClient, given: dict[str, Any], param: str | None, code: str, stream: bool
 ) -> None:
     async with http() as api:
@@ -213,7 +216,7 @@ async def test_what_cannot_be_honoured_is_refused_by_name(
     assert not client.asked
 
 
-async def test_a_number_out_of_range_is_told_with_its_limit(http: Http) -> None:
+async def test_an_error_names_the_limit_of_a_number_out_of_range(http: Http) -> None:
     async with http() as api:
         response = await api.post(CHAT, json={**HELLO, "temperature": 3})
     assert error_of(response)["message"] == "temperature: expected `float` <= 2.0, got 3"
@@ -225,7 +228,7 @@ async def test_stream_options_need_a_stream(http: Http) -> None:
     assert (response.status_code, error_of(response)["param"]) == (400, "stream_options")
 
 
-async def test_what_asks_for_nothing_is_taken(http: Http, client: FakeClient) -> None:
+async def test_unsupported_parameters_with_neutral_values_are_accepted(http: Http, client: FakeClient) -> None:
     neutral = {
         "n": 1,
         "presence_penalty": 0.0,
@@ -243,7 +246,7 @@ async def test_what_asks_for_nothing_is_taken(http: Http, client: FakeClient) ->
     assert response.status_code == 200
 
 
-async def test_sampling_reaches_the_engine(http: Http, client: FakeClient) -> None:
+async def test_sampling_parameters_reach_the_engine(http: Http, client: FakeClient) -> None:
     given = {
         "temperature": 0,
         "top_p": 0.5,
@@ -265,7 +268,7 @@ async def test_sampling_reaches_the_engine(http: Http, client: FakeClient) -> No
     assert (asked.priority, asked.deadline) == (-2, 1.5)
 
 
-async def test_messages_hold_text_parts_and_answers_as_they_were_given(http: Http, client: FakeClient) -> None:
+async def test_messages_accept_text_parts_and_dumped_answers(http: Http, client: FakeClient) -> None:
     messages = [
         {"role": "developer", "content": "be brief"},
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
@@ -278,7 +281,7 @@ async def test_messages_hold_text_parts_and_answers_as_they_were_given(http: Htt
     assert rendered == "<system>be brief<user>a\nb<assistant>c<user>d"
 
 
-async def test_models_are_listed_and_named(http: Http) -> None:
+async def test_models_are_listed_and_other_models_are_not_found(http: Http) -> None:
     async with http() as api:
         listed = (await api.get("/v1/models")).json()
         one = (await api.get("/v1/models/tiny")).json()
@@ -295,7 +298,7 @@ async def test_models_are_listed_and_named(http: Http) -> None:
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"[]", b"3", b"[" * 100_000, b'{"a":' * 100_000, b'{"a": NaN}', b'{"a": "\xff"}', b'"\\ud800"']
 )
-async def test_a_body_that_is_no_json_object_is_refused(http: Http, body: bytes) -> None:
+async def test_a_body_that_is_not_a_json_object_is_refused(http: Http, body: bytes) -> None:
     async with http() as api:
         response = await api.post(CHAT, content=body)
     assert response.status_code == 400
@@ -338,7 +341,7 @@ async def test_a_full_queue_is_a_503_before_any_work(
         (RequestRefused("token id 999; this model has 256", "prompt"), 400, "invalid_value"),
     ],
 )
-async def test_what_the_engine_refuses_is_never_a_200(
+async def test_a_refusal_by_the_engine_is_never_a_200(
     http: Http, client: FakeClient, refusal: Exception, status: int, code: str, stream: bool
 ) -> None:
     client.refuse = refusal
@@ -348,7 +351,7 @@ async def test_what_the_engine_refuses_is_never_a_200(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_unforeseen_error_shows_no_inside(
+async def test_an_unexpected_error_hides_its_message(
     http: Http, client: FakeClient, caplog: pytest.LogCaptureFixture, stream: bool
 ) -> None:
     client.refuse = RuntimeError("/secret/path")
@@ -360,7 +363,7 @@ async def test_an_unforeseen_error_shows_no_inside(
     assert error_of(response)["type"] == "server_error"
 
 
-async def test_after_a_stream_began_an_error_is_an_event(http: Http, client: FakeClient) -> None:
+async def test_an_error_after_the_first_event_is_an_error_event(http: Http, client: FakeClient) -> None:
     client.hold = asyncio.Event()
     async with http() as api:
         pending = asyncio.create_task(api.post(CHAT, json={**HELLO, "stream": True}))
@@ -375,7 +378,7 @@ async def test_after_a_stream_began_an_error_is_an_event(http: Http, client: Fak
     assert "secret" not in response.text
 
 
-async def test_health_makes_a_round_trip(http: Http, client: FakeClient) -> None:
+async def test_health_reports_an_engine_that_hangs_or_died(http: Http, client: FakeClient) -> None:
     async with http() as api:
         well = await api.get("/health")
         client.hangs = True
@@ -425,9 +428,9 @@ async def test_metrics_show_requests_latencies_tokens_and_the_engine(http: Http,
 
 
 class TestApiKeys:
-    """With a key set, everything but /health asks for one, and the cache's tenant follows from it."""
+    """With a key set, every route except /health requires one, and it determines the tenant."""
 
-    async def test_every_route_but_health_is_behind_the_key(self, http: Http, client: FakeClient) -> None:
+    async def test_every_route_except_health_requires_a_key(self, http: Http, client: FakeClient) -> None:
         settings = ServerConfig(store=MEMORY)
         app = create_app(client, settings, open_store(settings))  # type: ignore[arg-type]
         paths = {getattr(route, "path", "") for route in app.routes} | {"/nowhere"}
@@ -449,7 +452,7 @@ class TestApiKeys:
         assert response.status_code == 401
         assert not client.asked
 
-    async def test_the_tenant_follows_from_the_key(self, http: Http, client: FakeClient) -> None:
+    async def test_each_key_is_a_tenant_of_its_own(self, http: Http, client: FakeClient) -> None:
         async with http(api_key=("sesame", "other")) as api:
             for key in ("sesame", "other", "sesame"):
                 response = await api.post(CHAT, json=HELLO, headers={"authorization": f"Bearer {key}"})
@@ -458,7 +461,7 @@ class TestApiKeys:
         assert one == again != two
         assert "sesame" not in one
 
-    async def test_without_keys_there_is_one_tenant(self, http: Http, client: FakeClient) -> None:
+    async def test_without_keys_all_requests_have_one_tenant(self, http: Http, client: FakeClient) -> None:
         async with http() as api:
             await api.post(CHAT, json=HELLO)
         assert client.asked[0].tenant == ""

@@ -24,7 +24,7 @@ HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Give the event loop time until the condition holds; pytest's timeout ends a wait in vain."""
+    """Run the event loop until the condition holds, or until pytest's timeout."""
     while not condition():
         await asyncio.sleep(0.001)
 
@@ -97,7 +97,7 @@ async def test_a_client_that_leaves_frees_its_request_at_once(
         assert 'outcome="left"' in (await api.get("/metrics")).text
 
 
-async def test_a_normal_end_is_no_abort(listening: Listening, client: FakeClient) -> None:
+async def test_a_finished_request_is_not_aborted(listening: Listening, client: FakeClient) -> None:
     async with listening() as server, official(server.url) as api:
         await api.chat.completions.create(model="tiny", messages=HELLO)
         async for _ in await api.chat.completions.create(model="tiny", messages=HELLO, stream=True):
@@ -144,7 +144,7 @@ async def test_a_second_signal_ends_at_once(listening: Listening, client: FakeCl
         assert await server.code == 128 + signal.SIGINT
 
 
-async def test_endless_headers_are_cut_off(listening: Listening) -> None:
+async def test_headers_beyond_the_limit_end_the_connection_with_431(listening: Listening) -> None:
     async with listening() as server:
         host, port = server.url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
@@ -157,15 +157,14 @@ async def test_endless_headers_are_cut_off(listening: Listening) -> None:
             assert (await api.get("/health", headers={"x-long": "a" * 8000})).status_code == 200
 
 
-def test_a_port_in_use_is_named() -> None:
+def test_a_port_in_use_raises_an_error_that_names_it() -> None:
     first = listen(ServerConfig(port=0))
     port = first.getsockname()[1]
     with first, pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port}: .*; choose another --port"):
         listen(ServerConfig(port=port))
 
 
-def test_no_reply_waits_for_nagle() -> None:
-    """asyncio turns the delay off for connections of a listener that says that it is TCP."""
+def test_the_listener_is_a_tcp_socket_for_which_asyncio_turns_nagle_off() -> None:
     with listen(ServerConfig(port=0)) as listener:
         assert listener.proto == socket.IPPROTO_TCP
 

@@ -1,4 +1,4 @@
-"""Choices side by side: their order, their errors, and their end."""
+"""Choices in parallel: their order, their errors, and their end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from holdfast.server.service import side_by_side
 
 
 class Streams:
-    """Streams that write down when they begin and end."""
+    """Streams that log when they begin and end."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -31,7 +31,7 @@ class Streams:
             self.log.append(f"{name} ends")
 
 
-async def test_the_other_choices_begin_when_the_first_has_its_first_delta() -> None:
+async def test_other_choices_start_at_the_first_delta_of_the_first() -> None:
     streams = Streams()
     group = [streams.stream("a", "x", "y"), streams.stream("b", "x"), streams.stream("c", "x")]
     seen = [(index, delta.text) async for index, delta in side_by_side([group])]
@@ -39,7 +39,7 @@ async def test_the_other_choices_begin_when_the_first_has_its_first_delta() -> N
     assert streams.log[:2] == ["a begins", "a x"]
 
 
-async def test_choices_are_numbered_through_all_prompts() -> None:
+async def test_choice_numbers_run_through_all_prompts() -> None:
     streams = Streams()
     groups = [
         [streams.stream("a", "1"), streams.stream("b", "2")],
@@ -49,7 +49,7 @@ async def test_choices_are_numbered_through_all_prompts() -> None:
     assert seen == [(0, "1"), (1, "2"), (2, "3"), (3, "4")]
 
 
-async def test_one_choice_that_fails_ends_all() -> None:
+async def test_a_failing_choice_ends_all_others() -> None:
     streams = Streams()
     group = [streams.stream("a", *"xyzxyz"), streams.stream("b", error=RuntimeError("b broke"))]
     with pytest.raises(RuntimeError, match="b broke"):
@@ -58,7 +58,7 @@ async def test_one_choice_that_fails_ends_all() -> None:
     assert {"a ends", "b ends"} <= set(streams.log)
 
 
-async def test_leaving_early_ends_all() -> None:
+async def test_closing_early_ends_all_choices() -> None:
     streams = Streams()
     group = [streams.stream("a", *"xyzxyz"), streams.stream("b", *"xyzxyz")]
     async with aclosing(side_by_side([group])) as merged:
@@ -68,7 +68,7 @@ async def test_leaving_early_ends_all() -> None:
     assert {"a ends", "b ends"} <= set(streams.log)
 
 
-async def test_a_first_choice_without_deltas_holds_nobody_up() -> None:
+async def test_other_choices_start_when_the_first_ends_without_deltas() -> None:
     streams = Streams()
     seen = [index async for index, _ in side_by_side([[streams.stream("a"), streams.stream("b", "x")]])]
     assert seen == [1]

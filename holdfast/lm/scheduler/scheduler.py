@@ -7,8 +7,9 @@ from collections import abc, deque
 from itertools import islice
 
 from holdfast.core.columns import Columns
-from holdfast.core.tokens import VOCABULARY_LIMIT, packed
+from holdfast.core.tokens import VOCABULARY_LIMIT
 from holdfast.core.types import MAX_SEED, FinishReason, Identity, Request, SequenceOutput
+from holdfast.lm.limits import RequestLimits
 from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.memory.sequence_cache import SequenceCache
 from holdfast.lm.scheduler.builder import Policy, StepBuilder
@@ -48,12 +49,10 @@ class Scheduler:
         default by priority class. `seed` makes seeds for requests that bring none. With `micro_batches` above 1, steps
         in flight share no sequence whose token is being sampled, and each takes its share of the decodes.
         """
-        self.max_model_len = max_model_len
-        self._vocab_size = vocab_size
+        self._limits = RequestLimits(max_model_len, vocab_size, pool.num_blocks * pool.block_size, served)
         self._policy = policy
         self._order = order or Priority()
         self._sharing = sharing
-        self._served = served
         self._eos = frozenset(eos_token_ids)
         self._seed = seed
         self._queues = Queues(pool, max_sequences, headroom, self._order, micro_batches)
@@ -69,31 +68,17 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises ValueError if it could never run to its end, or if its id is taken."""
-        length, params, pool = len(request.prompt), request.params, self._queues.pool
+        params, pool = request.params, self._queues.pool
         if request.id in self._entries:
             raise ValueError(f"request {request.id} is already being served; give each request an id of its own")
-        for name in ("model", "adapter", "dtype") if self._served else ():
-            asked, own = getattr(request.identity, name), getattr(self._served, name)
-            if asked not in ("", own):
-                raise ValueError(f"{name} is {asked}, which this engine does not serve; it serves {own or 'none'}")
-        if not length:
-            raise ValueError("the prompt is empty; it must hold at least one token")
-        try:
-            packed(request.prompt, self._vocab_size)
-        except ValueError as error:
-            raise ValueError(f"the prompt holds {error}") from None
-        if length >= self.max_model_len:
-            raise ValueError(
-                f"the prompt has {length} tokens; with one generated token it exceeds the limit of "
-                f"{self.max_model_len}; shorten the prompt"
-            )
-        limit = min(length + params.max_tokens, self.max_model_len)
-        # The last token ends the sequence, so its position is never computed.
-        if pool.blocks_for(limit - 1) > pool.num_blocks:
-            raise ValueError(
-                f"a prompt of {length} tokens and {limit - length} generated ones take {pool.blocks_for(limit - 1)} "
-                f"blocks of the KV cache, which has {pool.num_blocks}; shorten one of them or enlarge the cache"
-            )
+        self._limits.check(
+            request.prompt,
+            params,
+            identity=request.identity,
+            priority=request.priority,
+            deadline=request.deadline,
+        )
+        limit = min(len(request.prompt) + params.max_tokens, self._limits.max_model_len)
         seed = self._draw_seed() if params.seed is None else params.seed
         entry = Entry(
             sequence=Sequence(request, seed),

@@ -1,1 +1,1 @@
-"""Conversations that outlive the process: the store of raw tokens and items, and the API on it."""
+"""Persistent conversations: the store of raw tokens and items, and the API over it."""

@@ -1,13 +1,32 @@
-"""Where the store's database is: a SQLite file, PostgreSQL, or memory."""
+"""The store's database: where it is, its tables, its transactions, and the steps that bring an older one up to date."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import sqlalchemy
-from sqlalchemy import Connection, event
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    Column,
+    Connection,
+    Float,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    String,
+    Table,
+    UniqueConstraint,
+    event,
+    func,
+    insert,
+    select,
+)
 from sqlalchemy.engine import Engine
 from sqlalchemy.exc import ArgumentError, OperationalError
 from sqlalchemy.pool import StaticPool
@@ -15,26 +34,147 @@ from sqlalchemy.pool import StaticPool
 MEMORY = "memory"
 BUSY_SECONDS = 30.0
 DatabaseFailed = OperationalError
-"""What a database raises that has no room, is locked or cannot be reached."""
+"""What a database raises when it is full, locked or unreachable."""
+
+NAME = String(64)
+tables = MetaData()
+
+versions = Table("versions", tables, Column("version", Integer, primary_key=True))
+"""One row for each migration step that was applied; the highest is the database's version."""
+
+threads = Table(
+    "threads",
+    tables,
+    Column("id", NAME, primary_key=True),
+    Column("tenant", NAME, nullable=False),
+    Column("active", Float, nullable=False, index=True),
+    Column("bytes", BigInteger, nullable=False),
+)
+"""A first turn or a conversation with all that followed. Kept or dropped whole. `active` is its last turn's time."""
+
+by_tenant = Index("threads_by_tenant", threads.c.tenant, threads.c.active)
+"""Finds a tenant's longest idle thread."""
+
+turns = Table(
+    "turns",
+    tables,
+    Column("id", NAME, primary_key=True),
+    Column("thread", NAME, nullable=False, index=True),
+    Column("tenant", NAME, nullable=False),
+    Column("parent", NAME, index=True),
+    Column("visible", Boolean, nullable=False),
+    Column("status", String(16), nullable=False),
+    Column("response", LargeBinary, nullable=False),
+    Column("input", LargeBinary, nullable=False),
+    Column("history", LargeBinary, nullable=False),
+    Column("start", Integer, nullable=False),
+    Column("tokens", LargeBinary, nullable=False),
+    Column("characters", Integer, nullable=False),
+    Column("digest", LargeBinary, nullable=False),
+)
+"""A response and what it was made from. Its tokens are the parent's up to `start`, then its own.
+
+A turn that is not visible was deleted, or was created with store: false. It stays while other turns build on it.
+"""
+
+conversations = Table(
+    "conversations",
+    tables,
+    Column("id", NAME, primary_key=True),
+    Column("thread", NAME, nullable=False, index=True),
+    Column("tenant", NAME, nullable=False),
+    Column("created", Integer, nullable=False),
+    Column("metadata", LargeBinary, nullable=False),
+    Column("head", NAME),
+)
+"""`head` is the turn whose context and output are the conversation's items; null once a client edited the items."""
+
+items = Table(
+    "items",
+    tables,
+    Column("conversation", NAME, primary_key=True),
+    Column("position", Integer, primary_key=True),
+    Column("id", NAME, nullable=False),
+    Column("item", LargeBinary, nullable=False),
+    UniqueConstraint("conversation", "id"),
+)
+
+
+def _turns(db: Connection) -> None:
+    threads.create(db)
+    turns.create(db)
+
+
+def _conversations(db: Connection) -> None:
+    conversations.create(db)
+    items.create(db)
+
+
+def _by_tenant(db: Connection) -> None:
+    by_tenant.create(db, checkfirst=True)  # a new table comes with it
+
+
+STEPS: tuple[Callable[[Connection], None], ...] = (_turns, _conversations, _by_tenant)
+"""Step i takes a database from version i to i + 1. When a table changes later, its old step keeps the old form."""
+
+
+def migrate(db: Connection) -> None:
+    """Apply the missing steps within the caller's transaction: all or none.
+
+    Raises ValueError for a database that a newer Holdfast wrote.
+    """
+    versions.create(db, checkfirst=True)
+    version = db.execute(select(func.max(versions.c.version))).scalar() or 0
+    if version > len(STEPS):
+        raise ValueError(
+            f"its schema has version {version} and this Holdfast knows up to {len(STEPS)}; use a newer Holdfast"
+        )
+    for number, step in enumerate(STEPS[version:], version + 1):
+        step(db)
+        db.execute(insert(versions).values(version=number))
 
 
 def data_directory() -> Path:
-    """Where a user's programs keep their data."""
+    """The directory for Holdfast's files among the user's data."""
     given = os.environ.get("XDG_DATA_HOME")
     return (Path(given) if given else Path.home() / ".local" / "share") / "holdfast"
 
 
 def place(store: str | None) -> str:
-    """Where the store is that a configuration asks for."""
+    """The location of the store that a configuration asks for."""
     return store or str(data_directory() / "conversations.sqlite")
 
 
 def shown(where: str) -> str:
-    """A place as it may be shown: a URL without its password."""
+    """A store's location for people: a URL without its password."""
     try:
         return sqlalchemy.make_url(where).render_as_string(hide_password=True) if "://" in where else where
     except ArgumentError:
         return "a database"
+
+
+class Database:
+    """A connected database."""
+
+    def __init__(self, where: str) -> None:
+        """Connect as `connect` does, and raise what it raises."""
+        self.engine = connect(where)
+
+    @contextmanager
+    def read(self) -> Iterator[Connection]:
+        """A transaction that only reads."""
+        with self.engine.connect() as db, db.begin():
+            yield db
+
+    @contextmanager
+    def write(self) -> Iterator[Connection]:
+        """A transaction that writes; it holds the write lock from its beginning."""
+        with self.engine.connect().execution_options(holdfast_write=True) as db, db.begin():
+            yield db
+
+    def close(self) -> None:
+        """Close all connections."""
+        self.engine.dispose()
 
 
 def connect(where: str) -> Engine:
@@ -44,7 +184,7 @@ def connect(where: str) -> Engine:
     elif "://" not in where:
         path = Path(where).expanduser()
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        # Nobody else's business; SQLite gives its side files the same rights.
+        # Only the owner may read it; SQLite gives its side files the same rights.
         os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
         engine = sqlalchemy.create_engine(
             sqlalchemy.URL.create("sqlite", database=str(path)),
@@ -63,7 +203,7 @@ def connect(where: str) -> Engine:
 
 
 def _prepare_sqlite(engine: Engine) -> None:
-    """Write-ahead logging, every commit on the disk, and transactions that begin where we say."""
+    """Turn on write-ahead logging, flush every commit to the disk, and begin transactions ourselves."""
 
     @event.listens_for(engine, "connect")
     def connected(connection: Any, record: Any) -> None:

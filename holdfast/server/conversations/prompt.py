@@ -1,4 +1,4 @@
-"""A turn's prompt: the tokens that are known from its parent, and only what is new tokenized."""
+"""A turn's prompt: the stored tokens of its parent, then newly tokenized text."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from holdfast.core.types import FinishReason
 from holdfast.engine.text import Text
-from holdfast.server.conversations.turns import Context
+from holdfast.server.conversations.values import Context
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """The tokens behind a text, of which a digest is enough to know it again."""
+    """The tokens of a text, with a digest that identifies the text."""
 
     tokens: array[int]
     characters: int
@@ -26,15 +26,15 @@ class Prompt:
 
     text: str
     tokens: array[int]
-    """32-bit numbers; not to be changed."""
+    """32-bit numbers. Do not modify."""
     known: int
-    """How many of the tokens came from the store; the others were made from text."""
+    """Number of leading tokens that came from the store. The others were tokenized from text."""
 
     def answered(self, text: Text, answer: str, tokens: Sequence[int], reason: FinishReason) -> Known:
-        """What is known at the turn's end: the prompt, and the generated tokens if they stand for the answer.
+        """The tokens known at the turn's end: the prompt's, and the generated ones if they decode to the answer.
 
-        They do not when a stop string cut the answer short, or when special tokens are among them that no text shows.
-        The token that stopped the sequence is left out: the template writes its own end of a message.
+        They do not if a stop string cut the answer short, or if they include special tokens, which have no text. The
+        token that stopped the sequence is left out, because the template writes its own end of a message.
         """
         if reason is FinishReason.STOP:
             tokens = tokens[:-1]
@@ -45,13 +45,13 @@ class Prompt:
 
 
 def compose(text: Text, messages: Sequence[Mapping[str, str]], context: Context) -> Prompt:
-    """Render all messages, and tokenize what follows the text whose tokens the context knows.
+    """Render all messages, and tokenize the text after the part whose tokens the context knows.
 
-    The rendering of the whole is what counts: where it begins with the known text (a digest tells, so the text itself
-    is not stored), the known tokens stand for that beginning and only the rest is tokenized, as seen from the border.
-    Where it does not (other instructions, an edited item, another tokenizer, a template that trims or reorders what
-    was said), or where a token would span the border, the whole is tokenized. So the tokens always stand for exactly
-    the template's rendering. Raises ValueError when the template refuses the messages.
+    If the rendering begins with the known text (compared by digest; the text is not stored), the known tokens are used
+    for it, and only the rest is tokenized, in context. Otherwise everything is tokenized: after other instructions, an
+    edited item, another tokenizer, or a template that trims or reorders messages; and when a token would span the
+    border. So the tokens always stand for exactly the template's rendering. Raises ValueError if the template refuses
+    the messages.
     """
     whole = text.render_chat(messages)
     border = context.characters

@@ -1,4 +1,4 @@
-"""What clients of the stateful API send: responses, conversations and items as strict types, refused by name."""
+"""Requests of the stateful API: responses, conversations and items as strict types."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta, Struct, field
 
-from holdfast.server.conversations.turns import Item
+from holdfast.server.conversations.values import Item
 from holdfast.server.protocol import (
     MAX_MESSAGES,
     ROLES,
@@ -18,16 +18,20 @@ from holdfast.server.protocol import (
     RequestBody,
     SampledRequest,
     StreamOptions,
+    checked_role,
+    refuse_extra,
+    shown,
+    text_parts,
 )
 
 MAX_NEW_ITEMS = 20
-"""Items that one call may add to a conversation by hand, as in OpenAI's API."""
+"""Most items that one call may add to a conversation, as in OpenAI's API."""
 
 Id = Annotated[str, Meta(min_length=1, max_length=64)]
 NewItems = Annotated[list[dict[str, Any]], Meta(max_length=MAX_NEW_ITEMS)]
 
 TEXT_KINDS = ("input_text", "output_text", "text")
-ITEM_FIELDS = ("type", "id", "status", "role", "content")
+ITEM_FIELDS = ("type", "id", "status", "role", "content", "phase")
 
 
 class ConversationParam(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -40,8 +44,8 @@ class ResponseRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknown_
     """POST /v1/responses."""
 
     route: ClassVar[str] = "/v1/responses"
-    prompted_by: ClassVar[str] = "input"
-    limited_by: ClassVar[str] = "max_output_tokens"
+    prompt_param: ClassVar[str] = "input"
+    max_tokens_param: ClassVar[str] = "max_output_tokens"
     n: ClassVar[int] = 1
     harmless = (
         "user",
@@ -86,11 +90,11 @@ class ResponseRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknown_
 
     @property
     def conversation_id(self) -> str | None:
-        """The conversation that this is a turn of."""
+        """The conversation of this turn, if it belongs to one."""
         return self.conversation.id if isinstance(self.conversation, ConversationParam) else self.conversation
 
     def items(self) -> list[Item]:
-        """The input as items. Raises ApiError for what it cannot hold, and for parameters that exclude each other."""
+        """The input as items. Raises ApiError for unsupported content, and for parameters that exclude each other."""
         if self.previous_response_id is not None and self.conversation is not None:
             raise ApiError(
                 "previous_response_id and conversation exclude each other; give one of them",
@@ -126,12 +130,12 @@ class ItemsRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fields
 
 
 def new_id(kind: str) -> str:
-    """An id that nobody can guess: resp_…, msg_…, conv_…."""
+    """An unguessable id: resp_…, msg_…, conv_…."""
     return f"{kind}_{uuid.uuid4().hex}"
 
 
 def new_item(role: str, *texts: str) -> Item:
-    """A message that was said."""
+    """A message as a completed item."""
     if role == "assistant":
         content = [{"type": "output_text", "text": text, "annotations": [], "logprobs": []} for text in texts]
     else:
@@ -140,59 +144,22 @@ def new_item(role: str, *texts: str) -> Item:
 
 
 def read_items(given: Sequence[Mapping[str, Any]], name: str) -> list[Item]:
-    """Items as a client gives them, with ids of ours. Raises ApiError for what is not a message of text."""
+    """A client's items with new ids. Raises ApiError for anything other than a text message."""
     return [_read_item(item, f"{name}[{index}]") for index, item in enumerate(given)]
 
 
 def _read_item(item: Mapping[str, Any], name: str) -> Item:
-    kind, role, content = item.get("type", "message"), item.get("role"), item.get("content")
+    kind = item.get("type", "message")
     if kind != "message":
-        raise ApiError(
-            f"{name}.type is {_shown(kind)}; only messages are supported", param=f"{name}.type",
-            code="unsupported_content",
-        )  # fmt: skip
-    if not isinstance(role, str) or role not in ROLES:
-        raise ApiError(
-            f"{name}.role is {_shown(role)}; supported: {', '.join(ROLES)}", param=f"{name}.role", code="invalid_value"
-        )
-    # Items sent back as the openai client dumps them carry fields of features that were not used.
-    extra = [key for key, value in item.items() if key not in (*ITEM_FIELDS, "phase") and value not in (None, [])]
-    if extra:
-        raise ApiError(
-            f"{name}.{extra[0][:64]} is not supported yet; leave it out",
-            param=f"{name}.{extra[0][:64]}",
-            code="unsupported_parameter",
-        )
-    if isinstance(content, str):
-        return new_item(role, content)
-    if not isinstance(content, list) or not content:
-        raise ApiError(
-            f"{name}.content must be a string or a list of text parts", param=f"{name}.content", code="invalid_value"
-        )
-    return new_item(role, *[_read_part(part, f"{name}.content[{index}]") for index, part in enumerate(content)])
-
-
-def _read_part(part: Any, name: str) -> str:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind not in TEXT_KINDS:
-        raise ApiError(
-            f"{name}.type is {_shown(kind)}; this model reads text alone, so only input_text and output_text are "
-            "supported",
-            param=f"{name}.type",
-            code="unsupported_content",
-        )
-    text = part.get("text")
-    if not isinstance(text, str):
-        raise ApiError(f"{name}.text must be a string", param=f"{name}.text", code="invalid_value")
-    return text
-
-
-def _shown(value: Any) -> str:
-    return f'"{value[:32]}"' if isinstance(value, str) else "missing" if value is None else "not a string"
+        reason = f"{name}.type is {shown(kind)}; only messages are supported"
+        raise ApiError(reason, param=f"{name}.type", code="unsupported_content")
+    role = checked_role(item, name)
+    refuse_extra(item, ITEM_FIELDS, name)
+    return new_item(role, *text_parts(item.get("content"), f"{name}.content", TEXT_KINDS))
 
 
 def messages(instructions: str | None, items: Sequence[Item]) -> list[dict[str, str]]:
-    """What the chat template is given: the turn's instructions first, then all that was said."""
+    """The messages for the chat template: the turn's instructions first, then all items."""
     first = [{"role": "system", "content": instructions}] if instructions else []
     said = [
         {"role": ROLES[item["role"]], "content": "\n".join([part["text"] for part in item["content"]])}

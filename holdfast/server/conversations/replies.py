@@ -1,4 +1,4 @@
-"""What clients of the stateful API receive: response objects, stream events in their order, lists."""
+"""Replies of the stateful API: response objects, stream events in their order, lists."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from holdfast.core.types import FinishReason
 from holdfast.server.conversations.protocol import ResponseRequest, new_id
-from holdfast.server.conversations.turns import Item
+from holdfast.server.conversations.values import Item
 from holdfast.server.protocol import ApiError
 from holdfast.server.replies import UsageReply, encode
 
@@ -18,12 +18,12 @@ Response = dict[str, Any]
 
 
 def event_bytes(event: Event) -> bytes:
-    """One server-sent event; its name is its type."""
+    """One server-sent event, named by its type."""
     return f"event: {event['type']}\ndata: ".encode() + encode(event) + b"\n\n"
 
 
 class ResponseShape:
-    """How one response looks on the wire, from its creation to its end; `response` is how it looks now."""
+    """The wire format of one response, from its creation to its end. `response` is its present state."""
 
     def __init__(self, wanted: ResponseRequest, served: str) -> None:
         self.item_id = new_id("msg")
@@ -63,7 +63,7 @@ class ResponseShape:
         }
 
     def opening(self) -> Iterator[Event]:
-        """What a stream begins with."""
+        """The first events of a stream."""
         yield self._event("response.created", response=self.response)
         self.response = self.response | {"status": "in_progress"}
         yield self._event("response.in_progress", response=self.response)
@@ -76,7 +76,7 @@ class ResponseShape:
         return self._part("response.output_text.delta", delta=text, logprobs=[])
 
     def whole(self, reason: FinishReason, usage: UsageReply) -> Response:
-        """The response at its end. It counts once it is stored, and then becomes `response`."""
+        """The complete response. The caller stores it first, and then sets `response` to it."""
         stopped = reason is FinishReason.STOP
         status = "completed" if stopped else "incomplete"
         return self.response | {
@@ -97,7 +97,7 @@ class ResponseShape:
         }
 
     def closing(self) -> Iterator[Event]:
-        """What a stream ends with, once the response is whole and stored."""
+        """The last events of a stream, sent once the response is stored."""
         (item,) = self.response["output"]
         (part,) = item["content"]
         yield self._part("response.output_text.done", text=part["text"], logprobs=[])
@@ -106,7 +106,7 @@ class ResponseShape:
         yield self._event(f"response.{self.response['status']}", response=self.response)
 
     def failed(self, error: ApiError) -> Event:
-        """The last event of a stream that broke; the response is then a failed one."""
+        """The last event of a stream that failed. Marks the response as failed."""
         code = "server_error" if error.status >= 500 else "invalid_prompt"
         self.response = ended(self.response, "failed", code, error.message)
         return self._event("response.failed", response=self.response)
@@ -128,7 +128,7 @@ def _text_part(text: str) -> dict[str, Any]:
 
 
 def ended(response: Response, status: str, code: str | None = None, message: str = "") -> Response:
-    """A response that came to nothing: failed with a reason, or cancelled."""
+    """A response without an answer: failed with a reason, or cancelled."""
     error = None if code is None else {"code": code, "message": message}
     return response | {"status": status, "output": [], "usage": None, "error": error}
 

@@ -1,4 +1,4 @@
-"""Responses: from a request to its stored turn, in the client's presence or in the background."""
+"""Responses: from a request to its stored turn, while the client waits or in the background."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from contextlib import aclosing, contextmanager
 from dataclasses import replace
 
 from holdfast.core.types import FinishReason
-from holdfast.server.conversations.keeper import Keeper
 from holdfast.server.conversations.prompt import Prompt, compose
 from holdfast.server.conversations.protocol import ResponseRequest, messages
 from holdfast.server.conversations.replies import Event, Response, ResponseShape, ended
-from holdfast.server.conversations.turns import GOOD, Context, Full, Gone, Item, Turn
+from holdfast.server.conversations.store import AsyncStore
+from holdfast.server.conversations.values import GOOD, Conflict, Context, Item, ThreadTooLarge, Turn
 from holdfast.server.protocol import ApiError
 from holdfast.server.service import Answer, Service, check_length, internal, unknown_model
 
@@ -22,20 +22,20 @@ RUNNING = ("queued", "in_progress")
 
 
 class Responses:
-    """The stateful side of a server. One for each server."""
+    """The stateful API of a server. One for each server."""
 
-    def __init__(self, service: Service, keeper: Keeper) -> None:
+    def __init__(self, service: Service, store: AsyncStore) -> None:
         self.service = service
-        self.keeper = keeper
+        self.store = store
         self._locked: set[tuple[str, str]] = set()
         self._background: dict[str, Background] = {}
 
     def write(self, wanted: ResponseRequest, tenant: str) -> Writing:
-        """Begin a response; nothing runs before its events are iterated. Raises ApiError for what can be seen now."""
+        """Prepare a response; it runs when its events are iterated. Raises ApiError for errors visible at once."""
         return Writing(self, wanted, tenant)
 
     async def start(self, wanted: ResponseRequest, tenant: str) -> Background:
-        """Begin a response that goes on whoever listens, once it is known that it can be served. Raises ApiError."""
+        """Begin a background response. Returns once it is sure to be served. Raises ApiError."""
         writing = self.write(wanted, tenant)
         background = Background(writing)
         try:
@@ -48,24 +48,24 @@ class Responses:
         return background
 
     def running(self, tenant: str, response: str) -> Background | None:
-        """A response that is written in the background here, right now."""
+        """A background response that this process is writing."""
         background = self._background.get(response)
         return background if background is not None and background.writing.tenant == tenant else None
 
     async def retrieve(self, tenant: str, response: str) -> Response:
-        """A stored response as it is now. Raises ApiError 404."""
+        """A stored response in its present state. Raises ApiError 404."""
         background = self.running(tenant, response)
         if background is not None:
             return background.writing.shape.response
-        stored = await self.keeper(lambda store: store.response(tenant, response))
+        stored = await self.store.run(lambda store: store.turns.response(tenant, response))
         if stored is None:
             raise not_found("response", response)
-        if stored["status"] in RUNNING:  # and nobody writes it any more
+        if stored["status"] in RUNNING:  # but nothing writes it any more
             return ended(stored, "failed", "server_error", "the server ended before the response was complete")
         return stored
 
     async def cancel(self, tenant: str, response: str) -> Response:
-        """Stop a background response; one that has ended stays as it is. Raises ApiError."""
+        """Stop a background response. One that has ended stays unchanged. Raises ApiError."""
         background = self.running(tenant, response)
         if background is not None:
             await background.stop()
@@ -79,16 +79,16 @@ class Responses:
         return found
 
     async def delete(self, tenant: str, response: str) -> None:
-        """Delete a response; one that is still written is stopped first. Raises ApiError 404."""
+        """Delete a response, and stop it first if it is still written. Raises ApiError 404."""
         background = self.running(tenant, response)
         if background is not None:
             await background.stop()
-        if not await self.keeper(lambda store: store.delete_response(tenant, response)):
+        if not await self.store.run(lambda store: store.turns.delete(tenant, response)):
             raise not_found("response", response)
 
     @contextmanager
     def lock(self, tenant: str, conversation: str | None) -> Iterator[None]:
-        """Be the only one who changes a conversation. Raises ApiError when another one does."""
+        """Lock a conversation against other changes. Raises ApiError if it is locked already."""
         if conversation is None:
             yield
             return
@@ -105,21 +105,21 @@ class Responses:
             self._locked.discard((tenant, conversation))
 
     async def close(self) -> None:
-        """Stop what runs in the background, and finish what the store was asked to do."""
+        """Stop the background responses and close the store."""
         for background in list(self._background.values()):
             await background.stop()
-        await asyncio.to_thread(self.keeper.close)
+        await asyncio.to_thread(self.store.close)
 
 
 class Writing:
-    """One response under way. It is stored when it is whole: a client that leaves before leaves no trace."""
+    """One response in progress. It is stored at its end, so a client that leaves earlier leaves no trace."""
 
     def __init__(self, responses: Responses, wanted: ResponseRequest, tenant: str) -> None:
         service = responses.service
         if wanted.model != service.client.info.model:
             raise unknown_model(wanted.model, service.client.info.model)
         self.input: list[Item] = wanted.items()
-        service.traffic.check(1)
+        service.admission.check(1)
         self.responses = responses
         self.wanted = wanted
         self.tenant = tenant
@@ -128,11 +128,11 @@ class Writing:
         self.prompt = Prompt("", array("I"), 0)
         self.answer = Answer(service, wanted, tenant, self._prompts)
         self.prepared = asyncio.Event()
-        """Set once it is known that the response can be served."""
+        """Set once the response is sure to be served."""
         self.begun = False
-        """Whether its beginning is stored, for clients that ask how it is."""
+        """Whether its beginning is stored, for clients that poll a background response."""
         self.settled = False
-        """Whether the store was asked to keep it whole: nothing takes that back."""
+        """Whether the store was asked to keep it whole; this cannot be undone."""
 
     @property
     def id(self) -> str:
@@ -140,7 +140,7 @@ class Writing:
         return str(self.shape.response["id"])
 
     async def events(self) -> AsyncGenerator[Event, None]:
-        """The response as it is written; the last event has it whole. Raises ApiError."""
+        """The response's events as it is written. The last one has the whole response. Raises ApiError."""
         with self.responses.lock(self.tenant, self.wanted.conversation_id):
             await self._prepare()
             opened = False
@@ -164,7 +164,7 @@ class Writing:
                 yield event
 
     async def _prepare(self) -> None:
-        """Find what the response builds on and make its prompt."""
+        """Find the context that the response builds on, and compose its prompt."""
         service = self.responses.service
         self.context = await self._find_context()
         said = messages(self.wanted.instructions, [*self.context.items, *self.input])
@@ -172,10 +172,9 @@ class Writing:
             raise ApiError("input is missing: there is nothing to answer", param="input", code="invalid_value")
         try:
             self.prompt = await asyncio.to_thread(compose, service.client.text, said, self.context)
-        except ValueError as error:  # a chat template that refuses these messages
+        except ValueError as error:  # the chat template refuses these messages
             raise ApiError(str(error), param="input", code="invalid_value") from None
-        longest = service.client.info.max_model_len
-        check_length(len(self.prompt.tokens), longest, self.wanted)
+        check_length(len(self.prompt.tokens), service.client, self.wanted)
         if self.wanted.background:
             await self._keep(self._turn(self.shape.response))
             self.begun = True
@@ -185,16 +184,16 @@ class Writing:
         return [self.prompt.tokens]
 
     async def _find_context(self) -> Context:
-        keeper, tenant = self.responses.keeper, self.tenant
+        store, tenant = self.responses.store, self.tenant
         previous, conversation = self.wanted.previous_response_id, self.wanted.conversation_id
         if conversation is not None:
-            context = await keeper(lambda store: store.conversation_context(tenant, conversation))
+            context = await store.run(lambda store: store.conversations.context(tenant, conversation))
             if context is None:
                 raise not_found("conversation", conversation, "conversation")
             return context
         if previous is None:
             return Context()
-        context = await keeper(lambda store: store.context(tenant, previous))
+        context = await store.run(lambda store: store.turns.context(tenant, previous))
         if context is None:
             raise not_found("response", previous, "previous_response_id")
         if context.status not in GOOD:
@@ -231,18 +230,18 @@ class Writing:
         await self._keep(turn)
 
     async def _keep(self, turn: Turn) -> None:
-        with kept():
-            await self.responses.keeper(lambda store: store.commit(turn, begun=self.begun))
+        with store_refusals():
+            await self.responses.store.run(lambda store: store.turns.commit(turn, begun=self.begun))
 
     async def end(self, response: Response) -> None:
-        """Store how a background response ended that came to nothing."""
+        """Store the end of a background response that failed or was cancelled."""
         self.shape.response = response
         with contextlib.suppress(ApiError):  # deleted meanwhile
             await self._keep(self._turn(response))
 
 
 class Background:
-    """A response that is written whoever listens; its events so far, for those who do."""
+    """A response that is written without waiting for a reader. Keeps its events for readers that follow it."""
 
     def __init__(self, writing: Writing) -> None:
         self.writing = writing
@@ -261,7 +260,7 @@ class Background:
             prepared.cancel()
 
     async def follow(self, after: int = -1) -> AsyncGenerator[Event, None]:
-        """The events with a sequence_number above `after`, those to come as they come."""
+        """The events with a sequence_number above `after`, past and future."""
         at = after + 1
         while True:
             while at < len(self.events):
@@ -274,7 +273,7 @@ class Background:
             changed.cancel()
 
     async def stop(self) -> None:
-        """End the response now, as cancelled; one that has just ended stays as it is."""
+        """Cancel the response. One that has just ended stays unchanged."""
         self.task.cancel()
         await asyncio.gather(self.task, return_exceptions=True)
 
@@ -301,16 +300,16 @@ class Background:
 
 
 @contextmanager
-def kept() -> Iterator[None]:
-    """What the store refuses, as clients see it."""
+def store_refusals() -> Iterator[None]:
+    """Translate the store's refusals into ApiErrors."""
     try:
         yield
-    except Gone as error:
+    except Conflict as error:
         raise ApiError(str(error), status=409, code="conflict") from None
-    except Full as error:
+    except ThreadTooLarge as error:
         raise ApiError(str(error), code="conversation_too_large") from None
 
 
 def not_found(kind: str, id: str, param: str | None = None) -> ApiError:
-    """There is no such thing, or it is another's: no one can tell."""
+    """The 404 of an object that does not exist or belongs to another tenant, which look the same."""
     return ApiError(f"{kind} {id[:64]!r} was not found", status=404, param=param, code=f"{kind}_not_found")

@@ -1,4 +1,4 @@
-"""Space: how much each tenant has in the store, and which threads are dropped to keep it within its bounds."""
+"""Space: tracks each tenant's share of the store, and drops threads to keep the store within its bounds."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 from sqlalchemy import Connection, bindparam, delete, func, insert, literal, select, update
 
-from holdfast.server.conversations.schema import conversations, items, threads, turns
-from holdfast.server.conversations.turns import Bounds, Full
+from holdfast.server.conversations.database import conversations, items, threads, turns
+from holdfast.server.conversations.values import Bounds, ThreadTooLarge
 
 SHARE = 8
-"""One thread may take up this part of the store: none drives out all the others."""
+"""A thread may take up one part in this many of the store, so that none drives out all others."""
 BATCH = 64
-"""Threads that one write drops at the most to keep within the bounds: no turn waits for a long clean-up."""
-RECOUNT, RECOUNT_CROWDED = 256, 32
-"""Writes after which sizes are counted anew, as other servers may write to the same database; and where there is too
-much, as what others have dropped need not be dropped again. It takes some 50 ms for 100,000 threads."""
+"""Most threads that one write drops, so that no turn waits for a long clean-up."""
+RECOUNT, RECOUNT_OVER_BOUNDS = 256, 32
+"""Writes after which sizes are counted again, because other servers may write to the same database. Over the bounds the
+count comes sooner, to see what others have dropped. Counting takes some 50 ms for 100,000 threads."""
 
 _BYTES = select(threads.c.bytes).where(threads.c.id == bindparam("id"))
 _GROW = (
@@ -36,17 +36,17 @@ _BY_TENANT = select(threads.c.tenant, func.count(), func.sum(threads.c.bytes)).g
 
 @dataclass
 class Held:
-    """What one tenant has, as far as this process knows."""
+    """The size of one tenant's threads, as far as this process knows."""
 
     threads: int = 0
     bytes: int = 0
 
 
 class Space:
-    """Works within the store's transactions. The unit is a thread: kept whole or dropped whole.
+    """Works within the store's transactions. A thread is kept whole or dropped whole.
 
-    Where there is too much, the tenant that has most loses what was not active there for longest. So nobody is driven
-    out by another who has more: of n tenants each is safe with an n-th of the store.
+    Beyond the bounds, the tenant that has most loses its longest idle thread. So no tenant is driven out by a larger
+    one: each of n tenants is safe with an n-th of the store.
     """
 
     def __init__(self, bounds: Bounds, now: Callable[[], float]) -> None:
@@ -56,14 +56,16 @@ class Space:
         self._writes = RECOUNT
 
     def oldest(self) -> float:
-        """Threads that were active before this are too old to be seen."""
+        """Threads last active before this time are too old to be found."""
         return self._now() - self._bounds.seconds
 
     def grown(self, db: Connection, thread: str, tenant: str, size: int) -> None:
-        """A thread is active, and larger by `size` bytes; the bounds are kept. Raises Full when it is too large."""
+        """Record that a thread is active and larger by `size` bytes, and keep the bounds. Raises ThreadTooLarge."""
         now, most = self._now(), self._bounds.bytes // SHARE
         if size + (db.execute(_BYTES, {"id": thread}).scalar() or 0) > most:
-            raise Full(f"this conversation takes up more than {most} bytes with all its branches; begin a new one")
+            raise ThreadTooLarge(
+                f"this conversation takes up more than {most} bytes with all its branches; begin a new one"
+            )
         held = self._held.setdefault(tenant, Held())
         if not db.execute(_GROW, {"thread": thread, "now": now, "size": size}).rowcount:
             db.execute(insert(threads).values(id=thread, tenant=tenant, active=now, bytes=size))
@@ -72,18 +74,18 @@ class Space:
         self.drop_old(db, spare=thread)
 
     def drop_old(self, db: Connection, spare: str = "") -> None:
-        """Drop what is too old, and where there is too much what the largest tenants have been idle with for longest.
+        """Drop threads that are too old and, beyond the bounds, the longest idle threads of the largest tenants.
 
-        All but the thread `spare`.
+        Never drops the thread `spare`.
         """
         self._writes += 1
-        if self._writes > (RECOUNT_CROWDED if self._crowded() else RECOUNT):
+        if self._writes > (RECOUNT_OVER_BOUNDS if self._over_bounds() else RECOUNT):
             self._held = {tenant: Held(count, int(size)) for tenant, count, size in db.execute(_BY_TENANT)}
             self._writes = 0
         for _ in range(BATCH):
             row = db.execute(_IDLE, {"spare": spare}).first()
             if row is None or row.active >= self.oldest():
-                for tenant in self._crowded():
+                for tenant in self._over_bounds():
                     row = db.execute(_IDLE_OF, {"spare": spare, "tenant": tenant}).first()
                     if row is not None:
                         break
@@ -94,8 +96,8 @@ class Space:
             held.threads -= 1
             held.bytes -= row.bytes
 
-    def _crowded(self) -> list[str]:
-        """Where there is too much: the tenants, those first that have most of what there is too much of."""
+    def _over_bounds(self) -> list[str]:
+        """Beyond the bounds: the tenants, those first that have most of what is exceeded. Otherwise empty."""
         held, bounds = self._held, self._bounds
         if sum(each.bytes for each in held.values()) > bounds.bytes:
             return sorted(held, key=lambda tenant: -held[tenant].bytes)
@@ -104,7 +106,7 @@ class Space:
         return []
 
     def _drop(self, db: Connection, thread: str) -> None:
-        """Remove all that a thread has."""
+        """Remove a thread with everything in it."""
         inside = select(conversations.c.id).where(conversations.c.thread == thread)
         db.execute(delete(items).where(items.c.conversation.in_(inside)))
         for table in (conversations, turns):
@@ -112,7 +114,7 @@ class Space:
         db.execute(delete(threads).where(threads.c.id == thread))
 
     def prune(self, db: Connection, thread: str) -> None:
-        """Remove what nobody can see and nothing builds on; with the last of it the thread itself."""
+        """Remove turns that are invisible and that nothing builds on. Removes the thread if it is then empty."""
         child = turns.alias()
         heads = select(conversations.c.head).where(conversations.c.thread == thread, conversations.c.head.is_not(None))
         parents = select(child.c.parent).where(child.c.thread == thread, child.c.parent.is_not(None))

@@ -1,1 +1,1 @@
-"""The routes by what they serve. They and `server.app` alone know FastAPI."""
+"""The HTTP routes. Only they and `server.app` import FastAPI."""

@@ -1,4 +1,4 @@
-"""Chat completions and completions."""
+"""Routes of chat completions and completions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fastapi import FastAPI, Request, Response
 
 from holdfast.server.protocol import ApiError, ChatRequest, CompletionRequest, GenerationRequest, parse
 from holdfast.server.replies import DONE, ChatShape, Shape, TextShape, event
-from holdfast.server.routes.http import JSON, EventStream, described, read_body, tenant_of, while_connected
+from holdfast.server.routes.http import JSON, described, read_body, start_stream, tenant_of, while_connected
 from holdfast.server.service import Answer, Service, internal
 
 
@@ -33,19 +33,14 @@ def add_generation_routes(app: FastAPI, service: Service) -> None:
 
 
 async def respond(request: Request, wanted: GenerationRequest, answer: Answer, shape: Shape) -> Response:
-    """The answer whole, or as a stream that begins once there is something to send: a refusal has its own status."""
+    """The whole answer, or a stream."""
     if not wanted.stream:
         return JSON(await while_connected(request.receive, whole(answer, shape)))
-    stream = events(answer, shape, include_usage=wanted.stream_options.include_usage)
-
-    async def begin() -> bytes:
-        return await anext(stream)
-
-    return EventStream(await while_connected(request.receive, begin()), stream)
+    return await start_stream(request, events(answer, shape, include_usage=wanted.stream_options.include_usage))
 
 
 async def whole(answer: Answer, shape: Shape) -> msgspec.Struct:
-    """Gather all choices of an answer into one completion."""
+    """Collect all choices of an answer into one completion."""
     texts: list[list[str]] = [[] for _ in range(answer.num_choices)]
     reasons = [""] * answer.num_choices
     async with aclosing(answer.deltas()) as deltas:
@@ -56,7 +51,7 @@ async def whole(answer: Answer, shape: Shape) -> msgspec.Struct:
 
 
 async def events(answer: Answer, shape: Shape, *, include_usage: bool) -> AsyncGenerator[bytes, None]:
-    """The answer as server-sent events. Once the first is out, an error is an event and ends the stream."""
+    """The answer as server-sent events. After the first one, an error is an event and ends the stream."""
     begun = False
     try:
         async with aclosing(answer.deltas()) as deltas:

@@ -1,4 +1,4 @@
-"""What all routes share: bodies within bounds, JSON, event streams, and work that ends when the client leaves."""
+"""Shared by all routes: bounded bodies, JSON, event streams, and work that ends when the client leaves."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class JSON(Response):
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events whose source is closed however the response ends: done, failed, or left by the client."""
+    """Server-sent events. Their source is closed when the response ends: complete, failed, or left by the client."""
 
     media_type = "text/event-stream"
 
@@ -50,14 +50,23 @@ class EventStream(StreamingResponse):
             await self.rest.aclose()
 
 
+async def start_stream(request: Request, events: AsyncGenerator[bytes, None]) -> EventStream:
+    """A stream that begins with its first event, so that a refusal still gets its own status."""
+
+    async def begin() -> bytes:
+        return await anext(events)
+
+    return EventStream(await while_connected(request.receive, begin()), events)
+
+
 def tenant_of(request: Request) -> str:
-    """Whose prefixes the request may share."""
+    """The request's tenant, whose cached prefixes it may share."""
     tenant: str = request.state.tenant
     return tenant
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """The request's body of at most `limit` bytes. Raises ApiError 413 for more, before it is all read."""
+    """The request's body. Raises ApiError 413 as soon as it exceeds `limit` bytes."""
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
@@ -71,7 +80,7 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Run `work` and cancel it when the client leaves. Raises ClientDisconnect then."""
+    """Run `work`. If the client leaves, cancel it and raise ClientDisconnect."""
 
     async def leave() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -91,7 +100,7 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
 
 class PageQuery(NamedTuple):
-    """Which part of a list a client asks for."""
+    """The part of a list that a client asks for."""
 
     limit: int
     newest_first: bool
@@ -99,7 +108,7 @@ class PageQuery(NamedTuple):
 
 
 def page_query(request: Request) -> PageQuery:
-    """`limit`, `order` and `after`. Raises ApiError that names the one at fault."""
+    """Parse `limit`, `order` and `after`. Raises ApiError, which names the one at fault."""
     query = request.query_params
     limit, order = query.get("limit", "20"), query.get("order", "desc")
     if not limit.isascii() or not limit.isdigit() or not 1 <= int(limit[:9]) <= 100:
@@ -110,7 +119,7 @@ def page_query(request: Request) -> PageQuery:
 
 
 def described(shape: type[msgspec.Struct]) -> dict[str, Any]:
-    """A request body for /docs, which cannot see it: the routes read it themselves, to refuse by name."""
+    """The OpenAPI entry of a request body, which FastAPI cannot infer because the routes parse bodies themselves."""
     _, components = msgspec.json.schema_components([shape], ref_template="{name}")
     body = components[shape.__name__]
     if "stream_options" in body["properties"]:

@@ -1,4 +1,4 @@
-"""OpenAI's Responses: a turn sends only what is new."""
+"""Routes of OpenAI's Responses, where a turn sends only its new input."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from holdfast.server.conversations.service import Responses, Writing, not_found
 from holdfast.server.protocol import ApiError, parse
 from holdfast.server.routes.http import (
     JSON,
-    EventStream,
     PageQuery,
     described,
     page_query,
     read_body,
+    start_stream,
     tenant_of,
     while_connected,
 )
@@ -31,21 +31,21 @@ def add_response_routes(app: FastAPI, responses: Responses) -> None:
 
     @app.post("/v1/responses", openapi_extra=described(ResponseRequest))
     async def create(request: Request) -> Response:
-        """The answer to a turn; with `stream`, as it is written; with `background`, whoever listens."""
+        """Answer a turn: whole, as a stream, or in the background."""
         wanted = parse(await read_body(request, limit), ResponseRequest)
         if wanted.background:
             background = await responses.start(wanted, tenant_of(request))
             if not wanted.stream:
                 return JSON(background.writing.shape.response)
-            return await stream(request, (event_bytes(event) async for event in background.follow()))
+            return await start_stream(request, (event_bytes(event) async for event in background.follow()))
         writing = responses.write(wanted, tenant_of(request))
         if wanted.stream:
-            return await stream(request, told(writing))
+            return await start_stream(request, event_stream(writing))
         return JSON(await while_connected(request.receive, whole(writing)))
 
     @app.get("/v1/responses/{response_id}")
     async def retrieve(request: Request, response_id: str) -> Response:
-        """A stored response; with `stream`, the events of one that is written in the background."""
+        """A stored response; with `stream`, the events of a running background response."""
         tenant, query = tenant_of(request), request.query_params
         if query.get("stream") != "true":
             return JSON(await responses.retrieve(tenant, response_id))
@@ -56,7 +56,7 @@ def add_response_routes(app: FastAPI, responses: Responses) -> None:
         after = query.get("starting_after", "-1")
         if not after.removeprefix("-").isdigit() or len(after) > 9:
             raise ApiError("starting_after must be an integer", param="starting_after", code="invalid_value")
-        return await stream(request, (event_bytes(event) async for event in background.follow(int(after))))
+        return await start_stream(request, (event_bytes(event) async for event in background.follow(int(after))))
 
     @app.delete("/v1/responses/{response_id}")
     async def delete(request: Request, response_id: str) -> dict[str, Any]:
@@ -71,16 +71,16 @@ def add_response_routes(app: FastAPI, responses: Responses) -> None:
 
     @app.get("/v1/responses/{response_id}/input_items")
     async def input_items(request: Request, response_id: str) -> Response:
-        """What a response's request brought."""
+        """The input items of a response."""
         tenant = tenant_of(request)
-        found = await responses.keeper(lambda store: store.input(tenant, response_id))
+        found = await responses.store.run(lambda store: store.turns.input(tenant, response_id))
         if found is None:
             raise not_found("response", response_id)
         return JSON(page(found, page_query(request)))
 
 
 def page(items: list[dict[str, Any]], query: PageQuery) -> dict[str, Any]:
-    """The part of a short list that a query asks for."""
+    """The part of the list that a query asks for."""
     if query.newest_first:
         items = items[::-1]
     if query.after is not None:
@@ -92,15 +92,15 @@ def page(items: list[dict[str, Any]], query: PageQuery) -> dict[str, Any]:
 
 
 async def whole(writing: Writing) -> dict[str, Any]:
-    """A response at its end."""
+    """The response at its end."""
     async with aclosing(writing.events()) as events:
         async for _ in events:
             pass
     return writing.shape.response
 
 
-async def told(writing: Writing) -> AsyncGenerator[bytes, None]:
-    """A response as server-sent events. Once the first is out, an error ends it as a failed one."""
+async def event_stream(writing: Writing) -> AsyncGenerator[bytes, None]:
+    """A response as server-sent events. After the first one, an error ends it with `response.failed`."""
     begun = False
     try:
         async with aclosing(writing.events()) as events:
@@ -112,12 +112,3 @@ async def told(writing: Writing) -> AsyncGenerator[bytes, None]:
             raise
         writing.responses.service.metrics.outcome(writing.wanted.route, "failed")
         yield event_bytes(writing.shape.failed(error if isinstance(error, ApiError) else internal(error)))
-
-
-async def stream(request: Request, events: AsyncGenerator[bytes, None]) -> Response:
-    """A stream that begins once there is something to send: a refusal has its own status."""
-
-    async def begin() -> bytes:
-        return await anext(events)
-
-    return EventStream(await while_connected(request.receive, begin()), events)

@@ -60,7 +60,7 @@ def test_a_request_ends_at_max_model_len():
     [
         (128, {}, "has 128 tokens.*limit of 128"),
         ((), {}, "empty"),
-        (60, {"blocks": 15}, "60 tokens and 4 generated ones take 16 blocks.*has 15"),
+        (60, {"blocks": 15}, "60 prompt tokens and up to 4 generated ones take 63 positions.*has 60"),
         ((5, 100), {"vocab_size": 100}, "token id 100; .* between 0 and 99"),
         ((5, -1), {}, "token id -1"),
     ],

@@ -1,13 +1,13 @@
 """Long random histories of conversations through the real service, store, client and engine, on a real small model.
 
-Turns, branches, edits, deletions, background responses, clients that leave in mid-answer, a rival for the memory,
-forced evictions, restarts in order and by force, on tiers that are far too small. After every rule: each answer is the
-one that Transformers' own module gives without any cache, no block of either tier is lost or owned twice, and the store
-holds whole turns only, all that were told to be complete and nothing else.
+The events are turns, branches, edits, deletions, background responses, clients that leave during an answer, another
+tenant's requests, forced evictions, restarts and kills, on tiers that are far too small. After every rule: each answer
+equals the one of Transformers' own module without any cache, no block of either tier is lost or owned twice, and the
+store holds exactly the turns that were reported complete.
 
     HOLDFAST_HISTORIES=2000 python -m pytest tests/server/conversations/test_histories.py
 
-runs as many as that, each another one at every call.
+runs that many histories, different ones at each call.
 """
 
 from __future__ import annotations
@@ -49,14 +49,13 @@ from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.types import MemoryMeasurement, StepPlan
 from holdfast.loop.loop import Loop
 from holdfast.server.config import ServerConfig
-from holdfast.server.conversations import keeper as keeper_module
-from holdfast.server.conversations import schema
-from holdfast.server.conversations.keeper import Keeper
+from holdfast.server.conversations import database
+from holdfast.server.conversations import store as store_module
 from holdfast.server.conversations.prompt import Prompt
 from holdfast.server.conversations.protocol import ResponseRequest, new_id, new_item
 from holdfast.server.conversations.service import RUNNING, Background, Responses, Writing
-from holdfast.server.conversations.store import Store
-from holdfast.server.conversations.turns import GOOD, Bounds
+from holdfast.server.conversations.store import AsyncStore, Store
+from holdfast.server.conversations.values import GOOD, Bounds
 from holdfast.server.protocol import ApiError, parse
 from holdfast.server.service import Service
 from tests.checkpoints import VOCAB, make
@@ -67,22 +66,22 @@ from tests.tokenizers_made import byte_level
 
 LONGEST, ROWS = 240, 4
 FAST = Path("/dev/shm")
-"""Where a commit need not wait for a disk."""
-MOST_UNDER_WAY = 6
+"""A file system in memory, where commits are fast."""
+MOST_IN_PROGRESS = 6
 MOST_STEPS = 2000
-"""Far more than it takes to end all that can be under way."""
+"""Far more steps than all turns in progress can need."""
 TIE = 1e-3
-"""Logits closer than this are equal: sums are taken in another order here than there."""
+"""Logits closer than this count as equal, because the two implementations add in different orders."""
 TEMPLATE = "{% for m in messages %}[{{ m.role[0] }}]{{ m.content }}{% endfor %}[a]"
 HISTORIES = int(os.environ.get("HOLDFAST_HISTORIES", "0"))
 EACH = 6
-"""Histories of one seed; hypothesis draws much the same again within a run."""
+"""Histories for each seed; hypothesis repeats itself within a run."""
 AMPLE = Bounds(seconds=1e9, threads=100_000, bytes=1 << 40)
 Said = list[tuple[str, str]]
 
 
 class Reference:
-    """Transformers' own module, which keeps nothing between two calls."""
+    """Transformers' own module, which caches nothing between calls."""
 
     def __init__(self, directory: Path) -> None:
         self.module = make(directory, "Llama", max_position_embeddings=LONGEST, eos_token_id=1)
@@ -90,7 +89,7 @@ class Reference:
 
     @torch.inference_mode()
     def check(self, prompt: tuple[int, ...], answer: list[int]) -> None:
-        """Raise AssertionError unless each token of the answer is the likeliest after all that comes before it."""
+        """Raise AssertionError unless each token of the answer is the argmax after all tokens before it."""
         whole = (*prompt, *answer)
         if not answer or whole in self.seen:
             return
@@ -103,7 +102,7 @@ class Reference:
 
 @cache
 def checkpoint() -> tuple[Path, Reference, Model]:
-    """A small model of random weights, with a tokenizer of bytes: on the disk, as Transformers', and as ours."""
+    """A small random model with a byte tokenizer: its directory, Transformers' module, and our model."""
     directory = Path(tempfile.mkdtemp(prefix="holdfast-histories-"))
     reference = Reference(directory)
     byte_level().save(str(directory / "tokenizer.json"))
@@ -113,20 +112,20 @@ def checkpoint() -> tuple[Path, Reference, Model]:
 
 @dataclass(eq=False)
 class Talk:
-    """One turn, as its client sees it."""
+    """One turn as its client sees it."""
 
     wanted: ResponseRequest
     said: Said
-    """All messages that its prompt must consist of."""
+    """The messages that make up its prompt."""
     parent: Talk | None = None
     writing: Writing | None = None
     task: asyncio.Task[None] | None = None
     background: Background | None = None
     must_be_locked: bool = False
     may_conflict: bool = False
-    """Whether what it builds on may have been deleted or edited while it was written."""
+    """Whether its parent or conversation may have been deleted or edited while it was written."""
     edited: bool = False
-    """Whether its conversation was, surely."""
+    """Whether its conversation certainly was."""
     began_with: tuple[str, ...] = ()
     """The conversation's items when it began."""
     refusal: ApiError | None = None
@@ -142,7 +141,7 @@ class Talk:
 
     @property
     def left_while_it_was_stored(self) -> bool:
-        """Whether the client left at a moment from which on the turn is stored all the same, but nobody is told so."""
+        """Whether the client left so late that the turn is stored, though no one is told."""
         if self.task is None or self.writing is None or not self.writing.settled:
             return False
         return self.task.cancelled() if self.background is None else self.response["status"] in RUNNING
@@ -158,12 +157,12 @@ class Talk:
 
 
 class Watched(PagedExecutor):
-    """An executor of whose plans it is noted what they hold."""
+    """An executor that records the plans it is given."""
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
         self.computed: Counter[str] = Counter()
-        """By request, the tokens that were computed before it sampled any."""
+        """By request, the number of tokens computed before its first sampled one."""
         self.answering: set[str] = set()
 
     def submit(self, plan: StepPlan) -> None:
@@ -182,7 +181,7 @@ class Watched(PagedExecutor):
 
 
 def event(weight: int, **strategies: st.SearchStrategy[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Something that happens in a history, with what is to be drawn for it."""
+    """Marks an event of a history, with its weight and the strategies of its arguments."""
 
     def mark(method: Callable[..., None]) -> Callable[..., None]:
         method.weight, method.strategies = weight, strategies  # type: ignore[attr-defined]
@@ -192,10 +191,10 @@ def event(weight: int, **strategies: st.SearchStrategy[Any]) -> Callable[[Callab
 
 
 class Histories(RuleBasedStateMachine):
-    """A server, and all that its clients know of it."""
+    """A server, and everything that its clients know of it."""
 
     seen: ClassVar[Counter[str]] = Counter()
-    """What has happened in all histories: a test that never comes near what it tests shows nothing."""
+    """Counts of what happened in all histories, to show that the interesting cases did occur."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -203,17 +202,17 @@ class Histories(RuleBasedStateMachine):
         self.directory, self.reference, self.model = checkpoint()
         self.folder = tempfile.TemporaryDirectory(prefix="holdfast-store-", dir=FAST if FAST.is_dir() else None)
         self.where = str(Path(self.folder.name) / "store.sqlite")
-        self.under_way: list[Talk] = []
+        self.in_progress: list[Talk] = []
         self.rivals: list[asyncio.Task[None]] = []
         self.stored: dict[str, Talk] = {}
-        """Turns that are whole, by id; whatever else happens they stay so."""
+        """Completed turns by id; they must stay complete."""
         self.deleted: set[str] = set()
         self.came_to_nothing: dict[str, str] = {}
         """Background responses that failed or were cancelled: their status by id."""
         self.items: dict[str, list[tuple[str, str, str]]] = {}
         """Conversations: id, role and text of each item."""
         self.cached: defaultdict[tuple[int, ...], set[int]] = defaultdict(set)
-        """By prompt, how many of its tokens need not be computed, each time that it was asked."""
+        """By prompt, the number of its tokens found in the cache, each time it was sent."""
         self.numbers = itertools.count()
 
     @initialize(seed=st.integers(0, 1 << 64))
@@ -236,7 +235,7 @@ class Histories(RuleBasedStateMachine):
         self.edit("make", 0)
 
     async def boot(self) -> None:
-        """Start an engine and a server over the store as it is."""
+        """Start an engine and a server over the existing store."""
         asyncio.get_running_loop().set_default_executor(AtOnce())
         shape, spec = self.shape, self.model.spec
         size = shape["block_size"]
@@ -247,7 +246,7 @@ class Histories(RuleBasedStateMachine):
         device = allocated(self.model, config, blocks, places, make_stream=LateStream if shape["late"] else None)
         executor = self.executor = Watched(device.model, device.attention, device.memory)
         draw = random.Random(shape["costs"])
-        costs = [10 ** draw.uniform(-3, 3) for _ in range(64)]  # in no order, and whatever the age: holes come anywhere
+        costs = [10 ** draw.uniform(-3, 3) for _ in range(64)]  # in random order, so that holes come anywhere
         self.pool = BlockPool(
             blocks,
             size,
@@ -280,17 +279,17 @@ class Histories(RuleBasedStateMachine):
         self.client = await start(self.engine, config)
         self.store = Store.open(self.where, AMPLE)
         self.at_once = AtOnce()
-        with patch.object(keeper_module, "ThreadPoolExecutor", lambda **_: self.at_once):
-            keeper = Keeper(self.store)
-        self.responses = Responses(Service(self.client, ServerConfig()), keeper)
+        with patch.object(store_module, "ThreadPoolExecutor", lambda **_: self.at_once):
+            store = AsyncStore(self.store)
+        self.responses = Responses(Service(self.client, ServerConfig()), store)
 
     @rule(what=st.deferred(lambda: st.sampled_from(EVENTS)), data=st.data())
     def happen(self, what: str, data: st.DataObject) -> None:
-        """One of the events below, as often as its weight says."""
+        """One of the events below, drawn by weight."""
         method = getattr(self, what)
         method(**{name: data.draw(strategy, label=name) for name, strategy in method.strategies.items()})
 
-    # What clients do
+    # Events from clients
 
     @event(
         20,
@@ -302,12 +301,12 @@ class Histories(RuleBasedStateMachine):
         lost=st.sampled_from([0, 0, 0.2, 0.4]),
     )
     def talk(self, kind: str, which: int, text: str, most: int, mode: str, lost: float) -> None:
-        """Begin a turn: of a new chain, one that was had before, after any response, or in a conversation.
+        """Begin a turn: in a new chain, repeating an earlier one, after any response, or in a conversation.
 
-        Some of the idle state is gone.
+        First the share `lost` of the idle state is dropped.
         """
         self.evict(lost)
-        if len(self.under_way) == MOST_UNDER_WAY:
+        if len(self.in_progress) == MOST_IN_PROGRESS:
             return
         body: dict[str, Any] = {"model": "m", "input": text, "temperature": 0, "max_output_tokens": most}
         body |= {
@@ -335,8 +334,8 @@ class Histories(RuleBasedStateMachine):
         wanted = parse(msgspec.json.encode(body), ResponseRequest)
         talk = Talk(wanted, [*said, ("user", text)], parent)
         talk.began_with = tuple(item for item, _, _ in self.items.get(talk.conversation or "", ()))
-        talk.must_be_locked = any(talk.conversation == other.conversation is not None for other in self.under_way)
-        self.under_way.append(talk)
+        talk.must_be_locked = any(talk.conversation == other.conversation is not None for other in self.in_progress)
+        self.in_progress.append(talk)
         self.runner.run(self._begin(talk))
 
     async def _begin(self, talk: Talk) -> None:
@@ -352,11 +351,11 @@ class Histories(RuleBasedStateMachine):
             talk.task = asyncio.create_task(listen(talk.writing))
         await self._settle()
 
-    @event(4, which=st.integers(0, MOST_UNDER_WAY), turns=st.integers(0, 20), work=st.integers(0, 3))
+    @event(4, which=st.integers(0, MOST_IN_PROGRESS), turns=st.integers(0, 20), work=st.integers(0, 3))
     def leave(self, which: int, turns: int, work: int) -> None:
-        """A client closes its connection, or cancels a background response, at any moment of an answer."""
-        if self.under_way:
-            self.runner.run(self._leave(self.under_way[which % len(self.under_way)], turns, work))
+        """A client disconnects, or cancels a background response, at any moment of an answer."""
+        if self.in_progress:
+            self.runner.run(self._leave(self.in_progress[which % len(self.in_progress)], turns, work))
 
     async def _leave(self, talk: Talk, turns: int, work: int) -> None:
         for _ in range(work):
@@ -372,11 +371,11 @@ class Histories(RuleBasedStateMachine):
 
     @event(1, which=st.integers(0, 1 << 10))
     def delete(self, which: int) -> None:
-        """Delete a response, whoever builds on it."""
+        """Delete a response, even if others build on it."""
         if not self.stored:
             return
         talk = list(self.stored.values())[which % len(self.stored)]
-        for other in self.under_way:
+        for other in self.in_progress:
             other.may_conflict |= other.parent is talk or other.conversation is not None
         self.runner.run(self._delete(talk))
         if talk.wanted.store:
@@ -390,37 +389,37 @@ class Histories(RuleBasedStateMachine):
 
     @event(4, what=st.sampled_from(["make", "make", "add", "remove", "delete"]), which=st.integers(0, 1 << 10))
     def edit(self, what: str, which: int) -> None:
-        """Somebody makes, edits or deletes a conversation, through another server: no lock holds there."""
+        """Create, edit or delete a conversation through another server, where no lock holds."""
         new = new_item("user", f"by hand {which % 10}")
         entry = (new["id"], "user", f"by hand {which % 10}")
         if what == "make" or not self.items:
             id = new_id("conv")
-            self.store.create_conversation("", id, {}, [new] if which % 2 else [])
+            self.store.conversations.create("", id, {}, [new] if which % 2 else [])
             self.items[id] = [entry] if which % 2 else []
             return
-        busy = [id for id in self.items if any(talk.conversation == id for talk in self.under_way)]
+        busy = [id for id in self.items if any(talk.conversation == id for talk in self.in_progress)]
         ids = busy if busy and which % 4 else list(self.items)
         id = ids[which % len(ids)]
         entries = self.items[id]
         if what == "add":
-            assert self.store.add_items("", id, [new])
+            assert self.store.conversations.add_items("", id, [new])
             entries.append(entry)
         elif what == "remove" and entries:
             gone = entries.pop(which % len(entries))
-            assert self.store.delete_item("", id, gone[0])
+            assert self.store.conversations.delete_item("", id, gone[0])
         elif what == "delete":
-            assert self.store.delete_conversation("", id)
+            assert self.store.conversations.delete("", id)
             del self.items[id]
         else:
             return
-        for talk in self.under_way:
+        for talk in self.in_progress:
             talk.edited |= talk.conversation == id
-            talk.may_conflict = True  # a chain that only this conversation kept may be gone
-        self.seen["edits in mid-turn"] += any(talk.conversation == id for talk in self.under_way)
+            talk.may_conflict = True  # a chain kept only by this conversation may be deleted
+        self.seen["edits in mid-turn"] += any(talk.conversation == id for talk in self.in_progress)
 
     @event(2, length=st.integers(1, 110), copy=st.booleans())
     def rival(self, length: int, copy: bool) -> None:
-        """Another tenant wants memory, at times for the very tokens that somebody else has cached."""
+        """Another tenant needs memory, sometimes for tokens that the first tenant has cached."""
         prompts = [talk.writing.prompt.tokens for talk in self.stored.values() if talk.writing is not None]
         prompt = (
             prompts[length % len(prompts)] if copy and prompts else [(7 * length + at) % VOCAB for at in range(length)]
@@ -438,11 +437,11 @@ class Histories(RuleBasedStateMachine):
         self.rivals.append(asyncio.create_task(ask()))
         await self._settle()
 
-    # What the server does
+    # Events in the server
 
     @event(6, count=st.integers(1, 12))
     def work(self, count: int) -> None:
-        """Do some steps."""
+        """Run some steps."""
         self.runner.run(self._work(count))
 
     async def _work(self, count: int) -> None:
@@ -452,56 +451,56 @@ class Histories(RuleBasedStateMachine):
             count -= 1
             self.scheduler.check()
             await self._settle()
-        raise AssertionError(f"what is under way has come to no end in {MOST_STEPS} steps")
+        raise AssertionError(f"the turns in progress have not ended after {MOST_STEPS} steps")
 
     @event(8)
     def finish(self) -> None:
-        """Do all that there is to do."""
+        """Run until nothing is left to do."""
         self.runner.run(self._work(-1))
-        assert not self.under_way and not self.rivals
+        assert not self.in_progress and not self.rivals
 
     @event(4, share=st.sampled_from([0.1, 0.3, 0.5, 0.8]))
     def evict(self, share: float) -> None:
-        """Make the device give up some of its idle state, whatever else is free."""
+        """Drop some of the device's idle state, even if blocks are free."""
         pool, now = self.pool, self.clock()
         free = pool.num_blocks - pool.used - pool.cached
         pool.free(pool.allocate(min(free + math.ceil(share * pool.cached), pool.allocatable), now), now)
 
     @event(1, kill=st.booleans())
     def end(self, kill: bool) -> None:
-        """End the server in the middle of whatever runs, and start another over what it has stored."""
-        self.seen["kills in mid-turn" if kill else "restarts in mid-turn"] += bool(self.under_way)
+        """End the server while turns run, and start another over the same store."""
+        self.seen["kills in mid-turn" if kill else "restarts in mid-turn"] += bool(self.in_progress)
         self._read_stats()
         self.runner.run(self._kill() if kill else self._close())
         self.runner.run(self.boot())
 
     async def _kill(self) -> None:
-        """As SIGKILL does: nothing that runs comes to do anything any more."""
+        """Like SIGKILL: nothing that runs has any further effect."""
         self.engine.die()
         self.at_once.gone = True
-        tasks = [talk.task for talk in self.under_way if talk.task is not None] + self.rivals
+        tasks = [talk.task for talk in self.in_progress if talk.task is not None] + self.rivals
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for talk in self.under_way:
+        for talk in self.in_progress:
             if talk.background is not None:
                 self.came_to_nothing[talk.id] = "failed"
-        self.under_way.clear()
+        self.in_progress.clear()
         self.rivals.clear()
         await self.client.close()
         self.store.close()
 
     async def _close(self) -> None:
-        """As SIGTERM does once its patience is over."""
+        """Like SIGTERM at the end of its drain."""
         await self.client.close()
         await self._settle()
-        assert not self.under_way and not self.rivals
+        assert not self.in_progress and not self.rivals
         await self.responses.close()
 
-    # What must be so whatever happens
+    # Invariants
 
     async def _settle(self) -> None:
-        """Let everybody go on as far as they can without another step, and see who has come to an end."""
+        """Let every task run as far as it can without another step, and collect those that ended."""
         await settle()
         for id in [id for id in self.engine.asked if id not in self.client._streams]:
             prompt = self.engine.asked.pop(id)
@@ -510,8 +509,8 @@ class Histories(RuleBasedStateMachine):
                 cached, preemptions = self.engine.began[id]
                 assert preemptions or cached + self.executor.computed[id] == len(prompt)
                 self.cached[prompt].add(cached)
-        for talk in [talk for talk in self.under_way if talk.task is None or talk.task.done()]:
-            self.under_way.remove(talk)
+        for talk in [talk for talk in self.in_progress if talk.task is None or talk.task.done()]:
+            self.in_progress.remove(talk)
             self._see_off(talk)
         for task in [task for task in self.rivals if task.done()]:
             self.rivals.remove(task)
@@ -519,7 +518,7 @@ class Histories(RuleBasedStateMachine):
             assert error is None or isinstance(error, EngineDead)
 
     def _see_off(self, talk: Talk) -> None:
-        """Judge how a turn has ended."""
+        """Check the end of a turn."""
         if talk.left_while_it_was_stored:
             self.seen["clients that left while their turn was stored"] += 1
             row = self._rows().get(talk.id)
@@ -546,9 +545,9 @@ class Histories(RuleBasedStateMachine):
             self._see_whole(talk)
 
     def _must_conflict(self, talk: Talk) -> bool:
-        """Whether a turn's conversation is not what it was: an edit takes its head away, or changes its items.
+        """Whether a turn's conversation has changed: an edit clears its head, or changes its items.
 
-        One that had no head, and whose edits undid each other, is as it was.
+        A conversation without a head whose edits cancelled each other has not changed.
         """
         if not talk.edited or talk.writing is None or talk.conversation is None:
             return False
@@ -600,10 +599,10 @@ class Histories(RuleBasedStateMachine):
             self._see_what_was_known(talk.id, prompt)
 
     def _see_what_was_known(self, id: str, prompt: Prompt) -> None:
-        """A prompt that goes on as its parent ended takes all of the parent's tokens from the store, not some."""
+        """A prompt that continues its parent's text takes all of the parent's tokens from the store."""
         rows = self._rows()
         parent = rows.get(rows[id].parent) if id in rows else None
-        if parent is None:  # it begins a chain, or was pruned meanwhile
+        if parent is None:  # it begins a chain, or its parent was pruned meanwhile
             return
         text, border = self.client.text, parent.characters
         before, after = prompt.text[:border], prompt.text[border:]
@@ -612,9 +611,9 @@ class Histories(RuleBasedStateMachine):
         self.seen["prompts from all of a parent's tokens"] += goes_on
 
     def _rows(self) -> dict[str, Row[Any]]:
-        """All turns that the store holds, seen or not, by id."""
-        with self.store._read() as db:
-            return {row.id: row for row in db.execute(select(schema.turns))}
+        """All turns in the store, visible or not, by id."""
+        with self.store.database.read() as db:
+            return {row.id: row for row in db.execute(select(database.turns))}
 
     def _read_stats(self) -> None:
         stats = self.scheduler.stats()
@@ -625,24 +624,24 @@ class Histories(RuleBasedStateMachine):
     @invariant()
     def no_block_is_lost_or_owned_twice(self) -> None:
         self.scheduler.check()
-        if not self.under_way and not self.rivals:
+        if not self.in_progress and not self.rivals:
             stats = self.scheduler.stats()
             assert (stats.waiting, stats.running, stats.blocks_used) == (0, 0, 0)
             assert not self.client._streams and not self.responses._locked and not self.responses._background
-            assert not self.responses.service.traffic.under_way
+            assert not self.responses.service.admission.in_progress
 
     @invariant()
     def the_store_holds_whole_turns_and_all_of_them(self) -> None:
         rows = self._rows()
-        under_way = {talk.id for talk in self.under_way if talk.background is not None}
+        in_progress = {talk.id for talk in self.in_progress if talk.background is not None}
         for id, row in rows.items():
             if row.status in GOOD:
                 assert id in self.stored, "half a turn was kept"
                 assert row.visible == (self.stored[id].wanted.store and id not in self.deleted)
             else:
-                assert id in under_way or id in self.came_to_nothing
+                assert id in in_progress or id in self.came_to_nothing
         for id, talk in self.stored.items():
-            found = self.store.response("", id)
+            found = self.store.turns.response("", id)
             if talk.wanted.store and id not in self.deleted:
                 assert found == talk.response, "a turn that its client saw whole is not there as it was"
             else:
@@ -655,11 +654,11 @@ class Histories(RuleBasedStateMachine):
     async def _compare(self) -> None:
         for id, status in self.came_to_nothing.items():
             assert (await self.responses.retrieve("", id))["status"] == status
-        for talk in self.under_way:
+        for talk in self.in_progress:
             if talk.background is not None:
                 assert (await self.responses.retrieve("", talk.id))["status"] in ("queued", "in_progress")
         for id, entries in self.items.items():
-            page = self.store.items("", id, limit=1000, newest_first=False)
+            page = self.store.conversations.items("", id, limit=1000, newest_first=False)
             assert page is not None
             listed = [(it["id"], it["role"], "".join(part["text"] for part in it["content"])) for it in page.items]
             assert listed == entries
@@ -676,7 +675,7 @@ EVENTS = [name for name, method in vars(Histories).items() for _ in range(getatt
 
 
 async def listen(writing: Writing) -> None:
-    """A client in the foreground, to its end."""
+    """Read a foreground turn to its end."""
     async with aclosing(writing.events()) as events:
         async for _ in events:
             pass
@@ -708,11 +707,11 @@ OFTEN = {
     "conversation_locked": 5,
     "context_length_exceeded": 5,
 }
-"""What all histories together must come to, and at least how often; runs of other seeds came to twice that and more."""
+"""The least count of each case over all histories. Runs of other seeds gave at least twice as many."""
 
 
-@pytest.mark.timeout(1800)  # half a minute of work, which takes ten times that beside ten others
-def test_whatever_happens_each_answer_is_that_of_a_model_without_any_cache() -> None:
+@pytest.mark.timeout(1800)  # half a minute of work, or ten times that beside ten other processes
+def test_answers_equal_those_of_a_model_without_a_cache_through_any_history() -> None:
     Histories.seen.clear()
     first = random.randrange(1 << 32) if HISTORIES else 0
     for number in range(max(8, HISTORIES // EACH)):

@@ -1,4 +1,4 @@
-"""Prompts from known tokens and new text: always the template's rendering, tokenized anew only where it must be."""
+"""Prompts from known tokens and new text: they equal the template's rendering, and tokenize no more than needed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tokenizers_made import byte_level, metaspace
 from holdfast.core.types import FinishReason
 from holdfast.engine.text import Text
 from holdfast.server.conversations.prompt import Prompt, compose
-from holdfast.server.conversations.turns import Context
+from holdfast.server.conversations.values import Context
 
 LLAMA = "{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}</s>{% endfor %}{{ '<s>assistant\n' }}"
 PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
@@ -39,7 +39,7 @@ def decoded(text: Text, prompt: Prompt) -> str:
 
 @pytest.mark.parametrize("template", [LLAMA, PLAIN])
 @given(words=st.lists(st.text(alphabet="helo wrd.é😀🦆\n", min_size=1), min_size=3, max_size=7))
-def test_known_tokens_begin_the_next_prompt_which_is_the_templates_rendering(template: str, words: list[str]) -> None:
+def test_the_next_prompt_begins_with_the_known_tokens_and_equals_the_rendering(template: str, words: list[str]) -> None:
     text = text_of(template)
     context, known = Context(), 0
     for turn in range(1, len(words), 2):
@@ -47,32 +47,32 @@ def test_known_tokens_begin_the_next_prompt_which_is_the_templates_rendering(tem
         assert decoded(text, prompt) == prompt.text == text.render_chat(conversation(*words[:turn]))
         assert prompt.known == known or (template == PLAIN and not prompt.known)
         answer = words[turn]
-        # A model need not write the tokens that a tokenizer would: here one for each byte.
+        # A model may generate other tokens than the tokenizer would: here one for each byte.
         tokens = [token for letter in answer for token in text.encode(letter)]
         context = after(text, prompt, answer, [*tokens, END], FinishReason.STOP)
         assert list(context.tokens) == [*prompt.tokens, *tokens]
         known = len(context.tokens)
 
 
-def test_only_what_is_new_is_tokenized_and_what_was_generated_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_new_text_is_tokenized_and_generated_tokens_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     text = text_of(LLAMA)
     first = compose(text, conversation("hello"), Context())
     odd = [token for letter in "world" for token in text.encode(letter)]
     assert odd != text.encode("world")
     context = after(text, first, "world", [*odd, END], FinishReason.STOP)
-    monkeypatch.setattr(text, "encode", None)  # the whole is not tokenized
+    monkeypatch.setattr(text, "encode", None)  # the rendering is not tokenized as a whole
     second = compose(text, conversation("hello", "world", "again"), context)
     assert second.known == len(first.tokens) + len(odd)
     assert list(second.tokens[: second.known]) == [*first.tokens, *odd]
     assert decoded(text, second) == second.text
 
 
-def test_an_answer_that_was_cut_by_its_length_is_known_too() -> None:
+def test_tokens_of_an_answer_cut_by_its_length_are_known() -> None:
     text = text_of(LLAMA)
     first = compose(text, conversation("hello"), Context())
     duck = text.encode("🦆")
     assert len(duck) > 1
-    tokens = [*text.encode("hi "), duck[0]]  # a character that was never finished
+    tokens = [*text.encode("hi "), duck[0]]  # an incomplete character
     context = after(text, first, text.decode(tokens), tokens, FinishReason.LENGTH)
     second = compose(text, conversation("hello", "hi �", "again"), context)
     assert second.known == len(first.tokens) + len(tokens)
@@ -82,10 +82,10 @@ def test_an_answer_that_was_cut_by_its_length_is_known_too() -> None:
     ("answer", "tokens", "reason"),
     [
         ("hel", [*b"hel", *b"lo", 0], FinishReason.STOP),  # a stop string cut it
-        ("", [END, END], FinishReason.LENGTH),  # special tokens, of which no text tells
+        ("", [END, END], FinishReason.LENGTH),  # special tokens, which have no text
     ],
 )
-def test_tokens_that_the_answer_does_not_stand_for_are_not_known(
+def test_generated_tokens_that_do_not_decode_to_the_answer_are_not_known(
     answer: str, tokens: list[int], reason: FinishReason
 ) -> None:
     text = text_of(LLAMA)
@@ -104,7 +104,7 @@ def test_tokens_that_the_answer_does_not_stand_for_are_not_known(
         (LLAMA, conversation("hello", " wo", "again"), "an item was edited"),
     ],
 )
-def test_a_rendering_that_does_not_begin_with_the_known_text_is_tokenized_whole(
+def test_a_rendering_without_the_known_text_is_tokenized_completely(
     template: str, messages: list[dict[str, str]], why: str
 ) -> None:
     text = text_of(template)
@@ -125,22 +125,22 @@ def test_another_tokenizers_tokens_are_not_used() -> None:
 
 
 class TestBorder:
-    """Text that is tokenized as it stands after another."""
+    """Text that is tokenized in the context of the text before it."""
 
-    def test_no_space_is_put_before_it(self) -> None:
+    def test_no_space_is_added_before_the_text(self) -> None:
         text = Text(metaspace())
         assert text.encode_after("hello", "world") != text.encode("world")
         assert text.encode_after("hello ", "world") is None  # the space belongs to the word
         whole = text.encode("hello</s>world")
         assert text.encode_after("hello", "</s>world") == whole[len(text.encode("hello")) :]
 
-    def test_a_token_that_spans_it_is_told(self) -> None:
+    def test_a_token_across_the_border_gives_none(self) -> None:
         text = Text(byte_level())
         assert text.encode_after("hel", "lo") is None
         assert text.encode_after("hello", " world") == text.encode(" world")
 
     @given(before=st.text(max_size=100), rest=st.text(max_size=100))
-    def test_it_has_the_same_text(self, before: str, rest: str) -> None:
+    def test_it_decodes_to_the_same_text(self, before: str, rest: str) -> None:
         text = Text(byte_level())
         if (ids := text.encode_after(before, rest)) is not None:
             assert text.decode(ids, skip_special_tokens=False) == rest

@@ -38,12 +38,12 @@ def official(url: str, key: str = "one") -> openai.AsyncOpenAI:
 
 
 def other(api: openai.AsyncOpenAI) -> openai.AsyncOpenAI:
-    """The same server, another tenant."""
+    """The same server with another tenant's key."""
     return api.with_options(api_key="two")
 
 
 def prompts(client: FakeClient) -> list[str]:
-    """What the engine was asked, as text."""
+    """The prompts that the engine received, as text."""
     return [client.text.decode(asked.prompt) for asked in client.asked]
 
 
@@ -64,7 +64,7 @@ async def test_a_response_has_openais_shape(api: openai.AsyncOpenAI, client: Fak
     assert await api.responses.retrieve(response.id) == response
 
 
-async def test_stream_events_come_in_their_order(api: openai.AsyncOpenAI) -> None:
+async def test_stream_events_arrive_in_openais_order(api: openai.AsyncOpenAI) -> None:
     async with api.responses.stream(model="tiny", input="hello") as stream:
         events = [event async for event in stream]
         final = await stream.get_final_response()
@@ -84,7 +84,7 @@ async def test_stream_events_come_in_their_order(api: openai.AsyncOpenAI) -> Non
     assert (await api.responses.retrieve(final.id)).output_text == ANSWER
 
 
-async def test_an_events_name_is_its_type(api: openai.AsyncOpenAI) -> None:
+async def test_each_events_name_equals_its_type(api: openai.AsyncOpenAI) -> None:
     async with httpx.AsyncClient(headers={"authorization": "Bearer one"}) as plain:
         body = {"model": "tiny", "input": "hello", "stream": True}
         text = (await plain.post(f"{api.base_url}responses", json=body)).text
@@ -94,7 +94,7 @@ async def test_an_events_name_is_its_type(api: openai.AsyncOpenAI) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_answer_that_is_cut_is_incomplete_and_can_be_gone_on_from(
+async def test_an_answer_cut_by_its_length_is_incomplete_and_can_be_continued(
     api: openai.AsyncOpenAI, client: FakeClient, stream: bool
 ) -> None:
     asked: dict[str, Any] = {"model": "tiny", "input": "hello", "max_output_tokens": 2}
@@ -108,7 +108,7 @@ async def test_an_answer_that_is_cut_is_incomplete_and_can_be_gone_on_from(
     assert prompts(client)[-1] == "<user>hello<assistant>Ahoy, <user>more<assistant>"
 
 
-async def test_twenty_turns_send_and_tokenize_only_what_is_new(api: openai.AsyncOpenAI, client: FakeClient) -> None:
+async def test_each_of_twenty_turns_tokenizes_only_its_new_text(api: openai.AsyncOpenAI, client: FakeClient) -> None:
     previous: str | None = None
     history = ""
     for number in range(20):
@@ -125,7 +125,7 @@ async def test_twenty_turns_send_and_tokenize_only_what_is_new(api: openai.Async
         previous = response.id
 
 
-async def test_twenty_turns_of_a_conversation(api: openai.AsyncOpenAI, client: FakeClient) -> None:
+async def test_twenty_turns_of_a_conversation_append_their_items(api: openai.AsyncOpenAI, client: FakeClient) -> None:
     conversation = await api.conversations.create(metadata={"topic": "sea"})
     for number in range(20):
         response = await api.responses.create(model="tiny", input=f"turn {number}", conversation=conversation.id)
@@ -139,7 +139,7 @@ async def test_twenty_turns_of_a_conversation(api: openai.AsyncOpenAI, client: F
     ]
 
 
-async def test_branches_of_one_parent_go_apart(api: openai.AsyncOpenAI, client: FakeClient) -> None:
+async def test_two_branches_of_one_parent_do_not_see_each_other(api: openai.AsyncOpenAI, client: FakeClient) -> None:
     parent = await api.responses.create(model="tiny", input="hello")
     for said in ("left", "right"):
         child = await api.responses.create(model="tiny", input=said, previous_response_id=parent.id)
@@ -155,7 +155,9 @@ async def test_instructions_are_not_carried_over(api: openai.AsyncOpenAI, client
     assert prompts(client)[-1] == f"<user>hello<assistant>{ANSWER}<user>again<assistant>"
 
 
-async def test_input_may_be_items_as_they_were_given_out(api: openai.AsyncOpenAI, client: FakeClient) -> None:
+async def test_items_that_the_server_returned_are_accepted_as_input(
+    api: openai.AsyncOpenAI, client: FakeClient
+) -> None:
     first = await api.responses.create(model="tiny", input="hello", store=False)
     said: list[Any] = [
         {"role": "developer", "content": "be kind"},
@@ -173,7 +175,7 @@ async def test_input_may_be_items_as_they_were_given_out(api: openai.AsyncOpenAI
 
 
 class TestWhatIsNotStored:
-    """store=false, a client that leaves, an engine that dies: no trace, and conversations stay where they were."""
+    """store=false, a client that leaves, an engine that dies: nothing is stored, and conversations are unchanged."""
 
     async def test_without_store_a_response_cannot_be_found(self, api: openai.AsyncOpenAI) -> None:
         response = await api.responses.create(model="tiny", input="hello", store=False)
@@ -183,7 +185,7 @@ class TestWhatIsNotStored:
             await api.responses.create(model="tiny", input="on", previous_response_id=response.id)
         assert refused.value.param == "previous_response_id"
 
-    async def test_a_client_that_leaves_in_mid_turn_leaves_the_last_completed_turn(
+    async def test_a_client_that_leaves_during_a_turn_rolls_back_to_the_last_completed_turn(
         self, api: openai.AsyncOpenAI, client: FakeClient
     ) -> None:
         conversation = await api.conversations.create()
@@ -215,16 +217,18 @@ class TestWhatIsNotStored:
         assert last.response.error is not None and last.response.error.code == "server_error"
         assert [event.sequence_number for event in events] == list(range(len(events)))
 
-    async def test_a_refusal_is_no_stream(self, api: openai.AsyncOpenAI, client: FakeClient) -> None:
+    async def test_a_refused_stream_has_an_error_status(self, api: openai.AsyncOpenAI, client: FakeClient) -> None:
         client.refuse = EngineDead("gone")
         with pytest.raises(openai.InternalServerError):
             await api.responses.create(model="tiny", input="hello", stream=True)
 
 
 class TestBackground:
-    """A background response goes on whoever listens, and alone can be cancelled."""
+    """A background response runs without a reader, and only it can be cancelled."""
 
-    async def test_it_is_polled_until_it_is_completed(self, api: openai.AsyncOpenAI, client: FakeClient) -> None:
+    async def test_polling_shows_a_background_response_until_it_is_completed(
+        self, api: openai.AsyncOpenAI, client: FakeClient
+    ) -> None:
         client.hold = asyncio.Event()
         queued = await api.responses.create(model="tiny", input="hello", background=True)
         assert queued.status in ("queued", "in_progress") and queued.background
@@ -236,7 +240,9 @@ class TestBackground:
         await api.responses.create(model="tiny", input="on", previous_response_id=queued.id)
         assert prompts(client)[-1] == f"<user>hello<assistant>{ANSWER}<user>on<assistant>"
 
-    async def test_its_stream_can_be_left_and_joined_again(self, api: openai.AsyncOpenAI, client: FakeClient) -> None:
+    async def test_its_stream_can_be_resumed_after_a_sequence_number(
+        self, api: openai.AsyncOpenAI, client: FakeClient
+    ) -> None:
         client.hold = asyncio.Event()
         stream = await api.responses.create(model="tiny", input="hello", background=True, stream=True)
         created = await anext(aiter(stream))
@@ -248,7 +254,7 @@ class TestBackground:
         assert [event.sequence_number for event in events] == list(range(2, 2 + len(events)))
         assert events[-1].type == "response.completed"
 
-    async def test_it_can_be_cancelled(self, api: openai.AsyncOpenAI, client: FakeClient) -> None:
+    async def test_a_background_response_can_be_cancelled(self, api: openai.AsyncOpenAI, client: FakeClient) -> None:
         client.hold = asyncio.Event()
         conversation = await api.conversations.create()
         queued = await api.responses.create(model="tiny", input="hello", background=True, conversation=conversation.id)
@@ -260,24 +266,28 @@ class TestBackground:
             await api.responses.create(model="tiny", input="on", previous_response_id=queued.id)
         assert [item async for item in api.conversations.items.list(conversation.id)] == []
 
-    async def test_a_foreground_response_cannot(self, api: openai.AsyncOpenAI) -> None:
+    async def test_a_foreground_response_cannot_be_cancelled(self, api: openai.AsyncOpenAI) -> None:
         response = await api.responses.create(model="tiny", input="hello")
         with pytest.raises(openai.BadRequestError, match="background: true"):
             await api.responses.cancel(response.id)
 
-    async def test_what_cannot_be_served_is_refused_at_once(self, api: openai.AsyncOpenAI) -> None:
+    async def test_a_background_response_that_cannot_be_served_is_refused_at_once(
+        self, api: openai.AsyncOpenAI
+    ) -> None:
         with pytest.raises(openai.BadRequestError) as refused:
             await api.responses.create(model="tiny", input="a" * 6000, background=True)
         assert refused.value.code == "context_length_exceeded"
 
-    async def test_one_that_fails_says_so(self, api: openai.AsyncOpenAI, client: FakeClient) -> None:
+    async def test_a_background_response_that_fails_has_status_failed(
+        self, api: openai.AsyncOpenAI, client: FakeClient
+    ) -> None:
         client.refuse = RuntimeError("a bug")
         queued = await api.responses.create(model="tiny", input="hello", background=True)
         while (found := await api.responses.retrieve(queued.id)).status != "failed":
             pass
         assert found.error is not None and found.error.message == "the server failed on this request"
 
-    async def test_deleting_one_stops_it(self, api: openai.AsyncOpenAI, client: FakeClient) -> None:
+    async def test_deleting_a_background_response_stops_it(self, api: openai.AsyncOpenAI, client: FakeClient) -> None:
         client.hold = asyncio.Event()
         queued = await api.responses.create(model="tiny", input="hello", background=True)
         await until(lambda: bool(client.asked))
@@ -288,9 +298,9 @@ class TestBackground:
 
 
 class TestDeleting:
-    """What is deleted vanishes; what builds on it goes on."""
+    """Deleted objects are not found; turns that build on them still work."""
 
-    async def test_a_deleted_response_vanishes(self, api: openai.AsyncOpenAI, client: FakeClient) -> None:
+    async def test_a_deleted_response_is_not_found(self, api: openai.AsyncOpenAI, client: FakeClient) -> None:
         parent = await api.responses.create(model="tiny", input="hello")
         child = await api.responses.create(model="tiny", input="on", previous_response_id=parent.id)
         await api.responses.delete(parent.id)
@@ -308,7 +318,7 @@ class TestDeleting:
             f"<user>hello<assistant>{ANSWER}<user>on<assistant>{ANSWER}<user>and on<assistant>"
         )
 
-    async def test_a_deleted_conversation_vanishes_and_its_responses_stay(self, api: openai.AsyncOpenAI) -> None:
+    async def test_a_deleted_conversation_is_not_found_but_its_responses_are(self, api: openai.AsyncOpenAI) -> None:
         conversation = await api.conversations.create()
         response = await api.responses.create(model="tiny", input="hello", conversation=conversation.id)
         deleted = await api.conversations.delete(conversation.id)
@@ -319,9 +329,9 @@ class TestDeleting:
 
 
 class TestConversations:
-    """Items that the server keeps."""
+    """Conversations and their items."""
 
-    async def test_they_are_made_read_and_changed(self, api: openai.AsyncOpenAI) -> None:
+    async def test_conversations_are_created_read_and_updated(self, api: openai.AsyncOpenAI) -> None:
         made = await api.conversations.create(metadata={"a": "1"}, items=[{"role": "user", "content": "hello"}])
         assert made.id.startswith("conv_") and made.object == "conversation"
         assert await api.conversations.retrieve(made.id) == made
@@ -330,7 +340,7 @@ class TestConversations:
         (item,) = (await api.conversations.items.list(made.id)).data
         assert await api.conversations.items.retrieve(item.id, conversation_id=made.id) == item  # type: ignore[arg-type]
 
-    async def test_items_edited_by_hand_are_what_the_next_turn_sees(
+    async def test_the_next_turn_sees_items_that_a_client_edited(
         self, api: openai.AsyncOpenAI, client: FakeClient
     ) -> None:
         made = await api.conversations.create(items=[{"role": "system", "content": "be kind"}])
@@ -343,11 +353,11 @@ class TestConversations:
         last = await api.responses.create(model="tiny", input="end", conversation=made.id)
         expected = f"<system>be kind<user>hello<assistant>{ANSWER}<user>on<assistant>{ANSWER}<user>end<assistant>"
         assert prompts(client)[-1] == expected
-        # A branch from a turn of a conversation knows what that turn knew.
+        # A branch from a turn of a conversation has that turn's context.
         await api.responses.create(model="tiny", input="aside", previous_response_id=last.id)
         assert prompts(client)[-1] == f"{expected}{ANSWER}<user>aside<assistant>"
 
-    async def test_pages_go_on_after_an_item(self, api: openai.AsyncOpenAI) -> None:
+    async def test_a_page_continues_after_a_given_item(self, api: openai.AsyncOpenAI) -> None:
         items: list[Any] = [{"role": "user", "content": str(number)} for number in range(5)]
         made = await api.conversations.create(items=items)
         first = await api.conversations.items.list(made.id, limit=2)
@@ -359,7 +369,7 @@ class TestConversations:
 
 
 class TestTenants:
-    """Another's id is not there."""
+    """Ids of another tenant are not found."""
 
     async def test_another_tenants_ids_are_not_found(self, api: openai.AsyncOpenAI, client: FakeClient) -> None:
         response = await api.responses.create(model="tiny", input="hello")
@@ -387,7 +397,9 @@ class TestTenants:
         assert (await api.responses.retrieve(response.id)).id == response.id
         assert len((await api.conversations.items.list(made.id)).data) == 1
 
-    async def test_each_background_response_is_its_tenants(self, api: openai.AsyncOpenAI, client: FakeClient) -> None:
+    async def test_a_background_response_is_found_by_its_tenant_only(
+        self, api: openai.AsyncOpenAI, client: FakeClient
+    ) -> None:
         client.hold = asyncio.Event()
         queued = await api.responses.create(model="tiny", input="hello", background=True)
         with pytest.raises(openai.NotFoundError):
@@ -419,7 +431,7 @@ class TestTenants:
          "mutually_exclusive_parameters"),
     ],
 )  # fmt: skip
-async def test_what_is_wrong_or_not_supported_is_refused_by_name(
+async def test_invalid_or_unsupported_response_parameters_are_refused_by_name(
     api: openai.AsyncOpenAI, changes: dict[str, Any], param: str, code: str
 ) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
@@ -428,7 +440,7 @@ async def test_what_is_wrong_or_not_supported_is_refused_by_name(
 
 
 @pytest.mark.parametrize("query", [{"limit": 0}, {"limit": 101}, {"order": "up"}, {"after": "msg_nowhere"}])
-async def test_a_page_that_cannot_be_is_refused_by_name(api: openai.AsyncOpenAI, query: dict[str, Any]) -> None:
+async def test_an_invalid_page_parameter_is_refused_by_name(api: openai.AsyncOpenAI, query: dict[str, Any]) -> None:
     made = await api.conversations.create()
     response = await api.responses.create(model="tiny", input="hello", conversation=made.id)
     for listing in (
@@ -448,7 +460,7 @@ async def test_at_most_twenty_items_are_added_at_once(api: openai.AsyncOpenAI) -
     assert refused.value.param == "items"
 
 
-async def test_metrics_count_responses_and_hold_no_ids(api: openai.AsyncOpenAI) -> None:
+async def test_metrics_count_responses_without_labels_for_ids(api: openai.AsyncOpenAI) -> None:
     with pytest.raises(openai.NotFoundError):
         await api.responses.create(model="tiny", input="on", previous_response_id="resp_nowhere")
     with pytest.raises(openai.NotFoundError):

@@ -1,4 +1,4 @@
-"""The store alone: whole turns or none, bounds, migrations, tenants; in PostgreSQL too where there is one."""
+"""The store alone: atomic turns, bounds, migrations, tenants; also in PostgreSQL if a database is configured."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ from typing import Any
 import pytest
 import sqlalchemy
 
-from holdfast.server.conversations import schema
-from holdfast.server.conversations import store as conversation_store
+from holdfast.server.conversations import database, turn_store
 from holdfast.server.conversations.database import MEMORY
 from holdfast.server.conversations.store import Store, StoreError
-from holdfast.server.conversations.turns import Bounds, Context, Full, Gone, Turn
+from holdfast.server.conversations.values import Bounds, Conflict, Context, ThreadTooLarge, Turn
 
 AMPLE = Bounds(seconds=1e6, threads=1000, bytes=1 << 30)
 
 
 class Clock:
-    """Time that passes when told to."""
+    """A clock that the test sets."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -41,7 +40,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def opened(clock: Clock) -> Iterator[Callable[..., Store]]:
-    """Open stores that are closed at the end."""
+    """Opens stores, and closes them at the end."""
     stores: list[Store] = []
 
     def open(where: str | Path = MEMORY, **bounds: Any) -> Store:
@@ -53,13 +52,13 @@ def opened(clock: Clock) -> Iterator[Callable[..., Store]]:
         store.close()
 
 
-@pytest.fixture(params=["sqlite", "sqlite, nothing warm", "postgresql"])
+@pytest.fixture(params=["sqlite", "sqlite, nothing cached", "postgresql"])
 def store(
     request: pytest.FixtureRequest, opened: Callable[..., Store], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Store]:
-    """A store in a file; in PostgreSQL too, where HOLDFAST_TEST_POSTGRES names a database to make schemas in."""
-    if "warm" in request.param:
-        monkeypatch.setattr(conversation_store, "WARM_TURNS", 0)
+    """A store in a file, and in PostgreSQL if HOLDFAST_TEST_POSTGRES names a database to create schemas in."""
+    if "cached" in request.param:
+        monkeypatch.setattr(turn_store, "CACHED_TURNS", 0)
     if "sqlite" in request.param:
         yield opened(tmp_path / "store.sqlite")
         return
@@ -113,178 +112,180 @@ def grow(store: Store, *names: str, tenant: str = "a") -> Context:
     """Turns that follow one another."""
     context = Context()
     for name in names:
-        store.commit(turn(name, context, tenant=tenant))
-        found = store.context(tenant, name)
+        store.turns.commit(turn(name, context, tenant=tenant))
+        found = store.turns.context(tenant, name)
         assert found is not None
         context = found
     return context
 
 
-def test_a_turn_brings_back_what_it_builds_on(store: Store) -> None:
+def test_a_context_holds_all_earlier_items_and_tokens(store: Store) -> None:
     last = grow(store, "a", "bb", "ccc")
     assert said(last) == ["a", "A", "bb", "BB", "ccc", "CCC"]
     assert (list(last.tokens), last.characters, last.digest) == ([1, 2, 3], 7, b"digest")
-    middle = store.context("a", "bb")
+    middle = store.turns.context("a", "bb")
     assert middle is not None and list(middle.tokens) == [1, 2] and said(middle) == ["a", "A", "bb", "BB"]
 
 
-def test_branches_share_what_came_before(store: Store) -> None:
+def test_branches_share_the_items_of_their_parent(store: Store) -> None:
     parent = grow(store, "a")
     for name in ("left", "right"):
-        store.commit(turn(name, parent))
-        child = store.context("a", name)
+        store.turns.commit(turn(name, parent))
+        child = store.turns.context("a", name)
         assert said(child) == ["a", "A", name, name.upper()]
         assert child is not None and child.thread == parent.thread
 
 
-def test_tokens_that_differ_from_the_parents_are_its_own(store: Store) -> None:
+def test_a_turn_stores_tokens_that_differ_from_its_parents(store: Store) -> None:
     parent = grow(store, "a", "bb")
-    store.commit(turn("c", parent, tokens=[1, 9, 9, 9]))
-    store.commit(turn("short", parent, tokens=[1]))
+    store.turns.commit(turn("c", parent, tokens=[1, 9, 9, 9]))
+    store.turns.commit(turn("short", parent, tokens=[1]))
     for name, tokens in (("c", [1, 9, 9, 9]), ("short", [1]), ("bb", [1, 2])):
-        found = store.context("a", name)
+        found = store.turns.context("a", name)
         assert found is not None and list(found.tokens) == tokens
 
 
 def test_nothing_is_found_by_another_tenant(store: Store) -> None:
     grow(store, "mine")
-    store.create_conversation("a", "conv", {}, [item("x")])
-    assert store.context("b", "mine") is None
-    assert store.response("b", "mine") is None
-    assert store.input("b", "mine") is None
-    assert not store.delete_response("b", "mine")
-    assert store.conversation("b", "conv") is None
-    assert store.conversation_context("b", "conv") is None
-    assert store.items("b", "conv", limit=9, newest_first=False) is None
-    assert store.item("b", "conv", "msg_x") is None
-    assert not store.add_items("b", "conv", [item("y")])
-    assert store.delete_item("b", "conv", "msg_x") is None
-    assert not store.delete_conversation("b", "conv")
-    assert said(store.conversation_context("a", "conv")) == ["x"]
+    store.conversations.create("a", "conv", {}, [item("x")])
+    assert store.turns.context("b", "mine") is None
+    assert store.turns.response("b", "mine") is None
+    assert store.turns.input("b", "mine") is None
+    assert not store.turns.delete("b", "mine")
+    assert store.conversations.get("b", "conv") is None
+    assert store.conversations.context("b", "conv") is None
+    assert store.conversations.items("b", "conv", limit=9, newest_first=False) is None
+    assert store.conversations.item("b", "conv", "msg_x") is None
+    assert not store.conversations.add_items("b", "conv", [item("y")])
+    assert store.conversations.delete_item("b", "conv", "msg_x") is None
+    assert not store.conversations.delete("b", "conv")
+    assert said(store.conversations.context("a", "conv")) == ["x"]
 
 
-def test_a_conversation_moves_with_its_turns_alone(store: Store) -> None:
-    store.create_conversation("a", "conv", {"k": "v"}, [item("first")])
-    start = store.conversation_context("a", "conv")
+def test_only_a_turn_at_the_head_advances_a_conversation(store: Store) -> None:
+    store.conversations.create("a", "conv", {"k": "v"}, [item("first")])
+    start = store.conversations.context("a", "conv")
     assert start is not None
-    store.commit(turn("one", start, conversation="conv"))
-    with pytest.raises(Gone, match="went on"):
-        store.commit(turn("late", start, conversation="conv"))
-    assert said(store.conversation_context("a", "conv")) == ["first", "one", "ONE"]
-    page = store.items("a", "conv", limit=9, newest_first=False)
+    store.turns.commit(turn("one", start, conversation="conv"))
+    with pytest.raises(Conflict, match="went on"):
+        store.turns.commit(turn("late", start, conversation="conv"))
+    assert said(store.conversations.context("a", "conv")) == ["first", "one", "ONE"]
+    page = store.conversations.items("a", "conv", limit=9, newest_first=False)
     assert page is not None and [each["id"] for each in page.items] == ["msg_first", "msg_one", "msg_ONE"]
-    assert store.context("a", "late") is None
+    assert store.turns.context("a", "late") is None
 
 
 def test_a_conversation_that_was_edited_while_a_turn_was_written_keeps_the_edit(store: Store) -> None:
-    store.create_conversation("a", "conv", {}, [item("first")])
+    store.conversations.create("a", "conv", {}, [item("first")])
     for change in (
-        lambda: store.add_items("a", "conv", [item("by hand")]),
-        lambda: store.delete_item("a", "conv", "msg_first"),
+        lambda: store.conversations.add_items("a", "conv", [item("by hand")]),
+        lambda: store.conversations.delete_item("a", "conv", "msg_first"),
     ):
-        start = store.conversation_context("a", "conv")
+        start = store.conversations.context("a", "conv")
         assert start is not None
         assert change()
-        with pytest.raises(Gone, match="edited"):
-            store.commit(turn("late", start, conversation="conv"))
-    assert said(store.conversation_context("a", "conv")) == ["by hand"]
+        with pytest.raises(Conflict, match="edited"):
+            store.turns.commit(turn("late", start, conversation="conv"))
+    assert said(store.conversations.context("a", "conv")) == ["by hand"]
 
 
-def test_a_turn_that_came_to_nothing_leaves_its_conversation_alone(store: Store) -> None:
-    store.create_conversation("a", "conv", {}, [])
-    start = store.conversation_context("a", "conv")
+def test_a_failed_turn_leaves_its_conversation_unchanged(store: Store) -> None:
+    store.conversations.create("a", "conv", {}, [])
+    start = store.conversations.context("a", "conv")
     assert start is not None
-    store.commit(turn("job", start, conversation="conv", status="queued"))
-    store.commit(turn("job", start, conversation="conv", status="cancelled"), begun=True)
-    assert store.conversation_context("a", "conv") == start
-    assert (store.response("a", "job") or {})["status"] == "cancelled"
+    store.turns.commit(turn("job", start, conversation="conv", status="queued"))
+    store.turns.commit(turn("job", start, conversation="conv", status="cancelled"), begun=True)
+    assert store.conversations.context("a", "conv") == start
+    assert (store.turns.response("a", "job") or {})["status"] == "cancelled"
 
 
-def test_deleted_turns_stay_only_for_those_that_build_on_them(store: Store, clock: Clock) -> None:
+def test_a_deleted_turn_is_kept_only_while_others_build_on_it(store: Store, clock: Clock) -> None:
     grow(store, "a", "bb", "ccc")
-    assert store.delete_response("a", "bb") and store.delete_response("a", "a")
-    assert store.response("a", "a") is None and store.response("a", "bb") is None
-    assert said(store.context("a", "ccc")) == ["a", "A", "bb", "BB", "ccc", "CCC"]
-    assert store.delete_response("a", "ccc")
-    with store._read() as db:  # the last one took all of them along
-        for table in (schema.turns, schema.threads):
+    assert store.turns.delete("a", "bb") and store.turns.delete("a", "a")
+    assert store.turns.response("a", "a") is None and store.turns.response("a", "bb") is None
+    assert said(store.turns.context("a", "ccc")) == ["a", "A", "bb", "BB", "ccc", "CCC"]
+    assert store.turns.delete("a", "ccc")
+    with store.database.read() as db:  # deleting the last one removed all of them
+        for table in (database.turns, database.threads):
             assert db.execute(sqlalchemy.select(table)).all() == []
 
 
-def test_a_turn_whose_parent_was_deleted_meanwhile_is_not_kept(store: Store) -> None:
+def test_a_turn_whose_parent_was_deleted_meanwhile_is_not_stored(store: Store) -> None:
     parent = grow(store, "a")
-    store.delete_response("a", "a")
-    with pytest.raises(Gone, match="previous response"):
-        store.commit(turn("b", parent))
-    store.commit(turn("job", status="queued"))
-    store.delete_response("a", "job")
-    with pytest.raises(Gone, match="was deleted while"):
-        store.commit(turn("job"), begun=True)
-    assert store.context("a", "job") is None
+    store.turns.delete("a", "a")
+    with pytest.raises(Conflict, match="previous response"):
+        store.turns.commit(turn("b", parent))
+    store.turns.commit(turn("job", status="queued"))
+    store.turns.delete("a", "job")
+    with pytest.raises(Conflict, match="was deleted while"):
+        store.turns.commit(turn("job"), begun=True)
+    assert store.turns.context("a", "job") is None
 
 
 class TestBounds:
     """Whole threads are dropped, the longest idle first."""
 
-    def test_by_age(self, opened: Callable[..., Store], clock: Clock) -> None:
+    def test_threads_beyond_the_age_are_dropped(self, opened: Callable[..., Store], clock: Clock) -> None:
         store = opened(seconds=100)
         grow(store, "old")
         clock.now += 60
         grow(store, "young")
         clock.now += 60
-        assert store.response("a", "old") is None  # at once, not only when it is next cleaned up
-        assert store.response("a", "young") is not None
+        assert store.turns.response("a", "old") is None  # at once, not only after the next clean-up
+        assert store.turns.response("a", "young") is not None
         grow(store, "new")
-        with store._read() as db:
-            assert set(db.execute(sqlalchemy.select(schema.turns.c.id)).scalars()) == {"young", "new"}
+        with store.database.read() as db:
+            assert set(db.execute(sqlalchemy.select(database.turns.c.id)).scalars()) == {"young", "new"}
 
-    def test_by_count_and_activity(self, opened: Callable[..., Store], clock: Clock) -> None:
+    def test_beyond_the_count_the_longest_idle_threads_are_dropped(
+        self, opened: Callable[..., Store], clock: Clock
+    ) -> None:
         store = opened(threads=2)
         first = grow(store, "first")
         clock.now += 1
         grow(store, "second")
         clock.now += 1
-        store.commit(turn("on", first))  # now the second is idle for longest
+        store.turns.commit(turn("on", first))  # now the second is idle for longest
         clock.now += 1
         grow(store, "third")
-        assert store.response("a", "second") is None
-        assert said(store.context("a", "on")) == ["first", "FIRST", "on", "ON"]
+        assert store.turns.response("a", "second") is None
+        assert said(store.turns.context("a", "on")) == ["first", "FIRST", "on", "ON"]
 
-    def test_by_size(self, opened: Callable[..., Store], clock: Clock) -> None:
+    def test_beyond_the_size_the_longest_idle_threads_are_dropped(
+        self, opened: Callable[..., Store], clock: Clock
+    ) -> None:
         store = opened(bytes=80_000)
         for number in range(20):
             clock.now += 1
-            store.commit(turn(f"turn{number}", tokens=[0] * 2000))
-        kept = [number for number in range(20) if store.response("a", f"turn{number}")]
+            store.turns.commit(turn(f"turn{number}", tokens=[0] * 2000))
+        kept = [number for number in range(20) if store.turns.response("a", f"turn{number}")]
         assert kept == list(range(20 - len(kept), 20))
         assert 5 <= len(kept) <= 10
 
-    def test_a_tenant_that_has_more_does_not_drive_out_one_that_has_less(
-        self, opened: Callable[..., Store], clock: Clock
-    ) -> None:
+    def test_the_tenant_that_has_most_loses_its_threads_first(self, opened: Callable[..., Store], clock: Clock) -> None:
         for bounds, size in (({"threads": 6}, 10), ({"bytes": 80_000}, 2000)):
             store = opened(**bounds)
             for number in range(2):
-                store.commit(turn(f"mine{number}", tenant="small", tokens=[0] * size))
+                store.turns.commit(turn(f"mine{number}", tenant="small", tokens=[0] * size))
             for number in range(40):
                 clock.now += 1
-                store.commit(turn(f"theirs{number}", tenant="large", tokens=[0] * size))
-            assert store.response("small", "mine0") and store.response("small", "mine1")
-            kept = [number for number in range(40) if store.response("large", f"theirs{number}")]
+                store.turns.commit(turn(f"theirs{number}", tenant="large", tokens=[0] * size))
+            assert store.turns.response("small", "mine0") and store.turns.response("small", "mine1")
+            kept = [number for number in range(40) if store.turns.response("large", f"theirs{number}")]
             assert kept == list(range(40 - len(kept), 40)) and len(kept) >= 3
             clock.now += 1
-            store.commit(turn("mine2", tenant="small", tokens=[0] * size))
-            assert store.response("small", "mine0") and not store.response("large", f"theirs{kept[0]}")
+            store.turns.commit(turn("mine2", tenant="small", tokens=[0] * size))
+            assert store.turns.response("small", "mine0") and not store.turns.response("large", f"theirs{kept[0]}")
 
-    def test_none_takes_up_all(self, opened: Callable[..., Store]) -> None:
+    def test_a_thread_beyond_its_share_of_the_store_is_refused(self, opened: Callable[..., Store]) -> None:
         store = opened(bytes=80_000)
-        with pytest.raises(Full, match="more than 10000 bytes"):
-            store.commit(turn("large", tokens=[0] * 3000))
-        assert store.response("a", "large") is None
+        with pytest.raises(ThreadTooLarge, match="more than 10000 bytes"):
+            store.turns.commit(turn("large", tokens=[0] * 3000))
+        assert store.turns.response("a", "large") is None
 
 
 class TestCrashes:
-    """A process that is killed leaves whole turns and no half one."""
+    """A killed process leaves only whole turns."""
 
     PROGRAM = """
 import os, sys, sqlalchemy
@@ -292,20 +293,22 @@ sys.path[:0] = {path!r}
 from test_store import AMPLE, turn
 from holdfast.server.conversations.store import Store
 store = Store.open({where!r}, AMPLE)
-store.create_conversation("a", "conv", dict(), [])
-store.commit(turn("one", store.conversation_context("a", "conv"), conversation="conv"))
+store.conversations.create("a", "conv", dict(), [])
+store.turns.commit(turn("one", store.conversations.context("a", "conv"), conversation="conv"))
 
-@sqlalchemy.event.listens_for(store._engine, {moment!r})
+@sqlalchemy.event.listens_for(store.database.engine, {moment!r})
 def hang(*args):
     if {moment!r} == "commit" or "INSERT INTO turns" in args[2]:
         print("now", flush=True)
         sys.stdin.read()
 
-store.commit(turn("two", store.conversation_context("a", "conv"), conversation="conv"))
+store.turns.commit(turn("two", store.conversations.context("a", "conv"), conversation="conv"))
 """
 
     @pytest.mark.parametrize("moment", ["before_cursor_execute", "after_cursor_execute", "commit"])
-    def test_killed_in_mid_commit(self, tmp_path: Path, opened: Callable[..., Store], moment: str) -> None:
+    def test_a_process_killed_during_a_commit_leaves_the_last_turn_whole(
+        self, tmp_path: Path, opened: Callable[..., Store], moment: str
+    ) -> None:
         where = str(tmp_path / "store.sqlite")
         paths = [str(Path(__file__).parent), *sys.path]
         program = self.PROGRAM.format(path=paths, where=where, moment=moment)
@@ -314,43 +317,43 @@ store.commit(turn("two", store.conversation_context("a", "conv"), conversation="
             assert process.stdout.readline() == b"now\n"
             process.send_signal(signal.SIGKILL)
         store = opened(where)
-        context = store.conversation_context("a", "conv")
+        context = store.conversations.context("a", "conv")
         assert said(context) == ["one", "ONE"]
-        assert store.response("a", "two") is None
-        page = store.items("a", "conv", limit=9, newest_first=False)
+        assert store.turns.response("a", "two") is None
+        page = store.conversations.items("a", "conv", limit=9, newest_first=False)
         assert page is not None and len(page.items) == 2
         assert context is not None
-        store.commit(turn("two", context, conversation="conv"))
-        assert said(store.conversation_context("a", "conv")) == ["one", "ONE", "two", "TWO"]
+        store.turns.commit(turn("two", context, conversation="conv"))
+        assert said(store.conversations.context("a", "conv")) == ["one", "ONE", "two", "TWO"]
 
 
 class TestOpening:
-    """Old schemas are brought up to date, unknown ones and other files refused."""
+    """Old schemas are migrated; unknown ones and other files are refused."""
 
-    def test_what_was_stored_is_there_again_and_others_cannot_read_it(
+    def test_a_reopened_store_has_its_turns_and_only_its_owner_can_read_the_file(
         self, opened: Callable[..., Store], tmp_path: Path
     ) -> None:
         path = tmp_path / "deep" / "store.sqlite"
         store = opened(path)
         grow(store, "a", "bb")
-        assert said(opened(path).context("a", "bb")) == ["a", "A", "bb", "BB"]
+        assert said(opened(path).turns.context("a", "bb")) == ["a", "A", "bb", "BB"]
         assert path.stat().st_mode & 0o077 == 0
 
-    def test_an_older_schema_is_brought_up_to_date(
+    def test_an_older_schema_is_migrated(
         self, opened: Callable[..., Store], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         path = tmp_path / "store.sqlite"
         with monkeypatch.context() as patch:
-            patch.setattr(schema, "STEPS", schema.STEPS[:1])
+            patch.setattr(database, "STEPS", database.STEPS[:1])
             with pytest.raises(sqlalchemy.exc.OperationalError, match="conversations"):
-                opened(path).conversation("a", "conv")
+                opened(path).conversations.get("a", "conv")
             grow(opened(path), "a")
         store = opened(path)
-        assert said(store.context("a", "a")) == ["a", "A"]
-        store.create_conversation("a", "conv", {}, [])
-        assert store.conversation("a", "conv") is not None
+        assert said(store.turns.context("a", "a")) == ["a", "A"]
+        store.conversations.create("a", "conv", {}, [])
+        assert store.conversations.get("a", "conv") is not None
 
-    def test_a_step_that_breaks_changes_nothing(
+    def test_a_failing_migration_changes_nothing(
         self, opened: Callable[..., Store], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def breaks(db: sqlalchemy.Connection) -> None:
@@ -360,10 +363,10 @@ class TestOpening:
         path = tmp_path / "store.sqlite"
         grow(opened(path), "a")
         with monkeypatch.context() as patch:
-            patch.setattr(schema, "STEPS", (*schema.STEPS, breaks))
+            patch.setattr(database, "STEPS", (*database.STEPS, breaks))
             with pytest.raises(StoreError, match="broken"):
                 opened(path)
-        assert said(opened(path).context("a", "a")) == ["a", "A"]
+        assert said(opened(path).turns.context("a", "a")) == ["a", "A"]
 
     def test_a_newer_schema_is_refused(self, opened: Callable[..., Store], tmp_path: Path) -> None:
         path = tmp_path / "store.sqlite"
@@ -382,11 +385,11 @@ class TestOpening:
             ("nonsense://", "cannot be opened"),
         ],
     )
-    def test_what_is_no_store_is_refused(self, where: str, reason: str) -> None:
+    def test_an_invalid_store_location_is_refused(self, where: str, reason: str) -> None:
         with pytest.raises(StoreError, match=reason):
             Store.open(where, AMPLE)
 
-    def test_another_file_is_refused_and_left_alone(self, tmp_path: Path) -> None:
+    def test_a_file_that_is_not_a_database_is_refused_and_left_unchanged(self, tmp_path: Path) -> None:
         path = tmp_path / "letter.txt"
         path.write_text("Dear Ada, " * 1000)
         with pytest.raises(StoreError, match="not a database"):
@@ -394,12 +397,14 @@ class TestOpening:
         assert path.read_text() == "Dear Ada, " * 1000
 
 
-def test_what_is_held_in_memory_is_bounded(opened: Callable[..., Store], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conversation_store, "WARM_TOKENS", 10)
+def test_the_context_cache_is_bounded_and_drops_the_least_recent(
+    opened: Callable[..., Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turn_store, "CACHED_TOKENS", 10)
     store = opened()
     for name in ("a", "b", "c"):
-        store.commit(turn(name, tokens=[1] * 4))
-    assert list(store._warm) == ["b", "c"]
-    first = store.context("a", "a")  # read again
+        store.turns.commit(turn(name, tokens=[1] * 4))
+    assert list(store.turns.cache.contexts) == ["b", "c"]
+    first = store.turns.context("a", "a")  # read again
     assert first is not None and list(first.tokens) == [1] * 4
-    assert list(store._warm) == ["c", "a"]
+    assert list(store.turns.cache.contexts) == ["c", "a"]

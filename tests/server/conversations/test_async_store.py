@@ -8,18 +8,18 @@ from pathlib import Path
 import pytest
 
 from holdfast.server.config import ServerConfig
-from holdfast.server.conversations.keeper import Keeper
+from holdfast.server.conversations.store import AsyncStore
 from holdfast.server.protocol import ApiError
 from holdfast.server.run import open_store
 
 
-async def test_a_database_that_fails_is_an_error_that_clients_understand(tmp_path: Path) -> None:
+async def test_a_database_failure_is_a_503_that_names_no_database(tmp_path: Path) -> None:
     path = tmp_path / "store.sqlite"
-    keeper = Keeper(open_store(ServerConfig(store=str(path))))
+    store = AsyncStore(open_store(ServerConfig(store=str(path))))
     with sqlite3.connect(path) as other:
         other.execute("DROP TABLE conversations")
     with pytest.raises(ApiError) as refused:
-        await keeper(lambda store: store.conversation("tenant", "conv_a"))
+        await store.run(lambda store: store.conversations.get("tenant", "conv_a"))
     assert (refused.value.status, refused.value.code) == (503, "store_unavailable")
     assert "sqlite" not in refused.value.message
-    keeper.close()
+    store.close()

@@ -1,4 +1,4 @@
-"""What is served, how it is, and what it has done: models, health, metrics."""
+"""Routes for models, health and metrics."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def add_model_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/")
     async def root() -> dict[str, Any]:
-        """What this is, and where to go on."""
+        """This server's name, model and main paths."""
         return {
             "name": "Holdfast",
             "model": info.model,
@@ -49,13 +49,13 @@ def add_model_routes(app: FastAPI, service: Service) -> None:
         return card
 
 
-def add_watch_routes(app: FastAPI, service: Service) -> None:
-    """GET /health and /metrics: both ask the engine, within a time limit."""
+def add_status_routes(app: FastAPI, service: Service) -> None:
+    """GET /health and /metrics. Both ask the engine, within a time limit."""
 
     @app.get("/health")
     async def health() -> Response:
-        """200 after a round trip through the engine; 503 when it does not answer, or when the server drains."""
-        if service.traffic.draining:
+        """200 after a round trip through the engine; 503 if it does not answer, or if the server drains."""
+        if service.admission.draining:
             return JSON({"status": "draining"}, 503)
         try:
             await service.client.health(timeout=service.config.health_seconds)

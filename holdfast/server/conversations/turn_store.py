@@ -1,0 +1,197 @@
+"""Stored turns: a response, what it was made from, and the tokens behind it. Turns form a tree and never change."""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from sqlalchemy import Connection, Row, bindparam, delete, insert, literal, select, update
+
+from holdfast.server.conversations.conversation_store import advance, append
+from holdfast.server.conversations.database import Database, threads, turns
+from holdfast.server.conversations.space import Space
+from holdfast.server.conversations.values import GOOD, Conflict, Context, Item, Turn
+
+CACHED_TURNS = 1024
+CACHED_TOKENS = 1 << 21
+"""Limits of the contexts held in memory: how many, and their tokens in all (some tens of MB)."""
+
+# The queries of every turn, built once.
+_VISIBLE = (
+    select(turns)
+    .join(threads, threads.c.id == turns.c.thread)
+    .where(
+        turns.c.id == bindparam("id"),
+        turns.c.tenant == bindparam("tenant"),
+        turns.c.visible,
+        threads.c.active >= bindparam("oldest"),
+    )
+)
+_EXISTS = select(turns.c.id).where(turns.c.id == bindparam("id"))
+_INSERT_TURN = insert(turns)
+
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.decode
+
+
+class TurnStore:
+    """The turns of a store. Each method is one transaction, except `chain`, which runs within the caller's."""
+
+    def __init__(self, database: Database, space: Space) -> None:
+        self.cache = ContextCache()
+        self._database = database
+        self._space = space
+
+    def context(self, tenant: str, response: str) -> Context | None:
+        """What a turn after this response builds on; None if there is no such response."""
+        with self._database.read() as db:
+            row = self._find(db, tenant, response)
+            return None if row is None else self.chain(db, row)
+
+    def response(self, tenant: str, response: str) -> dict[str, Any] | None:
+        """A response as the API shows it."""
+        with self._database.read() as db:
+            row = self._find(db, tenant, response)
+            return None if row is None else _decode(row.response)
+
+    def input(self, tenant: str, response: str) -> list[Item] | None:
+        """The input items of a response, in order."""
+        with self._database.read() as db:
+            row = self._find(db, tenant, response)
+            return None if row is None else _decode(row.input)
+
+    def commit(self, turn: Turn, *, begun: bool = False) -> None:
+        """Store a turn, and append its items to its conversation if it has one.
+
+        `begun` says that this replaces the turn's own beginning, stored earlier. Raises Conflict when the parent, the
+        conversation or that beginning was deleted or has changed.
+        """
+        status, context = turn.response["status"], turn.context
+        thread = context.thread or turn.conversation or turn.id
+        with self._database.write() as db:
+            if begun and not db.execute(delete(turns).where(turns.c.id == turn.id)).rowcount:
+                raise Conflict("the response was deleted while it was written")
+            start = self._shared(db, turn)
+            row = {
+                "response": _encode(turn.response),
+                "input": _encode(turn.input),
+                "history": _encode([] if context.parent else context.items),
+                "tokens": _to_bytes(turn.tokens[start:]),
+            }
+            size = sum(map(len, row.values()))
+            if status in GOOD and turn.conversation is not None:
+                advance(db, turn)
+                size += append(db, turn.conversation, [*turn.input, *turn.response["output"]])
+            fixed = {
+                "id": turn.id, "thread": thread, "tenant": turn.tenant, "parent": context.parent,
+                "visible": turn.visible, "status": status, "start": start, "characters": turn.characters,
+                "digest": turn.digest,
+            }  # fmt: skip
+            db.execute(_INSERT_TURN, fixed | row)
+            self._space.grown(db, thread, turn.tenant, size)
+        if status in GOOD:
+            self.cache.add(
+                Context(
+                    thread=thread, parent=turn.id, status=status,
+                    items=[*context.items, *turn.input, *turn.response["output"]],
+                    tokens=turn.tokens, characters=turn.characters, digest=turn.digest,
+                )
+            )  # fmt: skip
+
+    def delete(self, tenant: str, response: str) -> bool:
+        """Delete a response. Returns whether it existed. Its turn stays, invisible, while others build on it."""
+        with self._database.write() as db:
+            row = self._find(db, tenant, response)
+            if row is None:
+                return False
+            db.execute(update(turns).where(turns.c.id == response).values(visible=False))
+            self.cache.remove(response)
+            self._space.prune(db, row.thread)
+            return True
+
+    def chain(self, db: Connection, last: Row[Any]) -> Context:
+        """The items and tokens from a thread's first turn up to this one."""
+        cached = self.cache.get(last.id)
+        if cached is not None:
+            return cached
+        chain = select(turns, literal(0).label("depth")).where(turns.c.id == last.id).cte("chain", recursive=True)
+        chain = chain.union_all(select(turns, chain.c.depth + 1).join(chain, turns.c.id == chain.c.parent))
+        said: list[Item] = []
+        tokens = array("I")
+        for row in db.execute(select(chain).order_by(chain.c.depth.desc())):
+            said += [*_decode(row.history), *_decode(row.input), *_decode(row.response)["output"]]
+            del tokens[row.start :]
+            tokens += _from_bytes(row.tokens)
+        context = Context(
+            thread=last.thread, parent=last.id, status=last.status,
+            items=said, tokens=tokens, characters=last.characters, digest=last.digest,
+        )  # fmt: skip
+        if last.status in GOOD:
+            self.cache.add(context)
+        return context
+
+    def _find(self, db: Connection, tenant: str, response: str) -> Row[Any] | None:
+        """A visible turn of this tenant, in a thread that is not too old."""
+        return db.execute(_VISIBLE, {"id": response, "tenant": tenant, "oldest": self._space.oldest()}).one_or_none()
+
+    def _shared(self, db: Connection, turn: Turn) -> int:
+        """Number of leading tokens that a turn shares with its parent. Raises Conflict if the parent is gone."""
+        parent, known = turn.context.parent, turn.context.tokens
+        if parent is None:
+            return 0
+        if db.execute(_EXISTS, {"id": parent}).scalar() is None:
+            raise Conflict("the previous response was deleted while this one was written")
+        if turn.known == len(known) or turn.tokens[: len(known)] == known:
+            return len(known)
+        pairs = enumerate(zip(turn.tokens, known, strict=False))
+        return next((at for at, (one, other) in pairs if one != other), min(len(turn.tokens), len(known)))
+
+
+class ContextCache:
+    """Contexts of recent turns, so that the next turn need not read its whole chain. The least recent leaves first."""
+
+    def __init__(self) -> None:
+        self.contexts: OrderedDict[str, Context] = OrderedDict()
+        """By the id of the last turn."""
+        self._tokens = 0
+
+    def get(self, turn: str) -> Context | None:
+        """The context that ends with this turn, if it is cached."""
+        context = self.contexts.get(turn)
+        if context is not None:
+            self.contexts.move_to_end(turn)
+        return context
+
+    def add(self, context: Context) -> None:
+        """Cache a context, and drop others beyond the limits."""
+        assert context.parent is not None
+        self.remove(context.parent)
+        self.contexts[context.parent] = context
+        self._tokens += len(context.tokens)
+        while self._tokens > CACHED_TOKENS or len(self.contexts) > CACHED_TURNS:
+            self.remove(next(iter(self.contexts)))
+
+    def remove(self, turn: str) -> None:
+        """Drop the context that ends with this turn, if it is cached."""
+        context = self.contexts.pop(turn, None)
+        if context is not None:
+            self._tokens -= len(context.tokens)
+
+
+def _to_bytes(tokens: Sequence[int]) -> bytes:
+    """Token ids as 32-bit little-endian numbers."""
+    numbers = array("I", tokens)
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers.tobytes()
+
+
+def _from_bytes(data: bytes) -> array[int]:
+    numbers = array("I", data)
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers

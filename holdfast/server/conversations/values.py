@@ -1,0 +1,86 @@
+"""The store's values and errors: turns, contexts, pages, bounds. Imports no database."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Item = dict[str, Any]
+"""A message as the API shows it: type, id, status, role, content."""
+
+GOOD = ("completed", "incomplete")
+"""Statuses of turns that others may build on."""
+
+
+class StoreError(Exception):
+    """The store cannot be opened; the message says why in one line."""
+
+
+class Conflict(Exception):
+    """A turn's parent or conversation was deleted, or has changed, while the turn was written."""
+
+
+class ThreadTooLarge(Exception):
+    """A thread exceeds its share of the store; the message is for the user."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """Limits of the store. Beyond any of them, the threads that have been idle for longest are dropped."""
+
+    seconds: float
+    """Maximum time since a thread's last turn."""
+    threads: int
+    bytes: int
+    """Stored bytes of all tokens and items."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """A response to be stored. `tokens` is the whole sequence, whose part from the parent is stored only once."""
+
+    response: Mapping[str, Any]
+    """The response as the API shows it, with id, status, output and previous_response_id."""
+    tenant: str
+    input: Sequence[Item]
+    context: Context
+    conversation: str | None = None
+    visible: bool = True
+    tokens: Sequence[int] = ()
+    known: int = 0
+    """Number of leading tokens that were taken unchanged from the context."""
+    characters: int = 0
+    digest: bytes = b""
+
+    @property
+    def id(self) -> str:
+        """The response's id."""
+        return str(self.response["id"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """The state that a new turn builds on."""
+
+    thread: str | None = None
+    """None for a turn that begins a thread."""
+    parent: str | None = None
+    """The last turn; None at the beginning, and after a client edited the conversation's items."""
+    status: str = "completed"
+    items: Sequence[Item] = ()
+    """All messages so far."""
+    tokens: Sequence[int] = ()
+    """The raw tokens of the messages, as far as they are known."""
+    characters: int = 0
+    """Length of the text that these tokens stand for."""
+    digest: bytes = b""
+    """Digest of that text and the tokenizer."""
+
+
+@dataclass(frozen=True)
+class Page:
+    """A part of a list of items."""
+
+    items: list[Item]
+    has_more: bool

@@ -25,14 +25,11 @@ from holdfast.lm.kernels.attention import backends as attention
 from holdfast.lm.models.loader import load
 from holdfast.lm.scheduler.choice import capacity_of, make_scheduler
 from holdfast.lm.scheduler.policies import StallFree
-from holdfast.lm.types import EngineShape, LanguageExecutor, LanguageLoop, MemoryMeasurement
+from holdfast.lm.types import BUDGET_TILE, EngineShape, LanguageExecutor, LanguageLoop, MemoryMeasurement
 from holdfast.loop.contracts import Clock
 from holdfast.loop.loop import Loop
 
 clock = time.monotonic
-
-TILE = {"cuda": 64, "cpu": 16}
-"""A computed token budget is a multiple of this: other sizes leave part of a matrix tile idle."""
 
 
 def build(
@@ -195,7 +192,7 @@ def find_profile(
             cache_tokens=info.num_blocks * info.block_size,
             max_model_len=info.max_model_len,
             token_budget=DEFAULT_BUDGET[executor.device.type],
-            tile=TILE[executor.device.type],
+            tile=BUDGET_TILE[executor.device.type],
             token_bytes=info.memory.block // info.block_size,
         )
         profile.save(path)
@@ -222,7 +219,7 @@ def shape_of(executor: PagedExecutor, info: EngineInfo) -> EngineShape:
         max_model_len=info.max_model_len,
         vocab_size=info.vocab_size,
         eos_token_ids=spec.eos_token_ids,
-        tile=TILE[executor.device.type],
+        tile=BUDGET_TILE[executor.device.type],
         attention_balance=max(1, weights // (2 * spec.num_layers * spec.num_heads * spec.head_dim)),
     )
 

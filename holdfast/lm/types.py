@@ -266,6 +266,8 @@ class EngineShape:
     """Position at which a token's attention costs as much as all its other work. Used where no cost was measured."""
 
 
+BUDGET_TILE = {"cuda": 64, "cpu": 16}
+"""By device type: a computed token budget is a multiple of this, as other sizes leave part of a matrix tile idle."""
 LanguageLoop = Loop[Request, "StepPlan", "StepResult", Columns[SequenceOutput], "SchedulerStats"]
 """The loop of language models."""
 LanguageExecutor = Executor["StepPlan", "StepResult"]

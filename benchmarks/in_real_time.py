@@ -15,7 +15,7 @@ from holdfast.core.config import EngineConfig
 from holdfast.core.cost import CostModel, Reserve
 from holdfast.engine.build import build
 from holdfast.engine.profiles import CostProfile
-from holdfast.lab.records import Record
+from holdfast.lab.metrics import Record
 from holdfast.lab.simulator.run import VOCAB_SIZE, Clients, make_scheduler
 from holdfast.lab.simulator.shapes import ModelShape, model_named
 from holdfast.lab.workloads import Workload
@@ -56,7 +56,7 @@ def checkpoint_of(shape: ModelShape | str) -> str:
 
 
 class WallClock:
-    """Real seconds from now on. A `simulator.run.Waiting`."""
+    """Real seconds from now on. A `simulator.run.WaitableClock`."""
 
     def __init__(self) -> None:
         self._start = time.monotonic()

@@ -19,9 +19,9 @@ from holdfast.cli.talkers import ChatError
 from holdfast.core.config import BUILTIN_MODEL, EngineConfig
 from holdfast.core.version import __version__
 from holdfast.engine.client import EngineDead, EngineStartError
-from holdfast.lab.choice import WorkloadConfig
 from holdfast.lab.planning import SHARED_OPTIONS
 from holdfast.lab.simulator.shapes import MODELS
+from holdfast.lab.workloads import WorkloadConfig
 from holdfast.server.config import ServerConfig
 from holdfast.server.conversations.store import StoreError
 

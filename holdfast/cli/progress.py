@@ -7,16 +7,9 @@ from collections.abc import Callable
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from holdfast.lab.workloads import Workload
-
-
-def turns_of(workload: Workload) -> int:
-    """Requests in all."""
-    return sum(len(conversation.turns) for conversation in workload)
-
 
 class Bar:
-    """A progress bar on standard error; calling what it gives says how many are done."""
+    """A progress bar on standard error. Entering it returns a function that sets how many items are done."""
 
     def __init__(self, title: str, total: int) -> None:
         self._bar = Progress(
@@ -28,16 +21,16 @@ class Bar:
             transient=True,
         )
         self._task = self._bar.add_task(title, total=total)
-        self._told = 0
+        self._done = 0
 
     def __enter__(self) -> Callable[[int], None]:
         self._bar.start()
-        return self._tell
+        return self._update
 
     def __exit__(self, *raised: object) -> None:
         self._bar.stop()
 
-    def _tell(self, done: int) -> None:
-        if done != self._told:
-            self._told = done
+    def _update(self, done: int) -> None:
+        if done != self._done:
+            self._done = done
             self._bar.update(self._task, completed=done)

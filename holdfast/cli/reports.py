@@ -1,4 +1,4 @@
-"""What commands that write reports share: the checks before the work, the configuration for people, the files."""
+"""Shared by commands that write files: checks before the work starts, and the options that a report lists."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ from typing import Any, Protocol
 
 
 class Page(Protocol):
-    """A report."""
+    """A `lab.reports.report.Report`, declared here so that matplotlib is imported only for a report."""
 
     def write_html(self, path: Path) -> None:
         """Write the page. Raises OSError."""
         ...
 
     def write_plots(self, directory: Path) -> list[Path]:
-        """Write its plots. Raises OSError."""
+        """Write the plots. Returns their paths. Raises OSError."""
         ...
 
 
-def needs_matplotlib() -> None:
-    """Raises ValueError where there is no matplotlib: before the work, and not after it."""
+def require_matplotlib() -> None:
+    """Raise ValueError if matplotlib is not installed."""
     if find_spec("matplotlib") is None:
-        raise ValueError("reports and plots take matplotlib, which is not installed: pip install 'holdfast[report]'")
+        raise ValueError("reports and plots need matplotlib, which is not installed: pip install 'holdfast[report]'")
 
 
-def writable(path: str | None) -> None:
-    """Raises ValueError where a file cannot be put: before the work, and not after it."""
+def require_writable(path: str | None) -> None:
+    """Raise ValueError if no file can be written at `path`."""
     if path is None:
         return
     if not (directory := Path(path).absolute().parent).is_dir():
-        raise ValueError(f"{path} cannot be written: {directory} is no directory")
+        raise ValueError(f"{path} cannot be written: {directory} is not a directory")
     if Path(path).is_dir():
         raise ValueError(f"{path} cannot be written: it is a directory")
 
 
-def makeable(path: str | None) -> None:
-    """Raises ValueError where a directory cannot be made: before the work, and not after it."""
+def require_directory(path: str | None) -> None:
+    """Raise ValueError if `path` is not a directory and cannot become one."""
     if path is None:
         return
     for place in (Path(path).absolute(), *Path(path).absolute().parents):
@@ -48,8 +48,8 @@ def makeable(path: str | None) -> None:
             return
 
 
-def changed(config: Any, without: Sequence[str] = ()) -> list[tuple[str, str]]:
-    """The options that are not as they are by default, for people."""
+def changed_options(config: Any, without: Sequence[str] = ()) -> list[tuple[str, str]]:
+    """Name and value of each option that differs from its default, as text."""
     shown = []
     for field in fields(config):
         value = getattr(config, field.name)
@@ -60,8 +60,8 @@ def changed(config: Any, without: Sequence[str] = ()) -> list[tuple[str, str]]:
     return shown
 
 
-def written(page: Page, report: str | None, plots: str | None) -> str:
-    """Write what was asked for. Returns which files, for people. Raises OSError."""
+def write_page(page: Page, report: str | None, plots: str | None) -> str:
+    """Write the HTML page and the PNG plots that have a path. Returns a message naming the files. Raises OSError."""
     paths = []
     if report is not None:
         page.write_html(Path(report))

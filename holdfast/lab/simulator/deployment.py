@@ -14,6 +14,7 @@ from holdfast.engine.profiles import CostProfile
 from holdfast.lab.simulator.devices import Device, Link, device_named, fp8_of, link_named
 from holdfast.lab.simulator.roofline import cache_tokens, derive
 from holdfast.lab.simulator.shapes import BYTES, MODELS, NATIVE, ModelShape, model_named
+from holdfast.lm.types import BUDGET_TILE
 
 TOKEN_BUDGET = 2048
 """Default token budget of an engine on a GPU."""
@@ -125,7 +126,7 @@ def _profile(shape: ModelShape, device: Device, cost: CostModel, devices: int, m
         cache_tokens=cache_tokens(shape, device, devices=devices, memory_fraction=memory_fraction),
         max_model_len=shape.max_model_len,
         token_budget=TOKEN_BUDGET,
-        tile=128,
+        tile=BUDGET_TILE["cuda"],
         token_bytes=shape.token_bytes,
         copy_rate=device.copy_rate * devices,
     )

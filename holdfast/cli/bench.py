@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from holdfast.cli.flags import check_url
-from holdfast.cli.reports import changed_options, require_directory, require_matplotlib, require_writable, write_page
+from holdfast.cli.reports import changed_options, check_outputs
 from holdfast.cli.targets import Simulation, Target, local_engine, server
 from holdfast.core.config import EngineConfig, option
 from holdfast.core.version import __version__
@@ -111,24 +111,15 @@ class BenchConfig:
         if self.rates and self.capacity:
             raise ValueError("capacity looks for the rate itself; drop --rates or --capacity")
 
-    @property
-    def wants_report(self) -> bool:
-        """Whether a page or plots are to be written."""
-        return self.report is not None or self.plots is not None
-
 
 def run(config: BenchConfig, workload: WorkloadConfig, engine: EngineConfig, arguments: Sequence[str]) -> int:
     """Run the benchmark, print the metrics and write the files. Returns the exit code.
 
     `arguments` are those of the command line, for the report. Raises ValueError, OSError, EngineStartError.
     """
-    if config.wants_report:
-        require_matplotlib()
+    check_outputs(config.json, engine.trace, report=config.report, plots=config.plots)
     if engine.trace is not None and (config.capacity is not None or len(config.rates) > 1):
         raise ValueError("trace is the timeline of one run; give it with at most one rate, and without --capacity")
-    for path in (config.json, config.report, engine.trace):
-        require_writable(path)
-    require_directory(config.plots)
     console = Console(highlight=False)
     base = workload.read(engine.seed)
     if config.speed != 1 and (
@@ -158,7 +149,7 @@ def run(config: BenchConfig, workload: WorkloadConfig, engine: EngineConfig, arg
     if config.json is not None:
         result: Any = figures[0] if len(runs) == 1 and capacity is None else {"runs": figures, "capacity": capacity}
         Path(config.json).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    if config.wants_report:
+    if config.report is not None or config.plots is not None:
         write_report(console, config, workload, engine, target, runs, capacity, arguments)
     return 0
 
@@ -299,7 +290,7 @@ def write_report(
         command=shlex.join(["holdfast", "bench", *without_key(arguments)]),
         footer=f"Holdfast {__version__}",
     )
-    console.print(write_page(page, config.report, config.plots), soft_wrap=True)
+    console.print("written: " + ", ".join(page.write(config.report, config.plots)), soft_wrap=True)
 
 
 OUTPUTS = ("json", "report", "plots", "simulate")

@@ -12,20 +12,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from holdfast.cli.progress import Bar
-from holdfast.cli.reports import changed_options, require_directory, require_matplotlib, require_writable, write_page
+from holdfast.cli.progress import progress_bar
+from holdfast.cli.reports import changed_options, check_outputs
 from holdfast.core.config import BUILTIN_MODEL, EngineConfig, SchedulerName, option
 from holdfast.core.version import __version__
 from holdfast.engine.checkpoint import Checkpoint, read_json
 from holdfast.engine.profiles import CostProfile, precision_of
-from holdfast.lab.planning import (
-    CapacityQuestion,
-    Evaluation,
-    best_of,
-    make_capacity_plan,
-    make_layouts,
-    make_policies,
-)
+from holdfast.lab.planning import CapacityQuestion, Evaluation, best_of, make_capacity_plan, make_layouts, make_policies
 from holdfast.lab.reports.advice import as_json, recommend
 from holdfast.lab.reports.tables import show_candidates
 from holdfast.lab.simulator.deployment import configured_shape
@@ -121,18 +114,14 @@ def run(
 
     `arguments` are those of the command line, for the report. Raises ValueError, OSError.
     """
-    for path in (config.json, config.report):
-        require_writable(path)
-    require_directory(config.plots)
-    if config.report is not None or config.plots is not None:
-        require_matplotlib()
+    check_outputs(config.json, report=config.report, plots=config.plots)
     question = question_of(config, workload, engine, model)
     one_device = () if config.profile is None else (1,)
     layouts = make_layouts(config.devices, config.tp or one_device, config.pp or one_device, config.host_gb)
     policies = make_policies(config.policies, config.token_budgets, config.slo_tbt)
     console = Console(highlight=False)
     console.print(Text(describe(question, workload)), soft_wrap=True)
-    with Bar("simulating", len(layouts) + len(policies) - 1) as on_progress:
+    with progress_bar("simulating", len(layouts) + len(policies) - 1) as on_progress:
         evaluations = make_capacity_plan(question, layouts, policies, config.jobs or os.cpu_count() or 1, on_progress)
     best = best_of(evaluations)
     show_candidates(console, evaluations, best)
@@ -163,15 +152,11 @@ def write_report(
         evaluations,
         describe(question, workload),
         advice,
-        settings=[
-            *changed_options(workload),
-            *changed_options(config, without=OUTPUTS),
-            *changed_options(question.engine),
-        ],
+        settings=changed_options(workload) + changed_options(config, OUTPUTS) + changed_options(question.engine),
         command=shlex.join(["holdfast", "plan", *arguments]),
         footer=f"Holdfast {__version__}",
     )
-    console.print(write_page(page, config.report, config.plots), soft_wrap=True)
+    console.print("written: " + ", ".join(page.write(config.report, config.plots)), soft_wrap=True)
 
 
 OUTPUTS = ("json", "report", "plots", "jobs")

@@ -2,35 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 
-class Bar:
-    """A progress bar on standard error. Entering it returns a function that sets how many items are done."""
+@contextmanager
+def progress_bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Show a bar on standard error. Yields a function that sets how many items are done."""
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        bar.add_task(title, total=total)
+        task = bar.tasks[0]
 
-    def __init__(self, title: str, total: int) -> None:
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            console=Console(stderr=True),
-            transient=True,
-        )
-        self._task = self._bar.add_task(title, total=total)
-        self._done = 0
+        def update(done: int) -> None:
+            if done != task.completed:
+                bar.update(task.id, completed=done)
 
-    def __enter__(self) -> Callable[[int], None]:
-        self._bar.start()
-        return self._update
-
-    def __exit__(self, *raised: object) -> None:
-        self._bar.stop()
-
-    def _update(self, done: int) -> None:
-        if done != self._done:
-            self._done = done
-            self._bar.update(self._task, completed=done)
+        yield update

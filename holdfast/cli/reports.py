@@ -6,25 +6,19 @@ from collections.abc import Sequence
 from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 
-class Page(Protocol):
-    """A `lab.reports.report.Report`, declared here so that matplotlib is imported only for a report."""
-
-    def write_html(self, path: Path) -> None:
-        """Write the page. Raises OSError."""
-        ...
-
-    def write_plots(self, directory: Path) -> list[Path]:
-        """Write the plots. Returns their paths. Raises OSError."""
-        ...
-
-
-def require_matplotlib() -> None:
-    """Raise ValueError if matplotlib is not installed."""
-    if find_spec("matplotlib") is None:
+def check_outputs(*files: str | None, report: str | None, plots: str | None) -> None:
+    """Raise ValueError if a file or the directory `plots` cannot be written, or a report cannot be drawn."""
+    if (report is not None or plots is not None) and find_spec("matplotlib") is None:
         raise ValueError("reports and plots need matplotlib, which is not installed: pip install 'holdfast[report]'")
+    for path in (*files, report):
+        require_writable(path)
+    if plots is not None:
+        place = next(place for place in (Path(plots).absolute(), *Path(plots).absolute().parents) if place.exists())
+        if not place.is_dir():
+            raise ValueError(f"{plots} cannot be a directory: {place} is a file")
 
 
 def require_writable(path: str | None) -> None:
@@ -37,17 +31,6 @@ def require_writable(path: str | None) -> None:
         raise ValueError(f"{path} cannot be written: it is a directory")
 
 
-def require_directory(path: str | None) -> None:
-    """Raise ValueError if `path` is not a directory and cannot become one."""
-    if path is None:
-        return
-    for place in (Path(path).absolute(), *Path(path).absolute().parents):
-        if place.exists():
-            if not place.is_dir():
-                raise ValueError(f"{path} cannot be a directory: {place} is a file")
-            return
-
-
 def changed_options(config: Any, without: Sequence[str] = ()) -> list[tuple[str, str]]:
     """Name and value of each option that differs from its default, as text."""
     shown = []
@@ -58,14 +41,3 @@ def changed_options(config: Any, without: Sequence[str] = ()) -> list[tuple[str,
             unit = " ms" if field.metadata["unit"] else ""
             shown.append((field.name.replace("_", " "), listed + unit))
     return shown
-
-
-def write_page(page: Page, report: str | None, plots: str | None) -> str:
-    """Write the HTML page and the PNG plots that have a path. Returns a message naming the files. Raises OSError."""
-    paths = []
-    if report is not None:
-        page.write_html(Path(report))
-        paths.append(report)
-    if plots is not None:
-        paths += [str(path) for path in page.write_plots(Path(plots))]
-    return "written: " + ", ".join(paths)

@@ -14,7 +14,7 @@ import uvloop
 from rich.console import Console
 from rich.text import Text
 
-from holdfast.cli.progress import Bar
+from holdfast.cli.progress import progress_bar
 from holdfast.core.config import EngineConfig
 from holdfast.core.types import SamplingParams
 from holdfast.engine.client import EngineClient, QueueFull, RequestRefused
@@ -68,7 +68,7 @@ class _Sender:
     def run(self, workload: Workload, title: str) -> list[Record]:
         tokens = PromptTokens(self.vocab_size, f"{self.seed}/{self.runs}/")
         self.runs += 1
-        with Bar(title, num_requests(workload)) as on_progress:
+        with progress_bar(title, num_requests(workload)) as on_progress:
             client = LoadClient(self.ask, tokens, on_progress)
             return self.loop.run(client.run(workload, self.concurrency))
 
@@ -179,7 +179,7 @@ class Simulation:
             traced.append(TracedExecutor(executor, self.config.trace, clock, suspends=suspends))
             return traced[0]
 
-        with Bar(title, num_requests(workload)) as on_progress:
+        with progress_bar(title, num_requests(workload)) as on_progress:
             try:
                 return simulate(
                     self.config,

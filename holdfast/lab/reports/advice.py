@@ -21,9 +21,11 @@ def recommend(evaluations: Sequence[Evaluation], engine: EngineConfig, model: st
     """The advice, line by line. If anything can be served, the last line is the command."""
     best = best_of(evaluations)
     if best is None and not any(each.fits for each in evaluations):
-        return ["no layout fits these devices: give more or other --devices, another --tp and --pp, or a smaller model"]
+        return ["no layout fits these devices: give more --devices, another --device, --tp or --pp, or a smaller model"]
     if best is None:
-        return ["nothing meets these limits: raise --slo-tbt or --slo-ttft, or give more or faster --devices"]
+        return [
+            "nothing meets these limits: raise --slo-tbt or --slo-ttft, or give more --devices or a faster --device"
+        ]
     lines = [
         f"best: {best.candidate.policy} on {best.candidate.layout}, {best.fleet_capacity:.3g} conversations a second "
         "in all"

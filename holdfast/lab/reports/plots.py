@@ -103,7 +103,7 @@ def distributions(metric: str, title: str, runs: Sequence[Run], limit: float | N
         axes.set_ylim(0, 101)
         axes.xaxis.set_major_formatter(FuncFormatter(readable))
         mark_limit(axes, palette, limit, vertical=True)
-        heading(axes, palette, title, "% of all, by ms")
+        heading(axes, palette, title, "cumulative %, over ms")
         if len(shown) > 1:
             legend(axes, palette, [f"{run.figures['request_rate']:.3g} /s" for run in shown], "lower right")
         return figure
@@ -137,7 +137,7 @@ def metrics_by_rate(runs: Sequence[Run], limits: Mapping[str, float], capacity: 
             axes.yaxis.set_major_formatter(FuncFormatter(readable))
             mark_limit(axes, palette, limits.get(name), vertical=False)
             mark_limit(axes, palette, capacity, vertical=True, quiet=True)
-            heading(axes, palette, title, f"{unit}, by rate")
+            heading(axes, palette, title, f"{unit}, over requests a second")
         return figure
 
     return draw
@@ -159,8 +159,8 @@ def timeline(run: Run) -> Draw:
             axes.set_ylim(bottom=0)
             axes.yaxis.set_major_formatter(FuncFormatter(readable))
         above.yaxis.set_major_locator(MaxNLocator(4, integer=True))
-        heading(above, palette, "Requests", "running and waiting, by seconds")
-        heading(below, palette, "Generated tokens", "a second, by seconds")
+        heading(above, palette, "Requests", "running and waiting, over seconds")
+        heading(below, palette, "Generated tokens", "per second, over seconds")
         legend(above, palette, ["running", "waiting"], "upper right")
         return figure
 

@@ -58,6 +58,13 @@ class Report:
     command: str
     footer: str
 
+    def write(self, html: str | None, plots: str | None) -> list[str]:
+        """Write the page and the plots that have a path. Returns the paths of all files. Raises OSError."""
+        if html is not None:
+            self.write_html(Path(html))
+        paths = [] if html is None else [html]
+        return paths if plots is None else paths + [str(path) for path in self.write_plots(Path(plots))]
+
     def write_html(self, path: Path) -> None:
         """Write the page. Raises OSError."""
         environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)

@@ -40,7 +40,7 @@ def test_a_sweep_has_a_run_for_each_rate(profile, tmp_path):
     assert slow["request_goodput"] <= slow["request_throughput"]
 
 
-def test_capacity_is_found(profile, tmp_path, capsys):
+def test_capacity_is_the_highest_rate_within_the_limits(profile, tmp_path, capsys):
     out = tmp_path / "figures.json"
     given = ("--requests", "60", "--output-tokens", "20", "--capacity", "12", "--max-sequences", "16")
     assert bench("--simulate", profile, *given, "--json", str(out)) == 0

@@ -13,7 +13,7 @@ def records():
     ]
 
 
-def test_the_summary_of_a_run():
+def test_the_summary_covers_the_requests_that_succeeded():
     figures = summary(records())
     expected = {
         "completed": 2,

@@ -23,7 +23,7 @@ def test_a_known_shape_has_the_published_number_of_weights(name, billions):
     assert MODELS[name].weight_bytes / 2e9 == pytest.approx(billions, rel=0.01)
 
 
-def test_bytes_of_a_cached_position():
+def test_a_cached_position_takes_bytes_in_proportion_to_kv_heads():
     assert MODELS["llama-3-8b"].token_bytes == 131_072
     assert MODELS["llama-2-13b"].token_bytes == 4 * MODELS["llama-2-13b-gqa"].token_bytes
 

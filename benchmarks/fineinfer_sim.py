@@ -21,7 +21,7 @@ from typing import Any
 
 from holdfast.core.config import EngineConfig
 from holdfast.lab import workloads
-from holdfast.lab.records import summary
+from holdfast.lab.metrics import summary
 from holdfast.lab.simulator.deployment import deploy
 from holdfast.lab.simulator.run import simulate
 from holdfast.lab.workloads import Conversation, Lengths, Turn
@@ -94,7 +94,7 @@ def compare(dataset: str, count: int, vary: Sequence[str] = ()) -> dict[str, Any
         row[name] = {"batch": len(times) / len(set(times)), "requests_per_second": count / outcome.seconds}
     rate = row["blocks"]["requests_per_second"] / 2
     for name, config in configs.items():
-        figures = summary(simulate(config, profile, workloads.poisson(work, rate, seed=0)).records)
+        figures = summary(simulate(config, profile, workloads.poisson_arrivals(work, rate, seed=0)).records)
         row[name]["normalized_latency_ms"] = figures["mean_normalized_latency_ms"]
     return row | {"rate": rate, "ratio": row["blocks"]["batch"] / row["padded"]["batch"]}
 

@@ -30,8 +30,8 @@ from typing import Any
 from holdfast.core.config import EngineConfig
 from holdfast.engine.profiles import CostProfile
 from holdfast.lab import workloads
-from holdfast.lab.capacity import find_capacity, sustained
-from holdfast.lab.records import Record, percentile
+from holdfast.lab.metrics import Record, percentile
+from holdfast.lab.planning import find_capacity, sustained
 from holdfast.lab.simulator.run import simulate
 from holdfast.lab.workloads import DATASETS, Workload
 
@@ -149,7 +149,7 @@ def window_of(dataset: str, small: bool) -> float:
 def load(dataset: str, rate: float, window: float, small: bool, seed: int | None = None) -> Workload:
     """What arrives within the window."""
     seed = SEEDS[dataset] if seed is None else seed
-    drawn = workloads.drawn(dataset, 20 + round(2 * rate * window), seed)
+    drawn = workloads.sample_dataset(dataset, 20 + round(2 * rate * window), seed)
     if small:
         drawn = [
             workloads.Conversation(
@@ -157,7 +157,7 @@ def load(dataset: str, rate: float, window: float, small: bool, seed: int | None
             )
             for one in drawn
         ]
-    return [one for one in workloads.poisson(drawn, rate, seed) if one.arrival <= window]
+    return [one for one in workloads.poisson_arrivals(drawn, rate, seed) if one.arrival <= window]
 
 
 def figures(records: list[Record], window: float) -> dict[str, float]:

@@ -15,7 +15,7 @@ from holdfast.core.config import EngineConfig
 from holdfast.core.cost import CostModel
 from holdfast.engine.build import build
 from holdfast.engine.profiles import CostProfile
-from holdfast.lab.records import Record
+from holdfast.lab.metrics import Record
 from holdfast.lab.simulator.reserve import Reserve
 from holdfast.lab.simulator.run import VOCAB_SIZE, Clients, make_scheduler
 from holdfast.lab.simulator.shapes import ModelShape, model_named
@@ -57,7 +57,7 @@ def checkpoint_of(shape: ModelShape | str) -> str:
 
 
 class WallClock:
-    """Real seconds from now on. A `simulator.run.Waiting`."""
+    """Real seconds from now on. A `simulator.run.WaitableClock`."""
 
     def __init__(self) -> None:
         self._start = time.monotonic()

@@ -43,7 +43,7 @@ hardly seen in the record and follow the table of floors."""
 
 
 class H200:
-    """Step times as they were recorded, as `holdfast.lab.simulator.latency.Latency` gives a cost model's."""
+    """Step times as they were recorded, as `holdfast.lab.simulator.executor.StepTimes` gives a cost model's."""
 
     num_stages = 1
     copy_seconds = BLOCK_BYTES / 35e9

@@ -33,7 +33,7 @@ from varied import LAYER_SECONDS, deployed
 
 from holdfast.core.config import EngineConfig
 from holdfast.lab import workloads
-from holdfast.lab.records import summary
+from holdfast.lab.metrics import summary
 from holdfast.lab.simulator.run import simulate
 from holdfast.lab.simulator.shapes import model_named
 from holdfast.lab.workloads import Workload
@@ -122,9 +122,9 @@ def steady(dataset: str, think: float, rate: float, seconds: float, token_second
     talks = DATASETS[dataset]
     before = 20 * think
     count = max(8, round((before + seconds) * rate / talks.turns))
-    drawn = workloads.cut(workloads.multi_turn(count, think, seed=0, talks=talks), LONGEST)
+    drawn = workloads.fit_context(workloads.multi_turn(count, think, seed=0, means=talks), LONGEST)
     under_way = []
-    for talk in workloads.poisson(drawn, rate / talks.turns, seed=0):
+    for talk in workloads.poisson_arrivals(drawn, rate / talks.turns, seed=0):
         at, history, turns = talk.arrival - before, 0, []
         begins = at
         for turn in talk.turns:

@@ -24,8 +24,8 @@ from typing import Any
 
 from holdfast.core.config import EngineConfig
 from holdfast.lab import workloads
-from holdfast.lab.capacity import find_capacity
-from holdfast.lab.records import summary
+from holdfast.lab.metrics import summary
+from holdfast.lab.planning import find_capacity
 from holdfast.lab.simulator.deployment import Deployment, deploy
 from holdfast.lab.simulator.devices import DEVICES, LINKS, Link
 from holdfast.lab.simulator.roofline import derive
@@ -109,7 +109,7 @@ def served(name: str, dataset: str, config: EngineConfig, rate: float, requests:
     deployment = deployed(name)
     stages = len(deployment.pipeline.stages) if deployment.pipeline else 1
     profile = replace(deployment.profile, token_budget=CEILING // stages)
-    workload = workloads.poisson(workloads.drawn(dataset, requests, seed=0), rate, seed=0)
+    workload = workloads.poisson_arrivals(workloads.sample_dataset(dataset, requests, seed=0), rate, seed=0)
     return summary(simulate(config, profile, workload, pipeline=deployment.pipeline).records)
 
 
@@ -119,7 +119,7 @@ def capacity_of(task: tuple[str, str, str, str, int, float]) -> tuple[tuple[str,
     limit = SETTINGS[name].relaxed if slo == "relaxed" else SETTINGS[name].strict
     config = engine(system, dataset, deployed(name).profile.cache_tokens, limit)
     run = partial(served, name, dataset, config, requests=requests)
-    found = find_capacity(run, limit * 1000, start=start, close=CLOSE)
+    found = find_capacity(run, limit * 1000, start=start, tolerance=CLOSE)
     print(f"  {name} {dataset} {slo} {system}: {found:.3g}", file=sys.stderr, flush=True)
     return (name, dataset, slo, system), found
 

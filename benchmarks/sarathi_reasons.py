@@ -29,8 +29,8 @@ from varied import LAYER_SECONDS, deployed
 
 from holdfast.core.config import EngineConfig
 from holdfast.lab import workloads
-from holdfast.lab.capacity import find_capacity
-from holdfast.lab.records import summary
+from holdfast.lab.metrics import summary
+from holdfast.lab.planning import find_capacity
 from holdfast.lab.simulator.deployment import Deployment
 from holdfast.lab.simulator.run import simulate
 from holdfast.lab.simulator.shapes import model_named
@@ -67,7 +67,7 @@ def under(name: str, vary: Sequence[str]) -> Deployment:
 def requests(dataset: str, count: int, seed: int, lengths: Path | None) -> Workload:
     """Requests of a data set; of sharegpt those of the file, if there is one, in an order that the seed gives."""
     if lengths is None or dataset != SHAREGPT:
-        return workloads.drawn(dataset, count, seed)
+        return workloads.sample_dataset(dataset, count, seed)
     limit = DATASETS[dataset].limit
     with lengths.open(newline="") as file:
         turns = [Turn(int(row["num_prefill_tokens"]), int(row["num_decode_tokens"])) for row in csv.DictReader(file)]
@@ -79,7 +79,7 @@ def served(deployment: Deployment, config: EngineConfig, work: Workload, rate: f
     """The figures of one simulated run."""
     stages = len(deployment.pipeline.stages) if deployment.pipeline else 1
     profile = replace(deployment.profile, token_budget=CEILING // stages)
-    arriving = workloads.poisson(work, rate, seed)
+    arriving = workloads.poisson_arrivals(work, rate, seed)
     return summary(simulate(config, profile, arriving, pipeline=deployment.pipeline).records)
 
 

@@ -34,7 +34,7 @@ from holdfast.core.config import BUILTIN_MODEL, EngineConfig
 from holdfast.core.cost import CostModel
 from holdfast.engine.profiles import CostProfile
 from holdfast.lab import workloads
-from holdfast.lab.records import percentile, summary
+from holdfast.lab.metrics import percentile, summary
 from holdfast.lab.simulator.run import simulate
 from holdfast.lab.simulator.shapes import model_named
 from holdfast.lab.workloads import DATASETS, Conversation, Turn, Workload
@@ -79,7 +79,7 @@ def main() -> None:
     full = capacity(args, profile, common)
     count = args.requests or max(20, round(args.load * full * args.seconds))
     rate = args.load * full
-    workload = workloads.poisson(requests(args, count), rate, args.seed)
+    workload = workloads.poisson_arrivals(requests(args, count), rate, args.seed)
     engine.serve(EngineConfig(**common), workloads.fixed(8, 200, 16))
     about = dict(
         date=str(date.today()),
@@ -137,7 +137,7 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
 def requests(args: argparse.Namespace, count: int) -> Workload:
     """Requests, all at once."""
     if args.device == "cuda":
-        return workloads.drawn(args.dataset, count, args.seed)
+        return workloads.sample_dataset(args.dataset, count, args.seed)
     choose = random.Random(args.seed)
     return [Conversation(0.0, (Turn(choose.randint(32, 256), choose.randint(8, 48)),)) for _ in range(count)]
 

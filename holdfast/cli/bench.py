@@ -1,4 +1,4 @@
-"""`holdfast bench`: a workload against a server, a model that runs here, or a simulation; figures and reports."""
+"""`holdfast bench`: runs a workload on a server, a local model or a simulation, and reports the metrics."""
 
 from __future__ import annotations
 
@@ -14,68 +14,68 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from holdfast.cli.bench_tables import show
 from holdfast.cli.flags import check_url
-from holdfast.cli.progress import turns_of
-from holdfast.cli.reports import changed, makeable, needs_matplotlib, writable, written
-from holdfast.cli.targets import Simulated, Target, engine_here, server
+from holdfast.cli.reports import changed_options, check_outputs
+from holdfast.cli.targets import Simulation, Target, local_engine, server
 from holdfast.core.config import EngineConfig, option
 from holdfast.core.version import __version__
 from holdfast.engine.profiles import CostProfile
 from holdfast.lab import workloads
-from holdfast.lab.capacity import find_capacity
-from holdfast.lab.choice import WorkloadConfig
-from holdfast.lab.records import Record, Slo, summary
-from holdfast.lab.series import Run
-from holdfast.lab.simulator.deployment import deploy, shape_on
+from holdfast.lab.metrics import Record, Slo, summary
+from holdfast.lab.planning import find_capacity
+from holdfast.lab.reports.run_data import Run
+from holdfast.lab.reports.tables import show_figures
+from holdfast.lab.simulator.deployment import configured_shape, deploy
 from holdfast.lab.simulator.devices import DEVICES, LINKS
 from holdfast.lab.simulator.shapes import MODELS
-from holdfast.lab.workloads import Workload
+from holdfast.lab.workloads import Workload, WorkloadConfig, num_requests
 
 SIMULATED_OPTIONS = (
     "scheduler", "token_budget", "tbt_target", "max_sequences", "max_model_len", "block_size", "headroom",
     "steps_in_flight", "prefix_sharing", "trace", "seed", "host_cache_gb", "chunk_size", "eviction", "swap_threshold",
     "memory_fraction", "quantization", "kv_cache_dtype",
 )  # fmt: skip
-"""What of an engine counts in a simulation."""
+"""Engine options that affect a simulation."""
 SHORT_SECONDS = 20.0
-"""Arrivals that last no longer say little of a capacity."""
+"""A capacity found from arrivals over less time than this is unreliable."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchConfig:
-    """Where to send a workload, at which rates, and what counts as good. Raises ValueError for what cannot be."""
+    """The target, the request rates and the latency limits of a benchmark. Raises ValueError for invalid options."""
 
-    url: str | None = option(None, "send it to the server at this URL (OpenAI's API; any server)")
+    url: str | None = option(None, "run it on the server at this URL (any server with OpenAI's API)")
     simulate: str | None = option(
         None,
-        "simulate it on the device of this profile, a file of `holdfast profile --out`; or MODEL@DEVICE, of "
-        f"{', '.join(sorted(MODELS))} and {', '.join(sorted(DEVICES))}",
+        "simulate it with this profile, a file written by `holdfast profile --out`; or with MODEL@DEVICE, MODEL one of "
+        f"{', '.join(sorted(MODELS))}, DEVICE one of {', '.join(sorted(DEVICES))}",
     )
     tp: int = option(1, "devices that share each layer, for a simulated MODEL@DEVICE")
-    pp: int = option(1, "groups of devices that share out the layers, the stages of a pipeline")
-    link: str | None = option(None, f"what joins the devices of a layer: {', '.join(LINKS)}; default: the device's own")
-    stage_link: str | None = option(None, "what joins the stages; default: the same")
+    pp: int = option(1, "pipeline stages that divide the layers, for a simulated MODEL@DEVICE")
+    link: str | None = option(
+        None, f"link between the devices of a layer: {', '.join(LINKS)}; default: the device's own"
+    )
+    stage_link: str | None = option(None, "link between pipeline stages; default: the same")
     copy_gbs: float | None = option(
-        None, "GB a second of the simulated copies to the host tier; default: what the profile says"
+        None, "speed of simulated copies to the host tier in GB a second; default: the profile's"
     )
     api_key: str | None = option(None, "key for the server; default: HOLDFAST_API_KEY")
     served_model: str | None = option(None, "model name to ask the server for; default: the first that it lists")
     rates: tuple[float, ...] = option(
-        (), "conversations a second, by a Poisson process, one run for each; default: a trace's times, else all at once"
+        (), "conversations a second, as a Poisson process, one run for each; default: a trace's times, else all at once"
     )
-    speed: float = option(1.0, "replay a trace's own times so many times as fast")
-    concurrency: int | None = option(None, "keep so many conversations under way, whatever their arrivals")
-    vocab_size: int = option(256, "prompts are made of token ids below this, for a server")
+    speed: float = option(1.0, "replay a trace's times this many times as fast")
+    concurrency: int | None = option(None, "keep this many conversations open, ignoring arrival times")
+    vocab_size: int = option(256, "token ids of prompts are below this, for a server")
     cache_tokens: int | None = option(None, "size of the simulated KV cache in tokens; default: the profile's")
     host_us: float = option(0.0, "host time of each simulated step in microseconds")
-    slo_ttft: float | None = option(None, "goodput counts requests whose TTFT is at most this", unit="ms")
-    slo_tpot: float | None = option(None, "the same for the time per output token", unit="ms")
-    slo_e2el: float | None = option(None, "the same for the end-to-end latency", unit="ms")
+    slo_ttft: float | None = option(None, "goodput counts requests with at most this TTFT", unit="ms")
+    slo_tpot: float | None = option(None, "goodput counts requests with at most this time per output token", unit="ms")
+    slo_e2el: float | None = option(None, "goodput counts requests with at most this end-to-end latency", unit="ms")
     capacity: float | None = option(
         None, "find the highest rate whose P99 TBT is at most this, and P99 TTFT at most --slo-ttft if given", unit="ms"
     )
-    json: str | None = option(None, "write the figures to this file, named as `vllm bench serve` names them")
+    json: str | None = option(None, "write the metrics to this file as JSON, named as `vllm bench serve` names them")
     report: str | None = option(None, "write a report to this file: one HTML page that needs no network")
     plots: str | None = option(None, "write the report's plots into this directory, as PNG")
 
@@ -111,105 +111,105 @@ class BenchConfig:
         if self.rates and self.capacity:
             raise ValueError("capacity looks for the rate itself; drop --rates or --capacity")
 
-    @property
-    def wants_report(self) -> bool:
-        """Whether anything is drawn."""
-        return self.report is not None or self.plots is not None
 
+def run(config: BenchConfig, workload: WorkloadConfig, engine: EngineConfig, arguments: Sequence[str]) -> int:
+    """Run the benchmark, print the metrics and write the files. Returns the exit code.
 
-def run(config: BenchConfig, load: WorkloadConfig, engine: EngineConfig, arguments: Sequence[str]) -> int:
-    """Send or simulate, show, write. Returns the exit code.
-
-    `arguments` are the command's own, for the report. Raises ValueError, OSError, EngineStartError with the reason.
+    `arguments` are those of the command line, for the report. Raises ValueError, OSError, EngineStartError.
     """
-    if config.wants_report:
-        needs_matplotlib()
+    check_outputs(config.json, engine.trace, report=config.report, plots=config.plots)
     if engine.trace is not None and (config.capacity is not None or len(config.rates) > 1):
-        raise ValueError("trace is the timeline of one run; give it with one of --rates, and without --capacity")
-    for path in (config.json, config.report, engine.trace):
-        writable(path)
-    makeable(config.plots)
+        raise ValueError("trace is the timeline of one run; give it with at most one rate, and without --capacity")
     console = Console(highlight=False)
-    base = load.read(engine.seed)
+    base = workload.read(engine.seed)
+    if config.speed != 1 and (
+        config.rates or config.capacity or config.concurrency or not any(each.arrival for each in base)
+    ):
+        raise ValueError(
+            f"speed is {config.speed:g}, which replays a trace's own times; give a trace with --workload, and drop "
+            "--rates, --capacity and --concurrency"
+        )
     with target_of(config, engine, console) as target:
-        if target.longest is not None:
-            asked = turns_of(base)
-            base = workloads.cut(base, target.longest)
+        if (longest := target.context_length) is not None:
+            total = num_requests(base)
+            base = workloads.fit_context(base, longest)
             if not base:
-                raise ValueError(f"all {asked} requests are longer than the context of {target.longest:,} tokens")
-            if turns_of(base) < asked:
-                console.print(f"{asked - turns_of(base)} of {asked} requests are longer than the context and left out")
-        bench = _Bench(config, load, engine.seed, target, base)
-        capacity = bench.all()
+                raise ValueError(f"all {total} requests are longer than the context of {longest:,} tokens")
+            if dropped := total - num_requests(base):
+                console.print(f"{dropped} of {total} requests are longer than the context and left out")
+        bench = _Bench(config, workload, engine.seed, target, base)
+        capacity = bench.run_all()
     runs = bench.runs
     figures = [run.figures for run in runs]
-    show(console, figures)
-    for line in bench.remarks:
+    show_figures(console, figures)
+    for line in bench.warnings:
         console.print(Text(line), soft_wrap=True)
     if capacity is not None:
-        console.print(told_capacity(config, capacity, base))
+        console.print(describe_capacity(config, capacity, base))
     if config.json is not None:
         result: Any = figures[0] if len(runs) == 1 and capacity is None else {"runs": figures, "capacity": capacity}
         Path(config.json).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    if config.wants_report:
-        write_report(console, config, load, engine, target, runs, capacity, arguments)
+    if config.report is not None or config.plots is not None:
+        write_report(console, config, workload, engine, target, runs, capacity, arguments)
     return 0
 
 
 class _Bench:
-    """The runs of one call, in order of their rates."""
+    """The runs of one command, in order of their rates."""
 
-    def __init__(self, config: BenchConfig, load: WorkloadConfig, seed: int, target: Target, base: Workload) -> None:
+    def __init__(
+        self, config: BenchConfig, workload: WorkloadConfig, seed: int, target: Target, base: Workload
+    ) -> None:
         self.runs: list[Run] = []
-        self.remarks: list[str] = []
-        """What a person should know of a run, line by line: what went wrong in it, what its figures owe to others."""
-        self._config, self._load, self._seed, self._target, self._base = config, load, seed, target, base
+        self.warnings: list[str] = []
+        """Failed requests, and figures that other runs have influenced."""
+        self._config, self._workload, self._seed, self._target, self._base = config, workload, seed, target, base
         slo = Slo(config.slo_ttft, config.slo_tpot, config.slo_e2el)
         self._slo = slo if slo != Slo() else None
 
-    def all(self) -> float | None:
-        """Do what the options ask for. Returns the capacity, if it was asked for."""
+    def run_all(self) -> float | None:
+        """Run the rates that the options give, or search the capacity. Returns the capacity if it was searched."""
         config, capacity = self._config, None
         if config.capacity is not None:
-            capacity = find_capacity(self.at, config.capacity, ttft_ms=config.slo_ttft)
+            capacity = find_capacity(self.run_at, config.capacity, ttft_ms=config.slo_ttft)
             self.runs.sort(key=lambda run: float(run.figures["request_rate"]))
         elif config.rates:
             for rate in sorted(config.rates):
-                self.at(rate)
+                self.run_at(rate)
         else:
-            self.take(self._target.run(workloads.scaled(self._base, config.speed), self._load.workload))
+            self._keep(self._target.run(workloads.speed_up(self._base, config.speed), self._workload.workload))
         return capacity
 
-    def at(self, rate: float) -> Mapping[str, float]:
-        """The figures at a rate."""
-        arriving = self._load.arriving(self._base, rate, self._seed)
-        return self.take(self._target.run(arriving, f"{rate:.4g} a second"), rate)
+    def run_at(self, rate: float) -> Mapping[str, float]:
+        """Run the workload at a rate. Returns the metrics."""
+        arriving = self._workload.arriving(self._base, rate, self._seed)
+        return self._keep(self._target.run(arriving, f"{rate:.4g} a second"), rate)
 
-    def take(self, records: list[Record], rate: float | None = None) -> dict[str, Any]:
-        """Keep what a run gave, without its records: a search may hold many."""
+    def _keep(self, records: list[Record], rate: float | None = None) -> dict[str, Any]:
+        """Keep the metrics of a run but not its records, as a search has many runs. Returns the metrics."""
         about: dict[str, Any] = {} if rate is None else {"request_rate": rate}
-        about |= {"burstiness": self._load.variation**-2} if rate is not None else {}
+        about |= {"burstiness": self._workload.variation**-2} if rate is not None else {}
         about |= {"model_id": self._target.model, "num_prompts": len(records)}
         about |= {"max_concurrency": self._config.concurrency} if self._config.concurrency else {}
         figures = about | summary(records, self._slo)
         self.runs.append(Run.of(records, figures))
         at = "" if rate is None else f" at {rate:.4g} a second"
         if errors := [record.error for record in records if record.error]:
-            self.remarks.append(f"{len(errors)} of {len(records)} requests failed{at}, as in: {errors[0]}")
-        if figures["cached_tokens"] and not self._load.shares:
-            self.remarks.append(
+            self.warnings.append(f"{len(errors)} of {len(records)} requests failed{at}, as in: {errors[0]}")
+        if figures["cached_tokens"] and not self._workload.shares_prefixes:
+            self.warnings.append(
                 f"{figures['cached_tokens']:,} prompt tokens{at} came from the cache, though no two of these prompts "
-                "are alike: an earlier call sent the same; give another --seed"
+                "are alike: an earlier benchmark sent the same ones; give another --seed"
             )
         return figures
 
 
 def target_of(config: BenchConfig, engine: EngineConfig, console: Console) -> AbstractContextManager[Target]:
-    """What the options say to measure. Raises ValueError, OSError."""
+    """The target that the options name. Raises ValueError, OSError, EngineStartError."""
     if config.simulate is not None:
-        return nullcontext(simulated(config, config.simulate, engine, console))
+        return nullcontext(simulation(config, config.simulate, engine, console))
     if config.url is None:
-        return engine_here(engine, console, config.concurrency)
+        return local_engine(engine, console, config.concurrency)
     return server(
         config.url,
         api_key=config.api_key,
@@ -220,12 +220,12 @@ def target_of(config: BenchConfig, engine: EngineConfig, console: Console) -> Ab
     )
 
 
-def simulated(config: BenchConfig, named: str, engine: EngineConfig, console: Console) -> Simulated:
-    """The profile of a file, or of MODEL@DEVICE: says where that comes from. Raises ValueError, OSError."""
-    model, at, device = named.partition("@")
-    if at and not Path(named).exists():
+def simulation(config: BenchConfig, source: str, engine: EngineConfig, console: Console) -> Simulation:
+    """Simulates `source`: a profile's file, or MODEL@DEVICE, whose origin it prints. Raises ValueError, OSError."""
+    model, at, device = source.partition("@")
+    if at and not Path(source).exists():
         deployment = deploy(
-            shape_on(model, device, engine),
+            configured_shape(model, device, engine),
             device,
             tp=config.tp,
             pp=config.pp,
@@ -234,69 +234,70 @@ def simulated(config: BenchConfig, named: str, engine: EngineConfig, console: Co
             memory_fraction=engine.memory_fraction,
         )
         profile, pipeline = deployment.profile, deployment.pipeline
-        source = "measured" if deployment.measured else "derived from data sheets"
+        origin = "measured" if deployment.measured else "derived from data sheets"
         console.print(
-            f"{model} on {profile.cost.device}, {profile.precision}, {source}: "
+            f"{model} on {profile.cost.device}, {profile.precision}, {origin}: "
             f"{profile.cache_tokens:,} tokens of KV cache",
             soft_wrap=True,
         )
     else:
-        profile, pipeline = CostProfile.load(Path(named)), None
+        profile, pipeline = CostProfile.load(Path(source)), None
         profile.require(engine)
     if config.cache_tokens is not None:
         profile = replace(profile, cache_tokens=config.cache_tokens)
     if config.copy_gbs is not None:
         profile = replace(profile, copy_rate=config.copy_gbs * 1e9)
-    return Simulated(engine, profile, pipeline, config.host_us / 1e6, config.concurrency)
+    return Simulation(engine, profile, pipeline, config.host_us / 1e6, config.concurrency)
 
 
-def told_capacity(config: BenchConfig, capacity: float, base: Workload) -> str:
-    """What was found, and how far it holds."""
+def describe_capacity(config: BenchConfig, capacity: float, base: Workload) -> str:
+    """The capacity as text, with a warning if too few conversations arrived to trust it."""
     ttft = "" if config.slo_ttft is None else f" and P99 TTFT within {config.slo_ttft:g} ms"
-    told = f"capacity: {capacity:.3g} a second with P99 TBT within {config.capacity:g} ms{ttft}"
+    text = f"capacity: {capacity:.3g} a second with P99 TBT within {config.capacity:g} ms{ttft}"
     if capacity and len(base) / capacity < SHORT_SECONDS:
-        told += (
+        text += (
             f"\n{len(base)} conversations arrive within {len(base) / capacity:.2g} s at that rate, too few to tell a "
             f"lasting load from a burst; give --requests {max(1, round(capacity * 3 * SHORT_SECONDS))}"
         )
-    return told
+    return text
 
 
 def write_report(
     console: Console,
     config: BenchConfig,
-    load: WorkloadConfig,
+    workload: WorkloadConfig,
     engine: EngineConfig,
     target: Target,
     runs: Sequence[Run],
     capacity: float | None,
     arguments: Sequence[str],
 ) -> None:
-    """Draw and write. Raises OSError."""
-    from holdfast.lab import report  # an extra: matplotlib
+    """Write the page and the plots. Raises OSError."""
+    from holdfast.lab.reports.bench_report import bench_report  # imports matplotlib, an extra
 
     limits = {"p99_itl_ms": config.capacity, "p99_ttft_ms": config.slo_ttft}
-    settings = [("target", target.name), ("workload", load.workload)]
-    settings += changed(load, without=("workload",)) + changed(config, without=("url", "api_key", *OUTPUTS))
-    settings += [] if config.url is not None else changed(engine, without=("model", "trace"))
-    page = report.of_runs(
+    settings = [("target", target.name), ("workload", workload.workload)]
+    settings += changed_options(workload, without=("workload",))
+    settings += changed_options(config, without=("url", "api_key", *OUTPUTS))
+    settings += [] if config.url is not None else changed_options(engine, without=("model", "trace"))
+    page = bench_report(
         runs,
         title=target.name,
-        workload=load.lengths,
+        workload=workload.title,
         limits={name: limit for name, limit in limits.items() if limit is not None},
         capacity=capacity,
         settings=settings,
         command=shlex.join(["holdfast", "bench", *without_key(arguments)]),
         footer=f"Holdfast {__version__}",
     )
-    console.print(written(page, config.report, config.plots), soft_wrap=True)
+    console.print("written: " + ", ".join(page.write(config.report, config.plots)), soft_wrap=True)
 
 
 OUTPUTS = ("json", "report", "plots", "simulate")
 
 
 def without_key(arguments: Sequence[str]) -> list[str]:
-    """The arguments, with what must not be shown left out."""
+    """The arguments, with the API key replaced by an ellipsis."""
     before = ("", *arguments)
     return [
         "…" if previous == "--api-key" else re.sub(r"^(--api-key=).*", r"\1…", argument)

@@ -240,7 +240,7 @@ def profile_command() -> Command:
 def bench_command() -> Command:
     """`holdfast bench`. It runs its own event loop if it needs one."""
     from holdfast.cli import bench
-    from holdfast.lab.choice import WorkloadConfig
+    from holdfast.lab.workloads import WorkloadConfig
 
     def run(asked: Asked) -> int:
         measured = asked.config(bench.BenchConfig, client_key())
@@ -267,9 +267,9 @@ def bench_command() -> Command:
 def plan_command() -> Command:
     """`holdfast plan`."""
     from holdfast.cli import plan
-    from holdfast.lab.choice import WorkloadConfig
     from holdfast.lab.planning import SHARED_OPTIONS
     from holdfast.lab.simulator.shapes import MODELS
+    from holdfast.lab.workloads import WorkloadConfig
 
     def run(asked: Asked) -> int:
         shared = [{name: had[name] for name in SHARED_OPTIONS if name in had} for had in (asked.flags, asked.file)]

@@ -1,4 +1,4 @@
-"""Where `holdfast bench` sends its load: a server's URL, a model that runs here, or a simulated device."""
+"""Targets of `holdfast bench`: a server behind a URL, a model that runs here, or a simulation."""
 
 from __future__ import annotations
 
@@ -14,26 +14,27 @@ import uvloop
 from rich.console import Console
 from rich.text import Text
 
-from holdfast.cli.progress import Bar, turns_of
+from holdfast.cli.progress import progress_bar
 from holdfast.core.config import EngineConfig
 from holdfast.core.types import SamplingParams
 from holdfast.engine.client import EngineClient, QueueFull
 from holdfast.engine.profiles import CostProfile
 from holdfast.engine.trace import TracedExecutor
-from holdfast.lab.load import Ask, HttpAsk, LoadClient
-from holdfast.lab.records import Record
+from holdfast.lab.load_client import Ask, HttpAsk, LoadClient
+from holdfast.lab.metrics import Record
+from holdfast.lab.planning import context_length
 from holdfast.lab.simulator.deployment import Pipeline
 from holdfast.lab.simulator.run import simulate
-from holdfast.lab.workloads import Words, Workload
+from holdfast.lab.workloads import PromptTokens, Workload, num_requests
 from holdfast.lm.limits import RequestRefused
 
 
 class Target(Protocol):
-    """What takes a load."""
+    """Runs workloads."""
 
     @property
     def name(self) -> str:
-        """For a report: what it is."""
+        """The target's name in a report."""
         ...
 
     @property
@@ -42,34 +43,34 @@ class Target(Protocol):
         ...
 
     @property
-    def longest(self) -> int | None:
-        """Tokens that its context holds, where that is known."""
+    def context_length(self) -> int | None:
+        """Longest sequence in tokens; None if unknown."""
         ...
 
     def run(self, workload: Workload, title: str) -> list[Record]:
-        """Send a workload, under a title for people. Each run asks with tokens of its own."""
+        """Run a workload; `title` names it in the progress bar. Each run on a real target has other prompt tokens."""
         ...
 
 
 @dataclass(slots=True)
 class _Sender:
-    """Sends through the load client, on one event loop for all runs."""
+    """Sends workloads through the load client, on one event loop for all runs."""
 
     name: str
     model: str
-    longest: int | None
+    context_length: int | None
     loop: asyncio.Runner
     ask: Ask
     vocab_size: int
     concurrency: int | None
     seed: int
-    sent: int = 0
+    runs: int = 0
 
     def run(self, workload: Workload, title: str) -> list[Record]:
-        words = Words(self.vocab_size, f"{self.seed}/{self.sent}/")
-        self.sent += 1
-        with Bar(title, turns_of(workload)) as tell:
-            client = LoadClient(self.ask, words, tell)
+        tokens = PromptTokens(self.vocab_size, f"{self.seed}/{self.runs}/")
+        self.runs += 1
+        with progress_bar(title, num_requests(workload)) as on_progress:
+            client = LoadClient(self.ask, tokens, on_progress)
             return self.loop.run(client.run(workload, self.concurrency))
 
 
@@ -77,7 +78,7 @@ class _Sender:
 def server(
     url: str, *, api_key: str | None, model: str | None, vocab_size: int, concurrency: int | None, seed: int
 ) -> Iterator[Target]:
-    """A server with OpenAI's API. Raises OSError if it cannot be asked for its model."""
+    """A server with OpenAI's API. Without `model`, asks it for its first one. Raises OSError if that fails."""
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     http = httpx.AsyncClient(
         base_url=url.rstrip("/").removesuffix("/v1") + "/v1/",
@@ -94,7 +95,7 @@ def server(
 
 
 async def first_model(http: httpx.AsyncClient) -> str:
-    """The first model that a server lists. Raises OSError if it cannot be asked."""
+    """The first model that a server lists. Raises OSError if the request fails."""
     try:
         response = await http.get("models")
         response.raise_for_status()
@@ -107,8 +108,8 @@ async def first_model(http: httpx.AsyncClient) -> str:
 
 
 @contextmanager
-def engine_here(config: EngineConfig, console: Console, concurrency: int | None) -> Iterator[Target]:
-    """An engine process of our own, without HTTP in between. Raises EngineStartError."""
+def local_engine(config: EngineConfig, console: Console, concurrency: int | None) -> Iterator[Target]:
+    """An engine process started for the benchmark, without HTTP. Raises EngineStartError."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as loop:
 
         async def start() -> EngineClient:
@@ -120,14 +121,14 @@ def engine_here(config: EngineConfig, console: Console, concurrency: int | None)
         try:
             info = client.info
             name = f"{info.model} on {info.memory.device}, {info.precision}"
-            longest = info.max_model_len
-            yield _Sender(name, info.model, longest, loop, EngineAsk(client), info.vocab_size, concurrency, config.seed)
+            ask = EngineAsk(client)
+            yield _Sender(name, info.model, info.max_model_len, loop, ask, info.vocab_size, concurrency, config.seed)
         finally:
             loop.run(client.close())
 
 
 class EngineAsk:
-    """Asks an engine, as `bench.load.HttpAsk` asks a server."""
+    """Sends requests to an engine process, as `lab.load_client.HttpAsk` does to a server."""
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client
@@ -147,8 +148,8 @@ class EngineAsk:
 
 
 @dataclass(frozen=True, slots=True)
-class Simulated:
-    """The engine's loop, scheduler and memory over a virtual clock."""
+class Simulation:
+    """A simulated engine: the real loop, scheduler and memory on a virtual clock."""
 
     config: EngineConfig
     profile: CostProfile
@@ -158,7 +159,7 @@ class Simulated:
 
     @property
     def name(self) -> str:
-        """What is simulated."""
+        """The model, the device and the precision."""
         return f"{self.model} on {self.profile.cost.device}, {self.profile.precision}, simulated"
 
     @property
@@ -166,8 +167,8 @@ class Simulated:
         return self.profile.cost.model
 
     @property
-    def longest(self) -> int | None:
-        return min(self.config.max_model_len or self.profile.max_model_len, self.profile.cache_tokens + 1)
+    def context_length(self) -> int | None:
+        return context_length(self.config, self.profile)
 
     def run(self, workload: Workload, title: str) -> list[Record]:
         traced: list[TracedExecutor] = []
@@ -179,7 +180,7 @@ class Simulated:
             traced.append(TracedExecutor(executor, self.config.trace, clock, suspends=suspends))
             return traced[0]
 
-        with Bar(title, turns_of(workload)) as tell:
+        with progress_bar(title, num_requests(workload)) as on_progress:
             try:
                 return simulate(
                     self.config,
@@ -189,7 +190,7 @@ class Simulated:
                     pipeline=self.pipeline,
                     host_seconds=self.host_seconds,
                     wrap=wrap,
-                    on_progress=tell,
+                    on_progress=on_progress,
                 ).records
             finally:
                 for executor in traced:

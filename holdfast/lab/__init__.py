@@ -1,1 +1,1 @@
-"""What measures a server: workloads, a load client, reports. Rests on core alone."""
+"""Measures serving: workloads, load client, simulator, capacity planning, reports. No serving code imports it."""

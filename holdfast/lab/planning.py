@@ -1,4 +1,4 @@
-"""Capacity planning: what each way to serve a workload on given devices sustains within limits, and what it costs."""
+"""Capacity planning: the highest request rate that a way to serve sustains within latency limits, and its cost."""
 
 from __future__ import annotations
 
@@ -14,22 +14,85 @@ from typing import Any
 from holdfast.core.config import EngineConfig, SchedulerName
 from holdfast.engine.profiles import CostProfile
 from holdfast.lab import workloads
-from holdfast.lab.capacity import CLOSE, find_capacity
-from holdfast.lab.records import summary
+from holdfast.lab.metrics import summary
 from holdfast.lab.simulator.deployment import Deployment, deploy
 from holdfast.lab.simulator.run import simulate
 from holdfast.lab.simulator.shapes import ModelShape
 from holdfast.lab.workloads import Workload
+from holdfast.lm.scheduler.choice import CHUNKED
 
+MAX_QUEUED_MS = 2000.0
+"""Longest median wait for the first step under a sustained load (Sarathi-Serve §5)."""
+TOLERANCE = 0.05
+"""A search ends when its bounds are within this ratio of each other, unless told otherwise."""
+MIN_RATE, MAX_RATE = 1e-3, 1e5
+"""Bounds of a search, in requests a second."""
 SHARED_OPTIONS = (
     "max_sequences", "max_model_len", "block_size", "headroom", "memory_fraction", "prefix_sharing", "chunk_size",
     "eviction", "seed", "quantization", "kv_cache_dtype",
 )  # fmt: skip
-"""What of an engine is the same for all candidates."""
-LEAST = 40
-"""Conversations of a run, however low its rate."""
-STRIDE = 1.2
-"""First factor of a search, whose start is a good guess where throughput is the bound."""
+"""Engine options that are the same for all candidates."""
+MIN_CONVERSATIONS = 40
+"""Fewest conversations of a run, however low its rate."""
+FIRST_STEP = 1.2
+"""First factor of a candidate's search. It is small because throughput is a good first guess of the capacity."""
+TARGET_MARGIN = 0.9
+"""A candidate with a computed budget aims at this share of the TBT limit, as real steps differ from predicted ones."""
+
+Policy = tuple[SchedulerName, int | None, float | None]
+"""A scheduler with its fixed budget in tokens or its TBT target in ms."""
+Layout = tuple[int, int, float]
+"""tp, pp and the size of the host tier in GB."""
+
+
+def sustained(figures: Mapping[str, float], tbt_ms: float, ttft_ms: float | None = None) -> bool:
+    """Whether P99 TBT and P99 TTFT are within their limits and the queue does not grow.
+
+    If `figures` has no queueing times, TTFT stands in for them. Without `ttft_ms`, TTFT has no limit.
+    """
+    queued = figures["median_queued_ms" if "median_queued_ms" in figures else "median_ttft_ms"]
+    prompt = ttft_ms is None or figures["p99_ttft_ms"] <= ttft_ms
+    return prompt and figures["p99_itl_ms"] <= tbt_ms and queued <= MAX_QUEUED_MS
+
+
+def find_capacity(
+    run: Callable[[float], Mapping[str, float]],
+    tbt_ms: float,
+    *,
+    ttft_ms: float | None = None,
+    start: float = 1.0,
+    step: float = 2.0,
+    tolerance: float = TOLERANCE,
+) -> float:
+    """The highest sustained rate in requests a second, to within `tolerance`; 0.0 if no rate is sustained.
+
+    `run` returns the figures of a run at a rate. The search goes up or down from `start` by a factor until it has a
+    bound on both sides, then bisects. The factor is `step` at first, so choose a small one if `start` is a good guess;
+    it is squared each time, up to 2. Raises ValueError for arguments with which the search would never end.
+    """
+    if not (0 < start < math.inf and step > 1):
+        raise ValueError(f"start is {start} and step {step}; they must be above 0 and above 1, and start finite")
+    if not tolerance > 0:
+        raise ValueError(f"tolerance is {tolerance}; it must be above 0")
+    good, bad = 0.0, 0.0
+    rate = start
+    while not (good and bad):
+        if sustained(run(rate), tbt_ms, ttft_ms):
+            good, rate = rate, rate * step
+        else:
+            bad, rate = rate, rate / step
+        step = min(step * step, 2.0)
+        if rate < MIN_RATE:
+            return 0.0
+        if rate > MAX_RATE:
+            return good
+    while bad / good > 1 + tolerance:
+        rate = (good * bad) ** 0.5
+        if sustained(run(rate), tbt_ms, ttft_ms):
+            good = rate
+        else:
+            bad = rate
+    return good
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,21 +114,21 @@ class Candidate:
 
     @property
     def policy(self) -> str:
-        """The scheduler and its budget, for people."""
+        """The scheduler and its budget, as text."""
         if self.tbt_target is not None:
             return f"{self.scheduler}, {self.tbt_target:g} ms"
         return self.scheduler if self.token_budget is None else f"{self.scheduler}, {self.token_budget:,} tokens"
 
     @property
     def layout(self) -> str:
-        """How a replica lies over devices, and its host tier, for people."""
+        """The devices of a replica and its host tier, as text."""
         parts = [f"TP{self.tp}"] if self.tp > 1 else []
         parts += [f"PP{self.pp}"] if self.pp > 1 else []
         host = f" + {self.host_cache_gb:g} GB host" if self.host_cache_gb else ""
         return (" ".join(parts) or "1 device") + host
 
     def options(self) -> dict[str, Any]:
-        """The engine's options that differ from their defaults, by name; the host tier is always said."""
+        """The engine options that differ from their defaults, by name. The host tier is always among them."""
         wanted = {"scheduler": self.scheduler, "token_budget": self.token_budget, "tbt_target": self.tbt_target}
         default = EngineConfig()
         changed = {name: value for name, value in wanted.items() if value != getattr(default, name)}
@@ -73,32 +136,32 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """What all candidates have in common. Plain data: it goes to other processes."""
+class CapacityQuestion:
+    """What a capacity plan is asked, the same for all candidates. Plain data, so that it can go to other processes."""
 
     model: str | ModelShape
-    """A shape, or the name of a known one; not read where there is a profile."""
+    """A shape, or the name of a known one. Not used if there is a profile."""
     device: str
     devices: int
     price: float | None
-    """Of one device for an hour."""
+    """Price of one device for an hour."""
     profile: CostProfile | None
-    """As measured on one device; else it is made for each layout."""
+    """Measured on one device. If None, a profile is derived for each layout."""
     engine: EngineConfig
     workload: Workload
-    """Conversations to draw from; a run takes as many as arrive in its time, again from the first where they end."""
+    """Conversations to draw from. A run takes as many as arrive in its time, and starts over at the end of the list."""
     variation: float
     tbt_ms: float
     ttft_ms: float | None
     seconds: float
-    """How long conversations arrive in each run."""
+    """Time during which conversations arrive in each run."""
     link: str | None = None
-    """What joins the devices of a layer; None: the device's own."""
+    """Link between the devices of a layer. None: the device's own."""
     stage_link: str | None = None
-    """What joins the stages of a pipeline; None: the same."""
+    """Link between the stages of a pipeline. None: the same."""
 
     def deployment(self, candidate: Candidate) -> Deployment:
-        """Profile and stages of a replica. Raises ValueError where it does not fit."""
+        """Profile and stages of a replica. Raises ValueError if the model does not fit."""
         if self.profile is not None:
             if candidate.devices > 1:
                 raise ValueError("the profile was measured on one device")
@@ -114,108 +177,172 @@ class Setting:
         )
 
     def arriving(self, base: Workload, rate: float) -> Workload:
-        """A run's conversations at a rate."""
-        count = max(LEAST, math.ceil(rate * self.seconds))
+        """The conversations of a run at `rate`."""
+        count = max(MIN_CONVERSATIONS, math.ceil(rate * self.seconds))
         drawn = [base[number % len(base)] for number in range(count)]
-        return workloads.gamma(drawn, rate, self.variation, self.engine.seed)
+        return workloads.gamma_arrivals(drawn, rate, self.variation, self.engine.seed)
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """What became of a candidate. Of one replica, but for `fleet`."""
+class Evaluation:
+    """The capacity and cost of a candidate: of one replica, except for `fleet_capacity`."""
 
     candidate: Candidate
     capacity: float
-    """Conversations a second that it sustains; 0 where it cannot."""
+    """Conversations a second that one replica sustains; 0 if none."""
     figures: Mapping[str, Any]
-    """Of the run at that rate, as `bench.records.summary` names them; empty where there is none."""
-    tokens: float
-    """Generated tokens a second at that rate, as it goes on: without the run's slow end."""
+    """`metrics.summary` of the run at that rate; empty without capacity."""
+    output_rate: float
+    """Generated tokens a second at that rate in the long run, without the slow end of a run."""
     replicas: int
-    """How many of it the devices hold."""
+    """Replicas that the devices hold."""
     cost: float | None
-    """Of a million generated tokens at that rate; None without a price or capacity."""
+    """Cost of a million generated tokens at that rate; None without a price or without capacity."""
     reason: str = ""
     """Why there is no capacity."""
     fits: bool = True
-    """Whether it can run at all: where it cannot, no policy can on its layout."""
+    """Whether the candidate can run at all. If not, no policy can run on its layout."""
 
     @property
-    def fleet(self) -> float:
+    def fleet_capacity(self) -> float:
         """Conversations a second of all replicas."""
         return self.capacity * self.replicas
 
 
-def judge(setting: Setting, candidate: Candidate) -> Verdict:
-    """Search a candidate's capacity. The same arguments give the same verdict."""
-    replicas = setting.devices // candidate.devices
+def evaluate(question: CapacityQuestion, candidate: Candidate) -> Evaluation:
+    """Search a candidate's capacity. Deterministic: the same arguments give the same evaluation."""
+    replicas = question.devices // candidate.devices
     try:
         if not replicas:
-            raise ValueError(f"takes {candidate.devices} devices of {setting.devices}")
-        deployment = setting.deployment(candidate)
-        profile, engine = deployment.profile, replace(setting.engine, **candidate.options())
-        base = workloads.cut(setting.workload, longest(engine, profile))
+            raise ValueError(f"takes {candidate.devices} devices of {question.devices}")
+        deployment = question.deployment(candidate)
+        profile, engine = deployment.profile, replace(question.engine, **candidate.options())
+        base = workloads.fit_context(question.workload, context_length(engine, profile))
         if not base:
-            raise ValueError(f"no request fits its context of {longest(engine, profile):,} tokens")
+            raise ValueError(f"no request fits its context of {context_length(engine, profile):,} tokens")
         runs: dict[float, dict[str, Any]] = {}
 
-        def at(rate: float) -> dict[str, Any]:
-            arriving = setting.arriving(base, rate)
+        def run_at(rate: float) -> dict[str, Any]:
+            arriving = question.arriving(base, rate)
             figures = summary(simulate(engine, profile, arriving, pipeline=deployment.pipeline).records)
             runs[rate] = figures | {"num_conversations": len(arriving)}
             return runs[rate]
 
-        start = guess(engine, deployment, base)
-        capacity = find_capacity(at, setting.tbt_ms, ttft_ms=setting.ttft_ms, start=start, stride=STRIDE)
+        start = saturated_rate(engine, deployment, base)
+        capacity = find_capacity(run_at, question.tbt_ms, ttft_ms=question.ttft_ms, start=start, step=FIRST_STEP)
     except ValueError as error:
-        return Verdict(candidate, 0.0, {}, 0.0, replicas, None, str(error), fits=False)
+        return Evaluation(candidate, 0.0, {}, 0.0, replicas, None, str(error), fits=False)
     if not capacity:
         fewest = runs[min(runs)]
         reason = f"P99 TBT {fewest['p99_itl_ms']:,.0f} ms, TTFT {fewest['p99_ttft_ms']:,.0f} ms however few arrive"
-        return Verdict(candidate, 0.0, {}, 0.0, replicas, None, reason)
+        return Evaluation(candidate, 0.0, {}, 0.0, replicas, None, reason)
     figures = runs[capacity]
-    tokens = capacity * figures["total_output_tokens"] / figures["num_conversations"]
-    cost = None if setting.price is None else setting.price * candidate.devices / 3600 / tokens * 1e6
-    return Verdict(candidate, capacity, figures, tokens, replicas, cost)
+    output_rate = capacity * figures["total_output_tokens"] / figures["num_conversations"]
+    cost = None if question.price is None else question.price * candidate.devices / 3600 / output_rate * 1e6
+    return Evaluation(candidate, capacity, figures, output_rate, replicas, cost)
 
 
-def longest(engine: EngineConfig, profile: CostProfile) -> int:
-    """Tokens that a context holds."""
+def context_length(engine: EngineConfig, profile: CostProfile) -> int:
+    """Longest sequence in tokens, prompt and output together."""
     return min(engine.max_model_len or profile.max_model_len, profile.cache_tokens + 1)
 
 
-def guess(engine: EngineConfig, deployment: Deployment, base: Workload) -> float:
-    """Where to begin the search: what is done a second when more comes at once than runs at once. Saves long runs."""
+def saturated_rate(engine: EngineConfig, deployment: Deployment, base: Workload) -> float:
+    """Conversations completed a second when all arrive at once. A first guess of the capacity that saves long runs."""
     sample = [replace(base[number % len(base)], arrival=0.0) for number in range(2 * engine.max_sequences)]
     outcome = simulate(engine, deployment.profile, sample, pipeline=deployment.pipeline)
     return len(sample) / outcome.seconds
 
 
-Judge = Callable[[Sequence[Candidate]], Iterator[Verdict]]
-"""Judges candidates, in their order."""
+Evaluator = Callable[[Sequence[Candidate]], Iterator[Evaluation]]
+"""Evaluates candidates, and yields the results in the same order."""
 
 
 @contextmanager
-def judges(setting: Setting, jobs: int) -> Iterator[Judge]:
-    """A way to judge many, in so many processes at once. Leaving it ends them, whatever they do."""
+def evaluator(question: CapacityQuestion, jobs: int) -> Iterator[Evaluator]:
+    """An evaluator that uses `jobs` processes. Leaving the context ends them at once."""
     if jobs == 1:
-        yield partial(map, partial(judge, setting))
+        yield partial(map, partial(evaluate, question))
         return
-    # Spawned, as a forked child would inherit the locks of threads that it does not have. An interrupt is ours to
-    # see: children inherit that it is ignored, as they would otherwise show where they were.
+    # Spawn: a forked child would inherit locks of threads that it does not have. Children ignore Ctrl-C, which this
+    # process handles: otherwise each would print a traceback.
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         pool = multiprocessing.get_context("spawn").Pool(jobs)
     finally:
         signal.signal(signal.SIGINT, before)
     with pool:
-        yield partial(pool.imap, partial(judge, setting))
+        yield partial(pool.imap, partial(evaluate, question))
 
 
-def best_of(verdicts: Sequence[Verdict]) -> Verdict | None:
-    """The one with the highest capacity over all devices; None where none has any.
+def best_of(evaluations: Sequence[Evaluation]) -> Evaluation | None:
+    """The evaluation with the highest capacity over all devices; None if none has any.
 
-    A search cannot tell apart what is closer than its bounds: of those the first is best, which is the plainest.
+    A search cannot tell capacities apart that are within its tolerance. Among those the first wins: the plainest.
     """
-    most = max((verdict.fleet for verdict in verdicts), default=0.0)
-    return next((verdict for verdict in verdicts if verdict.capacity and verdict.fleet >= most * (1 - CLOSE)), None)
+    highest = max((each.fleet_capacity for each in evaluations), default=0.0)
+    near = highest * (1 - TOLERANCE)
+    return next((each for each in evaluations if each.capacity and each.fleet_capacity >= near), None)
+
+
+def make_capacity_plan(
+    question: CapacityQuestion,
+    layouts: Sequence[Layout],
+    policies: Sequence[Policy],
+    jobs: int,
+    on_progress: Callable[[int], None] = lambda done: None,
+) -> list[Evaluation]:
+    """Evaluate every layout under the first policy, then every other policy on the best layout.
+
+    Uses at most `jobs` processes. `on_progress` receives the number of evaluations done, of
+    `len(layouts) + len(policies) - 1`.
+    """
+    evaluations: list[Evaluation] = []
+    with evaluator(question, min(jobs, max(len(layouts), len(policies)))) as evaluate_all:
+
+        def collect(candidates: Sequence[Candidate]) -> None:
+            for evaluation in evaluate_all(candidates):
+                evaluations.append(evaluation)
+                on_progress(len(evaluations))
+
+        collect([_candidate(policies[0], layout) for layout in layouts])
+        best = (best_of(evaluations) or evaluations[0]).candidate
+        collect([_candidate(policy, (best.tp, best.pp, best.host_cache_gb)) for policy in policies[1:]])
+    return evaluations
+
+
+def _candidate(policy: Policy, layout: Layout) -> Candidate:
+    scheduler, budget, target = policy
+    tp, pp, host = layout
+    return Candidate(scheduler=scheduler, token_budget=budget, tbt_target=target, tp=tp, pp=pp, host_cache_gb=host)
+
+
+def make_layouts(devices: int, tp: Sequence[float], pp: Sequence[float], host_gb: Sequence[float]) -> list[Layout]:
+    """Every combination of tp, pp and host tier that fits on `devices`, plainest first. Raises ValueError for none.
+
+    An empty `tp` or `pp` stands for all powers of two up to `devices`.
+    """
+    powers = [1 << power for power in range(devices.bit_length())]
+    found = {
+        (int(width), int(depth), host)
+        for width in tp or powers
+        for depth in pp or powers
+        for host in host_gb
+        if width * depth <= devices
+    }
+    if not found:
+        raise ValueError(f"no tp x pp of those given fits on {devices} devices; give more --devices")
+    return sorted(found, key=lambda layout: (layout[0] * layout[1], layout))
+
+
+def make_policies(schedulers: Sequence[SchedulerName], budgets: Sequence[float], tbt_ms: float) -> list[Policy]:
+    """Schedulers with their budgets: stall-free with a TBT target first, then with each fixed budget; then others."""
+    found: list[Policy] = []
+    for name in schedulers:
+        if name == "stall-free":
+            found.append((name, None, round(TARGET_MARGIN * tbt_ms, 3)))
+        if name in CHUNKED:
+            found += [(name, int(budget), None) for budget in budgets]
+        else:
+            found.append((name, None, None))
+    return found

@@ -1,4 +1,4 @@
-"""Workloads: conversations with their lengths and arrivals, from traces, from fitted distributions, or all alike."""
+"""Workloads: conversations with lengths and arrival times, from traces, fitted distributions or fixed lengths."""
 
 from __future__ import annotations
 
@@ -15,25 +15,33 @@ from math import exp, log
 from pathlib import Path
 from typing import Any
 
+from holdfast.core.config import option
+
 HASH_BLOCK = 512
-"""Tokens for each hash id of a Mooncake trace."""
+"""Tokens of each hash id of a Mooncake trace."""
+DEFAULT_REQUESTS = 100
+"""Conversations of a generated workload, unless told otherwise."""
+CHARACTERS_PER_TOKEN = 4
+"""Estimates the length of a text in tokens where no tokenizer is available."""
+MIN_VARIATION, MAX_VARIATION = 0.01, 100.0
+"""Bounds of the variation of arrivals. Beyond them, the gamma distribution leaves the range of floats."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One request: so many new tokens after all that was said before, so many generated ones."""
+    """One request of a conversation: new prompt tokens after the whole history, and tokens to generate."""
 
     prompt: int
     output: int
     think: float = 0.0
-    """Seconds from the end of the turn before."""
+    """Seconds between the end of the previous turn and this one."""
     hashes: tuple[int, ...] = ()
-    """Ids of the prompt's blocks of HASH_BLOCK tokens: equal ids are equal tokens. Empty: tokens of its own."""
+    """Ids of the blocks of HASH_BLOCK tokens. Equal ids mean equal tokens. If empty, no other turn has these tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Turns that continue one another."""
+    """Turns, each of which continues the one before."""
 
     arrival: float
     """Seconds from the workload's start to the first turn."""
@@ -45,7 +53,7 @@ Workload = Sequence[Conversation]
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """A lognormal distribution of lengths in tokens, cut to [least, most]."""
+    """A lognormal distribution of lengths in tokens, clipped to [least, most]."""
 
     median: float
     sigma: float
@@ -55,17 +63,17 @@ class Lengths:
 
     @classmethod
     def of_mean(cls, mean: float, sigma: float, least: int = 1, most: int = 1 << 20) -> Lengths:
-        """The distribution with this mean."""
+        """The distribution whose mean, before clipping, is `mean`."""
         return cls(mean / exp(sigma * sigma / 2), sigma, least, most)
 
     def draw(self, choose: random.Random) -> int:
-        """One length."""
+        """Draw one length."""
         return max(self.least, min(self.most, round(choose.lognormvariate(log(self.median), self.sigma))))
 
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """Lengths of prompts and outputs; what is longer than `limit` in all is drawn again."""
+    """Lengths of prompts and outputs. A request longer than `limit` in total is drawn again."""
 
     prompt: Lengths
     output: Lengths
@@ -73,36 +81,36 @@ class Dataset:
 
 
 DATASETS = {
-    # Sarathi-Serve, Table 2: median and P90 of what is left after outliers above 8,192 and 16,384 tokens are removed.
-    # The prompts' parameters are those of the lognormal that has these quantiles once it is cut there.
+    # Sarathi-Serve, Table 2: median and P90 after removing outliers above 8,192 and 16,384 tokens. The prompts'
+    # parameters are those of the lognormal distribution that has these quantiles once truncated there.
     "openchat_sharegpt4": Dataset(Lengths(3566.9, 1.7229), Lengths(415, 0.5446), 8192),
     "arxiv_summarization": Dataset(Lengths(7867.9, 0.6479), Lengths(208, 0.4515), 16384),
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Talks:
+class ConversationMeans:
     """Means of a data set of conversations."""
 
     turns: float
     """Requests of a conversation."""
     prompt: float
-    """New tokens of a request."""
+    """New prompt tokens of a request."""
     output: float
-    """Generated ones."""
+    """Generated tokens of a request."""
 
 
-SHAREGPT, ULTRACHAT = Talks(5.56, 37.77, 204.58), Talks(3.86, 51.78, 257.81)
+SHAREGPT, ULTRACHAT = ConversationMeans(5.56, 37.77, 204.58), ConversationMeans(3.86, 51.78, 257.81)
 """Pensieve, Table 2."""
 
 
 def fixed(count: int, prompt: int, output: int) -> list[Conversation]:
-    """Requests that are all alike, all at once."""
+    """Requests of equal lengths, all arriving at once."""
     return [Conversation(0.0, (Turn(prompt, output),))] * count
 
 
-def drawn(name: str, count: int, seed: int) -> list[Conversation]:
-    """Requests with the lengths of one of the DATASETS, all at once. Raises ValueError for an unknown one."""
+def sample_dataset(name: str, count: int, seed: int) -> list[Conversation]:
+    """Requests with lengths drawn from one of the DATASETS, all arriving at once. Raises ValueError if unknown."""
     if name not in DATASETS:
         raise ValueError(f"data set {name} is unknown; there are {', '.join(DATASETS)}")
     dataset, choose = DATASETS[name], random.Random(f"{name}/{seed}")
@@ -114,17 +122,17 @@ def drawn(name: str, count: int, seed: int) -> list[Conversation]:
     return requests
 
 
-def multi_turn(count: int, think: float, seed: int, talks: Talks = SHAREGPT) -> list[Conversation]:
-    """Conversations with the means of a data set, all at once.
+def multi_turn(count: int, think: float, seed: int, means: ConversationMeans = SHAREGPT) -> list[Conversation]:
+    """Conversations with the means of a data set, all arriving at once.
 
-    A geometric number of turns (40 at most), lognormal lengths, and exponential think times of `think` seconds in the
-    mean before each turn but the first.
+    The number of turns is geometric (at most 40) and lengths are lognormal. Before each turn but the first comes an
+    exponential think time, `think` seconds on average.
     """
     choose = random.Random(seed)
-    prompts, outputs = Lengths.of_mean(talks.prompt, 1.0, 4, 2048), Lengths.of_mean(talks.output, 0.8, 4, 1024)
+    prompts, outputs = Lengths.of_mean(means.prompt, 1.0, 4, 2048), Lengths.of_mean(means.output, 0.8, 4, 1024)
     conversations = []
     for _ in range(count):
-        turns = min(40, 1 + int(log(1 - choose.random()) / log(1 - 1 / talks.turns)))
+        turns = min(40, 1 + int(log(1 - choose.random()) / log(1 - 1 / means.turns)))
         conversations.append(
             Conversation(
                 0.0,
@@ -138,16 +146,16 @@ def multi_turn(count: int, think: float, seed: int, talks: Talks = SHAREGPT) -> 
 
 
 def azure_csv(path: str | Path) -> list[Conversation]:
-    """An Azure LLM inference trace: TIMESTAMP, ContextTokens, GeneratedTokens. Raises ValueError with the line."""
+    """Read an Azure LLM inference trace: TIMESTAMP, ContextTokens, GeneratedTokens. Raises ValueError with the line."""
     requests: list[Conversation] = []
     first: datetime | None = None
-    rows = csv.DictReader(io.StringIO(text_of(path)))
+    rows = csv.DictReader(io.StringIO(_read_text(path)))
     try:
         for row in rows:
             stamp = datetime.fromisoformat(row["TIMESTAMP"][:26])
             turn = Turn(int(row["ContextTokens"]), int(row["GeneratedTokens"]))
             first = first or stamp
-            requests.append(request((stamp - first).total_seconds(), turn))
+            requests.append(_request((stamp - first).total_seconds(), turn))
     except (KeyError, TypeError, ValueError, csv.Error) as error:
         raise ValueError(
             f"{path}, line {rows.reader.line_num}: {error}; the columns are TIMESTAMP, ContextTokens, GeneratedTokens"
@@ -156,24 +164,24 @@ def azure_csv(path: str | Path) -> list[Conversation]:
 
 
 def mooncake_jsonl(path: str | Path) -> list[Conversation]:
-    """A Mooncake trace: timestamp (ms), input_length, output_length, hash_ids. Raises ValueError with the line."""
+    """Read a Mooncake trace: timestamp (ms), input_length, output_length, hash_ids. Raises ValueError with the line."""
     requests: list[Conversation] = []
-    for number, line in enumerate(io.StringIO(text_of(path)), start=1):
+    for number, line in enumerate(io.StringIO(_read_text(path)), start=1):
         try:
             row = json.loads(line)
             turn = Turn(int(row["input_length"]), int(row["output_length"]), hashes=tuple(row["hash_ids"]))
-            requests.append(request(row["timestamp"] / 1000, turn))
+            requests.append(_request(row["timestamp"] / 1000, turn))
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"{path}, line {number}: {error!r}; it must be a line of a Mooncake trace") from None
     return requests
 
 
 def sharegpt_json(path: str | Path, count_tokens: Callable[[str], int]) -> list[Conversation]:
-    """Conversations of a ShareGPT file, all at once: a turn is a human's message and the answer to it.
+    """Read a ShareGPT file, all conversations arriving at once. A turn is a human's message and its answer.
 
-    `count_tokens` gives a text's length in tokens. Raises ValueError for a file of another form.
+    `count_tokens` returns the length of a text in tokens. Raises ValueError for a file of another form.
     """
-    text = text_of(path)
+    text = _read_text(path)
     try:
         rows: list[dict[str, Any]] = json.loads(text)
         said = [[(message["from"], message["value"]) for message in row["conversations"]] for row in rows]
@@ -195,15 +203,15 @@ def sharegpt_json(path: str | Path, count_tokens: Callable[[str], int]) -> list[
     return conversations
 
 
-def poisson(workload: Workload, rate: float, seed: int) -> list[Conversation]:
-    """The same conversations, `rate` a second by a Poisson process."""
-    return gamma(workload, rate, 1.0, seed)
+def poisson_arrivals(workload: Workload, rate: float, seed: int) -> list[Conversation]:
+    """The same conversations, arriving as a Poisson process at `rate` a second."""
+    return gamma_arrivals(workload, rate, 1.0, seed)
 
 
-def gamma(workload: Workload, rate: float, variation: float, seed: int) -> list[Conversation]:
-    """The same conversations, `rate` a second with gamma intervals: a `variation` above 1 comes in bursts.
+def gamma_arrivals(workload: Workload, rate: float, variation: float, seed: int) -> list[Conversation]:
+    """The same conversations, arriving at `rate` a second with gamma-distributed intervals.
 
-    `variation` is the intervals' standard deviation over their mean.
+    `variation` is the standard deviation of the intervals divided by their mean. Above 1, arrivals come in bursts.
     """
     if not (rate > 0 and variation > 0):
         raise ValueError(f"rate is {rate} and variation {variation}; both must be above 0")
@@ -215,15 +223,15 @@ def gamma(workload: Workload, rate: float, variation: float, seed: int) -> list[
     return arriving
 
 
-def scaled(workload: Workload, factor: float) -> list[Conversation]:
-    """The same conversations at the trace's own times, `factor` times as fast."""
+def speed_up(workload: Workload, factor: float) -> list[Conversation]:
+    """The same conversations, arriving `factor` times as fast as in the trace."""
     if not factor > 0:
         raise ValueError(f"the factor is {factor}; it must be above 0")
     return [replace(conversation, arrival=conversation.arrival / factor) for conversation in workload]
 
 
-def cut(workload: Workload, max_model_len: int) -> list[Conversation]:
-    """What fits a context of `max_model_len` tokens: turns are left out from the first that does not fit."""
+def fit_context(workload: Workload, max_model_len: int) -> list[Conversation]:
+    """Cut conversations before the first turn that exceeds `max_model_len` tokens; drop those without turns left."""
     fitting = []
     for conversation in workload:
         length, turns = 0, []
@@ -237,47 +245,52 @@ def cut(workload: Workload, max_model_len: int) -> list[Conversation]:
     return fitting
 
 
+def num_requests(workload: Workload) -> int:
+    """Requests of all conversations together."""
+    return sum(len(conversation.turns) for conversation in workload)
+
+
 @lru_cache(maxsize=4)
-def base_text(vocab_size: int, length: int) -> tuple[int, ...]:
-    """Random tokens of which texts are cut, twice over. Kept, as searches of a capacity ask for the same often."""
+def _base_tokens(vocab_size: int, length: int) -> tuple[int, ...]:
+    """`length` random tokens, twice over, to cut texts from. Cached: a capacity search asks for the same ones often."""
     return tuple(random.Random(0).choices(range(16, vocab_size), k=length)) * 2
 
 
-class Words:
-    """Token ids for prompts: each turn has its own, and equal hash ids equal ones. The same in every run."""
+class PromptTokens:
+    """Token ids for prompts. Turns differ, except that equal hash ids give equal tokens. The same in every run."""
 
     BASE = 1 << 16
 
     def __init__(self, vocab_size: int, salt: str = "") -> None:
-        """Tokens lie in [16, vocab_size): the first ones mean something to most models. Another salt, other tokens."""
+        """Tokens lie in [16, vocab_size): many models use the first ids for control. Each `salt` gives other tokens."""
         if vocab_size < 64:
             raise ValueError(f"vocab_size is {vocab_size}; it must be at least 64")
         self._salt = salt
-        self._letters = range(16, vocab_size)
-        self._base = base_text(vocab_size, self.BASE)
+        self._vocabulary = range(16, vocab_size)
+        self._base = _base_tokens(vocab_size, self.BASE)
 
-    def prompt(self, conversation: int, turn: int, wanted: Turn) -> tuple[int, ...]:
-        """The new tokens of turn number `turn` of conversation number `conversation`."""
-        if not wanted.hashes:
-            return self._text(f"{conversation}/{turn}", wanted.prompt)
-        blocks = (self._text(f"#{block}", HASH_BLOCK) for block in wanted.hashes)
-        return tuple(token for block in blocks for token in block)[: wanted.prompt]
+    def prompt(self, conversation: int, index: int, turn: Turn) -> tuple[int, ...]:
+        """The new prompt tokens of a turn: number `index` of conversation number `conversation`."""
+        if not turn.hashes:
+            return self._text(f"{conversation}/{index}", turn.prompt)
+        blocks = (self._text(f"#{block}", HASH_BLOCK) for block in turn.hashes)
+        return tuple(token for block in blocks for token in block)[: turn.prompt]
 
-    def answer(self, conversation: int, turn: int, wanted: Turn) -> tuple[int, ...]:
-        """Tokens that stand for an answer whose ids are unknown."""
-        return self._text(f"{conversation}/{turn}/answer", wanted.output)
+    def answer(self, conversation: int, index: int, turn: Turn) -> tuple[int, ...]:
+        """Tokens in place of an answer whose ids are unknown."""
+        return self._text(f"{conversation}/{index}/answer", turn.output)
 
     def _text(self, name: str, length: int) -> tuple[int, ...]:
-        """Tokens for a name; the first ones spell it, in as many of few letters as it takes to tell all apart."""
+        """Tokens determined by `name`. The first 12 are drawn for it alone, so that different names differ at once."""
         choose = random.Random(self._salt + name)
         start = choose.randrange(self.BASE)
-        first = tuple(choose.choices(self._letters, k=min(length, 12)))
+        first = tuple(choose.choices(self._vocabulary, k=min(length, 12)))
         whole, rest = divmod(length - len(first), self.BASE)
         return first + self._base[start : start + self.BASE] * whole + self._base[start : start + rest]
 
 
-def text_of(path: str | Path) -> str:
-    """The text of a workload's file. Raises ValueError that names it."""
+def _read_text(path: str | Path) -> str:
+    """The text of a workload's file. Raises ValueError, naming the file."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except OSError as error:
@@ -286,10 +299,76 @@ def text_of(path: str | Path) -> str:
         raise ValueError(f"workload {path} is not text: {error}") from None
 
 
-def request(arrival: float, turn: Turn) -> Conversation:
-    """A request of a trace. Raises ValueError for a time and for lengths that cannot be."""
+def _request(arrival: float, turn: Turn) -> Conversation:
+    """A request of a trace. Raises ValueError for an invalid time or length."""
     if not 0 <= arrival < float("inf"):
         raise ValueError(f"it arrives {arrival:g} s after the first")
     if turn.prompt < 1 or turn.output < 1 or (turn.hashes and len(turn.hashes) * HASH_BLOCK < turn.prompt):
         raise ValueError(f"{turn.prompt} and {turn.output} tokens with {len(turn.hashes)} hash ids")
     return Conversation(arrival, (turn,))
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkloadConfig:
+    """The workload that the options of a command describe. Raises ValueError for invalid values."""
+
+    workload: str = option(
+        "fixed",
+        f"fixed, multi-turn, {', '.join(DATASETS)}, or a file: an Azure .csv, a Mooncake .jsonl, a ShareGPT .json",
+    )
+    requests: int | None = option(None, "number of conversations; default: 100, or the whole file")
+    prompt_tokens: int = option(256, "length of each prompt, for fixed")
+    output_tokens: int = option(64, "length of each answer, for fixed")
+    think: float = option(5.0, "mean think time in seconds, for multi-turn")
+    variation: float = option(
+        1.0, "standard deviation of the intervals between arrivals, divided by their mean; above 1 gives bursts"
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("requests", "prompt_tokens", "output_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1")
+        if not 0 < self.think < float("inf"):
+            raise ValueError(f"think is {self.think}; it must be above 0")
+        if not MIN_VARIATION <= self.variation <= MAX_VARIATION:
+            raise ValueError(
+                f"variation is {self.variation}; it must lie between {MIN_VARIATION} and {MAX_VARIATION:g}"
+            )
+
+    @property
+    def title(self) -> str:
+        """The workload's name for a report, a file without its directory."""
+        return "fixed lengths" if self.workload == "fixed" else self.workload.rpartition("/")[2]
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether prompts of one run have tokens in common."""
+        return self.workload != "fixed" and self.workload not in DATASETS
+
+    def read(self, seed: int) -> Workload:
+        """Read or generate the conversations. Raises ValueError, naming the file if there is one."""
+        name, count = self.workload, self.requests or DEFAULT_REQUESTS
+        if name == "fixed":
+            return fixed(count, self.prompt_tokens, self.output_tokens)
+        if name == "multi-turn":
+            return multi_turn(count, self.think, seed)
+        if name in DATASETS:
+            return sample_dataset(name, count, seed)
+        match Path(name).suffix:
+            case ".csv":
+                workload: Workload = azure_csv(name)
+            case ".jsonl":
+                workload = mooncake_jsonl(name)
+            case ".json":
+                workload = sharegpt_json(name, lambda text: -(-len(text) // CHARACTERS_PER_TOKEN))
+            case _:
+                known = ", ".join(("fixed", "multi-turn", *DATASETS))
+                raise ValueError(f"workload {name} is unknown; there are {known}, and .csv, .jsonl and .json files")
+        if not workload:
+            raise ValueError(f"{name} holds no requests")
+        return workload[: self.requests]
+
+    def arriving(self, workload: Workload, rate: float, seed: int) -> Workload:
+        """The same conversations, arriving at `rate` a second."""
+        return gamma_arrivals(workload, rate, self.variation, seed)

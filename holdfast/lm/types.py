@@ -260,8 +260,8 @@ class MemoryMeasurement:
         return self.host_cache // self.block
 
 
-TILE = {"cuda": 64, "cpu": 16}
-"""By kind of device, the tokens of a matrix tile. A step of another multiple leaves part of a tile idle."""
+BUDGET_TILE = {"cuda": 64, "cpu": 16}
+"""By kind of device: a token budget is a multiple of this, as other sizes leave part of a matrix tile idle."""
 
 DEFAULT_TOKEN_BUDGET = {"cuda": 2048, "cpu": 512}
 """Tokens of a step, by kind of device."""

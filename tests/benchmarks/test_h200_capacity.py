@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.h200_capacity import Book, between, bracket, figures, following, gain, load, table
-from holdfast.lab.records import Record
+from holdfast.lab.metrics import Record
 
 STEP_MS = 8.0
 """The reference step: SLOs of 40 and 200 ms."""

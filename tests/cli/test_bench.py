@@ -1,4 +1,4 @@
-"""`holdfast bench` as a user calls it: simulated runs, sweeps, capacity, and how a wrong call is told."""
+"""`holdfast bench` as a user calls it: simulated runs, sweeps, capacity, and messages for wrong calls."""
 
 import json
 
@@ -19,7 +19,7 @@ def bench(*arguments):
     return main(["bench", *arguments])
 
 
-def test_a_simulation_is_shown_and_written_with_the_names_of_vllm(profile, tmp_path, capsys):
+def test_a_simulation_prints_metrics_and_writes_them_with_vllms_names(profile, tmp_path, capsys):
     out = tmp_path / "figures.json"
     assert bench("--simulate", profile, "--requests", "20", "--rates", "5", "--json", str(out)) == 0
     figures = json.loads(out.read_text())
@@ -40,7 +40,7 @@ def test_a_sweep_has_a_run_for_each_rate(profile, tmp_path):
     assert slow["request_goodput"] <= slow["request_throughput"]
 
 
-def test_capacity_is_found(profile, tmp_path, capsys):
+def test_capacity_is_the_highest_rate_within_the_limits(profile, tmp_path, capsys):
     out = tmp_path / "figures.json"
     given = ("--requests", "60", "--output-tokens", "20", "--capacity", "12", "--max-sequences", "16")
     assert bench("--simulate", profile, *given, "--json", str(out)) == 0
@@ -52,18 +52,18 @@ def test_capacity_is_found(profile, tmp_path, capsys):
     assert f"capacity: {found['capacity']:.3g} a second" in capsys.readouterr().out
 
 
-def test_what_the_context_cannot_hold_is_left_out_and_told(profile, capsys):
+def test_requests_longer_than_the_context_are_left_out_with_a_message(profile, capsys):
     given = ("--workload", "openchat_sharegpt4", "--requests", "30", "--max-model-len", "1000")
     assert bench("--simulate", profile, *given) == 0
     assert "of 30 requests are longer than the context" in capsys.readouterr().out
 
 
-def test_a_capacity_from_too_few_arrivals_is_told_as_such(profile, capsys):
+def test_a_capacity_from_too_few_arrivals_gives_a_warning(profile, capsys):
     assert bench("--simulate", profile, "--requests", "30", "--output-tokens", "10", "--capacity", "30") == 0
     assert "too few to tell a lasting load from a burst" in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_report_says_what_was_run_and_hides_the_key(profile, tmp_path, capsys):
+def test_a_report_shows_the_command_without_the_api_key(profile, tmp_path, capsys):
     page, plots = tmp_path / "report.html", tmp_path / "plots"
     given = ("--requests", "20", "--rates", "5,10", "--api-key", "secret", "--slo-ttft", "30ms")
     assert bench("--simulate", profile, *given, "--report", str(page), "--plots", str(plots)) == 0
@@ -90,7 +90,7 @@ def test_a_model_runs_here_and_its_steps_are_traced(checkpoint, tmp_path):
     assert {event["pid"] for event in json.loads(trace.read_text())} == {0, 1, 2}
 
 
-def test_engine_options_reach_the_simulation_and_its_steps_the_trace(profile, tmp_path):
+def test_engine_options_apply_to_a_simulation_and_its_steps_are_traced(profile, tmp_path):
     trace = tmp_path / "trace.json"
     given = ("--requests", "2", "--prompt-tokens", "40", "--token-budget", "16", "--trace", str(trace))
     assert bench("--simulate", profile, *given) == 0
@@ -98,7 +98,7 @@ def test_engine_options_reach_the_simulation_and_its_steps_the_trace(profile, tm
     assert max(args["decodes"] + args["prefill"] for args in counted) == 16
 
 
-def test_a_file_is_sent_whole_unless_a_number_is_said(profile, tmp_path, capsys):
+def test_a_trace_is_run_whole_unless_requests_is_given(profile, tmp_path, capsys):
     trace = tmp_path / "trace.csv"
     rows = [f"2023-11-16 18:00:{at // 10:02}.{at % 10}000000,20,2" for at in range(130)]
     trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]) + "\n")
@@ -116,7 +116,7 @@ def test_a_model_on_devices_is_simulated_by_name(tmp_path, capsys):
     assert "yi-34b on 2 stages of 2 a100-80gb, bfloat16, derived from data sheets" in capsys.readouterr().out
 
 
-def test_fp8_is_simulated_with_its_pace_and_its_room(tmp_path, capsys):
+def test_a_simulation_with_fp8_is_faster_and_names_its_precision(tmp_path, capsys):
     figures = []
     for options in ((), ("--quantization", "fp8", "--kv-cache-dtype", "fp8")):
         out = tmp_path / "figures.json"
@@ -143,8 +143,9 @@ def test_a_host_tier_is_simulated(capsys):
         (("--simulate", "PROFILE", "--rates", "1", "--capacity", "50ms"), "drop --rates or --capacity"),
         (("--simulate", "PROFILE", "--slo-ttft", "soon"), "'soon' is not a time"),
         (("--simulate", "PROFILE", "--slo-ttft=-1s"), "slo_ttft is -1000"),
-        (("--simulate", "PROFILE", "--report", "/no/such/place/a.html"), "/no/such/place is no directory"),
+        (("--simulate", "PROFILE", "--report", "/no/such/place/a.html"), "/no/such/place is not a directory"),
         (("--url", "http://localhost:1", "--simulate", "x"), "one of them"),
+        (("--simulate", "PROFILE", "--speed", "2"), "speed is 2, which replays a trace's own times"),
         (("--url", "localhost"), "must look like"),
         (("--url", "http://localhost:1", "--scheduler", "orca"), "--scheduler is for a model that runs here"),
         (("--simulate", "nowhere.json"), "holdfast: nowhere.json cannot be read: No such file or directory"),
@@ -168,7 +169,7 @@ def test_a_host_tier_is_simulated(capsys):
         (("--simulate", "PROFILE", "--variation", "1e-200"), "variation is 1e-200; it must lie between 0.01 and 100"),
         (("--simulate", "PROFILE", "--workload", "nowhere.csv"), "nowhere.csv cannot be read: No such file"),
         (("--simulate", "PROFILE", "--json", "/"), "/ cannot be written: it is a directory"),
-        (("--simulate", "PROFILE", "--trace", "/no/such/place/t.json"), "/no/such/place is no directory"),
+        (("--simulate", "PROFILE", "--trace", "/no/such/place/t.json"), "/no/such/place is not a directory"),
         (("--simulate", "PROFILE", "--plots", "PROFILE"), "is a file"),
         (("--simulate", "PROFILE", "--plots", "PROFILE/plots"), "is a file"),
         (
@@ -179,7 +180,7 @@ def test_a_host_tier_is_simulated(capsys):
             ("--simulate", "mistral-7b@a40", "--kv-cache-dtype", "fp8"),
             "kv_cache_dtype is fp8, which takes a Hopper",
         ),
-        (("--simulate", "opt-13b@h100", "--quantization", "fp8"), "opt-13b runs by Transformers' code"),
+        (("--simulate", "opt-13b@h100", "--quantization", "fp8"), "opt-13b runs on Transformers' code"),
         (("--simulate", "PROFILE", "--slo-ttft", "-1s"), "slo_ttft is -1000; it must be above 0"),
         (("--simulate", "PROFILE", "--rates", "-1,2"), "rates is -1; it must be above 0"),
         (("--simulate", "PROFILE", "--tbt-target", "-3ms"), "tbt_target is -3.0; it must be above 0"),
@@ -188,12 +189,12 @@ def test_a_host_tier_is_simulated(capsys):
         (("--url", "http://localhost:99999"), "must look like"),
     ],
 )
-def test_a_wrong_call_is_told_in_one_line(profile, capsys, arguments, message):
+def test_a_wrong_call_gives_a_one_line_message(profile, capsys, arguments, message):
     assert bench(*(argument.replace("PROFILE", profile) for argument in arguments)) == 2
     error = capsys.readouterr().err.strip()
     assert message in error and "\n" not in error
 
 
-def test_a_server_that_is_not_there_is_told(capsys):
+def test_an_unreachable_server_gives_a_message(capsys):
     assert bench("--url", "http://127.0.0.1:9") == 1
     assert "does not list a model" in capsys.readouterr().err

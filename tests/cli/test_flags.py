@@ -126,7 +126,7 @@ def test_an_invalid_file_is_refused_in_one_line(tmp_path: Path, text: str, messa
         (["serve", "--block-size", "0"], "block_size is 0; it must lie between 1 and 1024"),
         (["serve", "--config", "/no/such/file"], "cannot read /no/such/file"),
         (["profile", "--out", "/"], "/ cannot be written: it is a directory"),
-        (["profile", "--out", "/no/such/place/p.json"], "/no/such/place is no directory"),
+        (["profile", "--out", "/no/such/place/p.json"], "/no/such/place is not a directory"),
         (["sing"], "invalid choice: 'sing'"),
         (["chat", "--url", "nowhere"], "url is nowhere; it must look like http://127.0.0.1:8000"),
         (["chat", "--url", "http://x", "--block-size", "1"], "--block-size is for a model that runs here"),

@@ -1,4 +1,4 @@
-"""`holdfast plan` as a user calls it: what it recommends, that its command is real, and how a wrong call is told."""
+"""`holdfast plan` as a user calls it: its advice, the command that it prints, and messages for wrong calls."""
 
 import json
 import shlex
@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 from served import CONFIG, make_checkpoint
 
-from holdfast.cli.advice import recommend, serve_command
 from holdfast.cli.command import main, make_parser
 from holdfast.cli.flags import build
 from holdfast.cli.plan import shape_named
 from holdfast.core.config import EngineConfig
-from holdfast.lab.planning import Candidate, Verdict
+from holdfast.lab.planning import Candidate, Evaluation
+from holdfast.lab.reports.advice import recommend, serve_command
 from holdfast.lab.simulator.shapes import MODELS
 from tests.lab.simulator.simulation import PROFILE
 
@@ -31,7 +31,7 @@ def plan(*arguments):
 
 
 def parsed(command):
-    """What `holdfast serve` makes of a command line."""
+    """The EngineConfig of a `holdfast serve` command line."""
     program, *words = shlex.split(command)
     assert program == "holdfast"
     return build(EngineConfig, vars(make_parser(words[0]).parse_args(words)))
@@ -41,10 +41,10 @@ SMALL = (
     "--prompt-tokens", "60", "--output-tokens", "4", "--seconds", "0.1", "--slo-tbt", "20ms", "--slo-ttft", "100ms",
     "--token-budgets", "64",
 )  # fmt: skip
-"""Limits that a few requests reach: without one on TTFT, a run takes as many as can queue for two seconds."""
+"""Limits that a few requests reach. Without a TTFT limit, runs would grow until requests queue for two seconds."""
 
 
-def test_a_plan_ends_with_a_command_that_serve_takes(profile, tmp_path, capsys):
+def test_a_plan_ends_with_a_command_that_serve_accepts(profile, tmp_path, capsys):
     out = tmp_path / "plan.json"
     assert plan("--profile", profile, *SMALL, "--price", "2", "--max-sequences", "8", "--json", str(out)) == 0
     shown = capsys.readouterr().out
@@ -73,7 +73,7 @@ def test_the_same_seed_gives_the_same_plan(profile, tmp_path):
     assert tables[0] == tables[1]
 
 
-def test_a_report_shows_candidates_and_the_command(profile, tmp_path):
+def test_a_report_shows_the_candidates_and_the_command(profile, tmp_path):
     page, plots = tmp_path / "plan.html", tmp_path / "plots"
     given = ("--schedulers", "stall-free", "--price", "2", "--report", str(page), "--plots", str(plots))
     assert plan("--profile", profile, *SMALL, *given) == 0
@@ -82,7 +82,7 @@ def test_a_report_shows_candidates_and_the_command(profile, tmp_path):
     assert {path.name for path in plots.iterdir()} == {"capacity.png", "cost.png"}
 
 
-def test_fp8_reaches_the_capacity_and_the_command(tmp_path, capsys):
+def test_fp8_raises_the_capacity_and_appears_in_the_command(tmp_path, capsys):
     capacities = []
     for options in ((), ("--quantization", "fp8", "--kv-cache-dtype", "fp8")):
         out = tmp_path / "plan.json"
@@ -112,7 +112,7 @@ def test_a_profile_of_the_built_in_model_gives_a_command_for_it(tmp_path, capsys
     assert parsed(capsys.readouterr().out.strip().splitlines()[-1]).model == "holdfast-tiny"
 
 
-def test_a_file_may_hold_what_flags_may_and_nothing_else(profile, tmp_path, capsys):
+def test_a_config_file_may_hold_the_options_of_plan_and_no_others(profile, tmp_path, capsys):
     path = tmp_path / "plan.yaml"
     path.write_text("slo-tbt: 20ms\nslo-ttft: 100ms\nmax-sequences: 8\n")
     given = (*SMALL[:6], "--schedulers", "orca", "--config", str(path))
@@ -123,21 +123,21 @@ def test_a_file_may_hold_what_flags_may_and_nothing_else(profile, tmp_path, caps
     assert f"{path}: unknown option tbt_target; holdfast plan --help" in capsys.readouterr().err
 
 
-def test_limits_that_nothing_keeps_fail_with_advice(profile, capsys):
+def test_limits_that_no_candidate_meets_fail_with_advice(profile, capsys):
     given = (*SMALL, "--slo-tbt", "1ms", "--schedulers", "stall-free")
     assert plan("--profile", profile, *given) == 1
     shown = capsys.readouterr().out
-    assert "nothing keeps these limits" in shown and "holdfast serve" not in shown
+    assert "nothing meets these limits" in shown and "holdfast serve" not in shown
 
 
-def test_where_no_layout_fits_the_devices_are_to_blame_and_told_once(capsys):
+def test_a_model_that_fits_no_layout_fails_with_one_message_and_advice(capsys):
     assert plan("falcon-180b", "--device", "a40", *SMALL) == 1
     shown = capsys.readouterr().out
     assert shown.count("falcon-180b takes 359 GB, and 1 a40 have 48") == 1
     assert "no layout fits these devices" in shown and "--slo-tbt" not in shown
 
 
-def test_a_slower_link_serves_less(tmp_path):
+def test_a_slower_link_lowers_the_capacity(tmp_path):
     capacities = []
     for link in ("nvlink4", "ethernet-25g"):
         out = tmp_path / f"{link}.json"
@@ -147,19 +147,19 @@ def test_a_slower_link_serves_less(tmp_path):
     assert capacities[0] > 1.2 * capacities[1]
 
 
-def verdict(fleet, **candidate):
-    return Verdict(Candidate(**candidate), fleet, FIGURES, 100.0, 1, None)
+def evaluation(capacity, **candidate):
+    return Evaluation(Candidate(**candidate), capacity, FIGURES, 100.0, 1, None)
 
 
-def test_a_layout_that_cannot_be_served_yet_is_named_beside_what_can():
-    verdicts = [verdict(1.0, tbt_target=45.0), verdict(3.0, tbt_target=45.0, tp=2)]
-    lines = recommend(verdicts, EngineConfig(), None)
+def test_advice_names_a_layout_that_cannot_be_served_yet_and_the_best_that_can():
+    evaluations = [evaluation(1.0, tbt_target=45.0), evaluation(3.0, tbt_target=45.0, tp=2)]
+    lines = recommend(evaluations, EngineConfig(), None)
     assert "TP2" in lines[0] and "cannot be served yet" in lines[1]
     assert parsed(lines[-1]).tbt_target == 45.0
 
 
-def test_where_nothing_fits_one_device_no_command_is_given():
-    lines = recommend([verdict(0.0), verdict(3.0, tp=2)], EngineConfig(), None)
+def test_advice_has_no_command_if_nothing_runs_on_one_device():
+    lines = recommend([evaluation(0.0), evaluation(3.0, tp=2)], EngineConfig(), None)
     assert not any("holdfast serve " in line and "runs a model" not in line for line in lines)
 
 
@@ -173,8 +173,8 @@ def test_where_nothing_fits_one_device_no_command_is_given():
         Candidate(tbt_target=22.5),
     ],
 )
-def test_every_command_is_what_serve_takes(candidate):
-    sharing = candidate.host_cache_gb > 0  # without it there is no host tier
+def test_every_command_is_accepted_by_serve(candidate):
+    sharing = candidate.host_cache_gb > 0  # a host tier needs it
     engine = EngineConfig(max_sequences=64, memory_fraction=0.85, prefix_sharing=sharing, max_model_len=8192, seed=3)
     made = parsed(serve_command(candidate, engine, "a model's/directory"))
     assert made == replace(engine, model="a model's/directory", **candidate.options())
@@ -197,7 +197,7 @@ def test_a_model_may_be_a_name_a_directory_or_a_config(tmp_path):
         (("gpt-9",), f"model gpt-9 is unknown; give a checkpoint's directory, a config.json, or one of {min(MODELS)}"),
         (("mistral-7b", "--device", "abacus"), "device abacus is unknown; there are"),
         (("mistral-7b", "--devices", "0"), "devices is 0; it must be at least 1"),
-        (("mistral-7b", "--devices", "100000"), "devices is 100000; at most 1,024 are planned with"),
+        (("mistral-7b", "--devices", "100000"), "devices is 100000; it must be at most 1,024"),
         (("mistral-7b", "--link", "pcie5"), "link is pcie5, which joins devices; give --devices above 1"),
         (("mistral-7b", "--stage-link", "pcie5"), "stage_link is pcie5, which joins devices; give --devices above 1"),
         (("mistral-7b", "--price", "0"), "price is 0; it must be above 0"),
@@ -209,7 +209,7 @@ def test_a_model_may_be_a_name_a_directory_or_a_config(tmp_path):
         (("mistral-7b", "--plots", __file__), "is a file"),
         (("mistral-7b", "--tp", "4"), "no tp x pp of those given fits on 1 devices"),
         (("mistral-7b", "--link", "string"), "link string is unknown; there are"),
-        (("--profile", "p.json", "--device", "h200"), "device is h200, and a profile is of its own; drop it"),
+        (("--profile", "p.json", "--device", "h200"), "device is h200, and a profile has its own device; drop it"),
         (("--profile", "p.json", "--devices", "2", "--tp", "1,2"), "tp holds 2, and a profile is of one device; drop"),
         (("--profile", "p.json", "--devices", "4", "--pp", "4"), "pp holds 4, and a profile is of one device; drop"),
         (("--profile", "p.json", "--stage-link", "pcie4"), "stage_link joins devices, and a profile is of one"),
@@ -218,14 +218,14 @@ def test_a_model_may_be_a_name_a_directory_or_a_config(tmp_path):
         (("mistral-7b", "--host-gb", "0,inf"), "host_gb holds inf; each must be at least 0 and finite"),
         (("mistral-7b", "--slo-tbt", "-30ms"), "slo_tbt is -30; it must be above 0"),
         (("mistral-7b", "--device", "a100-80gb", "--quantization", "fp8"), "quantization is fp8, which takes a Hopper"),
-        (("falcon-180b", "--quantization", "fp8"), "falcon-180b runs by Transformers' code"),
+        (("falcon-180b", "--quantization", "fp8"), "falcon-180b runs on Transformers' code"),
         (("mistral-7b", "--host-gb=-1"), "host_gb holds -1; each must be at least 0"),
         (("mistral-7b", "--tbt-target", "50"), "unknown option --tbt-target"),
-        (("mistral-7b", "--json", "/no/such/place/a.json"), "is no directory"),
+        (("mistral-7b", "--json", "/no/such/place/a.json"), "is not a directory"),
         (("--profile", "nowhere.json"), "nowhere.json cannot be read"),
     ],
 )
-def test_a_wrong_call_is_told_in_one_line(capsys, arguments, message):
+def test_a_wrong_call_gives_a_one_line_message(capsys, arguments, message):
     assert plan(*arguments) == 2
     out, error = capsys.readouterr()
     assert message in error and error.count("\n") == 1 and not out

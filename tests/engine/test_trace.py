@@ -10,7 +10,7 @@ from holdfast.engine.trace import TracedExecutor
 from holdfast.lm.types import CopyTime
 from holdfast.loop.loop import Loop
 from tests.lab.simulator.simulation import run
-from tests.lab.simulator.test_run import one_by_one
+from tests.lab.simulator.test_run import separate_requests
 from tests.scheduling import FakeDevice, create_requests, create_scheduler
 
 
@@ -120,7 +120,7 @@ def test_the_simulator_writes_the_same_trace_with_its_own_times(tmp_path):
         executors.append(TracedExecutor(executor, path, clock))
         return executors[0]
 
-    outcome = run(one_by_one(3, 40, 5), wrap=wrap)
+    outcome = run(separate_requests(3, 40, 5), wrap=wrap)
     executors[0].close()
     steps = [bar for bar in events_of(path, "X") if bar["pid"] == 0]
     assert len(steps) == outcome.steps

@@ -1,4 +1,4 @@
-"""Capacity planning over an invented device: candidates in, verdicts out, the same each time."""
+"""Capacity planning on an invented device: evaluations of candidates, and the choice of the best."""
 
 from dataclasses import replace
 
@@ -6,10 +6,10 @@ import pytest
 
 from holdfast.core.config import EngineConfig
 from holdfast.lab import workloads
-from holdfast.lab.planning import Candidate, Setting, best_of, judge, judges
+from holdfast.lab.planning import Candidate, CapacityQuestion, best_of, evaluate, evaluator
 from tests.lab.simulator.simulation import PROFILE
 
-SETTING = Setting(
+QUESTION = CapacityQuestion(
     model="m",
     device="d",
     devices=2,
@@ -25,26 +25,26 @@ SETTING = Setting(
 PLAIN = Candidate(token_budget=128)
 
 
-def test_the_capacity_is_that_of_the_search_and_costs_what_its_tokens_take():
-    verdict = judge(SETTING, PLAIN)
-    assert verdict.capacity > 0 and verdict.reason == ""
-    assert verdict.figures["p99_itl_ms"] <= 12 and verdict.figures["p99_ttft_ms"] <= 100
-    assert verdict.tokens == pytest.approx(8 * verdict.capacity)
-    assert verdict.cost == pytest.approx(3.6 / 3600 / verdict.tokens * 1e6)
-    assert (verdict.replicas, verdict.fleet) == (2, 2 * verdict.capacity)
+def test_an_evaluation_has_the_capacity_within_the_limits_and_its_cost():
+    evaluation = evaluate(QUESTION, PLAIN)
+    assert evaluation.capacity > 0 and evaluation.reason == ""
+    assert evaluation.figures["p99_itl_ms"] <= 12 and evaluation.figures["p99_ttft_ms"] <= 100
+    assert evaluation.output_rate == pytest.approx(8 * evaluation.capacity)
+    assert evaluation.cost == pytest.approx(3.6 / 3600 / evaluation.output_rate * 1e6)
+    assert (evaluation.replicas, evaluation.fleet_capacity) == (2, 2 * evaluation.capacity)
 
 
-def test_a_run_lasts_its_time_whatever_the_rate():
+def test_a_run_has_the_conversations_of_its_time_but_at_least_40():
     base = workloads.fixed(3, 100, 8)
-    setting = replace(SETTING, seconds=30.0)
-    assert len(setting.arriving(base, 10.0)) == 300
-    assert len(setting.arriving(base, 0.1)) == 40
+    question = replace(QUESTION, seconds=30.0)
+    assert len(question.arriving(base, 10.0)) == 300
+    assert len(question.arriving(base, 0.1)) == 40
 
 
-def test_limits_that_none_can_keep_are_told_with_what_was_seen():
-    verdict = judge(replace(SETTING, tbt_ms=1.0), PLAIN)
-    assert (verdict.capacity, verdict.cost) == (0.0, None)
-    assert "P99 TBT" in verdict.reason and "however few" in verdict.reason
+def test_limits_that_cannot_be_met_give_a_reason_with_the_measured_latency():
+    evaluation = evaluate(replace(QUESTION, tbt_ms=1.0), PLAIN)
+    assert (evaluation.capacity, evaluation.cost) == (0.0, None)
+    assert "P99 TBT" in evaluation.reason and "however few" in evaluation.reason
 
 
 @pytest.mark.parametrize(
@@ -57,29 +57,29 @@ def test_limits_that_none_can_keep_are_told_with_what_was_seen():
         ({}, replace(PLAIN, host_cache_gb=1.0), "host_cache_gb is 1.0"),
     ],
 )
-def test_what_cannot_be_has_no_capacity_and_says_why(changes, candidate, reason):
-    verdict = judge(replace(SETTING, **changes), candidate)
-    assert verdict.capacity == 0.0 and reason in verdict.reason
+def test_a_candidate_that_cannot_run_has_no_capacity_and_a_reason(changes, candidate, reason):
+    evaluation = evaluate(replace(QUESTION, **changes), candidate)
+    assert evaluation.capacity == 0.0 and reason in evaluation.reason
 
 
-def test_many_processes_give_what_one_gives_in_the_same_order():
+def test_many_processes_give_the_same_evaluations_in_the_same_order_as_one():
     candidates = [PLAIN, Candidate(scheduler="prefill-first"), Candidate(tbt_target=10.0)]
-    with judges(SETTING, 1) as judge_all:
-        alone = list(judge_all(candidates))
-    with judges(SETTING, 2) as judge_all:
-        assert list(judge_all(candidates)) == alone
-    assert [verdict.candidate for verdict in alone] == candidates
+    with evaluator(QUESTION, 1) as evaluate_all:
+        alone = list(evaluate_all(candidates))
+    with evaluator(QUESTION, 2) as evaluate_all:
+        assert list(evaluate_all(candidates)) == alone
+    assert [evaluation.candidate for evaluation in alone] == candidates
 
 
 def test_the_best_has_the_most_capacity_on_all_devices():
-    wide = replace(judge(SETTING, PLAIN), capacity=3.0, replicas=1)
+    wide = replace(evaluate(QUESTION, PLAIN), capacity=3.0, replicas=1)
     narrow = replace(wide, capacity=2.0, replicas=2)
     assert best_of([wide, narrow]) is narrow
     assert best_of([replace(wide, capacity=0.0)]) is None
 
 
-def test_of_what_a_search_cannot_tell_apart_the_first_is_best():
-    plain = replace(judge(SETTING, PLAIN), capacity=3.0, replicas=1)
+def test_the_first_of_indistinguishable_capacities_is_best():
+    plain = replace(evaluate(QUESTION, PLAIN), capacity=3.0, replicas=1)
     assert best_of([plain, replace(plain, capacity=3.1)]) is plain
     more = replace(plain, capacity=3.3)
     assert best_of([plain, more]) is more

@@ -1,4 +1,4 @@
-"""Workloads: what is read from traces, what is drawn, when it arrives, and which tokens it is made of."""
+"""Workloads: traces, drawn lengths, arrivals, and prompt tokens."""
 
 import json
 import statistics
@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.lab import workloads
-from holdfast.lab.choice import WorkloadConfig
-from holdfast.lab.workloads import DATASETS, Conversation, Turn, Words
+from holdfast.lab.workloads import DATASETS, Conversation, PromptTokens, Turn, WorkloadConfig
 
 TRACES = Path(__file__).parents[3] / "shared" / "traces"
 
@@ -18,7 +17,7 @@ def quantile(values, share):
     return statistics.quantiles(values, n=100)[round(100 * share) - 1]
 
 
-def test_an_azure_trace_becomes_requests_at_their_times(tmp_path):
+def test_an_azure_trace_is_read_with_its_arrival_times(tmp_path):
     path = tmp_path / "trace.csv"
     path.write_bytes(
         b"TIMESTAMP,ContextTokens,GeneratedTokens\r\n"
@@ -32,14 +31,14 @@ def test_an_azure_trace_becomes_requests_at_their_times(tmp_path):
 @pytest.mark.parametrize(
     "row", ["2023-11-16 18:15:46.68,many,44", "yesterday,374,44", "2023-11-16 18:15:46.68,0,4", "x", "y" * 200_000]
 )
-def test_a_bad_line_of_an_azure_trace_is_named(tmp_path, row):
+def test_an_invalid_line_of_an_azure_trace_is_named(tmp_path, row):
     path = tmp_path / "trace.csv"
     path.write_text(f"TIMESTAMP,ContextTokens,GeneratedTokens\n{row}\n")
     with pytest.raises(ValueError, match=r"trace\.csv, line 2"):
         workloads.azure_csv(path)
 
 
-def test_a_mooncake_trace_shares_tokens_where_hash_ids_are_equal(tmp_path):
+def test_requests_of_a_mooncake_trace_share_the_tokens_of_equal_hash_ids(tmp_path):
     path = tmp_path / "trace.jsonl"
     rows = [
         {"timestamp": 0, "input_length": 1100, "output_length": 6, "hash_ids": [0, 1, 2]},
@@ -48,8 +47,8 @@ def test_a_mooncake_trace_shares_tokens_where_hash_ids_are_equal(tmp_path):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     conversations = workloads.mooncake_jsonl(path)
     assert [c.arrival for c in conversations] == [0.0, 2.5]
-    words = Words(1000)
-    first, second = (words.prompt(number, 0, c.turns[0]) for number, c in enumerate(conversations))
+    tokens = PromptTokens(1000)
+    first, second = (tokens.prompt(number, 0, c.turns[0]) for number, c in enumerate(conversations))
     assert (len(first), len(second)) == (1100, 1200)
     assert first[:1024] == second[:1024] and first[1024:] != second[1024:1100]
 
@@ -65,7 +64,7 @@ def test_a_mooncake_trace_shares_tokens_where_hash_ids_are_equal(tmp_path):
         '{"timestamp": -1, "input_length": 6, "output_length": 1, "hash_ids": []}',
     ],
 )
-def test_a_bad_line_of_a_mooncake_trace_is_named(tmp_path, row):
+def test_an_invalid_line_of_a_mooncake_trace_is_named(tmp_path, row):
     path = tmp_path / "trace.jsonl"
     path.write_text(row)
     with pytest.raises(ValueError, match=r"trace\.jsonl, line 1"):
@@ -93,7 +92,7 @@ def test_sharegpt_conversations_become_turns(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["trace.csv", "trace.jsonl", "chats.json"])
-def test_a_file_that_is_not_text_or_holds_nothing_is_named(tmp_path, name):
+def test_an_empty_or_binary_workload_file_is_named(tmp_path, name):
     path, empty = tmp_path / name, "[]" if name == "chats.json" else ""
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(ValueError, match=rf"{name} is not text"):
@@ -108,7 +107,7 @@ def test_a_file_that_is_not_text_or_holds_nothing_is_named(tmp_path, name):
     [("openchat_sharegpt4", 1730, 5696, 415, 834), ("arxiv_summarization", 7059, 12985, 208, 371)],
 )
 def test_drawn_lengths_have_the_quantiles_of_the_paper(name, prompt_median, prompt_p90, output_median, output_p90):
-    turns = [conversation.turns[0] for conversation in workloads.drawn(name, 4000, seed=1)]
+    turns = [conversation.turns[0] for conversation in workloads.sample_dataset(name, 4000, seed=1)]
     prompts, outputs = [turn.prompt for turn in turns], [turn.output for turn in turns]
     assert statistics.median(prompts) == pytest.approx(prompt_median, rel=0.08)
     assert quantile(prompts, 0.9) == pytest.approx(prompt_p90, rel=0.05)
@@ -117,13 +116,13 @@ def test_drawn_lengths_have_the_quantiles_of_the_paper(name, prompt_median, prom
     assert max(turn.prompt + turn.output for turn in turns) <= DATASETS[name].limit
 
 
-@pytest.mark.parametrize("talks", [workloads.SHAREGPT, workloads.ULTRACHAT])
-def test_multi_turn_conversations_have_the_figures_of_the_paper(talks):
-    conversations = workloads.multi_turn(3000, think=5.0, seed=2, talks=talks)
+@pytest.mark.parametrize("means", [workloads.SHAREGPT, workloads.ULTRACHAT])
+def test_multi_turn_conversations_have_the_means_of_the_paper(means):
+    conversations = workloads.multi_turn(3000, think=5.0, seed=2, means=means)
     turns = [turn for conversation in conversations for turn in conversation.turns]
-    assert len(turns) / len(conversations) == pytest.approx(talks.turns, rel=0.05)
-    assert statistics.mean(turn.prompt for turn in turns) == pytest.approx(talks.prompt, rel=0.05)
-    assert statistics.mean(turn.output for turn in turns) == pytest.approx(talks.output, rel=0.05)
+    assert len(turns) / len(conversations) == pytest.approx(means.turns, rel=0.05)
+    assert statistics.mean(turn.prompt for turn in turns) == pytest.approx(means.prompt, rel=0.05)
+    assert statistics.mean(turn.output for turn in turns) == pytest.approx(means.output, rel=0.05)
     thinks = [turn.think for conversation in conversations for turn in conversation.turns[1:]]
     assert statistics.mean(thinks) == pytest.approx(5.0, rel=0.05)
     assert {conversation.turns[0].think for conversation in conversations} == {0.0}
@@ -135,57 +134,57 @@ def intervals(conversations):
 
 
 @pytest.mark.parametrize("variation", [0.5, 1.0, 2.0])
-def test_arrivals_have_their_rate_and_their_variation(variation):
-    gaps = intervals(workloads.gamma(workloads.fixed(5000, 10, 10), 4.0, variation, seed=0))
+def test_arrivals_have_the_given_rate_and_variation(variation):
+    gaps = intervals(workloads.gamma_arrivals(workloads.fixed(5000, 10, 10), 4.0, variation, seed=0))
     assert statistics.mean(gaps) == pytest.approx(0.25, rel=0.1)
     assert statistics.stdev(gaps) / statistics.mean(gaps) == pytest.approx(variation, rel=0.1)
 
 
 def test_the_same_seed_gives_the_same_workload():
     def make(seed):
-        return workloads.poisson(workloads.drawn("openchat_sharegpt4", 20, seed), 2.0, seed)
+        return workloads.poisson_arrivals(workloads.sample_dataset("openchat_sharegpt4", 20, seed), 2.0, seed)
 
     assert make(1) == make(1) != make(2)
 
 
-def test_a_trace_is_replayed_faster():
+def test_a_trace_is_replayed_faster_by_the_given_factor():
     conversations = [Conversation(at, (Turn(1, 1),)) for at in (0.0, 4.0)]
-    assert [c.arrival for c in workloads.scaled(conversations, 2.0)] == [0.0, 2.0]
+    assert [c.arrival for c in workloads.speed_up(conversations, 2.0)] == [0.0, 2.0]
 
 
-def test_what_does_not_fit_the_context_is_left_out():
+def test_turns_that_exceed_the_context_are_dropped():
     conversations = [Conversation(0.0, (Turn(4, 4), Turn(4, 4))), Conversation(0.0, (Turn(90, 1),))]
-    assert workloads.cut(conversations, 15) == [Conversation(0.0, (Turn(4, 4),))]
-    assert workloads.cut(conversations, 16)[0] == conversations[0]
+    assert workloads.fit_context(conversations, 15) == [Conversation(0.0, (Turn(4, 4),))]
+    assert workloads.fit_context(conversations, 16)[0] == conversations[0]
 
 
-def test_prompts_differ_from_their_first_tokens_on_and_repeat_in_every_run():
-    words = Words(300)
-    prompts = [words.prompt(number, 0, Turn(200, 1)) for number in range(500)]
+def test_prompts_differ_within_their_first_tokens_and_repeat_in_every_run():
+    tokens = PromptTokens(300)
+    prompts = [tokens.prompt(number, 0, Turn(200, 1)) for number in range(500)]
     assert len({prompt[:16] for prompt in prompts}) == 500
     assert all(len(prompt) == 200 and min(prompt) >= 16 and max(prompt) < 300 for prompt in prompts)
-    assert Words(300).prompt(3, 0, Turn(200, 1)) == prompts[3]
-    assert len(words.prompt(0, 0, Turn(200_000, 1))) == 200_000
-    assert len(words.prompt(0, 0, Turn(3, 1))) == 3
+    assert PromptTokens(300).prompt(3, 0, Turn(200, 1)) == prompts[3]
+    assert len(tokens.prompt(0, 0, Turn(200_000, 1))) == 200_000
+    assert len(tokens.prompt(0, 0, Turn(3, 1))) == 3
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
-        lambda: workloads.drawn("nothing", 1, 0),
-        lambda: workloads.poisson([], 0.0, 0),
-        lambda: workloads.gamma([], 1.0, 0.0, 0),
-        lambda: workloads.scaled([], 0.0),
-        lambda: Words(10),
+        lambda: workloads.sample_dataset("nothing", 1, 0),
+        lambda: workloads.poisson_arrivals([], 0.0, 0),
+        lambda: workloads.gamma_arrivals([], 1.0, 0.0, 0),
+        lambda: workloads.speed_up([], 0.0),
+        lambda: PromptTokens(10),
     ],
 )
-def test_what_makes_no_sense_is_refused(wrong):
+def test_invalid_arguments_are_refused(wrong):
     with pytest.raises(ValueError, match=r"unknown|must be"):
         wrong()
 
 
 @pytest.mark.skipif(not TRACES.is_dir(), reason="the public traces are not here")
-def test_the_public_traces_are_understood():
+def test_the_public_traces_are_read_in_full():
     azure = workloads.azure_csv(TRACES / "azure_llm_2023_conv.csv")
     assert len(azure) == 19_366
     assert sum(conversation.turns[0].output for conversation in azure) == 4_088_665

@@ -1,1 +1,1 @@
-"""The real loop, schedulers and memory over a virtual clock and a cost model. Imports no torch."""
+"""Runs the real loop, schedulers and memory over a virtual clock and a cost model, without torch."""

@@ -1,6 +1,6 @@
-"""A model on devices: from their names to the profile and the stages that a simulation goes by.
+"""Deploys a model on devices: turns their names into the cost profile and the pipeline stages of a simulation.
 
-A profile that was measured, kept in the package under `profiles/MODEL--DEVICE.json`, wins over a derived one.
+A measured profile in the package, `profiles/MODEL--DEVICE.json`, takes precedence over a derived one.
 """
 
 from __future__ import annotations
@@ -14,25 +14,27 @@ from holdfast.engine.profiles import CostProfile
 from holdfast.lab.simulator.devices import Device, Link, device_named, fp8_of, link_named
 from holdfast.lab.simulator.roofline import cache_tokens, derive
 from holdfast.lab.simulator.shapes import BYTES, MODELS, NATIVE, ModelShape, model_named
+from holdfast.lm.types import BUDGET_TILE
 
-TOKEN_BUDGET, TILE = 2048, 128
+TOKEN_BUDGET = 2048
+"""Default token budget of an engine on a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """Stages that a step passes one after another, and the way between them."""
+    """The stages that a step passes in order, and the link between them."""
 
     stages: tuple[CostModel, ...]
     link: Link
     token_bytes: int
-    """What one token's activations take on the way."""
+    """Bytes of one token's activations, sent from stage to stage."""
 
     def hop(self, tokens: int) -> float:
-        """Seconds from one stage to the next."""
+        """Seconds to send the activations of `tokens` tokens to the next stage."""
         return self.link.send(tokens * self.token_bytes)
 
     def whole(self) -> CostModel:
-        """The cost model of a step that meets no other: all stages and the ways between them."""
+        """The cost model of a step alone in the pipeline: all stages and the hops between them."""
         first = self.stages[0]
         hops = len(self.stages) - 1
         return replace(
@@ -55,24 +57,24 @@ class Pipeline:
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """What a simulation takes: `simulate(config, profile, workload, pipeline=pipeline)`."""
+    """The input of a simulation: `simulate(config, profile, workload, pipeline=pipeline)`."""
 
     profile: CostProfile
     pipeline: Pipeline | None
-    """None for one stage."""
+    """None if there is only one stage."""
     measured: bool
-    """Whether the profile was measured; else it is derived from data sheets."""
+    """Whether the profile was measured. If not, it is derived from data sheets."""
     devices: int
 
 
-def shape_on(model: str | ModelShape, device: str, config: EngineConfig) -> ModelShape:
-    """The model's sizes, weights and cache stored as `config` says. Raises ValueError where an engine refuses to."""
+def configured_shape(model: str | ModelShape, device: str, config: EngineConfig) -> ModelShape:
+    """The model's shape with the weight and cache types of `config`. Raises ValueError where the engine would."""
     shape = model if isinstance(model, ModelShape) else model_named(model)
     if config.quantization == "fp8":
         fp8_of(device_named(device), "quantization")
         if not shape.native:
             raise ValueError(
-                f"quantization is fp8, which native decoders have ({', '.join(NATIVE)}); {shape.name} runs by "
+                f"quantization is fp8, which native decoders have ({', '.join(NATIVE)}); {shape.name} runs on "
                 "Transformers' code: leave it out"
             )
     if config.kv_cache_dtype == "fp8":
@@ -90,11 +92,11 @@ def deploy(
     stage_link: str | None = None,
     memory_fraction: float = 0.9,
 ) -> Deployment:
-    """Put the model on tp x pp devices: `tp` of them share each layer over `link`, `pp` groups share out the layers.
+    """Deploy the model on tp x pp devices: `tp` devices share each layer, and `pp` stages divide the layers.
 
-    `link` defaults to the device's own, and `stage_link`, the way between stages, to `link`. In FP8 is what the shape
-    says (`shape_on`). Raises ValueError for unknown names, for what cannot be shared out, and where the weights do not
-    fit.
+    `link` joins the devices of a layer and defaults to the device's own; `stage_link` joins the stages and defaults to
+    `link`. The shape says what is stored in FP8 (`configured_shape`). Raises ValueError for unknown names, for a layout
+    that does not divide the model, and if the weights do not fit.
     """
     shape = model if isinstance(model, ModelShape) else model_named(model)
     sheet = device_named(device)
@@ -102,7 +104,7 @@ def deploy(
         raise ValueError(f"tp is {tp} and pp is {pp}; both must be at least 1, and pp at most {shape.layers} layers")
     inside = link_named(link or sheet.link)
     between = link_named(stage_link or inside.name)
-    packaged = kept(shape, device) if tp * pp == 1 else None
+    packaged = packaged_profile(shape, device) if tp * pp == 1 else None
     if packaged is not None:
         copied = packaged if packaged.copy_rate else replace(packaged, copy_rate=sheet.copy_rate)
         return Deployment(copied, None, True, 1)
@@ -124,14 +126,14 @@ def _profile(shape: ModelShape, device: Device, cost: CostModel, devices: int, m
         cache_tokens=cache_tokens(shape, device, devices=devices, memory_fraction=memory_fraction),
         max_model_len=shape.max_model_len,
         token_budget=TOKEN_BUDGET,
-        tile=TILE,
+        tile=BUDGET_TILE["cuda"],
         token_bytes=shape.token_bytes,
         copy_rate=device.copy_rate * devices,
     )
 
 
-def kept(shape: ModelShape, device: str) -> CostProfile | None:
-    """The measured profile that the package brings of this model, so stored, on one of this device, if it does."""
+def packaged_profile(shape: ModelShape, device: str) -> CostProfile | None:
+    """The package's measured profile of this model on one such device; None if there is none of this precision."""
     if replace(shape, quantization="none", kv_cache_dtype="auto") != MODELS.get(shape.name):
         return None  # another model of that name
     file = files("holdfast").joinpath("profiles", f"{shape.name}--{device}.json")

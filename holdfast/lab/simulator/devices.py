@@ -1,4 +1,4 @@
-"""Data sheets of devices and of the links between them, with the share of each figure that is really reached."""
+"""Data sheets of devices and links, with the share of each peak figure that is reached in practice."""
 
 from __future__ import annotations
 
@@ -7,65 +7,65 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fp8:
-    """What a device does with weights and a cache in FP8: the makers' figure, and what is reached, as in `Device`."""
+    """FP8 figures of a device: the peak from the data sheet, and the shares reached, as in `Device`."""
 
     flops: float
-    """Peak operations a second in dense FP8 matrix products."""
+    """Peak dense FP8 operations a second."""
     matmul: float
     """Share of these `flops` that large matrix products reach."""
     weights: float
     """Share of the device's `bandwidth` at which FP8 weights are read."""
     round_seconds: float
-    """What rounding activations takes in each layer, in steps of more than one token."""
+    """Seconds a layer to round activations, in steps of more than one token."""
     attention: float
-    """Share of the device's `flops`: keys and values are widened to 16 bits, and another kernel computes with them."""
+    """Share of the device's 16-bit `flops` that attention reaches: its kernel converts keys and values to 16 bits."""
     cache: float
     """Share of the device's `bandwidth` at which an FP8 cache is read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """One accelerator: the makers' figures, and what the kernels of a serving stack reach of them."""
+    """One accelerator: peak figures from the data sheet, and the shares that serving kernels reach."""
 
     name: str
     flops: float
-    """Peak operations a second in dense 16-bit matrix products."""
+    """Peak dense 16-bit operations a second."""
     bandwidth: float
-    """Bytes a second of its memory."""
+    """Peak bytes a second of device memory."""
     memory: float
-    """Bytes."""
+    """Bytes of device memory."""
     copy_rate: float
-    """Bytes a second to or from pinned host memory, as reached."""
+    """Bytes a second to or from pinned host memory, as reached in practice."""
     matmul: float
     """Share of `flops` that large matrix products reach."""
     attention: float
-    """The same for the attention of long prefills."""
+    """Share of `flops` that the attention of long prefills reaches."""
     weights: float
     """Share of `bandwidth` at which weights are read."""
     cache: float
-    """The same for the KV cache."""
+    """Share of `bandwidth` at which the KV cache is read."""
     step_seconds: float
-    """What a step takes besides: launching, sampling, what the host does meanwhile."""
+    """Fixed seconds of a step: launching, sampling, host work."""
     layer_seconds: float
-    """What each layer takes besides its matrices and its attention."""
+    """Fixed seconds of a layer, besides its matrices and its attention."""
     link: str
     """The link between devices of one host."""
     fp8: Fp8 | None = None
-    """None before Hopper: the engine has FP8 neither for weights nor, in its own kernels, for the cache."""
+    """None before Hopper: the engine's FP8 weights and FP8 cache need Hopper."""
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A way between devices."""
+    """A link between devices."""
 
     name: str
     rate: float
-    """Bytes a second in one direction, as collectives reach it."""
+    """Bytes a second in one direction, as reached by collectives."""
     latency: float
-    """Seconds until a message arrives, however short."""
+    """Seconds that the shortest message takes."""
 
     def send(self, size: float) -> float:
-        """Seconds of one message of `size` bytes."""
+        """Seconds to send a message of `size` bytes."""
         return self.latency + size / self.rate
 
     def all_reduce(self, size: float, ranks: int) -> float:
@@ -73,12 +73,13 @@ class Link:
         return 2 * (ranks - 1) * self.send(size / ranks) if ranks > 1 else 0.0
 
 
-# Fitted to what a Llama-3-8B shape on an H200 gains by FP8 (docs/benchmarks.md): `weights` and `round_seconds` to one
-# and to many decodes, `matmul` to long prefills, `cache` to decode attention, `attention` to that of 8,192 tokens.
+# Fitted to the measured gain of FP8 for a Llama-3-8B shape on an H200 (docs/benchmarks.md): `weights` and
+# `round_seconds` to one and to many decodes, `matmul` to long prefills, `cache` to decode attention, `attention` to the
+# attention of 8,192 tokens.
 HOPPER_FP8 = Fp8(flops=1979e12, matmul=0.52, weights=0.66, round_seconds=8e-6, attention=0.31, cache=0.58)
 
-# Fitted to the profiles of three models that were measured on one: within 7% of them for 14 kinds of step, 5 to 11% too
-# fast for a prefill of 128 tokens alone; docs/benchmarks.md has the table.
+# Fitted to measured profiles of three models: within 7% of them for 14 kinds of step, and 5 to 11% too fast for a
+# prefill of 128 tokens alone; docs/benchmarks.md has the table.
 H200 = Device(
     name="h200",
     flops=989e12,
@@ -94,8 +95,8 @@ H200 = Device(
     link="nvlink4",
     fp8=HOPPER_FP8,
 )
-# The PCIe card of Azure's NC A100 v4, under the papers' software of 2023 (PyTorch, xFormers, no graphs).
-# attention fitted to chunks at contexts of 2k to 4k as Vidur measured them (docs/benchmarks.md).
+# The PCIe card of Azure's NC A100 v4 with the papers' software of 2023 (PyTorch, xFormers, no graphs).
+# `attention` is fitted to Vidur's measurements of chunks at contexts of 2k to 4k (docs/benchmarks.md).
 A100 = Device(
     name="a100-80gb",
     flops=312e12,
@@ -114,11 +115,11 @@ DEVICES = {
     device.name: device
     for device in (
         H200,
-        # Not measured: the H200's shares of its own figures.
+        # Not measured: the H200's shares, applied to this device's peaks.
         replace(H200, name="h100", bandwidth=3.35e12, memory=80e9),
         A100,
-        # matmul and weights fitted to layers of Llama-2-70B as Vidur measured them (docs/benchmarks.md), the small
-        # kernels between the matrices included; the rest are the A100's shares.
+        # `matmul` and `weights` are fitted to Vidur's measurements of Llama-2-70B layers, including the small kernels
+        # between the matrices (docs/benchmarks.md). The rest are the A100's shares.
         replace(
             A100, name="a40", flops=149.7e12, bandwidth=0.696e12, memory=48e9, matmul=0.67, weights=0.75, link="pcie4"
         ),
@@ -132,8 +133,8 @@ LINKS = {
     for link in (
         Link("nvlink3", 230e9, 8e-6),
         Link("nvlink4", 370e9, 6e-6),
-        # As Vidur measured them (docs/benchmarks.md): all-reduces of four A100s bridged in pairs, of four A40s so
-        # bridged, what an A40 sends to one that it is not bridged to, what a node sends to another.
+        # Measured by Vidur (docs/benchmarks.md): all-reduces of four A100s bridged in pairs; all-reduces of four A40s
+        # bridged in pairs; sends between A40s without a bridge; sends between nodes.
         Link("pcie4", 24e9, 10e-6),
         Link("nvlink-pairs", 40e9, 6e-6),
         Link("pcie4-staged", 4.1e9, 30e-6),
@@ -147,14 +148,14 @@ LINKS = {
 
 
 def device_named(name: str) -> Device:
-    """The device of this name. Raises ValueError that lists those that there are."""
+    """The device of this name. Raises ValueError that lists the known names."""
     if name not in DEVICES:
         raise ValueError(f"device {name} is unknown; there are {', '.join(sorted(DEVICES))}")
     return DEVICES[name]
 
 
 def fp8_of(device: Device, option: str) -> Fp8:
-    """The device's figures in FP8. Raises ValueError, naming the option that asks for them, where it has none."""
+    """The device's FP8 figures. Raises ValueError, naming the option that needs them, if it has none."""
     if device.fp8 is None:
         able = ", ".join(sorted(name for name, other in DEVICES.items() if other.fp8))
         raise ValueError(
@@ -164,7 +165,7 @@ def fp8_of(device: Device, option: str) -> Fp8:
 
 
 def link_named(name: str) -> Link:
-    """The link of this name. Raises ValueError that lists those that there are."""
+    """The link of this name. Raises ValueError that lists the known names."""
     if name not in LINKS:
         raise ValueError(f"link {name} is unknown; there are {', '.join(sorted(LINKS))}")
     return LINKS[name]

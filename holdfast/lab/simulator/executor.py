@@ -1,4 +1,4 @@
-"""The simulated executor: takes plans as the real one does, and answers when a virtual clock says so."""
+"""The simulated executor: takes plans as the real one does, and returns results on a virtual clock."""
 
 from __future__ import annotations
 
@@ -6,22 +6,24 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from holdfast.lab.simulator.latency import Latency
+from holdfast.core.cost import CostModel, Predictor
+from holdfast.lab.simulator.deployment import Pipeline
+from holdfast.lab.simulator.reserve import Reserve
 from holdfast.lm.types import CopyTime, StepPlan, StepResult
 
 TOKEN = 7
-"""What every step samples: no model runs, and a sequence ends at its length."""
+"""The token that every step samples. No model runs: a sequence ends at its maximum length."""
 
 
 class Copying(NamedTuple):
-    """The copies of one plan in one direction, until they end."""
+    """Copies of one plan in one direction, still under way."""
 
     ends: float
     time: CopyTime
 
 
 class VirtualClock:
-    """Seconds that pass only when something lets them. A `core.protocols.Clock`."""
+    """A clock in seconds that moves only when told to. A `loop.contracts.Clock`."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -30,62 +32,92 @@ class VirtualClock:
         return self.now
 
     def advance_to(self, time: float) -> None:
-        """Let time pass; it never goes back."""
+        """Move to `time`, unless the clock is already past it."""
         self.now = max(self.now, time)
 
 
+class StepTimes:
+    """The cost model applied to a StepPlan: seconds that each pipeline stage computes, and seconds of block copies."""
+
+    def __init__(
+        self, cost: CostModel, pipeline: Pipeline | None = None, copy_seconds: float = 0.0, block_bytes: int = 0
+    ) -> None:
+        """`copy_seconds` is the time to copy one block of `block_bytes` in either direction."""
+        self.copy_seconds = copy_seconds
+        self.block_bytes = block_bytes
+        self._pipeline = pipeline
+        self._stages = [Predictor(stage) for stage in (pipeline.stages if pipeline else (cost,))]
+
+    @property
+    def num_stages(self) -> int:
+        """Pipeline stages; 1 without a pipeline."""
+        return len(self._stages)
+
+    def reserves(self) -> list[Reserve]:
+        """A full burst reserve for each stage."""
+        return [Reserve(stage.cost.burst) for stage in self._stages]
+
+    def stages(self, plan: StepPlan) -> list[float]:
+        """Seconds that each stage computes at its steady pace, without a burst."""
+        _, _, starts, stops, _, _ = plan.columns.columns
+        spans = list(zip(starts, stops, strict=True))
+        return [stage.segments(spans) for stage in self._stages]
+
+    def hop(self, plan: StepPlan) -> float:
+        """Seconds to send the plan's activations to the next stage."""
+        return self._pipeline.hop(plan.num_tokens) if self._pipeline else 0.0
+
+
 class SimulatedExecutor:
-    """`core.protocols.Executor` without a device: steps take the time that the cost model predicts, one after another.
+    """A `loop.contracts.Executor` without a device. Steps run in order, for the time that the cost model predicts.
 
-    Heavy steps behind lighter ones take less, as far as the cost model's burst goes.
-
-    `host_seconds` pass on the clock with each plan: planning and packing, which overlap the device as they do for real.
-    A step that begins at a time takes `pace` of it times as long: a device that others use is not always as fast.
-
-    A step passes the stages of a pipeline in order, and each stage takes the steps in order: it begins one when it has
-    ended the one before, and the stage before it has sent its part. What a stage waits is a bubble.
-
-    Copies take their time on a link of their own, as `execution.transfer` does them: blocks that come in follow the
-    computation begun so far, and a step that awaits them reads them layer by layer, so that it ends no sooner than they
-    do; blocks that go out wait for both. A result says which of either have landed.
+    - Bursts: a heavy step after lighter ones is faster while the cost model's burst reserve lasts.
+    - Host time: the clock advances by `host_seconds` at each submission, for planning and packing. It overlaps the
+      device, as in the real engine.
+    - Pace: `pace(t)` multiplies the duration of a step that starts at t, for a device whose speed varies over time.
+    - Pipelines: a step passes the stages in order, and a stage runs its steps in order. A stage starts a step when its
+      previous step has ended and the previous stage's output has arrived. The time that it waits is a bubble.
+    - Copies: they run on their own link, as in `lm.execution.transfer`. Swap-in starts after the computation submitted
+      so far. A step that needs these blocks reads them layer by layer, so it ends no earlier than they do. Swap-out
+      waits for both the computation and swap-in. Results report the copies that have completed.
     """
 
     def __init__(
         self,
-        latency: Latency,
+        step_times: StepTimes,
         clock: VirtualClock,
         host_seconds: float = 0.0,
         pace: Callable[[float], float] = lambda now: 1.0,
     ) -> None:
-        self._latency = latency
+        self._step_times = step_times
         self._clock = clock
         self._host_seconds = host_seconds
         self._pace = pace
-        self._free_at = [0.0] * latency.num_stages
-        """By stage, when it has ended what it was given."""
-        self._reserves = latency.reserves()
+        self._free_at = [0.0] * step_times.num_stages
+        """By stage: when it has finished all submitted steps."""
+        self._reserves = step_times.reserves()
         self._in_flight: deque[tuple[StepPlan, float, float]] = deque()
-        """Plans, the seconds that each takes, and when it ends."""
+        """Plans, each with its duration in seconds and its end."""
         self._in_free = self._out_free = 0.0
-        """When each direction of the copy link is free."""
-        self._leaving: deque[Copying] = deque()
-        self._arriving: deque[Copying] = deque()
-        """Copies under way, to the host and from it."""
-        self._begun = -1
+        """When each direction of the copy link becomes free."""
+        self._swapping_out: deque[Copying] = deque()
+        self._swapping_in: deque[Copying] = deque()
+        """Copies under way: to the host, and from it."""
+        self._last_step = -1
         self.busy = 0.0
-        """Seconds that the device was not idle; of several stages, the mean."""
+        """Seconds during which the device computed; with several stages, their mean."""
         self.copied_in = 0.0
-        """Seconds that blocks took to come in."""
+        """Seconds of swap-in copies."""
 
     def submit(self, plan: StepPlan) -> None:
         self._clock.now += self._host_seconds
-        now, free_at, latency = self._clock.now, self._free_at, self._latency
+        now, free_at, step_times = self._clock.now, self._free_at, self._step_times
         began = at = max(now, free_at[0])
         self._copy(plan, began)
-        arrived = max((copy.ends for copy in self._arriving if copy.time.step <= plan.awaits), default=0.0)
-        hop = latency.hop(plan)
+        arrived = max((copy.ends for copy in self._swapping_in if copy.time.step <= plan.awaits), default=0.0)
+        hop = step_times.hop(plan)
         pace = self._pace(began)
-        stages = [pace * seconds for seconds in latency.stages(plan)]
+        stages = [pace * seconds for seconds in step_times.stages(plan)]
         for stage, reserve in enumerate(self._reserves):
             idle = max(0.0, at - free_at[stage])
             stages[stage] = reserve.step(plan.num_tokens, stages[stage], idle)
@@ -98,34 +130,34 @@ class SimulatedExecutor:
 
     def collect(self) -> StepResult:
         plan, seconds, ends = self._in_flight.popleft()
-        clock, ways = self._clock, (self._leaving, self._arriving)
+        clock, directions = self._clock, (self._swapping_out, self._swapping_in)
         clock.advance_to(ends)
         if not plan.num_tokens:  # a plan without segments is complete when all copies are
-            clock.advance_to(max((way[-1].ends for way in ways if way), default=0.0))
+            clock.advance_to(max((copies[-1].ends for copies in directions if copies), default=0.0))
         done: list[CopyTime] = []
-        for way in ways:
-            while way and way[0].ends <= clock.now:
-                done.append(way.popleft().time)
-        out, into = (way[0].time.step - 1 if way else self._begun for way in ways)
+        for copies in directions:
+            while copies and copies[0].ends <= clock.now:
+                done.append(copies.popleft().time)
+        out, into = (copies[0].time.step - 1 if copies else self._last_step for copies in directions)
         return StepResult(plan.step, (TOKEN,) * plan.num_sampled, seconds, out, into, tuple(done))
 
     def close(self) -> None:
         self._in_flight.clear()
 
     def _copy(self, plan: StepPlan, computed: float) -> None:
-        """Begin the plan's copies; `computed` is when the computation begun so far ends."""
+        """Start the plan's copies. `computed` is when the computation submitted so far ends."""
         if plan.swap_in:
             self._in_free = max(computed, self._in_free)
-            self._in_free = self._begin(plan, inward=True, blocks=len(plan.swap_in), at=self._in_free)
-            self.copied_in += self._arriving[-1].time.seconds
+            self._in_free = self._start(plan, inward=True, blocks=len(plan.swap_in), at=self._in_free)
+            self.copied_in += self._swapping_in[-1].time.seconds
         if plan.swap_out:
             at = max(computed, self._in_free, self._out_free)
-            self._out_free = self._begin(plan, inward=False, blocks=len(plan.swap_out), at=at)
-        self._begun = plan.step
+            self._out_free = self._start(plan, inward=False, blocks=len(plan.swap_out), at=at)
+        self._last_step = plan.step
 
-    def _begin(self, plan: StepPlan, *, inward: bool, blocks: int, at: float) -> float:
-        """Put copies that begin at `at` on their way; gives when they end."""
-        seconds = blocks * self._latency.copy_seconds
-        time = CopyTime(plan.step, inward, blocks * self._latency.block_bytes, seconds)
-        (self._arriving if inward else self._leaving).append(Copying(at + seconds, time))
+    def _start(self, plan: StepPlan, *, inward: bool, blocks: int, at: float) -> float:
+        """Start a copy of `blocks` blocks at time `at`. Returns when it ends."""
+        seconds = blocks * self._step_times.copy_seconds
+        time = CopyTime(plan.step, inward, blocks * self._step_times.block_bytes, seconds)
+        (self._swapping_in if inward else self._swapping_out).append(Copying(at + seconds, time))
         return at + seconds

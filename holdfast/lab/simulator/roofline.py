@@ -1,11 +1,11 @@
-"""Derives a CostModel from a model's sizes and a device's data sheet, where nothing was measured.
+"""Derives a CostModel from a model's shape and a device's data sheet, if nothing was measured.
 
-A step's matrices take the time of their arithmetic and that of reading the weights. The two overlap, but not wholly:
-the root of the sum of their squares is within 10% of what an H200 takes for 1 to 8,192 tokens, while their maximum, the
-textbook's roofline, is up to 25% too low where they are equal. Arithmetic is done in whole tiles of tokens (tile
-quantisation, Sarathi-Serve §4.3). Attention takes the larger of its arithmetic and of reading the cache. Under tensor
-parallelism each device has its share of both, and the layers' all-reduces come on top (Megatron-LM). What is in FP8,
-the layers' weights or the cache, has rates of its own (`devices.Fp8`).
+The linear layers of a step do arithmetic and read the weights. The two overlap, but not fully: the root of the sum of
+their squares is within 10% of an H200's time for 1 to 8,192 tokens, while their maximum, the textbook roofline, is up
+to 25% too low where they are equal. Arithmetic is done in whole tiles of tokens (tile quantisation, Sarathi-Serve
+§4.3). Attention takes the larger of its arithmetic and of reading the cache. Under tensor parallelism each device does
+its share of both, and the all-reduces of each layer are added (Megatron-LM). FP8 weights and an FP8 cache have their
+own rates (`devices.Fp8`).
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from holdfast.lab.simulator.devices import Device, Link, fp8_of
 from holdfast.lab.simulator.shapes import BYTES, ModelShape
 
 SAMPLED = 256
-"""The LM head computes at most so many tokens of a step."""
+"""Most tokens of a step for which the LM head computes logits."""
 TOKENS = (1, *range(16, 65, 16), *(at for tile in range(64, 256, 64) for at in (tile + 1, tile + 64)),
           *(at for tile in range(256, 4096, 128) for at in (tile + 1, tile + 128)), 8192, 16384, 32768)  # fmt: skip
-"""Where the linear layers' time is given: at both ends of each tile, as it jumps there."""
+"""Token counts at which the linear layers' time is given: both ends of each tile, because it jumps there."""
 QUERIES = (1, 2, *(size for power in range(2, 15) for size in (1 << power, 3 << power - 1)), 32768)
 CONTEXTS = tuple(at for at in QUERIES if at >= 16)
 QUERY_TILE = 64
-"""Rows of a query that an attention kernel works on at once: fewer take as long."""
+"""Query rows that an attention kernel computes at once. Fewer rows take as long."""
 
 
 def derive(
@@ -38,7 +38,7 @@ def derive(
 ) -> CostModel:
     """The cost model of `layers` layers (default: all) on `tp` devices joined by `link`, with or without the LM head.
 
-    Raises ValueError where the heads cannot be shared out evenly.
+    Raises ValueError if `tp` does not divide the heads, and for several devices without a link.
     """
     if shape.heads % tp:
         raise ValueError(f"tp is {tp}; it must divide the {shape.heads} heads of {shape.name}")
@@ -58,9 +58,9 @@ def derive(
 
 
 def cache_tokens(shape: ModelShape, device: Device, *, devices: int, memory_fraction: float = 0.9) -> int:
-    """Positions of a KV cache over so many devices: what weights and a step's activations leave of their memory.
+    """Positions of a KV cache that fits beside the weights and a step's activations in the memory of all devices.
 
-    Raises ValueError where they leave nothing.
+    Raises ValueError if none fits.
     """
     activations = 2e9
     free = devices * (device.memory * memory_fraction - activations) - shape.weight_bytes
@@ -73,15 +73,15 @@ def cache_tokens(shape: ModelShape, device: Device, *, devices: int, memory_frac
 
 
 class _Stage:
-    """Layers that one group of devices computes."""
+    """The layers that one group of devices computes."""
 
     def __init__(self, shape: ModelShape, device: Device, tp: int, link: Link | None, layers: int, head: bool) -> None:
         self.shape, self.device, self.tp, self.link, self.layers = shape, device, tp, link, layers
         self.head = shape.head_weights if head else 0
 
     def linear(self, tokens: int) -> float:
-        """Seconds of everything in a step of `tokens` tokens but attention."""
-        device, tp, rows = self.device, self.tp, quantised(tokens)
+        """Seconds of a step of `tokens` tokens, without attention."""
+        device, tp, rows = self.device, self.tp, round_to_tile(tokens)
         flops, bandwidth = device.flops * device.matmul, device.bandwidth * device.weights
         work = 2 * self.head * min(rows, SAMPLED) / flops
         read = BYTES * self.head / bandwidth
@@ -99,29 +99,29 @@ class _Stage:
         return seconds
 
     def attention(self, query: int, context: int) -> float:
-        """Seconds of the attention of `query` tokens that end at `context`; nothing where they would begin before 0."""
+        """Seconds of the attention of `query` tokens that end at position `context`; 0 if they would start before 0."""
         if query > context:
             return 0.0
         shape, device = self.shape, self.device
         reach = min(context, (shape.window or context) + query - 1)
-        pairs = attended(query, context, shape.window) * (max(query, QUERY_TILE) / query if query > 1 else 1.0)
+        pairs = attended_pairs(query, context, shape.window) * (max(query, QUERY_TILE) / query if query > 1 else 1.0)
         work = 4 * pairs * shape.heads * shape.head_dim * self.layers
         read = reach * shape.token_bytes * self.layers / shape.layers
         rates = fp8_of(device, "kv_cache_dtype") if shape.kv_cache_dtype == "fp8" else device
         return max(work / (device.flops * rates.attention), read / (device.bandwidth * rates.cache)) / self.tp
 
 
-def quantised(tokens: int) -> int:
-    """Tokens that are computed: whole tiles of 16 up to 64, of 64 up to 256, of 128 from there."""
+def round_to_tile(tokens: int) -> int:
+    """`tokens` rounded up to whole tiles: of 16 up to 64 tokens, of 64 up to 256, of 128 beyond."""
     tile = 16 if tokens <= 64 else 64 if tokens <= 256 else 128
     return -(-tokens // tile) * tile
 
 
-def attended(query: int, context: int, window: int | None) -> int:
-    """Pairs of a query and a position that it attends to."""
+def attended_pairs(query: int, context: int, window: int | None) -> int:
+    """Number of (query, attended position) pairs of `query` tokens that end at position `context`."""
 
     def up_to(length: int) -> int:
-        """Pairs of the first `length` positions."""
+        """Pairs of the first `length` queries."""
         if window is None or length <= window:
             return length * (length + 1) // 2
         return window * (window + 1) // 2 + (length - window) * window

@@ -1,4 +1,4 @@
-"""Runs a workload through the engine's own loop, over a virtual clock or a real one, and records what clients saw."""
+"""Runs a workload through the engine's own loop, on a virtual or a real clock, and records what clients see."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from holdfast.core.config import EngineConfig
 from holdfast.core.cost import CostModel
 from holdfast.core.types import Request, SamplingParams
 from holdfast.engine.profiles import CostProfile
-from holdfast.lab.records import Record
+from holdfast.lab.metrics import Record
 from holdfast.lab.simulator.deployment import Pipeline
-from holdfast.lab.simulator.executor import SimulatedExecutor, VirtualClock
-from holdfast.lab.simulator.latency import Latency
+from holdfast.lab.simulator.executor import SimulatedExecutor, StepTimes, VirtualClock
 from holdfast.lab.simulator.pipeline_policy import PipelineLatencyTarget
-from holdfast.lab.workloads import Words, Workload
+from holdfast.lab.workloads import PromptTokens, Workload
 from holdfast.lm.scheduler.builder import Policy
 from holdfast.lm.scheduler.choice import capacity_of, make_scheduler
 from holdfast.lm.scheduler.policies import whole_tiles
@@ -28,16 +27,16 @@ VOCAB_SIZE = 32_000
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a simulated run gave."""
+    """The result of a simulated run."""
 
     records: list[Record]
     seconds: float
-    """Virtual time from the start to the end of the last request."""
+    """Virtual seconds from the start to the end of the last request."""
     busy: float
-    """Virtual seconds in which the device computed."""
+    """Virtual seconds during which the device computed."""
     steps: int
     stats: SchedulerStats
-    """Queues and memory at the end."""
+    """State of queues and memory at the end."""
 
 
 def simulate(
@@ -54,19 +53,20 @@ def simulate(
 ) -> Outcome:
     """Serve `workload` with the engine that `config` describes on the device that `profile` was measured on.
 
-    With `concurrency` so many conversations are under way at once and their arrivals do not count (closed loop);
-    without, each arrives at its time. `host_seconds` is the host's time for a step, a step that begins at a time takes
-    `pace` of it times as long, `wrap` may put something around the executor, `on_progress` is told how many requests
-    have ended. With a `pipeline` as many steps are in flight as
-    it has stages, and `profile.cost` is its `whole()`. The same arguments give the same outcome. Raises ValueError for
-    a request that this engine can never serve, and for a host tier on a profile that does not know the cache's bytes.
+    Conversations arrive at their times. With `concurrency`, arrival times are ignored and that number of conversations
+    is kept open (closed loop). `host_seconds` is the host's time for each step. `pace(t)` multiplies the duration of a
+    step that starts at t. With a `pipeline`, as many steps are in flight as it has stages, and `profile.cost` must be
+    its `whole()`. `wrap` may wrap the executor. `on_progress` receives the number of requests that have ended.
+
+    Deterministic: the same arguments give the same outcome. Raises ValueError for a request that this engine can never
+    serve, and for a host tier if the profile has no cache size or copy rate.
     """
     clock = VirtualClock()
     stages = len(pipeline.stages) if pipeline else 1
     host_blocks, copy_seconds = _host_tier(config, profile)
-    latency = Latency(profile.cost, pipeline, copy_seconds, profile.token_bytes * config.block_size)
-    executor = SimulatedExecutor(latency, clock, host_seconds, pace)
-    shape = shape_of(config, profile, host_blocks=host_blocks)
+    step_times = StepTimes(profile.cost, pipeline, copy_seconds, profile.token_bytes * config.block_size)
+    executor = SimulatedExecutor(step_times, clock, host_seconds, pace)
+    shape = engine_shape(config, profile, host_blocks=host_blocks)
     policy = _pipeline_policy(config, shape, profile.cost, stages) if stages > 1 else None
     scheduler = make_scheduler(config, shape, profile.cost, policy=policy, micro_batches=stages)
     loop = Loop(scheduler, wrap(executor, clock), stages if pipeline else config.steps_in_flight, clock)
@@ -77,21 +77,21 @@ def simulate(
 
 
 def _host_tier(config: EngineConfig, profile: CostProfile) -> tuple[int, float]:
-    """Blocks of the host tier, and the seconds that the copy of one takes."""
+    """Blocks of the host tier, and seconds to copy one block."""
     if config.host_cache_gb == "auto" or not config.host_cache_gb or not config.prefix_sharing:
-        return 0, 0.0  # there is no host whose free memory could be measured
+        return 0, 0.0  # "auto" is off: a simulation has no host memory to measure
     if not (profile.token_bytes and profile.copy_rate):
         cost = profile.cost
         raise ValueError(
             f"host_cache_gb is {config.host_cache_gb}, and the profile of {cost.model} on {cost.device} does not say "
-            "both what a position takes and how fast it is copied; give the rate with --copy-gbs, or drop the tier"
+            "both the size of a position and how fast it is copied; give the rate with --copy-gbs, or drop the tier"
         )
     block = profile.token_bytes * config.block_size
     return int(config.host_cache_gb * 1e9 / block), block / profile.copy_rate
 
 
-def shape_of(config: EngineConfig, profile: CostProfile, *, host_blocks: int = 0) -> EngineShape:
-    """The engine that `config` describes on the device that `profile` was measured on."""
+def engine_shape(config: EngineConfig, profile: CostProfile, *, host_blocks: int = 0) -> EngineShape:
+    """The EngineShape that `config` gives on the device that `profile` was measured on."""
     max_model_len = min(config.max_model_len or profile.max_model_len, profile.cache_tokens + 1)
     budget = config.fixed_token_budget or profile.token_budget
     return EngineShape(
@@ -121,57 +121,64 @@ def _pipeline_policy(config: EngineConfig, shape: EngineShape, cost: CostModel, 
     return PipelineLatencyTarget(cost, config.tbt_target / 1000, tile=tile, ceiling=ceiling, stages=stages)
 
 
-class Waiting(Protocol):
-    """A clock that can be waited on."""
+class WaitableClock(Protocol):
+    """A clock that a caller can wait on."""
 
     def __call__(self) -> float:
-        """Seconds."""
+        """The current time in seconds."""
         ...
 
     def advance_to(self, time: float) -> None:
-        """Return when it is that late."""
+        """Return once the clock is at `time` or later."""
         ...
 
 
 @dataclass(slots=True)
-class _Asked:
-    """A request under way."""
+class _OpenRequest:
+    """A request that has not ended."""
 
     record: Record
     conversation: int
     turn: int
     prompt: tuple[int, ...]
     answer: list[int]
-    """Kept only where another turn goes on from it."""
-    goes_on: bool
+    """Generated tokens, collected only if another turn follows."""
+    continues: bool
+    """Whether another turn follows."""
 
 
 class Clients:
-    """All clients of a loop, in one thread with it: who asks when, and what they saw."""
+    """All clients of a loop, in the same thread: sends requests when they are due and records the answers."""
 
     def __init__(
-        self, workload: Workload, loop: LanguageLoop, clock: Waiting, *, vocab_size: int, concurrency: int | None = None
+        self,
+        workload: Workload,
+        loop: LanguageLoop,
+        clock: WaitableClock,
+        *,
+        vocab_size: int,
+        concurrency: int | None = None,
     ) -> None:
-        """Arrivals are seconds on `clock`; with `concurrency` they do not count, and so many are under way at once."""
+        """Arrival times are seconds on `clock`. With `concurrency` they are ignored: see `simulate`."""
         self.records: list[Record] = []
         self.ended = 0
         self.steps = 0
         self._workload = workload
         self._loop = loop
         self._clock = clock
-        self._words = Words(vocab_size)
-        self._under_way: dict[str, _Asked] = {}
+        self._tokens = PromptTokens(vocab_size)
+        self._open: dict[str, _OpenRequest] = {}
         self._history: dict[int, tuple[int, ...]] = {}
-        """What was said so far, of conversations that go on."""
+        """By conversation: the tokens so far, while another turn is due."""
         open_loop = concurrency is None
         first = len(workload) if concurrency is None else min(concurrency, len(workload))
         self._due = [(workload[number].arrival if open_loop else 0.0, number, 0) for number in range(first)]
-        """What will be asked: when, the conversation, the turn."""
+        """Turns to send: time, conversation, turn."""
         self._later = iter(range(first, len(workload)))
         heapq.heapify(self._due)
 
     def advance(self) -> bool:
-        """Take in what is due and do one step; False when all has ended."""
+        """Send the requests that are due and run one step. Returns False once all requests have ended."""
         due, clock, loop = self._due, self._clock, self._loop
         if not loop.has_work():
             if not due:
@@ -179,39 +186,39 @@ class Clients:
             clock.advance_to(due[0][0])
         now = clock()
         while due and due[0][0] <= now:
-            self._ask(*heapq.heappop(due))
+            self._send(*heapq.heappop(due))
         outputs = loop.step() or ()
         now = clock()
         self.steps += 1
         for name, tokens, reason, cached, scheduled, _ in outputs:
-            asked = self._under_way[name]
-            times = asked.record.token_times
+            request = self._open[name]
+            times = request.record.token_times
             if not times:
-                asked.record.scheduled, asked.record.cached_tokens = scheduled, cached
+                request.record.scheduled, request.record.cached_tokens = scheduled, cached
             times.append(now)
-            if asked.goes_on:
-                asked.answer.extend(tokens)
+            if request.continues:
+                request.answer.extend(tokens)
             if reason:
-                del self._under_way[name]
-                self._end(asked, now)
+                del self._open[name]
+                self._end(request, now)
         return True
 
-    def _ask(self, arrival: float, number: int, turn: int) -> None:
+    def _send(self, arrival: float, number: int, turn: int) -> None:
         turns = self._workload[number].turns
-        prompt = self._history.pop(number, ()) + self._words.prompt(number, turn, turns[turn])
+        prompt = self._history.pop(number, ()) + self._tokens.prompt(number, turn, turns[turn])
         name = f"{number}.{turn}"
         params = SamplingParams(temperature=0.0, max_tokens=turns[turn].output, ignore_eos=True)
         record = Record(arrival, len(prompt))
         self.records.append(record)
-        self._under_way[name] = _Asked(record, number, turn, prompt, [], turn + 1 < len(turns))
+        self._open[name] = _OpenRequest(record, number, turn, prompt, [], turn + 1 < len(turns))
         self._loop.add(Request(name, prompt, params, arrival=arrival))
 
-    def _end(self, asked: _Asked, now: float) -> None:
-        """A turn has ended: the next one comes after its think time, or the next conversation may begin."""
+    def _end(self, request: _OpenRequest, now: float) -> None:
+        """Queue what follows a finished turn: the next turn after its think time, or another conversation."""
         self.ended += 1
-        number, following = asked.conversation, asked.turn + 1
-        if asked.goes_on:
-            self._history[number] = asked.prompt + tuple(asked.answer)
+        number, following = request.conversation, request.turn + 1
+        if request.continues:
+            self._history[number] = request.prompt + tuple(request.answer)
             heapq.heappush(self._due, (now + self._workload[number].turns[following].think, number, following))
         elif (conversation := next(self._later, None)) is not None:
             heapq.heappush(self._due, (now, conversation, 0))

@@ -1,4 +1,4 @@
-"""The sizes of the models that a simulation knows by name: all that a step's time and a cache's size depend on."""
+"""Shapes of models: the sizes that determine the time of a step and the size of a cache. Some are known by name."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 from holdfast.core.config import CacheTypeName, QuantizationName
 
 BYTES = 2
-"""Of a number in 16 bits."""
+"""Bytes of a 16-bit number."""
 NATIVE = ("llama", "mistral", "qwen2", "qwen3")
-"""Values of model_type that the engine has a decoder of its own for, which is what its weights in FP8 take."""
+"""Values of `model_type` with a native decoder in the engine. FP8 weights need one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """A decoder's sizes."""
+    """The sizes of a decoder."""
 
     name: str
     layers: int
@@ -28,41 +28,41 @@ class ModelShape:
     vocab: int
     max_model_len: int
     gated: bool = True
-    """Whether the feed-forward part has three matrices (gate, up, down) and not two."""
+    """Whether the feed-forward part has three matrices (gate, up, down) rather than two."""
     window: int | None = None
-    """Positions that a token attends to, where that is bounded."""
+    """Size of the sliding attention window in positions; None for full attention."""
     reductions: int = 2
-    """All-reduces of a layer under tensor parallelism: one where attention and feed-forward run side by side."""
+    """All-reduces of a layer under tensor parallelism: one if attention and feed-forward run in parallel, else two."""
     native: bool = True
-    """Whether the engine has a decoder of its own for it."""
+    """Whether the engine has a native decoder for the model."""
     quantization: QuantizationName = "none"
-    """What the layers' weights are: all but embeddings and the LM head, which stay in 16 bits."""
+    """Type of the layers' weights. Embeddings and the LM head stay in 16 bits."""
     kv_cache_dtype: CacheTypeName = "auto"
 
     @property
     def layer_weights(self) -> int:
-        """Weights of one layer's matrices."""
+        """Number of weights in one layer's matrices."""
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         return attention + (3 if self.gated else 2) * self.hidden * self.intermediate
 
     @property
     def head_weights(self) -> int:
-        """Weights of the LM head."""
+        """Number of weights in the LM head."""
         return self.vocab * self.hidden
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes of the weights of one layer's matrices."""
+        """Bytes of one layer's matrices."""
         return self.layer_weights * (1 if self.quantization == "fp8" else BYTES)
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights, the embedding included."""
+        """Bytes of all weights, including the embedding."""
         return self.layers * self.layer_bytes + 2 * BYTES * self.head_weights
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one position in the KV cache, all layers."""
+        """Bytes of one position in the KV cache, all layers together."""
         return (1 if self.kv_cache_dtype == "fp8" else BYTES) * 2 * self.layers * self.kv_heads * self.head_dim
 
 
@@ -129,8 +129,8 @@ MODELS = {
 }
 
 
-def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
-    """The sizes that a Hugging Face config.json says. Raises ValueError for what is missing or cannot be."""
+def shape_from_config(config: Mapping[str, Any], name: str) -> ModelShape:
+    """The shape described by a Hugging Face config.json. Raises ValueError for missing or invalid sizes."""
     said = config.get("text_config", config)
 
     def size(*keys: str, default: int | None = None) -> int:
@@ -140,7 +140,7 @@ def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
         return value
 
     if any(said.get(key) for key in ("num_local_experts", "num_experts", "n_routed_experts")):
-        raise ValueError(f"{name} is a mixture of experts, whose steps this plan does not know; give a dense model")
+        raise ValueError(f"{name} is a mixture of experts, which the simulator does not support; give a dense model")
     heads, hidden = size("num_attention_heads", "n_head"), size("hidden_size", "n_embd")
     kind = config.get("model_type")
     gated = said.get("model_type") not in UNGATED
@@ -161,11 +161,11 @@ def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
 
 
 UNGATED = ("opt", "falcon", "gpt2", "gpt_neox", "gptj", "bloom", "phi", "gpt_bigcode", "starcoder2")
-"""Values of model_type whose feed-forward part has two matrices."""
+"""Values of `model_type` whose feed-forward part has two matrices."""
 
 
 def model_named(name: str) -> ModelShape:
-    """The shape of this name. Raises ValueError that lists those that there are."""
+    """The shape of this name. Raises ValueError that lists the known names."""
     if name not in MODELS:
         raise ValueError(f"model shape {name} is unknown; there are {', '.join(sorted(MODELS))}")
     return MODELS[name]

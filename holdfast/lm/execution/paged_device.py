@@ -22,8 +22,8 @@ from holdfast.lm.kernels.cache.kv_cache import KVCache, block_bytes
 from holdfast.lm.kernels.linear.fp8 import FP8
 from holdfast.lm.models.base import CapturableModel, Model
 from holdfast.lm.types import (
+    BUDGET_TILE,
     DEFAULT_TOKEN_BUDGET,
-    TILE,
     EngineShape,
     MemoryMeasurement,
     Sampling,
@@ -183,7 +183,7 @@ class PagedDevice:
             max_model_len=min(spec.max_model_len, sizes.num_blocks * self.config.block_size + 1),
             vocab_size=spec.vocab_size,
             eos_token_ids=spec.eos_token_ids,
-            tile=TILE[self.kind],
+            tile=BUDGET_TILE[self.kind],
             # A token takes 2 operations for each weight, and 4 for each position it attends to, in every dimension of
             # every head. A weight in FP8 takes half the time, so it counts as half of one.
             attention_balance=max(1, weights // (2 * spec.num_layers * spec.num_heads * spec.head_dim)),

@@ -1,4 +1,4 @@
-"""What the simulator's tests share: a small invented device, and a run on it."""
+"""Shared by tests of the simulator: a small invented device, and a run on it."""
 
 from holdfast.core.config import EngineConfig
 from holdfast.core.cost import CostModel

@@ -1,4 +1,4 @@
-"""Deployments: from names to profiles and stages."""
+"""Deployments: from names of models and devices to profiles and stages."""
 
 from dataclasses import replace
 from importlib.resources import files
@@ -8,13 +8,13 @@ import pytest
 from holdfast.core.config import EngineConfig
 from holdfast.engine.profiles import CostProfile
 from holdfast.lab.simulator import deployment
-from holdfast.lab.simulator.deployment import deploy, kept, shape_on
+from holdfast.lab.simulator.deployment import configured_shape, deploy, packaged_profile
 from holdfast.lab.simulator.devices import DEVICES
 from holdfast.lab.simulator.shapes import MODELS
 from tests.lab.simulator.simulation import PROFILE
 
 
-def test_stages_share_out_the_layers_and_the_whole_is_their_sum():
+def test_stages_divide_the_layers_and_the_whole_is_their_sum():
     one, two = deploy("yi-34b", "h100"), deploy("yi-34b", "h100", pp=2, stage_link="ethernet-100g")
     assert one.pipeline is None and not one.measured and (one.devices, two.devices) == (1, 2)
     first, last = two.pipeline.stages
@@ -31,7 +31,7 @@ def test_more_devices_have_more_memory_and_copy_faster():
     assert four.profile.copy_rate == 4 * one.profile.copy_rate
 
 
-def test_a_measured_profile_in_the_package_wins(tmp_path, monkeypatch):
+def test_a_measured_profile_in_the_package_replaces_a_derived_one(tmp_path, monkeypatch):
     (tmp_path / "profiles").mkdir()
     PROFILE.save(tmp_path / "profiles" / "mistral-7b--h200.json")
     replace(PROFILE, copy_rate=3e9).save(tmp_path / "profiles" / "mistral-7b--a40.json")
@@ -43,30 +43,30 @@ def test_a_measured_profile_in_the_package_wins(tmp_path, monkeypatch):
     assert not deploy("llama-3-8b", "h200").measured
     for option in ("quantization", "kv_cache_dtype"):
         fp8 = deploy(replace(MODELS["mistral-7b"], **{option: "fp8"}), "h200")
-        assert not fp8.measured and getattr(fp8.profile, option) == "fp8", "what was measured has another pace"
+        assert not fp8.measured and getattr(fp8.profile, option) == "fp8", "the measured profile has another precision"
     assert not deploy(replace(MODELS["mistral-7b"], layers=2), "h200").measured
 
 
-def test_every_measured_profile_of_the_package_can_be_used():
+def test_every_packaged_profile_loads():
     for file in files("holdfast").joinpath("profiles").iterdir():
         if file.name.endswith(".json"):
             model, device = file.name.removesuffix(".json").split("--")
             assert model in MODELS and device in DEVICES
-            assert isinstance(kept(MODELS[model], device), CostProfile)
+            assert isinstance(packaged_profile(MODELS[model], device), CostProfile)
 
 
 @pytest.mark.parametrize("option", ["quantization", "kv_cache_dtype"])
-def test_fp8_is_refused_where_the_engine_refuses_it(option):
+def test_fp8_is_refused_on_devices_without_it(option):
     config = EngineConfig(**{option: "fp8"})
-    assert getattr(shape_on("mistral-7b", "h100", config), option) == "fp8"
+    assert getattr(configured_shape("mistral-7b", "h100", config), option) == "fp8"
     with pytest.raises(ValueError, match=f"{option} is fp8, which takes a Hopper GPU"):
-        shape_on("mistral-7b", "rtx-3090", config)
+        configured_shape("mistral-7b", "rtx-3090", config)
 
 
-def test_fp8_weights_are_for_models_that_the_engine_has_a_decoder_for():
-    with pytest.raises(ValueError, match=r"quantization is fp8, which native decoders have \(llama.*opt-13b runs by"):
-        shape_on("opt-13b", "h200", EngineConfig(quantization="fp8"))
-    cached = shape_on("opt-13b", "h200", EngineConfig(kv_cache_dtype="fp8"))
+def test_fp8_weights_are_refused_without_a_native_decoder():
+    with pytest.raises(ValueError, match=r"quantization is fp8, which native decoders have \(llama.*opt-13b runs on"):
+        configured_shape("opt-13b", "h200", EngineConfig(quantization="fp8"))
+    cached = configured_shape("opt-13b", "h200", EngineConfig(kv_cache_dtype="fp8"))
     assert cached.token_bytes == MODELS["opt-13b"].token_bytes / 2
 
 
@@ -79,6 +79,6 @@ def test_fp8_weights_are_for_models_that_the_engine_has_a_decoder_for():
         ({"link": "string"}, "link string is unknown"),
     ],
 )
-def test_what_cannot_be_is_told(layout, message):
+def test_an_invalid_layout_is_refused(layout, message):
     with pytest.raises(ValueError, match=message):
         deploy("mistral-7b", "a100-80gb", **layout)

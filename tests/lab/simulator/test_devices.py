@@ -1,4 +1,4 @@
-"""Links: how long messages and collectives take."""
+"""Devices and links: names, and the time of messages and collectives."""
 
 import pytest
 
@@ -13,11 +13,11 @@ def test_an_all_reduce_is_a_ring_of_sends():
     assert link.all_reduce(1e6, 4) == pytest.approx(6 * (1e-5 + 0.25e-3))
 
 
-def test_every_device_is_joined_by_a_link_that_there_is():
+def test_every_device_has_a_known_link():
     assert {device.link for device in DEVICES.values()} <= set(LINKS)
 
 
-def test_unknown_names_are_told_with_the_known_ones():
+def test_an_unknown_name_is_refused_with_the_known_ones():
     with pytest.raises(ValueError, match=r"device tpu is unknown; there are a100-80gb"):
         device_named("tpu")
     with pytest.raises(ValueError, match="link string is unknown"):

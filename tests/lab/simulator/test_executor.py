@@ -1,4 +1,4 @@
-"""The simulated executor: steps run one after another on a clock that waits for nobody."""
+"""The simulated executor: steps and copies take their predicted time on a virtual clock."""
 
 from dataclasses import replace
 
@@ -7,8 +7,7 @@ import pytest
 from holdfast.core.cost import Burst
 from holdfast.lab.simulator.deployment import Pipeline
 from holdfast.lab.simulator.devices import Link
-from holdfast.lab.simulator.executor import SimulatedExecutor, VirtualClock
-from holdfast.lab.simulator.latency import Latency
+from holdfast.lab.simulator.executor import SimulatedExecutor, StepTimes, VirtualClock
 from holdfast.lm.types import BlockCopy, Sampling, Segment, StepPlan
 from tests.lab.simulator.simulation import COST
 
@@ -18,9 +17,18 @@ def plan(step, tokens=1, samples=True):
     return StepPlan(step, (Segment("a", 0, 0, tokens, (0,) * tokens, drawn),))
 
 
+def test_a_plan_takes_the_time_of_its_linear_layers_and_of_each_segments_attention():
+    def segment(start, stop):
+        return Segment("a", 0, start, stop, (0,) * (stop - start), None)
+
+    mixed = StepPlan(0, (segment(99, 100), segment(499, 500), segment(10, 110)))
+    expected = COST.linear(102) + COST.attention(1, 100) + COST.attention(1, 500) + COST.attention(100, 110)
+    assert StepTimes(COST).stages(mixed) == [pytest.approx(expected)]
+
+
 def test_steps_in_flight_run_one_after_another():
     clock = VirtualClock()
-    executor = SimulatedExecutor(Latency(COST), clock)
+    executor = SimulatedExecutor(StepTimes(COST), clock)
     executor.submit(plan(0))
     executor.submit(plan(1, 64))
     assert clock() == 0.0
@@ -31,9 +39,9 @@ def test_steps_in_flight_run_one_after_another():
     assert (first.step, second.step) == (0, 1)
 
 
-def test_the_hosts_time_passes_beside_the_devices():
+def test_host_time_overlaps_device_time():
     clock = VirtualClock()
-    executor = SimulatedExecutor(Latency(COST), clock, host_seconds=0.001)
+    executor = SimulatedExecutor(StepTimes(COST), clock, host_seconds=0.001)
     executor.submit(plan(0))
     executor.submit(plan(1))
     assert clock() == 0.002
@@ -42,8 +50,8 @@ def test_the_hosts_time_passes_beside_the_devices():
     assert clock() == pytest.approx(0.001 + 2 * COST.step([(1, 1)]))
 
 
-def test_a_step_is_as_slow_as_the_device_is_when_it_begins():
-    executor = SimulatedExecutor(Latency(COST), VirtualClock(), pace=lambda now: 1.5 if now else 1.0)
+def test_pace_at_the_start_of_a_step_multiplies_its_duration():
+    executor = SimulatedExecutor(StepTimes(COST), VirtualClock(), pace=lambda now: 1.5 if now else 1.0)
     executor.submit(plan(0))
     executor.submit(plan(1))
     assert [executor.collect().seconds for _ in range(2)] == pytest.approx(
@@ -51,23 +59,23 @@ def test_a_step_is_as_slow_as_the_device_is_when_it_begins():
     )
 
 
-def test_only_sampling_segments_give_a_token():
-    executor = SimulatedExecutor(Latency(COST), VirtualClock())
+def test_only_sampling_segments_return_a_token():
+    executor = SimulatedExecutor(StepTimes(COST), VirtualClock())
     executor.submit(plan(0))
     executor.submit(plan(1, samples=False))
     assert [len(executor.collect().tokens) for _ in range(2)] == [1, 0]
 
 
-def test_time_never_goes_back():
+def test_the_virtual_clock_never_goes_back():
     clock = VirtualClock()
     clock.advance_to(3.0)
     clock.advance_to(2.0)
     assert clock() == 3.0
 
 
-def test_heavy_steps_are_faster_behind_lighter_ones_and_behind_idle_time():
+def test_heavy_steps_are_faster_after_lighter_steps_and_after_idle_time():
     clock = VirtualClock()
-    executor = SimulatedExecutor(Latency(replace(COST, burst=Burst(0.8, 0.020))), clock)
+    executor = SimulatedExecutor(StepTimes(replace(COST, burst=Burst(0.8, 0.020))), clock)
     heavy, light = COST.step([(1024, 1024)]), COST.step([(1, 1)])
 
     def seconds(number, tokens):
@@ -85,9 +93,9 @@ def test_heavy_steps_are_faster_behind_lighter_ones_and_behind_idle_time():
 STAGES = Pipeline((COST, replace(COST, linear_seconds=(0.008, 0.010, 0.040))), Link("wire", 1e6, 0.001), token_bytes=10)
 
 
-def test_a_step_passes_the_stages_in_order_and_the_next_follows_it_into_each():
+def test_each_stage_starts_the_next_step_when_it_has_ended_the_previous_one():
     clock = VirtualClock()
-    executor = SimulatedExecutor(Latency(STAGES.whole(), STAGES), clock)
+    executor = SimulatedExecutor(StepTimes(STAGES.whole(), STAGES), clock)
     executor.submit(plan(0))
     executor.submit(plan(1))
     one, two = (stage.step([(1, 1)]) for stage in STAGES.stages)
@@ -106,19 +114,19 @@ def copying(step, inward=0, outward=0, tokens=1):
     return StepPlan(step, empty, swap_in=swap_in, swap_out=swap_out, awaits=step if inward and tokens else -1)
 
 
-def test_a_step_ends_no_sooner_than_what_it_swaps_in():
+def test_a_step_ends_no_earlier_than_its_swap_in():
     alone = COST.step([(1, 1)])
     for blocks, ends in ((1, alone), (20, 0.020)):
         clock = VirtualClock()
-        executor = SimulatedExecutor(Latency(COST, copy_seconds=0.001), clock)
+        executor = SimulatedExecutor(StepTimes(COST, copy_seconds=0.001), clock)
         executor.submit(copying(0, inward=blocks))
         executor.collect()
         assert clock() == pytest.approx(ends)
 
 
-def test_what_is_swapped_in_follows_the_computation_begun_so_far():
+def test_swap_in_starts_after_the_computation_submitted_before_it():
     clock = VirtualClock()
-    executor = SimulatedExecutor(Latency(COST, copy_seconds=0.001), clock)
+    executor = SimulatedExecutor(StepTimes(COST, copy_seconds=0.001), clock)
     executor.submit(plan(0))
     executor.submit(copying(1, inward=20))
     executor.collect()
@@ -126,9 +134,9 @@ def test_what_is_swapped_in_follows_the_computation_begun_so_far():
     assert clock() == pytest.approx(COST.step([(1, 1)]) + 0.020)
 
 
-def test_what_no_step_awaits_comes_in_beside_the_steps_until_one_does():
+def test_swap_in_overlaps_steps_until_a_step_awaits_it():
     clock = VirtualClock()
-    executor = SimulatedExecutor(Latency(COST, copy_seconds=0.001), clock)
+    executor = SimulatedExecutor(StepTimes(COST, copy_seconds=0.001), clock)
     alone = COST.step([(1, 1)])
     executor.submit(replace(copying(0, inward=20), awaits=-1))
     assert executor.collect().swapped_in == -1
@@ -138,24 +146,24 @@ def test_what_no_step_awaits_comes_in_beside_the_steps_until_one_does():
     assert clock() == pytest.approx(0.020)
 
 
-def test_a_result_says_which_swap_outs_have_landed():
-    executor = SimulatedExecutor(Latency(COST, copy_seconds=0.003), VirtualClock())
+def test_results_report_completed_swap_outs():
+    executor = SimulatedExecutor(StepTimes(COST, copy_seconds=0.003), VirtualClock())
     for step in (copying(0, outward=3), plan(1), plan(2), plan(3)):  # 9 ms of copies beside steps of some 4 ms
         executor.submit(step)
     assert [executor.collect().swapped_out for _ in range(4)] == [-1, -1, 3, 3]
 
 
 def test_swap_outs_wait_for_swap_ins():
-    executor = SimulatedExecutor(Latency(COST, copy_seconds=0.001), VirtualClock())
+    executor = SimulatedExecutor(StepTimes(COST, copy_seconds=0.001), VirtualClock())
     executor.submit(copying(0, inward=2, outward=1))
     assert executor.collect().swapped_out == 0  # 2 ms in, then 1 ms out, within a step of 4
     executor.submit(copying(1, inward=10, outward=1))
     assert executor.collect().swapped_out == 0  # the copy out begins when the step ends with its copies in
 
 
-def test_a_plan_without_segments_is_complete_when_its_copies_are():
+def test_a_plan_without_segments_ends_with_its_copies():
     clock = VirtualClock()
-    executor = SimulatedExecutor(Latency(COST, copy_seconds=0.5), clock)
+    executor = SimulatedExecutor(StepTimes(COST, copy_seconds=0.5), clock)
     executor.submit(copying(0, outward=4, tokens=0))
     assert executor.collect().swapped_out == 0
     assert clock() == pytest.approx(2.0)

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from holdfast.core.config import EngineConfig
-from holdfast.lab.simulator.deployment import deploy, kept
+from holdfast.lab.simulator.deployment import deploy, packaged_profile
 from holdfast.lab.simulator.devices import DEVICES, LINKS
-from holdfast.lab.simulator.roofline import TOKENS, attended, cache_tokens, derive, quantised
+from holdfast.lab.simulator.roofline import TOKENS, attended_pairs, cache_tokens, derive, round_to_tile
 from holdfast.lab.simulator.run import simulate
 from holdfast.lab.simulator.shapes import MODELS
 from holdfast.lab.workloads import fixed
@@ -43,13 +43,13 @@ MEASURED = ("llama-3-8b", "mistral-7b-v0.3", "llama-2-13b")
         if max(context for _, context in step) <= MODELS[model].max_model_len
     ],
 )
-def test_steps_on_an_h200_are_near_those_of_the_measured_profiles(model, name):
-    measured, derived = kept(MODELS[model], "h200").cost, derive(MODELS[model], H200)
+def test_derived_steps_on_an_h200_are_within_7_percent_of_measured_ones(model, name):
+    measured, derived = packaged_profile(MODELS[model], "h200").cost, derive(MODELS[model], H200)
     assert derived.step(STEPS[name]) == pytest.approx(measured.step(STEPS[name]), rel=0.07)
 
 
 @pytest.mark.parametrize(("model", "tp", "stated"), [("mistral-7b", 1, 0.020), ("yi-34b", 2, 0.040)])
-def test_a_decode_step_on_an_a100_is_near_what_sarathi_serves_slos_imply(model, tp, stated):
+def test_a_derived_decode_step_on_an_a100_matches_sarathi_serves_slo(model, tp, stated):
     """Table 3: the strict SLO is five times a step of 32 decodes at 4k."""
     cost = derive(MODELS[model], A100, tp=tp, link=LINKS["nvlink3"])
     assert cost.step([(1, 4096)] * 32) == pytest.approx(stated, rel=0.15)
@@ -59,11 +59,11 @@ GAINS = {
     "quantization": {(1, 512, 256): 1.43, (32, 512, 128): 1.40, (128, 512, 128): 1.42, (16, 8192, 16): 1.48},
     "kv_cache_dtype": {(32, 512, 128): 0.99, (128, 512, 128): 1.02},
 }
-"""What FP8 was measured to gain a Llama-3-8B on an H200 in throughput, by prompts, their length and the answers'."""
+"""Measured throughput gain of FP8 for Llama-3-8B on an H200, by (prompts, prompt length, output length)."""
 
 
 @pytest.mark.parametrize(("option", "work"), [(option, work) for option, works in GAINS.items() for work in works])
-def test_fp8_gains_what_it_gained_on_an_h200(option, work):
+def test_fp8_gains_as_much_as_measured_on_an_h200(option, work):
     count, prompt, output = work
     seconds = []
     for kind in ({}, {option: "fp8"}):
@@ -74,13 +74,13 @@ def test_fp8_gains_what_it_gained_on_an_h200(option, work):
     assert seconds[0] / seconds[1] == pytest.approx(GAINS[option][work], rel=0.03)
 
 
-def test_fp8_weights_leave_room_for_as_many_blocks_as_on_an_h200():
+def test_fp8_weights_leave_room_for_as_many_blocks_as_measured_on_an_h200():
     shapes = [replace(MODELS["llama-3-8b"], quantization=kind) for kind in ("none", "fp8")]
     plain, fp8 = (cache_tokens(shape, H200, devices=1) for shape in shapes)
     assert (fp8 - plain) // 16 == pytest.approx(59_241 - 55_925, rel=0.01)
 
 
-def test_a_cache_in_fp8_holds_twice_the_tokens_and_is_read_by_decodes_in_three_quarters_of_the_time():
+def test_an_fp8_cache_holds_twice_the_tokens_and_decodes_read_it_in_three_quarters_of_the_time():
     shapes = [replace(MODELS["llama-3-8b"], kv_cache_dtype=kind) for kind in ("auto", "fp8")]
     plain, fp8 = (cache_tokens(shape, H200, devices=1) for shape in shapes)
     assert fp8 == pytest.approx(2 * plain, abs=1)
@@ -88,39 +88,39 @@ def test_a_cache_in_fp8_holds_twice_the_tokens_and_is_read_by_decodes_in_three_q
     assert 0.71 < fp8 / plain < 0.80
 
 
-def test_what_a_device_has_not_in_fp8_is_told():
+def test_fp8_on_a_device_without_it_is_refused():
     for option in ("quantization", "kv_cache_dtype"):
         message = rf"{option} is fp8, which takes a Hopper GPU .*\(h100, h200\), not a100-80gb"
         with pytest.raises(ValueError, match=message):
             derive(replace(MODELS["mistral-7b"], **{option: "fp8"}), A100)
 
 
-def test_one_token_past_a_tile_costs_a_tile():
+def test_one_token_past_a_tile_costs_a_whole_tile():
     cost = derive(MODELS["mistral-7b"], A100)
     assert 1.25 < cost.linear(257) / cost.linear(256) < 1.45  # Sarathi-Serve §4.3: 1.32 in some cases
     assert cost.linear(257) == pytest.approx(cost.linear(384))
-    assert [quantised(tokens) for tokens in (1, 17, 65, 257)] == [16, 32, 128, 384]
+    assert [round_to_tile(tokens) for tokens in (1, 17, 65, 257)] == [16, 32, 128, 384]
 
 
-def test_times_grow_with_tokens_and_contexts():
+def test_time_grows_with_tokens_and_context():
     cost = derive(MODELS["yi-34b"], A100)
     linear = [cost.linear(tokens) for tokens in TOKENS]
     assert linear == sorted(linear)
     assert cost.attention(1, 1000) < cost.attention(1, 2000) < cost.attention(512, 2000) < cost.attention(1024, 2000)
 
 
-def test_a_prompt_in_chunks_attends_to_as_many_pairs_as_whole():
+def test_a_chunked_prompt_has_as_many_attended_pairs_as_a_whole_one():
     for window in (None, 100):
-        chunks = sum(attended(50, stop, window) for stop in range(50, 401, 50))
-        assert chunks == attended(400, 400, window) == sum(min(at, window or at) for at in range(1, 401))
+        chunks = sum(attended_pairs(50, stop, window) for stop in range(50, 401, 50))
+        assert chunks == attended_pairs(400, 400, window) == sum(min(at, window or at) for at in range(1, 401))
 
 
-def test_a_window_bounds_what_a_decode_reads():
+def test_a_sliding_window_bounds_decode_attention():
     cost = derive(MODELS["mistral-7b"], A100)
     assert cost.attention(1, 4096) == pytest.approx(cost.attention(1, 32_768))
 
 
-def test_two_devices_halve_the_work_and_add_their_reductions():
+def test_two_devices_halve_the_work_and_add_all_reduces():
     shape = MODELS["llama-2-70b"]
     one, two = derive(shape, A100), derive(shape, A100, tp=2, link=LINKS["nvlink3"])
     slow = derive(shape, A100, tp=2, link=LINKS["pcie4"])
@@ -128,13 +128,13 @@ def test_two_devices_halve_the_work_and_add_their_reductions():
     assert two.attention(1, 4096) == pytest.approx(one.attention(1, 4096) / 2)
 
 
-def test_the_cache_takes_what_the_weights_leave():
+def test_the_cache_gets_the_memory_that_the_weights_leave():
     assert cache_tokens(MODELS["mistral-7b"], A100, devices=1) == pytest.approx(420_000, rel=0.05)
     with pytest.raises(ValueError, match="llama-2-70b takes 138 GB, and 1 a100-80gb have 80; take more devices"):
         cache_tokens(MODELS["llama-2-70b"], A100, devices=1)
 
 
-def test_what_cannot_be_shared_out_is_told():
+def test_an_invalid_tensor_parallel_size_is_refused():
     with pytest.raises(ValueError, match="tp is 3; it must divide the 32 heads"):
         derive(MODELS["mistral-7b"], A100, tp=3, link=LINKS["pcie4"])
     with pytest.raises(ValueError, match="takes a link"):

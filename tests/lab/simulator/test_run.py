@@ -1,4 +1,4 @@
-"""Simulated runs: the engine's own loop and schedulers, seen from the clients' side."""
+"""Simulated runs: the engine's own loop and schedulers, as clients see them."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from holdfast.lab import workloads
-from holdfast.lab.records import summary
+from holdfast.lab.metrics import summary
 from holdfast.lab.simulator.deployment import Pipeline
 from holdfast.lab.simulator.devices import Link
 from holdfast.lab.workloads import Conversation, Turn
@@ -14,12 +14,12 @@ from holdfast.lm.scheduler.choice import NAMES
 from tests.lab.simulator.simulation import COST, PROFILE, run
 
 
-def one_by_one(count, prompt, output, gap=0.0):
+def separate_requests(count, prompt, output, gap=0.0):
     return [Conversation(gap * number, (Turn(prompt, output),)) for number in range(count)]
 
 
-def test_a_request_alone_takes_what_the_cost_model_says():
-    outcome = run(one_by_one(1, 100, 3))
+def test_a_single_request_takes_the_time_of_the_cost_model():
+    outcome = run(separate_requests(1, 100, 3))
     (record,) = outcome.records
     steps = [COST.step([span]) for span in ((100, 100), (1, 101), (1, 102))]
     assert record.token_times == pytest.approx([sum(steps[: index + 1]) for index in range(3)])
@@ -28,22 +28,22 @@ def test_a_request_alone_takes_what_the_cost_model_says():
     assert outcome.stats.blocks_used == 0
 
 
-def test_requests_come_at_their_times_and_the_clock_leaps_over_idle_ones():
-    outcome = run(one_by_one(3, 10, 2, gap=100.0))
+def test_requests_arrive_on_time_and_the_clock_skips_idle_time():
+    outcome = run(separate_requests(3, 10, 2, gap=100.0))
     assert [record.arrival for record in outcome.records] == [0.0, 100.0, 200.0]
     assert len({round(record.token_times[0] - record.arrival, 9) for record in outcome.records}) == 1
     assert outcome.seconds < 201 and outcome.busy < 1
 
 
-def test_every_turn_finds_what_was_said_before_and_thinks_first():
+def test_a_turn_arrives_after_its_think_time_and_finds_its_history_cached():
     outcome = run([Conversation(0.0, (Turn(50, 20), Turn(10, 20, think=7.0)))])
     first, second = outcome.records
     assert second.arrival == pytest.approx(first.token_times[-1] + 7.0)
     assert (second.prompt_tokens, second.cached_tokens) == (80, 64)
 
 
-def test_a_closed_loop_keeps_so_many_under_way():
-    outcome = run(one_by_one(6, 10, 5, gap=1000.0), concurrency=2)
+def test_a_closed_loop_keeps_the_given_number_of_conversations_open():
+    outcome = run(separate_requests(6, 10, 5, gap=1000.0), concurrency=2)
     spans = [(record.arrival, record.token_times[-1]) for record in outcome.records]
     assert [arrival for arrival, _ in spans[:2]] == [0.0, 0.0]
     for arrival, _ in spans[2:]:
@@ -53,15 +53,17 @@ def test_a_closed_loop_keeps_so_many_under_way():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_same_arguments_give_the_same_outcome(name):
-    workload = workloads.poisson(workloads.cut(workloads.multi_turn(8, think=0.5, seed=1), 1500), 20.0, seed=1)
+    workload = workloads.poisson_arrivals(
+        workloads.fit_context(workloads.multi_turn(8, think=0.5, seed=1), 1500), 20.0, seed=1
+    )
     first, second = (run(workload, config={"scheduler": name}) for _ in range(2))
     assert first.records == second.records and first.seconds == second.seconds
     assert all(len(record.token_times) for record in first.records)
     assert all(before < after for record in first.records for before, after in pairwise(record.token_times))
 
 
-def test_stall_free_spares_streams_the_stall_that_prefill_first_gives_them():
-    workload = [*one_by_one(8, 20, 200), *(Conversation(0.4, (Turn(1900, 4),)) for _ in range(3))]
+def test_stall_free_avoids_the_stalls_of_prefill_first():
+    workload = [*separate_requests(8, 20, 200), *(Conversation(0.4, (Turn(1900, 4),)) for _ in range(3))]
     profile = replace(PROFILE, cache_tokens=65536)
 
     def worst(**config):
@@ -76,21 +78,21 @@ def test_stall_free_spares_streams_the_stall_that_prefill_first_gives_them():
     assert worst(tbt_target=8.0) <= 0.0085
 
 
-def test_what_can_never_run_is_refused():
+def test_a_request_that_can_never_run_is_refused():
     with pytest.raises(ValueError, match="exceeds the limit of 2048"):
-        run(one_by_one(1, 4000, 1))
+        run(separate_requests(1, 4000, 1))
 
 
-def test_records_add_up():
-    outcome = run(workloads.poisson(workloads.fixed(20, 30, 10), 50.0, seed=0))
+def test_the_summary_counts_all_requests_and_tokens():
+    outcome = run(workloads.poisson_arrivals(workloads.fixed(20, 30, 10), 50.0, seed=0))
     figures = summary(outcome.records)
     assert (figures["completed"], figures["total_output_tokens"]) == (20, 200)
     assert figures["p99_itl_ms"] >= figures["median_itl_ms"] >= 4.0
 
 
-def test_progress_is_told():
+def test_progress_reports_ended_requests():
     seen = []
-    run(one_by_one(3, 10, 2), on_progress=seen.append)
+    run(separate_requests(3, 10, 2), on_progress=seen.append)
     assert seen[-1] == 3 and seen == sorted(seen)
 
 
@@ -98,11 +100,11 @@ TIERED = replace(PROFILE, cache_tokens=1024, token_bytes=1000, copy_rate=1e9)
 
 
 def returning(count, think=50.0):
-    """Conversations of two turns, which do not all fit the device between them."""
+    """Conversations of two turns, whose state does not all fit on the device during the think time."""
     return [Conversation(0.5 * at, (Turn(300, 20), Turn(20, 20, think=think))) for at in range(count)]
 
 
-def test_a_host_tier_brings_back_what_the_device_had_no_room_for():
+def test_a_host_tier_returns_state_that_the_device_had_no_room_for():
     without = run(returning(8), profile=TIERED)
     outcome = run(returning(8), profile=TIERED, config={"host_cache_gb": 0.01})
     assert outcome.stats.blocks_swapped_out > 0 and outcome.stats.blocks_swapped_in > 0
@@ -111,7 +113,7 @@ def test_a_host_tier_brings_back_what_the_device_had_no_room_for():
     assert summary(outcome.records)["mean_ttft_ms"] < summary(without.records)["mean_ttft_ms"]
 
 
-def test_slow_copies_are_waited_for():
+def test_slow_copies_delay_first_tokens():
     fast, slow = (
         run(returning(8), profile=replace(TIERED, copy_rate=rate), config={"host_cache_gb": 0.01})
         for rate in (1e9, 1e6)
@@ -119,9 +121,9 @@ def test_slow_copies_are_waited_for():
     assert summary(slow.records)["p99_ttft_ms"] > summary(fast.records)["p99_ttft_ms"] + 50
 
 
-def test_a_tier_on_a_profile_that_does_not_know_its_bytes_is_refused():
+def test_a_host_tier_is_refused_if_the_profile_has_no_cache_size():
     with pytest.raises(ValueError, match=r"host_cache_gb is 1\.0, and the profile of m on d does not say"):
-        run(one_by_one(1, 10, 1), config={"host_cache_gb": 1.0})
+        run(separate_requests(1, 10, 1), config={"host_cache_gb": 1.0})
 
 
 STAGED = Pipeline((COST, COST), Link("wire", 1e9, 1e-4), token_bytes=100)
@@ -129,22 +131,22 @@ BOTH = replace(PROFILE, cost=STAGED.whole())
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_pipeline_serves_under_every_policy(name):
-    workload = workloads.poisson(workloads.fixed(24, 200, 12), 30.0, seed=2)
+def test_every_policy_serves_on_a_pipeline(name):
+    workload = workloads.poisson_arrivals(workloads.fixed(24, 200, 12), 30.0, seed=2)
     first, second = (run(workload, profile=BOTH, pipeline=STAGED, config={"scheduler": name}) for _ in range(2))
     assert first.records == second.records
     assert [len(record.token_times) for record in first.records] == [12] * 24
     assert first.stats.blocks_used == 0
 
 
-def test_two_stages_prefill_almost_twice_as_fast_as_one_device_of_their_time():
+def test_two_stages_prefill_almost_twice_as_fast_as_one_device_with_their_total_time():
     workload = workloads.fixed(16, 1000, 2)
     one, two = run(workload, profile=BOTH), run(workload, profile=BOTH, pipeline=STAGED)
     assert 0.5 < two.seconds / one.seconds < 0.6
     assert 0.85 < two.busy / two.seconds <= 1
 
 
-def test_a_target_holds_for_streams_that_wait_for_the_steps_of_others_in_a_pipeline():
+def test_a_tbt_target_holds_on_a_pipeline():
     streams = [Conversation(0.0, (Turn(20, 120),))] * 8
     prompts = [Conversation(0.3 + 0.4 * at, (Turn(1500, 2),)) for at in range(3)]
     target, roomy = 20.0, replace(BOTH, token_budget=1024)
@@ -153,9 +155,9 @@ def test_a_target_holds_for_streams_that_wait_for_the_steps_of_others_in_a_pipel
     assert max(gaps) <= 1.02e-3 * target
     free = run([*streams, *prompts], profile=roomy, pipeline=STAGED)
     waits = [max(each.token_times[0] - each.arrival for each in of.records[8:]) for of in (outcome, free)]
-    assert waits[0] < 1.3 * waits[1], "nor do the prompts wait for long"
+    assert waits[0] < 1.3 * waits[1], "prompts do not wait much longer for it"
 
 
-def test_a_request_alone_leaves_bubbles():
-    outcome = run(one_by_one(1, 20, 50), profile=BOTH, pipeline=STAGED)
+def test_a_single_request_on_two_stages_leaves_bubbles():
+    outcome = run(separate_requests(1, 20, 50), profile=BOTH, pipeline=STAGED)
     assert outcome.busy / outcome.seconds == pytest.approx(0.5, abs=0.02)

@@ -1,8 +1,8 @@
-"""Shapes have the sizes that their models are known for."""
+"""Shapes of models: published sizes, and sizes read from config.json."""
 
 import pytest
 
-from holdfast.lab.simulator.shapes import MODELS, NATIVE, model_named, shape_of
+from holdfast.lab.simulator.shapes import MODELS, NATIVE, model_named, shape_from_config
 from holdfast.lm.models import families
 
 
@@ -19,16 +19,16 @@ from holdfast.lm.models import families
         ("falcon-180b", 179.5),
     ],
 )
-def test_a_shape_has_its_models_weights(name, billions):
+def test_a_known_shape_has_the_published_number_of_weights(name, billions):
     assert MODELS[name].weight_bytes / 2e9 == pytest.approx(billions, rel=0.01)
 
 
-def test_the_cache_of_a_token():
+def test_a_cached_position_takes_bytes_in_proportion_to_kv_heads():
     assert MODELS["llama-3-8b"].token_bytes == 131_072
     assert MODELS["llama-2-13b"].token_bytes == 4 * MODELS["llama-2-13b-gqa"].token_bytes
 
 
-def test_an_unknown_shape_is_told_with_the_known_ones():
+def test_an_unknown_shape_is_refused_with_the_known_ones():
     with pytest.raises(ValueError, match=r"gpt-9 is unknown; there are .*mistral-7b"):
         model_named("gpt-9")
 
@@ -39,22 +39,22 @@ def test_sizes_are_read_from_a_config():
         "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8,
         "intermediate_size": 14_336, "vocab_size": 32_000, "max_position_embeddings": 32_768, "sliding_window": 4096,
     }  # fmt: skip
-    assert shape_of(config, "mistral-7b") == mistral
+    assert shape_from_config(config, "mistral-7b") == mistral
     opt = {
         "model_type": "opt", "num_hidden_layers": 40, "hidden_size": 5120, "num_attention_heads": 40,
         "ffn_dim": 20_480, "vocab_size": 50_272, "max_position_embeddings": 2048,
     }  # fmt: skip
-    assert shape_of(opt, "opt-13b") == MODELS["opt-13b"]
+    assert shape_from_config(opt, "opt-13b") == MODELS["opt-13b"]
 
 
-def test_models_of_native_architectures_are_known_as_such():
+def test_native_architectures_are_recognized():
     assert [name.removesuffix("ForCausalLM").lower() for name in families.NATIVE] == list(NATIVE)
     sizes = {
         "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128,
         "vocab_size": 100, "max_position_embeddings": 64,
     }  # fmt: skip
-    assert shape_of(sizes | {"model_type": "qwen3"}, "x").native
-    assert not shape_of(sizes | {"model_type": "gemma"}, "x").native
+    assert shape_from_config(sizes | {"model_type": "qwen3"}, "x").native
+    assert not shape_from_config(sizes | {"model_type": "gemma"}, "x").native
     assert not MODELS["opt-13b"].native and not MODELS["falcon-180b"].native
 
 
@@ -66,6 +66,6 @@ def test_models_of_native_architectures_are_known_as_such():
         ({"num_experts": 8}, "experts"),
     ],
 )
-def test_a_config_that_says_too_little_is_refused(config, message):
+def test_a_config_with_missing_or_invalid_sizes_is_refused(config, message):
     with pytest.raises(ValueError, match=message):
-        shape_of(config, "x")
+        shape_from_config(config, "x")

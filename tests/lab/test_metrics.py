@@ -1,8 +1,8 @@
-"""From records of requests to the figures of a run, in the names that other tools read."""
+"""Metrics of a run from the records of its requests."""
 
 import pytest
 
-from holdfast.lab.records import Record, Slo, summary
+from holdfast.lab.metrics import Record, Slo, summary
 
 
 def records():
@@ -13,7 +13,7 @@ def records():
     ]
 
 
-def test_figures_of_a_run():
+def test_the_summary_covers_the_requests_that_succeeded():
     figures = summary(records())
     expected = {
         "completed": 2,
@@ -44,6 +44,6 @@ def test_goodput_counts_requests_that_meet_every_limit():
     assert summary(records(), Slo(ttft=600, tpot=300, e2el=700))["request_goodput"] == pytest.approx(2 / 1.5)
 
 
-def test_where_nothing_succeeded_the_reasons_are_told():
+def test_a_run_without_success_is_refused_with_the_reasons():
     with pytest.raises(ValueError, match="none of 1 requests succeeded: refused"):
         summary(records()[2:])

@@ -1,12 +1,12 @@
-"""The load client against a scripted server: what it sends, what it records, how it goes on after failures."""
+"""The load client against a scripted server: what it sends and records, and how it handles failures."""
 
 import json
 
 import httpx
 import pytest
 
-from holdfast.lab.load import HttpAsk, LoadClient
-from holdfast.lab.workloads import Conversation, Turn, Words, fixed
+from holdfast.lab.load_client import HttpAsk, LoadClient
+from holdfast.lab.workloads import Conversation, PromptTokens, Turn, fixed
 
 
 def sse(*chunks):
@@ -14,7 +14,7 @@ def sse(*chunks):
 
 
 class Server:
-    """Answers in one chunk less than there are tokens; `fails` are the numbers of the requests that it refuses."""
+    """Answers in one chunk fewer than there are tokens. Refuses the requests whose numbers are in `fails`."""
 
     def __init__(self, fails=()):
         self.bodies = []
@@ -34,11 +34,11 @@ async def load(server, workload, **options):
     ended = []
     transport = httpx.MockTransport(server)
     async with httpx.AsyncClient(transport=transport, base_url="http://server/v1/") as http:
-        records = await LoadClient(HttpAsk(http, "m"), Words(256), ended.append).run(workload, **options)
+        records = await LoadClient(HttpAsk(http, "m"), PromptTokens(256), ended.append).run(workload, **options)
     return records, ended
 
 
-async def test_requests_are_sent_and_their_streams_recorded():
+async def test_requests_are_sent_and_their_streams_are_recorded():
     server = Server()
     records, ended = await load(server, fixed(3, 20, 4))
     assert ended == [1, 2, 3]
@@ -53,7 +53,7 @@ async def test_requests_are_sent_and_their_streams_recorded():
 
 
 @pytest.mark.parametrize("concurrency", [None, 1])
-async def test_a_turn_goes_on_from_the_one_before(concurrency):
+async def test_a_turn_repeats_the_history_of_its_conversation(concurrency):
     server = Server()
     records, _ = await load(
         server, [Conversation(0.0, (Turn(10, 4), Turn(5, 2, think=0.001)))], concurrency=concurrency
@@ -62,14 +62,14 @@ async def test_a_turn_goes_on_from_the_one_before(concurrency):
     assert server.bodies[1]["prompt"][:10] == server.bodies[0]["prompt"]
 
 
-async def test_a_failure_is_recorded_and_ends_its_conversation_only():
+async def test_a_failure_is_recorded_and_ends_only_its_conversation():
     workload = [Conversation(0.0, (Turn(10, 4), Turn(5, 2))), *fixed(1, 10, 2)]
     records, ended = await load(Server(fails=(1,)), workload, concurrency=1)
     assert [record.error[:10] for record in records] == ["status 503", ""]
     assert len(ended) == 2
 
 
-async def test_an_error_in_a_stream_and_a_lost_connection_are_failures():
+async def test_stream_errors_lost_connections_and_bad_data_are_failures():
     def broken(request):
         return httpx.Response(200, text=sse({"error": {"message": "the engine has stopped"}}))
 

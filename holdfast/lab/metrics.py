@@ -1,4 +1,4 @@
-"""Records of requests, and the figures that they add up to, under the names that `vllm bench serve` gives them."""
+"""Records of requests, and the metrics of a run, named as `vllm bench serve` names them."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from typing import Any
 
 @dataclass(slots=True)
 class Record:
-    """One request. Times in seconds on one clock."""
+    """One request as a client saw it. Times in seconds on one clock."""
 
     arrival: float
     prompt_tokens: int
     scheduled: float | None = None
-    """When its first segment was planned, where that is known."""
+    """When its first segment was planned; None if unknown."""
     token_times: list[float] = field(default_factory=list)
-    """When each generated token arrived; ascending. Over HTTP several tokens may come at once, as one time."""
+    """When each generated token arrived, ascending. Over HTTP, tokens that arrive together have one time."""
     output_tokens: int | None = None
-    """Generated tokens, where they are known not to be one for each time."""
+    """Generated tokens, if known; else there is one for each time."""
     cached_tokens: int = 0
     error: str = ""
-    """Why it failed; empty if it did not."""
+    """Why the request failed; empty if it did not."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """What a request must meet to count as good. Milliseconds; None does not count."""
+    """Limits in milliseconds that a request must meet to count towards goodput. None is no limit."""
 
     ttft: float | None = None
     tpot: float | None = None
@@ -36,10 +36,10 @@ class Slo:
 
 
 def summary(records: Sequence[Record], slo: Slo | None = None) -> dict[str, Any]:
-    """The figures of a run, times in ms. Raises ValueError if no request succeeded.
+    """The metrics of a run, times in ms. Raises ValueError if no request succeeded.
 
-    `itl` are the gaps between the tokens of a stream (TBT); `tpot` is (end-to-end - TTFT) / (tokens - 1); normalized
-    latency is end-to-end over tokens; the duration lasts from the first arrival to the last token.
+    `itl` is the gap between two tokens of a stream (TBT). `tpot` is (end-to-end - TTFT) / (tokens - 1). Normalized
+    latency is end-to-end / tokens. The duration lasts from the first arrival to the last token.
     """
     good = [record for record in records if not record.error and record.token_times]
     if not good:
@@ -65,27 +65,27 @@ def summary(records: Sequence[Record], slo: Slo | None = None) -> dict[str, Any]
         "request_throughput": len(good) / duration,
         "output_throughput": sum(outputs) / duration,
         "total_token_throughput": (prompt_tokens + sum(outputs)) / duration,
-        "max_output_tokens_per_s": most_in_a_second(good),
-        "max_concurrent_requests": most_at_once([(record.arrival, record.token_times[-1]) for record in good]),
+        "max_output_tokens_per_s": _peak_tokens_per_second(good),
+        "max_concurrent_requests": _peak_concurrency([(record.arrival, record.token_times[-1]) for record in good]),
     }
     if slo is not None:
         limits = ((slo.ttft, ttft), (slo.tpot, tpot), (slo.e2el, e2el))
-        missed = {  # one token has no TPOT, and misses none
+        missed = {  # a request of one token has no TPOT and cannot miss it
             number
             for limit, values in limits
             for number, value in enumerate(values)
             if limit is not None and value is not None and value > limit
         }
         result["request_goodput"] = (len(good) - len(missed)) / duration
-    result |= figures("ttft", ttft) | figures("tpot", [value for value in tpot if value is not None])
-    result |= figures("itl", gaps) | figures("e2el", e2el)
-    result |= figures("normalized_latency", [end / count for count, _, end in timed])
+    result |= _statistics("ttft", ttft) | _statistics("tpot", [value for value in tpot if value is not None])
+    result |= _statistics("itl", gaps) | _statistics("e2el", e2el)
+    result |= _statistics("normalized_latency", [end / count for count, _, end in timed])
     queued = [(record.scheduled - record.arrival) * 1e3 for record in good if record.scheduled is not None]
-    return result | figures("queued", queued) if queued else result
+    return result | _statistics("queued", queued) if queued else result
 
 
-def most_in_a_second(records: Sequence[Record]) -> float:
-    """Most tokens that came within one second, in seconds counted from the first arrival."""
+def _peak_tokens_per_second(records: Sequence[Record]) -> float:
+    """Most tokens that arrived within one second, counting seconds from the first arrival."""
     began = min(record.arrival for record in records)
     seconds: dict[int, float] = {}
     for record in records:
@@ -96,14 +96,14 @@ def most_in_a_second(records: Sequence[Record]) -> float:
     return max(seconds.values())
 
 
-def most_at_once(spans: Sequence[tuple[float, float]]) -> int:
-    """Most of these [start, end) that overlap."""
+def _peak_concurrency(spans: Sequence[tuple[float, float]]) -> int:
+    """Most of the intervals [start, end) that overlap at one time."""
     edges = sorted([(start, 1) for start, _ in spans] + [(end, -1) for _, end in spans])
     return max(accumulate(change for _, change in edges))
 
 
-def figures(name: str, values: Sequence[float]) -> dict[str, float]:
-    """Mean, median, standard deviation, P90 and P99; zeros for no values."""
+def _statistics(name: str, values: Sequence[float]) -> dict[str, float]:
+    """Mean, median, standard deviation, P90 and P99; zeros if there are no values."""
     ascending = sorted(values) or [0.0]
     mean = sum(ascending) / len(ascending)
     return {
@@ -116,7 +116,7 @@ def figures(name: str, values: Sequence[float]) -> dict[str, float]:
 
 
 def percentile(ascending: Sequence[float], share: float) -> float:
-    """The value below which this share lies, linear between neighbours."""
+    """The value below which `share` of the values lies, interpolated between neighbours."""
     at = share * (len(ascending) - 1)
     below = int(at)
     above = min(below + 1, len(ascending) - 1)

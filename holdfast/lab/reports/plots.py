@@ -1,4 +1,4 @@
-"""Plots, drawn once and given as SVG whose colours follow the page, or as PNG. The one module that knows matplotlib."""
+"""Plots, as SVG in the colours of its page or as PNG. The only module that imports matplotlib."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from holdfast.lab.series import Distribution, Run
+from holdfast.lab.reports.run_data import Distribution, Run
 
-MOST_CURVES = 5
-"""Distributions in one plot; of more runs some are shown."""
-LOG_BEYOND = 30.0
-"""A distribution whose largest value is so many times its median is drawn over a logarithmic axis."""
+MAX_CURVES = 5
+"""Most distributions in one plot. Of more runs, an even selection is drawn."""
+LOG_RATIO = 30.0
+"""An axis is logarithmic if its largest value exceeds its smallest (of a distribution: its median) this many times."""
 
 
 @dataclass(frozen=True, slots=True)
 class Palette:
-    """Colours by what they are for. For SVG each is a mark that becomes a variable of the page's style."""
+    """Colours by purpose. In SVG each is a placeholder colour that `svg` replaces by a CSS variable of the page."""
 
     ink: str
     quiet: str
@@ -34,7 +34,7 @@ class Palette:
     second: str
     limit: str
     card: str
-    """Behind the plot."""
+    """The background of the plot."""
     ramp: tuple[str, ...]
     """From the lowest rate to the highest."""
 
@@ -49,23 +49,24 @@ PRINT = Palette(
     card="#ffffff",
     ramp=("#a9cbe0", "#76a9ca", "#4986ae", "#2f6690", "#173f5f"),
 )
-NAMES = ("ink", "quiet", "grid", "accent", "second", "limit", "card", *(f"ramp-{at}" for at in range(MOST_CURVES)))
-MARKS = {name: f"#0a0b{at:02x}" for at, name in enumerate(NAMES, start=16)}
+NAMES = ("ink", "quiet", "grid", "accent", "second", "limit", "card", *(f"ramp-{at}" for at in range(MAX_CURVES)))
+PLACEHOLDERS = {name: f"#0a0b{at:02x}" for at, name in enumerate(NAMES, start=16)}
 PAGE = Palette(
-    ink=MARKS["ink"],
-    quiet=MARKS["quiet"],
-    grid=MARKS["grid"],
-    accent=MARKS["accent"],
-    second=MARKS["second"],
-    limit=MARKS["limit"],
-    card=MARKS["card"],
-    ramp=tuple(mark for name, mark in MARKS.items() if name.startswith("ramp")),
+    ink=PLACEHOLDERS["ink"],
+    quiet=PLACEHOLDERS["quiet"],
+    grid=PLACEHOLDERS["grid"],
+    accent=PLACEHOLDERS["accent"],
+    second=PLACEHOLDERS["second"],
+    limit=PLACEHOLDERS["limit"],
+    card=PLACEHOLDERS["card"],
+    ramp=tuple(colour for name, colour in PLACEHOLDERS.items() if name.startswith("ramp")),
 )
 Draw = Callable[[Palette], Figure]
+"""Draws one plot in the colours of a palette."""
 
 
 def svg(draw: Draw, label: str) -> str:
-    """The plot as an SVG element for an HTML page that defines --ink and the other colours."""
+    """The plot as an SVG element, for an HTML page whose style defines --ink and the other colours."""
     text = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": label}):
         draw(PAGE).savefig(text, format="svg", transparent=True, metadata={"Date": None})
@@ -73,36 +74,36 @@ def svg(draw: Draw, label: str) -> str:
     element = element[element.index("<svg") :]
     element = re.sub(r"<metadata>.*?</metadata>", "", element, flags=re.DOTALL)
     element = re.sub(r'<g id="[^"]*"', "<g", element)
-    for name, mark in MARKS.items():
-        element = element.replace(mark, f"var(--{name})")
+    for name, placeholder in PLACEHOLDERS.items():
+        element = element.replace(placeholder, f"var(--{name})")
     return element.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
 
 
 def png(draw: Draw, path: Path) -> None:
-    """The plot as a file. Raises OSError."""
+    """Write the plot as a PNG file. Raises OSError."""
     draw(PRINT).savefig(path, format="png", dpi=160, facecolor=PRINT.card)
 
 
-def distributions(which: str, title: str, runs: Sequence[Run], limit: float | None = None) -> Draw:
-    """The cumulative distribution of `ttft` or `tbt` of each run, over milliseconds."""
+def distributions(metric: str, title: str, runs: Sequence[Run], limit: float | None = None) -> Draw:
+    """The cumulative distribution of each run's `metric` ("ttft" or "tbt"), over milliseconds."""
 
     def draw(palette: Palette) -> Figure:
         figure, (axes,) = canvas(palette, 5.4, 3.1, 1)
-        shown = spread(runs, MOST_CURVES)
-        most = 1.0
+        shown = spread(runs, MAX_CURVES)
+        ratio = 1.0
         for run, colour in zip(shown, ramp(palette, len(shown)), strict=True):
-            curve: Distribution = getattr(run, which)
+            curve: Distribution = getattr(run, metric)
             if curve.values:
                 axes.step(curve.values, [share * 100 for share in curve.shares], color=colour, where="post")
-                most = max(most, curve.values[-1] / max(curve.values[len(curve.values) // 4], 1e-9))
-        if most > LOG_BEYOND:
+                ratio = max(ratio, curve.values[-1] / max(curve.values[len(curve.values) // 4], 1e-9))
+        if ratio > LOG_RATIO:
             axes.set_xscale("log")
         else:
             axes.set_xlim(left=0)
         axes.set_ylim(0, 101)
-        axes.xaxis.set_major_formatter(FuncFormatter(plain))
-        mark(axes, palette, limit, vertical=True)
-        heading(axes, palette, title, "% of all, by ms")
+        axes.xaxis.set_major_formatter(FuncFormatter(readable))
+        mark_limit(axes, palette, limit, vertical=True)
+        heading(axes, palette, title, "cumulative %, over ms")
         if len(shown) > 1:
             legend(axes, palette, [f"{run.figures['request_rate']:.3g} /s" for run in shown], "lower right")
         return figure
@@ -110,8 +111,8 @@ def distributions(which: str, title: str, runs: Sequence[Run], limit: float | No
     return draw
 
 
-def over_rate(runs: Sequence[Run], limits: Mapping[str, float], capacity: float | None) -> Draw:
-    """Throughput, P99 TBT and P99 TTFT over the rate of requests."""
+def metrics_by_rate(runs: Sequence[Run], limits: Mapping[str, float], capacity: float | None) -> Draw:
+    """Throughput, P99 TBT and P99 TTFT over the request rate."""
     panels = (
         ("output_throughput", "Throughput", "output tokens a second"),
         ("p99_itl_ms", "P99 TBT", "ms"),
@@ -124,42 +125,42 @@ def over_rate(runs: Sequence[Run], limits: Mapping[str, float], capacity: float 
         for axes, (name, title, unit) in zip(all_axes, panels, strict=True):
             values = [run.figures[name] for run in runs]
             axes.plot(rates, values, color=palette.accent, marker="o", markersize=4)
-            if max(values) > LOG_BEYOND * max(min(values), 1e-9):
+            if max(values) > LOG_RATIO * max(min(values), 1e-9):
                 axes.set_yscale("log")
             else:
                 axes.set_ylim(0, 1.12 * max(max(values), limits.get(name, 0.0)))
-            if max(rates) > LOG_BEYOND * min(rates):
+            if max(rates) > LOG_RATIO * min(rates):
                 axes.set_xscale("log")
             else:
                 axes.set_xlim(left=0)
-            axes.xaxis.set_major_formatter(FuncFormatter(plain))
-            axes.yaxis.set_major_formatter(FuncFormatter(plain))
-            mark(axes, palette, limits.get(name), vertical=False)
-            mark(axes, palette, capacity, vertical=True, quiet=True)
-            heading(axes, palette, title, f"{unit}, by rate")
+            axes.xaxis.set_major_formatter(FuncFormatter(readable))
+            axes.yaxis.set_major_formatter(FuncFormatter(readable))
+            mark_limit(axes, palette, limits.get(name), vertical=False)
+            mark_limit(axes, palette, capacity, vertical=True, quiet=True)
+            heading(axes, palette, title, f"{unit}, over requests a second")
         return figure
 
     return draw
 
 
-def course(run: Run) -> Draw:
-    """Running and waiting requests and generated tokens over a run's time."""
+def timeline(run: Run) -> Draw:
+    """Running and waiting requests, and generated tokens a second, over the time of a run."""
 
     def draw(palette: Palette) -> Figure:
         figure, (above, below) = canvas(palette, 11, 4.4, 2)
-        times = run.course.times
-        above.fill_between(times, run.course.running, color=palette.accent, alpha=0.22, linewidth=0, step="mid")
-        above.plot(times, run.course.running, color=palette.accent, drawstyle="steps-mid")
-        above.plot(times, run.course.waiting, color=palette.second, drawstyle="steps-mid")
-        below.fill_between(times, run.course.tokens, color=palette.accent, alpha=0.22, linewidth=0, step="mid")
-        below.plot(times, run.course.tokens, color=palette.accent, drawstyle="steps-mid")
+        times = run.timeline.times
+        above.fill_between(times, run.timeline.running, color=palette.accent, alpha=0.22, linewidth=0, step="mid")
+        above.plot(times, run.timeline.running, color=palette.accent, drawstyle="steps-mid")
+        above.plot(times, run.timeline.waiting, color=palette.second, drawstyle="steps-mid")
+        below.fill_between(times, run.timeline.tokens, color=palette.accent, alpha=0.22, linewidth=0, step="mid")
+        below.plot(times, run.timeline.tokens, color=palette.accent, drawstyle="steps-mid")
         for axes in (above, below):
             axes.set_xlim(0, times[-1])
             axes.set_ylim(bottom=0)
-            axes.yaxis.set_major_formatter(FuncFormatter(plain))
+            axes.yaxis.set_major_formatter(FuncFormatter(readable))
         above.yaxis.set_major_locator(MaxNLocator(4, integer=True))
-        heading(above, palette, "Requests", "running and waiting, by seconds")
-        heading(below, palette, "Generated tokens", "a second, by seconds")
+        heading(above, palette, "Requests", "running and waiting, over seconds")
+        heading(below, palette, "Generated tokens", "per second, over seconds")
         legend(above, palette, ["running", "waiting"], "upper right")
         return figure
 
@@ -167,7 +168,7 @@ def course(run: Run) -> Draw:
 
 
 def bars(title: str, unit: str, rows: Sequence[tuple[str, float]], best: int | None) -> Draw:
-    """A horizontal bar for each (name, value), the one of number `best` in the accent's colour; 0 is none."""
+    """A horizontal bar for each (name, value). Bar number `best` has the accent colour; a value of 0 reads "none"."""
 
     def draw(palette: Palette) -> Figure:
         figure, (axes,) = canvas(palette, 5.4, 1.0 + 0.3 * len(rows), 1)
@@ -182,7 +183,7 @@ def bars(title: str, unit: str, rows: Sequence[tuple[str, float]], best: int | N
         axes.spines["bottom"].set_visible(False)
         for at, value in enumerate(values):
             axes.annotate(
-                plain(value) if value else "none",
+                readable(value) if value else "none",
                 (value, at),
                 (5, 0),
                 textcoords="offset points",
@@ -197,7 +198,7 @@ def bars(title: str, unit: str, rows: Sequence[tuple[str, float]], best: int | N
 
 
 def canvas(palette: Palette, width: float, height: float, rows: int, columns: int = 1) -> tuple[Figure, list[Axes]]:
-    """A figure of so many inches, with quiet axes."""
+    """A figure of `width` by `height` inches with plain axes, `rows` by `columns`."""
     spaced = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08, wspace=0.06, hspace=0.06)
     figure = Figure(figsize=(width, height), layout=spaced)
     all_axes: list[Axes] = list(figure.subplots(rows, columns, squeeze=False).flat)
@@ -214,7 +215,7 @@ def canvas(palette: Palette, width: float, height: float, rows: int, columns: in
 
 
 def heading(axes: Axes, palette: Palette, title: str, unit: str) -> None:
-    """What a plot shows, at its upper left: the name in ink, the units quietly behind it."""
+    """Write the title at the upper left of a plot, with the unit beside it."""
     text = axes.annotate(
         title, (0, 1), (0, 10), xycoords="axes fraction", textcoords="offset points",
         color=palette.ink, fontsize=10.5, fontweight="bold",
@@ -222,11 +223,11 @@ def heading(axes: Axes, palette: Palette, title: str, unit: str) -> None:
     units = axes.annotate(
         unit, (1, 0), (7, 1.0), xycoords=text, textcoords="offset points", color=palette.quiet, fontsize=9,
     )  # fmt: skip
-    units.set_in_layout(False)  # they may reach over the neighbour's margin
+    units.set_in_layout(False)  # may overlap the neighbour's margin
 
 
 def legend(axes: Axes, palette: Palette, names: Sequence[str], place: Literal["lower right", "upper right"]) -> None:
-    """Names of the first lines; those at the top stand above the plot, where no line runs, others before the lines."""
+    """Name the first lines. "upper right" puts the names above the plot, "lower right" inside it, over the lines."""
     above: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "ncols": len(names)}
     where = above if place == "upper right" else {"loc": place}
     shown = axes.legend(
@@ -238,28 +239,28 @@ def legend(axes: Axes, palette: Palette, names: Sequence[str], place: Literal["l
         text.set_color(palette.quiet)
 
 
-def mark(axes: Axes, palette: Palette, at: float | None, *, vertical: bool, quiet: bool = False) -> None:
-    """A dashed line where a limit lies, if there is one."""
+def mark_limit(axes: Axes, palette: Palette, at: float | None, *, vertical: bool, quiet: bool = False) -> None:
+    """Draw a dashed line at `at`, unless it is None."""
     if at is not None:
         draw = axes.axvline if vertical else axes.axhline
         draw(at, color=palette.quiet if quiet else palette.limit, linewidth=1, linestyle=(0, (4, 3)))
 
 
 def ramp(palette: Palette, count: int) -> tuple[str, ...]:
-    """Colours for so many curves, the darkest for the last."""
+    """Colours for `count` curves, the darkest last."""
     if count == 1:
         return (palette.accent,)
     last = len(palette.ramp) - 1
     return tuple(palette.ramp[round(at * last / (count - 1))] for at in range(count))
 
 
-def spread(runs: Sequence[Run], most: int) -> list[Run]:
-    """At most so many of the runs, the first and the last among them."""
-    if len(runs) <= most:
+def spread(runs: Sequence[Run], limit: int) -> list[Run]:
+    """At most `limit` of the runs, evenly spaced, including the first and the last."""
+    if len(runs) <= limit:
         return list(runs)
-    return [runs[round(at * (len(runs) - 1) / (most - 1))] for at in range(most)]
+    return [runs[round(at * (len(runs) - 1) / (limit - 1))] for at in range(limit)]
 
 
-def plain(value: float, position: int | None = None) -> str:
-    """A number for people: 12,000 and not 1.2e4."""
+def readable(value: float, position: int | None = None) -> str:
+    """The number without an exponent: 12,000, not 1.2e4. A matplotlib formatter, hence `position`."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"

@@ -1,13 +1,13 @@
-"""Pages and pictures: complete without a network, and the same each time."""
+"""Pages and plots: self-contained, and the same for the same runs."""
 
 import re
 from html.parser import HTMLParser
 
 import pytest
 
-from holdfast.lab.records import Record, summary
-from holdfast.lab.report import of_runs
-from holdfast.lab.series import Run
+from holdfast.lab.metrics import Record, summary
+from holdfast.lab.reports.bench_report import bench_report
+from holdfast.lab.reports.run_data import Run
 
 
 def run(rate, slow=1.0):
@@ -17,7 +17,7 @@ def run(rate, slow=1.0):
 
 
 def report(runs, capacity=None, **options):
-    return of_runs(
+    return bench_report(
         runs,
         title="a <model>",
         workload="fixed",
@@ -31,7 +31,7 @@ def report(runs, capacity=None, **options):
 
 
 class Page(HTMLParser):
-    """Collects text and tags; complains of tags that do not close."""
+    """Collects text and tags; fails on tags that do not close."""
 
     VOID = ("meta", "path", "line", "circle", "rect", "use", "image")
 
@@ -64,7 +64,7 @@ def page(tmp_path):
     return write
 
 
-def test_a_page_needs_nothing_from_outside(page):
+def test_a_page_loads_nothing_from_a_network(page):
     text = page(report([run(1), run(2, slow=2)], capacity=1))
     assert not [link for link in re.findall(r"""(?:src|href)=["']([^"']*)""", text) if not link.startswith("#")]
     assert "@import" not in text and "<script" not in text
@@ -73,7 +73,7 @@ def test_a_page_needs_nothing_from_outside(page):
     assert "holdfast bench --rates 1,2" in read.text and "a <model>" in read.text
 
 
-def test_colours_follow_the_page(page):
+def test_svg_colours_are_css_variables_of_the_page(page):
     text = page(report([run(1)]))
     drawn = text[text.index("<svg") :]
     assert "var(--accent)" in drawn and "#0a0b" not in drawn
@@ -83,23 +83,23 @@ def test_the_same_runs_give_the_same_page(page):
     assert page(report([run(1), run(2)])) == page(report([run(1), run(2)]))
 
 
-def test_a_headline_that_misses_its_limit_stands_out():
+def test_a_tile_beyond_its_limit_is_marked_as_missed():
     kept, missed = ({tile.name: tile.missed for tile in report([run(1, slow)]).tiles} for slow in (1.0, 2.0))
     assert not kept["TBT p99"] and missed["TBT p99"]
 
 
-def test_a_search_shows_the_run_at_its_capacity():
+def test_a_capacity_search_shows_the_run_at_the_capacity():
     tiles = {tile.name: tile.value for tile in report([run(1), run(2), run(4, slow=3)], capacity=2).tiles}
     assert tiles["Capacity"] == "2"
     assert tiles["TBT p99"] == "10"
 
 
-def test_plots_are_written_as_pictures(tmp_path):
+def test_plots_are_written_as_png_files(tmp_path):
     paths = report([run(1), run(2)]).write_plots(tmp_path / "new" / "plots")
     assert [path.name for path in paths] == ["rates.png", "ttft.png", "tbt.png", "timeline.png"]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
 
 
-def test_a_run_of_single_tokens_has_no_gaps_to_draw(page):
+def test_a_run_of_one_token_requests_has_no_stalls_section(page):
     records = [Record(arrival=0.0, prompt_tokens=10, token_times=[0.5])]
     assert "Worst stalls" not in page(report([Run.of(records, summary(records))]))

@@ -1,4 +1,4 @@
-"""From the records of a run to what a report draws: distributions, what went on when, the worst stalls."""
+"""Turns the records of a run into the data that a report draws: distributions, a timeline, the worst stalls."""
 
 from __future__ import annotations
 
@@ -9,25 +9,26 @@ from heapq import nlargest
 from itertools import pairwise
 from typing import Any
 
-from holdfast.lab.records import Record
+from holdfast.lab.metrics import Record
 
 POINTS = 400
-"""Of a distribution, spread evenly; as many again in its last hundredth."""
+"""Points of a distribution: this many evenly spaced, and as many again within its last hundredth."""
 BINS = 160
-"""Of a run's time."""
+"""Bins of a timeline."""
 STALLS = 8
+"""Stalls that a report lists."""
 
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Values in ms, ascending, and for each the share of all that lie at or below it."""
+    """A cumulative distribution: values in ms, ascending, each with the share of all values at or below it."""
 
     values: tuple[float, ...]
     shares: tuple[float, ...]
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Distribution:
-        """The distribution of some values, thinned."""
+        """The distribution of `values`, thinned to at most 2 * POINTS + 1 points."""
         ascending = sorted(values)
         last = len(ascending) - 1
         wanted = [at / POINTS for at in range(POINTS)] + [0.99 + 0.01 * at / POINTS for at in range(POINTS + 1)]
@@ -36,21 +37,22 @@ class Distribution:
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
-    """What went on, in bins of equal length. Times in seconds from the first arrival."""
+class Timeline:
+    """Waiting and running requests and the token rate, in bins of equal length."""
 
     times: tuple[float, ...]
-    """The middle of each bin."""
+    """The middle of each bin, in seconds from the first arrival."""
     waiting: tuple[int, ...]
-    """Requests that have arrived and wait for their first step; for their first token where steps are unknown."""
+    """Requests that have arrived but not started. A request starts with its first step, or with its first token if its
+    steps are unknown."""
     running: tuple[int, ...]
-    """Requests between that and their last token."""
+    """Requests that have started and not yet received their last token."""
     tokens: tuple[float, ...]
     """Generated tokens a second."""
 
     @classmethod
-    def of(cls, records: Sequence[Record]) -> Course:
-        """The course of a run; `records` are those that succeeded."""
+    def of(cls, records: Sequence[Record]) -> Timeline:
+        """The timeline of a run. `records` are the requests that succeeded."""
         began = min(record.arrival for record in records)
         width = max((max(record.token_times[-1] for record in records) - began) / BINS, 1e-9)
         times = tuple((at + 0.5) * width for at in range(BINS))
@@ -61,8 +63,8 @@ class Course:
                 tokens[min(BINS - 1, int((time - began) / width))] += share
         starts = [record.token_times[0] if record.scheduled is None else record.scheduled for record in records]
         arrived, started, ended = (
-            [bisect_right(at, began + time) for time in times]
-            for at in (
+            [bisect_right(events, began + time) for time in times]
+            for events in (
                 sorted(record.arrival for record in records),
                 sorted(starts),
                 sorted(record.token_times[-1] for record in records),
@@ -70,8 +72,8 @@ class Course:
         )
         return cls(
             times,
-            tuple(come - gone for come, gone in zip(arrived, started, strict=True)),
-            tuple(come - gone for come, gone in zip(started, ended, strict=True)),
+            tuple(before - after for before, after in zip(arrived, started, strict=True)),
+            tuple(before - after for before, after in zip(started, ended, strict=True)),
             tuple(count / width for count in tokens),
         )
 
@@ -82,11 +84,11 @@ class Stall:
 
     ms: float
     at: float
-    """Seconds from the first arrival to the token that came late."""
+    """Seconds from the first arrival to the late token."""
     request: int
-    """Number of the request, from 0 in order of asking."""
+    """Number of the request, from 0 in the order of the records."""
     token: int
-    """How many tokens it had before."""
+    """Tokens that the request had received before the gap."""
     prompt_tokens: int
 
 
@@ -95,16 +97,16 @@ class Run:
     """One run, as a report shows it."""
 
     figures: dict[str, Any]
-    """What `summary` says of it, and its `request_rate` if it had one."""
+    """The run's `metrics.summary`, with its `request_rate` if it had one."""
     ttft: Distribution
     tbt: Distribution
-    course: Course
+    timeline: Timeline
     stalls: tuple[Stall, ...]
-    """The longest first."""
+    """Longest first."""
 
     @classmethod
     def of(cls, records: Sequence[Record], figures: dict[str, Any]) -> Run:
-        """A run with at least one request that succeeded."""
+        """The run that gave these records. At least one request must have succeeded."""
         numbered = [
             (number, record) for number, record in enumerate(records) if not record.error and record.token_times
         ]
@@ -119,6 +121,6 @@ class Run:
             figures,
             Distribution.of([(record.token_times[0] - record.arrival) * 1e3 for record in good]),
             Distribution.of([gap[0] for gap in gaps]),
-            Course.of(good),
+            Timeline.of(good),
             tuple(Stall(*gap) for gap in nlargest(STALLS, gaps)),
         )

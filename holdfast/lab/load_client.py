@@ -1,4 +1,4 @@
-"""The load client: a workload against any server with OpenAI's completions API, each stream timed as it arrives."""
+"""The load client: sends a workload to any server with OpenAI's completions API and times each stream."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from typing import Any
 
 import httpx
 
-from holdfast.lab.records import Record
-from holdfast.lab.workloads import Conversation, Words, Workload
+from holdfast.lab.metrics import Record
+from holdfast.lab.workloads import Conversation, PromptTokens, Workload
 
 Ask = Callable[[tuple[int, ...], int, Record], Awaitable[None]]
-"""Asks for so many tokens after a prompt, and writes what comes, failures too, into the record."""
+"""Sends (prompt, output tokens, record): times the answer, and writes it or the failure into the record."""
 
 
 class LoadClient:
-    """Sends a workload and records what came back. Prompts are token ids.
+    """Sends a workload and records the answers. Prompts are token ids.
 
-    The ids of generated tokens are unknown to a client, so the next turn of a conversation carries as many tokens of
-    its own in their place: of its history only the client's part can come from a prefix cache.
+    A client does not know the ids of generated tokens. The next turn of a conversation therefore carries other tokens
+    in their place, so only the previous prompt can come from a prefix cache, not the previous answer.
     """
 
-    def __init__(self, ask: Ask, words: Words, on_progress: Callable[[int], None]) -> None:
-        """`words` make the prompts; `on_progress` is told how many requests ended."""
+    def __init__(self, ask: Ask, tokens: PromptTokens, on_progress: Callable[[int], None]) -> None:
+        """`tokens` makes the prompts. `on_progress` receives the number of requests that have ended."""
         self.records: list[Record] = []
         self._ask = ask
-        self._words = words
+        self._tokens = tokens
         self._on_progress = on_progress
         self._ended = 0
         self._began = 0.0
 
     async def run(self, workload: Workload, concurrency: int | None = None) -> list[Record]:
-        """Send it all: at its arrivals, or so many conversations at once (closed loop). Failures are in the records."""
+        """Send at the arrival times, or keep `concurrency` conversations open (closed loop). Records hold failures."""
         self._began = time.monotonic()
         numbered = iter(enumerate(workload))
         if concurrency is None:
@@ -48,14 +48,14 @@ class LoadClient:
             await self._converse(number, conversation, wait=False)
 
     async def _converse(self, number: int, conversation: Conversation, *, wait: bool) -> None:
-        """All turns of one conversation; it ends with the first that fails."""
+        """Send the turns of one conversation until one fails."""
         if wait:
             await asyncio.sleep(max(0.0, self._began + conversation.arrival - time.monotonic()))
         history: tuple[int, ...] = ()
         for index, turn in enumerate(conversation.turns):
             if index:
                 await asyncio.sleep(turn.think)
-            prompt = history + self._words.prompt(number, index, turn)
+            prompt = history + self._tokens.prompt(number, index, turn)
             record = Record(time.monotonic(), len(prompt))
             self.records.append(record)
             await self._ask(prompt, turn.output, record)
@@ -63,14 +63,14 @@ class LoadClient:
             self._on_progress(self._ended)
             if record.error:
                 return
-            history = prompt + self._words.answer(number, index, turn)
+            history = prompt + self._tokens.answer(number, index, turn)
 
 
 class HttpAsk:
-    """Asks any server with OpenAI's completions API, which takes token ids as they are."""
+    """Sends requests to a server with OpenAI's completions API, with prompts as token ids."""
 
     def __init__(self, http: httpx.AsyncClient, model: str) -> None:
-        """`http` has the server's base URL, which ends with /v1."""
+        """The base URL of `http` ends with /v1/."""
         self._http = http
         self._model = model
 
@@ -91,12 +91,12 @@ class HttpAsk:
                     return
                 async for line in response.aiter_lines():
                     if line.startswith("data:") and (data := line[5:].strip()) != "[DONE]":
-                        take(json.loads(data), record)
+                        _read_chunk(json.loads(data), record)
         except (httpx.HTTPError, ValueError) as error:
             record.error = f"{type(error).__name__}: {error}"
 
 
-def take(chunk: dict[str, Any], record: Record) -> None:
+def _read_chunk(chunk: dict[str, Any], record: Record) -> None:
     """Write one chunk of a stream into its record."""
     if "error" in chunk:
         record.error = str(chunk["error"])[:200]

@@ -1,9 +1,9 @@
-"""What a report draws, from records whose course is known."""
+"""Data of a report, from records with a known timeline."""
 
 import pytest
 
-from holdfast.lab.records import Record, summary
-from holdfast.lab.series import BINS, Course, Distribution, Run
+from holdfast.lab.metrics import Record, summary
+from holdfast.lab.reports.run_data import BINS, Distribution, Run, Timeline
 
 
 def records():
@@ -14,7 +14,7 @@ def records():
     ]
 
 
-def test_a_distribution_keeps_both_ends_and_is_thinned():
+def test_a_thinned_distribution_keeps_its_smallest_and_largest_value():
     every = Distribution.of([float(value) for value in range(100_000, 0, -1)])
     assert (every.values[0], every.values[-1], every.shares[-1]) == (1.0, 100_000.0, 1.0)
     assert len(every.values) < 1000
@@ -24,18 +24,18 @@ def test_a_distribution_keeps_both_ends_and_is_thinned():
     assert Distribution.of([]) == Distribution((), ())
 
 
-def test_the_course_counts_who_waits_and_who_runs_at_each_time():
-    course = Course.of([record for record in records() if not record.error])
+def test_a_timeline_counts_waiting_and_running_requests_in_each_bin():
+    timeline = Timeline.of([record for record in records() if not record.error])
     seen = dict.fromkeys((0, 2, 5, 7, 9))
     for second in seen:
         at = second * BINS // 10 + BINS // 20
-        assert course.times[at] == pytest.approx(second + 0.5, abs=0.05)
-        seen[second] = (course.waiting[at], course.running[at])
+        assert timeline.times[at] == pytest.approx(second + 0.5, abs=0.05)
+        seen[second] = (timeline.waiting[at], timeline.running[at])
     assert seen == {0: (1, 0), 2: (0, 1), 5: (1, 1), 7: (1, 1), 9: (0, 1)}
-    assert sum(course.tokens) * 10 / BINS == pytest.approx(9), "six tokens came at three times"
+    assert sum(timeline.tokens) * 10 / BINS == pytest.approx(9), "six tokens came at three times"
 
 
-def test_stalls_are_the_longest_gaps_with_where_they_were():
+def test_stalls_are_the_longest_gaps_with_their_time_request_and_token():
     run = Run.of(records(), summary(records()))
     first = run.stalls[0]
     assert (first.ms, first.at, first.request, first.token, first.prompt_tokens) == (5000.0, 8.0, 0, 2, 5)

@@ -1,0 +1,121 @@
+"""Tables for a terminal of 80 columns: the figures of `holdfast bench` and the candidates of `holdfast plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from holdfast.lab.planning import Evaluation
+
+FIGURE_TITLES = {
+    "request_rate": "rate /s",
+    "completed": "done",
+    "failed": "failed",
+    "request_throughput": "req/s",
+    "request_goodput": "good/s",
+    "output_throughput": "out tok/s",
+    "total_token_throughput": "tok/s",
+    "cached_share": "cached",
+}
+LATENCY_TITLES = {
+    "ttft": "TTFT",
+    "itl": "TBT",
+    "tpot": "TPOT",
+    "e2el": "end to end",
+    "normalized_latency": "normalized",
+}
+CANDIDATE_HEAD = ("policy", "replicas", "rate/s", "out tok/s", "TBT p99", "TTFT p99", "cost/M")
+
+
+def table(title: str, heads: Sequence[str], *, words: int = 0, padding: int = 1) -> Table:
+    """An empty table. The first `words` columns hold text, the others numbers; `padding` spaces separate columns."""
+    made = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, padding, 0, 0))
+    for at, head in enumerate(heads):
+        made.add_column(head, justify="left" if at < words else "right")
+    return made
+
+
+def show_figures(console: Console, runs: Sequence[Mapping[str, Any]]) -> None:
+    """Print the throughput of each run, then the latencies."""
+    runs = [
+        {**figures, "cached_share": f"{figures['cached_tokens'] / figures['total_input_tokens']:.0%}"}
+        for figures in runs
+    ]
+    shown = {key: title for key, title in FIGURE_TITLES.items() if any(key in figures for figures in runs)}
+    throughput = table("throughput", tuple(shown.values()))
+    for figures in runs:
+        throughput.add_row(*(_number(figures, key) for key in shown))
+    console.print(throughput)
+    console.print(_latencies(runs[0]) if len(runs) == 1 else _latencies_by_rate(runs))
+
+
+def _latencies(figures: Mapping[str, Any]) -> Table:
+    """All latencies of one run."""
+    made = table("latency, ms", ("", "mean", "p50", "p90", "p99"), words=1)
+    for name, title in LATENCY_TITLES.items():
+        made.add_row(title, *(f"{figures[f'{part}_{name}_ms']:,.2f}" for part in ("mean", "median", "p90", "p99")))
+    return made
+
+
+def _latencies_by_rate(runs: Sequence[Mapping[str, Any]]) -> Table:
+    """Median and P99 of each run. The JSON file has the rest."""
+    made = table("latency, ms: p50 / p99", ("rate /s", *LATENCY_TITLES.values()))
+    for figures in runs:
+        cells = (
+            " / ".join(_brief(figures[f"{part}_{name}_ms"]) for part in ("median", "p99")) for name in LATENCY_TITLES
+        )
+        made.add_row(_number(figures, "request_rate"), *cells)
+    return made
+
+
+def _brief(value: float) -> str:
+    """A time, short enough for five pairs in 80 columns."""
+    return f"{value:,.1f}" if value < 100 else f"{value:,.0f}"
+
+
+def _number(figures: Mapping[str, Any], key: str) -> str:
+    """One figure; an empty string if the run does not have it."""
+    value = figures.get(key)
+    if value is None or isinstance(value, str):
+        return value or ""
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.2f}"
+
+
+def show_candidates(console: Console, evaluations: Sequence[Evaluation], best: Evaluation | None) -> None:
+    """Print the candidates, then why some of them have no capacity."""
+    shown = table("capacity of all devices together", CANDIDATE_HEAD, words=2, padding=0)
+    for each in evaluations:
+        shown.add_row(*candidate_row(each), style="bold" if each is best else "" if each.capacity else "dim")
+    console.print(shown)
+    for reason in dict.fromkeys(map(_reason_of, evaluations)):
+        if reason:
+            console.print(Text(reason, style="dim"), soft_wrap=True)
+
+
+def candidate_row(evaluation: Evaluation) -> tuple[str, ...]:
+    """A row under CANDIDATE_HEAD: capacity and throughput of all replicas together."""
+    names = (evaluation.candidate.policy, f"{evaluation.replicas} × {evaluation.candidate.layout}")
+    if not evaluation.capacity:
+        return (*names, "none", "", "", "", "")
+    figures = evaluation.figures
+    return (
+        *names,
+        f"{evaluation.fleet_capacity:.3g}",
+        f"{evaluation.output_rate * evaluation.replicas:,.0f}",
+        f"{figures['p99_itl_ms']:,.1f}",
+        f"{figures['p99_ttft_ms']:,.0f}",
+        "" if evaluation.cost is None else f"{evaluation.cost:,.3f}",
+    )
+
+
+def _reason_of(evaluation: Evaluation) -> str:
+    """Why a candidate has no capacity. If its layout does not fit, the text is the same for every policy."""
+    if not evaluation.reason:
+        return ""
+    policy = f"{evaluation.candidate.policy}, " if evaluation.fits else ""
+    return f"{policy}{evaluation.candidate.layout}: {evaluation.reason}"

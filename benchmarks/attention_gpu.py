@@ -33,7 +33,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from provenance import provenance
+from invocation import provenance
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right

@@ -23,7 +23,7 @@ import numpy.typing as npt
 import torch
 from gemv_gpu import DTYPE, HEAD_DIM, HEADS, HIDDEN, INNER, KV_HEADS, QKV, captured, copy_rate, milliseconds, random
 from gemv_gpu import shape as layer_shape
-from provenance import provenance
+from invocation import provenance
 
 from holdfast.lm.kernels.attention.paged import Launch, PagedAttention
 from holdfast.lm.kernels.attention.protocol import Segments

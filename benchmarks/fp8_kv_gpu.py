@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from provenance import provenance
+from invocation import provenance
 
 from holdfast.lm.kernels.attention.backends import attention_for
 from holdfast.lm.kernels.attention.protocol import Segments

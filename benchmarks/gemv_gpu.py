@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from provenance import provenance
+from invocation import provenance
 from triton.runtime.errors import OutOfResources
 
 from holdfast.lm.kernels.linear.fp8 import Fp8Weight, Weight, quantize

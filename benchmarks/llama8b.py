@@ -30,8 +30,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from engine_options import add_engine_options
-from provenance import provenance
+from invocation import add_engine_options, provenance
 
 from holdfast.core.config import EngineConfig
 from holdfast.core.cost import CostModel

@@ -27,10 +27,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engine_options import add_engine_options
+from in_real_time import StepRecord
+from invocation import add_engine_options, provenance
 from llama8b import LLAMA_3_8B
-from provenance import provenance
-from step_record import StepRecord
 
 from holdfast.core.config import EngineConfig
 from holdfast.core.types import Request, SamplingParams

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from provenance import provenance
+from invocation import provenance
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 

@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from invocation import provenance
 from llama8b import LLAMA_3_8B, draw, offline, request
-from provenance import provenance
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 from torch.profiler import profile as torch_profile

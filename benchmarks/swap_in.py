@@ -22,11 +22,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from engine_options import add_engine_options
+from in_real_time import StepRecord
+from invocation import add_engine_options, provenance
 from llama8b import LLAMA_3_8B
 from multiturn import SMALL, draw
-from provenance import provenance
-from step_record import StepRecord
 
 from holdfast.core.config import EngineConfig
 from holdfast.core.types import Request, SamplingParams

@@ -46,6 +46,7 @@ import papers
 from invocation import add_engine_options
 
 from holdfast.core.config import EngineConfig
+from holdfast.core.cost import Burst, Reserve
 from holdfast.core.types import Request, SamplingParams
 from holdfast.lab import workloads
 from holdfast.lab.records import summary
@@ -592,8 +593,12 @@ class H200:
     def __init__(self, even_attention: bool) -> None:
         self._mixed_context = 0.0249 if even_attention else 0.039
 
+    def reserves(self) -> list[Reserve]:
+        """No burst: the recorded steps include it."""
+        return [Reserve(Burst())]
+
     def hop(self, plan: StepPlan) -> float:
-        """There are no stages."""
+        """There is one stage."""
         return 0.0
 
     def stages(self, plan: StepPlan) -> list[float]:

@@ -187,7 +187,7 @@ class StepRecord:
     def __init__(self, loop: Loop) -> None:
         self.rows: list[list[Any]] = []
         self._under_way: dict[int, dict[str, Any]] = {}
-        self._scheduler, self._executor = loop._scheduler, loop._executor
+        self._scheduler, self._executor = loop._planner, loop._executor
         self._inner = (
             self._scheduler.schedule, self._scheduler.update, self._executor.submit, self._executor.collect
         )  # fmt: skip

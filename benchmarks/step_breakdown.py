@@ -108,7 +108,7 @@ def breakdown(loop: Loop, batch: int, steps: int) -> dict[str, Any]:
 
 def prefill(loop: Loop, budget: int, prompts: int) -> dict[str, Any]:
     """Microseconds of one prompt by kind and by kernel, at this token budget; one of which nothing else is decoded."""
-    policy = loop._scheduler._policy
+    policy = loop._planner._policy
     assert isinstance(policy, StallFree)
     policy.token_budget, before = budget, policy.token_budget
     rng = random.Random(budget)

@@ -2,7 +2,8 @@
 
 Run: python benchmarks/h200_capacity.py predict --profile FILE --out DIR       # simulated, on any machine
      python benchmarks/h200_capacity.py measure --out DIR --budget SECONDS     # again until nothing is left
-     python benchmarks/h200_capacity.py measure --systems orca --base FILE --again --out DIR   # only Orca's rows, anew
+     python benchmarks/h200_capacity.py predict measure --systems orca --base FILE --again --profile FILE --out DIR
+                                                                               # only Orca's rows, once more
      python benchmarks/h200_capacity.py chunking --out DIR
      python benchmarks/h200_capacity.py show --profile FILE --out DIR          # tables and DIR/capacity.png
 
@@ -48,8 +49,8 @@ MARGIN = 0.97
 """Target over SLO: the SLO is on 99 of 100 gaps, and nearly all steps keep a target."""
 MOST_SEQUENCES = 128
 ORCA_TOKENS = 32_768
-"""Most tokens of one of Orca's steps: four of the longest prompts of sharegpt. The paper's bound is the longest length
-times the batch; activations for that do not fit beside the cache."""
+"""Most tokens of one of Orca's steps. The paper's bound is the longest length times the batch, whose activations do not
+fit beside the cache. By simulation sharegpt's capacities are the same with 16,384 to 65,536."""
 BELOW, ABOVE = 0.96, 1.075
 """The first two rates over the predicted capacity: a search by simulation ends up to 5% below the capacity."""
 APART, NEAR = 1.12, 1.3

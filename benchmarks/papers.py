@@ -35,7 +35,7 @@ VARIATIONS = {
 def deployed(model: str, vary: Collection[str] = (), *, step_seconds: float = 0.0, **layout: Any) -> Deployment:
     """`deploy(model, **layout)` with `heads` and `host` applied where `vary` names them, and every step made longer.
 
-    Pipeline stages share the extra seconds. Memory stays as it is.
+    Pipeline stages share the extra seconds. Memory does not change.
     """
     shape = model_named(model)
     plain = deploy(shape, **layout)

@@ -146,7 +146,7 @@ class Writer:
         """Whether "my pin" and "the pin" would be two things."""
         return any(f.entity.noun == entity.noun and f.entity != entity for f in self.facts.values() if entity.noun)
 
-    def observe(self, entity: Entity, attribute: Attribute, value: str) -> Fact:
+    def learn(self, entity: Entity, attribute: Attribute, value: str) -> Fact:
         fact = Fact(entity, attribute, value, len(self.turns))
         self.facts[entity, attribute.key] = fact
         self.values.setdefault(attribute.type, []).append(value)

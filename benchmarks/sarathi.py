@@ -1,7 +1,7 @@
 """Sarathi-Serve's evaluation by simulation: capacity (Figures 9, 10), ablations (Table 4), joining decodes (Figure 8).
 
 Run: python benchmarks/sarathi.py checks | joining
-     python benchmarks/sarathi.py capacity [--requests 512] [--models ...] [--systems ...] [--processes 2]
+     python benchmarks/sarathi.py capacity [--requests 512] [--models ...] [--systems ... [--add]] [--processes 2]
      python benchmarks/sarathi.py ablation
      python benchmarks/sarathi.py vary-capacity | vary-ablation [--vary NAME ...] [--seeds 0] [--lengths CSV]
 
@@ -225,6 +225,15 @@ def capacity(names: Iterable[str], systems: Sequence[str], count: int, processes
             row["best_fixed"], row["best_budget"] = max((at[f"fixed-{budget}"], budget) for budget in BUDGETS[slo])
         rows.append(row)
     return rows
+
+
+def merged(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The old rows with the new capacities in them, then rows of new settings."""
+    rows = {(row["model"], row["dataset"], row["slo"]): row for row in old}
+    for row in new:
+        known = rows.setdefault((row["model"], row["dataset"], row["slo"]), row)
+        rows[row["model"], row["dataset"], row["slo"]] = known | row | {"capacity": known["capacity"] | row["capacity"]}
+    return list(rows.values())
 
 
 def ratio(over: float, under: float) -> float:
@@ -538,6 +547,7 @@ def main() -> None:
     parser.add_argument("part", choices=("checks", "capacity", "ablation", "joining", "vary-capacity", "vary-ablation"))
     parser.add_argument("--models", nargs="+", default=list(SETTINGS), choices=SETTINGS)
     parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=SYSTEMS)
+    parser.add_argument("--add", action="store_true", help="add these capacities to those that the JSON file has")
     parser.add_argument("--requests", type=int, default=128)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--out", type=Path, default=papers.RESULTS, help="folder for the JSON, the table and the plot")
@@ -556,6 +566,8 @@ def main() -> None:
             papers.save(stem, found := ablation(), show_ablation(found))
         case "capacity":
             rows = capacity(args.models, args.systems, args.requests, args.processes)
+            if args.add:
+                rows = merged(json.loads(stem.with_suffix(".json").read_text())["rows"], rows)
             papers.save(stem, rows, show_capacity(rows))
             plot_capacity(rows, stem.with_suffix(".png"))
         case _:

@@ -356,7 +356,11 @@ def show_varied_capacity(rows: Sequence[dict[str, Any]]) -> list[str]:
 
     for key, found in alike.items():
         name, slo = key[0].split("/")
-        cells = [*map(str, key), str(len(found)), *(spread([at[system] for at in found]) for system in SYSTEMS)]
+        cells = [
+            *map(str, key),
+            str(len(found)),
+            *(spread([at[system] for at in found]) for system in ("orca", "vllm", "sarathi")),
+        ]
         for system in ("orca", "vllm"):
             stated = PAPER.get((name, SHAREGPT, slo, system), PAPER_BEST.get(name, 0.0))
             at_most = "" if (name, SHAREGPT, slo, system) in PAPER else "at most "

@@ -2,8 +2,8 @@
 
     python benchmarks/attention_cpu.py [--threads N]
 
-SDPA's time is its best one: with enable_gqa, or with the query heads of a KV head as rows of one product. It reads
-keys that lie ready; ours also finds them through the block table. Prints a table; the ratio is ours over SDPA's.
+SDPA's time is its better one: with enable_gqa, or with the query heads of a KV head as rows of one product. It reads
+contiguous keys; ours finds them through the block table. Prints a table; the ratio is ours over SDPA's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ HEADS, KV_HEADS, BLOCK_SIZE = 8, 4, 16
 
 
 def medians(calls: list[Callable[[], object]], seconds: float = 1.5) -> list[float]:
-    """Median milliseconds of each call, taken in turn so that a busy machine is busy for all."""
+    """Median milliseconds of each call; calls take turns, so that other load hits all alike."""
     times: list[list[float]] = [[] for _ in calls]
     for call in calls:
         call()

@@ -1,22 +1,21 @@
-"""Paged attention alone on a GPU, beside what others make of the same work.
+"""Paged attention alone on a GPU, beside other kernels on the same work.
 
     python benchmarks/attention_gpu.py [--parts prefill decode mixed figure12 options] [--site DIR] [--json OUT.json]
                                        [--plot OUT.png] [--tune] [--budget SECONDS]
 
-The shape is Llama-3-8B's (32 query heads, 8 KV heads, size 128, bf16), in blocks of 16 tokens that lie in random order,
-where a row names no other. Each row of work is done by:
+Unless a row says otherwise, the shape is Llama-3-8B's (32 query heads, 8 KV heads, size 128, bf16), in blocks of 16
+tokens in random order. The contenders:
 
-- holdfast: the paged cache as it lies;
-- cudnn, fa2: PyTorch's SDPA by cuDNN and by FlashAttention-2 over contiguous keys, which is the ideal;
+- holdfast: the paged cache;
+- cudnn, fa2: PyTorch's SDPA by cuDNN and by FlashAttention-2 over contiguous keys, the ideal;
 - copy-out: the blocks gathered into contiguous keys in each launch, then either of these two;
 - rounds (Figure 12): one launch of our decode kernel for each query token;
-- vllm: `vllm.vllm_flash_attn` (FlashAttention-3) over the same blocks, if `--site DIR` holds it. Its metadata is made
-  once and not timed, as ours is not;
+- vllm: `vllm.vllm_flash_attn` (FlashAttention-3) over the same blocks, if `--site DIR` holds it. Its metadata is
+  made once and not timed, as ours;
 - general (options): our Triton kernel for any device, in place of the one for Hopper.
 
-All are compared with the first before they are timed, and their replays after it. Each is a CUDA graph of several
-launches, over as many layers as a cache of 256 MB takes, so that decodes find nothing in L2; the graphs are replayed in
-turns, and medians count.
+Results are compared with the first contender's before and after timing. Each contender is a CUDA graph of several
+launches over 256 MB of cache, so that decodes find nothing in L2. Graphs are replayed in turns; medians count.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from provenance import provenance
+from invocation import provenance
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
@@ -55,7 +54,7 @@ Call = Callable[[int], list[torch.Tensor]]
 
 @dataclass(frozen=True)
 class Contender:
-    """Who does a piece of work, ready to launch."""
+    """A contender, ready to launch."""
 
     call: Call
     arrange: Callable[[list[torch.Tensor]], torch.Tensor] = torch.cat
@@ -84,7 +83,7 @@ class Work:
         return segments_of(list(lengths), list(stops), list(range(len(stops))))
 
     def flops(self) -> float:
-        """Of the scores that are seen, and of their weights times the values."""
+        """Operations of the visible scores, and of their weights times the values."""
         seen = 0
         for length, stop in self.rows():
             positions = np.arange(stop - length, stop) + 1
@@ -92,7 +91,7 @@ class Work:
         return 4.0 * seen * HEADS * self.head_dim
 
     def cache_bytes(self) -> int:
-        """Of the keys and values that are seen, once each."""
+        """Bytes of the visible keys and values, each counted once."""
         keys = sum(min(stop, (self.window or stop) + length - 1) for length, stop in self.rows())
         return 2 * keys * KV_HEADS * self.head_dim * DTYPE.itemsize
 
@@ -131,7 +130,7 @@ WORKS = [
 
 
 class Variant(PagedAttention):
-    """The backend for a shape, with other launch settings than its own where they are given."""
+    """The backend for a shape, with its own launch settings or with given ones."""
 
     def __init__(self, work: Work, settings: dict[str, int] | None = None, *, general: bool = False) -> None:
         properties = torch.cuda.get_device_properties("cuda")
@@ -189,7 +188,7 @@ class Batch:
         self.options = {"window": work.window, "softcap": work.softcap, "sinks": self.sinks}
 
     def groups(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, int, int]]:
-        """Of each group, its queries [B, n, H, D], its block tables [B, blocks], n, and where they stop."""
+        """For each group: queries [B, n, H, D], block tables [B, blocks], n, and the stop position."""
         token = row = 0
         for count, length, stop in self.work.groups:
             query = self.query[token : token + count * length].view(count, length, HEADS, -1)
@@ -240,7 +239,7 @@ def one_token_rounds(batch: Batch) -> Contender:
 
 
 def dense(batch: Batch, backend: SDPBackend, *, copied: bool) -> Contender:
-    """SDPA, a call for each group, over keys that are contiguous before, or copied out of the cache in each call."""
+    """SDPA, one call for each group, over contiguous keys or over keys copied out of the cache in each call."""
     groups = []
     for query, tables, length, stop in batch.groups():
         mask = None
@@ -324,7 +323,7 @@ def segments_of(lengths: list[int], stops: list[int], rows: list[int]) -> Segmen
 
 
 def contenders(batch: Batch, module: Any, tune: bool) -> Iterator[tuple[str, Callable[[], Contender]]]:
-    """Who does this work, ours first."""
+    """The contenders for this work, ours first."""
     work = batch.work
     yield "holdfast", partial(ours, batch)
     if work.part == "options":
@@ -344,7 +343,7 @@ def contenders(batch: Batch, module: Any, tune: bool) -> Iterator[tuple[str, Cal
 
 @dataclass(frozen=True)
 class Captured:
-    """A graph of so many launches, the last one's result, and what the graph reads: the contender holds it."""
+    """A graph of several launches, its last result, and the contender, which owns the tensors it reads."""
 
     contender: Contender
     graph: torch.cuda.CUDAGraph
@@ -352,7 +351,7 @@ class Captured:
     out: list[torch.Tensor]
 
     def error(self, expected: torch.Tensor) -> float:
-        """How far the last replay's result is from what is expected of the first layer."""
+        """Error of the last replay against the expected result of the first layer."""
         return error_of(self.contender.arrange(self.out), expected)
 
     def milliseconds(self) -> float:
@@ -385,7 +384,7 @@ def error_of(out: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def measure(work: Work, module: Any, *, tune: bool) -> dict[str, dict[str, Any]]:
-    """By contender, milliseconds of a launch: the median, the least and the most; or why it does not do the work."""
+    """By contender, milliseconds of a launch (median, least, most), or why it cannot do the work."""
     batch = Batch(work)
     found: dict[str, dict[str, Any]] = {}
     graphs = {}
@@ -424,14 +423,14 @@ def copy_rate() -> float:
 
 
 def judged(work: Work, ms: float, copy: float) -> tuple[float, str]:
-    """What a row is judged by: TFLOP/s where arithmetic binds it, else the share of the copy rate."""
+    """The figure of a row: TFLOP/s where arithmetic is the bound, else the share of the copy rate."""
     if work.part in ("decode", "figure12"):
         return work.cache_bytes() / ms / 1e9 / copy, "of copy"
     return work.flops() / ms / 1e9, "TFLOP/s"
 
 
 def kernels_of_vllm(site: Path | None) -> Any:
-    """vLLM's attention kernels, or None with a word on why."""
+    """vLLM's attention kernels; None, with a printed reason, if they are missing."""
     if site is None:
         print("no --site: rows without vLLM's kernels", flush=True)
         return None

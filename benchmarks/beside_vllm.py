@@ -1,15 +1,15 @@
-"""Holdfast beside vLLM on one machine in one sitting: the same work, one process after the other, each row's ratio.
+"""Holdfast beside vLLM on one machine in one sitting: the same work, one process after the other, and the ratios.
 
 usage: python benchmarks/beside_vllm.py --peer vllm_peer.py --site DIR --out DIR [--parts offline stall multiturn qwen]
                                         [--modes tiers device] [--rates 6 16 24 32] [--repeat 3] [--budget SECONDS]
 
 `--peer` is a driver that runs the engine in its own process and prints `PEER {json}` lines, `--site` the directory that
-holds its packages. Every job has a process, a log and a time limit of its own; what is done is written to
-`OUT/beside.json` at once, and a later call with the same `--out` goes on with what is missing. No job is begun that the
-budget may not hold. In the end `beside.md` has the table and `beside.png` the plot, of whatever is there.
+holds its packages. Every job has its own process, log and time limit. Results are written to `OUT/beside.json` at once;
+a later call with the same `--out` continues. No job starts that may exceed the budget. `beside.md` and `beside.png`
+show what is there at the end.
 
 The part `qwen` is a batch of 256 on Qwen3-0.6B's shape, where the host has the least time for a step. The peer's driver
-knows one shape and its own rows: it is run as a copy, beside the results, in which these are exchanged.
+knows one shape and its own rows: it runs as a copy, beside the results, with these replaced.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ CURVE = (
 
 @dataclass(frozen=True)
 class Job:
-    """One process: what it is called, what it runs, the longest that it may take."""
+    """One process: name, command, time limit."""
 
     name: str
     engine: str
@@ -64,7 +64,7 @@ class Job:
 
 
 def peer_options(mode: str, device_gb: float, host_gb: float) -> dict[str, Any]:
-    """Engine arguments of the peer for one mode; it takes the size of its host tier in GiB."""
+    """Engine arguments of the peer for one mode; its host tier is in GiB."""
     options: dict[str, Any] = dict(kv_cache_memory_bytes=int(device_gb * 1e9))
     if mode == "stateless":
         options["enable_prefix_caching"] = False
@@ -122,7 +122,7 @@ def jobs(arguments: argparse.Namespace) -> Iterator[Job]:
 def with_qwen(peer: Path, out: Path) -> Path:
     """A copy of the peer's driver with Qwen3-0.6B's shape and the rows of that part. Raises ValueError if it has none.
 
-    Its model is a dict named LLAMA_8B, which a line below it takes the place of; its rows are the offline block's.
+    A new line replaces its dict LLAMA_8B; its rows are those of the offline block.
     """
     text = peer.read_text()
     shape, rows = "\ndef say(", 'if a.what == "offline":\n'
@@ -137,14 +137,14 @@ def with_qwen(peer: Path, out: Path) -> Path:
 
 
 def small_shape() -> dict[str, Any]:
-    """A shape to try all this on a CPU."""
+    """A shape for a CPU."""
     from multiturn import SMALL
 
     return SMALL | dict(vocab_size=100_001, num_hidden_layers=1, hidden_size=64, intermediate_size=128)
 
 
 def run(job: Job, arguments: argparse.Namespace) -> dict[str, Any]:
-    """One job to its end or its limit: the lines that it printed, and how it ended."""
+    """Run one job to its end or limit; returns the printed lines, and how it ended."""
     log = arguments.out / (job.name.replace(" ", "-") + ".log")
     paths = [str(arguments.site)] if job.engine == "vllm" and arguments.site else []
     paths += [str(HERE.parent)] if job.engine == "holdfast" else []
@@ -242,7 +242,7 @@ def curves(done: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 def throughput_at(rows: list[dict[str, Any]], latency: float) -> float | None:
     """Requests a second where the curve's p90 normalized latency first reaches `latency`, between its points.
 
-    None where the curve begins above it; its best where it never gets there.
+    None if the curve begins above it; the curve's best if it never reaches it.
     """
     best = 0.0
     for before, row in zip([None, *rows], rows, strict=False):
@@ -259,7 +259,7 @@ def throughput_at(rows: list[dict[str, Any]], latency: float) -> float | None:
 
 
 def equal_latency(found: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """At each point of a curve of the peer's, how much more Holdfast serves in the same mode at that p90 latency."""
+    """At each point of the peer's curve, Holdfast's throughput in the same mode at that p90 latency, and the ratio."""
     rows = []
     for name, theirs in found.items():
         engine, mode = name.split(" ", 1)

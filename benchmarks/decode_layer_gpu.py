@@ -1,10 +1,10 @@
-"""Time one layer of a decode step on a GPU, its attention included, by launches and cuts of the attention.
+"""Time one layer of a decode step on a GPU, attention included, by launch and split of the attention.
 
     python benchmarks/decode_layer_gpu.py [--work 32x600 1x8192] [--tune] [--out results.jsonl]
 
-The shape is Llama-3-8B's, bf16, blocks of 16 in random order. Four layers are one CUDA graph, the kernels in the chain
-in which a step has them; a layer's weights drive the keys of the one before out of L2. What attention adds is the time
-beyond that of the same layers without it, and its share is that of the bytes of keys and values at the rate of a copy.
+The shape is Llama-3-8B's, bf16, blocks of 16 in random order. Four layers are one CUDA graph, with the kernels in a
+step's order; a layer's weights drive the keys of the one before out of L2. Attention's time is that of the layers minus
+that of the same layers without attention; its share is the time of copying its keys and values over that.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy.typing as npt
 import torch
 from gemv_gpu import DTYPE, HEAD_DIM, HEADS, HIDDEN, INNER, KV_HEADS, QKV, captured, copy_rate, milliseconds, random
 from gemv_gpu import shape as layer_shape
-from provenance import provenance
+from invocation import provenance
 
 from holdfast.lm.kernels.attention.paged import Launch, PagedAttention
 from holdfast.lm.kernels.attention.protocol import Segments
@@ -41,7 +41,7 @@ LAUNCHES = [
 
 
 class Variant(PagedAttention):
-    """The backend with other launch settings, and every context in so many parts."""
+    """The backend with other launch settings, and every context split into `parts`."""
 
     def __init__(self, settings: dict[str, int]) -> None:
         properties = torch.cuda.get_device_properties("cuda")
@@ -86,7 +86,7 @@ class Layers:
         )
 
     def work(self, settings: dict[str, int] | None) -> Callable[[], None] | None:
-        """The layers with attention launched so; without any for None; nothing where the cut has no room."""
+        """The layers with this attention launch (None: without attention); None if the split does not fit."""
         qkv, o, gate_up, down = self.weights
         ops, attention = self.ops, Variant(settings or {})
         metadata = attention.reserve(self.batch)
@@ -108,7 +108,7 @@ class Layers:
         return run
 
     def microseconds(self, settings: dict[str, int] | None) -> float | None:
-        """Of one layer."""
+        """Microseconds of one layer."""
         run = self.work(settings)
         return None if run is None else milliseconds(captured(run)) / LAYERS * 1e3
 
@@ -121,7 +121,7 @@ def candidates(batch: int, tune: bool) -> list[dict[str, int]]:
 
 
 def compile_all(layers: Layers, tried: list[dict[str, int]], threads: int) -> None:
-    """Run each launch once, in several threads, as most of the time goes to compiling."""
+    """Run each launch once, in several threads: most of the time is compiling."""
     launches = {tuple((name, value) for name, value in one.items() if name != "parts"): one for one in tried}
 
     @torch.inference_mode()

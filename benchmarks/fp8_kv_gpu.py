@@ -3,8 +3,8 @@
     python benchmarks/fp8_kv_gpu.py [--out results.json]
 
 The shape is Llama-3-8B's (32 query heads, 8 KV heads, size 128), blocks of 16 tokens in random order. The bfloat16
-cache holds what the FP8 one stands for, so that both kernels see the same numbers. Each is a CUDA graph over enough
-layers that nothing stays in L2 from one replay to the next; the graphs are replayed in turns, and medians count.
+cache holds the values of the FP8 one, so both kernels read the same numbers. Each is a CUDA graph over enough layers
+to leave nothing in L2 between replays. Graphs are replayed in turns; medians count.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from provenance import provenance
+from invocation import provenance
 
 from holdfast.lm.kernels.attention.backends import attention_for
 from holdfast.lm.kernels.attention.protocol import Segments

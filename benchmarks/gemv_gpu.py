@@ -1,11 +1,11 @@
-"""Time the products of few tokens on a GPU, and a decoder layer around attention, against cuBLAS and PyTorch.
+"""Time skinny GEMMs on a GPU, and a decoder layer around attention, against cuBLAS and PyTorch.
 
     python benchmarks/gemv_gpu.py [--tune] [--fp8] [--tokens 1 2 4 8 16 32 64] [--out results.json]
 
-The shapes are Llama-3-8B's, bf16. A product is timed with what the decoder fuses to it (residual and norm, or the
-gate) as one CUDA graph over more weights than L2 holds; its figure is the weights' bytes over that time, as a share of
-the rate of a device-to-device copy. `--tune` times other launches than the rule's. With `--fp8` the weights are
-FP8, and nothing is timed beside them but, beyond 64 tokens, PyTorch's product. Prints a table, writes JSON lines.
+The shapes are Llama-3-8B's, bf16. A product is timed with the operations that the decoder fuses to it (residual and
+norm, or the gate), as one CUDA graph over more weights than L2 holds. Its figure is the weights' bytes over that time,
+as a share of the rate of a device-to-device copy. `--tune` times launches other than the rule's. With `--fp8` the
+weights are FP8; only PyTorch's product is timed beside them, beyond 64 tokens. Prints a table, writes JSON lines.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from provenance import provenance
+from invocation import provenance
 from triton.runtime.errors import OutOfResources
 
 from holdfast.lm.kernels.linear.fp8 import Fp8Weight, Weight, quantize
@@ -119,7 +119,7 @@ def random(*size: int, spread: float = 1.0) -> torch.Tensor:
 
 
 def product_time(ops: LayerOps, kind: str, weights: Sequence[Weight], tokens: int) -> float:
-    """Microseconds of one product with what is fused to it; of weights [N, K] in turns."""
+    """Microseconds of one product with its fused operations, over several weights [N, K] in turns."""
     x, norm = random(tokens, weights[0].shape[1]), random(HIDDEN)
     stream = random(tokens, HIDDEN)
 
@@ -170,7 +170,7 @@ def brief(launch: SkinnyLaunch | None) -> str:
 
 
 def compare(name: str, tokens: int, weights: Sequence[Weight], rate: float, tune: bool) -> list[dict[str, object]]:
-    """cuBLAS, the rule's launch and, to tune, the others; the best of these in a line of the table."""
+    """Time cuBLAS, the rule's launch and, when tuning, other launches; prints a line with the best."""
     kind, weight_bytes = PRODUCTS[name][0], weights[0].nbytes
     own = FusedLayerOps(shape())
     rule = own.launch(random(tokens, weights[0].shape[1]), weights[0], cut=kind == "add_norm")

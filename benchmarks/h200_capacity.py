@@ -1,19 +1,25 @@
-"""Served capacity on a GPU, really served: three policies on one engine, by data set and SLO; and what chunking costs.
+"""Served capacity on a GPU: three policies on one engine, by data set and SLO; and what chunking costs.
 
 Run: python benchmarks/h200_capacity.py predict --profile FILE --out DIR       # simulated, on any machine
      python benchmarks/h200_capacity.py measure --out DIR --budget SECONDS     # again until nothing is left
+     python benchmarks/h200_capacity.py predict measure --systems orca --base FILE --again --profile FILE --out DIR
+                                                                               # only Orca's rows, once more
      python benchmarks/h200_capacity.py chunking --out DIR
      python benchmarks/h200_capacity.py show --profile FILE --out DIR          # tables and DIR/capacity.png
 
-A Mistral-7B shape with random weights, in one process on the real clock, end-of-sequence ignored. The SLOs are those of
-Sarathi-Serve's Table 3 by its rule: P99 TBT within 5 (strict) and 25 times (relaxed) the decode step of 32 sequences at
-a context of 4,096 on this device, and a median wait of at most 2 s for the first step. `predict` searches each capacity
-by simulation, `measure` serves a little less and a little more, 12% apart, and goes on from there until the capacity
-lies between two rates that are near one another. A probe is a Poisson process cut off after a window whose second half
-counts, with the same requests and arrivals for all policies. Orca and prefill-first know of no SLO: what they were
-probed at counts under both. What a probe gave is written to DIR/capacity.json at once, and a later call goes on with
-what is missing. `show` simulates every probe that was served and puts the figures beside one another. How much of a
-capacity is the window's and the arrivals' is told by `predict --window SECONDS --seed NUMBER`.
+A Mistral-7B shape with random weights serves in one process on the real clock; end-of-sequence is ignored. The SLOs
+follow the rule of Sarathi-Serve's Table 3: P99 TBT within 5 (strict) and 25 times (relaxed) the decode step of 32
+sequences at a context of 4,096 on this device, and a median wait of at most 2 s for the first step. `predict` searches
+each capacity by simulation. `measure` serves 12% less and 12% more, and goes on until the capacity lies between two
+rates that are near one another. A probe is a Poisson process cut off after a window whose second half counts, with the
+same requests and arrivals for all policies. Orca and prefill-first know no SLO: their probes count under both. Each
+probe is written to DIR/capacity.json at once; a later call continues there. `show` simulates every served probe and
+prints both figures. `predict --window SECONDS --seed NUMBER` tells how much of a capacity comes from the window and
+the arrivals.
+
+Orca's steps hold any number of whole prompts, up to ORCA_TOKENS tokens. The runs of 2026-11-21 had a kinder Orca: its
+steps held at most max_model_len + max_sequences tokens. The widest step of each probe is recorded, which shows whether
+the bound was reached.
 """
 
 from __future__ import annotations
@@ -22,6 +28,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Collection
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -37,20 +44,24 @@ from holdfast.lab.workloads import DATASETS, Workload
 
 SYSTEMS = ("orca", "prefill-first", "computed")
 TIMES = {"strict": 5, "relaxed": 25}
-"""By SLO, times the reference decode step."""
+"""SLO over the reference decode step."""
 MARGIN = 0.97
-"""The target that is set, of the SLO: nearly all steps keep a target, and the SLO is on 99 of 100."""
+"""Target over SLO: the SLO is on 99 of 100 gaps, and nearly all steps keep a target."""
 MOST_SEQUENCES = 128
+ORCA_TOKENS = 32_768
+"""Most tokens of one of Orca's steps. The paper's bound is the longest length times the batch, whose activations do not
+fit beside the cache. By simulation sharegpt's capacities are the same with 16,384 to 65,536."""
 BELOW, ABOVE = 0.96, 1.075
-"""The first two rates, of what is predicted: a search by simulation ends up to 5% below the capacity."""
+"""The first two rates over the predicted capacity: a search by simulation ends up to 5% below the capacity."""
 APART, NEAR = 1.12, 1.3
-"""From a rate to the next where all were kept, or none; and from a kept rate to one that was not, near enough."""
+"""Factor to the next rate while all or none were kept; and the factor between the bounds that ends the search."""
 WINDOWS = {"openchat_sharegpt4": 20.0, "arxiv_summarization": 35.0}
-"""Seconds of a probe. Rates above the capacity show in a queue that grows, and the shorter the window, the higher the
-rate at which the median wait of its second half stays below 2 s; and of arxiv, 1 to 4 a second, 10 s hold too few."""
+"""Seconds of a probe. A rate above the capacity shows in a queue that grows: a shorter window forgives a higher rate.
+arxiv has 1 to 4 requests a second, so 10 s would hold too few."""
 SEEDS = {"openchat_sharegpt4": 0, "arxiv_summarization": 8}
-"""Of lengths and arrivals. So few requests may be far more or fewer than their rate says: with seed 0, 0.5 to 1.3 times
-the prompts' tokens at 1 to 4.5 a second of arxiv. 8 is the seed of the first ten that is nearest, with 0.8 to 1.2."""
+"""Seeds of lengths and arrivals. A short window may hold far more or fewer requests than its rate says: with seed 0,
+arxiv has 0.5 to 1.3 times the expected prompt tokens at 1 to 4.5 requests/s. Of the first ten seeds, 8 is nearest
+(0.8 to 1.2)."""
 PROMPTS, CHUNKS = (2048, 8192, 16_256), (512, 1024, 2048)
 
 
@@ -59,20 +70,22 @@ def main() -> None:
     parser.add_argument("what", nargs="+", choices=("predict", "measure", "chunking", "show"))
     parser.add_argument("--shape", default="mistral-7b-v0.3")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--base", type=Path, help="a capacity.json to start from, if DIR has none")
+    parser.add_argument("--again", action="store_true", help="drop from --base what it has of --systems and --datasets")
     parser.add_argument("--profile", type=Path, help="a measured profile; default: DIR/profile.json, or measured first")
     parser.add_argument("--datasets", nargs="+", default=["openchat_sharegpt4", "arxiv_summarization"])
     parser.add_argument("--slos", nargs="+", default=list(TIMES), choices=list(TIMES))
     parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=SYSTEMS)
-    parser.add_argument("--probes", type=int, default=4, help="the most of one setting")
+    parser.add_argument("--probes", type=int, default=4, help="most probes of one setting")
     parser.add_argument(
         "--at",
         nargs=4,
         action="append",
         metavar=("DATASET", "SLO", "SYSTEM", "RATE"),
-        help="a probe to make, in place of those that would follow",
+        help="make this probe in place of those that would follow",
     )
-    parser.add_argument("--window", type=float, help="for predict: seconds of a probe, in place of what is served")
-    parser.add_argument("--seed", type=int, help="for predict: of lengths and arrivals, in place of what is served")
+    parser.add_argument("--window", type=float, help="for predict: seconds of a probe")
+    parser.add_argument("--seed", type=int, help="for predict: of lengths and arrivals")
     parser.add_argument("--budget", type=float, default=1e9, help="seconds after which no probe is begun")
     parser.add_argument("--small", action="store_true", help="the built-in model on this CPU, a 16th of the lengths")
     args = parser.parse_args()
@@ -80,7 +93,9 @@ def main() -> None:
         parser.error("--window and --seed are for predict alone: served probes are to compare with one another")
     args.began = time.monotonic()
     args.out.mkdir(parents=True, exist_ok=True)
-    book = Book(args.out / "capacity.json")
+    book = Book(args.out / "capacity.json", args.base)
+    if args.again:
+        book.forget(args.datasets, args.systems)
     if "predict" in args.what:
         predict(args, book, profile_of(args))
     if {"measure", "chunking"} & set(args.what):
@@ -93,40 +108,47 @@ def main() -> None:
 
 
 class Book:
-    """What is known so far, in a file that is written at each change."""
+    """Results so far, in a file written at each change."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, base: Path | None = None) -> None:
+        """Continues from the file at `path`, or else from `base`."""
         self._path = path
         self.data: dict[str, Any] = {"about": {}, "predicted": {}, "probes": {}, "chunking": []}
-        if path.is_file():
-            self.data |= json.loads(path.read_text())
+        if path.is_file() or base is not None:
+            self.data |= json.loads((path if path.is_file() else base).read_text())  # type: ignore[union-attr]
+
+    def forget(self, datasets: Collection[str], systems: Collection[str]) -> None:
+        """Drop probes and predictions of these systems on these data sets; the SLOs stay."""
+        for kept in (self.data["predicted"], self.data["probes"]):
+            for key in list(kept):
+                dataset, _, system = key.split()
+                if dataset in datasets and system in systems:
+                    del kept[key]
 
     def write(self) -> None:
         self._path.write_text(json.dumps(self.data, indent=1) + "\n")
 
 
 def profile_of(args: argparse.Namespace) -> CostProfile | None:
-    """The profile to go by, if there is one. Raises ValueError for one that was asked for and is not there."""
+    """The profile to use, if there is one. Raises ValueError if `--profile` names none."""
     path = args.profile or args.out / "profile.json"
     return CostProfile.load(path) if args.profile or path.is_file() else None
 
 
 def engine(system: str, longest: int, cache_tokens: int, slo: float) -> EngineConfig:
-    """The engine that stands for a system of the paper; `computed` is the default with nothing but a target.
-
-    `slo` is in milliseconds.
-    """
+    """The configuration that stands for a system of the paper; `computed` sets only a target. `slo` in milliseconds."""
     common: dict[str, Any] = dict(max_model_len=longest, max_sequences=MOST_SEQUENCES, prefix_sharing=False)
     if system == "orca":  # no paging: as many sequences as fit at the longest length
         most = max(1, min(MOST_SEQUENCES, cache_tokens // longest))
-        return EngineConfig(**common | {"max_sequences": most}, scheduler="orca")
+        budget = min(longest * most, ORCA_TOKENS)
+        return EngineConfig(**common | {"max_sequences": most}, scheduler="orca", token_budget=budget)
     if system == "prefill-first":
         return EngineConfig(**common, scheduler="prefill-first")
     return EngineConfig(**common, tbt_target=slo * MARGIN)
 
 
 def refer(book: Book, profile: CostProfile, small: bool) -> None:
-    """The SLOs' reference step is that of the first profile that the book has seen."""
+    """Set the reference step of the SLOs from the first profile used."""
     step = 1000 * profile.cost.step([(1, 256 if small else 4096)] * 32)
     book.data["about"].setdefault("decode_step_ms", round(step, 4))
 
@@ -142,12 +164,12 @@ def longest_of(dataset: str, small: bool) -> int:
 
 
 def window_of(dataset: str, small: bool) -> float:
-    """Seconds of a probe; above 8, or no median wait could reach 2 s in its second half."""
+    """Seconds of a probe. It must exceed 8, or no median wait could reach 2 s in its second half."""
     return 12.0 if small else WINDOWS[dataset]
 
 
 def load(dataset: str, rate: float, window: float, small: bool, seed: int | None = None) -> Workload:
-    """What arrives within the window."""
+    """Requests that arrive within the window."""
     seed = SEEDS[dataset] if seed is None else seed
     drawn = workloads.sample_dataset(dataset, 20 + round(2 * rate * window), seed)
     if small:
@@ -161,7 +183,7 @@ def load(dataset: str, rate: float, window: float, small: bool, seed: int | None
 
 
 def figures(records: list[Record], window: float) -> dict[str, float]:
-    """The figures of the window's second half; who has not begun by its end has waited until then.
+    """The figures of the window's second half; a request that has not begun by its end has waited until then.
 
     Raises ValueError if no request or no gap between tokens falls into it.
     """
@@ -222,7 +244,7 @@ def simulated(
     window: float | None = None,
     seed: int | None = None,
 ) -> dict[str, float]:
-    """The figures of a probe by simulation; of the probe that is served, unless another window or seed is given."""
+    """The figures of a probe by simulation, with the window and seed of served probes unless others are given."""
     dataset, slo, system = key.split()
     window = window or window_of(dataset, args.small)
     config = engine(system, longest_of(dataset, args.small), profile.cache_tokens, slo_of(book, slo))
@@ -230,7 +252,7 @@ def simulated(
 
 
 def simulate_probes(args: argparse.Namespace, book: Book, profile: CostProfile) -> None:
-    """Note beside each probe what a simulation of it gives."""
+    """Add simulated figures to each probe."""
     for key, probes in book.data["probes"].items():
         for probe in probes:
             probe["simulated"] = simulated(args, book, profile, key, probe["rate"])
@@ -238,22 +260,21 @@ def simulate_probes(args: argparse.Namespace, book: Book, profile: CostProfile) 
 
 
 def settings(args: argparse.Namespace) -> list[str]:
-    """All that is asked for, each as "data set, SLO, system" with blanks between them."""
+    """The chosen settings, each as "DATASET SLO SYSTEM"."""
     return [f"{dataset} {slo} {system}" for slo in args.slos for dataset in args.datasets for system in args.systems]
 
 
 def from_here(args: argparse.Namespace, book: Book) -> None:
-    """Build the engine and do what needs it."""
+    """Build the engine, then measure and chunk."""
     from in_real_time import RealEngine, checkpoint_of
+    from invocation import command, provenance
 
     wanted = DATASETS if "chunking" in args.what else args.datasets
     longest = max(longest_of(dataset, args.small) for dataset in wanted)
-    options: dict[str, Any] = dict(
-        max_model_len=longest,
-        max_sequences=MOST_SEQUENCES,
-        scheduler="prefill-first",
-        host_cache_gb=0.0,
-    )
+    options: dict[str, Any] = dict(max_model_len=longest, max_sequences=MOST_SEQUENCES, host_cache_gb=0.0)
+    options |= dict(scheduler="prefill-first")  # steps hold the longest prompt beside all decodes
+    if "measure" in args.what and "orca" in args.systems:
+        options |= dict(token_budget=ORCA_TOKENS // (16 if args.small else 1))
     if args.small:
         options |= dict(device="cpu", threads=1, cache_gb=0.5)
     else:
@@ -265,6 +286,9 @@ def from_here(args: argparse.Namespace, book: Book) -> None:
     refer(book, real.profile, args.small)
     book.data["about"] |= dict(model=real.info.model, device=real.info.memory.device)
     book.data["about"].setdefault("commands", []).append(command())
+    print(
+        json.dumps(provenance() | dict(options=options, started_s=round(time.monotonic() - args.began, 1))), flush=True
+    )
     common = dict(max_model_len=longest, max_sequences=MOST_SEQUENCES, prefix_sharing=False)
     real.serve(EngineConfig(**common), workloads.fixed(4, 100, 8))
     if "measure" in args.what:
@@ -274,13 +298,8 @@ def from_here(args: argparse.Namespace, book: Book) -> None:
     real.close()
 
 
-def command() -> str:
-    """How this was called, with the names of files and no paths."""
-    return " ".join(["python", "benchmarks/h200_capacity.py", *(Path(word).name for word in sys.argv[1:])])
-
-
 def measure(args: argparse.Namespace, book: Book, real: Any) -> None:
-    """Make the probes that are named, or else probe every setting around what is predicted of it."""
+    """Make the probes of `--at`, or else probe every setting around its predicted capacity."""
     if args.at:
         named = [(" ".join(setting), float(rate)) for *setting, rate in args.at]
         all(probe(args, book, real, key, rate) for key, rate in named)
@@ -295,7 +314,7 @@ def measure(args: argparse.Namespace, book: Book, real: Any) -> None:
 
 
 def probe(args: argparse.Namespace, book: Book, real: Any, key: str, rate: float) -> bool:
-    """Serve a setting at a rate; False if no time is left to."""
+    """Serve a setting at a rate. Returns False, without a probe, if too little time is left."""
     dataset, slo, system = key.split()
     limit, window = slo_of(book, slo), window_of(dataset, args.small)
     if time.monotonic() - args.began + window + 3 > args.budget:
@@ -304,6 +323,7 @@ def probe(args: argparse.Namespace, book: Book, real: Any, key: str, rate: float
     records, steps = real.serve(config, load(dataset, rate, window, args.small), until=window)
     got: dict[str, Any] = dict(rate=rate, slo_ms=round(limit, 2), window=window) | figures(records, window)
     got["longest_step_ms"] = round(1e3 * max(step.seconds for step in steps), 2)
+    got["widest_step"] = max(sum(query for query, _ in step.segments) for step in steps)
     got["kept"] = sustained(got, limit)
     book.data["probes"].setdefault(key, []).append(got)
     book.write()
@@ -312,9 +332,9 @@ def probe(args: argparse.Namespace, book: Book, real: Any, key: str, rate: float
 
 
 def bracket(book: Book, key: str) -> tuple[float, float | None]:
-    """The highest rate of a setting that was kept, 0.0 for none, and the lowest above it that was not.
+    """The highest kept rate of a setting (0.0 for none), and the lowest rate above it that was not kept.
 
-    A rate that was probed several times is kept if it was each time.
+    A rate probed several times counts as kept if every probe was.
     """
     dataset, slo, system = key.split()
     under = (slo,) if system == "computed" else TIMES
@@ -327,7 +347,7 @@ def bracket(book: Book, key: str) -> tuple[float, float | None]:
 
 
 def following(predicted: float, known: tuple[float, float | None]) -> float | None:
-    """The next rate to probe, to three decimals, where the capacity is `known` to lie; None if that is near enough."""
+    """The next rate to probe, to three decimals, between the `known` bounds; None if they are near enough."""
     good, bad = known
     if good and bad and bad <= NEAR * good:
         return None
@@ -340,7 +360,7 @@ def following(predicted: float, known: tuple[float, float | None]) -> float | No
 
 
 def chunking(args: argparse.Namespace, book: Book, real: Any, longest: int) -> None:
-    """Sarathi-Serve's Figure 11: seconds of a prefill in chunks, over that of the whole prompt at once."""
+    """Sarathi-Serve's Figure 11: time of a prefill in chunks over that of the whole prompt at once."""
     book.data["chunking"] = []
     common = dict(max_model_len=longest, max_sequences=MOST_SEQUENCES, prefix_sharing=False)
     for prompt in PROMPTS:
@@ -361,28 +381,28 @@ def chunking(args: argparse.Namespace, book: Book, real: Any, longest: int) -> N
 
 
 def capacities(book: Book) -> dict[str, tuple[float, float | None]]:
-    """Where the capacity of each setting lies that a probe says something about."""
+    """The bounds of each setting that has probes."""
     keys = (f"{row} {slo} {system}" for row in WINDOWS for slo in TIMES for system in SYSTEMS)
     found = {key: bracket(book, key) for key in keys}
     return {key: known for key, known in found.items() if known != (0.0, None)}
 
 
 def between(good: float, bad: float | None) -> str:
-    """Where something lies, in words."""
+    """Two bounds in words."""
     if not good:
         return f"under {bad:.3g}"
     return f"{good:.3g} to {bad:.3g}" if bad else f"{good:.3g} or more"
 
 
 def gain(over: tuple[float, float | None], base: tuple[float, float | None]) -> str:
-    """How many times as much as `base`, in words."""
+    """Bounds of the ratio to `base`, in words."""
     least = over[0] / base[1] if base[1] else 0.0
     most = over[1] / base[0] if over[1] and base[0] else None
     return between(least, most) if least or most else "not bounded"
 
 
 def table(book: Book) -> list[str]:
-    """Capacities, probes and chunks, for the documentation; simulated figures in brackets."""
+    """Capacities, probes and chunks as tables, with simulated figures in parentheses."""
     found = capacities(book)
     lines = [
         "| data set | SLO | orca | prefill-first | computed | over orca | over prefill-first |",
@@ -423,7 +443,7 @@ def table(book: Book) -> list[str]:
 
 
 def draw(book: Book, out: Path) -> None:
-    """Where each capacity lies, and the overhead of chunking."""
+    """Plot the bounds of each capacity, and the overhead of chunking."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""An engine in this process on the real clock, for benchmarks: built once, its policy exchanged from run to run."""
+"""Engines in this process on the real clock: one whose policy changes between runs, and a record of every step."""
 
 from __future__ import annotations
 
@@ -11,22 +11,25 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from holdfast.core.columns import Columns
 from holdfast.core.config import EngineConfig
 from holdfast.core.cost import CostModel
+from holdfast.core.types import SequenceOutput
 from holdfast.engine.build import build
 from holdfast.engine.profiles import CostProfile
 from holdfast.lab.metrics import Record
 from holdfast.lab.simulator.reserve import Reserve
-from holdfast.lab.simulator.run import VOCAB_SIZE, Clients, make_scheduler
+from holdfast.lab.simulator.run import VOCAB_SIZE, Clients, engine_shape
 from holdfast.lab.simulator.shapes import ModelShape, model_named
 from holdfast.lab.workloads import Workload
+from holdfast.lm.scheduler.choice import make_scheduler
 from holdfast.lm.types import StepPlan, StepResult
 from holdfast.loop.contracts import Executor
 from holdfast.loop.loop import Loop
 
 
 def checkpoint_of(shape: ModelShape | str) -> str:
-    """A directory with the config.json of a known shape, for weights drawn at random; it is named after the shape."""
+    """A new directory, named after the shape, with its config.json, for random weights."""
     if isinstance(shape, str):
         shape = model_named(shape)
     directory = Path(tempfile.mkdtemp()) / shape.name
@@ -70,21 +73,21 @@ class WallClock:
 
 
 class Stepped(NamedTuple):
-    """A step as it was run. Times in seconds on the perf counter."""
+    """A step that ran. Times are seconds on the perf counter."""
 
     segments: tuple[tuple[int, int], ...]
     """(query, context) of each."""
     planned: float
-    """When its submission began."""
+    """Start of its submission."""
     submitted: float
     ended: float
-    """When its result was had."""
+    """When its result arrived."""
     seconds: float
-    """The device's own measure."""
+    """Measured by the device."""
 
 
 class Recorder:
-    """Goes around an executor and notes each step."""
+    """Wraps an executor and notes each step."""
 
     def __init__(self, inner: Executor) -> None:
         self._inner = inner
@@ -116,13 +119,10 @@ def spans_of(plan: StepPlan) -> tuple[tuple[int, int], ...]:
 
 
 class RealEngine:
-    """A model on this machine's device. Weights, cache and graphs stay from run to run, scheduler and memory do not."""
+    """A model on this machine's device. Runs share weights, cache and graphs; each has its own scheduler and memory."""
 
     def __init__(self, config: EngineConfig, *, profile: CostProfile | None = None) -> None:
-        """`config` must have room for all that later runs ask for: the widest step, the most sequences.
-
-        Without a `profile` the device is measured.
-        """
+        """`config` sets the widest step and the most sequences of all later runs. Without a `profile`, measures one."""
         loop, self.info = build(replace(config, prefix_sharing=False), measure=profile is None)
         profile = profile or CostProfile.load(Path(self.info.profile_path))
         self.executor = loop._executor
@@ -133,9 +133,15 @@ class RealEngine:
     def serve(
         self, config: EngineConfig, workload: Workload, *, concurrency: int | None = None, until: float = float("inf")
     ) -> tuple[list[Record], list[Stepped]]:
-        """What clients saw and what steps were run, with nobody else asking; stops `until` seconds have passed."""
+        """Serve a workload alone; stops after `until` seconds. Returns what clients saw, and the steps.
+
+        No step is wider than the engine was built for, whatever `config` allows.
+        """
         recorder, clock = Recorder(self.executor), WallClock()
-        loop = Loop(make_scheduler(config, self.profile), recorder, config.steps_in_flight, clock)
+        shape = engine_shape(config, self.profile)
+        shape = replace(shape, max_step_tokens=min(shape.max_step_tokens, self.executor.token_budget))
+        scheduler = make_scheduler(config, shape, self.profile.cost)
+        loop = Loop(scheduler, recorder, config.steps_in_flight, clock)
         clients = Clients(
             workload, loop, clock, vocab_size=min(self.info.vocab_size, VOCAB_SIZE), concurrency=concurrency
         )
@@ -152,15 +158,88 @@ class RealEngine:
         return clients.records, recorder.steps()
 
     def close(self) -> None:
-        """Let go of the device."""
+        """Free the device."""
         self.executor.close()
 
 
 def predicted(cost: CostModel, steps: list[Stepped]) -> list[float]:
-    """What the cost model says of the very steps that were run, one behind the other as they were, seconds."""
+    """Seconds that the cost model predicts for these steps, in their order and with their idle times."""
     reserve, taken, free_at = Reserve(cost.burst), [], 0.0
     for step in steps:
         idle = max(0.0, step.ended - step.seconds - free_at)
         taken.append(reserve.step(sum(query for query, _ in step.segments), cost.step(step.segments), idle))
         free_at = step.ended
     return taken
+
+
+NAMES = (
+    "step", "plan", "planned", "submitted", "collect", "collected", "updated", "seconds", "decodes", "context",
+    "prefill", "pairs", "chunks", "in", "out", "awaits", "waiting", "running", "arriving", "ready", "available",
+    "preempted", "copies",
+)  # fmt: skip
+"""Columns of a step record. Times are seconds on the monotonic clock, `seconds` those on the device. `context` counts
+the positions that decodes attend to, `pairs` those of all tokens of chunks together. Copies are (step, whether inwards,
+bytes, seconds), noted when they end."""
+
+
+class StepRecord:
+    """Records each step of a loop: host times, what the step held, device time. Costs 1 ms a step of 100 sequences."""
+
+    def __init__(self, loop: Loop) -> None:
+        self.rows: list[list[Any]] = []
+        self._under_way: dict[int, dict[str, Any]] = {}
+        self._scheduler, self._executor = loop._planner, loop._executor
+        self._inner = (
+            self._scheduler.schedule, self._scheduler.update, self._executor.submit, self._executor.collect
+        )  # fmt: skip
+        for holder, name in (
+            (self._scheduler, "schedule"), (self._scheduler, "update"),
+            (self._executor, "submit"), (self._executor, "collect"),
+        ):  # fmt: skip
+            setattr(holder, name, getattr(self, f"_{name}"))
+
+    def write(self, path: Path) -> None:
+        """Write the rows so far as JSON."""
+        rounded = [[round(value, 6) if isinstance(value, float) else value for value in row] for row in self.rows]
+        path.write_text(json.dumps(dict(names=NAMES, rows=rounded)))
+
+    def _schedule(self, now: float) -> StepPlan | None:
+        began = time.monotonic()
+        plan = self._inner[0](now)
+        if plan is None:
+            return None
+        row: dict[str, Any] = dict(step=plan.step, plan=began, planned=time.monotonic())
+        spans = [(segment.start, segment.stop) for segment in plan.segments]
+        chunks = [span for span in spans if span[1] - span[0] > 1]
+        queues, pool = self._scheduler._queues, self._scheduler._queues.pool
+        row |= dict(
+            decodes=len(spans) - len(chunks), context=sum(stop for start, stop in spans if stop - start == 1),
+            prefill=sum(stop - start for start, stop in chunks), chunks=len(chunks),
+            pairs=sum((stop - start) * (start + stop) // 2 for start, stop in chunks),
+            awaits=plan.awaits, waiting=len(queues.waiting), running=len(queues.running),
+            arriving=len(queues.swapping_in), ready=pool.allocatable, available=pool.available,
+            preempted=len(plan.preempted),
+        )  # fmt: skip
+        row["in"], row["out"] = len(plan.swap_in), len(plan.swap_out)
+        self._under_way[plan.step] = row
+        return plan
+
+    def _submit(self, plan: StepPlan) -> None:
+        self._inner[2](plan)
+        self._under_way[plan.step]["submitted"] = time.monotonic()
+
+    def _collect(self) -> StepResult:
+        began = time.monotonic()
+        result = self._inner[3]()
+        copies = [(copy.step, copy.inward, copy.bytes, round(copy.seconds, 6)) for copy in result.copies]
+        self._under_way[result.step] |= dict(
+            collect=began, collected=time.monotonic(), seconds=result.seconds, copies=copies
+        )
+        return result
+
+    def _update(self, plan: StepPlan, result: StepResult, now: float) -> Columns[SequenceOutput]:
+        outputs = self._inner[1](plan, result, now)
+        row = self._under_way.pop(plan.step)
+        row["updated"] = time.monotonic()
+        self.rows.append([row[name] for name in NAMES])
+        return outputs

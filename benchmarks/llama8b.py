@@ -1,14 +1,14 @@
-"""Holdfast on the work of the peers' table: a Llama-3-8B shape with random weights, token ids in, token ids out.
+"""Offline throughput and worst steps of a Llama-3-8B shape with random weights: token ids in, token ids out.
 
 usage: python benchmarks/llama8b.py [ROW ...] [--json FILE] [--repeat N] [any engine flag as --set name=value]
 rows:  bs1 bs32 bs128 chat prefill stall   (default: all), bs256 and, alone, start
 
-The prompts are drawn with the seeds of the peer's script, greedy, end-of-sequence ignored, in one process, so that a
-figure here stands beside the peer's of the same name. Prints one JSON line a measurement; the file also holds each
+Prompts use the seeds of the peer's script; greedy, end-of-sequence ignored, one process. So a figure compares with the
+peer's of the same name. Prints one JSON line a measurement; the file also holds each
 step of `stall`, where `prediction` is measured over predicted time of mixed steps: 5%, median and 95%.
 
-`start` begins new processes and takes the time until the first token of a first request, imports included: with an
-empty Triton cache, a temporary one of its own, and again with what that left there. `--qwen` takes Qwen3-0.6B's shape,
+`start` times new processes until the first token of a first request, imports included: with an empty Triton cache of
+its own, and again with the filled one. `--qwen` takes Qwen3-0.6B's shape,
 where the host has the least time for a step (`bs256`).
 """
 
@@ -30,8 +30,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from engine_options import add_engine_options
-from provenance import provenance
+from invocation import add_engine_options, provenance
 
 from holdfast.core.config import EngineConfig
 from holdfast.core.cost import CostModel
@@ -90,7 +89,7 @@ def request(name: str, prompt: tuple[int, ...], output: int) -> Request:
 
 
 def offline(loop: Loop, label: str, lengths: Lengths) -> dict[str, Any]:
-    """All requests at once; the time until the last has ended."""
+    """Seconds from submitting all requests at once until the last ends."""
     rng = random.Random(0)
     prompts = [draw(rng, tokens) for tokens, _ in lengths]
     steps: list[float] = []
@@ -124,7 +123,7 @@ def chat_lengths() -> Lengths:
 
 
 class Recorder:
-    """Stands before a loop's executor and notes of each step what was in it and what it took."""
+    """Wraps a loop's executor and notes each step's content and time."""
 
     def __init__(self, executor: Executor, cost: CostModel | None) -> None:
         self._executor, self._cost = executor, cost
@@ -154,7 +153,7 @@ class Recorder:
         return result
 
     def predict(self) -> None:
-        """Add to each step what the cost model says of it; afterwards, as it takes time."""
+        """Add the cost model's prediction to each step, after the run, since it takes time."""
         for step in self.steps:
             segments = step.pop("segments")
             if self._cost is not None:
@@ -236,7 +235,7 @@ def first_token(loop: Loop) -> dict[str, Any]:
 
 
 def starts(options: list[str], repeat: int) -> dict[str, Any]:
-    """New processes up to their first token: what each took by what it found compiled, and the stages of its start."""
+    """Start new processes; their times to the first token with an empty and a filled cache, and the stages."""
     runs = []
     for _ in range(repeat):
         with tempfile.TemporaryDirectory(prefix="triton-") as cache:

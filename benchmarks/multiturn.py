@@ -1,13 +1,13 @@
-"""Conversations with think time, in real time, over Holdfast's loop in this process, by the rules of the peer's driver.
+"""Conversations with think time, in real time, over Holdfast's loop in this process.
 
 usage: python benchmarks/multiturn.py [--modes stateless device tiers] (--rates 6 20 | --workload FILE) [--json FILE]
                                       [--device-gb 16] [--host-gb 32] [any engine option as --set name=value]
 
-Each turn's request carries the whole conversation as token ids, greedy, end-of-sequence ignored; the next turn comes
-its think time after the answer. What happens after `--warm` seconds counts, until `--until`. A mode is what is kept
-between turns: nothing, what the device holds, or what device and host hold. The model is a Llama-3-8B in shape with
-random weights; `--small` takes a small one, for a CPU, `--shape` changes either, and `--shorter` divides lengths. One
-JSON line a mode and rate.
+The rules are those of the peer's driver. Each request carries the whole conversation as token ids, greedy,
+end-of-sequence ignored; the next turn follows the answer by its think time. Seconds from `--warm` to `--until` count. A
+mode says what is kept between turns: nothing, blocks on the device, or blocks on device and host. The model is a
+Llama-3-8B shape with random weights; `--small` takes a small one for a CPU, `--shape` changes either, `--shorter`
+divides lengths. Prints one JSON line for each mode and rate.
 """
 
 from __future__ import annotations
@@ -27,10 +27,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engine_options import add_engine_options
+from in_real_time import StepRecord
+from invocation import add_engine_options, provenance
 from llama8b import LLAMA_3_8B
-from provenance import provenance
-from step_record import StepRecord
 
 from holdfast.core.config import EngineConfig
 from holdfast.core.types import Identity, Request, SamplingParams
@@ -84,7 +83,7 @@ def workload(rate: float, seconds: float, think: float, seed: int) -> Iterator[d
 
 
 def draw(rng: random.Random, count: int, vocabulary: int) -> tuple[int, ...]:
-    """Token ids far from the special ones; of a full-sized vocabulary those that the peer's driver draws."""
+    """Token ids away from the special ones; with a full vocabulary the same as the peer's driver draws."""
     return tuple(rng.randrange(10, min(100000, vocabulary)) for _ in range(count))
 
 
@@ -116,7 +115,7 @@ class Asked:
 
 @dataclass
 class Seen:
-    """What clients saw within the window; times in seconds."""
+    """Client-side figures within the window; times in seconds."""
 
     done: int = 0
     generated: int = 0
@@ -137,7 +136,7 @@ def converse(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> dict[str, Any]:
-    """Play the conversations for `until` seconds; the figures of what happened after `warm`."""
+    """Play the conversations for `until` seconds; returns the figures after `warm`."""
     rng, seen = random.Random(3), Seen()
     due = [(conversation["arrival_s"], number, 0) for number, conversation in enumerate(conversations)]
     heapq.heapify(due)
@@ -214,7 +213,7 @@ def figures(seen: Seen, seconds: float) -> dict[str, Any]:
 
 
 def moved(before: SchedulerStats, after: SchedulerStats) -> dict[str, int]:
-    """What the scheduler counted meanwhile."""
+    """Scheduler counters between two readings."""
     names = (
         "tokens_computed",
         "tokens_recovered",

@@ -1,12 +1,12 @@
-"""The products of a Llama-3-8B layer by number of tokens: which kernels cuBLAS takes, and how fast they are.
+"""The products of a Llama-3-8B layer by number of tokens: cuBLAS's kernels and their times.
 
     python benchmarks/products_gpu.py [--tokens 512 640 768] [--libraries cublas cublaslt] [--out result.jsonl]
 
-Each product over the weights of eight layers, as one CUDA graph, median of its replays; random activations and weights,
-as equal or zero ones take less power and run faster. `--seconds` then runs all products of a layer in turns for so
-long, for several numbers of tokens, and says what the first and the last tenth took: a GPU under power or heat limits
-slows down. `--pieces 896=512+384` compares a layer whose products are whole with one where each, or all, are computed
-in pieces of so many tokens, in turns under load. Writes one JSON line for each measurement.
+Each product runs over the weights of eight layers as one CUDA graph; medians of replays. Activations and weights are
+random: equal or zero ones take less power and run faster. `--seconds` then runs all products of a layer in turns for
+that long and prints the times of the first and the last tenth: a GPU at its power limit slows down. `--pieces
+896=512+384` compares whole products with one or all of them computed in pieces of so many tokens, in turns under load.
+Writes one JSON line for each measurement.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from provenance import provenance
+from invocation import provenance
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
@@ -55,7 +55,7 @@ class Products:
             first += tokens
 
     def graph(self, pieces: dict[str, list[int]]) -> torch.cuda.CUDAGraph:
-        """Of these products, in turns through the layers."""
+        """A graph of these products, in turns through the layers."""
         graph = torch.cuda.CUDAGraph()
         for name in pieces:
             self.run(name, 0, pieces[name])

@@ -1,46 +1,58 @@
 """Sarathi-Serve's evaluation by simulation: capacity (Figures 9, 10), ablations (Table 4), joining decodes (Figure 8).
 
-Run: python benchmarks/sarathi.py checks | capacity | ablation | joining [--requests 128] [--processes 2] [--json FILE]
+Run: python benchmarks/sarathi.py checks | joining
+     python benchmarks/sarathi.py capacity [--requests 512] [--models ...] [--systems ... [--add]] [--processes 2]
+     python benchmarks/sarathi.py ablation
+     python benchmarks/sarathi.py vary-capacity | vary-ablation [--vary NAME ...] [--seeds 0] [--lengths CSV]
 
-Everything runs Holdfast's own schedulers over its own memory on a virtual clock, on profiles derived from data sheets
-(holdfast/lab/simulator/roofline.py): none of these devices was at hand. `checks` holds the derived times against every time
+Holdfast's own schedulers run over its own memory on a virtual clock. None of the devices was at hand: profiles are
+derived from data sheets (holdfast/lab/simulator/roofline.py), and `checks` compares the derived times with every time
 that the paper's text states. The capacity is the highest Poisson rate at which P99 TBT stays within the SLO (Table 3)
-and the median request waits at most 2 s. Results and plots are written to benchmarks/results/.
+and the median request waits at most 2 s. `orca` and `vllm` are Holdfast's `orca` and `prefill-first` schedulers, not
+those systems. Results and plots go to benchmarks/results/.
+
+`vary-capacity` and `vary-ablation` change the set-up, one thing at a time or together, to find out why a figure differs
+from the paper's. Capacities are then of openchat_sharegpt4, where all ratios in the paper's text come from. What the
+authors ran is in github.com/microsoft/sarathi-serve, branch osdi-sarathi-serve, folder osdi-experiments. The lengths of
+their requests are in branch niyama_asplos2026, data/processed_traces/sharegpt_8k_filtered_stats_llama2_tokenizer.csv;
+`--lengths` takes that file in place of the distribution fitted to Table 2. Each call adds its rows to
+benchmarks/results/sarathi-varied.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import json
+import random
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from datetime import date
-from functools import cache, partial
+from functools import cache
 from math import inf
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, NamedTuple
+
+import papers
 
 from holdfast.core.config import EngineConfig
 from holdfast.lab import workloads
 from holdfast.lab.metrics import summary
-from holdfast.lab.planning import find_capacity
+from holdfast.lab.planning import TOLERANCE, find_capacity
 from holdfast.lab.simulator.deployment import Deployment, deploy
 from holdfast.lab.simulator.devices import DEVICES, LINKS, Link
 from holdfast.lab.simulator.roofline import derive
 from holdfast.lab.simulator.run import simulate
 from holdfast.lab.simulator.shapes import MODELS
-from holdfast.lab.workloads import DATASETS
+from holdfast.lab.workloads import DATASETS, Conversation, Turn, Workload
 
-RESULTS = Path(__file__).parent / "results"
 SHAREGPT, ARXIV = "openchat_sharegpt4", "arxiv_summarization"
-CLOSE = 0.02
-"""The search ends when its bounds are this close to one another."""
 CEILING = 4096
-"""The most tokens of a computed budget, shared out among the stages: larger steps are no cheaper, and leave bubbles."""
+"""Most tokens of a computed budget, divided among pipeline stages: larger steps are no cheaper and leave bubbles."""
 BUDGETS = {"strict": (512, 1024, 2048), "relaxed": (1536, 2048, 4096)}
-"""By SLO, the fixed budgets that are tried for the best; Sarathi-Serve's own among them."""
+"""By SLO, the fixed budgets tried; Sarathi-Serve's own are among them."""
 
 
 @dataclass(frozen=True)
@@ -50,26 +62,32 @@ class Setting:
     model: str
     layout: dict[str, Any]
     strict: float
+    """P99 TBT, seconds; `relaxed` too."""
     relaxed: float
-    """P99 TBT, seconds."""
+    start: float
+    """Requests a second at which the search begins."""
     relaxed_budget: int = 2048
+    most_of_orca: int = 16
+    """Sequences of Orca in the authors' configuration."""
+
+    def limit(self, slo: str) -> float:
+        """P99 TBT, seconds."""
+        return self.relaxed if slo == "relaxed" else self.strict
+
+    def budget(self, slo: str) -> int:
+        """The token budget that the paper fixes for this SLO."""
+        return self.relaxed_budget if slo == "relaxed" else 512
 
 
 A100S = {"device": "a100-80gb"}
+A40S = {"device": "a40", "tp": 4, "pp": 2, "link": "nvlink-pairs", "stage_link": "pcie4-staged"}
+"""NVLink in pairs: a ring over four devices goes over PCIe as well."""
+TWO_NODES = {**A100S, "tp": 4, "pp": 2, "link": "pcie4", "stage_link": "ethernet-100g-tcp"}
 SETTINGS = {
-    "Mistral-7B": Setting("mistral-7b", A100S, 0.1, 0.5),
-    "Yi-34B": Setting("yi-34b", {**A100S, "tp": 2}, 0.2, 1.0),
-    # NVLink in pairs: a ring over four devices goes over PCIe as well.
-    "LLaMA2-70B": Setting(
-        "llama-2-70b",
-        {"device": "a40", "tp": 4, "pp": 2, "link": "nvlink-pairs", "stage_link": "pcie4-staged"},
-        1.0,
-        5.0,
-        1536,
-    ),
-    "Falcon-180B": Setting(
-        "falcon-180b", {**A100S, "tp": 4, "pp": 2, "link": "pcie4", "stage_link": "ethernet-100g-tcp"}, 1.0, 5.0
-    ),
+    "Mistral-7B": Setting("mistral-7b", A100S, 0.1, 0.5, start=1.5),
+    "Yi-34B": Setting("yi-34b", {**A100S, "tp": 2}, 0.2, 1.0, start=0.6),
+    "LLaMA2-70B": Setting("llama-2-70b", A40S, 1.0, 5.0, start=0.25, relaxed_budget=1536, most_of_orca=8),
+    "Falcon-180B": Setting("falcon-180b", TWO_NODES, 1.0, 5.0, start=0.25, most_of_orca=8),
 }
 PAPER = {  # all that the text states; the bars of Figures 9 and 10 are not in it
     ("Mistral-7B", SHAREGPT, "strict", "orca"): 3.2,
@@ -82,16 +100,38 @@ TABLE_4 = {
     ARXIV: {"hybrid-only": (4.18, 1.76), "chunked-only": (4.86, 0.38), "stall-free": (3.03, 0.35)},
 }
 """P50 TTFT and P99 TBT in seconds."""
+SYSTEMS = {
+    "orca": "Orca",
+    "vllm": "vLLM",
+    "sarathi": "Sarathi",
+    "once": "computed once",
+    "computed": "computed each step",
+    "fixed": "best fixed (budget)",
+}
+"""Columns of `capacity`. `sarathi` has the paper's fixed budget. `once` computes the budget from the SLO at the start
+(Algorithm 3, lines 1 and 2), `computed` at every step."""
+VARIATIONS = papers.VARIATIONS | {
+    "ray": "9 ms more a step, 16 on A40s, as Vidur recorded of the host",
+    "orca": "Orca runs at most 16 sequences, 8 in the pipelines, as the authors' configurations say",
+    "slo": "the SLO is 5 and 25 times our own step of 32 decodes at 4k, the paper's rule",
+    "headroom": "1% of the blocks are kept for running sequences, vLLM's watermark, not 10%",
+    "rate": "ablation: the rates and the chunk of the authors' script, 1 and 0.5 requests/s and 512 tokens",
+}
+NAMED = ("Yi-34B/relaxed", "Yi-34B/strict", "Mistral-7B/strict", "Falcon-180B/strict")
+SAME_SET_UP = ("setting", "vary", "lengths", "requests", "seed")
+"""A later row replaces an earlier one that agrees in these."""
 
 
 @cache
-def deployed(name: str) -> Deployment:
-    """The models on the paper's devices."""
-    return deploy(SETTINGS[name].model, **SETTINGS[name].layout)
+def deployed(name: str, vary: tuple[str, ...] = ()) -> Deployment:
+    """The model on the paper's devices, varied."""
+    setting = SETTINGS[name]
+    seconds = (0.016 if setting.layout["device"] == "a40" else 0.009) if "ray" in vary else 0.0
+    return papers.deployed(setting.model, vary, step_seconds=seconds, **setting.layout)
 
 
 def engine(system: str, dataset: str, cache_tokens: int, slo: float) -> EngineConfig:
-    """The engine that stands for a system of the paper; `fixed-N` is a budget of N, `computed` one from the SLO."""
+    """The configuration that stands for a system; `fixed-N` is a budget of N. `slo` is in seconds."""
     longest = DATASETS[dataset].limit + 1
     common: dict[str, Any] = {"max_model_len": longest, "max_sequences": 128, "prefix_sharing": False}
     if system == "orca":  # no paging: as many sequences as fit at the longest length
@@ -99,140 +139,257 @@ def engine(system: str, dataset: str, cache_tokens: int, slo: float) -> EngineCo
         return EngineConfig(**common | {"max_sequences": most}, scheduler="orca")
     if system == "vllm":
         return EngineConfig(**common, scheduler="prefill-first", token_budget=longest)
+    if system == "once":
+        return EngineConfig(**common, token_budget="auto", tbt_target=slo * 1000)  # type: ignore[arg-type]
     if system == "computed":
         return EngineConfig(**common, tbt_target=slo * 1000)
     return EngineConfig(**common, token_budget=int(system.removeprefix("fixed-")))
 
 
-def served(name: str, dataset: str, config: EngineConfig, rate: float, requests: int) -> dict[str, Any]:
+def requests(dataset: str, count: int, seed: int, lengths: Path | None = None) -> Workload:
+    """Requests of a data set. Those of sharegpt come from the file if there is one, in an order drawn by `seed`."""
+    if lengths is None or dataset != SHAREGPT:
+        return workloads.sample_dataset(dataset, count, seed)
+    with lengths.open(newline="") as file:
+        turns = [Turn(int(row["num_prefill_tokens"]), int(row["num_decode_tokens"])) for row in csv.DictReader(file)]
+    turns = [turn for turn in turns if turn.prompt + turn.output <= DATASETS[dataset].limit]
+    return [Conversation(0.0, (turn,)) for turn in random.Random(seed).sample(turns, count)]
+
+
+def served(deployment: Deployment, config: EngineConfig, work: Workload, rate: float, seed: int) -> dict[str, Any]:
     """The figures of one simulated run."""
-    deployment = deployed(name)
     stages = len(deployment.pipeline.stages) if deployment.pipeline else 1
     profile = replace(deployment.profile, token_budget=CEILING // stages)
-    workload = workloads.poisson_arrivals(workloads.sample_dataset(dataset, requests, seed=0), rate, seed=0)
-    return summary(simulate(config, profile, workload, pipeline=deployment.pipeline).records)
+    arriving = workloads.poisson_arrivals(work, rate, seed)
+    return summary(simulate(config, profile, arriving, pipeline=deployment.pipeline).records)
 
 
-def capacity_of(task: tuple[str, str, str, str, int, float]) -> tuple[tuple[str, str, str, str], float]:
-    """The capacity of one system in one setting."""
-    name, dataset, slo, system, requests, start = task
-    limit = SETTINGS[name].relaxed if slo == "relaxed" else SETTINGS[name].strict
-    config = engine(system, dataset, deployed(name).profile.cache_tokens, limit)
-    run = partial(served, name, dataset, config, requests=requests)
-    found = find_capacity(run, limit * 1000, start=start, tolerance=CLOSE)
-    print(f"  {name} {dataset} {slo} {system}: {found:.3g}", file=sys.stderr, flush=True)
-    return (name, dataset, slo, system), found
+class Search(NamedTuple):
+    """A capacity to find."""
+
+    name: str
+    dataset: str
+    slo: str
+    system: str
+    requests: int
+    close: float = TOLERANCE
+    """The search ends when its bounds are this close to one another."""
+    vary: tuple[str, ...] = ()
+    seed: int = 0
+    lengths: Path | None = None
 
 
-START = {"Mistral-7B": 1.5, "Yi-34B": 0.6, "LLaMA2-70B": 0.25, "Falcon-180B": 0.25}
+def capacity_of(search: Search) -> tuple[Search, float]:
+    """The search, and the requests a second that it finds."""
+    name, dataset, slo, system, count, close, vary, seed, lengths = search
+    deployment, setting = deployed(name, vary), SETTINGS[name]
+    limit = setting.limit(slo)
+    if "slo" in vary:
+        limit = (25 if slo == "relaxed" else 5) * deployment.profile.cost.step([(1, 4096)] * 32)
+    config = engine(system, dataset, deployment.profile.cache_tokens, limit)
+    if "orca" in vary and system == "orca":
+        most = min(config.max_sequences, setting.most_of_orca)
+        config = replace(config, max_sequences=most)
+    if "headroom" in vary:
+        config = replace(config, headroom=0.01)
+    work = requests(dataset, count, seed, lengths)
+    found = find_capacity(
+        lambda rate: served(deployment, config, work, rate, seed), limit * 1000, start=setting.start, tolerance=close
+    )
+    print(f"  {name} {dataset} {slo} {system} {' '.join(vary)}: {found:.3g}", file=sys.stderr, flush=True)
+    return search, found
 
 
-def capacity(names: Iterable[str], requests: int, processes: int) -> list[dict[str, Any]]:
-    """Figures 9 and 10, and the best fixed budget beside the computed one."""
-    tasks = [
-        (name, dataset, slo, system, requests, START[name])
-        for dataset in (SHAREGPT, ARXIV)
-        for name in names
-        for slo in BUDGETS
-        for system in ("orca", "vllm", "computed", *(f"fixed-{budget}" for budget in BUDGETS[slo]))
-    ]
+def capacity(names: Iterable[str], systems: Sequence[str], count: int, processes: int) -> list[dict[str, Any]]:
+    """Figures 9 and 10, beside budgets computed from the SLO and the best fixed one."""
+    searches = []
+    for dataset in (SHAREGPT, ARXIV):
+        for name in names:
+            for slo in BUDGETS:
+                wanted = [system for system in systems if system not in ("sarathi", "fixed")]
+                if "fixed" in systems:
+                    wanted += [f"fixed-{budget}" for budget in BUDGETS[slo]]
+                elif "sarathi" in systems:
+                    wanted.append(f"fixed-{SETTINGS[name].budget(slo)}")
+                searches += [Search(name, dataset, slo, system, count, 0.02) for system in wanted]
     with get_context("spawn").Pool(processes) as pool:
-        found = dict(pool.imap_unordered(capacity_of, tasks))
+        found = dict(pool.imap_unordered(capacity_of, searches))
     rows = []
-    for name, dataset, slo in dict.fromkeys(task[:3] for task in tasks):
-        at = {key[3]: capacity for key, capacity in found.items() if key[:3] == (name, dataset, slo)}
-        best = max((at[f"fixed-{budget}"], budget) for budget in BUDGETS[slo])
-        at["sarathi"] = at[f"fixed-{SETTINGS[name].relaxed_budget if slo == 'relaxed' else 512}"]
-        rows.append(
-            {
-                "model": name,
-                "dataset": dataset,
-                "slo": slo,
-                "capacity": at,
-                "best_fixed": best[0],
-                "best_budget": best[1],
-            }
-        )
+    for name, dataset, slo in dict.fromkeys(search[:3] for search in searches):
+        at = {search.system: rate for search, rate in found.items() if search[:3] == (name, dataset, slo)}
+        if (own := f"fixed-{SETTINGS[name].budget(slo)}") in at:
+            at["sarathi"] = at[own]
+        row: dict[str, Any] = {"model": name, "dataset": dataset, "slo": slo, "capacity": at}
+        if "fixed" in systems:
+            row["best_fixed"], row["best_budget"] = max((at[f"fixed-{budget}"], budget) for budget in BUDGETS[slo])
+        rows.append(row)
     return rows
+
+
+def merged(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The old rows with the new capacities in them, then rows of new settings."""
+    rows = {(row["model"], row["dataset"], row["slo"]): row for row in old}
+    for row in new:
+        known = rows.setdefault((row["model"], row["dataset"], row["slo"]), row)
+        rows[row["model"], row["dataset"], row["slo"]] = known | row | {"capacity": known["capacity"] | row["capacity"]}
+    return list(rows.values())
 
 
 def ratio(over: float, under: float) -> float:
     """How many times; infinity over nothing."""
-    return over / under if under else float("inf")
+    return over / under if under else inf
 
 
 def show_capacity(rows: list[dict[str, Any]]) -> list[str]:
-    """The table: queries a second, ratios, the paper's beside ours."""
-    lines = [
-        "| model | data set | SLO | Orca | vLLM | Sarathi | best fixed (budget) | computed | Sarathi/Orca (paper) | "
-        "Sarathi/vLLM (paper) | computed/best fixed |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    """The table: requests a second, ratios, the paper's beside ours; a dash for a system that did not run."""
+    over = (("sarathi", "orca"), ("sarathi", "vllm"), ("computed", "fixed"), ("once", "computed"))
+    heads = ["model", "data set", "SLO", *SYSTEMS.values(), *(f"{SYSTEMS[a]} / {SYSTEMS[b]}" for a, b in over)]
+    lines = [f"| {' | '.join(heads)} |".replace(" (budget) |", " |"), "|---" * len(heads) + "|"]
     for row in rows:
-        at, key = row["capacity"], (row["model"], row["dataset"], row["slo"])
-        paper = {system: f" ({PAPER[*key, system]})" if (*key, system) in PAPER else "" for system in ("orca", "vllm")}
-        cells = [*key, *(f"{at[system]:.3g}" for system in ("orca", "vllm", "sarathi"))]
-        cells += [f"{row['best_fixed']:.3g} ({row['best_budget']})", f"{at['computed']:.3g}"]
-        cells += [f"{ratio(at['sarathi'], at[system]):.2f}{paper[system]}" for system in ("orca", "vllm")]
-        cells.append(f"{ratio(at['computed'], row['best_fixed']):.2f}")
+        at, key = dict(row["capacity"]), (row["model"], row["dataset"], row["slo"])
+        if "best_fixed" in row:
+            at["fixed"] = row["best_fixed"]
+        cells = [*key, *(f"{at[system]:.3g}" if system in at else "-" for system in SYSTEMS)]
+        if "fixed" in at:
+            cells[-1] += f" ({row['best_budget']})"
+        for one, other in over:
+            stated = f" ({PAPER[*key, other]})" if one == "sarathi" and (*key, other) in PAPER else ""
+            cells.append(f"{ratio(at[one], at[other]):.2f}{stated}" if {one, other} <= at.keys() else "-")
         lines.append(f"| {' | '.join(cells)} |")
+    both = [row["capacity"] for row in rows if {"orca", "vllm"} <= row["capacity"].keys()]
+    if both:
+        above = sum(at["vllm"] > at["orca"] for at in both)
+        lines.append(f"\nvLLM serves more than Orca in {above} of {len(both)} rows; the paper has it clearly ahead.")
     for name, stated in PAPER_BEST.items():
-        of = [row["capacity"] for row in rows if row["model"] == name]
-        if of:
-            most = max(ratio(at["sarathi"], at[system]) for at in of for system in ("orca", "vllm"))
-            lines.append(f"\n{name}: at most {most:.2f} times a baseline; the paper says up to {stated}.")
+        of = [at for row, at in ((row, row["capacity"]) for row in rows) if row["model"] == name and "sarathi" in at]
+        ratios = [ratio(at["sarathi"], at[system]) for at in of for system in ("orca", "vllm") if system in at]
+        if ratios:
+            lines.append(f"\n{name}: at most {max(ratios):.2f} times a baseline; the paper says up to {stated}.")
     return lines
 
 
-def ablation(requests: int = 128) -> list[dict[str, Any]]:
-    """Table 4. The paper gives no rate: it is set, for each data set, so that our combined P50 TTFT is the paper's."""
-    rows = []
-    for dataset, systems in TABLE_4.items():
-        longest = DATASETS[dataset].limit + 1
+def ablation(vary: tuple[str, ...] = (), seed: int = 0, lengths: Path | None = None) -> dict[str, Any]:
+    """Table 4: P50 TTFT and P99 TBT in seconds by data set and scheduler, and the rates.
 
-        def at(rate: float, scheduler: Any, dataset: str = dataset, longest: int = longest) -> dict[str, Any]:
-            config = EngineConfig(
-                max_model_len=longest, max_sequences=128, prefix_sharing=False, scheduler=scheduler, token_budget=1024
-            )
-            return served("Yi-34B", dataset, config, rate, requests)
+    The paper gives no rate. For each data set it is the one at which stall-free batching has the paper's P50 TTFT.
+    """
+    deployment, cells, rates = deployed("Yi-34B", vary), {}, {}
+    for dataset, systems in TABLE_4.items():
+        work = requests(dataset, 128, seed, lengths)
+        common: dict[str, Any] = {"max_model_len": DATASETS[dataset].limit + 1, "max_sequences": 128}
+        common |= {"prefix_sharing": False, "token_budget": 512 if "rate" in vary else 1024}
+
+        def at(rate: float, scheduler: Any, common: Any = common, work: Workload = work) -> tuple[float, float]:
+            figures = served(deployment, EngineConfig(**common, scheduler=scheduler), work, rate, seed)
+            return figures["median_ttft_ms"] / 1000, figures["p99_itl_ms"] / 1000
 
         low, high = 0.05, 4.0
+        if "rate" in vary:
+            low = high = 1.0 if dataset == SHAREGPT else 0.5
         while high / low > 1.02:
             middle = (low * high) ** 0.5
-            if at(middle, "stall-free")["median_ttft_ms"] / 1000 < systems["stall-free"][0]:
+            if at(middle, "stall-free")[0] < systems["stall-free"][0]:
                 low = middle
             else:
                 high = middle
-        for scheduler, (ttft, tbt) in systems.items():
-            figures = at(low, scheduler)
-            ours = {"p50_ttft": figures["median_ttft_ms"] / 1000, "p99_tbt": figures["p99_itl_ms"] / 1000}
-            rows.append(
-                {
-                    "dataset": dataset,
-                    "scheduler": scheduler,
-                    "rate": low,
-                    "paper": {"p50_ttft": ttft, "p99_tbt": tbt},
-                    **ours,
-                }
-            )
-    return rows
+        rates[dataset] = low
+        cells[dataset] = {scheduler: at(low, scheduler) for scheduler in systems}
+    return {"rates": rates, "cells": cells}
 
 
-def show_ablation(rows: list[dict[str, Any]]) -> list[str]:
+def show_ablation(found: dict[str, Any]) -> list[str]:
     """Table 4 beside ours."""
     lines = [
         "| data set | scheduler | P50 TTFT, s (paper) | ours | P99 TBT, s (paper) | ours | off |",
         "|---|---|---|---|---|---|---|",
     ]
-    for row in rows:
-        paper = row["paper"]
-        off = " / ".join(f"{row[key] / paper[key] - 1:+.0%}" for key in ("p50_ttft", "p99_tbt"))
-        lines.append(
-            f"| {row['dataset']} ({row['rate']:.2f}/s) | {row['scheduler']} "
-            f"| {paper['p50_ttft']} | {row['p50_ttft']:.2f} | "
-            f"{paper['p99_tbt']} | {row['p99_tbt']:.2f} | {off} |"
-        )
+    for dataset, systems in TABLE_4.items():
+        for scheduler, paper in systems.items():
+            ours, rate = found["cells"][dataset][scheduler], found["rates"][dataset]
+            off = " / ".join(f"{mine / stated - 1:+.0%}" for mine, stated in zip(ours, paper, strict=True))
+            shown = f"{paper[0]} | {ours[0]:.2f} | {paper[1]} | {ours[1]:.2f} | {off}"
+            lines.append(f"| {dataset} ({rate:.2f}/s) | {scheduler} | {shown} |")
     return lines
+
+
+def vary(args: argparse.Namespace) -> None:
+    """Add the varied rows that are asked for to those of earlier calls, and show them all."""
+    stem, about, varied = papers.RESULTS / "sarathi-varied", papers.origin(args.lengths), tuple(args.vary)
+    kept = json.loads(stem.with_suffix(".json").read_text()) if stem.with_suffix(".json").exists() else {}
+    kept = {"capacity": [], "ablation": []} | kept
+    for seed in args.seeds:
+        row = about | {"vary": args.vary, "lengths": told(args.lengths), "seed": seed}
+        if args.part == "vary-ablation":
+            kept["ablation"].append(row | ablation(varied, seed, args.lengths))
+            continue
+        for setting in args.settings:
+            name, slo = setting.split("/")
+            found = {}
+            for system in ("orca", "vllm", "sarathi"):
+                run = f"fixed-{SETTINGS[name].budget(slo)}" if system == "sarathi" else system
+                search = Search(name, SHAREGPT, slo, run, args.requests, TOLERANCE, varied, seed, args.lengths)
+                found[system] = capacity_of(search)[1]
+            kept["capacity"].append(row | {"setting": setting, "requests": args.requests, "capacity": found})
+    for part, rows in kept.items():
+        kept[part] = list({json.dumps([row.get(name) for name in SAME_SET_UP]): row for row in rows}.values())
+    lines = [*show_varied_capacity(kept["capacity"]), "", *show_varied_ablation(kept["ablation"])]
+    stem.with_suffix(".json").write_text(json.dumps(kept, indent=1) + "\n")
+    stem.with_suffix(".md").write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
+
+
+def show_varied_capacity(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """A line for each setting and variation: the median over seeds, and the range where there are several."""
+    lines = [
+        "| setting | varied | lengths | requests | seeds | Orca | vLLM | Sarathi | /Orca (paper) | /vLLM (paper) |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    alike: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in sorted(rows, key=lambda row: NAMED.index(row["setting"])):
+        key = (row["setting"], " + ".join(row["vary"]) or "as ours", row["lengths"], row["requests"])
+        alike.setdefault(key, []).append(row["capacity"])
+
+    def spread(values: list[float]) -> str:
+        middle = f"{median(values):.3g}"
+        return middle if len(values) == 1 else f"{middle} ({min(values):.3g} to {max(values):.3g})"
+
+    for key, found in alike.items():
+        name, slo = key[0].split("/")
+        cells = [
+            *map(str, key),
+            str(len(found)),
+            *(spread([at[system] for at in found]) for system in ("orca", "vllm", "sarathi")),
+        ]
+        for system in ("orca", "vllm"):
+            stated = PAPER.get((name, SHAREGPT, slo, system), PAPER_BEST.get(name, 0.0))
+            at_most = "" if (name, SHAREGPT, slo, system) in PAPER else "at most "
+            cells.append(f"{spread([ratio(at['sarathi'], at[system]) for at in found])} [{at_most}{stated}]")
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def show_varied_ablation(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """A line for each variation and data set: P50 TTFT and P99 TBT of each scheduler, s."""
+    lines = [
+        "| data set | varied | lengths | seed | requests/s | hybrid-only | chunked-only | stall-free |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for dataset, systems in TABLE_4.items():
+        paper = [f"{ttft:.2f} / {tbt:.2f}" for ttft, tbt in systems.values()]
+        lines.append(f"| {dataset} | the paper | | | | {' | '.join(paper)} |")
+        for row in rows:
+            if dataset == ARXIV and row["lengths"] != told(None):
+                continue  # the authors' lengths of these are not published
+            varied = " + ".join(row["vary"]) or "as ours"
+            cells = [f"{ttft:.2f} / {tbt:.2f}" for ttft, tbt in row["cells"][dataset].values()]
+            rate = f"{row['rates'][dataset]:.2f}"
+            lines.append(f"| {' | '.join([dataset, varied, row['lengths'], str(row['seed']), rate, *cells])} |")
+    return lines
+
+
+def told(lengths: Path | None) -> str:
+    """Where the lengths come from."""
+    return "authors'" if lengths else "fitted"
 
 
 def joining() -> list[dict[str, Any]]:
@@ -367,29 +524,21 @@ def plot_capacity(rows: list[dict[str, Any]], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     names = list(dict.fromkeys(row["model"] for row in rows))
-    shown = {
-        "orca": "Orca",
-        "vllm": "vLLM",
-        "sarathi": "Sarathi-Serve",
-        "best": "best fixed budget",
-        "computed": "computed",
-    }
-    colors = ("#b0b7c3", "#7f8fa9", "#4c78a8", "#72b7b2", "#e45756")
+    colors = ("#b0b7c3", "#7f8fa9", "#4c78a8", "#f2a65a", "#e45756", "#72b7b2")
     figure, axes = plt.subplots(2, len(names), figsize=(3.6 * len(names), 6), squeeze=False, layout="constrained")
     for column, name in enumerate(names):
         for line, dataset in enumerate((SHAREGPT, ARXIV)):
             axis = axes[line][column]
             of = [row for row in rows if (row["model"], row["dataset"]) == (name, dataset)]
-            axis.set_visible(bool(of))
-            for index, (system, title) in enumerate(shown.items()):
-                heights = [row["best_fixed"] if system == "best" else row["capacity"][system] for row in of]
-                places = [at + (index - 2) * 0.16 for at in range(len(of))]
-                axis.bar(places, heights, 0.15, label=title, color=colors[index])
+            for index, (system, title) in enumerate(SYSTEMS.items()):
+                heights = [(row["capacity"] | {"fixed": row.get("best_fixed", 0)}).get(system, 0) for row in of]
+                places = [at + (index - 2.5) * 0.14 for at in range(len(of))]
+                axis.bar(places, heights, 0.13, label=title.removesuffix(" (budget)"), color=colors[index])
             axis.set_xticks(range(len(of)), [f"{row['slo']} SLO" for row in of])
             axis.set_title(f"{name}, {dataset.split('_')[0]}", fontsize=10)
             axis.spines[["top", "right"]].set_visible(False)
-        axes[0][0].set_ylabel("capacity, requests/s")
-        axes[1][0].set_ylabel("capacity, requests/s")
+    for line in axes:
+        line[0].set_ylabel("capacity, requests/s")
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False)
     figure.savefig(path, dpi=130)
@@ -398,34 +547,34 @@ def plot_capacity(rows: list[dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("checks", "capacity", "ablation", "joining"))
+    parser.add_argument("part", choices=("checks", "capacity", "ablation", "joining", "vary-capacity", "vary-ablation"))
     parser.add_argument("--models", nargs="+", default=list(SETTINGS), choices=SETTINGS)
+    parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=SYSTEMS)
+    parser.add_argument("--add", action="store_true", help="add these capacities to those that the JSON file has")
     parser.add_argument("--requests", type=int, default=128)
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON, the table and the plot")
+    parser.add_argument("--out", type=Path, default=papers.RESULTS, help="folder for the JSON, the table and the plot")
+    parser.add_argument("--settings", nargs="+", default=list(NAMED), choices=NAMED, help="of vary-capacity")
+    parser.add_argument("--vary", nargs="+", default=[], choices=VARIATIONS)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="of the varied parts")
+    parser.add_argument("--lengths", type=Path, help="CSV with num_prefill_tokens, num_decode_tokens")
     args = parser.parse_args()
-
-    rows: list[dict[str, Any]]
+    stem = args.out / f"sarathi-{args.part}"
     match args.part:
         case "checks":
-            rows = checks()
-            lines = show_checks(rows)
-        case "capacity":
-            rows = capacity(args.models, args.requests, args.processes)
-            lines = show_capacity(rows)
+            papers.save(stem, rows := checks(), show_checks(rows))
+        case "joining":
+            papers.save(stem, rows := joining(), show_joining(rows))
         case "ablation":
-            rows = ablation()
-            lines = show_ablation(rows)
+            papers.save(stem, found := ablation(), show_ablation(found))
+        case "capacity":
+            rows = capacity(args.models, args.systems, args.requests, args.processes)
+            if args.add:
+                rows = merged(json.loads(stem.with_suffix(".json").read_text())["rows"], rows)
+            papers.save(stem, rows, show_capacity(rows))
+            plot_capacity(rows, stem.with_suffix(".png"))
         case _:
-            rows = joining()
-            lines = show_joining(rows)
-    print("\n".join(lines))
-    today, command = date.today().isoformat(), "python benchmarks/sarathi.py " + " ".join(sys.argv[1:])
-    stem = args.out / f"sarathi-{args.part}"
-    stem.with_suffix(".json").write_text(json.dumps({"date": today, "command": command, "rows": rows}, indent=1) + "\n")
-    stem.with_suffix(".md").write_text(f"`{command}`, {today}\n\n" + "\n".join(lines) + "\n")
-    if args.part == "capacity":
-        plot_capacity(rows, stem.with_suffix(".png"))
+            vary(args)
 
 
 if __name__ == "__main__":

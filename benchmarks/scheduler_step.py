@@ -1,17 +1,23 @@
-"""Time that the scheduler takes for one step of decodes: 256 sequences run, 1,000 requests wait.
+"""Python time of scheduling: a step of decodes (256 sequences run, 1,000 wait), or a choice of chunks to evict.
 
-Wall time includes interference by other processes, the thread's CPU time does not. `latency-target` is the default
-scheduler with a latency target.
+Run: python benchmarks/scheduler_step.py [steps] [--schedulers stall-free latency-target ...]
+     python benchmarks/scheduler_step.py evictions [--conversations 100000]
+
+Wall time counts other work of the machine, the thread's CPU time does not. `latency-target` is stall-free with a target.
+`evictions` times each eviction order over idle conversations.
 """
 
 import argparse
 import gc
+import random
 import statistics
 import time
+from functools import partial
 
 from holdfast.core.cost import CostModel
 from holdfast.core.types import Request, SamplingParams
 from holdfast.lm.memory.block_pool import BlockPool
+from holdfast.lm.memory.retention import EVICTIONS, Retention, RetentionRule, cost_by_position
 from holdfast.lm.scheduler.builder import Policy
 from holdfast.lm.scheduler.choice import NAMES, capacity_of, make_policy
 from holdfast.lm.scheduler.policies import LatencyTarget
@@ -30,7 +36,8 @@ COST = CostModel(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", choices=("steps", "evictions"), default="steps")
     parser.add_argument("--running", type=int, default=256)
     parser.add_argument("--waiting", type=int, default=1000)
     parser.add_argument("--block-size", type=int, default=16)
@@ -39,14 +46,19 @@ def main() -> None:
     parser.add_argument(
         "--schedulers", nargs="+", choices=(*NAMES, "latency-target"), default=(*NAMES, "latency-target")
     )
+    parser.add_argument("--conversations", type=int, default=100_000, help="of evictions: idle ones")
+    parser.add_argument("--chunks", type=int, default=100, help="of evictions: chunks of one choice")
+    parser.add_argument("--choices", type=int, default=100, help="of evictions")
     options = parser.parse_args()
+    if options.what == "evictions":
+        evictions(options)
+        return
     for name in options.schedulers:
         measure(name, options)
 
 
 def measure(name: str, options: argparse.Namespace) -> None:
-    """Time steps under one policy, and print what they took."""
-
+    """Time steps under one policy, and print the times."""
     prompt, warm_up = 512, 64
     length = prompt + warm_up + options.steps + 2
     if name == "latency-target":
@@ -101,6 +113,39 @@ def measure(name: str, options: argparse.Namespace) -> None:
             f"best {min(cpu[part]):4.0f}, median {statistics.median(cpu[part]):4.0f}, p99 {p99:4.0f}",
             flush=True,
         )
+
+
+def fill(rule: RetentionRule, conversations: int, draw: random.Random) -> tuple[Retention, int]:
+    """Idle conversations of 1 to 8 chunks (one in a hundred of up to 1,000), released one after the other."""
+    retention, block = Retention(rule), 0
+    for number in range(conversations):
+        chunks = draw.randint(200, 1000) if number % 100 == 0 else draw.randint(1, 8)
+        for index in range(chunks * rule.chunk_blocks):
+            retention.add(block, index, number / 100, number)
+            block += 1
+    return retention, block
+
+
+def evictions(options: argparse.Namespace) -> None:
+    """Time choices of chunks to evict, by order."""
+    print(f"{options.conversations:,} idle conversations; {options.choices} choices of {options.chunks} chunks each")
+    for name, eviction in EVICTIONS.items():
+        rule = RetentionRule(eviction, cost=partial(cost_by_position, balance=16384))
+        gc.disable()
+        retention, blocks = fill(rule, options.conversations, random.Random(0))
+        now, taken = options.conversations / 100, []
+        for _ in range(options.choices):
+            now += 0.05
+            before = time.perf_counter()
+            victims = retention.victims(now)
+            for _ in range(options.chunks):
+                assert victims.take() is not None
+            taken.append((time.perf_counter() - before) * 1e3)
+        median, p95 = statistics.median(taken), statistics.quantiles(taken, n=20)[18]
+        print(f"{name:>17}: {blocks:,} blocks, median {median:.3f} ms a choice, p95 {p95:.3f} ms")
+        del retention
+        gc.enable()
+        gc.collect()
 
 
 if __name__ == "__main__":

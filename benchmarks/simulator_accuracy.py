@@ -1,15 +1,14 @@
-"""The simulator beside the real engine: one workload and its arrivals through both, and how far they differ.
+"""Error of the simulator: one workload with its arrivals through the simulator and the real engine.
 
 Run: python benchmarks/simulator_accuracy.py --device cpu [--model DIR] [--requests 60]
      python benchmarks/simulator_accuracy.py --device cuda [--shape llama-3-8b] [--seconds 25] [--profile FILE]
 
-The device is measured first, unless a profile is given; with `--schedulers` and none, that is all. Requests arrive by a
-Poisson process at `--load` of what the profile says the device can do: on a CPU with 32 to 256 prompt tokens and 8 to
-48 generated ones, on CUDA with lengths as of `--dataset`. Both run in one process on the same schedulers; nobody else
-should use the machine. Besides what clients see, each step that was really run is held against what the cost model says
-of it: measured over predicted by kind of step, and what the loop takes beyond the device. A second table has the cost
-model's steps as much longer or shorter as those of the run were in the same half second: a machine whose own pace
-changes is told apart from a simulator that queues otherwise.
+The device is measured first, unless a profile is given; `--schedulers` without names stops there. Requests arrive by a
+Poisson process at `--load` times the profile's capacity: on a CPU with 32 to 256 prompt tokens and 8 to 48 generated
+ones, on CUDA with the lengths of `--dataset`. Both run in one process on the same schedulers; leave the machine alone
+meanwhile. Each real step is also compared with the cost model: measured over predicted by kind of step, and the loop's
+time beyond the device. A second table scales the cost model by the pace of the real steps in the same half second:
+this separates a machine whose pace changes from a simulator that queues wrongly.
 """
 
 from __future__ import annotations
@@ -143,7 +142,7 @@ def requests(args: argparse.Namespace, count: int) -> Workload:
 
 
 def capacity(args: argparse.Namespace, profile: CostProfile, common: dict[str, Any]) -> float:
-    """Requests a second that the profile gives when so many are under way all the time."""
+    """Requests a second by the profile with a constant number under way."""
     workload = requests(args, 8 * CLOSED)
     outcome = simulate(EngineConfig(**common), profile, workload, concurrency=common["max_sequences"])
     return len(workload) / outcome.seconds
@@ -165,7 +164,7 @@ def compare(
 
 
 def pace_of(cost: CostModel, steps: list[Stepped], workload: Workload) -> Callable[[float], float]:
-    """Measured over predicted time of the steps begun about a time, in seconds as the workload's arrivals."""
+    """Measured over predicted time of the steps around a moment, in seconds of the workload."""
     start = steps[0].planned - min(conversation.arrival for conversation in workload)
     real: dict[int, float] = defaultdict(float)
     expected: dict[int, float] = defaultdict(float)
@@ -179,12 +178,12 @@ def pace_of(cost: CostModel, steps: list[Stepped], workload: Workload) -> Callab
 
 
 def at_pace(real: dict[str, Any], simulated: dict[str, Any]) -> dict[str, Any]:
-    """How far the simulator is off where its steps are as long as the real ones about then: the rest of what it is."""
+    """The simulator's error when its steps run at the pace of the real ones at that moment."""
     return dict(off_at_pace={name: round(simulated[name] / real[name] - 1, 4) for name in SHOWN})
 
 
 def kind(step: Stepped) -> str:
-    """Decodes by their number, others by tokens, to the next power of two."""
+    """Kind of a step: decodes by count, others by tokens, rounded up to a power of two."""
     tokens = sum(query for query, _ in step.segments)
     size = 1 << (tokens - 1).bit_length()
     return f"decodes {size}" if tokens == len(step.segments) else f"mixed {size}"
@@ -209,7 +208,7 @@ def by_kind(cost: CostModel, steps: list[Stepped]) -> dict[str, dict[str, float]
 
 
 def between(steps: list[Stepped]) -> dict[str, float]:
-    """What a step takes beyond the device where the next one was submitted in time, and the host's parts, ms."""
+    """Milliseconds of a step beyond the device if the next was submitted in time, and the host's parts."""
     after = [
         after.ended - before.ended - after.seconds
         for before, after in pairwise(steps)
@@ -231,7 +230,7 @@ def between(steps: list[Stepped]) -> dict[str, float]:
 
 
 def shown(result: dict[str, Any]) -> list[str]:
-    """A run for people."""
+    """A run as readable text."""
     lines = [f"{'':14}" + "".join(f"{name.removesuffix('_ms'):>13}" for name in SHOWN)]
     for who in ("real", "simulated"):
         lines.append(f"{who + ', ms':14}" + "".join(f"{result[who][name]:13.2f}" for name in SHOWN))

@@ -1,13 +1,13 @@
-"""Where a step's time goes on a GPU: kernels by name, and the gaps between them, of decodes and of prefills.
+"""Where a step's time goes on a GPU: kernels by name and the gaps between them, for decodes and prefills.
 
     python benchmarks/step_breakdown.py [--batches 1 32 256] [--out after.json] [--before before.json] [--plot out.png]
     python benchmarks/step_breakdown.py --batches --prefill 2048 8192 --out prefill.json    # by token budget
     python benchmarks/step_breakdown.py --batches --mixed 64 256 --out mixed.json           # by tokens of the prompt
 
-The shape is Llama-3-8B's with random weights, decodes at prompts of 512 tokens, prefills of 8,192. PyTorch's profiler
-stretches a step somewhat: its wall time stands beside that of steps that were not watched. Of prefills, the clock and
-the power of the GPU are read while they run, not watched. Mixed steps are whole steps of 128 decodes at contexts of
-600 to 1,200, and of half as much, with so many tokens of a prompt or without, in turns. Prints a table, writes JSON;
+The shape is Llama-3-8B's with random weights, decodes at prompts of 512 tokens, prefills of 8,192. PyTorch's
+profiler lengthens a step somewhat, so the time of steps without it is printed too. During unprofiled prefills the clock
+and power of the GPU are read. Mixed steps are whole steps of 128 decodes at contexts of 600 to 1,200, and of half as
+much, with and without so many prompt tokens, in turns. Prints a table, writes JSON;
 `--plot` draws the decodes of both JSONs (or the one there is) as stacked bars, and needs no GPU where `--after` names a
 result.
 """
@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from invocation import provenance
 from llama8b import LLAMA_3_8B, draw, offline, request
-from provenance import provenance
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 from torch.profiler import profile as torch_profile
@@ -72,7 +72,7 @@ def kind_of(name: str) -> str:
 
 
 def start(loop: Loop, batch: int) -> None:
-    """`batch` sequences that have been prefilled and decode."""
+    """Prefill `batch` sequences and start their decodes."""
     rng = random.Random(batch)
     stamp = time.monotonic()
     for index in range(batch):
@@ -87,7 +87,7 @@ def finish(loop: Loop) -> None:
 
 
 def breakdown(loop: Loop, batch: int, steps: int) -> dict[str, Any]:
-    """Microseconds of one step by kind and by kernel, and the spans they were measured in."""
+    """Microseconds of one step by kind and by kernel, and the measured spans."""
     start(loop, batch)
     times = []
     for _ in range(steps):
@@ -107,8 +107,8 @@ def breakdown(loop: Loop, batch: int, steps: int) -> dict[str, Any]:
 
 
 def prefill(loop: Loop, budget: int, prompts: int) -> dict[str, Any]:
-    """Microseconds of one prompt by kind and by kernel, at this token budget; one of which nothing else is decoded."""
-    policy = loop._scheduler._policy
+    """Microseconds of one prompt, alone, by kind and by kernel, at this token budget."""
+    policy = loop._planner._policy
     assert isinstance(policy, StallFree)
     policy.token_budget, before = budget, policy.token_budget
     rng = random.Random(budget)
@@ -152,7 +152,7 @@ def tables(block_size: int, longest: int) -> tuple[TableWrite, ...]:
 def timed(
     executor: PagedExecutor, parts: list[tuple[int, int]], steps: int, writes: tuple[TableWrite, ...] = ()
 ) -> list[float]:
-    """Milliseconds of each step on the device, two in flight; row by row these positions, of random tokens."""
+    """Milliseconds of each step on the device, two in flight; each row has these positions and random tokens."""
     rng, greedy = random.Random(len(parts)), Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
     segments = tuple(
         Segment(str(row), row if stop - start == 1 else DECODES, start, stop, draw(rng, stop - start), greedy)
@@ -168,7 +168,7 @@ def timed(
 
 
 def mixed(loop: Loop, chunks: list[int], steps: int) -> list[dict[str, Any]]:
-    """Milliseconds and kernels of steps of decodes with each chunk and without, at the contexts and at half of them."""
+    """Milliseconds and kernels of decode steps with and without each chunk, at the contexts and at half of them."""
     executor = loop._executor
     assert isinstance(executor, PagedExecutor)
     kinds = [(chunk, share) for chunk in (0, *chunks) for share in (1.0, 0.5)]
@@ -199,7 +199,7 @@ def mixed(loop: Loop, chunks: list[int], steps: int) -> list[dict[str, Any]]:
 
 @contextmanager
 def clocks() -> Iterator[list[dict[str, float]]]:
-    """What the GPU's clock, power and temperature are, every 20 ms; filled when the context ends."""
+    """Clock, power and temperature of the GPU every 20 ms; filled when the context ends."""
     query = "--query-gpu=clocks.sm,power.draw.instant,temperature.gpu"
     command = ["nvidia-smi", query, "--format=csv,noheader,nounits", "-lms", "20"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -216,7 +216,7 @@ def clocks() -> Iterator[list[dict[str, float]]]:
 
 
 def watched(profiler: torch_profile, *, per: int) -> dict[str, Any]:
-    """Microseconds by kind and by kernel of what was watched, over `per`."""
+    """Microseconds by kind and by kernel of the profiled work, divided by `per`."""
     spans = sorted(
         (event.time_range.start, event.time_range.end, event.name)
         for event in profiler.events()

@@ -1,10 +1,10 @@
-"""Copies between the tiers alone: ways to copy scattered blocks, how fast each is, and what it costs a computation.
+"""Ways to copy scattered blocks between the tiers: how fast each is, and what it costs a computation beside it.
 
 usage: python benchmarks/swap_copies.py [--json FILE] [--blocks 48 256]
 
 The cache is a Llama-3-8B's: a block of one layer's keys or values is 32 KB, apart from the next. Each way copies the
 same random blocks, alone and beside a computation in CUDA graphs (the linear layers of that shape over 32 and over
-1,024 tokens). Hidden is the share of the copy's time that the computation does not lose. Needs a GPU.
+1,024 tokens). Hidden is the share of the copy's time by which the computation is not delayed. Needs a GPU.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def by_engine(source: torch.Tensor, target: torch.Tensor, pairs: np.ndarray, fla
 
 
 def by_kernel(source: torch.Tensor, target: torch.Tensor, pairs: np.ndarray, launch: Launch) -> Copy:
-    """Holdfast's kernel, which reads and writes the host's memory itself; a launch for each group of layers."""
+    """Holdfast's kernel, which accesses host memory directly; one launch for each group of layers."""
     programs, tile, warps, groups = launch
     from_, to = torch.tensor(pairs.T.copy()).cuda()
     size = LAYERS // groups
@@ -97,7 +97,7 @@ def by_kernel(source: torch.Tensor, target: torch.Tensor, pairs: np.ndarray, lau
 
 
 def linear_layers(x: torch.Tensor, weights: list[torch.Tensor]) -> torch.cuda.CUDAGraph:
-    """A graph of matrix products as large as all layers' together, over the tokens of `x`."""
+    """A graph of all layers' matrix products over the tokens of `x`."""
     for weight in weights:
         F.linear(x, weight)
     graph = torch.cuda.CUDAGraph()
@@ -108,7 +108,7 @@ def linear_layers(x: torch.Tensor, weights: list[torch.Tensor]) -> torch.cuda.CU
 
 
 def measure(copy: Copy | None, compute: torch.cuda.CUDAGraph | None, repeat: int) -> tuple[float, float]:
-    """Milliseconds of the copies and of the computation, begun at once; medians of five."""
+    """Milliseconds of copies and computation, started together; medians of five."""
     main, side = torch.cuda.current_stream(), torch.cuda.Stream()
     took: list[tuple[float, float]] = []
     for _ in range(6):
@@ -135,7 +135,7 @@ def measure(copy: Copy | None, compute: torch.cuda.CUDAGraph | None, repeat: int
 
 
 def host_ms(copy: Copy) -> float:
-    """Milliseconds that starting the copies takes the host; the median of five."""
+    """Host milliseconds to start the copies; the median of five."""
     side, took = torch.cuda.Stream(), []
     for _ in range(5):
         torch.cuda.synchronize()

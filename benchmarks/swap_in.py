@@ -1,12 +1,11 @@
-"""Swap-in under load: conversations that lie on the host come back beside running decodes; what does it cost these?
+"""Swap-in under load: conversations come back from the host beside running decodes; what does it cost those?
 
 usage: python benchmarks/swap_in.py [--contexts 700 2000 8000] [--turns 12] [--json FILE] [--small] [--set name=value]
 
-For each context length the same turns are taken twice beside 32 decodes: with their conversations on the device, and
-with all of them on the host. Hidden is the share of the copies' time that the second run does not take longer:
-1 - (seconds on the host - seconds on the device) / seconds of the copies, those out included that make room. How long
-a copy took is measured by events on its stream, and read from the engine's own trace. A Llama-3-8B shape with random
-weights, or `--small` for a CPU, where nothing is beside anything and only the mechanics are tried.
+For each context length the same turns run twice beside 32 decodes: with their conversations on the device, and with all
+of them on the host. Hidden is 1 - (seconds of the second run - seconds of the first) / seconds of all copies, including
+those that make room. Copy times come from events on the copy stream, in the engine's trace. A Llama-3-8B shape with
+random weights; `--small` runs on a CPU, where copies do not overlap and only the mechanics are exercised.
 """
 
 from __future__ import annotations
@@ -22,11 +21,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from engine_options import add_engine_options
+from in_real_time import StepRecord
+from invocation import add_engine_options, provenance
 from llama8b import LLAMA_3_8B
 from multiturn import SMALL, draw
-from provenance import provenance
-from step_record import StepRecord
 
 from holdfast.core.config import EngineConfig
 from holdfast.core.types import Request, SamplingParams
@@ -52,7 +50,7 @@ def run_all(loop: Loop, *requests: Request) -> None:
 
 
 def displace(loop: Loop, info: EngineInfo, rng: random.Random) -> None:
-    """Take the whole device for other work, so that all that was idle there is on the host alone."""
+    """Fill the device with other work, so that idle blocks are on the host alone."""
     length = min(info.max_model_len // 2, 4096)
     count = int(0.97 * info.num_blocks * info.block_size / length)
     run_all(loop, *(request(draw(rng, length, info.vocab_size), 1) for _ in range(count)))
@@ -97,7 +95,7 @@ def under_load(
 
 
 def told(row: dict[str, Any], trace: list[dict[str, Any]]) -> None:
-    """Add to the row of one context what the trace tells of its copies, and what follows from it."""
+    """Add the copies of one context, from the trace, and the derived figures to its row."""
     began, ended = row.pop("between")
     inside = [event for event in trace if event["ph"] == "X" and began < event["ts"] / 1e6 < ended]
     copies = [event for event in inside if event["name"] == "swap-in"]

@@ -1,12 +1,12 @@
 """Time that a turn takes outside the model: HTTP, store, template, tokenizer, planning, on a long stored conversation.
 
-The real server on a loopback socket, asked over a bare connection, so that no client's own work is counted. In place of
-the engine process the same steps in this one: the request is made and checked as the client does it, goes through its
-message both ways, and a scheduler plans it over a pool in which the conversation stays resident; every token is there
-at once. What is left out is the hop between the two processes, and the model.
+The real server listens on a loopback socket; a bare connection asks, so no client work is counted. The engine process
+is replaced by the same steps in this process: the request is built and checked, encoded and decoded as a message, and
+planned by a scheduler over a pool in which the conversation stays resident; every token is ready at once. The hop
+between the two processes and the model are left out.
 
-The three parts: until the engine is asked; from there until its last token, so the planning of all its steps; from
-there until the response is back, its turn stored. Wall time, and processor time of the whole process.
+Three parts: until the engine gets the request; until its last token, which is the planning of all steps; until the
+response is back and the turn stored. Prints wall time, and processor time of the whole process.
 """
 
 import argparse
@@ -39,7 +39,7 @@ ANSWER = "There is much to tell about it."
 
 
 class Instant:
-    """An engine whose model takes no time: it plans as the real one and always answers the same.
+    """An engine whose model takes no time: it plans like the real one and always gives the same answer.
 
     `asked` and `answered` are when the last turn's request came, and when its answer was complete.
     """

@@ -1,7 +1,7 @@
-"""What options that make the engine less exact do to holdfast-tiny, beside the engine without them.
+"""Compares holdfast-tiny with options that make the engine less exact to the engine without them.
 
-Two measures on held-out dialogues. Of each token of the scripted answers, behind all that is scripted before it: how
-often the likeliest is the same. And the dialogues held live, as `evaluate` holds them: how many answers are right.
+Two measures on held-out dialogues. First, at each token of the scripted answers, after the scripted text before it: how
+often the argmax is the same. Second, the dialogues held live, as in `evaluate`: how many answers are right.
 
     python -m scripts.tiny.precision --set kv_cache_dtype=fp8 --dialogues 40
 """
@@ -11,7 +11,7 @@ import time
 from functools import partial
 from random import Random
 
-from benchmarks.engine_options import add_engine_options
+from benchmarks.invocation import add_engine_options
 from holdfast import LLM, SamplingParams
 
 from .dialogues import Dialogue, write_dialogue
@@ -20,8 +20,8 @@ from .evaluate import hold, table
 LONGEST_ANSWER = 200  # tokens, as in `evaluate`
 
 
-def likeliest_tokens(llm: LLM, dialogues: list[Dialogue]) -> list[int]:
-    """The token that the engine finds likeliest at each place of each scripted answer and behind its end."""
+def argmax_tokens(llm: LLM, dialogues: list[Dialogue]) -> list[int]:
+    """The argmax at each position of each scripted answer, and after its end."""
     prompts = []
     for dialogue in dialogues:
         messages = dialogue.messages()
@@ -40,12 +40,12 @@ def answer_all(llm: LLM, histories: list[list[dict[str, str]]]) -> list[str]:
 
 
 def share_same(one: list[int], other: list[int]) -> float:
-    """The share of places at which both have the same token."""
+    """The share of positions with equal tokens."""
     return sum(a == b for a, b in zip(one, other, strict=True)) / len(one)
 
 
 def right(checked: dict[str, dict[str, float]], kind: str = "") -> tuple[int, int]:
-    """Right answers and all, of a kind of `evaluate`'s table; without one, of all kinds but its sums of others."""
+    """Right answers and all answers of one kind of `evaluate`'s table; without a kind, of all that are not totals."""
     rows = [row for name, row in checked.items() if (name == kind if kind else not name.startswith("RECALL"))]
     return int(sum(row["right"] for row in rows)), int(sum(row["of"] for row in rows))
 
@@ -53,10 +53,10 @@ def right(checked: dict[str, dict[str, float]], kind: str = "") -> tuple[int, in
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_engine_options(parser, "--set", "an engine option to look at")
-    add_engine_options(parser, "--beside", "one that both have")
+    add_engine_options(parser, "--set", "an engine option to examine")
+    add_engine_options(parser, "--beside", "an engine option of both")
     parser.add_argument("--dialogues", type=int, default=40)
-    parser.add_argument("--turns", type=int, nargs=2, default=(8, 16), help="length of the dialogues, from and to")
+    parser.add_argument("--turns", type=int, nargs=2, default=(8, 16), help="least and most turns of a dialogue")
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
     started = time.monotonic()
@@ -66,14 +66,14 @@ def main() -> None:
     tokens = []
     for options in (both, both | dict(given.set)):
         with LLM(**options) as llm:
-            tokens.append(likeliest_tokens(llm, dialogues))
+            tokens.append(argmax_tokens(llm, dialogues))
             checked = table(hold(partial(answer_all, llm), dialogues))
         print(f"{options or 'without options'}: {llm.info.precision}, {llm.info.device}")
         for name, kind in (("facts recalled", "RECALL, all"), ("all answers", "")):
             passed, count = right(checked, kind)
             print(f"  {name}: {passed} of {count} ({passed / count:.2%})")
     same = share_same(*tokens)
-    print(f"the same likeliest token at {same:.3%} of {len(tokens[0])} places")
+    print(f"the same argmax at {same:.3%} of {len(tokens[0])} positions")
     print(f"{given.dialogues} dialogues, {time.monotonic() - started:.0f} s")
 
 

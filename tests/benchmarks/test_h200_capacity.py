@@ -1,4 +1,4 @@
-"""What the served capacity is judged by: the half of a window that counts, the brackets, and the rates between."""
+"""Served capacity: the half of a window that counts, the bounds of a capacity, and the next rate to probe."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ def probed(rate: float, p99: float, waited: float = 5.0, slo: float = 40.0) -> d
     )
 
 
-def test_the_second_half_of_the_window_counts_and_nothing_after_it() -> None:
+def test_figures_count_only_the_second_half_of_the_window() -> None:
     early = Record(0.5, 10, scheduled=0.5, token_times=[1.0, 4.0, 5.5, 6.0])
     late = Record(6.0, 10, scheduled=6.5, token_times=[7.0, 7.25, 12.0])
     seen = figures([early, late], window=10.0)
@@ -41,14 +41,14 @@ def test_the_second_half_of_the_window_counts_and_nothing_after_it() -> None:
     assert (seen["requests"], seen["median_queued_ms"], seen["median_ttft_ms"]) == (1, 500.0, 1000.0)
 
 
-def test_who_has_not_begun_by_the_end_has_waited_until_then() -> None:
+def test_a_request_not_begun_by_the_end_has_waited_until_then() -> None:
     streaming = Record(0.0, 10, scheduled=0.0, token_times=[6.0, 7.0])
     waiting = Record(6.0, 10)
     beyond = Record(7.0, 10, scheduled=10.5, token_times=[11.0])
     assert figures([streaming, waiting, beyond], window=10.0)["median_queued_ms"] == 3500.0
 
 
-def test_a_window_with_nothing_to_judge_is_no_kept_probe() -> None:
+def test_figures_reject_a_window_without_requests_or_gaps() -> None:
     with pytest.raises(ValueError, match="0 requests and 1 gaps in the second half of 10 s"):
         figures([Record(0.0, 10, scheduled=0.0, token_times=[6.0, 7.0])], window=10.0)
 
@@ -61,18 +61,18 @@ def test_requests_arrive_until_the_window_ends(rate: float) -> None:
     assert 50.0 - 5 / rate < part[-1].arrival <= 50.0
 
 
-def test_arxiv_has_the_arrivals_of_its_own_seed() -> None:
+def test_arxiv_uses_its_own_seed() -> None:
     served, eighth, first = (load("arxiv_summarization", 2.0, 35.0, False, seed) for seed in (None, 8, 0))
     assert served == eighth != first
 
 
-def test_a_capacity_lies_between_what_was_kept_and_the_lowest_above_that_was_not(book: Book) -> None:
+def test_bracket_is_the_highest_kept_rate_and_the_lowest_failed_rate_above_it(book: Book) -> None:
     book.data["probes"]["arxiv_summarization strict computed"] = [probed(3.0, 39.0), probed(4.0, 39.0, waited=2500.0)]
     assert bracket(book, "arxiv_summarization strict computed") == (3.0, 4.0)
-    assert bracket(book, "arxiv_summarization relaxed computed") == (0.0, None)  # its steps would be other ones
+    assert bracket(book, "arxiv_summarization relaxed computed") == (0.0, None)  # its steps depend on the SLO
 
 
-def test_a_baseline_knows_no_slo_so_its_probes_count_under_both(book: Book) -> None:
+def test_probes_of_a_baseline_count_under_both_slos(book: Book) -> None:
     book.data["probes"]["arxiv_summarization strict orca"] = [probed(1.0, 20.0), probed(2.0, 100.0)]
     book.data["probes"]["arxiv_summarization relaxed orca"] = [probed(3.0, 250.0, slo=200.0)]
     assert bracket(book, "arxiv_summarization strict orca") == (1.0, 2.0)
@@ -82,8 +82,8 @@ def test_a_baseline_knows_no_slo_so_its_probes_count_under_both(book: Book) -> N
 @pytest.mark.parametrize(
     ("known", "expected"),
     [
-        ((0.0, None), 0.96 * 4),  # what should be kept, by the prediction of 4 a second
-        ((3.84, None), 1.075 * 4),  # what should not
+        ((0.0, None), 0.96 * 4),  # expected to be kept, at a prediction of 4 a second
+        ((3.84, None), 1.075 * 4),  # expected to fail
         ((3.84, 4.3), None),
         ((4.3, None), 4.3 * 1.12),
         ((0.0, 3.84), 3.84 / 1.12),
@@ -93,7 +93,7 @@ def test_a_baseline_knows_no_slo_so_its_probes_count_under_both(book: Book) -> N
         ((3.5, 7.0), 0.96 * 4),
     ],
 )
-def test_probes_begin_at_the_prediction_and_go_on_until_the_bracket_is_narrow(
+def test_following_starts_at_the_prediction_and_stops_when_the_bracket_is_narrow(
     known: tuple[float, float | None], expected: float | None
 ) -> None:
     assert following(4.0, known) == (None if expected is None else pytest.approx(expected, abs=0.0005))
@@ -101,7 +101,7 @@ def test_probes_begin_at_the_prediction_and_go_on_until_the_bracket_is_narrow(
 
 @pytest.mark.parametrize("predicted", [3.891, 1.436, 12.338, 2.215])
 @pytest.mark.parametrize("capacity", [0.5, 1.0, 1.5])
-def test_no_rate_is_probed_twice_and_the_probes_end(book: Book, predicted: float, capacity: float) -> None:
+def test_the_search_ends_without_probing_a_rate_twice(book: Book, predicted: float, capacity: float) -> None:
     key = "arxiv_summarization strict computed"
     tried: list[float] = []
     while (rate := following(predicted, bracket(book, key))) is not None:
@@ -114,13 +114,13 @@ def test_no_rate_is_probed_twice_and_the_probes_end(book: Book, predicted: float
     assert len(tried) < 10
 
 
-def test_a_rate_that_was_once_not_kept_is_not_kept(book: Book) -> None:
+def test_a_rate_that_failed_once_is_not_kept(book: Book) -> None:
     key = "arxiv_summarization strict computed"
     book.data["probes"][key] = [probed(2.0, 30.0), probed(3.0, 50.0), probed(3.0, 30.0)]
     assert bracket(book, key) == (2.0, 3.0)
 
 
-def test_brackets_and_what_they_say_of_a_ratio() -> None:
+def test_between_and_gain_put_bounds_into_words() -> None:
     assert between(2.79, 3.5) == "2.79 to 3.5"
     assert (between(2.5, None), between(0.0, 3.5)) == ("2.5 or more", "under 3.5")
     assert gain((9.0, 10.0), (2.0, 3.0)) == "3 to 5"
@@ -129,7 +129,7 @@ def test_brackets_and_what_they_say_of_a_ratio() -> None:
     assert gain((9.0, 10.0), (0.0, None)) == "not bounded"
 
 
-def test_the_table_says_where_capacities_lie_and_what_each_probe_gave(book: Book) -> None:
+def test_table_shows_bounds_and_every_probe(book: Book) -> None:
     book.data["predicted"]["openchat_sharegpt4 strict computed"] = 11.8
     book.data["probes"] = {
         "openchat_sharegpt4 strict computed": [probed(9.0, 39.0), probed(12.0, 39.0, waited=2500.0)],
@@ -141,3 +141,14 @@ def test_the_table_says_where_capacities_lie_and_what_each_probe_gave(book: Book
     assert "| openchat_sharegpt4 | strict | not run | 3 or more | 9 to 12 (11.8) |  | under 4 |" in told
     row = "| openchat_sharegpt4 strict prefill-first | 20 | 3.00 | 5.0 (5.5) | 5 (3) | 1,000 (900) | yes |"
     assert row in told
+
+
+def test_measuring_a_system_again_forgets_only_its_probes_and_predictions(book: Book, tmp_path: Path) -> None:
+    orca, computed = (f"arxiv_summarization strict {system}" for system in ("orca", "computed"))
+    book.data["probes"] = {orca: [probed(1.0, 20.0)], computed: [probed(3.0, 39.0)]}
+    book.data["predicted"] = {orca: 1.4, computed: 3.9}
+    book.write()
+    again = Book(tmp_path / "new.json", tmp_path / "capacity.json")
+    again.forget(["arxiv_summarization"], ["orca"])
+    assert (list(again.data["probes"]), again.data["predicted"]) == ([computed], {computed: 3.9})
+    assert again.data["about"] == book.data["about"]

@@ -1,4 +1,4 @@
-"""The dialogues holdfast-tiny learns from: repeatable, right, and held out where they must be."""
+"""The dialogues that train holdfast-tiny: repeatable, correct, and held out where they must be."""
 
 from random import Random
 
@@ -17,7 +17,7 @@ def written(split: Split, count: int = 150, seed: int = 3) -> list[Dialogue]:
     return [write_dialogue(rng, split) for _ in range(count)]
 
 
-def test_a_seed_writes_the_same_dialogues_again() -> None:
+def test_equal_seeds_write_equal_dialogues() -> None:
     assert written("train", 20) == written("train", 20)
     assert written("train", 20) != written("train", 20, seed=4)
 
@@ -30,7 +30,7 @@ def test_every_answer_passes_its_own_check(split: Split) -> None:
 
 
 @pytest.mark.parametrize("split", ["train", "heldout"])
-def test_no_field_or_alternative_is_left_in_the_text(split: Split) -> None:
+def test_no_template_field_or_alternative_is_left_in_the_text(split: Split) -> None:
     for dialogue in written(split):
         for turn in dialogue.turns:
             assert turn.user.strip() == turn.user != ""
@@ -38,14 +38,14 @@ def test_no_field_or_alternative_is_left_in_the_text(split: Split) -> None:
             assert not set("{}|()") & set(turn.user + turn.assistant)
 
 
-def test_facts_are_asked_over_many_turns() -> None:
+def test_over_100_facts_are_asked_six_or_more_turns_later() -> None:
     distances = [
         t.check.turns for d in written("heldout") for t in d.turns if t.check and t.check.kind.startswith("recall")
     ]
     assert sum(distance >= 6 for distance in distances) > 100
 
 
-def test_names_told_in_training_are_never_told_in_the_heldout_dialogues() -> None:
+def test_heldout_dialogues_tell_no_name_that_training_tells() -> None:
     def told(split: Split) -> set[str]:
         rng, names = Random(11), set()
         for _ in range(400):
@@ -73,7 +73,7 @@ def test_every_name_and_every_sum_is_in_exactly_one_split() -> None:
     assert not {q for q in train & heldout if any(op in q for op in ("+ ", "plus", "times"))}
 
 
-def test_a_wrong_value_beside_the_right_one_fails() -> None:
+def test_an_answer_with_a_wrong_value_beside_the_right_one_fails() -> None:
     check = Check("recall about me", expect=("Ada",), forbid=("Tom",))
     assert check.passes("Your name is Ada.")
     assert not check.passes("Your name is Ada, not Tom.")
@@ -81,26 +81,26 @@ def test_a_wrong_value_beside_the_right_one_fails() -> None:
     assert not check.passes("You have not told me your name.")
 
 
-def test_what_was_never_told_must_be_admitted() -> None:
+def test_an_answer_must_admit_that_a_fact_was_never_told() -> None:
     check = Check("unknown fact", forbid=("Lisbon",), unknown=True)
     assert check.passes("You have not told me where you live.")
     assert not check.passes("You live in Porto.")
     assert not check.passes("You have not told me, but it may be Lisbon.")
 
 
-def test_the_result_of_a_sum_is_the_last_number() -> None:
+def test_the_last_number_of_an_answer_is_the_result_of_a_sum() -> None:
     check = Check("addition", result="12")
     assert check.passes("7 + 5 = 12.")
     assert not check.passes("12 is 7 plus 6.")
     assert not check.passes("7 + 5 = 112.")
 
 
-def test_alternatives_nest_and_may_be_empty() -> None:
+def test_expand_handles_nested_and_empty_alternatives() -> None:
     drawn = {expand(Random(seed), "(hi|hello( there|)) you") for seed in range(60)}
     assert drawn == {"hi you", "hello you", "hello there you"}
 
 
-def test_a_careless_typist_still_types_names_as_they_are() -> None:
+def test_a_careless_style_keeps_the_case_of_names() -> None:
     style = Style(lower=True, no_stop=True, no_apostrophe=True)
     sentence = Sentence("I'm {v}", ".", {"v": "Ada"})
     assert style.write(Random(0), [sentence]) == "im Ada"
@@ -114,6 +114,6 @@ def test_every_attribute_can_be_told_asked_and_answered() -> None:
         assert all("{v}" in text for text in drawn), attribute.key
 
 
-def test_plain_text_has_no_fields() -> None:
+def test_plain_text_has_no_template_fields() -> None:
     rng = Random(5)
     assert all("{" not in write_text(rng, "train") for _ in range(50))

@@ -1,4 +1,4 @@
-"""What keys and values, or weights, in FP8 do to the answers of the built-in model."""
+"""How far keys, values and weights in FP8 change the answers of the built-in model."""
 
 from random import Random
 
@@ -6,7 +6,7 @@ import pytest
 
 from holdfast import LLM
 from scripts.tiny.dialogues import Dialogue, write_dialogue
-from scripts.tiny.precision import likeliest_tokens, right, share_same
+from scripts.tiny.precision import argmax_tokens, right, share_same
 
 
 @pytest.fixture(scope="module")
@@ -17,9 +17,9 @@ def dialogues() -> list[Dialogue]:
 
 @pytest.fixture(scope="module")
 def exact(dialogues: list[Dialogue]) -> list[int]:
-    """The likeliest token at each place, without options."""
+    """The argmax at each position, without options."""
     with LLM(device="cpu", cache_gb=0.2, threads=1) as llm:
-        return likeliest_tokens(llm, dialogues)
+        return argmax_tokens(llm, dialogues)
 
 
 @pytest.mark.parametrize(
@@ -30,29 +30,29 @@ def exact(dialogues: list[Dialogue]) -> list[int]:
     ],
     ids=["keys and values", "weights"],
 )
-def test_in_fp8_the_likeliest_token_is_nearly_always_the_same(
+def test_fp8_keeps_nearly_every_argmax_on_a_cpu(
     options: dict[str, str], least: float, dialogues: list[Dialogue], exact: list[int]
 ) -> None:
     with LLM(**options, device="cpu", cache_gb=0.2, threads=1) as llm:
-        found = likeliest_tokens(llm, dialogues)
+        found = argmax_tokens(llm, dialogues)
     assert len(exact) > 700
     assert least <= share_same(exact, found) < 1.0
 
 
 @pytest.mark.gpu
-def test_so_it_is_on_a_gpu_where_activations_are_in_fp8_as_well(dialogues: list[Dialogue]) -> None:
+def test_fp8_keeps_nearly_every_argmax_on_a_gpu_with_fp8_activations(dialogues: list[Dialogue]) -> None:
     found = []
     for options in ({}, {"quantization": "fp8", "kv_cache_dtype": "fp8"}):
         with LLM(**options, device="cuda", cache_gb=0.2) as llm:
-            found.append(likeliest_tokens(llm, dialogues))
+            found.append(argmax_tokens(llm, dialogues))
     assert 0.96 <= share_same(*found) < 1.0
 
 
-def test_the_share_is_that_of_equal_tokens_in_equal_places() -> None:
+def test_share_same_counts_equal_tokens_at_equal_positions() -> None:
     assert share_same([1, 2, 3, 4], [1, 3, 2, 4]) == 0.5
 
 
-def test_answers_are_counted_by_kind_or_all_at_once() -> None:
+def test_right_counts_answers_of_one_kind_or_of_all() -> None:
     checked = {
         kind: {"right": passed, "of": 4, "share": passed / 4}
         for kind, passed in {"recall two": 3, "counting": 4, "RECALL, all": 3}.items()

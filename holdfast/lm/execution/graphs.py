@@ -46,8 +46,8 @@ class GraphSizes:
             decodes=up_to(
                 most, range(1, 3), range(4, 8, 4), range(8, 256, 8), range(256, 512, 16), range(512, most, 32)
             ),
-            # Of the multiples of 64 up to 1,024 those that pay on an H200 (docs/speed-notes.md): 512 takes less than
-            # 448, 768 hardly more than 704.
+            # Multiples of 64 up to 1,024 that pay on an H200: 512 takes less than 448, 768 hardly more than 704
+            # (docs/notes/2026-11-21-prefill-and-pace.md).
             tokens=up_to(
                 max_tokens,
                 range(64, 448, 64),

@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 
-from benchmarks.engine_options import add_engine_options
+from benchmarks.invocation import add_engine_options
 
 
 def parsed(*arguments: str) -> argparse.Namespace:
@@ -14,7 +14,7 @@ def parsed(*arguments: str) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def test_values_are_words_numbers_or_switches() -> None:
+def test_option_values_parse_as_words_numbers_or_booleans() -> None:
     given = parsed("--set", "kv_cache_dtype=fp8", "--set", "block_size=8", "--beside", "prefix_sharing=false")
     assert dict(given.set) == {"kv_cache_dtype": "fp8", "block_size": 8}
     assert dict(given.beside) == {"prefix_sharing": False}
@@ -22,7 +22,7 @@ def test_values_are_words_numbers_or_switches() -> None:
 
 
 @pytest.mark.parametrize("wrong", ["block_size", "=8", "block size=8", "block_size=[8"])
-def test_what_is_no_option_is_named(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_malformed_option_is_named_in_the_error(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parsed("--set", wrong)
     assert repr(wrong) in capsys.readouterr().err

@@ -1,10 +1,10 @@
-"""Set-ups of the papers, varied: what changes, and that nothing else does."""
+"""Varied deployments change the costs they name and nothing else; FineInfer's batch bound."""
 
 import pytest
 
 from benchmarks import fineinfer_sim
 from benchmarks.fineinfer_sim import padded_batch
-from benchmarks.varied import deployed
+from benchmarks.papers import deployed
 from holdfast.lab.simulator.deployment import deploy
 from holdfast.lab.workloads import Conversation, Turn
 
@@ -12,13 +12,13 @@ YI = {"device": "a100-80gb", "tp": 2}
 PIPELINE = {"device": "a40", "tp": 4, "pp": 2, "link": "nvlink-pairs", "stage_link": "pcie4-staged"}
 
 
-def test_nothing_varied_is_the_deployment_itself() -> None:
+def test_no_variation_gives_the_plain_deployment() -> None:
     assert deployed("yi-34b", **YI) == deploy("yi-34b", **YI)
     assert deployed("llama-2-70b", **PIPELINE) == deploy("llama-2-70b", **PIPELINE)
 
 
-def test_keys_read_for_each_query_head_cost_a_group_times_as_much_and_take_no_more_memory() -> None:
-    plain, heads = deployed("yi-34b", **YI), deployed("yi-34b", per_head=True, **YI)
+def test_reading_keys_per_query_head_multiplies_decode_attention_by_the_group_and_keeps_memory() -> None:
+    plain, heads = deployed("yi-34b", **YI), deployed("yi-34b", ["heads"], **YI)
     assert heads.profile.cost.attention(1, 4096) == pytest.approx(7 * plain.profile.cost.attention(1, 4096))
     assert heads.profile.cost.attention(2048, 2048) == pytest.approx(plain.profile.cost.attention(2048, 2048))
     assert heads.profile.cost.linear_seconds == plain.profile.cost.linear_seconds
@@ -26,7 +26,7 @@ def test_keys_read_for_each_query_head_cost_a_group_times_as_much_and_take_no_mo
 
 
 @pytest.mark.parametrize(("model", "layout"), [("yi-34b", YI), ("llama-2-70b", PIPELINE)])
-def test_a_step_takes_the_seconds_more_once_also_through_a_pipeline(model, layout) -> None:
+def test_extra_step_seconds_are_added_once_and_shared_by_pipeline_stages(model, layout) -> None:
     plain, slow = deployed(model, **layout), deployed(model, step_seconds=0.02, **layout)
     decodes = [(1, 1024)] * 16
     assert slow.profile.cost.step(decodes) == pytest.approx(plain.profile.cost.step(decodes) + 0.02)
@@ -36,7 +36,7 @@ def test_a_step_takes_the_seconds_more_once_also_through_a_pipeline(model, layou
         )
 
 
-def test_a_padded_batch_is_bounded_by_the_longest_of_those_that_run() -> None:
+def test_padded_batch_is_bounded_by_the_longest_running_request() -> None:
     long, short = (Conversation(0.0, (Turn(prompt, 2),)) for prompt in (1000, 10))
     assert padded_batch(10 * 2048, [long, short], flat=True) == 10
     assert padded_batch(10 * 2048, [short]) == 19  # about 1,035 each
@@ -44,7 +44,7 @@ def test_a_padded_batch_is_bounded_by_the_longest_of_those_that_run() -> None:
     assert padded_batch(10 * 2048, [long, short]) == 10  # one long among ten, nearly always
 
 
-def test_the_batch_is_that_of_full_load_and_not_of_the_drain_after_it(monkeypatch) -> None:
+def test_mean_batch_excludes_the_drain_after_full_load(monkeypatch) -> None:
     def drawn(dataset: str, count: int) -> list[Conversation]:
         return [Conversation(0.0, (Turn(100, 1000 if number == count - 1 else 50),)) for number in range(count)]
 

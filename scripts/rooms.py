@@ -63,11 +63,13 @@ class Package:
 
     @cached_property
     def rooms(self) -> tuple[str, ...]:
-        """Every room from the top, those inside SPLIT one by one; a room comes before the rooms that it imports."""
+        """Every room from the top, each before the rooms that it imports; inside SPLIT, single files come last."""
         found = {self.room(module.name) for module in self.modules} - {""}
         if unknown := sorted(room for room in found if room.split(".")[0] not in self.layers):
             raise ValueError(f"no layer in pyproject.toml for {', '.join(unknown)}")
-        inner = _downward(sorted(room for room in found if room.split(".")[0] == SPLIT), self.imports)
+        packages = {module.name.rpartition(".")[0] for module in self.modules}
+        inside = sorted((room for room in found if _inside(room)), key=lambda room: (room in packages, room))
+        inner = _downward(inside, self.imports)
         return tuple(room for layer in self.layers for room in (inner if layer == SPLIT else [layer]) if room in found)
 
     def room(self, module: str) -> str:
@@ -127,7 +129,7 @@ def _imports(tree: ast.Module) -> Iterator[str]:
 
 
 def _downward(rooms: list[str], imports: dict[str, dict[str, int]]) -> list[str]:
-    """The rooms with each before those that it imports, and a room as soon after its importers as that allows."""
+    """The rooms with each before those that it imports; otherwise the last one given comes first."""
     order: list[str] = []
 
     def place(room: str) -> None:

@@ -10,7 +10,7 @@ READY := $(VENV)/.ready
 # gigabytes of CUDA libraries, which a CPU does not need. To serve on a GPU, install the build for your CUDA version.
 TORCH := torch==2.13.0
 
-.PHONY: help setup demo test lint types unit gpu-test memcheck clean
+.PHONY: help setup demo test lint types unit gpu-test memcheck rooms clean
 
 help:
 	@echo "make demo      serve the built-in model and hold a conversation with it"
@@ -20,6 +20,7 @@ help:
 	@echo "make unit      tests alone"
 	@echo "make gpu-test  the tests that need a CUDA device"
 	@echo "make memcheck  every kernel's smallest tests under compute-sanitizer, on a CUDA device"
+	@echo "make rooms     draw docs/rooms.svg, the rooms of the package and the imports between them"
 	@echo "make setup     the environment alone, in $(VENV)"
 
 setup: $(READY)
@@ -57,6 +58,10 @@ gpu-test: $(READY)
 # Without PyTorch's caching a tensor has an allocation of its own, behind whose end nothing may be touched.
 memcheck: $(READY)
 	PYTHON=$(BIN)/python scripts/memcheck.sh
+
+# Needs Python 3.11 or newer alone. `scripts/rooms.py --sizes` prints files and lines by room.
+rooms:
+	@$(PYTHON) scripts/rooms.py
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

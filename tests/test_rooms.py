@@ -3,34 +3,24 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from scripts.rooms import Module, Package, draw, table
+
 ROOT = Path(__file__).parent.parent
-PACKAGE = ROOT / "holdfast"
-PURE = ("core", "loop", "lm.scheduler", "lm.memory")
-FILES = sorted(PACKAGE.rglob("*.py"))
-TREES = {path: ast.parse(path.read_text()) for path in FILES}
+PICTURE = ROOT / "docs" / "rooms.svg"
+HOLDFAST = Package.read(ROOT)
+MODULES = {module.name: module for module in HOLDFAST.modules}
+IMPORTS = {name: {*HOLDFAST.imported(module)} for name, module in MODULES.items()}
 
-
-def name_of(path: Path) -> str:
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-
-
-def imports(path: Path) -> Iterator[str]:
-    """Every module of ours that a file imports anywhere in it: in functions and under TYPE_CHECKING too."""
-    for node in ast.walk(TREES[path]):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "holdfast")
-        elif isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "holdfast":
-            for alias in node.names:
-                inner = f"{node.module}.{alias.name}"
-                yield inner if inner in MODULES else node.module
-
-
-MODULES = {name_of(path) for path in FILES}
+every_module = pytest.mark.parametrize("module", HOLDFAST.modules, ids=lambda module: module.name or "holdfast")
+every_pure_module = pytest.mark.parametrize(
+    "module",
+    [m for m in HOLDFAST.modules if any(m.name == room or m.name.startswith(f"{room}.") for room in HOLDFAST.pure)],
+    ids=lambda module: module.name,
+)
 
 
 def cycle(graph: dict[str, set[str]]) -> list[str]:
@@ -51,30 +41,75 @@ def cycle(graph: dict[str, set[str]]) -> list[str]:
     return next((found for node in sorted(graph) if (found := visit(node, []))), [])
 
 
-def test_a_cycle_is_found() -> None:
+def child(package: str, module: str) -> str | None:
+    """Which direct part of a package, a module or a package, holds a module; None if it lies outside."""
+    prefix = f"{package}." if package else ""
+    if not module.startswith(prefix) or module == package:
+        return None
+    return prefix + module.removeprefix(prefix).split(".")[0]
+
+
+def package_of_copy(root: Path, *, added: tuple[str, str] = ("", "")) -> Package:
+    """The package read from a copy whose file `added[0]` has the line `added[1]` at its end."""
+    (root / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
+    for path in (ROOT / "holdfast").rglob("*.py"):
+        name = path.relative_to(ROOT)
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(path.read_text() + (added[1] + "\n" if name.as_posix() == added[0] else ""))
+    return Package.read(root)
+
+
+def test_the_cycle_search_finds_a_cycle_and_only_a_cycle() -> None:
     assert cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
     assert cycle({"a": {"b", "c"}, "b": {"c"}}) == []
 
 
-def test_no_module_imports_itself_in_a_circle() -> None:
-    assert cycle({name_of(path): set(imports(path)) for path in FILES}) == []
+def test_imports_are_read_in_every_form() -> None:
+    text = """
+import holdfast.core.cost
+from holdfast.core import types
+from holdfast.loop.loop import Loop
+import json
+def late():
+    from holdfast.lm.memory import block_pool
+"""
+    found = {*HOLDFAST.imported(Module("anywhere", ast.parse(text), 7))}
+    assert found == {"core.cost", "core.types", "loop.loop", "lm.memory.block_pool"}
 
 
-def test_no_room_imports_itself_in_a_circle() -> None:
-    rooms: dict[str, set[str]] = {}
-    for path in FILES:
-        room = name_of(path).split(".")[:2]
-        if len(room) == 2:
-            others = {".".join(name.split(".")[:2]) for name in imports(path)} - {".".join(room), "holdfast"}
-            rooms.setdefault(".".join(room), set()).update(others)
-    assert cycle(rooms) == []
+def test_no_module_imports_itself_through_others() -> None:
+    assert cycle(IMPORTS) == []
+
+
+@pytest.mark.parametrize(
+    "package", sorted({name.rpartition(".")[0] for name in MODULES}), ids=lambda name: name or "holdfast"
+)
+def test_the_parts_of_a_package_import_each_other_one_way(package: str) -> None:
+    graph: dict[str, set[str]] = {}
+    for name, targets in IMPORTS.items():
+        part = child(package, name)
+        if part is not None:
+            others = {child(package, target) for target in targets} - {None, part}
+            graph.setdefault(part, set()).update(other for other in others if other)
+    assert cycle(graph) == []
+
+
+def test_every_room_imports_only_from_rooms_below_it() -> None:
+    rooms = HOLDFAST.rooms
+    upward = [
+        f"{room} imports {target}"
+        for room in rooms
+        for target in HOLDFAST.imports[room]
+        if rooms.index(target) <= rooms.index(room)
+    ]
+    assert upward == []
 
 
 def test_an_engine_on_a_cpu_starts_without_triton() -> None:
     needs: dict[str, set[str]] = {}
-    for path in FILES:
-        body = [node for node in TREES[path].body if isinstance(node, ast.Import | ast.ImportFrom)]
-        needs[name_of(path)] = {
+    for name, module in MODULES.items():
+        body = [node for node in module.tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+        needs[f"holdfast.{name}".rstrip(".")] = {
             name
             for node in body
             for alias in node.names
@@ -88,25 +123,57 @@ def test_an_engine_on_a_cpu_starts_without_triton() -> None:
     assert not {name for name in reached if name.split(".")[0] == "triton"}
 
 
-def test_rooms_do_not_import_the_public_names() -> None:
-    assert [name_of(path) for path in FILES if path.parent != PACKAGE and "holdfast" in imports(path)] == []
+def test_only_the_package_itself_imports_its_public_names() -> None:
+    assert [name for name, targets in IMPORTS.items() if name and "" in targets] == []
 
 
-def test_no_module_is_a_landfill() -> None:
+def test_no_module_is_named_utils_or_helpers() -> None:
     assert [name for name in MODULES if name.split(".")[-1].strip("_") in ("util", "utils", "helpers", "misc")] == []
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_no_global_statement_and_a_duty_in_the_first_line(path: Path) -> None:
-    tree = TREES[path]
-    assert not [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Global)]
-    assert ast.get_docstring(tree), "the file does not say what it is for"
+@every_module
+def test_modules_have_a_docstring_and_no_global_statement(module: Module) -> None:
+    assert not [node.lineno for node in ast.walk(module.tree) if isinstance(node, ast.Global)]
+    assert ast.get_docstring(module.tree), "the file does not say what it is for"
 
 
-@pytest.mark.parametrize(
-    "path", [p for p in FILES if name_of(p).startswith(tuple(f"holdfast.{room}" for room in PURE))], ids=name_of
-)
-def test_pure_rooms_touch_no_file_clock_or_environment(path: Path) -> None:
-    calls = [node.func for node in ast.walk(TREES[path]) if isinstance(node, ast.Call)]
+@every_pure_module
+def test_pure_modules_call_nothing_that_reads_or_writes(module: Module) -> None:
+    calls = [node.func for node in ast.walk(module.tree) if isinstance(node, ast.Call)]
     names = {call.id for call in calls if isinstance(call, ast.Name)}
     assert not names & {"open", "print", "input", "exec", "eval", "__import__"}
+
+
+def test_the_pure_rooms_are_those_that_decide() -> None:
+    assert {*HOLDFAST.pure} >= {"core", "loop", "lm.scheduler", "lm.memory"}
+    assert len(every_pure_module.args[1]) > 20
+
+
+def test_the_committed_picture_shows_the_rooms_as_they_are() -> None:
+    assert PICTURE.read_text() == draw(HOLDFAST), "the rooms have changed; run `make rooms` and look at docs/rooms.svg"
+
+
+def test_the_picture_has_a_dot_for_every_import_between_rooms() -> None:
+    picture = PICTURE.read_text()
+    shown = [f"<title>{room} imports {target}</title>" for room in HOLDFAST.rooms for target in HOLDFAST.imports[room]]
+    assert [title for title in shown if title not in picture] == []
+    assert picture.count("<title>") == len(shown)
+
+
+def test_a_new_import_between_rooms_changes_the_picture(tmp_path: Path) -> None:
+    new = ("holdfast/lm/memory/block_pool.py", "from holdfast.loop.loop import Loop")
+    assert "loop" not in HOLDFAST.imports["lm.memory"]
+    assert draw(package_of_copy(tmp_path, added=new)) != draw(HOLDFAST)
+
+
+def test_a_file_that_grows_does_not_change_the_picture(tmp_path: Path) -> None:
+    longer = package_of_copy(tmp_path, added=("holdfast/lm/memory/block_pool.py", "LONGER = True"))
+    assert draw(longer) == draw(HOLDFAST)
+    assert table(longer) != table(HOLDFAST)
+
+
+def test_a_room_that_no_layer_names_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "holdfast" / "attic").mkdir(parents=True)
+    (tmp_path / "holdfast" / "attic" / "__init__.py").write_text('"""Nothing."""\n')
+    with pytest.raises(ValueError, match=r"no layer in pyproject.toml for attic"):
+        _ = package_of_copy(tmp_path).rooms

@@ -1,0 +1,194 @@
+"""One word for one thing: the words that docs/glossary.md replaces do not come back as public names."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from scripts.rooms import Package
+
+ROOT = Path(__file__).parent.parent
+GLOSSARY = (ROOT / "docs" / "glossary.md").read_text()
+TERMS = {term.strip("` ") for bold in re.findall(r"\*\*(.+?)\*\*", GLOSSARY) for term in bold.split(",")}
+"""What the glossary explains: the words in bold."""
+MODULES = Package.read(ROOT).modules
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Names that `instead` replaces, in the modules, classes and functions that match `where`."""
+
+    instead: str
+    names: str = ""
+    """A pattern that a whole name must match."""
+    words: str = ""
+    """Words that a name must not have among its own: `sealed_blocks` and `SealedBlock` have the word `sealed`."""
+    where: str = ""
+    """The beginning of the dotted names to look at; all where it is empty."""
+
+    def forbids(self, name: str) -> bool:
+        """Whether a public name, dotted from its module's, is one of these."""
+        if not name.startswith(self.where):
+            return False
+        last = name.rpartition(".")[2]
+        return bool(self.names and re.fullmatch(self.names, last)) or bool({*self.words.split()} & words_of(last))
+
+
+RULES = (
+    Rule("allocate", r"take|take_all", where="lm.memory.block_pool.BlockPool"),
+    Rule("allocate", r"open|take", where="lm.memory.sequence_cache.SequenceCache"),
+    Rule("free", r"release|release_all|close", where="lm.memory.block_pool.BlockPool"),
+    Rule("free", r"release|close", where="lm.memory.sequence_cache.SequenceCache"),
+    Rule("swap_in", words="bring brings brought"),
+    Rule("swap_out", words="relieve relieves landed leaving"),
+    Rule("cache_block", words="seal seals sealed sealing unsealed"),
+    Rule("SequenceCache", words="residency"),
+    Rule("SequenceCache", r"conversations?|residency", where="lm."),
+    Rule("swapping_in", words="arriving arrived arrives", where="lm."),
+    Rule("StepBuilder", r"Step"),
+    Rule("policy.plan", r"fill", where="lm.scheduler."),
+    Rule("policy.observe", r"learn|learned", where="lm.scheduler."),
+    Rule("decoding", words="fed", where="lm."),
+    Rule("decode_limit", words="reach reaches", where="lm.scheduler."),
+    Rule("next_check", words="watch watches", where="lm.scheduler."),
+    Rule("metadata", words="schedule schedules", where="lm.kernels."),
+    Rule("metadata", words="schedule schedules", where="lm.execution."),
+    Rule("metadata", words="schedule schedules", where="lm.models."),
+    Rule("argmax", words="likeliest"),
+    Rule("skinny GEMM", words="thin"),
+    Rule("programmatic dependent launch", r"release|follow|chaining|chained|CHAINED", where="lm.kernels."),
+    Rule("memory measurement", r"MemoryProfile|profile_memory|memory_profile"),
+    Rule("memory measurement", r"profile", where="lm.execution."),
+    Rule("profile path", r"profile", where="engine.messages."),
+    Rule("capacity plan", r"[Pp]lan|make_plan", where="lab.planning"),
+)
+
+
+def words_of(name: str) -> set[str]:
+    """The words of a name in snake case or camel case, in lower case."""
+    return {word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)}
+
+
+def public_names(module: str, tree: ast.Module) -> Iterator[str]:
+    """The module's own name and every public function, class, method, attribute, parameter and constant of it."""
+    yield module
+    yield from _names_in(tree, f"{module}." if module else "")
+
+
+def _names_in(node: ast.AST, owner: str) -> Iterator[str]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.ClassDef) and _is_public(child.name):
+            yield owner + child.name
+            yield from _names_in(child, f"{owner}{child.name}.")
+        elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            if _is_public(child.name):
+                yield owner + child.name
+                every = (*child.args.posonlyargs, *child.args.args, *child.args.kwonlyargs)
+                yield from (f"{owner}{child.name}.{arg.arg}" for arg in every if _is_public(arg.arg))
+            yield from (owner + name for name in _own_attributes(child))
+        elif isinstance(child, ast.Assign | ast.AnnAssign):
+            targets = child.targets if isinstance(child, ast.Assign) else [child.target]
+            yield from (owner + t.id for t in targets if isinstance(t, ast.Name) and _is_public(t.id))
+        elif isinstance(child, ast.If | ast.Try | ast.With):
+            yield from _names_in(child, owner)
+
+
+def _own_attributes(method: ast.AST) -> Iterator[str]:
+    """What a method assigns to `self`."""
+    for node in ast.walk(method):
+        match node:
+            case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()) if _is_public(name):
+                yield name
+
+
+def _is_public(name: str) -> bool:
+    return not name.startswith("_") or (name.startswith("__") and name.endswith("__"))
+
+
+NAMES = sorted({name for module in MODULES for name in public_names(module.name, module.tree)})
+
+
+def test_every_kind_of_public_name_is_read() -> None:
+    text = """
+LIMIT: int = 3
+class Pool:
+    size: int
+    __slots__ = ("size",)
+    def __init__(self, blocks, *, _hidden=0):
+        self.blocks, self._free = blocks, []
+    def _secret(self, word): self.found = word
+if LIMIT:
+    async def take(count, /): pass
+"""
+    assert {*public_names("lm.pool", ast.parse(text))} == {
+        "lm.pool",
+        "lm.pool.LIMIT",
+        "lm.pool.Pool",
+        "lm.pool.Pool.size",
+        "lm.pool.Pool.__slots__",
+        "lm.pool.Pool.__init__",
+        "lm.pool.Pool.__init__.self",
+        "lm.pool.Pool.__init__.blocks",
+        "lm.pool.Pool.blocks",
+        "lm.pool.Pool.found",
+        "lm.pool.take",
+        "lm.pool.take.count",
+    }
+    assert "lm.memory.block_pool.BlockPool.allocate" in NAMES and "core.types.Request.prompt" in NAMES
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("lm.memory.block_pool.BlockPool.take", "allocate"),
+        ("lm.memory.sequence_cache.SequenceCache.release", "free"),
+        ("lm.memory.block_pool.BlockPool.relieve", "swap_out"),
+        ("lm.memory.block_pool.BlockPool.take_sealed", "cache_block"),
+        ("lm.memory.conversation", "SequenceCache"),
+        ("lm.memory.conversation.Residency", "SequenceCache"),
+        ("lm.execution.transfer.ArrivingLayers", "swapping_in"),
+        ("lm.scheduler.step.Step", "StepBuilder"),
+        ("lm.scheduler.policies.StallFree.fill", "policy.plan"),
+        ("lm.scheduler.entries.Entry.fed", "decoding"),
+        ("lm.kernels.attention.paged.TileSchedule", "metadata"),
+        ("lm.models.base.StepInput.schedule", "metadata"),
+        ("lm.kernels.linear.skinny_gemm.thin_linear", "skinny GEMM"),
+        ("lm.kernels.dependent_launch.release", "programmatic dependent launch"),
+        ("lm.execution.executor.PagedExecutor.profile", "memory measurement"),
+    ],
+)
+def test_a_word_that_was_replaced_is_refused(name: str, instead: str) -> None:
+    assert instead in {rule.instead for rule in RULES if rule.forbids(name)}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "lm.execution.batch.Fields.take",
+        "lm.scheduler.scheduler.Scheduler.schedule",
+        "lm.types.StepPlan",
+        "core.types.Request.arrival",
+        "lab.planning.CapacityQuestion.arriving",
+        "lm.models.decoder.WeightSource.fill",
+        "engine.profiles.CostProfile",
+        "server.service.follow",
+        "server.conversations",
+    ],
+)
+def test_a_word_with_another_meaning_is_allowed(name: str) -> None:
+    assert [rule for rule in RULES if rule.forbids(name)] == []
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{rule.instead}, {rule.where or 'everywhere'}")
+def test_no_public_name_uses_a_word_that_was_replaced(rule: Rule) -> None:
+    assert [name for name in NAMES if rule.forbids(name)] == [], f"say {rule.instead}"
+
+
+@pytest.mark.parametrize("term", sorted({rule.instead for rule in RULES}))
+def test_the_glossary_has_the_word_to_use_instead(term: str) -> None:
+    assert term in TERMS

@@ -125,7 +125,7 @@ class RealEngine:
         """`config` sets the widest step and the most sequences of all later runs. Without a `profile`, measures one."""
         loop, self.info = build(replace(config, prefix_sharing=False), measure=profile is None)
         profile = profile or CostProfile.load(Path(self.info.profile_path))
-        self.executor = loop._executor
+        self.executor = loop.executor
         self.profile = replace(profile, cache_tokens=self.info.num_blocks * self.info.block_size)
         gc.collect()
         gc.freeze()
@@ -139,7 +139,7 @@ class RealEngine:
         """
         recorder, clock = Recorder(self.executor), WallClock()
         shape = engine_shape(config, self.profile)
-        shape = replace(shape, max_step_tokens=min(shape.max_step_tokens, self.executor.token_budget))
+        shape = replace(shape, max_step_tokens=min(shape.max_step_tokens, self.info.token_budget))
         scheduler = make_scheduler(config, shape, self.profile.cost)
         loop = Loop(scheduler, recorder, config.steps_in_flight, clock)
         clients = Clients(
@@ -188,7 +188,7 @@ class StepRecord:
     def __init__(self, loop: Loop) -> None:
         self.rows: list[list[Any]] = []
         self._under_way: dict[int, dict[str, Any]] = {}
-        self._scheduler, self._executor = loop._planner, loop._executor
+        self._scheduler, self._executor = loop.planner, loop.executor
         self._inner = (
             self._scheduler.schedule, self._scheduler.update, self._executor.submit, self._executor.collect
         )  # fmt: skip

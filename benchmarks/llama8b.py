@@ -171,8 +171,8 @@ def stall(loop: Loop, cost: CostModel | None = None) -> dict[str, Any]:
     rng = random.Random(2)
     stamp = time.monotonic()
     prompts = {f"p{index}-{stamp}": draw(rng, 8000) for index in range(4)}
-    executor = loop._executor
-    loop._executor = recorder = Recorder(executor, cost)
+    executor = loop.executor
+    loop.executor = recorder = Recorder(executor, cost)
     waiting: set[str] = set()
     first, last = 0, 0
     for index in range(32):
@@ -187,7 +187,7 @@ def stall(loop: Loop, cost: CostModel | None = None) -> dict[str, Any]:
             if output.request_id in waiting:
                 waiting.remove(output.request_id)
                 last = len(recorder.steps)
-    loop._executor = executor
+    loop.executor = executor
     recorder.predict()
     steps = recorder.steps
     for before, step in pairwise(steps):

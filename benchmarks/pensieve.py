@@ -46,14 +46,15 @@ import papers
 from invocation import add_engine_options
 
 from holdfast.core.config import EngineConfig
-from holdfast.core.cost import Burst, Reserve
+from holdfast.core.cost import Burst
 from holdfast.core.types import Request, SamplingParams
 from holdfast.lab import workloads
 from holdfast.lab.metrics import summary
 from holdfast.lab.simulator.executor import SimulatedExecutor, VirtualClock
+from holdfast.lab.simulator.reserve import Reserve
 from holdfast.lab.simulator.run import simulate
 from holdfast.lab.workloads import Workload
-from holdfast.lm.memory.block_pool import BlockPool, StateIdentity
+from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.memory.retention import EVICTIONS, RetentionRule, cost_by_position
 from holdfast.lm.scheduler.builder import StepBuilder
 from holdfast.lm.scheduler.order import make_order
@@ -407,7 +408,7 @@ def play(options: argparse.Namespace, eviction: str, device: int, host: int, sta
         BlockPool(device // BLOCK, BLOCK, rule=rule, host_blocks=host // BLOCK),
         max_sequences=256,
         max_model_len=device,
-        sharing=StateIdentity("benchmark") if stateful else None,
+        sharing=stateful,
     )
     events: list[tuple[float, int, Conversation]] = []
     order = itertools.count()
@@ -647,9 +648,9 @@ def fitted(args: argparse.Namespace) -> None:
             host_blocks = HOST_BLOCKS if mode == "tiers" else 0
             pool = BlockPool(BLOCKS, 16, rule=rule, host_blocks=host_blocks, low_water=config.swap_threshold)
             scheduler = Scheduler(
-                Gathering(config.token_budget or 2048, args.join_every), pool, max_sequences=512,
+                Gathering(config.fixed_token_budget or 2048, args.join_every), pool, max_sequences=512,
                 max_model_len=FITTED_LONGEST, vocab_size=VOCABULARY, headroom=config.headroom,
-                sharing=StateIdentity("modelled") if config.prefix_sharing else None, order=make_order(config),
+                sharing=config.prefix_sharing, order=make_order(config),
             )  # fmt: skip
             row = converse(
                 Loop(scheduler, executor, 2, clock),

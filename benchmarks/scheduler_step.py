@@ -3,8 +3,8 @@
 Run: python benchmarks/scheduler_step.py [steps] [--schedulers stall-free latency-target ...]
      python benchmarks/scheduler_step.py evictions [--conversations 100000]
 
-Wall time counts other work of the machine, the thread's CPU time does not. `latency-target` is stall-free with a target.
-`evictions` times each eviction order over idle conversations.
+Wall time counts other work of the machine, the thread's CPU time does not. `latency-target` is stall-free with a
+target. `evictions` times each eviction order over idle conversations.
 """
 
 import argparse
@@ -120,9 +120,9 @@ def fill(rule: RetentionRule, conversations: int, draw: random.Random) -> tuple[
     retention, block = Retention(rule), 0
     for number in range(conversations):
         chunks = draw.randint(200, 1000) if number % 100 == 0 else draw.randint(1, 8)
-        for index in range(chunks * rule.chunk_blocks):
-            retention.add(block, index, number / 100, number)
-            block += 1
+        blocks = range(block, block + chunks * rule.chunk_blocks)
+        retention.add_all(blocks, range(len(blocks)), (number / 100, number))
+        block += len(blocks)
     return retention, block
 
 
@@ -139,7 +139,7 @@ def evictions(options: argparse.Namespace) -> None:
             before = time.perf_counter()
             victims = retention.victims(now)
             for _ in range(options.chunks):
-                assert victims.take() is not None
+                assert victims.pop() is not None
             taken.append((time.perf_counter() - before) * 1e3)
         median, p95 = statistics.median(taken), statistics.quantiles(taken, n=20)[18]
         print(f"{name:>17}: {blocks:,} blocks, median {median:.3f} ms a choice, p95 {p95:.3f} ms")

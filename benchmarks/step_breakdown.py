@@ -108,7 +108,7 @@ def breakdown(loop: Loop, batch: int, steps: int) -> dict[str, Any]:
 
 def prefill(loop: Loop, budget: int, prompts: int) -> dict[str, Any]:
     """Microseconds of one prompt, alone, by kind and by kernel, at this token budget."""
-    policy = loop._planner._policy
+    policy = loop.planner._policy
     assert isinstance(policy, StallFree)
     policy.token_budget, before = budget, policy.token_budget
     rng = random.Random(budget)
@@ -169,10 +169,10 @@ def timed(
 
 def mixed(loop: Loop, chunks: list[int], steps: int) -> list[dict[str, Any]]:
     """Milliseconds and kernels of decode steps with and without each chunk, at the contexts and at half of them."""
-    executor = loop._executor
+    executor = loop.executor
     assert isinstance(executor, PagedExecutor)
     kinds = [(chunk, share) for chunk in (0, *chunks) for share in (1.0, 0.5)]
-    writes = tables(executor.config.block_size, max(chunks))
+    writes = tables(executor.memory.batch.block_size, max(chunks))
     executor.memory.cache.data[:, :, : 1 + writes[-1].blocks[-1]].normal_()  # what was never written may be zeros
     timed(executor, spans(0), 1, writes)
     times: dict[tuple[int, float], list[float]] = defaultdict(list)

@@ -29,19 +29,19 @@ class Loop(Generic[Request, Plan, Result, Outputs, Stats]):
     ) -> None:
         if steps_in_flight < 1:
             raise ValueError(f"steps_in_flight is {steps_in_flight}; it must be at least 1")
-        self._planner = planner
-        self._executor = executor
+        self.planner = planner
+        self.executor = executor
         self._steps_in_flight = steps_in_flight
         self._clock = clock
         self._plans: deque[Plan] = deque()
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises ValueError, with the reason, if it can never run."""
-        self._planner.add(request)
+        self.planner.add(request)
 
     def abort(self, request_id: str) -> None:
         """End a request and free its memory at once."""
-        self._planner.abort(request_id)
+        self.planner.abort(request_id)
 
     def step(self) -> Outputs | None:
         """Submit plans until enough are in flight, then wait for the oldest step; what it gave.
@@ -49,24 +49,24 @@ class Loop(Generic[Request, Plan, Result, Outputs, Stats]):
         None, at once, if nothing is in flight.
         """
         while len(self._plans) < self._steps_in_flight:
-            plan = self._planner.schedule(self._clock())
+            plan = self.planner.schedule(self._clock())
             if plan is None:
                 break
-            self._executor.submit(plan)
+            self.executor.submit(plan)
             self._plans.append(plan)
         if not self._plans:
             return None
-        result = self._executor.collect()
-        return self._planner.update(self._plans.popleft(), result, self._clock())
+        result = self.executor.collect()
+        return self.planner.update(self._plans.popleft(), result, self._clock())
 
     def has_work(self) -> bool:
         """Whether a further step would do anything: a request has not ended, or a step is in flight."""
-        return bool(self._plans) or self._planner.has_work()
+        return bool(self._plans) or self.planner.has_work()
 
     def stats(self) -> Stats:
         """Queues and memory as they stand."""
-        return self._planner.stats()
+        return self.planner.stats()
 
     def close(self) -> None:
         """Release the executor. Steps in flight are abandoned."""
-        self._executor.close()
+        self.executor.close()

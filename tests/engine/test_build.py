@@ -44,8 +44,8 @@ def test_a_chat_request_displaces_a_batch_request_and_both_get_the_tokens_they_g
         alone |= run_to_the_end(loop)
 
     loop, _ = build(config)
-    plans, submit = [], loop._executor.submit
-    monkeypatch.setattr(loop._executor, "submit", lambda plan: (plans.append(plan), submit(plan)))
+    plans, submit = [], loop.executor.submit
+    monkeypatch.setattr(loop.executor, "submit", lambda plan: (plans.append(plan), submit(plan)))
     loop.add(first)
     loop.add(second)
     given = {}

@@ -105,7 +105,7 @@ def engine_shape(config: EngineConfig, profile: CostProfile, *, host_blocks: int
             token_budget=budget,
             max_model_len=max_model_len,
             max_sequences=config.max_sequences,
-            limit=profile.cache_tokens,
+            limit=config.fixed_token_budget or profile.cache_tokens,
         ),
         max_model_len=max_model_len,
         vocab_size=VOCAB_SIZE,

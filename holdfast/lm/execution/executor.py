@@ -73,7 +73,7 @@ class PagedExecutor:
     """
 
     def __init__(self, model: Model, attention: Attention[Any], memory: PagedMemory) -> None:
-        self._model, self._attention, self._memory = model, attention, memory
+        self._model, self._attention, self.memory = model, attention, memory
         self._device = model.spec.device
         self._in_flight: deque[tuple[StagedStep | None, Flight]] = deque()
         self._no_tokens = torch.empty(0, dtype=torch.int64, device=self._device)
@@ -81,7 +81,7 @@ class PagedExecutor:
 
     def submit(self, plan: StepPlan) -> None:
         """Start the step and return without waiting for it. Raises ValueError for a plan that the batch cannot hold."""
-        staged = self._memory.batch.stage(plan) if plan.segments else None
+        staged = self.memory.batch.stage(plan) if plan.segments else None
         flight: Flight
         if self._worker is not None:
             flight = self._worker.submit(self._run_on_cpu, plan, staged)
@@ -92,7 +92,7 @@ class PagedExecutor:
     def collect(self) -> StepResult:
         """Wait for the oldest step in flight. Raises what that step raised."""
         staged, flight = self._in_flight.popleft()
-        result, memory = flight.result(), self._memory
+        result, memory = flight.result(), self.memory
         if staged is not None:
             memory.batch.release(staged)
         if memory.transfers is not None:
@@ -104,13 +104,13 @@ class PagedExecutor:
         self._in_flight.clear()
         if self._worker is not None:
             self._worker.shutdown(wait=True, cancel_futures=True)
-        elif self._memory.host is not None:
+        elif self.memory.host is not None:
             torch.cuda.synchronize(self._device)
-            self._memory.host.unpin()
+            self.memory.host.unpin()
 
     def _run_on_cpu(self, plan: StepPlan, staged: StagedStep | None) -> StepResult:
         began = time.perf_counter()
-        layers = self._memory.begin_copies(plan)
+        layers = self.memory.begin_copies(plan)
         tokens = tuple(self._forward(staged, layers).tolist()) if staged is not None else ()
         return StepResult(plan.step, tokens, time.perf_counter() - began)
 
@@ -118,7 +118,7 @@ class PagedExecutor:
         try:
             began, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             began.record()
-            layers = self._memory.begin_copies(plan)
+            layers = self.memory.begin_copies(plan)
             sampled = self._forward(staged, layers) if staged is not None else self._no_tokens
             tokens = torch.empty(sampled.shape, dtype=sampled.dtype, pin_memory=True)
             tokens.copy_(sampled, non_blocking=True)
@@ -132,7 +132,7 @@ class PagedExecutor:
     @torch.inference_mode()
     def _forward(self, staged: StagedStep, layers: Sequence[LayerCache]) -> torch.Tensor:
         """Run one step on the device; the sampled tokens [R], which also become their rows' last tokens."""
-        memory = self._memory
+        memory = self.memory
         # A graph cannot wait, layer by layer, for blocks that are being swapped in.
         swapping_in = layers is not memory.layers
         started = memory.graphs.run(staged) if memory.graphs is not None and not swapping_in else None
@@ -143,7 +143,7 @@ class PagedExecutor:
 
     def _eager(self, staged: StagedStep, layers: Sequence[LayerCache]) -> tuple[PackedStep, torch.Tensor]:
         """Enter a step and launch its kernels one by one: its inputs, and its logits [R, vocab_size]."""
-        batch, attention = self._memory.batch, self._attention
+        batch, attention = self.memory.batch, self._attention
         packed = batch.enter(staged)
         logits = self._model.forward(
             StepInput(

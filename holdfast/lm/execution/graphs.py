@@ -20,23 +20,27 @@ KINDS = (1, 4, 16, 32, 64)
 FEW_SEGMENTS = 64
 """Most steps with prefill work have no more segments than that."""
 
+MAX_TOKENS = 8192
+"""Larger steps are not captured: the device computes much longer than the host takes to launch their kernels."""
+
 
 @dataclass(frozen=True, slots=True)
 class GraphSizes:
-    """What is captured, each ascending."""
+    """The sizes that are captured, ascending. A step is padded to the next size."""
 
     decodes: tuple[int, ...]
-    """Rows of steps of decodes alone: a step is padded to the next one, by at most 7 up to 256."""
+    """Rows of steps that only decode. Up to 256 rows, at most 7 are padding."""
     tokens: tuple[int, ...]
-    """Tokens of all other steps: sizes for which the library has a fast product, so that padding costs little."""
+    """Tokens of all other steps: sizes with fast matrix products, so that padding costs little."""
     rows: tuple[int, ...]
-    """Sampled rows of those."""
+    """Rows that sample in those steps."""
     segments: tuple[int, ...]
-    """Segments of those: attention's launches have room for so many decodes, and empty room takes time as well."""
+    """Segments of those steps. A captured attention launch has room for a fixed number, and empty room costs time."""
 
     @classmethod
     def of(cls, max_sequences: int, max_tokens: int) -> GraphSizes:
-        """The sizes for steps of at most so many sequences and tokens."""
+        """The sizes for steps of at most this many sequences and tokens, and at most MAX_TOKENS."""
+        max_tokens = min(max_tokens, MAX_TOKENS)
         most = min(max_sequences, max_tokens)
 
         def up_to(last: int, *spans: range) -> tuple[int, ...]:
@@ -62,20 +66,20 @@ class GraphSizes:
         )
 
     def kinds(self) -> GraphSizes:
-        """Sizes that between them launch every kernel there is."""
+        """A few sizes that together launch every kernel."""
         few = {size for size in self.decodes if size in KINDS}
         return GraphSizes(tuple(sorted({*few, self.decodes[-1]})), self.tokens[-1:], self.rows[-1:], self.segments[-1:])
 
     def largest(self) -> GraphSizes:
-        """The last of each: their graphs take as much memory as all, which share it."""
+        """The largest sizes. All graphs share memory, so these take as much as all of them."""
         return GraphSizes(self.decodes[-1:], self.tokens[-1:], self.rows[-1:], self.segments[-1:])
 
     def bodies(self) -> list[tuple[int, int]]:
-        """Tokens and segments of each body, the largest first: no more segments than tokens."""
+        """Tokens and segments of each body, the largest first. Segments never exceed tokens."""
         return sorted({(tokens, min(tokens, segments)) for tokens in self.tokens for segments in self.segments})[::-1]
 
     def body(self, tokens: int, segments: int) -> tuple[int, int]:
-        """The body for a step of so many. Ranges computed again may be more segments than the largest has room for."""
+        """The body for a step of this size. A step that fills holes may have more segments than any body."""
         size = _next(self.tokens, tokens)
         return size, min(size, _next(self.segments, min(segments, self.segments[-1])))
 
@@ -91,11 +95,11 @@ class Captured:
 class StepGraphs:
     """The forward pass of steps, captured by size.
 
-    A step in which each segment is one token that samples is one graph, by its rows. Any other is two: the model's body
-    by its tokens, and its head by the rows that sample. Padding writes no slot, has no tile of attention, and its
-    logits are never read. A graph begins with the batch's persistent buffer, where the step was
-    uploaded to, and ends with `logits`; both stay where they are. Graphs share one memory pool: no two run at once, and
-    nothing in the pool outlives its graph's run.
+    A step in which each segment is one token that samples runs as one graph, chosen by its rows. Any other step runs as
+    two: the model's body, chosen by its tokens, and its head, chosen by the rows that sample. Attention skips padding,
+    and its results are never read. A graph reads the batch's persistent buffer, into which the step was uploaded, and
+    writes the logits; both keep their addresses. Graphs share one memory pool: only one runs at a time, and nothing in
+    the pool outlives its graph's run.
     """
 
     def __init__(
@@ -106,7 +110,7 @@ class StepGraphs:
         caches: Sequence[tuple[torch.Tensor, torch.Tensor]],
         sizes: GraphSizes,
     ) -> None:
-        """The graphs of `sizes`, still to be captured."""
+        """Prepare graphs of `sizes`; `capture` makes them."""
         self._model, self._attention, self._batch, self._caches = model, attention, batch, caches
         self.sizes, self._most_rows = sizes, sizes.rows[-1]
         spec = model.spec
@@ -119,25 +123,27 @@ class StepGraphs:
         batch.clear()
 
     def capture(self) -> None:
-        """Capture a graph for each size; some tens of milliseconds each."""
+        """Capture a graph for each size, in some tens of milliseconds each."""
         self._pool, sizes = torch.cuda.graph_pool_handle(), self.sizes
-        # The largest first: the others find room in what it took.
+        # The largest first: the others fit into its memory.
         self._bodies = {body: self._capture(self._body, *body, tokens=body[0]) for body in sizes.bodies()}
         self._heads = {size: self._capture(self._head, size) for size in reversed(sizes.rows)}
         self._decodes = {size: self._capture(self._decode, size) for size in reversed(sizes.decodes)}
 
     def rehearsals(self) -> list[Callable[[], None]]:
-        """For each size a call that runs its kernels once, without a graph; they may run at once, in any thread."""
+        """One call per size that runs its kernels once, without a graph. The calls may run concurrently."""
         sizes = self.sizes
         bodies = [partial(self._rehearse, self._body, *body, tokens=body[0]) for body in sizes.bodies()]
         return bodies + [partial(self._rehearse, self._decode, size) for size in sizes.decodes]
 
     def run(self, staged: StagedStep) -> tuple[PackedStep, torch.Tensor] | None:
-        """Enter a step and start its graphs: its inputs, and its logits [R, vocab_size], good until the next run.
+        """Upload a step and start its graphs. Returns its inputs and logits [R, vocab_size], valid until the next run.
 
-        None for a step that no graph can run; nothing has happened to it then.
+        Returns None, with no effect, for a step that no graph can run.
         """
         rows, tokens = staged.num_sampled, staged.num_tokens
+        if tokens > self.sizes.tokens[-1]:
+            return None
         if rows == tokens == len(staged.segments.row):
             size = _next(self.sizes.decodes, tokens)
             return self._start(staged, self._decodes[size], size)
@@ -148,7 +154,7 @@ class StepGraphs:
         return started
 
     def _start(self, staged: StagedStep, captured: Captured, size: int) -> tuple[PackedStep, torch.Tensor] | None:
-        """Enter a step padded to `size` tokens and run its graph."""
+        """Upload a step padded to `size` tokens and start its graph."""
         if not self._attention.refill(captured.metadata, staged.segments):
             return None
         packed = self._batch.upload(staged, size, min(size, self._most_rows))

@@ -20,7 +20,7 @@ from invocation import provenance
 
 from holdfast.lm.kernels.attention.backends import attention_for
 from holdfast.lm.kernels.attention.protocol import Segments
-from holdfast.lm.kernels.linear.fp8 import FP8
+from holdfast.lm.kernels.fp8 import FP8
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 16
 DTYPE = torch.bfloat16

@@ -20,7 +20,7 @@ import torch
 from invocation import provenance
 from triton.runtime.errors import OutOfResources
 
-from holdfast.lm.kernels.linear.fp8 import Fp8Weight, Weight, quantize
+from holdfast.lm.kernels.fp8 import Fp8Weight, Weight, quantize
 from holdfast.lm.kernels.linear.fused_layers import FusedLayerOps
 from holdfast.lm.kernels.linear.layers import LayerOps, LayerShape
 from holdfast.lm.kernels.linear.skinny_gemm import SkinnyLaunch

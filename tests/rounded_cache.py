@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from holdfast.lm.kernels.linear.fp8 import FP8
+from holdfast.lm.kernels.fp8 import FP8
 
 
 class RoundedCache(DynamicCache):

@@ -19,7 +19,7 @@ from holdfast.lm.execution.transfer import CopyStream, Transfers, stream_for
 from holdfast.lm.kernels.attention.backends import attention_for
 from holdfast.lm.kernels.attention.protocol import CapturableAttention
 from holdfast.lm.kernels.cache.kv_cache import KVCache, block_bytes
-from holdfast.lm.kernels.linear.fp8 import FP8
+from holdfast.lm.kernels.fp8 import FP8
 from holdfast.lm.models.base import CapturableModel, Model
 from holdfast.lm.types import (
     BUDGET_TILE,

@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from holdfast.lm.kernels.linear import fp8
+from holdfast.lm.kernels import fp8
 
 LARGEST = tl.constexpr(fp8.LARGEST)
 LEAST_NORMAL = tl.constexpr(2.0**-6)

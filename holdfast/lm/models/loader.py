@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from holdfast.core.config import QuantizationName
-from holdfast.lm.kernels.linear.fp8 import FIRST_CAPABILITY
+from holdfast.lm.kernels.fp8 import FIRST_CAPABILITY
 from holdfast.lm.models import hf
 from holdfast.lm.models.base import Model, UnsupportedCheckpoint, limited
 from holdfast.lm.models.decoder import Decoder, DecoderSpec, WeightSource

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from holdfast.lm.kernels.linear.fp8 import Fp8Weight
+from holdfast.lm.kernels.fp8 import Fp8Weight
 from holdfast.lm.models.base import UnsupportedCheckpoint
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.loader import eos_token_ids, load

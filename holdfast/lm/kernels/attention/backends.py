@@ -10,7 +10,7 @@ from holdfast.core.config import AttentionBackendName
 from holdfast.lm.kernels.attention.flash_attention_3 import FlashAttention3, vllm_kernels
 from holdfast.lm.kernels.attention.protocol import Attention
 from holdfast.lm.kernels.attention.torch_attention import TorchAttention
-from holdfast.lm.kernels.linear.fp8 import FP8
+from holdfast.lm.kernels.fp8 import FP8
 
 FP8_CAPABILITY = (8, 9)
 """GPUs from here on convert to and from e4m3. For others Triton compiles no kernel that uses it."""

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from holdfast.lm.kernels.attention.protocol import Attention, Segments
 from holdfast.lm.kernels.cache.kv_cache import write_slots
-from holdfast.lm.kernels.linear.fp8 import FP8
+from holdfast.lm.kernels.fp8 import FP8
 
 # The most query rows of a tile (tokens times heads that share a KV head). Tiles bound the score mask and skip most keys
 # above the causal diagonal, at the cost of gathering the context once per tile.

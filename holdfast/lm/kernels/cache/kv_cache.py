@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from holdfast.lm.kernels.linear.fp8 import FP8, LARGEST
+from holdfast.lm.kernels.fp8 import FP8, LARGEST
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ import triton.language as tl
 from torch.nn import functional
 from torch.nn.functional import ScalingType
 
+from holdfast.lm.kernels.fp8 import FP8, LARGEST, Fp8Weight
 from holdfast.lm.kernels.fp8_conversion import round_to_fp8
 from holdfast.lm.kernels.launch import dependent_launch_options, launch_dependents, wait_for_previous
-from holdfast.lm.kernels.linear.fp8 import FP8, LARGEST, Fp8Weight
 from holdfast.lm.kernels.linear.skinny_gemm import (
     FEW,
     LEAST_ROW_BYTES,

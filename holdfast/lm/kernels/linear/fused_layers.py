@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from holdfast.lm.kernels.fp8 import Fp8Weight, Weight
 from holdfast.lm.kernels.linear import fused_kernels
-from holdfast.lm.kernels.linear.fp8 import Fp8Weight, Weight
 from holdfast.lm.kernels.linear.fp8_linear import (
     TILE,
     Fp8Rows,

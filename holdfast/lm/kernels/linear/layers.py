@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from holdfast.lm.kernels.cache.kv_cache import write_slots
-from holdfast.lm.kernels.linear.fp8 import Fp8Weight, Weight
+from holdfast.lm.kernels.fp8 import Fp8Weight, Weight
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": functional.silu,

@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from holdfast.lm.kernels.fp8 import Fp8Weight, Weight
 from holdfast.lm.kernels.launch import dependent_launch_options, launch_dependents, wait_for_previous
-from holdfast.lm.kernels.linear.fp8 import Fp8Weight, Weight
 
 MAX_ROWS = 64
 """Up to this many tokens the kernel reads weights faster than cuBLAS. With more, a tiled GEMM is better."""

@@ -10,7 +10,7 @@ from holdfast.lm.kernels.attention.backends import attention_for
 from holdfast.lm.kernels.attention.device_tiles import DeviceTiles
 from holdfast.lm.kernels.attention.paged import PagedAttention
 from holdfast.lm.kernels.attention.tiles import FIELDS
-from holdfast.lm.kernels.linear.fp8 import FP8, LARGEST
+from holdfast.lm.kernels.fp8 import FP8, LARGEST
 from tests.lm.kernels.attention_oracle import Batch, make_batch, oracle
 
 

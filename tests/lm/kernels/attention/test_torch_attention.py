@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from holdfast.lm.kernels.attention import torch_attention
 from holdfast.lm.kernels.attention.backends import attention_for
 from holdfast.lm.kernels.cache.kv_cache import write_slots
-from holdfast.lm.kernels.linear.fp8 import FP8, LARGEST
+from holdfast.lm.kernels.fp8 import FP8, LARGEST
 from tests.lm.kernels.attention_oracle import Batch, make_batch, oracle
 
 

@@ -7,7 +7,7 @@ import torch
 
 from holdfast.lm.kernels.cache.copy_kernel import PROGRAMS_IN, copy_runs
 from holdfast.lm.kernels.cache.kv_cache import KVCache, block_bytes, copy_blocks
-from holdfast.lm.kernels.linear.fp8 import FP8
+from holdfast.lm.kernels.fp8 import FP8
 
 
 def make_cache(num_blocks: int = 6, dtype: torch.dtype = torch.float32) -> KVCache:

@@ -9,10 +9,9 @@ import torch
 from torch.nn import functional
 
 from holdfast.lm.kernels.fp8 import LARGEST, Fp8Weight, quantize
-from holdfast.lm.kernels.linear.backends import layer_ops_for
 from holdfast.lm.kernels.linear.fp8_linear import fp8_launch_for, fp8_skinny_gemm, quantize_rows
 from holdfast.lm.kernels.linear.fused_layers import FusedLayerOps
-from holdfast.lm.kernels.linear.layers import LayerOps
+from holdfast.lm.kernels.linear.layers import LayerOps, layer_ops_for
 from holdfast.lm.kernels.linear.skinny_gemm import MAX_ROWS, SkinnyLaunch, skinny_gemm
 from tests.lm.kernels.linear.test_layers import drawn, oracle, shape_of
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from holdfast.lm.kernels.attention.softmax import begin_rows, capped, put_rows, weigh
+from holdfast.lm.kernels.attention.segment_kernels import begin_rows, capped, put_rows, weigh
 from holdfast.lm.kernels.fp8_conversion import query_beside, values_as
 from holdfast.lm.kernels.launch import launch_dependents, wait_for_previous
 

@@ -10,9 +10,9 @@ import triton
 
 from holdfast.lm.kernels.attention import prefill_kernel
 from holdfast.lm.kernels.attention.decode_kernel import decode_kernel
-from holdfast.lm.kernels.attention.device_tiles import DeviceTiles, DeviceTilesBuilder
 from holdfast.lm.kernels.attention.protocol import CapturableAttention, Segments
 from holdfast.lm.kernels.attention.segment_kernels import attend_kernel, merge_kernel, write_kernel
+from holdfast.lm.kernels.attention.tiles import DeviceTiles, DeviceTilesBuilder
 from holdfast.lm.kernels.launch import SideStream, dependent_launch_options
 
 FEW_TOKENS = 4

@@ -419,7 +419,7 @@ def attend(
 ) -> None:
     """Compute the tiles of `work` [W, 8], each of BLOCK_M rows; the other arguments are `Attention.attend`'s.
 
-    Partial results go to partial_out [P, Hkv, BLOCK_M, D] and partial_log [P, Hkv, BLOCK_M], as in `softmax.put_rows`.
+    Partial results go to partial_out [P, Hkv, BLOCK_M, D] and partial_log [P, Hkv, BLOCK_M], as in `segment_kernels.put_rows`.
     """
     num_blocks, block_size, num_kv_heads, head_dim = key_cache.shape
     cache_rows, width = num_blocks * block_size, num_kv_heads * head_dim

@@ -61,12 +61,7 @@ class FusedLayerOps(LayerOps):
         return fused_kernels.silu_mul(gate_up)
 
     def add_linear_norm(
-        self,
-        stream: torch.Tensor,
-        x: Gated,
-        weight: Weight,
-        bias: torch.Tensor | None,
-        norm: torch.Tensor,
+        self, stream: torch.Tensor, x: Gated, weight: Weight, bias: torch.Tensor | None, norm: torch.Tensor
     ) -> Normed:
         launch = None if isinstance(x, Fp8Rows) else self.launch(x, weight, cut=True)
         if launch is None:

@@ -1,4 +1,4 @@
-"""The operations of a decoder layer around attention: their interface, and the backend in PyTorch."""
+"""The operations of a decoder layer around attention: their interface, the backend in PyTorch, the choice of one."""
 
 from __future__ import annotations
 
@@ -81,12 +81,7 @@ class LayerOps:
         return ACTIVATIONS[self.shape.activation](gate).mul_(up)
 
     def add_linear_norm(
-        self,
-        stream: torch.Tensor,
-        x: Gated,
-        weight: Weight,
-        bias: torch.Tensor | None,
-        norm: torch.Tensor,
+        self, stream: torch.Tensor, x: Gated, weight: Weight, bias: torch.Tensor | None, norm: torch.Tensor
     ) -> Normed:
         """Add the projection of x to the stream [T, hidden] in place; return the sum normed by `norm` [hidden]."""
         if isinstance(weight, Fp8Weight):
@@ -145,3 +140,13 @@ class LayerOps:
         if self.shape.amplitude != 1.0:
             cosine, sine = cosine * self.shape.amplitude, sine * self.shape.amplitude
         return cosine, sine
+
+
+def layer_ops_for(shape: LayerShape) -> LayerOps:
+    """The backend for the device of `shape.inverse_frequencies`: Triton kernels on CUDA, PyTorch elsewhere."""
+    if shape.inverse_frequencies.device.type == "cuda":
+        # Imported here because a CPU installation has no Triton.
+        from holdfast.lm.kernels.linear.fused_layers import FusedLayerOps
+
+        return FusedLayerOps(shape)
+    return LayerOps(shape)

@@ -59,24 +59,10 @@ def weigh(scores, unit, top, total):
 
 @triton.jit
 def put_rows(
-    acc,
-    top,
-    total,
-    partial,
-    kv_head,
-    batch_token,
-    head,
-    real,
-    out,
-    partial_out,
-    partial_log,
-    out_stride_token,
-    out_stride_head,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    HEADS_AXIS: tl.constexpr,
-):
+    acc, top, total, partial, kv_head, batch_token, head, real,
+    out, partial_out, partial_log, out_stride_token, out_stride_head,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, HEADS_AXIS: tl.constexpr,
+):  # fmt: skip
     """Store the tile's result in `out`, or as partial result `partial` - 1 with the logarithm of its sum.
 
     The grid has the KV heads on its axis HEADS_AXIS.
@@ -97,29 +83,11 @@ def put_rows(
 
 @triton.jit
 def _attend_keys(
-    acc,
-    top,
-    total,
-    query,
-    key_cache,
-    value_cache,
-    table,
-    position,
-    begin,
-    end,
-    scale,
-    softcap,
-    window,
-    key_strides,
-    value_strides,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    MASKED: tl.constexpr,
-):
+    acc, top, total, query, key_cache, value_cache, table, position, begin, end,
+    scale, softcap, window, key_strides, value_strides,
+    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
     """Continue the online softmax (acc [M, D], top and total [M]) of a tile's rows over the keys [begin, end).
 
     Without MASKED, every row must see every key, and the keys must fill whole blocks of BLOCK_N.
@@ -161,38 +129,14 @@ def _attend_keys(
 
 @triton.jit
 def attend_kernel(
-    query,
-    key_cache,
-    value_cache,
-    tables,
-    work,
-    sinks,
-    out,
-    partial_out,
-    partial_log,
-    query_stride_token,
-    query_stride_head,
-    key_stride_block,
-    key_stride_slot,
-    key_stride_head,
-    value_stride_block,
-    value_stride_slot,
-    value_stride_head,
-    out_stride_token,
-    out_stride_head,
-    table_stride,
-    scale,
-    softcap,
-    window,
-    GROUP_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-):
+    query, key_cache, value_cache, tables, work, sinks, out, partial_out, partial_log,
+    query_stride_token, query_stride_head, key_stride_block, key_stride_slot, key_stride_head,
+    value_stride_block, value_stride_slot, value_stride_head, out_stride_token, out_stride_head, table_stride,
+    scale, softcap, window,
+    GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
+):  # fmt: skip
     """Compute one record of `tiles.TileList.work` for one KV head. Program (record, KV head)."""
     record = work + tl.program_id(0) * 8
     kv_head = tl.program_id(1)
@@ -233,89 +177,28 @@ def attend_kernel(
         seen_by_all = tl.minimum(stop_key, earliest + 1) - first_key
         begin = first_key + tl.maximum(seen_by_all, 0) // BLOCK_N * BLOCK_N
         acc, top, total = _attend_keys(
-            acc,
-            top,
-            total,
-            tile,
-            key_cache,
-            value_cache,
-            table,
-            position,
-            first_key,
-            begin,
-            scale,
-            softcap,
-            window,
-            key_strides,
-            value_strides,
-            HEAD_DIM,
-            BLOCK_SIZE,
-            BLOCK_N,
-            BLOCK_D,
-            HAS_SOFTCAP,
-            HAS_WINDOW,
-            False,
-        )
+            acc, top, total, tile, key_cache, value_cache, table, position, first_key, begin,
+            scale, softcap, window, key_strides, value_strides,
+            HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, HAS_SOFTCAP, HAS_WINDOW, False,
+        )  # fmt: skip
     acc, top, total = _attend_keys(
-        acc,
-        top,
-        total,
-        tile,
-        key_cache,
-        value_cache,
-        table,
-        position,
-        begin,
-        stop_key,
-        scale,
-        softcap,
-        window,
-        key_strides,
-        value_strides,
-        HEAD_DIM,
-        BLOCK_SIZE,
-        BLOCK_N,
-        BLOCK_D,
-        HAS_SOFTCAP,
-        HAS_WINDOW,
-        True,
-    )
+        acc, top, total, tile, key_cache, value_cache, table, position, begin, stop_key,
+        scale, softcap, window, key_strides, value_strides,
+        HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, HAS_SOFTCAP, HAS_WINDOW, True,
+    )  # fmt: skip
     put_rows(
-        acc,
-        top,
-        total,
-        partial,
-        kv_head,
-        batch_token,
-        head,
-        real,
-        out,
-        partial_out,
-        partial_log,
-        out_stride_token,
-        out_stride_head,
-        HEAD_DIM,
-        BLOCK_M,
-        BLOCK_D,
-        1,
-    )
+        acc, top, total, partial, kv_head, batch_token, head, real,
+        out, partial_out, partial_log, out_stride_token, out_stride_head,
+        HEAD_DIM, BLOCK_M, BLOCK_D, 1,
+    )  # fmt: skip
 
 
 @triton.jit
 def merge_kernel(
-    merges,
-    partial_out,
-    partial_log,
-    out,
-    out_stride_token,
-    out_stride_head,
-    GROUP_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
+    merges, partial_out, partial_log, out, out_stride_token, out_stride_head,
+    GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_S: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     """Add the partial results of each row, weighted by their share of its softmax.
 
     Program (merge record, first row, KV head). The programs of a record share the rows of its tile.
@@ -356,26 +239,12 @@ def merge_kernel(
 
 @triton.jit
 def write_kernel(
-    key,
-    value,
-    key_cache,
-    value_cache,
-    slot_mapping,
-    key_stride_token,
-    key_stride_head,
-    value_stride_token,
-    value_stride_head,
-    key_cache_stride_block,
-    key_cache_stride_slot,
-    key_cache_stride_head,
-    value_cache_stride_block,
-    value_cache_stride_slot,
-    value_cache_stride_head,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    key, value, key_cache, value_cache, slot_mapping,
+    key_stride_token, key_stride_head, value_stride_token, value_stride_head,
+    key_cache_stride_block, key_cache_stride_slot, key_cache_stride_head,
+    value_cache_stride_block, value_cache_stride_slot, value_cache_stride_head,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Write one token's keys and values to its slot; a negative slot is padding and is skipped. Program (token)."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token)

@@ -248,14 +248,9 @@ class DeviceTilesBuilder:
     def _lists(self, segments: Segments) -> tuple[TileList, TileList]:
         """Wide and narrow tiles of a batch."""
         narrow = segments.query_length * self.group_size <= self.narrow_m
-        wide, few = (
-            tile_list(segments, chosen, group_size=self.group_size, block_m=block_m, split_for=split_for)
-            for chosen, block_m, split_for in (
-                (~narrow, self.wide_m, self.split_wide),
-                (narrow, self.narrow_m, self.split_narrow),
-            )
-        )
-        return wide, few
+        tiles = partial(tile_list, segments, group_size=self.group_size)
+        wide = tiles(~narrow, block_m=self.wide_m, split_for=self.split_wide)
+        return wide, tiles(narrow, block_m=self.narrow_m, split_for=self.split_narrow)
 
     def _host_records(self, count: int) -> torch.Tensor:
         """Zeroed host memory for records to upload. PyTorch keeps pinned memory until the copy is done."""

@@ -1,4 +1,4 @@
-"""The operations of a decoder layer around attention: their interface, the backend in PyTorch, the choice of one."""
+"""The operations of a decoder layer around attention: their interface, and the backend in PyTorch."""
 
 from __future__ import annotations
 
@@ -140,13 +140,3 @@ class LayerOps:
         if self.shape.amplitude != 1.0:
             cosine, sine = cosine * self.shape.amplitude, sine * self.shape.amplitude
         return cosine, sine
-
-
-def layer_ops_for(shape: LayerShape) -> LayerOps:
-    """The backend for the device of `shape.inverse_frequencies`: Triton kernels on CUDA, PyTorch elsewhere."""
-    if shape.inverse_frequencies.device.type == "cuda":
-        # Imported here because a CPU installation has no Triton.
-        from holdfast.lm.kernels.linear.fused_layers import FusedLayerOps
-
-        return FusedLayerOps(shape)
-    return LayerOps(shape)

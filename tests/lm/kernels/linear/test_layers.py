@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from holdfast.lm.kernels.fp8 import FP8
-from holdfast.lm.kernels.linear import fused_layers
+from holdfast.lm.kernels.linear import fused_layers, layer_ops_for
 from holdfast.lm.kernels.linear.fused_layers import FusedLayerOps
-from holdfast.lm.kernels.linear.layers import LayerOps, LayerShape, layer_ops_for
+from holdfast.lm.kernels.linear.layers import LayerOps, LayerShape
 
 EPS = 1e-5
 PRECISION = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 
 from holdfast.lm.kernels.fp8 import Fp8Weight, Weight, quantize
-from holdfast.lm.kernels.linear.backends import layer_ops_for
+from holdfast.lm.kernels.linear import layer_ops_for
 from holdfast.lm.kernels.linear.layers import LayerShape, Normed
 from holdfast.lm.models.base import ModelSpec, StepInput
 from holdfast.lm.models.rope import Rope

@@ -22,9 +22,8 @@ from holdfast.engine.profiles import CostProfile
 from holdfast.engine.trace import TracedExecutor
 from holdfast.lab.load_client import Ask, HttpAsk, LoadClient
 from holdfast.lab.metrics import Record
-from holdfast.lab.planning import context_length
 from holdfast.lab.simulator.deployment import Pipeline
-from holdfast.lab.simulator.run import simulate
+from holdfast.lab.simulator.run import context_length, simulate
 from holdfast.lab.workloads import PromptTokens, Workload, num_requests
 from holdfast.lm.limits import RequestRefused
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from holdfast.core.cost import CostModel
 from holdfast.lab.simulator.deployment import Deployment, deploy
-from holdfast.lab.simulator.shapes import model_named
+from holdfast.lab.simulator.shapes import MODELS
 
 RESULTS = Path(__file__).parent / "results"
 LAYER_SECONDS = 0.36e-3
@@ -37,7 +37,7 @@ def deployed(model: str, vary: Collection[str] = (), *, step_seconds: float = 0.
 
     Pipeline stages share the extra seconds. Memory does not change.
     """
-    shape = model_named(model)
+    shape = MODELS[model]
     plain = deploy(shape, **layout)
     heads = deploy(replace(shape, kv_heads=shape.heads), **layout) if "heads" in vary else plain
     if "host" in vary:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from holdfast.core.cost import Burst, interpolate
-from holdfast.lab.simulator.reserve import Reserve
+from holdfast.lab.simulator.executor import Reserve
 from holdfast.lm.execution import cost_profile as profile
 from holdfast.lm.execution.cost_profile import burst_of, measure_cost, measure_recomputation, stairs
 from holdfast.lm.types import StepPlan, StepResult

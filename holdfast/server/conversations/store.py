@@ -15,7 +15,7 @@ from holdfast.server.conversations.conversation_store import ConversationStore
 from holdfast.server.conversations.database import Database, DatabaseFailed, migrate
 from holdfast.server.conversations.space import Space
 from holdfast.server.conversations.turn_store import TurnStore
-from holdfast.server.conversations.values import Bounds, StoreError
+from holdfast.server.conversations.values import Bounds, Conflict, NotFound, StoreError, ThreadTooLarge
 from holdfast.server.protocol import ApiError
 
 log = logging.getLogger(__name__)
@@ -69,13 +69,20 @@ class AsyncStore:
         self._store = store
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="holdfast-store")
 
-    async def run(self, work: Callable[[Store], T]) -> T:
+    async def run(self, work: Callable[[Store], T], param: str | None = None) -> T:
         """The result of `work`. Cancelling the caller does not stop the work: it still completes.
 
-        Raises ApiError where the database fails, for example on a full disk; then nothing of the work is stored.
+        Raises ApiError where the store refuses or the database fails, for example on a full disk; then nothing of the
+        work is stored. `param` is the request's parameter that names the object to be found, if there is one.
         """
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, work, self._store)
+        except NotFound as error:
+            raise not_found(error.kind, error.id, error.param or param) from None
+        except Conflict as error:
+            raise ApiError(str(error), status=409, code="conflict") from None
+        except ThreadTooLarge as error:
+            raise ApiError(str(error), code="conversation_too_large") from None
         except DatabaseFailed as error:
             log.error("the conversation store failed: %s", error.orig)
             raise ApiError(
@@ -87,3 +94,8 @@ class AsyncStore:
         """Finish the work at hand and close the store."""
         self._thread.submit(self._store.close)
         self._thread.shutdown()
+
+
+def not_found(kind: str, id: str, param: str | None = None) -> ApiError:
+    """The 404 of an object that does not exist or belongs to another tenant."""
+    return ApiError(f"{kind} {id[:64]!r} was not found", status=404, param=param, code=f"{kind}_not_found")

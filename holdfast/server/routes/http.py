@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -12,6 +12,7 @@ from fastapi.responses import StreamingResponse
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
+from holdfast.server.config import ServerConfig
 from holdfast.server.protocol import ApiError
 from holdfast.server.replies import encode
 
@@ -32,11 +33,14 @@ class EventStream(StreamingResponse):
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None], failed: Callable[[Exception], bytes]) -> None:
         async def body() -> AsyncGenerator[bytes, None]:
             yield first
-            async for chunk in rest:
-                yield chunk
+            try:
+                async for chunk in rest:
+                    yield chunk
+            except Exception as error:
+                yield failed(error)
 
         super().__init__(body(), headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         self.rest = rest
@@ -50,13 +54,18 @@ class EventStream(StreamingResponse):
             await self.rest.aclose()
 
 
-async def start_stream(request: Request, events: AsyncGenerator[bytes, None]) -> EventStream:
-    """A stream that begins with its first event, so that a refusal still gets its own status."""
+async def start_stream(
+    request: Request, events: AsyncGenerator[bytes, None], failed: Callable[[Exception], bytes]
+) -> EventStream:
+    """A stream that begins with its first event, so that a refusal still gets its own status.
+
+    After that an error is an event, which `failed` makes, and ends the stream.
+    """
 
     async def begin() -> bytes:
         return await anext(events)
 
-    return EventStream(await while_connected(request.receive, begin()), events)
+    return EventStream(await while_connected(request.receive, begin()), events, failed)
 
 
 def tenant_of(request: Request) -> str:
@@ -65,17 +74,14 @@ def tenant_of(request: Request) -> str:
     return tenant
 
 
-async def read_body(request: Request, limit: int) -> bytes:
-    """The request's body. Raises ApiError 413 as soon as it exceeds `limit` bytes."""
-    body = bytearray()
+async def read_body(request: Request, config: ServerConfig) -> bytes:
+    """The request's body. Raises ApiError 413 as soon as it is larger than the configuration allows."""
+    body, limit = bytearray(), int(config.max_body_mb * 1e6)
     async for chunk in request.stream():
         body += chunk
         if len(body) > limit:
-            raise ApiError(
-                f"the body is larger than {limit} bytes; send less, or raise the server's --max-body-mb",
-                status=413,
-                code="body_too_large",
-            )
+            reason = f"the body is larger than {limit} bytes; send less, or raise the server's --max-body-mb"
+            raise ApiError(reason, status=413, code="body_too_large")
     return bytes(body)
 
 

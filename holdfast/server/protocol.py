@@ -33,24 +33,19 @@ class ApiError(Exception):
         message: str,
         *,
         status: int = 400,
-        type: str = "invalid_request_error",
         param: str | None = None,
         code: str | None = None,
         retry_after: int | None = None,
     ) -> None:
+        """`retry_after` is the number of seconds after which the client may try again."""
         super().__init__(message)
-        self.message = message
-        self.status = status
-        self.type = type
-        self.param = param
-        self.code = code
+        self.message, self.status, self.param, self.code = message, status, param, code
         self.retry_after = retry_after
-        """Seconds after which the client may try again."""
 
     def body(self) -> dict[str, Any]:
         """The JSON object that the client receives. All four fields are always present."""
-        fields = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
-        return {"error": fields}
+        type = "server_error" if self.status >= 500 else "invalid_request_error"
+        return {"error": {"message": self.message, "type": type, "param": self.param, "code": self.code}}
 
 
 class StreamOptions(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):

@@ -18,8 +18,6 @@ from holdfast.server.replies import RequestUsage
 
 log = logging.getLogger("holdfast.server")
 
-RETRY_SECONDS = 1
-
 
 class Admission:
     """Counts the choices in progress, and refuses new ones beyond the limit before any work is done for them."""
@@ -29,16 +27,15 @@ class Admission:
         """Most choices in progress: those that run and those that may wait."""
         self.in_progress = 0
         self.draining = False
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self.idle = asyncio.Event()
+        """Set while no choice is in progress."""
+        self.idle.set()
 
     def check(self, choices: int) -> None:
         """Raises ApiError 503 while draining, or if this many more choices would exceed the limit."""
         if self.draining:
-            raise ApiError(
-                "the server is shutting down and takes no new requests; try another one",
-                status=503, type="server_error", code="shutting_down", retry_after=5,
-            )  # fmt: skip
+            reason = "the server is shutting down and takes no new requests; try another one"
+            raise ApiError(reason, status=503, code="shutting_down", retry_after=5)
         if self.in_progress + choices > self.limit:
             raise queue_full(self.limit)
 
@@ -47,17 +44,13 @@ class Admission:
         """Count the choices as in progress. Raises as `check`."""
         self.check(choices)
         self.in_progress += choices
-        self._idle.clear()
+        self.idle.clear()
         try:
             yield
         finally:
             self.in_progress -= choices
             if not self.in_progress:
-                self._idle.set()
-
-    async def idle(self) -> None:
-        """Wait until no choice is in progress."""
-        await self._idle.wait()
+                self.idle.set()
 
 
 class Service:
@@ -128,7 +121,8 @@ class Answer:
             except QueueFull:
                 raise queue_full(self.service.admission.limit) from None
             except EngineDead:
-                raise engine_dead() from None
+                reason = "the engine has stopped; the server is going down"  # why stays in the server's log
+                raise ApiError(reason, status=503, code="engine_dead") from None
             except RequestRefused as error:
                 raise refused(error, self.wanted) from None
 
@@ -250,28 +244,17 @@ def refused(error: RequestRefused, wanted: SampledRequest) -> ApiError:
 
 def queue_full(limit: int) -> ApiError:
     """The refusal of a full queue."""
-    return ApiError(
-        f"the queue is full ({limit} requests); try again in a moment",
-        status=503, type="server_error", code="queue_full", retry_after=RETRY_SECONDS,
-    )  # fmt: skip
+    reason = f"the queue is full ({limit} requests); try again in a moment"
+    return ApiError(reason, status=503, code="queue_full", retry_after=1)
 
 
 def internal(error: Exception) -> ApiError:
     """The answer to an unexpected error. The trace goes to the log."""
     log.error("a request failed", exc_info=error)
-    return ApiError("the server failed on this request", status=500, type="server_error", code="internal_error")
+    return ApiError("the server failed on this request", status=500, code="internal_error")
 
 
 def unknown_model(name: str, served: str) -> ApiError:
     """The refusal of a request for a model that is not served."""
-    return ApiError(
-        f"the model {name[:128]!r} is not served here; this server has {served!r}",
-        status=404, param="model", code="model_not_found",
-    )  # fmt: skip
-
-
-def engine_dead() -> ApiError:
-    """The answer when the engine process has ended. The reason stays in the server's log."""
-    return ApiError(
-        "the engine has stopped; the server is going down", status=503, type="server_error", code="engine_dead"
-    )
+    reason = f"the model {name[:128]!r} is not served here; this server has {served!r}"
+    return ApiError(reason, status=404, param="model", code="model_not_found")

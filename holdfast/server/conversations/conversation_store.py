@@ -28,18 +28,11 @@ _OWN = (
 class ConversationStore:
     """The conversations of a store. Each method is one transaction. Raises NotFound for what does not exist."""
 
-    def __init__(
-        self,
-        database: Database,
-        space: Space,
-        chain: Callable[[Connection, Row[Any]], Context],
-        now: Callable[[], float],
-    ) -> None:
+    def __init__(self, database: Database, space: Space, chain: Callable[[Connection, Row[Any]], Context]) -> None:
         """`chain` reads the context that ends with a turn."""
         self._database = database
         self._space = space
         self._chain = chain
-        self._now = now
 
     def create(
         self, tenant: str, conversation: str, metadata: Mapping[str, str], first: Sequence[Item]
@@ -47,7 +40,7 @@ class ConversationStore:
         """Begin a conversation with these items. Returns it as the API shows it."""
         encoded = encode(metadata)
         with self._database.write() as db:
-            row = {"id": conversation, "thread": conversation, "tenant": tenant, "created": int(self._now())}
+            row = {"id": conversation, "thread": conversation, "tenant": tenant, "created": int(self._space.now())}
             db.execute(insert(conversations).values(**row, metadata=encoded))
             size = append(db, conversation, first)
             self._space.grown(db, conversation, tenant, len(encoded) + size)

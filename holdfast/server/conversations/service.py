@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from array import array
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import replace
 
 from holdfast.core.types import FinishReason
@@ -213,7 +212,7 @@ class Writing:
     async def end(self, response: Response) -> None:
         """Store the end of a background response that failed or was cancelled."""
         self.shape.response = response
-        with contextlib.suppress(ApiError):  # deleted meanwhile
+        with suppress(ApiError):  # deleted meanwhile
             await self._keep(self._turn(response))
 
 

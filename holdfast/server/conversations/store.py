@@ -35,7 +35,7 @@ class Store:
         self.database = database
         self.space = Space(bounds, now)
         self.turns = TurnStore(database, self.space)
-        self.conversations = ConversationStore(database, self.space, self.turns.chain, now)
+        self.conversations = ConversationStore(database, self.space, self.turns.chain)
 
     @classmethod
     def open(cls, where: str, bounds: Bounds, now: Callable[[], float] = time.time) -> Store:
@@ -85,10 +85,8 @@ class AsyncStore:
             raise ApiError(str(error), code="conversation_too_large") from None
         except DatabaseFailed as error:
             log.error("the conversation store failed: %s", error.orig)
-            raise ApiError(
-                "the conversation store cannot be used now; nothing of this request was stored",
-                status=503, type="server_error", code="store_unavailable",
-            ) from None  # fmt: skip
+            reason = "the conversation store cannot be used now; nothing of this request was stored"
+            raise ApiError(reason, status=503, code="store_unavailable") from None
 
     def close(self) -> None:
         """Finish the work at hand and close the store."""

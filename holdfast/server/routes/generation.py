@@ -8,21 +8,11 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 
-from holdfast.server.conversations.protocol import Event, ResponseRequest, event_bytes, item_list
+from holdfast.server.conversations.protocol import Event, ResponseRequest, event_bytes
 from holdfast.server.conversations.service import Responses, Writing
-from holdfast.server.conversations.store import not_found
 from holdfast.server.protocol import ApiError, ChatRequest, CompletionRequest, parse
 from holdfast.server.replies import DONE, ChatShape, Reply, Shape, TextShape, event
-from holdfast.server.routes.http import (
-    JSON,
-    PageQuery,
-    described,
-    page_query,
-    read_body,
-    start_stream,
-    tenant_of,
-    while_connected,
-)  # fmt: skip
+from holdfast.server.routes.http import JSON, described, page, read_body, start_stream, tenant_of, while_connected
 from holdfast.server.service import Answer, Service, internal
 
 
@@ -126,19 +116,7 @@ def add_response_routes(app: FastAPI, responses: Responses) -> None:
         """The input items of a response."""
         tenant = tenant_of(request)
         found = await responses.store.run(lambda store: store.turns.input(tenant, response_id))
-        return JSON(page(found, page_query(request)))
-
-
-def page(items: list[dict[str, Any]], query: PageQuery) -> dict[str, Any]:
-    """The part of the list that a query asks for."""
-    if query.newest_first:
-        items = items[::-1]
-    if query.after is not None:
-        ids = [item["id"] for item in items]
-        if query.after not in ids:
-            raise not_found("item", query.after, "after")
-        items = items[ids.index(query.after) + 1 :]
-    return item_list(items[: query.limit], len(items) > query.limit)
+        return JSON(page(request, found))
 
 
 async def whole_response(writing: Writing) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Shared by all routes: bounded bodies, JSON, event streams, and work that ends when the client leaves."""
+"""Shared by all routes: bounded bodies, JSON, pages, event streams, and work that ends when the client leaves."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from holdfast.server.config import ServerConfig
+from holdfast.server.conversations.protocol import item_list
+from holdfast.server.conversations.store import not_found
+from holdfast.server.conversations.values import Item
 from holdfast.server.protocol import ApiError
 from holdfast.server.replies import encode
 
@@ -103,6 +106,19 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         leaving.cancel()
         working.cancel()
         await asyncio.gather(leaving, working, return_exceptions=True)
+
+
+def page(request: Request, items: list[Item]) -> dict[str, Any]:
+    """The part of a list that a client asks for. Raises ApiError."""
+    query = page_query(request)
+    if query.newest_first:
+        items = items[::-1]
+    if query.after is not None:
+        ids = [item["id"] for item in items]
+        if query.after not in ids:
+            raise not_found("item", query.after, "after")
+        items = items[ids.index(query.after) + 1 :]
+    return item_list(items[: query.limit], len(items) > query.limit)
 
 
 class PageQuery(NamedTuple):

@@ -65,9 +65,13 @@ def origin(*paths: Path | None) -> dict[str, str]:
     return {"date": date.today().isoformat(), "command": words}
 
 
-def save(stem: Path, rows: Any, lines: Sequence[str]) -> None:
-    """Print the table, and write it and its rows beside one another as `stem`.md and `stem`.json."""
-    about = origin(stem.parent)
+def save(stem: Path, rows: Any, lines: Sequence[str], earlier: str = "") -> None:
+    """Print the table, and write it and its rows beside one another as `stem`.md and `stem`.json.
+
+    `earlier` is the command of the run that the rows were added to.
+    """
+    about = origin(stem.parent) | ({"earlier": earlier} if earlier else {})
     print("\n".join(lines))
     stem.with_suffix(".json").write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
-    stem.with_suffix(".md").write_text(f"`{about['command']}`, {about['date']}\n\n" + "\n".join(lines) + "\n")
+    added = f"; added to `{earlier}`" if earlier else ""
+    stem.with_suffix(".md").write_text(f"`{about['command']}`, {about['date']}{added}\n\n" + "\n".join(lines) + "\n")

@@ -567,10 +567,11 @@ def main() -> None:
         case "ablation":
             papers.save(stem, found := ablation(), show_ablation(found))
         case "capacity":
-            rows = capacity(args.models, args.systems, args.requests, args.processes)
+            rows, earlier = capacity(args.models, args.systems, args.requests, args.processes), ""
             if args.add:
-                rows = merged(json.loads(stem.with_suffix(".json").read_text())["rows"], rows)
-            papers.save(stem, rows, show_capacity(rows))
+                before = json.loads(stem.with_suffix(".json").read_text())
+                rows, earlier = merged(before["rows"], rows), f"{before['command']}, {before['date']}"
+            papers.save(stem, rows, show_capacity(rows), earlier)
             plot_capacity(rows, stem.with_suffix(".png"))
         case _:
             vary(args)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass, fields
+from functools import cached_property
 from itertools import chain
 
 import numpy as np
@@ -14,26 +15,7 @@ from holdfast.lm.kernels.attention.protocol import Segments
 from holdfast.lm.types import PENDING, Sampling, StepPlan
 
 Ints = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """The places of a step's fields in one int64 buffer. They are fixed, so that a captured graph finds them."""
-
-    tokens: int
-    """Capacity of the fields with an entry for each query token."""
-    rows: int
-    """Capacity of the fields with an entry for each sampled token."""
-    writes: int
-    """Capacity of the block table entries."""
-
-    def spans(self) -> dict[str, slice]:
-        """The place of each field in the buffer."""
-        sizes = dict.fromkeys(("ids", "positions", "slots", "token_rows"), self.tokens)
-        sizes |= dict.fromkeys(("sample_at", "sample_rows", "sample_position", *SAMPLING), self.rows)
-        sizes |= dict.fromkeys(("write_at", "write_block"), self.writes)
-        stops = np.cumsum(list(sizes.values())).tolist()
-        return {name: slice(stop - size, stop) for (name, size), stop in zip(sizes.items(), stops, strict=True)}
+Arrays = dict[str, npt.NDArray[np.generic]]
 
 
 SAMPLING = {field.name: np.float32 if field.type == "float" else np.int64 for field in fields(Sampling)}
@@ -47,18 +29,24 @@ TOKENS_PER_TABLE_WRITE = 4
 
 
 class Fields:
-    """One buffer, and a tensor for each of its fields. Float32 fields use the first half of their place."""
+    """One int64 buffer, and a tensor for each of its fields. Float32 fields use the first half of their place."""
 
-    def __init__(self, layout: Layout, buffer: torch.Tensor) -> None:
-        self.buffer = buffer
-        self._tensors = {
-            name: buffer[span].view(torch.float32) if SAMPLING.get(name) is np.float32 else buffer[span]
-            for name, span in layout.spans().items()
+    def __init__(self, sizes: dict[str, int], device: torch.device | str, *, pinned: bool = False) -> None:
+        """`sizes` are the capacities of the fields by name, in the order of the buffer."""
+        self.buffer = torch.zeros(sum(sizes.values()), dtype=torch.int64, device=device, pin_memory=pinned)
+        self.tensors = {
+            name: part.view(torch.float32) if SAMPLING.get(name) is np.float32 else part
+            for name, part in zip(sizes, torch.split(self.buffer, [*sizes.values()]), strict=True)
         }
+
+    @cached_property
+    def arrays(self) -> Arrays:
+        """The fields of a host buffer as numpy arrays that share its memory."""
+        return {name: tensor.numpy() for name, tensor in self.tensors.items()}
 
     def take(self, name: str, count: int) -> torch.Tensor:
         """The first `count` entries of a field."""
-        return self._tensors[name][:count]
+        return self.tensors[name][:count]
 
     def packed(self, num_tokens: int, num_sampled: int) -> PackedStep:
         """The inputs of a step with this many tokens and sampled rows."""
@@ -72,17 +60,14 @@ class Fields:
             sample_position=self.take("sample_position", num_sampled),
         )
 
-    def arrays(self) -> dict[str, npt.NDArray[np.generic]]:
-        """The fields of a host buffer as numpy arrays that share its memory."""
-        return {name: tensor.numpy() for name, tensor in self._tensors.items()}
-
 
 @dataclass(frozen=True, slots=True)
 class StagedStep:
-    """A plan packed into a host buffer, and what the host knows of it."""
+    """A plan packed into a host buffer, and its sizes."""
 
     step: int
-    host: HostBuffer
+    host: Fields
+    """The buffer, pinned where there is a GPU."""
     segments: Segments
     num_tokens: int
     num_sampled: int
@@ -92,14 +77,6 @@ class StagedStep:
     has_pending: bool
     any_random: bool
     any_filtered: bool
-
-
-@dataclass(frozen=True, slots=True)
-class HostBuffer:
-    """A host buffer, pinned where there is a GPU, and its fields as arrays."""
-
-    fields: Fields
-    arrays: dict[str, npt.NDArray[np.generic]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,13 +93,14 @@ class PackedStep:
 
 
 class Batch:
-    """Block tables and last sampled tokens by row, on the device; a mirror of the tables on the host.
+    """Block tables and last sampled tokens by row, on the device, and a copy of the tables on the host.
 
-    Packing has two halves, so that the host may prepare a step while the device still runs the last one. `stage`
-    touches host state only; `enter` applies a staged step to the device, in order of submission.
+    Packing has two halves, so that the host can prepare a step while the device still runs the last one. `stage`
+    touches host state only. `enter` uploads the staged step and writes its table entries and pending tokens, in order
+    of submission.
 
-    For a captured graph `enter` is split again: `upload` copies a padded step to the buffer that the graph reads, and
-    `apply`, which is the graph's first part, writes its table entries and pending tokens.
+    For a captured graph, `enter` is split again. `upload` copies a padded step to the buffer that the graph reads.
+    `apply`, the first part of the graph, writes its table entries and pending tokens.
     """
 
     def __init__(self, *, rows: int, max_blocks: int, max_tokens: int, block_size: int, device: torch.device) -> None:
@@ -131,25 +109,28 @@ class Batch:
         self.block_tables = torch.zeros(rows + 1, max_blocks, dtype=torch.int32, device=device)
         self._padding_row = rows * max_blocks
         self.last_token = torch.zeros(rows, dtype=torch.int64, device=device)
+        # The places of the fields are fixed, so that a captured graph finds them.
+        self._sizes = dict.fromkeys(("ids", "positions", "slots", "token_rows"), max_tokens)
+        self._sizes |= dict.fromkeys(("sample_at", "sample_rows", "sample_position", *SAMPLING), rows)
         # A step's own tokens need at most this many new blocks. Only prefix hits bring more; those are uploaded apart.
-        self._layout = Layout(tokens=max_tokens, rows=rows, writes=max_tokens + rows)
-        self._size = max(span.stop for span in self._layout.spans().values())
+        self._sizes |= dict.fromkeys(("write_at", "write_block"), max_tokens + rows)
         self._mirror = np.full((rows, max_blocks), -1, np.int32)
         self._settings = np.zeros(rows, list(SAMPLING.items()))
         self._drawn: list[Sampling | None] = [None] * rows
         """By row, the record that `_settings` holds."""
-        self._free: list[HostBuffer] = []
-        self._persistent = Fields(self._layout, torch.zeros(self._size, dtype=torch.int64, device=device))
+        self._free: list[Fields] = []
+        """Host buffers that no step uses."""
+        self._persistent = Fields(self._sizes, device)
 
     def stage(self, plan: StepPlan) -> StagedStep:
         """Pack a plan into a host buffer. Raises ValueError for a plan that the batch cannot hold."""
-        host = self._free.pop() if self._free else self._new_buffer()
+        host = self._free.pop() if self._free else Fields(self._sizes, "cpu", pinned=self.device.type == "cuda")
         write_at = self._write_mirror(plan)
         write_block = self._mirror.reshape(-1)[write_at]
         arrays = host.arrays
         num_writes = len(write_at)
         writes_apart = None
-        if num_writes <= self._layout.writes:
+        if num_writes <= self._sizes["write_at"]:
             arrays["write_at"][:num_writes] = write_at
             arrays["write_block"][:num_writes] = write_block
         else:
@@ -172,7 +153,7 @@ class Batch:
 
     def enter(self, staged: StagedStep) -> PackedStep:
         """Copy a staged step to the device, then write its table entries and pending tokens."""
-        fields = staged.host.fields
+        fields = staged.host
         if self.device.type == "cuda":
             self._persistent.buffer.copy_(fields.buffer, non_blocking=True)
             fields = self._persistent
@@ -192,7 +173,7 @@ class Batch:
         arrays["sample_at"][staged.num_sampled : num_sampled] = 0
         room = self._room(num_tokens)
         arrays["write_at"][staged.num_writes : room] = self._padding_row
-        self._persistent.buffer.copy_(staged.host.fields.buffer, non_blocking=True)
+        self._persistent.buffer.copy_(staged.host.buffer, non_blocking=True)
         self._write_tables(self._persistent, room, staged)
         return self._persistent.packed(staged.num_tokens, staged.num_sampled)
 
@@ -213,7 +194,7 @@ class Batch:
     def clear(self) -> None:
         """Turn the uploaded step into one of padding alone."""
         for name, value in {**PADDING, "token_rows": 0, "sample_at": 0, "write_at": self._padding_row}.items():
-            self._persistent.take(name, self._size).fill_(value)
+            self._persistent.tensors[name].fill_(value)
 
     def release(self, staged: StagedStep) -> None:
         """Give the host buffer back, once the step has ended."""
@@ -240,11 +221,6 @@ class Batch:
         sampled = self.last_token.index_select(0, fields.take("token_rows", num_tokens))
         torch.where(ids == PENDING, sampled, ids, out=ids)
 
-    def _new_buffer(self) -> HostBuffer:
-        buffer = torch.zeros(self._size, dtype=torch.int64, pin_memory=self.device.type == "cuda")
-        fields = Fields(self._layout, buffer)
-        return HostBuffer(fields, fields.arrays())
-
     def _write_mirror(self, plan: StepPlan) -> Ints:
         """Apply table writes to the mirror; the flat indices that changed."""
         width = self._mirror.shape[1]
@@ -260,7 +236,7 @@ class Batch:
         self._mirror.reshape(-1)[write_at] = entries
         return write_at
 
-    def _pack_tokens(self, plan: StepPlan, arrays: dict[str, npt.NDArray[np.generic]]) -> Segments:
+    def _pack_tokens(self, plan: StepPlan, arrays: Arrays) -> Segments:
         """Pack ids, positions, slots and rows of every query token; the segments as attention reads them."""
         columns = plan.columns
         rows, starts, stops = np.array([columns.column(name) for name in ("row", "start", "stop")], np.int64)
@@ -285,9 +261,7 @@ class Batch:
         arrays["slots"][:total] = blocks.astype(np.int64) * self.block_size + offset
         return Segments(query_start.astype(np.int32), stops.astype(np.int32), rows.astype(np.int32))
 
-    def _pack_sampling(
-        self, plan: StepPlan, segments: Segments, arrays: dict[str, npt.NDArray[np.generic]]
-    ) -> tuple[int, bool, bool]:
+    def _pack_sampling(self, plan: StepPlan, segments: Segments, arrays: Arrays) -> tuple[int, bool, bool]:
         """Pack how each sampled token is drawn; the count, whether any is random, and whether any is filtered."""
         drawn = plan.columns.column("sampling")
         at = np.flatnonzero(np.fromiter([sampling is not None for sampling in drawn], np.bool_, len(drawn)))

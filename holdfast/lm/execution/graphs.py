@@ -195,15 +195,9 @@ class StepGraphs:
         self._logits[:size].copy_(self._model.forward(self._input(packed, None, metadata)))
 
     def _input(self, packed: PackedStep, sample_at: torch.Tensor | None, metadata: Any) -> StepInput:
+        tables, caches, attention = self._batch.block_tables, self._caches, self._attention
         return StepInput(
-            ids=packed.ids,
-            positions=packed.positions,
-            sample_at=sample_at,
-            slot_mapping=packed.slot_mapping,
-            block_tables=self._batch.block_tables,
-            caches=self._caches,
-            attention=self._attention,
-            metadata=metadata,
+            packed.ids, packed.positions, sample_at, packed.slot_mapping, tables, caches, attention, metadata
         )
 
 

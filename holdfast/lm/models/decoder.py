@@ -95,7 +95,6 @@ class WeightSource(Protocol):
 
     def fill(self, name: str, into: torch.Tensor) -> None:
         """Write the tensor `name` into `into`, which has its shape. Raises UnsupportedCheckpoint if it cannot."""
-        ...
 
 
 def layer_shapes(spec: DecoderSpec) -> dict[str, tuple[Shape, ...]]:

@@ -126,14 +126,14 @@ class StepGraphs:
         """Capture a graph for each size, in some tens of milliseconds each."""
         self._pool, sizes = torch.cuda.graph_pool_handle(), self.sizes
         # The largest first: the others fit into its memory.
-        self._bodies = {body: self._capture(self._body, *body, tokens=body[0]) for body in sizes.bodies()}
+        self._bodies = {body: self._capture(self._body, *body) for body in sizes.bodies()}
         self._heads = {size: self._capture(self._head, size) for size in reversed(sizes.rows)}
         self._decodes = {size: self._capture(self._decode, size) for size in reversed(sizes.decodes)}
 
     def rehearsals(self) -> list[Callable[[], None]]:
         """One call per size that runs its kernels once, without a graph. The calls may run concurrently."""
         sizes = self.sizes
-        bodies = [partial(self._rehearse, self._body, *body, tokens=body[0]) for body in sizes.bodies()]
+        bodies = [partial(self._rehearse, self._body, *body) for body in sizes.bodies()]
         return bodies + [partial(self._rehearse, self._decode, size) for size in sizes.decodes]
 
     def run(self, staged: StagedStep) -> tuple[PackedStep, torch.Tensor] | None:
@@ -161,21 +161,20 @@ class StepGraphs:
         captured.graph.replay()
         return packed, self._logits[: staged.num_sampled]
 
-    def _capture(
-        self, work: Callable[[int, Any], None], size: int, segments: int | None = None, tokens: int | None = None
-    ) -> Captured:
+    def _capture(self, work: Callable[[int, Any], None], size: int, segments: int | None = None) -> Captured:
         """Run `work` once, then capture it."""
-        metadata = self._rehearse(work, size, segments, tokens)
+        metadata = self._rehearse(work, size, segments)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             work(size, metadata)
         return Captured(graph, metadata)
 
-    def _rehearse(
-        self, work: Callable[[int, Any], None], size: int, segments: int | None = None, tokens: int | None = None
-    ) -> Any:
-        """Run `work` once with empty attention metadata, which compiles its kernels; return the metadata."""
-        metadata = self._attention.reserve(min(segments or size, self._most_rows), tokens)
+    def _rehearse(self, work: Callable[[int, Any], None], size: int, segments: int | None = None) -> Any:
+        """Run `work` once with empty attention metadata, which compiles its kernels; return the metadata.
+
+        `segments` is None where each segment is one token.
+        """
+        metadata = self._attention.reserve(min(segments or size, self._most_rows), size if segments else None)
         work(size, metadata)
         return metadata
 

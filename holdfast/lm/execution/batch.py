@@ -1,4 +1,4 @@
-"""The batch: block tables and last tokens on the device, and the packed inputs of each step, uploaded in one copy."""
+"""The batch: block tables and last tokens on the device, and each step's inputs, packed and uploaded in one copy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import torch
 from holdfast.lm.kernels.attention.protocol import Segments
 from holdfast.lm.types import PENDING, Sampling, StepPlan
 
-Ints = npt.NDArray[np.int64]
 Arrays = dict[str, npt.NDArray[np.generic]]
 
 
@@ -22,7 +21,7 @@ SAMPLING = {field.name: np.float32 if field.type == "float" else np.int64 for fi
 """The columns of a row's sampling record, one for each field of `Sampling`."""
 
 PADDING = {"ids": 0, "positions": 0, "slots": -1}
-"""What padding tokens hold: attention's `write` skips a negative slot."""
+"""The fields of padding tokens. Attention's `write` skips a negative slot."""
 
 TOKENS_PER_TABLE_WRITE = 4
 """A padded step has room for one new block table entry per this many tokens. Further entries are uploaded apart."""
@@ -65,7 +64,6 @@ class Fields:
 class StagedStep:
     """A plan packed into a host buffer, and its sizes."""
 
-    step: int
     host: Fields
     """The buffer, pinned where there is a GPU."""
     segments: Segments
@@ -139,7 +137,6 @@ class Batch:
         num_sampled, any_random, any_filtered = self._pack_sampling(plan, segments, arrays)
         num_tokens = segments.num_tokens
         return StagedStep(
-            step=plan.step,
             host=host,
             segments=segments,
             num_tokens=num_tokens,
@@ -192,7 +189,7 @@ class Batch:
         return fields.packed(num_tokens, num_sampled)
 
     def clear(self) -> None:
-        """Turn the uploaded step into one of padding alone."""
+        """Replace the uploaded step by padding."""
         for name, value in {**PADDING, "token_rows": 0, "sample_at": 0, "write_at": self._padding_row}.items():
             self._persistent.tensors[name].fill_(value)
 
@@ -205,7 +202,7 @@ class Batch:
         return -(-num_tokens // TOKENS_PER_TABLE_WRITE)
 
     def _write_tables(self, fields: Fields, first: int, staged: StagedStep) -> None:
-        """Write the table entries from `first` on, and those that are uploaded apart."""
+        """Write the table entries from `first` on, or all of them where they are uploaded apart."""
         tables = self.block_tables.view(-1)
         if staged.writes_apart is not None:
             places, blocks = staged.writes_apart.to(self.device)
@@ -216,13 +213,13 @@ class Batch:
         tables.index_copy_(0, places, blocks.to(torch.int32))
 
     def _fill_pending(self, fields: Fields, num_tokens: int) -> None:
-        """Replace PENDING tokens by those that their rows sampled last."""
+        """Replace each PENDING token by the token that its row sampled last."""
         ids = fields.take("ids", num_tokens)
         sampled = self.last_token.index_select(0, fields.take("token_rows", num_tokens))
         torch.where(ids == PENDING, sampled, ids, out=ids)
 
-    def _write_mirror(self, plan: StepPlan) -> Ints:
-        """Apply table writes to the mirror; the flat indices that changed."""
+    def _write_mirror(self, plan: StepPlan) -> npt.NDArray[np.int64]:
+        """Apply table writes to the host's copy of the tables; the flat indices that changed."""
         width = self._mirror.shape[1]
         places: list[int] = []
         entries: list[int] = []

@@ -34,7 +34,7 @@ BURST_TOKENS = 1024
 """Tokens of the steps that measure the burst."""
 BURST_STEPS = 8
 REST_SECONDS = 0.15
-"""How long decodes run before those steps."""
+"""How long decodes run before the steps that measure the burst."""
 REST_ROWS, REST_CONTEXT = 16, 512
 BURST_TIMES = {"cuda": 3, "cpu": 0}
 """How often the burst is measured. The median counts. A CPU is assumed to have none."""
@@ -79,29 +79,28 @@ def measure_cost(device: PagedDevice, *, name: str) -> CostModel:
     measured = sorted({*powers(1, limit), *(size for size in sizes if size <= SPARSE)})
     rows = tuple(powers(1, min(device.config.max_sequences, device.memory.cache.num_blocks, limit)))
     chunks = [_chunks(device, count) for count in measured]
-    far = [((context - query, context),) for query in queries for context in contexts if _goes_on(query, context)]
+    far = [((context - query, context),) for query in queries for context in contexts if _is_far(query, context)]
     every_second = dict.fromkeys((*contexts[::2], contexts[-1]))
-    decodes = [[(context, _spread(count, context)) for context in every_second] for count in rows]
+    decodes = [[(context, _decodes_up_to(count, context)) for context in every_second] for count in rows]
     _load(device, chunks[-1])
     # The longest steps come first, so that the device is under load from the start.
     taken = _in_rounds(device, [*reversed(chunks), *far, *(spans for row in decodes for _, spans in row)])
-    besides = [max(LEAST_SECONDS, taken[spans] - _attention_of(cost, spans)) for spans in chunks]
+    linear = [max(LEAST_SECONDS, taken[spans] - _attention_of(cost, spans)) for spans in chunks]
     tokens = sorted({*measured, *sizes})
-    seconds = [interpolate(measured, besides, count) for count in tokens]
-    linear_tokens, linear_seconds = zip(
-        *stairs(tokens, seconds, padded_to={*sizes, limit} if sizes else ()), strict=True
-    )
-    whole = replace(cost, linear_tokens=tuple(measured), linear_seconds=tuple(besides))
+    seconds = [interpolate(measured, linear, count) for count in tokens]
+    points = stairs(tokens, seconds, padded_to={*sizes, limit} if sizes else ())
+    linear_tokens, linear_seconds = zip(*points, strict=True)
+    whole = replace(cost, linear_tokens=tuple(measured), linear_seconds=tuple(linear))
     steady = replace(
         cost,
         linear_tokens=linear_tokens,
         linear_seconds=linear_seconds,
         attention_seconds=tuple(
-            tuple(_added(whole, query, context, taken) for context in contexts) for query in queries
+            tuple(_attention_added(whole, query, context, taken) for context in contexts) for query in queries
         ),
         decode_rows=rows,
         decode_seconds=tuple(taken[row[0][1]] for row in decodes),
-        decode_attention=tuple(_each_adds(row, taken, contexts) for row in decodes),
+        decode_attention=tuple(_decode_attention(row, taken, contexts) for row in decodes),
     )
     return replace(steady, burst=_burst(device, steady, min(limit, longest)))
 
@@ -116,8 +115,8 @@ def measure_recomputation(device: PagedDevice, *, name: str, chunk: int) -> Cost
     cost = _attention_alone(device, name, sorted({min(chunk, device.max_step_tokens), *(stop for _, stop in full)}))
     _load(device, full)
     taken = _in_rounds(device, [full])[full]
-    besides = max(LEAST_SECONDS, taken - _attention_of(cost, full))
-    return replace(cost, linear_tokens=(device.max_step_tokens,), linear_seconds=(besides,))
+    linear = max(LEAST_SECONDS, taken - _attention_of(cost, full))
+    return replace(cost, linear_tokens=(device.max_step_tokens,), linear_seconds=(linear,))
 
 
 def stairs(tokens: Sequence[int], seconds: Sequence[float], padded_to: Container[int]) -> Iterator[tuple[int, float]]:
@@ -183,25 +182,25 @@ def _attention_of(cost: CostModel, spans: Spans) -> float:
     return sum(cost.attention(stop - start, stop) for start, stop in spans)
 
 
-def _goes_on(query: int, context: int) -> bool:
-    """Whether a chunk that does not begin its sequence is measured as a real step."""
+def _is_far(query: int, context: int) -> bool:
+    """Whether a chunk begins late enough in its sequence, and is long enough, to be measured as a real step."""
     return FAR <= query < context and query <= SPARSE
 
 
-def _added(cost: CostModel, query: int, context: int, taken: Mapping[Spans, float]) -> float:
+def _attention_added(cost: CostModel, query: int, context: int, taken: Mapping[Spans, float]) -> float:
     """Seconds of attention. For a chunk measured as a real step: that step's time minus its linear layers."""
-    if not _goes_on(query, context):
+    if not _is_far(query, context):
         return cost.attention(query, context)
     return max(cost.attention(query, query), taken[((context - query, context),)] - cost.linear(query))
 
 
-def _spread(rows: int, context: int) -> Spans:
+def _decodes_up_to(rows: int, context: int) -> Spans:
     """Decodes with contexts spread evenly up to `context`, for they differ in service too."""
     least = max(1, SPREAD * context) if rows > 1 else context
     return tuple((length - 1, length) for length in np.linspace(least, context, rows).astype(int).tolist())
 
 
-def _each_adds(
+def _decode_attention(
     measured: Sequence[tuple[int, Spans]], taken: Mapping[Spans, float], contexts: Sequence[int]
 ) -> tuple[float, ...]:
     """Seconds that one decode adds to a step at each of `contexts`, compared with the shortest context.
@@ -317,7 +316,6 @@ def _attention(device: PagedDevice, query: int, context: int) -> float:
     kv_heads = torch.randn(count * query, spec.num_kv_heads, spec.head_dim, dtype=spec.dtype, device=spec.device)
     slot_mapping = torch.from_numpy(slots.reshape(-1)).to(spec.device)
     block_tables = torch.from_numpy(tables).to(spec.device)
-
     metadata = device.attention.make_metadata(segments)
     layers = memory.layers[:LAYERS]  # more than the L2 cache holds; all layers are alike
 

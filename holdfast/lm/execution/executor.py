@@ -1,4 +1,4 @@
-"""The paged executor: a plan becomes tensors, runs through the model, and its samples feed the next step."""
+"""The paged executor: runs step plans through the model. Sampled tokens feed the next step on the device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Layers = tuple[LayerCache, ...]
 
 @dataclass(frozen=True, slots=True)
 class PagedMemory:
-    """What a `PagedDevice` allocated."""
+    """All that a `PagedDevice` allocates."""
 
     cache: KVCache
     layers: Layers
@@ -35,7 +35,7 @@ class PagedMemory:
     transfers: Transfers | None
 
     def begin_copies(self, plan: StepPlan) -> LayerCaches:
-        """Start a plan's copies between the tiers; gives the layers' caches for its computation."""
+        """Start a plan's copies between the tiers; the layers' caches for its computation."""
         if self.transfers is None:
             return self.layers
         return self.transfers.begin(plan)
@@ -126,7 +126,7 @@ class PagedExecutor:
 
     @torch.inference_mode()
     def _forward(self, staged: StagedStep, layers: LayerCaches) -> torch.Tensor:
-        """Run one step on the device; the sampled tokens [R], which also become their rows' last tokens."""
+        """Run one step on the device; the sampled tokens [R], which also become the last tokens of their rows."""
         memory = self.memory
         # A graph cannot wait, layer by layer, for blocks that are being swapped in.
         swapping_in = layers is not memory.layers
@@ -151,9 +151,5 @@ class PagedExecutor:
 def sample_rows(logits: torch.Tensor, packed: PackedStep, any_random: bool, any_filtered: bool) -> torch.Tensor:
     """A token for each row of the logits, drawn as the row's sampling record says."""
     return sample(
-        logits,
-        **packed.sampling,
-        position=packed.sample_position,
-        any_random=any_random,
-        any_filtered=any_filtered,
+        logits, **packed.sampling, position=packed.sample_position, any_random=any_random, any_filtered=any_filtered
     )

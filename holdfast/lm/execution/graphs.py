@@ -1,4 +1,4 @@
-"""CUDA graphs of steps: one launch in place of several hundred, for the sizes that steps are padded to."""
+"""CUDA graphs of steps: one launch in place of several hundred. Each step is padded to a captured size."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KINDS = (1, 4, 16, 32, 64)
 """Up to each of these token counts, kernels have variants of their own (`linear.skinny_gemm`, `attention.paged`)."""
 
 FEW_SEGMENTS = 64
-"""Most steps with prefill work have no more segments than that."""
+"""Most steps with prefill work have at most this many segments."""
 
 MAX_TOKENS = 8192
 """Larger steps are not captured: the device computes much longer than the host takes to launch their kernels."""
@@ -35,7 +35,7 @@ class GraphSizes:
     rows: tuple[int, ...]
     """Rows that sample in those steps."""
     segments: tuple[int, ...]
-    """Segments of those steps. A captured attention launch has room for a fixed number, and empty room costs time."""
+    """Segments of those steps. A captured attention launch has room for a fixed number, and unused room costs time."""
 
     @classmethod
     def of(cls, max_sequences: int, max_tokens: int) -> GraphSizes:
@@ -79,7 +79,7 @@ class GraphSizes:
         return sorted({(tokens, min(tokens, segments)) for tokens in self.tokens for segments in self.segments})[::-1]
 
     def body(self, tokens: int, segments: int) -> tuple[int, int]:
-        """The body for a step of this size. A step that fills holes may have more segments than any body."""
+        """The body for a step of this size. A step that recomputes dropped ranges may have more segments than any."""
         size = _next(self.tokens, tokens)
         return size, min(size, _next(self.segments, min(segments, self.segments[-1])))
 

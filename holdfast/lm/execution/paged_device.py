@@ -58,7 +58,7 @@ class PagedDevice:
         max_step_tokens: int | None = None,
         make_stream: Callable[[], CopyStream] | None = None,
     ) -> None:
-        """`name` is what the model is served as. `max_step_tokens` is by default the token budget.
+        """`name` is the name under which the model is served. `max_step_tokens` is by default the token budget.
 
         `make_stream` makes the streams that blocks are copied on; by default those of the device's kind.
         """
@@ -138,7 +138,7 @@ class PagedDevice:
             work()
 
     def measure(self) -> MemoryMeasurement:
-        """Run the widest steps over a small cache to see what memory they take. Raises MemoryError if no block fits."""
+        """Run the widest steps over a small cache to measure their memory. Raises MemoryError if no block fits."""
         on_gpu = self.kind == "cuda"
         plans = list(self._widest_plans())
         blocks = 1 + max(write.blocks[-1] for plan in plans for write in plan.table_writes)
@@ -320,9 +320,9 @@ def describe_device(device: torch.device) -> str:
 
 
 def memory_of(device: torch.device) -> tuple[int, int]:
-    """Bytes free and in all. On a CPU free is what the system would give without swapping, within the cgroup.
+    """Free and total bytes. On a CPU, the bytes that can be allocated without swapping, within the cgroup.
 
-    A cgroup's file cache counts as free, as far as it is not in use: a checkpoint that was just read fills it.
+    A cgroup's inactive file cache counts as free: reading a checkpoint fills it.
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
@@ -342,7 +342,7 @@ def memory_of(device: torch.device) -> tuple[int, int]:
 
 
 def taken_memory(device: torch.device) -> int:
-    """Bytes taken: what PyTorch's allocator holds on a GPU now, the most that the process ever had on a CPU."""
+    """Bytes that PyTorch's allocator holds on a GPU now; on a CPU, the most that the process ever held."""
     if device.type == "cuda":
         return int(torch.cuda.memory_reserved(device))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

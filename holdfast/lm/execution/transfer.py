@@ -17,7 +17,7 @@ from holdfast.lm.models.base import LayerCache, LayerCaches
 from holdfast.lm.types import BlockCopy, CopyTime, StepPlan
 
 GROUPS = 4
-"""A plan that awaits its own swap-in gets it in this many groups of layers: it starts when the first has arrived."""
+"""A plan that awaits its own swap-in gets it in this many groups of layers, and starts once the first is complete."""
 UPLOAD_ROUNDING = 8192
 """Pinned buffers of block numbers are rounded up to a multiple of this."""
 
@@ -153,9 +153,9 @@ class SwappingInLayers:
 
 
 class Transfers:
-    """The copies of each plan, begun in plan order, and which of them are complete.
+    """Begins the copies of each plan, in plan order, and reports which are complete.
 
-    The ordering that keeps them correct, given what `StepPlan` guarantees:
+    Copies are correct because of this order, and of what `StepPlan` guarantees:
 
     - A swap-in runs after the computation begun so far, which may still read the old contents of its blocks. Only a
       plan that awaits a swap-in waits for it: for an earlier plan's all at once, for its own layer by layer.
@@ -215,7 +215,7 @@ class Transfers:
         return layers
 
     def completed(self, *, wait: bool) -> Completed:
-        """Which copies are complete. With `wait`, block until all copies begun so far are."""
+        """Copies that have completed. With `wait`, block until all copies begun so far have."""
         copies: list[CopyTime] = []
         swapped_out, swapped_in = (
             self._passed(queue, wait, copies) for queue in (self._swapping_out, self._swapping_in)
@@ -223,6 +223,7 @@ class Transfers:
         return Completed(swapped_out, swapped_in, tuple(copies))
 
     def _passed(self, queue: deque[_CopiesInFlight], wait: bool, copies: list[CopyTime]) -> int:
+        """Move complete copies from `queue` to `copies`; the last plan with all its copies complete."""
         begun = self._begun
         while queue:
             step, parts, blocks = queue[0]
@@ -237,7 +238,7 @@ class Transfers:
 
 
 def block_numbers(copies: Sequence[BlockCopy]) -> torch.Tensor:
-    """Sources and targets of copies, int64 [2, n]. The device may be waiting, and `torch.tensor` is 10x slower."""
+    """Sources and targets of copies, int64 [2, n]. `torch.tensor` takes 10 times as long, and a device may wait."""
     flat = np.fromiter(chain.from_iterable(copies), np.int64, 2 * len(copies))
     return torch.from_numpy(flat.reshape(-1, 2).T.copy())
 
@@ -251,7 +252,7 @@ class _CopiesInFlight(NamedTuple):
 
 
 class Completed(NamedTuple):
-    """The fields of a `StepResult` that tell of copies."""
+    """The fields of a `StepResult` about copies."""
 
     swapped_out: int
     swapped_in: int

@@ -64,10 +64,6 @@ class StepInput:
     attention: Attention[Any]
     metadata: Any  # from `attention.make_metadata` for this batch
 
-    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Write keys and values [T, Hkv, D] to the layer's cache."""
-        self.attention.write(key, value, *self.caches[layer], self.slot_mapping)
-
     def attend(
         self,
         layer: int,
@@ -78,7 +74,7 @@ class StepInput:
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention of query [T, H, D] over the layer's cache, after `write`: [T, H, D]."""
+        """Attention of query [T, H, D] over the layer's cache, in which its keys and values are: [T, H, D]."""
         keys, values = self.caches[layer]
         return self.attention.attend(
             query,

@@ -85,9 +85,10 @@ def paged_attention(
     size, value_size = query.shape[-1], value.shape[-1]
     if value_size < size:  # latent attention has values narrower than its keys
         value = functional.pad(value, (0, size - value_size))
-    holdfast_step.write(module.layer_idx, packed(key), packed(value))
-    out = holdfast_step.attend(
-        module.layer_idx,
+    step, layer = holdfast_step, module.layer_idx
+    step.attention.write(packed(key), packed(value), *step.caches[layer], step.slot_mapping)
+    out = step.attend(
+        layer,
         packed(query),
         scale=scaling if scaling is not None else size**-0.5,
         window=sliding_window,

@@ -62,7 +62,7 @@ class Fields:
 
 @dataclass(frozen=True, slots=True)
 class StagedStep:
-    """A plan packed into a host buffer, and its sizes."""
+    """A plan packed into a host buffer, with its sizes and the kinds of sampling it needs."""
 
     host: Fields
     """The buffer, pinned where there is a GPU."""

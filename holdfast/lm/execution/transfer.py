@@ -155,7 +155,7 @@ class SwappingInLayers:
 class Transfers:
     """Begins the copies of each plan, in plan order, and reports which are complete.
 
-    Copies are correct because of this order, and of what `StepPlan` guarantees:
+    This order keeps copies correct, given the guarantees of `StepPlan`:
 
     - A swap-in runs after the computation begun so far, which may still read the old contents of its blocks. Only a
       plan that awaits a swap-in waits for it: for an earlier plan's all at once, for its own layer by layer.

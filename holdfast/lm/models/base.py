@@ -74,7 +74,7 @@ class StepInput:
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention of query [T, H, D] over the layer's cache, in which its keys and values are: [T, H, D]."""
+        """Attention of query [T, H, D] over the layer's cache, once the step's keys are there: [T, H, D]."""
         keys, values = self.caches[layer]
         return self.attention.attend(
             query,

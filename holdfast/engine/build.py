@@ -16,9 +16,8 @@ from holdfast.engine.in_service import in_service
 from holdfast.engine.messages import EngineInfo
 from holdfast.engine.profiles import CostProfile, cached_profile_path
 from holdfast.engine.trace import TracedExecutor
-from holdfast.lm.execution import hardware
 from holdfast.lm.execution.cost_profile import measure_cost, measure_recomputation
-from holdfast.lm.execution.paged_device import PagedDevice
+from holdfast.lm.execution.paged_device import PagedDevice, resolve_device
 from holdfast.lm.kernels.attention import backends as attention
 from holdfast.lm.models.loader import load
 from holdfast.lm.scheduler.choice import capacity_of, make_scheduler
@@ -77,7 +76,7 @@ def build(
 
 def make_device(config: EngineConfig, checkpoint: Checkpoint) -> PagedDevice:
     """The model on its device, before there is a cache. Raises ValueError, MemoryError."""
-    device = hardware.resolve(config.device)
+    device = resolve_device(config.device)
     attention.require(config.attention_backend, device, fp8_cache=config.kv_cache_dtype == "fp8")
     model = load(
         checkpoint.directory,

@@ -78,7 +78,7 @@ def checkpoint(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # what padding attends to is never written: any numbers
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # padding attends to uninitialized memory
 def test_a_rehearsal_changes_neither_cache_nor_tables(checkpoint: Path) -> None:
     on = "cuda" if torch.cuda.is_available() else "cpu"
     model = load(checkpoint, device=on, load_format="random", dtype="float32")

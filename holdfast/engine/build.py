@@ -23,13 +23,7 @@ from holdfast.lm.kernels.attention import backends as attention
 from holdfast.lm.models.loader import load
 from holdfast.lm.scheduler.choice import capacity_of, make_scheduler
 from holdfast.lm.scheduler.policies import StallFree
-from holdfast.lm.types import (
-    DEFAULT_TOKEN_BUDGET,
-    EngineShape,
-    LanguageExecutor,
-    LanguageLoop,
-    MemoryMeasurement,
-)
+from holdfast.lm.types import DEFAULT_TOKEN_BUDGET, EngineShape, LanguageExecutor, LanguageLoop, MemoryMeasurement
 from holdfast.loop.contracts import Clock
 from holdfast.loop.loop import Loop
 

@@ -114,10 +114,7 @@ class LLM:
         self.close()
 
     def _complete(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams | Sequence[SamplingParams] | None,
-        progress: bool,
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None, progress: bool
     ) -> list[Completion]:
         if not self._close.alive:
             raise RuntimeError("this LLM is closed; create a new one")

@@ -29,10 +29,7 @@ STEPS_PER_COLLECTION = 4096
 def run(start: Start, parent: Parent) -> None:
     """Build the engine and serve its client until told to end. Raises what building or a step raises."""
     loop, info = build(
-        start.config,
-        began=start.began,
-        measure=start.measure,
-        on_progress=lambda stage: parent.send(Progress(stage)),
+        start.config, began=start.began, measure=start.measure, on_progress=lambda stage: parent.send(Progress(stage))
     )
     # What exists now lives as long as the process: no collection need scan it. `serve` decides when to collect.
     gc.collect()

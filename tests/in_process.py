@@ -75,7 +75,7 @@ class Engine:
             self.began.setdefault(output.request_id, (output.cached_tokens, output.preemptions))
             self.answered[output.request_id] += output.tokens
         if outputs:
-            self._tell(Outputs(outputs.columns))
+            self._tell(Outputs(**outputs.columns._asdict()))
         return True
 
     def die(self) -> None:

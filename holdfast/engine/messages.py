@@ -104,12 +104,17 @@ class Ready(Message, tag="ready"):
 class Outputs(Message, tag="outputs"):
     """From the engine: the outputs of one step, as one column for each field of SequenceOutput."""
 
-    columns: tuple[list[str], list[tuple[int, ...]], list[FinishReason | None], list[int], list[float], list[int]]
+    request_id: list[str]
+    tokens: list[tuple[int, ...]]
+    finish_reason: list[FinishReason | None]
+    cached_tokens: list[int]
+    scheduled_at: list[float]
+    preemptions: list[int]
 
     @property
     def outputs(self) -> Columns[SequenceOutput]:
         """The outputs as one SequenceOutput for each sequence."""
-        return Columns(SequenceOutput, self.columns)
+        return Columns(SequenceOutput, **msgspec.structs.asdict(self))
 
 
 class Refused(Message, tag="refused"):

@@ -56,7 +56,7 @@ def serve(loop: LanguageLoop, parent: Parent) -> None:
         if loop.has_work():
             outputs = loop.step()
             if outputs:
-                parent.send(Outputs(outputs.columns))
+                parent.send(Outputs(**outputs.columns._asdict()))
 
 
 def handle(message: ToEngine, loop: LanguageLoop, parent: Parent) -> bool:

@@ -51,7 +51,7 @@ class AtOnce(ThreadPoolExecutor):
 
 
 class Engine:
-    """What stands in for `engine.child.Child` and the process behind it."""
+    """What stands in for `engine.process.Child` and the process behind it."""
 
     def __init__(self, loop: Loop, info: EngineInfo) -> None:
         self.loop = loop

@@ -13,7 +13,6 @@ from typing import Any
 from holdfast.core.config import EngineConfig
 from holdfast.core.types import FinishReason, Identity, Request, SamplingParams, SequenceOutput
 from holdfast.engine.checkpoint import Checkpoint
-from holdfast.engine.child import Child
 from holdfast.engine.messages import (
     Abort,
     Ask,
@@ -29,6 +28,7 @@ from holdfast.engine.messages import (
     Stats,
     Submit,
 )
+from holdfast.engine.process import Child
 from holdfast.engine.text import Text, TextStream
 from holdfast.lm.limits import RequestRefused
 from holdfast.lm.types import SchedulerStats

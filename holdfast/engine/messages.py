@@ -23,7 +23,6 @@ class EngineInfo:
 
     model: str
     """The name under which the model is served."""
-    device: str
     precision: str
     """The type of weights, activations and cache, for people; names those that are in FP8."""
     memory: MemoryMeasurement
@@ -36,8 +35,6 @@ class EngineInfo:
     vocab_size: int
     started_in: float
     """Seconds from the client's call until the engine was ready."""
-    stages: tuple[tuple[str, float], ...] = ()
-    """The stages of the start in order, each with its name and its seconds."""
     num_host_blocks: int = 0
     """Blocks of the host tier."""
     profile_path: str = ""

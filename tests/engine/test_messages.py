@@ -23,7 +23,6 @@ REQUEST = Request(
 )
 INFO = messages.EngineInfo(
     model="m",
-    device="cpu",
     precision="float32, fp8 cache",
     memory=MemoryMeasurement("a CPU", total=10, weights=1, activations=2, cache=3, block=1),
     num_blocks=3,

@@ -11,14 +11,9 @@ BUILTIN_MODEL = "holdfast-tiny"
 SchedulerName = Literal[
     "stall-free", "request-level", "orca", "prefill-first", "chunked-only", "hybrid-only", "unified"
 ]
-
-
 AttentionBackendName = Literal["auto", "holdfast", "torch", "vllm-flash-attn"]
-
 OrderName = Literal["fcfs", "priority", "deadline", "fair"]
-
 QuantizationName = Literal["none", "fp8"]
-
 CacheTypeName = Literal["auto", "fp8"]
 
 

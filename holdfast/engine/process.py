@@ -20,15 +20,7 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
-from holdfast.engine.messages import (
-    MESSAGE_LIMIT,
-    FromEngine,
-    Shutdown,
-    ToEngine,
-    decode_from_engine,
-    decode_to_engine,
-    encode,
-)
+from holdfast.engine import messages
 
 GRACE_SECONDS = 5.0
 """Time to end after Shutdown before the process is killed, and for a Failure to arrive after its sender has ended."""
@@ -73,13 +65,13 @@ class Child:
         """The engine's process id."""
         return self._process.pid
 
-    def send(self, message: ToEngine) -> None:
+    def send(self, message: messages.ToEngine) -> None:
         """Send a message without waiting. Valid after the engine's Hello; lost if the engine has ended."""
-        self._socket.send(encode(message))
+        self._socket.send(messages.encode(message))
 
-    async def receive(self) -> FromEngine:
+    async def receive(self) -> messages.FromEngine:
         """Wait for the next message. Raises ValueError for an invalid one."""
-        return decode_from_engine(await self._socket.recv())
+        return messages.decode_from_engine(await self._socket.recv())
 
     def hide(self) -> None:
         """Remove the socket's file once the engine is connected.
@@ -92,7 +84,7 @@ class Child:
         """End the process, by Shutdown unless `at_once`, and close the socket."""
         try:
             if not at_once and not self.ended.is_set():
-                self.send(Shutdown())
+                self.send(messages.Shutdown())
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self.ended.wait(), GRACE_SECONDS)
         finally:
@@ -151,22 +143,22 @@ class Parent:
         limit_socket(self._socket)
         self._socket.connect(address)
 
-    def send(self, message: FromEngine) -> None:
+    def send(self, message: messages.FromEngine) -> None:
         """Send a message without waiting for the client to read it."""
-        self._socket.send(encode(message))
+        self._socket.send(messages.encode(message))
 
-    def receive(self) -> ToEngine:
+    def receive(self) -> messages.ToEngine:
         """Wait for the next message. Raises ValueError for an invalid one."""
-        return decode_to_engine(self._socket.recv())
+        return messages.decode_to_engine(self._socket.recv())
 
-    def waiting(self) -> Iterator[ToEngine]:
+    def waiting(self) -> Iterator[messages.ToEngine]:
         """The messages that have arrived. Does not wait for more."""
         while True:
             try:
                 data = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            yield decode_to_engine(data)
+            yield messages.decode_to_engine(data)
 
     def close(self) -> None:
         """Let the last messages leave, then close the socket."""
@@ -176,7 +168,7 @@ class Parent:
 
 def limit_socket(socket: zmq.Socket[Any]) -> None:
     """Bound the size of a message but not the number of messages: a send must never block."""
-    socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_LIMIT)
+    socket.setsockopt(zmq.MAXMSGSIZE, messages.MESSAGE_LIMIT)
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
 

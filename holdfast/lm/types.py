@@ -169,9 +169,9 @@ class Sequence:
     request: Request
     seed: int
     """The request's own seed, or one drawn for it."""
-    tokens: array[int] = field(default_factory=lambda: array("I"))
+    tokens: array[int] = field(init=False)
     """Prompt and generated tokens known to the host."""
-    length: int = 0
+    length: int = field(init=False)
     """Number of its positions, including those whose token is still being sampled."""
     cached_tokens: int = 0
     """Prompt tokens found in the prefix cache at first admission."""
@@ -180,9 +180,8 @@ class Sequence:
     finish_reason: FinishReason | None = None
 
     def __post_init__(self) -> None:
-        if not self.tokens:
-            self.tokens = array("I", self.request.prompt)
-        self.length = self.length or len(self.tokens)
+        self.tokens = array("I", self.request.prompt)
+        self.length = len(self.tokens)
 
     @property
     def id(self) -> str:

@@ -157,9 +157,8 @@ ToEngine = Start | Submit | Abort | Ask | Shutdown
 FromEngine = Hello | Progress | Ready | Outputs | Refused | Stats | Failure
 
 _encode = msgspec.msgpack.Encoder().encode
-_to_engine: msgspec.msgpack.Decoder[Start | Submitted | Abort | Ask | Shutdown] = msgspec.msgpack.Decoder(
-    Start | Submitted | Abort | Ask | Shutdown
-)
+_EncodedToEngine = Start | Submitted | Abort | Ask | Shutdown
+_to_engine: msgspec.msgpack.Decoder[_EncodedToEngine] = msgspec.msgpack.Decoder(_EncodedToEngine)
 _from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
 
 

@@ -14,10 +14,9 @@ import msgspec
 
 from holdfast.core.config import CacheTypeName, EngineConfig, QuantizationName
 from holdfast.core.cost import CostModel
-from holdfast.engine.checkpoint import read_json, read_text
+from holdfast.engine.checkpoint import JSON_LIMIT, read_json, read_text
 from holdfast.lm.types import precision_of
 
-CONFIG_LIMIT = 16 << 20
 DTYPES = ("float32", "bfloat16", "float16")
 
 MEASURED = 4
@@ -91,7 +90,7 @@ def cached_profile_path(directory: Path, precision: str, device: str) -> Path:
 
     Its name is readable and ends with a digest of config.json and the rest, which keeps models of one name apart.
     """
-    state = json.dumps([read_text(directory / "config.json", CONFIG_LIMIT), precision, device, MEASURED])
+    state = json.dumps([read_text(directory / "config.json", JSON_LIMIT), precision, device, MEASURED])
     digest = hashlib.sha256(state.encode()).hexdigest()[:16]
     name = re.sub(r"[^A-Za-z0-9.]+", "-", f"{directory.name} {precision} {device}").strip("-")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

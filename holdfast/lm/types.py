@@ -14,7 +14,7 @@ from typing import NamedTuple
 from holdfast.core.columns import Columns
 from holdfast.core.config import CacheTypeName, QuantizationName
 from holdfast.core.types import FinishReason, Request, SamplingParams, SequenceOutput
-from holdfast.loop.contracts import Device, Executor
+from holdfast.loop.contracts import Executor
 from holdfast.loop.loop import Loop
 
 PENDING = -1
@@ -124,10 +124,6 @@ class StepPlan:
     def num_sampled(self) -> int:
         """Sampling segments: the length of StepResult.tokens where `samples` is None."""
         return sum([sampling is not None for sampling in self.columns.column("sampling")])
-
-    def sampled(self) -> abc.Iterator[Segment]:
-        """The sampling segments, in the order of StepResult.tokens."""
-        return (segment for segment in self.segments if segment.sampling is not None)
 
 
 class CopyTime(NamedTuple):
@@ -301,4 +297,3 @@ class EngineShape:
 LanguageLoop = Loop[Request, "StepPlan", "StepResult", Columns[SequenceOutput], "SchedulerStats"]
 """The loop of language models."""
 LanguageExecutor = Executor["StepPlan", "StepResult"]
-LanguageDevice = Device["MemoryMeasurement", "EngineShape"]

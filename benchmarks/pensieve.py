@@ -438,7 +438,7 @@ def play(options: argparse.Namespace, eviction: str, device: int, host: int, sta
             old = min(segment.stop, fresh[segment.sequence_id])  # an earlier turn computed up to here
             if segment.start < old:
                 again_seconds += (old - segment.start) * (token + pair * (segment.start + old) / 2)
-        result = StepResult(plan.step, (1,) * sum(1 for _ in plan.sampled()), 0.0, plan.step, plan.step)
+        result = StepResult(plan.step, (1,) * plan.num_sampled, 0.0, plan.step, plan.step)
         for output in scheduler.update(plan, result, now):
             conversation = alive[output.request_id]
             conversation.tokens += output.tokens

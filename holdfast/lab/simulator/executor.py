@@ -77,8 +77,8 @@ class StepTimes:
 
     def stages(self, plan: StepPlan) -> list[float]:
         """Seconds that each stage computes at its steady pace, without a burst."""
-        _, _, starts, stops, _, _ = plan.columns.columns
-        spans = list(zip(starts, stops, strict=True))
+        columns = plan.columns
+        spans = list(zip(columns.column("start"), columns.column("stop"), strict=True))
         return [stage.segments(spans) for stage in self._stages]
 
     def hop(self, plan: StepPlan) -> float:

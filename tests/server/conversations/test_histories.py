@@ -267,7 +267,7 @@ class Histories(RuleBasedStateMachine):
             sharing=True,
         )
         info = EngineInfo(
-            model="m", device="cpu", precision="float32",
+            model="m", precision="float32",
             memory=MemoryMeasurement("cpu", 1, 1, 1, 1, 1), num_blocks=blocks, block_size=size,
             token_budget=shape["budget"], max_model_len=blocks * size, max_sequences=ROWS,
             max_waiting=64, vocab_size=spec.vocab_size, started_in=0.0,

@@ -35,6 +35,7 @@ from holdfast.lm.types import (
     TableWrite,
     precision_of,
 )
+from holdfast.loop.contracts import Device
 
 CPU_CACHE_BYTES = 4_000_000_000
 """The cache on a CPU, unless the config says otherwise. Small, so that a first try does not fill a laptop's memory."""
@@ -46,7 +47,7 @@ SAMPLING_VARIANTS = ((False, False), (True, False), (True, True))
 """The variants of the sampling kernel: whether any row of a step draws, and whether any is filtered."""
 
 
-class PagedDevice:
+class PagedDevice(Device[MemoryMeasurement, EngineShape]):
     """`loop.contracts.Device` for a model over a paged cache. Also compiles its kernels, and makes the executor."""
 
     def __init__(

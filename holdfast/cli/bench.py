@@ -148,17 +148,12 @@ def run(config: BenchConfig, workload: WorkloadConfig, engine: EngineConfig, arg
         settings += changed_options(workload, without=("workload",))
         settings += changed_options(config, without=("url", "api_key", "json", "report", "plots", "simulate"))
         settings += [] if config.url is not None else changed_options(engine, without=("model", "trace"))
-        limits = {"p99_itl_ms": config.capacity, "p99_ttft_ms": config.slo_ttft}
-        page = bench_report(
-            runs,
-            title=target.name,
-            workload=workload.title,
-            limits={name: limit for name, limit in limits.items() if limit is not None},
-            capacity=capacity,
-            settings=settings,
-            command=shlex.join(["holdfast", "bench", *without_key(arguments)]),
-        )
-        console.print("written: " + ", ".join(page.write(config.report, config.plots)), soft_wrap=True)
+        wanted = {"p99_itl_ms": config.capacity, "p99_ttft_ms": config.slo_ttft}
+        limits = {name: limit for name, limit in wanted.items() if limit is not None}
+        report = bench_report(runs, title=target.name, workload=workload.title, limits=limits, capacity=capacity)
+        command = shlex.join(["holdfast", "bench", *without_key(arguments)])
+        written = report.write(config.report, config.plots, settings=settings, command=command)
+        console.print(f"written: {', '.join(written)}", soft_wrap=True)
     return 0
 
 
@@ -195,11 +190,12 @@ class _Bench:
 
     def _keep(self, records: list[Record], rate: float | None = None) -> dict[str, Any]:
         """Keep the metrics of a run but not its records, as a search has many runs. Returns the metrics."""
-        config, at = self.config, "" if rate is None else f" at {rate:.4g} a second"
+        config = self.config
         slo = Slo(config.slo_ttft, config.slo_tpot, config.slo_e2el)
-        figures: dict[str, Any] = {}
+        at, figures = "", dict[str, Any]()
         if rate is not None:
-            figures = {"request_rate": rate, "burstiness": self.workload.variation**-2}
+            at = f" at {rate:.4g} a second"
+            figures |= {"request_rate": rate, "burstiness": self.workload.variation**-2}
         figures |= {"model_id": self.target.model, "num_prompts": len(records)}
         figures |= {"max_concurrency": config.concurrency} if config.concurrency else {}
         figures |= summary(records, slo if slo != Slo() else None)

@@ -195,10 +195,8 @@ class Conversation:
                 for saved, mark in marks.items():
                     self.note(f"{saved}  ·  turns: {mark.turns}  ·  {CONTROL.sub('', mark.said)[:60]}")
             case "/stats":
-                prompt, cached = (
-                    sum(each.prompt_tokens for each in self.used),
-                    sum(each.cached_tokens for each in self.used),
-                )
+                prompt = sum(each.prompt_tokens for each in self.used)
+                cached = sum(each.cached_tokens for each in self.used)
                 generated = sum(each.completion_tokens for each in self.used)
                 self.note(
                     f"turns: {len(self.used)}; {prompt} prompt tokens of which {cached} came from the cache, "
@@ -268,10 +266,9 @@ class Conversation:
 
     async def _answer(self, said: str) -> Head:
         head: Head = None
-        began = time.monotonic()
-        first: float | None = None
-        last = began
         usage: Usage | None = None
+        began = last = time.monotonic()
+        first: float | None = None
         async with aclosing(self.talker.answer(said, self.system, self.head)) as pieces:
             async for piece in pieces:
                 usage, head = piece.usage or usage, piece.head or head
@@ -307,12 +304,12 @@ class Bookmark(msgspec.Struct, frozen=True, kw_only=True):
     """The user's last message, for the list."""
 
 
+@dataclass(frozen=True)
 class Bookmarks:
     """The bookmarks of one place, in a file of the user's. A place is a server, or our own engine."""
 
-    def __init__(self, path: Path, place: str) -> None:
-        self.path = path
-        self.place = place
+    path: Path
+    place: str
 
     def all(self) -> dict[str, Bookmark]:
         """Every bookmark by its name. Raises ChatError if the file cannot be read."""

@@ -18,16 +18,8 @@ from holdfast.cli.output import changed_options, check_outputs, progress_bar
 from holdfast.core.config import BUILTIN_MODEL, EngineConfig, SchedulerName, option
 from holdfast.engine.checkpoint import Checkpoint, read_json
 from holdfast.engine.profiles import CostProfile
-from holdfast.lab.planning import (
-    SHARED_OPTIONS,
-    Candidate,
-    CapacityQuestion,
-    Evaluation,
-    best_of,
-    make_capacity_plan,
-    make_layouts,
-    make_policies,
-)
+from holdfast.lab import planning
+from holdfast.lab.planning import SHARED_OPTIONS, Candidate, CapacityQuestion, Evaluation, best_of
 from holdfast.lab.reports.tables import show_candidates
 from holdfast.lab.simulator.deployment import configured_shape
 from holdfast.lab.simulator.devices import DEVICES, LINKS, device_named, link_named
@@ -124,12 +116,13 @@ def run(
     check_outputs(config.json, report=config.report, plots=config.plots)
     question = question_of(config, workload, engine, model)
     one_device = () if config.profile is None else (1,)
-    layouts = make_layouts(config.devices, config.tp or one_device, config.pp or one_device, config.host_gb)
-    policies = make_policies(config.policies, config.token_budgets, config.slo_tbt)
+    layouts = planning.make_layouts(config.devices, config.tp or one_device, config.pp or one_device, config.host_gb)
+    policies = planning.make_policies(config.policies, config.token_budgets, config.slo_tbt)
     console = Console(highlight=False)
     console.print(Text(describe(question, workload)), soft_wrap=True)
     with progress_bar("simulating", len(layouts) + len(policies) - 1) as on_progress:
-        evaluations = make_capacity_plan(question, layouts, policies, config.jobs or os.cpu_count() or 1, on_progress)
+        jobs = config.jobs or os.cpu_count() or 1
+        evaluations = planning.make_capacity_plan(question, layouts, policies, jobs, on_progress)
     best = best_of(evaluations)
     show_candidates(console, evaluations, best)
     advice = recommend(evaluations, engine, BUILTIN_MODEL if question.model == BUILTIN_MODEL else model)
@@ -144,8 +137,9 @@ def run(
         settings = changed_options(workload) + changed_options(config, without=("json", "report", "plots", "jobs"))
         settings += changed_options(engine)
         command = shlex.join(["holdfast", "plan", *arguments])
-        page = plan_report(evaluations, describe(question, workload), advice, settings=settings, command=command)
-        console.print("written: " + ", ".join(page.write(config.report, config.plots)), soft_wrap=True)
+        report = plan_report(evaluations, describe(question, workload), advice)
+        written = report.write(config.report, config.plots, settings=settings, command=command)
+        console.print(f"written: {', '.join(written)}", soft_wrap=True)
     return 0 if best else 1
 
 

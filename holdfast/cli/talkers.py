@@ -17,8 +17,7 @@ from holdfast.server.conversations.protocol import ResponseRequest
 from holdfast.server.conversations.service import Responses
 from holdfast.server.protocol import ApiError, parse
 
-Message = dict[str, str]
-Messages = list[Message]
+Messages = list[dict[str, str]]
 Head = str | Messages | None
 """The end of a conversation: a response's id if the server stores it, otherwise all messages; None at the beginning."""
 TENANT = ""

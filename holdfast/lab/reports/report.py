@@ -53,22 +53,22 @@ class Section:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """The content of a page."""
+    """What a command found. How it was called is told to `write`."""
 
     title: str
     lead: str
     tiles: Sequence[Tile]
     sections: Sequence[Section]
-    settings: Sequence[tuple[str, str]]
-    command: str
-    footer: str = f"Holdfast {__version__}"
 
-    def write(self, html: str | None, directory: str | None) -> list[str]:
+    def write(
+        self, html: str | None, directory: str | None, *, settings: Sequence[tuple[str, str]], command: str
+    ) -> list[str]:
         """Write the page, and each plot as a PNG file, where there is a path. Returns all paths. Raises OSError."""
         paths = []
         if html is not None:
             environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-            page = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(report=self)
+            template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
+            page = template.render(report=self, settings=settings, command=command, version=__version__)
             Path(html).write_text(page, encoding="utf-8")
             paths.append(html)
         if directory is not None:
@@ -81,14 +81,7 @@ class Report:
 
 
 def bench_report(
-    runs: Sequence[Run],
-    *,
-    title: str,
-    workload: str,
-    limits: Mapping[str, float],
-    capacity: float | None,
-    settings: Sequence[tuple[str, str]],
-    command: str,
+    runs: Sequence[Run], *, title: str, workload: str, limits: Mapping[str, float], capacity: float | None
 ) -> Report:
     """The report of `runs`, ascending by rate. `capacity` is the result of a search, None if there was none.
 
@@ -129,14 +122,8 @@ def bench_report(
         sections.insert(0, _by_rate(runs, limits, capacity, runs.index(main)))
     if main.stalls:
         sections.append(_stalls(main, which))
-    return Report(
-        title=title,
-        lead=_lead(runs, main, workload),
-        tiles=_run_tiles(main, limits, capacity),
-        sections=sections,
-        settings=settings,
-        command=command,
-    )
+    tiles = _run_tiles(main, limits, capacity)
+    return Report(title=title, lead=_lead(runs, main, workload), tiles=tiles, sections=sections)
 
 
 def _lead(runs: Sequence[Run], main: Run, workload: str) -> str:
@@ -193,14 +180,7 @@ def _stalls(main: Run, which: str) -> Section:
     )
 
 
-def plan_report(
-    evaluations: Sequence[Evaluation],
-    question: str,
-    advice: Sequence[str],
-    *,
-    settings: Sequence[tuple[str, str]],
-    command: str,
-) -> Report:
+def plan_report(evaluations: Sequence[Evaluation], question: str, advice: Sequence[str]) -> Report:
     """The report of a capacity plan. The last line of `advice` may be a command."""
     best = best_of(evaluations)
     at = evaluations.index(best) if best is not None else None
@@ -224,14 +204,7 @@ def plan_report(
     ]
     if refused:
         sections.append(Section(title="Candidates without capacity", head=("candidate", "reason"), rows=refused))
-    return Report(
-        title="Capacity plan",
-        lead=question + ".",
-        tiles=_plan_tiles(best),
-        sections=sections,
-        settings=settings,
-        command=command,
-    )
+    return Report(title="Capacity plan", lead=question + ".", tiles=_plan_tiles(best), sections=sections)
 
 
 def _plan_tiles(best: Evaluation | None) -> list[Tile]:

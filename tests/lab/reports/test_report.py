@@ -24,10 +24,11 @@ def report(runs, capacity=None, **options):
         workload="fixed",
         limits={"p99_itl_ms": 15.0},
         capacity=capacity,
-        settings=[("seed", "1")],
-        command="holdfast bench --rates 1,2",
         **options,
     )
+
+
+CALL = {"settings": [("seed", "1")], "command": "holdfast bench --rates 1,2"}
 
 
 class Page(HTMLParser):
@@ -58,7 +59,7 @@ class Page(HTMLParser):
 def page(tmp_path):
     def write(made):
         path = tmp_path / "page.html"
-        assert made.write(str(path), None) == [str(path)]
+        assert made.write(str(path), None, **CALL) == [str(path)]
         return path.read_text()
 
     return write
@@ -96,7 +97,7 @@ def test_a_capacity_search_shows_the_run_at_the_capacity():
 
 def test_plots_are_written_as_png_files(tmp_path):
     directory = tmp_path / "new" / "plots"
-    paths = report([run(1), run(2)]).write(None, str(directory))
+    paths = report([run(1), run(2)]).write(None, str(directory), **CALL)
     assert paths == [str(directory / name) for name in ("rates.png", "ttft.png", "tbt.png", "timeline.png")]
     assert all(Path(path).read_bytes().startswith(b"\x89PNG") for path in paths)
 

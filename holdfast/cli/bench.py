@@ -7,18 +7,17 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-from holdfast.cli.flags import check_url
-from holdfast.cli.reports import changed_options, check_outputs
-from holdfast.cli.targets import Simulation, Target, local_engine, server
+from holdfast.cli.flags import check_url, require_at_least_1, require_positive
+from holdfast.cli.output import changed_options, check_outputs
+from holdfast.cli.targets import Target, local_engine, server, simulated_engine
 from holdfast.core.config import EngineConfig, option
-from holdfast.core.version import __version__
 from holdfast.engine.profiles import CostProfile
 from holdfast.lab import workloads
 from holdfast.lab.metrics import Record, Slo, summary
@@ -85,15 +84,8 @@ class BenchConfig:
                 "bench takes a MODEL to run here, --url URL for a server, or --simulate PROFILE: one of them"
             )
         check_url(self.url)
-        for name in ("concurrency", "cache_tokens"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1")
-        for name in ("speed", "slo_ttft", "slo_tpot", "slo_e2el", "capacity", "rates", "copy_gbs"):
-            given = getattr(self, name)
-            for value in given if isinstance(given, tuple) else (given,):
-                if value is not None and not 0 < value < float("inf"):
-                    raise ValueError(f"{name} is {value:g}; it must be above 0")
+        require_at_least_1(self, "concurrency", "cache_tokens")
+        require_positive(self, "speed", "slo_ttft", "slo_tpot", "slo_e2el", "capacity", "rates", "copy_gbs")
         if (self.tp, self.pp, self.link, self.stage_link) != (1, 1, None, None) and "@" not in (self.simulate or ""):
             raise ValueError(
                 "tp, pp, link and stage_link are for --simulate MODEL@DEVICE; a profile has its own layout"
@@ -150,53 +142,67 @@ def run(config: BenchConfig, workload: WorkloadConfig, engine: EngineConfig, arg
         result: Any = figures[0] if len(runs) == 1 and capacity is None else {"runs": figures, "capacity": capacity}
         Path(config.json).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if config.report is not None or config.plots is not None:
-        write_report(console, config, workload, engine, target, runs, capacity, arguments)
+        from holdfast.lab.reports.report import bench_report  # imports matplotlib, an extra
+
+        settings = [("target", target.name), ("workload", workload.workload)]
+        settings += changed_options(workload, without=("workload",))
+        settings += changed_options(config, without=("url", "api_key", "json", "report", "plots", "simulate"))
+        settings += [] if config.url is not None else changed_options(engine, without=("model", "trace"))
+        wanted = {"p99_itl_ms": config.capacity, "p99_ttft_ms": config.slo_ttft}
+        limits = {name: limit for name, limit in wanted.items() if limit is not None}
+        report = bench_report(runs, title=target.name, workload=workload.title, limits=limits, capacity=capacity)
+        command = shlex.join(["holdfast", "bench", *without_key(arguments)])
+        written = report.write(config.report, config.plots, settings=settings, command=command)
+        console.print(f"written: {', '.join(written)}", soft_wrap=True)
     return 0
 
 
+@dataclass
 class _Bench:
     """The runs of one command, in order of their rates."""
 
-    def __init__(
-        self, config: BenchConfig, workload: WorkloadConfig, seed: int, target: Target, base: Workload
-    ) -> None:
-        self.runs: list[Run] = []
-        self.warnings: list[str] = []
-        """Failed requests, and figures that other runs have influenced."""
-        self._config, self._workload, self._seed, self._target, self._base = config, workload, seed, target, base
-        slo = Slo(config.slo_ttft, config.slo_tpot, config.slo_e2el)
-        self._slo = slo if slo != Slo() else None
+    config: BenchConfig
+    workload: WorkloadConfig
+    seed: int
+    target: Target
+    base: Workload
+    runs: list[Run] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    """Failed requests, and figures that other runs have influenced."""
 
     def run_all(self) -> float | None:
         """Run the rates that the options give, or search the capacity. Returns the capacity if it was searched."""
-        config, capacity = self._config, None
+        config = self.config
         if config.capacity is not None:
             capacity = find_capacity(self.run_at, config.capacity, ttft_ms=config.slo_ttft)
             self.runs.sort(key=lambda run: float(run.figures["request_rate"]))
-        elif config.rates:
-            for rate in sorted(config.rates):
-                self.run_at(rate)
-        else:
-            self._keep(self._target.run(workloads.speed_up(self._base, config.speed), self._workload.workload))
-        return capacity
+            return capacity
+        for rate in sorted(config.rates):
+            self.run_at(rate)
+        if not config.rates:
+            self._keep(self.target.run(workloads.speed_up(self.base, config.speed), self.workload.workload))
+        return None
 
     def run_at(self, rate: float) -> Mapping[str, float]:
         """Run the workload at a rate. Returns the metrics."""
-        arriving = workloads.gamma_arrivals(self._base, rate, self._seed, self._workload.variation)
-        return self._keep(self._target.run(arriving, f"{rate:.4g} a second"), rate)
+        arriving = workloads.gamma_arrivals(self.base, rate, self.seed, self.workload.variation)
+        return self._keep(self.target.run(arriving, f"{rate:.4g} a second"), rate)
 
     def _keep(self, records: list[Record], rate: float | None = None) -> dict[str, Any]:
         """Keep the metrics of a run but not its records, as a search has many runs. Returns the metrics."""
-        about: dict[str, Any] = {} if rate is None else {"request_rate": rate}
-        about |= {"burstiness": self._workload.variation**-2} if rate is not None else {}
-        about |= {"model_id": self._target.model, "num_prompts": len(records)}
-        about |= {"max_concurrency": self._config.concurrency} if self._config.concurrency else {}
-        figures = about | summary(records, self._slo)
+        config = self.config
+        slo = Slo(config.slo_ttft, config.slo_tpot, config.slo_e2el)
+        at, figures = "", dict[str, Any]()
+        if rate is not None:
+            at = f" at {rate:.4g} a second"
+            figures |= {"request_rate": rate, "burstiness": self.workload.variation**-2}
+        figures |= {"model_id": self.target.model, "num_prompts": len(records)}
+        figures |= {"max_concurrency": config.concurrency} if config.concurrency else {}
+        figures |= summary(records, slo if slo != Slo() else None)
         self.runs.append(Run.of(records, figures))
-        at = "" if rate is None else f" at {rate:.4g} a second"
         if errors := [record.error for record in records if record.error]:
             self.warnings.append(f"{len(errors)} of {len(records)} requests failed{at}, as in: {errors[0]}")
-        if figures["cached_tokens"] and not self._workload.shares_prefixes:
+        if figures["cached_tokens"] and not self.workload.shares_prefixes:
             self.warnings.append(
                 f"{figures['cached_tokens']:,} prompt tokens{at} came from the cache, though no two of these prompts "
                 "are alike: an earlier benchmark sent the same ones; give another --seed"
@@ -220,26 +226,17 @@ def target_of(config: BenchConfig, engine: EngineConfig, console: Console) -> Ab
     )
 
 
-def simulation(config: BenchConfig, source: str, engine: EngineConfig, console: Console) -> Simulation:
+def simulation(config: BenchConfig, source: str, engine: EngineConfig, console: Console) -> Target:
     """Simulates `source`: a profile's file, or MODEL@DEVICE, whose origin it prints. Raises ValueError, OSError."""
     model, at, device = source.partition("@")
     if at and not Path(source).exists():
-        deployment = deploy(
-            configured_shape(model, device, engine),
-            device,
-            tp=config.tp,
-            pp=config.pp,
-            link=config.link,
-            stage_link=config.stage_link,
-            memory_fraction=engine.memory_fraction,
-        )
-        profile, pipeline = deployment.profile, deployment.pipeline
-        origin = "measured" if deployment.measured else "derived from data sheets"
-        console.print(
-            f"{model} on {profile.cost.device}, {profile.precision}, {origin}: "
-            f"{profile.cache_tokens:,} tokens of KV cache",
-            soft_wrap=True,
-        )
+        shape = configured_shape(model, device, engine)
+        links = {"link": config.link, "stage_link": config.stage_link}
+        found = deploy(shape, device, tp=config.tp, pp=config.pp, **links, memory_fraction=engine.memory_fraction)
+        profile, pipeline = found.profile, found.pipeline
+        origin = "measured" if found.measured else "derived from data sheets"
+        told = f"{profile.precision}, {origin}: {profile.cache_tokens:,} tokens of KV cache"
+        console.print(f"{model} on {profile.cost.device}, {told}", soft_wrap=True)
     else:
         profile, pipeline = CostProfile.load(Path(source)), None
         profile.require(engine)
@@ -247,7 +244,7 @@ def simulation(config: BenchConfig, source: str, engine: EngineConfig, console: 
         profile = replace(profile, cache_tokens=config.cache_tokens)
     if config.copy_gbs is not None:
         profile = replace(profile, copy_rate=config.copy_gbs * 1e9)
-    return Simulation(engine, profile, pipeline, config.host_us / 1e6, config.concurrency)
+    return simulated_engine(engine, profile, pipeline, config.host_us / 1e6, config.concurrency)
 
 
 def describe_capacity(config: BenchConfig, capacity: float, base: Workload) -> str:
@@ -260,40 +257,6 @@ def describe_capacity(config: BenchConfig, capacity: float, base: Workload) -> s
             f"lasting load from a burst; give --requests {max(1, round(capacity * 3 * SHORT_SECONDS))}"
         )
     return text
-
-
-def write_report(
-    console: Console,
-    config: BenchConfig,
-    workload: WorkloadConfig,
-    engine: EngineConfig,
-    target: Target,
-    runs: Sequence[Run],
-    capacity: float | None,
-    arguments: Sequence[str],
-) -> None:
-    """Write the page and the plots. Raises OSError."""
-    from holdfast.lab.reports.bench_report import bench_report  # imports matplotlib, an extra
-
-    limits = {"p99_itl_ms": config.capacity, "p99_ttft_ms": config.slo_ttft}
-    settings = [("target", target.name), ("workload", workload.workload)]
-    settings += changed_options(workload, without=("workload",))
-    settings += changed_options(config, without=("url", "api_key", *OUTPUTS))
-    settings += [] if config.url is not None else changed_options(engine, without=("model", "trace"))
-    page = bench_report(
-        runs,
-        title=target.name,
-        workload=workload.title,
-        limits={name: limit for name, limit in limits.items() if limit is not None},
-        capacity=capacity,
-        settings=settings,
-        command=shlex.join(["holdfast", "bench", *without_key(arguments)]),
-        footer=f"Holdfast {__version__}",
-    )
-    console.print("written: " + ", ".join(page.write(config.report, config.plots)), soft_wrap=True)
-
-
-OUTPUTS = ("json", "report", "plots", "simulate")
 
 
 def without_key(arguments: Sequence[str]) -> list[str]:

@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
@@ -21,7 +21,7 @@ from prompt_toolkit.formatted_text import FormattedText
 from rich.console import Console
 from rich.text import Text
 
-from holdfast.cli.flags import check_url
+from holdfast.cli.flags import check_url, require_at_least_1
 from holdfast.cli.talkers import ChatError, Head, LocalTalker, Settings, Talker, connect
 from holdfast.core.config import EngineConfig, option
 from holdfast.engine.client import EngineClient, Usage
@@ -67,8 +67,7 @@ class ChatConfig:
         check_url(self.url)
         if not 0 <= self.temperature <= 2:
             raise ValueError(f"temperature is {self.temperature}; it must lie between 0 and 2")
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise ValueError(f"max_tokens is {self.max_tokens}; it must be at least 1")
+        require_at_least_1(self, "max_tokens")
 
 
 async def run(config: ChatConfig, engine: EngineConfig, model: str | None) -> int:
@@ -102,7 +101,7 @@ async def open_talker(
     config: ChatConfig, engine: EngineConfig, model: str | None, notes: Console
 ) -> AsyncIterator[Talker]:
     """The talker that answers, open for the whole conversation."""
-    settings = Settings(temperature=config.temperature, max_tokens=config.max_tokens, seed=None)
+    settings = Settings(temperature=config.temperature, max_tokens=config.max_tokens)
     if config.url is not None:
         base = config.url.rstrip("/").removesuffix("/v1") + "/v1"
         headers = {"authorization": f"Bearer {config.api_key}"} if config.api_key else {}
@@ -137,31 +136,20 @@ async def lines(piped: bool) -> AsyncIterator[str]:
 
 
 @dataclass
-class Tally:
-    """Token counts over the turns of a conversation."""
-
-    turns: int = 0
-    prompt: int = 0
-    generated: int = 0
-    cached: int = 0
-
-
 class Conversation:
     """The state of a conversation. A turn that fails or is stopped leaves it unchanged."""
 
-    def __init__(
-        self, talker: Talker, system: str | None, console: Console, notes: Console, bookmarks: Bookmarks
-    ) -> None:
-        self.talker = talker
-        self.system = system
-        self.console = console
-        self.notes = notes
-        self.bookmarks = bookmarks
-        self.head: Head = None
-        self.turns = 0
-        self.name: str | None = None
-        """The name under which each turn is saved, besides `last`."""
-        self.tally = Tally()
+    talker: Talker
+    system: str | None
+    console: Console
+    notes: Console
+    bookmarks: Bookmarks
+    head: Head = None
+    turns: int = 0
+    name: str | None = None
+    """The name under which each turn is saved, besides `last`."""
+    used: list[Usage] = field(default_factory=list)
+    """Token counts of the turns since it was begun or loaded."""
 
     async def command(self, line: str) -> bool:
         """Run a line that begins with a slash. Returns False if it ends the conversation."""
@@ -207,10 +195,12 @@ class Conversation:
                 for saved, mark in marks.items():
                     self.note(f"{saved}  ·  turns: {mark.turns}  ·  {CONTROL.sub('', mark.said)[:60]}")
             case "/stats":
-                tally = self.tally
+                prompt = sum(each.prompt_tokens for each in self.used)
+                cached = sum(each.cached_tokens for each in self.used)
+                generated = sum(each.completion_tokens for each in self.used)
                 self.note(
-                    f"turns: {tally.turns}; {tally.prompt} prompt tokens of which {tally.cached} came from the cache, "
-                    f"{tally.generated} generated"
+                    f"turns: {len(self.used)}; {prompt} prompt tokens of which {cached} came from the cache, "
+                    f"{generated} generated"
                 )
             case _:
                 self.note(f"there is no {name}; /help lists what there is")
@@ -222,7 +212,7 @@ class Conversation:
         turn = await self.talker.recall(mark.head)
         self.head, self.system, self.turns = mark.head, mark.system, mark.turns
         self.name = None if name == LAST else name
-        self.tally = Tally()
+        self.used = []
         self.note(CONTROL.sub("", f"> {turn.said}\n{turn.answer}\n\ngoing on after turn {self.turns}"))
 
     def save(self, name: str, said: str) -> None:
@@ -240,7 +230,7 @@ class Conversation:
     def clear(self, note: str) -> None:
         """Begin a new conversation."""
         self.head, self.turns, self.name = None, 0, None
-        self.tally = Tally()
+        self.used = []
         self.note(note)
 
     def note(self, text: str) -> None:
@@ -276,10 +266,9 @@ class Conversation:
 
     async def _answer(self, said: str) -> Head:
         head: Head = None
-        began = time.monotonic()
-        first: float | None = None
-        last = began
         usage: Usage | None = None
+        began = last = time.monotonic()
+        first: float | None = None
         async with aclosing(self.talker.answer(said, self.system, self.head)) as pieces:
             async for piece in pieces:
                 usage, head = piece.usage or usage, piece.head or head
@@ -298,10 +287,7 @@ class Conversation:
         """One line about the turn. `ttft` and `seconds` are in seconds."""
         parts = [f"first token {ttft * 1e3:.0f} ms"]
         if usage is not None:
-            self.tally.turns += 1
-            self.tally.prompt += usage.prompt_tokens
-            self.tally.generated += usage.completion_tokens
-            self.tally.cached += usage.cached_tokens
+            self.used.append(usage)
             if usage.completion_tokens > 1 and seconds > 0:
                 parts.append(f"{(usage.completion_tokens - 1) / seconds:.0f} tokens/s")
             parts.append(f"{usage.cached_tokens} of {usage.prompt_tokens} prompt tokens cached")
@@ -318,12 +304,12 @@ class Bookmark(msgspec.Struct, frozen=True, kw_only=True):
     """The user's last message, for the list."""
 
 
+@dataclass(frozen=True)
 class Bookmarks:
     """The bookmarks of one place, in a file of the user's. A place is a server, or our own engine."""
 
-    def __init__(self, path: Path, place: str) -> None:
-        self.path = path
-        self.place = place
+    path: Path
+    place: str
 
     def all(self) -> dict[str, Bookmark]:
         """Every bookmark by its name. Raises ChatError if the file cannot be read."""

@@ -96,11 +96,6 @@ class Command:
     """Help text of MODEL."""
 
     @property
-    def configs(self) -> tuple[type, ...]:
-        """The configs, the engine's first: where two have a field of one name, the other one's counts."""
-        return (EngineConfig, *(config for config in self.groups if config is not EngineConfig))
-
-    @property
     def flags(self) -> list[str]:
         """All flags of the command."""
         names = [
@@ -159,7 +154,9 @@ def unknown_flag(given: str, command: str) -> str:
 def options_in(path: str, command: str) -> dict[str, Any]:
     """The options in a YAML file. Raises UsageError, also for an option that the command does not take."""
     loaded = load_command(command)
-    file, flags = read_file(path, loaded.configs), loaded.flags
+    # The engine's options come first: where two configs have a field of one name, the other one's counts.
+    configs = sorted(loaded.groups, key=lambda config: config is not EngineConfig)
+    file, flags = read_file(path, configs), loaded.flags
     for name in file:
         if name != "model" and flag_of(name) not in flags:
             raise UsageError(f"{path}: unknown option {name}; holdfast {command} --help lists what there is")

@@ -64,8 +64,8 @@ def flag_of(name: str) -> str:
 
 def _argument(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
     given: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": _help(field)}
-    kinds = [kind for kind in typing.get_args(hint) if kind is not types.NoneType] if _is_union(hint) else [hint]
-    kind = kinds[0]
+    union = typing.get_origin(hint) in (types.UnionType, typing.Union)
+    kind, *others = [each for each in typing.get_args(hint) if each is not types.NoneType] if union else [hint]
     if kind is bool:
         return given | {"action": argparse.BooleanOptionalAction}
     if typing.get_origin(kind) is Literal:
@@ -77,7 +77,7 @@ def _argument(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
     if field.metadata["unit"] == "ms":
         return given | {"type": milliseconds, "metavar": "MS"}
     metavar = {int: "N", float: "X", str: "TEXT"}[kind]
-    words = tuple(word for other in kinds[1:] for word in typing.get_args(other))
+    words = tuple(word for other in others for word in typing.get_args(other))
     if not words:
         return given | {"type": kind, "metavar": metavar}
 
@@ -121,16 +121,31 @@ def check_url(url: str | None) -> None:
         raise ValueError(f"url is {url}; it must look like http://127.0.0.1:8000")
 
 
-def _is_union(hint: Any) -> bool:
-    return typing.get_origin(hint) in (types.UnionType, typing.Union)
+def require_at_least_1(config: Any, *names: str) -> None:
+    """Raises ValueError if one of these options is below 1. None is allowed."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            raise ValueError(f"{name} is {value}; it must be at least 1")
+
+
+def require_positive(config: Any, *names: str) -> None:
+    """Raises ValueError if one of these options, or a number in it, is not above 0 and finite. None is allowed."""
+    for name in names:
+        given = getattr(config, name)
+        for value in given if isinstance(given, tuple) else (given,):
+            if value is not None and not 0 < value < float("inf"):
+                raise ValueError(f"{name} is {value:g}; it must be above 0")
 
 
 def _help(field: dataclasses.Field[Any]) -> str:
     text = str(field.metadata["help"]).replace("%", "%%")
-    if field.default is None or field.default == () or (isinstance(field.default, str) and not field.default):
+    shown = field.default
+    if shown in (None, (), ""):
         return text
-    shown = {True: "on", False: "off"}[field.default] if isinstance(field.default, bool) else field.default
-    if isinstance(shown, tuple):
+    if isinstance(shown, bool):
+        shown = "on" if shown else "off"
+    elif isinstance(shown, tuple):
         shown = ",".join(f"{each:g}" for each in shown)
     return f"{text} (default: {shown})"
 

@@ -6,20 +6,20 @@ import json
 import os
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-from holdfast.cli.progress import progress_bar
-from holdfast.cli.reports import changed_options, check_outputs
+from holdfast.cli.flags import flag_of, require_at_least_1, require_positive
+from holdfast.cli.output import changed_options, check_outputs, progress_bar
 from holdfast.core.config import BUILTIN_MODEL, EngineConfig, SchedulerName, option
-from holdfast.core.version import __version__
 from holdfast.engine.checkpoint import Checkpoint, read_json
 from holdfast.engine.profiles import CostProfile
-from holdfast.lab.planning import CapacityQuestion, Evaluation, best_of, make_capacity_plan, make_layouts, make_policies
-from holdfast.lab.reports.advice import as_json, recommend
+from holdfast.lab import planning
+from holdfast.lab.planning import SHARED_OPTIONS, Candidate, CapacityQuestion, Evaluation, best_of
 from holdfast.lab.reports.tables import show_candidates
 from holdfast.lab.simulator.deployment import configured_shape
 from holdfast.lab.simulator.devices import DEVICES, LINKS, look_up
@@ -29,6 +29,10 @@ from holdfast.lm.scheduler.choice import NAMES
 from holdfast.lm.types import precision_of
 
 DEVICE = "h200"
+SERVED_DEVICES = 1
+"""Devices on which `holdfast serve` can run a model."""
+PLACEHOLDER = "$MODEL"
+"""Stands for the checkpoint's directory if only the shape of the model is known."""
 MAX_DEVICES = 1024
 """Every layout over the devices is simulated. Beyond this number the search would take too long."""
 
@@ -62,16 +66,10 @@ class PlanConfig:
     plots: str | None = option(None, "write the report's plots into this directory, as PNG")
 
     def __post_init__(self) -> None:
-        for name in ("devices", "jobs"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1")
+        require_at_least_1(self, "devices", "jobs")
         if self.devices > MAX_DEVICES:
             raise ValueError(f"devices is {self.devices}; it must be at most {MAX_DEVICES:,}")
-        for name in ("price", "slo_tbt", "slo_ttft", "seconds"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < float("inf"):
-                raise ValueError(f"{name} is {value:g}; it must be above 0")
+        require_positive(self, "price", "slo_tbt", "slo_ttft", "seconds")
         for name in ("token_budgets", "tp", "pp"):
             for value in getattr(self, name):
                 if not (1 <= value < float("inf")) or value != int(value):
@@ -118,12 +116,13 @@ def run(
     check_outputs(config.json, report=config.report, plots=config.plots)
     question = question_of(config, workload, engine, model)
     one_device = () if config.profile is None else (1,)
-    layouts = make_layouts(config.devices, config.tp or one_device, config.pp or one_device, config.host_gb)
-    policies = make_policies(config.policies, config.token_budgets, config.slo_tbt)
+    layouts = planning.make_layouts(config.devices, config.tp or one_device, config.pp or one_device, config.host_gb)
+    policies = planning.make_policies(config.policies, config.token_budgets, config.slo_tbt)
     console = Console(highlight=False)
     console.print(Text(describe(question, workload)), soft_wrap=True)
     with progress_bar("simulating", len(layouts) + len(policies) - 1) as on_progress:
-        evaluations = make_capacity_plan(question, layouts, policies, config.jobs or os.cpu_count() or 1, on_progress)
+        jobs = config.jobs or os.cpu_count() or 1
+        evaluations = planning.make_capacity_plan(question, layouts, policies, jobs, on_progress)
     best = best_of(evaluations)
     show_candidates(console, evaluations, best)
     advice = recommend(evaluations, engine, BUILTIN_MODEL if question.model == BUILTIN_MODEL else model)
@@ -133,34 +132,15 @@ def run(
         rows = [as_json(each) for each in evaluations]
         Path(config.json).write_text(json.dumps({"candidates": rows}, indent=1) + "\n", encoding="utf-8")
     if config.report is not None or config.plots is not None:
-        write_report(console, config, workload, question, evaluations, advice, arguments)
+        from holdfast.lab.reports.report import plan_report  # imports matplotlib, an extra
+
+        settings = changed_options(workload) + changed_options(config, without=("json", "report", "plots", "jobs"))
+        settings += changed_options(engine)
+        command = shlex.join(["holdfast", "plan", *arguments])
+        report = plan_report(evaluations, describe(question, workload), advice)
+        written = report.write(config.report, config.plots, settings=settings, command=command)
+        console.print(f"written: {', '.join(written)}", soft_wrap=True)
     return 0 if best else 1
-
-
-def write_report(
-    console: Console,
-    config: PlanConfig,
-    workload: WorkloadConfig,
-    question: CapacityQuestion,
-    evaluations: Sequence[Evaluation],
-    advice: Sequence[str],
-    arguments: Sequence[str],
-) -> None:
-    """Write the page and the plots. Raises OSError."""
-    from holdfast.lab.reports.plan_report import plan_report  # imports matplotlib, an extra
-
-    page = plan_report(
-        evaluations,
-        describe(question, workload),
-        advice,
-        settings=changed_options(workload) + changed_options(config, OUTPUTS) + changed_options(question.engine),
-        command=shlex.join(["holdfast", "plan", *arguments]),
-        footer=f"Holdfast {__version__}",
-    )
-    console.print("written: " + ", ".join(page.write(config.report, config.plots)), soft_wrap=True)
-
-
-OUTPUTS = ("json", "report", "plots", "jobs")
 
 
 def question_of(
@@ -217,3 +197,65 @@ def describe(question: CapacityQuestion, workload: WorkloadConfig) -> str:
         f"{model} on {question.devices} x {question.device}, {precision}, {workload.title}, "
         f"P99 TBT within {question.tbt_ms:g} ms{ttft}"
     )
+
+
+def recommend(evaluations: Sequence[Evaluation], engine: EngineConfig, model: str | None) -> list[str]:
+    """The advice, line by line. If anything can be served, the last line is the command."""
+    best = best_of(evaluations)
+    if best is None and not any(each.fits for each in evaluations):
+        return ["no layout fits these devices: give more --devices, another --device, --tp or --pp, or a smaller model"]
+    if best is None:
+        return [
+            "nothing meets these limits: raise --slo-tbt or --slo-ttft, or give more --devices or a faster --device"
+        ]
+    rate = f"{best.fleet_capacity:.3g} conversations a second in all"
+    lines = [f"best: {best.candidate.policy} on {best.candidate.layout}, {rate}"]
+    servable = best_of([each for each in evaluations if each.candidate.devices <= SERVED_DEVICES])
+    if servable is not best:
+        lines.append(f"holdfast serve runs a model on {SERVED_DEVICES} device for now, so this cannot be served yet")
+    if servable is None:
+        return [*lines, "nothing that runs on one device meets these limits"]
+    if servable is not best:
+        rate = f"{servable.fleet_capacity:.3g} conversations a second in all"
+        lines.append(f"best on one device: {servable.candidate.policy}, {rate}")
+    served = served_model(model)
+    notes = [f"{PLACEHOLDER} is the checkpoint's directory"] if served == PLACEHOLDER else []
+    notes += [f"on each of the {servable.replicas} devices, behind a load balancer"] if servable.replicas > 1 else []
+    where = f" ({', '.join(notes)})" if notes else ""
+    return [*lines, f"to serve it{where}:", serve_command(servable.candidate, engine, served)]
+
+
+def served_model(model: str | None) -> str:
+    """The MODEL argument of the command: the checkpoint if its weights are here, else a placeholder."""
+    path = Path(model or PLACEHOLDER).expanduser()
+    directory = path.parent if path.suffix == ".json" else path
+    if model == BUILTIN_MODEL:
+        return BUILTIN_MODEL
+    return str(directory) if any(directory.glob("*.safetensors")) else PLACEHOLDER
+
+
+def serve_command(chosen: Candidate, engine: EngineConfig, model: str) -> str:
+    """The command line: the options of the candidate, and the shared options that the user gave for all candidates."""
+    default, given = asdict(EngineConfig()), asdict(engine)
+    shared = {name: given[name] for name in given if name in SHARED_OPTIONS and given[name] != default[name]}
+    words = []
+    for name, value in (chosen.options() | shared).items():
+        if isinstance(value, bool):
+            words.append(flag_of(name if value else f"no_{name}"))
+        else:
+            words += [flag_of(name), f"{value:g}" if isinstance(value, float) else str(value)]
+    named = f'"{PLACEHOLDER}"' if model == PLACEHOLDER else shlex.quote(model)
+    return " ".join(["holdfast serve", named, *map(shlex.quote, words)])
+
+
+def as_json(evaluation: Evaluation) -> dict[str, Any]:
+    """An evaluation as `holdfast plan --json` writes it."""
+    return asdict(evaluation.candidate) | {
+        "replicas": evaluation.replicas,
+        "capacity": evaluation.capacity,
+        "fleet_capacity": evaluation.fleet_capacity,
+        "output_tokens_per_s": evaluation.output_rate,
+        "cost_per_million_output_tokens": evaluation.cost,
+        "reason": evaluation.reason,
+        "figures": dict(evaluation.figures),
+    }

@@ -8,8 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from holdfast.cli.flags import UsageError
-from holdfast.cli.reports import require_writable
+from holdfast.cli.output import require_writable, stage_printer
 from holdfast.core.config import EngineConfig, option
 from holdfast.engine.client import EngineClient
 from holdfast.engine.profiles import CostProfile
@@ -18,23 +17,20 @@ from holdfast.lab.reports.tables import table
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileConfig:
-    """The options of `holdfast profile`."""
+    """The options of `holdfast profile`. Raises ValueError for a file that cannot be written."""
 
     out: str | None = option(None, "write a copy of the profile to this file, for `holdfast bench --simulate`")
 
+    def __post_init__(self) -> None:
+        require_writable(self.out)
+
 
 async def run(config: ProfileConfig, engine: EngineConfig) -> int:
-    """Measure, cache and print the profile. Returns the exit code. Raises UsageError, EngineStartError, OSError."""
-    try:
-        require_writable(config.out)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
+    """Measure, cache and print the profile. Returns the exit code. Raises EngineStartError, OSError."""
     console = Console(highlight=False)
     if engine.host_cache_gb == "auto":
         engine = replace(engine, host_cache_gb=0.0)  # nothing is served, so the host tier is not needed
-    client = await EngineClient.start(
-        engine, on_progress=lambda stage: console.print(Text(f"{stage} …", style="dim")), measure=True
-    )
+    client = await EngineClient.start(engine, on_progress=stage_printer(console), measure=True)
     await client.close()
     cached = Path(client.info.profile_path)
     profile = CostProfile.load(cached)

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from holdfast.cli.output import stage_printer
 from holdfast.core.config import EngineConfig
 from holdfast.core.version import __version__
 from holdfast.engine.client import EngineClient
@@ -26,13 +27,10 @@ async def run(engine: EngineConfig, server: ServerConfig) -> int:
     logging.basicConfig(format="holdfast: %(message)s", level=logging.WARNING)
     console = Console(highlight=False)
 
-    def progress(stage: str) -> None:
-        console.print(Text(f"{stage} …", style="dim"))
-
     def ready(client: EngineClient, url: str) -> None:
         announce(console, engine, server, client.info, url)
 
-    return await run_server(engine, server, on_progress=progress, on_ready=ready)
+    return await run_server(engine, server, on_progress=stage_printer(console), on_ready=ready)
 
 
 def announce(console: Console, engine: EngineConfig, server: ServerConfig, info: EngineInfo, url: str) -> None:

@@ -17,8 +17,7 @@ from holdfast.server.conversations.protocol import ResponseRequest
 from holdfast.server.conversations.service import Responses
 from holdfast.server.protocol import ApiError, parse
 
-Message = dict[str, str]
-Messages = list[Message]
+Messages = list[dict[str, str]]
 Head = str | Messages | None
 """The end of a conversation: a response's id if the server stores it, otherwise all messages; None at the beginning."""
 TENANT = ""
@@ -46,7 +45,6 @@ class Settings:
 
     temperature: float
     max_tokens: int | None
-    seed: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,22 +127,19 @@ class RemoteTalker:
     name: str
     settings: Settings
 
-    def body(self, messages: Sequence[Message]) -> dict[str, Any]:
-        """The request's body. Options that are not set are left to the server."""
-        settings = {"max_tokens": self.settings.max_tokens, "seed": self.settings.seed}
-        return {
-            "model": self.name,
-            "messages": list(messages),
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            "temperature": self.settings.temperature,
-        } | {name: value for name, value in settings.items() if value is not None}
-
     async def answer(self, said: str, system: str | None, head: Head) -> AsyncGenerator[Piece, None]:
         first: Messages = [{"role": "system", "content": system}] if system else []
         messages: Messages = [*(head if isinstance(head, list) else []), {"role": "user", "content": said}]
         texts = []
-        body = self.body([*first, *messages])
+        body = {
+            "model": self.name,
+            "messages": [*first, *messages],
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "temperature": self.settings.temperature,
+        }
+        if self.settings.max_tokens is not None:
+            body["max_tokens"] = self.settings.max_tokens
         async with aclosing(server_events(self.http, "chat/completions", body)) as events:
             async for event in events:
                 piece = piece_of(event)
@@ -210,15 +205,9 @@ async def server_events(
 
 def response_body(model: str, settings: Settings, said: str, system: str | None, head: Head) -> dict[str, Any]:
     """The body of a turn in the Responses API. Options that are not set are left to the server."""
-    given = {
-        "instructions": system,
-        "previous_response_id": head,
-        "max_output_tokens": settings.max_tokens,
-        "seed": settings.seed,
-    }
-    return {"model": model, "input": said, "stream": True, "temperature": settings.temperature} | {
-        name: value for name, value in given.items() if value is not None
-    }
+    body = {"model": model, "input": said, "stream": True, "temperature": settings.temperature}
+    given = {"instructions": system, "previous_response_id": head, "max_output_tokens": settings.max_tokens}
+    return body | {name: value for name, value in given.items() if value is not None}
 
 
 def piece_of_response(event: dict[str, Any]) -> Piece:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import httpx
 import uvloop
 from rich.console import Console
-from rich.text import Text
 
-from holdfast.cli.progress import progress_bar
+from holdfast.cli.output import progress_bar, stage_printer
 from holdfast.core.config import EngineConfig
 from holdfast.core.types import SamplingParams
 from holdfast.engine.client import EngineClient, QueueFull
@@ -29,49 +29,31 @@ from holdfast.lab.workloads import PromptTokens, Workload, num_requests
 from holdfast.lm.limits import RequestRefused
 
 
-class Target(Protocol):
+@dataclass(frozen=True, slots=True)
+class Target:
     """Runs workloads."""
 
-    @property
-    def name(self) -> str:
-        """The target's name in a report."""
-        ...
-
-    @property
-    def model(self) -> str:
-        """The model's name."""
-        ...
-
-    @property
-    def context_length(self) -> int | None:
-        """Longest sequence in tokens; None if unknown."""
-        ...
-
-    def run(self, workload: Workload, title: str) -> list[Record]:
-        """Run a workload; `title` names it in the progress bar. Each run on a real target has other prompt tokens."""
-        ...
-
-
-@dataclass(slots=True)
-class _Sender:
-    """Sends workloads through the load client, on one event loop for all runs."""
-
     name: str
+    """The name in a report."""
     model: str
     context_length: int | None
-    loop: asyncio.Runner
-    ask: Ask
-    vocab_size: int
-    concurrency: int | None
-    seed: int
-    runs: int = 0
+    """Longest sequence in tokens; None if unknown."""
+    run: Callable[[Workload, str], list[Record]]
+    """Runs a workload, whose title the progress bar shows. Each run on a real target has other prompt tokens."""
 
-    def run(self, workload: Workload, title: str) -> list[Record]:
-        tokens = PromptTokens(self.vocab_size, f"{self.seed}/{self.runs}/")
-        self.runs += 1
+
+def sender(
+    loop: asyncio.Runner, ask: Ask, vocab_size: int, concurrency: int | None, seed: int
+) -> Callable[[Workload, str], list[Record]]:
+    """The `run` of a real target. It sends workloads through the load client, on one event loop for all runs."""
+    numbers = itertools.count()
+
+    def run(workload: Workload, title: str) -> list[Record]:
+        tokens = PromptTokens(vocab_size, f"{seed}/{next(numbers)}/")
         with progress_bar(title, num_requests(workload)) as on_progress:
-            client = LoadClient(self.ask, tokens, on_progress)
-            return self.loop.run(client.run(workload, self.concurrency))
+            return loop.run(LoadClient(ask, tokens, on_progress).run(workload, concurrency))
+
+    return run
 
 
 @contextmanager
@@ -89,7 +71,9 @@ def server(
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as loop:
         try:
             asked = model or loop.run(first_model(http))
-            yield _Sender(url, asked, None, loop, partial(ask_server, http, asked), vocab_size, concurrency, seed)
+            yield Target(
+                url, asked, None, sender(loop, partial(ask_server, http, asked), vocab_size, concurrency, seed)
+            )
         finally:
             loop.run(http.aclose())
 
@@ -111,87 +95,58 @@ async def first_model(http: httpx.AsyncClient) -> str:
 def local_engine(config: EngineConfig, console: Console, concurrency: int | None) -> Iterator[Target]:
     """An engine process started for the benchmark, without HTTP. Raises EngineStartError."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as loop:
-
-        async def start() -> EngineClient:
-            return await EngineClient.start(
-                config, on_progress=lambda stage: console.print(Text(f"{stage} …", style="dim"))
-            )
-
-        client = loop.run(start())
+        client = loop.run(EngineClient.start(config, on_progress=stage_printer(console)))
         try:
             info = client.info
             name = f"{info.model} on {info.memory.device}, {info.precision}"
-            ask = EngineAsk(client)
-            yield _Sender(name, info.model, info.max_model_len, loop, ask, info.vocab_size, concurrency, config.seed)
+            run = sender(loop, partial(ask_engine, client), info.vocab_size, concurrency, config.seed)
+            yield Target(name, info.model, info.max_model_len, run)
         finally:
             loop.run(client.close())
 
 
-class EngineAsk:
-    """Sends requests to an engine process, as `lab.load_client.ask_server` does to a server."""
-
-    def __init__(self, client: EngineClient) -> None:
-        self._client = client
-
-    async def __call__(self, prompt: tuple[int, ...], output: int, record: Record) -> None:
-        params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
-        try:
-            async for delta in self._client.stream(prompt, params):
-                if delta.tokens:
-                    record.token_times.append(time.monotonic())
-                if delta.usage is not None and delta.timings is not None:
-                    record.output_tokens = delta.usage.completion_tokens
-                    record.cached_tokens = delta.usage.cached_tokens
-                    record.scheduled = delta.timings.scheduled
-        except (RequestRefused, QueueFull) as error:
-            record.error = str(error)
+async def ask_engine(client: EngineClient, prompt: tuple[int, ...], output: int, record: Record) -> None:
+    """Send a request to an engine process, as `lab.load_client.ask_server` does to a server."""
+    params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
+    try:
+        async for delta in client.stream(prompt, params):
+            if delta.tokens:
+                record.token_times.append(time.monotonic())
+            if delta.usage is not None and delta.timings is not None:
+                record.output_tokens = delta.usage.completion_tokens
+                record.cached_tokens = delta.usage.cached_tokens
+                record.scheduled = delta.timings.scheduled
+    except (RequestRefused, QueueFull) as error:
+        record.error = str(error)
 
 
-@dataclass(frozen=True, slots=True)
-class Simulation:
+def simulated_engine(
+    config: EngineConfig, profile: CostProfile, pipeline: Pipeline | None, host_seconds: float, concurrency: int | None
+) -> Target:
     """A simulated engine: the real loop, scheduler and memory on a virtual clock."""
 
-    config: EngineConfig
-    profile: CostProfile
-    pipeline: Pipeline | None
-    host_seconds: float
-    concurrency: int | None
+    def run(workload: Workload, title: str) -> list[Record]:
+        with ExitStack() as open_files, progress_bar(title, num_requests(workload)) as on_progress:
 
-    @property
-    def name(self) -> str:
-        """The model, the device and the precision."""
-        return f"{self.model} on {self.profile.cost.device}, {self.profile.precision}, simulated"
+            def wrap(executor: Any, clock: Any) -> Any:
+                if config.trace is None:
+                    return executor
+                suspends = config.host_cache_gb not in ("auto", 0)
+                return open_files.enter_context(
+                    closing(TracedExecutor(executor, config.trace, clock, suspends=suspends))
+                )
 
-    @property
-    def model(self) -> str:
-        return self.profile.cost.model
+            return simulate(
+                config,
+                profile,
+                workload,
+                concurrency=concurrency,
+                pipeline=pipeline,
+                host_seconds=host_seconds,
+                wrap=wrap,
+                on_progress=on_progress,
+            ).records
 
-    @property
-    def context_length(self) -> int | None:
-        return context_length(self.config, self.profile)
-
-    def run(self, workload: Workload, title: str) -> list[Record]:
-        traced: list[TracedExecutor] = []
-
-        def wrap(executor: Any, clock: Any) -> Any:
-            if self.config.trace is None:
-                return executor
-            suspends = self.config.host_cache_gb not in ("auto", 0)
-            traced.append(TracedExecutor(executor, self.config.trace, clock, suspends=suspends))
-            return traced[0]
-
-        with progress_bar(title, num_requests(workload)) as on_progress:
-            try:
-                return simulate(
-                    self.config,
-                    self.profile,
-                    workload,
-                    concurrency=self.concurrency,
-                    pipeline=self.pipeline,
-                    host_seconds=self.host_seconds,
-                    wrap=wrap,
-                    on_progress=on_progress,
-                ).records
-            finally:
-                for executor in traced:
-                    executor.close()
+    model = profile.cost.model
+    name = f"{model} on {profile.cost.device}, {profile.precision}, simulated"
+    return Target(name, model, context_length(config, profile), run)

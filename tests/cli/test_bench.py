@@ -75,7 +75,7 @@ def test_a_report_shows_the_command_without_the_api_key(profile, tmp_path, capsy
 
 
 def test_without_matplotlib_a_report_is_refused_before_the_run(profile, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("holdfast.cli.reports.find_spec", lambda name: None)
+    monkeypatch.setattr("holdfast.cli.output.find_spec", lambda name: None)
     assert bench("--simulate", profile, "--report", str(tmp_path / "a.html")) == 2
     assert "pip install 'holdfast[report]'" in capsys.readouterr().err
 

@@ -262,7 +262,7 @@ async def test_a_server_without_a_store_is_sent_the_whole_conversation(tmp_path:
         return httpx.Response(200, text="".join(lines) + "data: [DONE]\n")
 
     async with httpx.AsyncClient(base_url="http://there/v1", transport=httpx.MockTransport(reply)) as http:
-        talker = await connect(http, None, Settings(temperature=0, max_tokens=None, seed=None))
+        talker = await connect(http, None, Settings(temperature=0, max_tokens=None))
         await Talk(talker, tmp_path, system="be kind").hear("hello", "/save sea")
         later = Talk(talker, tmp_path)
         await later.hear("/load sea", "again")

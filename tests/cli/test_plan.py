@@ -9,10 +9,9 @@ from served import CONFIG, make_checkpoint
 
 from holdfast.cli.command import main, make_parser
 from holdfast.cli.flags import build
-from holdfast.cli.plan import shape_named
+from holdfast.cli.plan import recommend, serve_command, shape_named
 from holdfast.core.config import EngineConfig
 from holdfast.lab.planning import Candidate, Evaluation
-from holdfast.lab.reports.advice import recommend, serve_command
 from holdfast.lab.simulator.shapes import MODELS
 from tests.lab.simulator.simulation import PROFILE
 

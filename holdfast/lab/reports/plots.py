@@ -40,29 +40,15 @@ class Palette:
 
 
 PRINT = Palette(
-    ink="#22272e",
-    quiet="#6b7480",
-    grid="#e4e7eb",
-    accent="#2f6690",
-    second="#c27c2c",
-    limit="#b5473c",
-    card="#ffffff",
+    ink="#22272e", quiet="#6b7480", grid="#e4e7eb", accent="#2f6690", second="#c27c2c", limit="#b5473c", card="#ffffff",
     ramp=("#a9cbe0", "#76a9ca", "#4986ae", "#2f6690", "#173f5f"),
-)
-NAMES = ("ink", "quiet", "grid", "accent", "second", "limit", "card", *(f"ramp-{at}" for at in range(MAX_CURVES)))
+)  # fmt: skip
+COLOURS = ("ink", "quiet", "grid", "accent", "second", "limit", "card")
+NAMES = (*COLOURS, *(f"ramp-{at}" for at in range(MAX_CURVES)))
 PLACEHOLDERS = {name: f"#0a0b{at:02x}" for at, name in enumerate(NAMES, start=16)}
-PAGE = Palette(
-    ink=PLACEHOLDERS["ink"],
-    quiet=PLACEHOLDERS["quiet"],
-    grid=PLACEHOLDERS["grid"],
-    accent=PLACEHOLDERS["accent"],
-    second=PLACEHOLDERS["second"],
-    limit=PLACEHOLDERS["limit"],
-    card=PLACEHOLDERS["card"],
-    ramp=tuple(colour for name, colour in PLACEHOLDERS.items() if name.startswith("ramp")),
-)
+PAGE = Palette(ramp=tuple(PLACEHOLDERS.values())[len(COLOURS) :], **{name: PLACEHOLDERS[name] for name in COLOURS})
 Draw = Callable[[Palette], Figure]
-"""Draws one plot in the colours of a palette."""
+"""Draws one plot in the colours of a palette: a plot function whose other arguments are bound."""
 
 
 def svg(draw: Draw, label: str) -> str:
@@ -84,117 +70,96 @@ def png(draw: Draw, path: Path) -> None:
     draw(PRINT).savefig(path, format="png", dpi=160, facecolor=PRINT.card)
 
 
-def distributions(metric: str, title: str, runs: Sequence[Run], limit: float | None = None) -> Draw:
+def distributions(metric: str, title: str, runs: Sequence[Run], limit: float | None, palette: Palette) -> Figure:
     """The cumulative distribution of each run's `metric` ("ttft" or "tbt"), over milliseconds."""
-
-    def draw(palette: Palette) -> Figure:
-        figure, (axes,) = canvas(palette, 5.4, 3.1, 1)
-        shown = spread(runs, MAX_CURVES)
-        ratio = 1.0
-        for run, colour in zip(shown, ramp(palette, len(shown)), strict=True):
-            curve: Distribution = getattr(run, metric)
-            if curve.values:
-                axes.step(curve.values, [share * 100 for share in curve.shares], color=colour, where="post")
-                ratio = max(ratio, curve.values[-1] / max(curve.values[len(curve.values) // 4], 1e-9))
-        if ratio > LOG_RATIO:
-            axes.set_xscale("log")
-        else:
-            axes.set_xlim(left=0)
-        axes.set_ylim(0, 101)
-        axes.xaxis.set_major_formatter(FuncFormatter(readable))
-        mark_limit(axes, palette, limit, vertical=True)
-        heading(axes, palette, title, "cumulative %, over ms")
-        if len(shown) > 1:
-            legend(axes, palette, [f"{run.figures['request_rate']:.3g} /s" for run in shown], "lower right")
-        return figure
-
-    return draw
+    figure, (axes,) = canvas(palette, 5.4, 3.1, 1)
+    shown = spread(runs, MAX_CURVES)
+    ratio = 1.0
+    for run, colour in zip(shown, ramp(palette, len(shown)), strict=True):
+        curve: Distribution = getattr(run, metric)
+        if curve.values:
+            axes.step(curve.values, [share * 100 for share in curve.shares], color=colour, where="post")
+            ratio = max(ratio, curve.values[-1] / max(curve.values[len(curve.values) // 4], 1e-9))
+    if ratio > LOG_RATIO:
+        axes.set_xscale("log")
+    else:
+        axes.set_xlim(left=0)
+    axes.set_ylim(0, 101)
+    axes.xaxis.set_major_formatter(FuncFormatter(readable))
+    mark_limit(axes, palette, limit, vertical=True)
+    heading(axes, palette, title, "cumulative %, over ms")
+    if len(shown) > 1:
+        legend(axes, palette, [f"{run.figures['request_rate']:.3g} /s" for run in shown], "lower right")
+    return figure
 
 
-def metrics_by_rate(runs: Sequence[Run], limits: Mapping[str, float], capacity: float | None) -> Draw:
+def metrics_by_rate(
+    runs: Sequence[Run], limits: Mapping[str, float], capacity: float | None, palette: Palette
+) -> Figure:
     """Throughput, P99 TBT and P99 TTFT over the request rate."""
     panels = (
         ("output_throughput", "Throughput", "output tokens a second"),
         ("p99_itl_ms", "P99 TBT", "ms"),
         ("p99_ttft_ms", "P99 TTFT", "ms"),
     )
-
-    def draw(palette: Palette) -> Figure:
-        figure, all_axes = canvas(palette, 11, 3.0, 1, len(panels))
-        rates = [run.figures["request_rate"] for run in runs]
-        for axes, (name, title, unit) in zip(all_axes, panels, strict=True):
-            values = [run.figures[name] for run in runs]
-            axes.plot(rates, values, color=palette.accent, marker="o", markersize=4)
-            if max(values) > LOG_RATIO * max(min(values), 1e-9):
-                axes.set_yscale("log")
-            else:
-                axes.set_ylim(0, 1.12 * max(max(values), limits.get(name, 0.0)))
-            if max(rates) > LOG_RATIO * min(rates):
-                axes.set_xscale("log")
-            else:
-                axes.set_xlim(left=0)
-            axes.xaxis.set_major_formatter(FuncFormatter(readable))
-            axes.yaxis.set_major_formatter(FuncFormatter(readable))
-            mark_limit(axes, palette, limits.get(name), vertical=False)
-            mark_limit(axes, palette, capacity, vertical=True, quiet=True)
-            heading(axes, palette, title, f"{unit}, over requests a second")
-        return figure
-
-    return draw
+    figure, all_axes = canvas(palette, 11, 3.0, 1, len(panels))
+    rates = [run.figures["request_rate"] for run in runs]
+    for axes, (name, title, unit) in zip(all_axes, panels, strict=True):
+        values = [run.figures[name] for run in runs]
+        axes.plot(rates, values, color=palette.accent, marker="o", markersize=4)
+        if max(values) > LOG_RATIO * max(min(values), 1e-9):
+            axes.set_yscale("log")
+        else:
+            axes.set_ylim(0, 1.12 * max(max(values), limits.get(name, 0.0)))
+        if max(rates) > LOG_RATIO * min(rates):
+            axes.set_xscale("log")
+        else:
+            axes.set_xlim(left=0)
+        axes.xaxis.set_major_formatter(FuncFormatter(readable))
+        axes.yaxis.set_major_formatter(FuncFormatter(readable))
+        mark_limit(axes, palette, limits.get(name), vertical=False)
+        mark_limit(axes, palette, capacity, vertical=True, quiet=True)
+        heading(axes, palette, title, f"{unit}, over requests a second")
+    return figure
 
 
-def timeline(run: Run) -> Draw:
+def timeline(run: Run, palette: Palette) -> Figure:
     """Running and waiting requests, and generated tokens a second, over the time of a run."""
-
-    def draw(palette: Palette) -> Figure:
-        figure, (above, below) = canvas(palette, 11, 4.4, 2)
-        times = run.timeline.times
-        above.fill_between(times, run.timeline.running, color=palette.accent, alpha=0.22, linewidth=0, step="mid")
-        above.plot(times, run.timeline.running, color=palette.accent, drawstyle="steps-mid")
-        above.plot(times, run.timeline.waiting, color=palette.second, drawstyle="steps-mid")
-        below.fill_between(times, run.timeline.tokens, color=palette.accent, alpha=0.22, linewidth=0, step="mid")
-        below.plot(times, run.timeline.tokens, color=palette.accent, drawstyle="steps-mid")
-        for axes in (above, below):
-            axes.set_xlim(0, times[-1])
-            axes.set_ylim(bottom=0)
-            axes.yaxis.set_major_formatter(FuncFormatter(readable))
-        above.yaxis.set_major_locator(MaxNLocator(4, integer=True))
-        heading(above, palette, "Requests", "running and waiting, over seconds")
-        heading(below, palette, "Generated tokens", "per second, over seconds")
-        legend(above, palette, ["running", "waiting"], "upper right")
-        return figure
-
-    return draw
+    figure, (above, below) = canvas(palette, 11, 4.4, 2)
+    times = run.timeline.times
+    above.fill_between(times, run.timeline.running, color=palette.accent, alpha=0.22, linewidth=0, step="mid")
+    above.plot(times, run.timeline.running, color=palette.accent, drawstyle="steps-mid")
+    above.plot(times, run.timeline.waiting, color=palette.second, drawstyle="steps-mid")
+    below.fill_between(times, run.timeline.tokens, color=palette.accent, alpha=0.22, linewidth=0, step="mid")
+    below.plot(times, run.timeline.tokens, color=palette.accent, drawstyle="steps-mid")
+    for axes in (above, below):
+        axes.set_xlim(0, times[-1])
+        axes.set_ylim(bottom=0)
+        axes.yaxis.set_major_formatter(FuncFormatter(readable))
+    above.yaxis.set_major_locator(MaxNLocator(4, integer=True))
+    heading(above, palette, "Requests", "running and waiting, over seconds")
+    heading(below, palette, "Generated tokens", "per second, over seconds")
+    legend(above, palette, ["running", "waiting"], "upper right")
+    return figure
 
 
-def bars(title: str, unit: str, rows: Sequence[tuple[str, float]], best: int | None) -> Draw:
+def bars(title: str, unit: str, rows: Sequence[tuple[str, float]], best: int | None, palette: Palette) -> Figure:
     """A horizontal bar for each (name, value). Bar number `best` has the accent colour; a value of 0 reads "none"."""
-
-    def draw(palette: Palette) -> Figure:
-        figure, (axes,) = canvas(palette, 5.4, 1.0 + 0.3 * len(rows), 1)
-        values = [value for _, value in rows]
-        colours = [palette.accent if at == best else palette.ramp[0] for at in range(len(rows))]
-        axes.barh(range(len(rows)), values, color=colours, height=0.62)
-        axes.set_yticks(range(len(rows)), [name for name, _ in rows])
-        axes.invert_yaxis()
-        axes.grid(visible=False)
-        axes.set_xticks([])
-        axes.set_xlim(0, 1.18 * (max(values, default=0.0) or 1.0))
-        axes.spines["bottom"].set_visible(False)
-        for at, value in enumerate(values):
-            axes.annotate(
-                readable(value) if value else "none",
-                (value, at),
-                (5, 0),
-                textcoords="offset points",
-                va="center",
-                color=palette.ink if at == best else palette.quiet,
-                fontsize=9,
-            )
-        heading(axes, palette, title, unit)
-        return figure
-
-    return draw
+    figure, (axes,) = canvas(palette, 5.4, 1.0 + 0.3 * len(rows), 1)
+    values = [value for _, value in rows]
+    colours = [palette.accent if at == best else palette.ramp[0] for at in range(len(rows))]
+    axes.barh(range(len(rows)), values, color=colours, height=0.62)
+    axes.set_yticks(range(len(rows)), [name for name, _ in rows])
+    axes.invert_yaxis()
+    axes.grid(visible=False)
+    axes.set_xticks([])
+    axes.set_xlim(0, 1.18 * (max(values, default=0.0) or 1.0))
+    axes.spines["bottom"].set_visible(False)
+    for at, value in enumerate(values):
+        text, colour = readable(value) if value else "none", palette.ink if at == best else palette.quiet
+        axes.annotate(text, (value, at), (5, 0), textcoords="offset points", va="center", color=colour, fontsize=9)
+    heading(axes, palette, title, unit)
+    return figure
 
 
 def canvas(palette: Palette, width: float, height: float, rows: int, columns: int = 1) -> tuple[Figure, list[Axes]]:

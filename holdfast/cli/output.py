@@ -1,12 +1,37 @@
-"""Shared by commands that write files: checks before the work starts, and the options that a report lists."""
+"""Output that commands share: progress on the terminal, and files, checked before the work starts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+
+def stage_printer(console: Console) -> Callable[[str], None]:
+    """Returns a function that prints a stage of an engine's start."""
+    return lambda stage: console.print(Text(f"{stage} …", style="dim"))
+
+
+@contextmanager
+def progress_bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Show a bar on standard error. Yields a function that sets how many items are done."""
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        bar.add_task(title, total=total)
+        task = bar.tasks[0]
+
+        def update(done: int) -> None:
+            if done != task.completed:
+                bar.update(task.id, completed=done)
+
+        yield update
 
 
 def check_outputs(*files: str | None, report: str | None, plots: str | None) -> None:

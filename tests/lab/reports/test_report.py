@@ -2,11 +2,12 @@
 
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
 from holdfast.lab.metrics import Record, summary
-from holdfast.lab.reports.bench_report import bench_report
+from holdfast.lab.reports.report import bench_report
 from holdfast.lab.reports.run_data import Run
 
 
@@ -23,11 +24,11 @@ def report(runs, capacity=None, **options):
         workload="fixed",
         limits={"p99_itl_ms": 15.0},
         capacity=capacity,
-        settings=[("seed", "1")],
-        command="holdfast bench --rates 1,2",
-        footer="Holdfast",
         **options,
     )
+
+
+CALL = {"settings": [("seed", "1")], "command": "holdfast bench --rates 1,2"}
 
 
 class Page(HTMLParser):
@@ -58,7 +59,7 @@ class Page(HTMLParser):
 def page(tmp_path):
     def write(made):
         path = tmp_path / "page.html"
-        made.write_html(path)
+        assert made.write(str(path), None, **CALL) == [str(path)]
         return path.read_text()
 
     return write
@@ -95,9 +96,10 @@ def test_a_capacity_search_shows_the_run_at_the_capacity():
 
 
 def test_plots_are_written_as_png_files(tmp_path):
-    paths = report([run(1), run(2)]).write_plots(tmp_path / "new" / "plots")
-    assert [path.name for path in paths] == ["rates.png", "ttft.png", "tbt.png", "timeline.png"]
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
+    directory = tmp_path / "new" / "plots"
+    paths = report([run(1), run(2)]).write(None, str(directory), **CALL)
+    assert paths == [str(directory / name) for name in ("rates.png", "ttft.png", "tbt.png", "timeline.png")]
+    assert all(Path(path).read_bytes().startswith(b"\x89PNG") for path in paths)
 
 
 def test_a_run_of_one_token_requests_has_no_stalls_section(page):

@@ -192,11 +192,11 @@ class StepBuilder:
             return None
         ready = pool.allocatable
         swap_out = pool.swap_out(self.number, self.now)
-        if not self._ids and not pool.swapping_out and pool.allocatable == ready and not queues.swapping_in:
+        if not self._ids and not pool.copies.swapping_out and pool.allocatable == ready and not queues.swapping_in:
             return None
         awaits = queues.awaits
         if self._ids:  # otherwise the next plan has to wait
-            pool.finish_swap_in(awaits)
+            pool.copies.finish_swap_in(awaits)
             queues.awaits = -1
         samples = self._samples
         return StepPlan(

@@ -131,7 +131,7 @@ class Scheduler:
         pool = self._queues.pool
         self._now = now
         pool.finish_swap_out(result.swapped_out)
-        pool.finish_swap_in(result.swapped_in)
+        pool.copies.finish_swap_in(result.swapped_in)
         self._policy.observe(plan, result)
         if self._queues.micro_batches > 1:
             for entry in sampling:
@@ -233,10 +233,6 @@ class Scheduler:
             suspensions=queues.preemptions if pool.host else 0,
             tokens_dropped=pool.dropped * pool.block_size,
         )
-
-    def check(self) -> None:
-        """Raise RuntimeError if a block is lost, or owned twice without being shared. For tests and idle times."""
-        self._queues.pool.check([entry.cache.blocks for entry in self._entries.values()])
 
     def _end(self, entry: Entry, reason: FinishReason) -> None:
         entry.sequence.finish_reason = reason

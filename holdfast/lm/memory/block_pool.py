@@ -16,14 +16,12 @@ from holdfast.lm.types import BlockCopy
 class BlockPool:
     """The blocks 0 to `num_blocks - 1` of the device, with the host tier behind them. Each operation is O(1) per block.
 
-    A block is free, owned, or idle. An idle block is cached and has no owner.
-
         free ──allocate──▶ owned ──free──▶ free, or if it is cached:
                              ▲                retained ──swap_out──▶ swapping out ──finish_swap_out──▶ reclaimable
                              └──── share ────────┴─────────────────────────┴───────────────────────────────┘
 
-    `allocate` takes free blocks first and reclaimable ones next. Without a host tier it then evicts retained blocks,
-    the lowest value first.
+    An idle block is cached and has no owner. `allocate` takes free blocks first and reclaimable ones next. Without a
+    host tier it then evicts retained blocks, the lowest value first.
 
     `cache_block` caches a full block: it is never written again, it may have several owners, and it is found by the
     SHA-256 digest of its tokens and of all tokens before them.
@@ -103,21 +101,16 @@ class BlockPool:
         return -(-positions // self.block_size)
 
     def allocate(self, count: int, now: float) -> list[int]:
-        """Give `count` blocks to one owner: free ones first, then idle ones, whose state is dropped."""
-        if count > len(self._free):
-            self._reclaim(count - len(self._free), now)
-        return self._allocator.allocate(count)
-
-    def _reclaim(self, count: int, now: float) -> None:
-        """Free `count` idle blocks."""
-        missing = count + len(self._free) - self.allocatable
+        """Give `count` blocks to one owner. The state of idle ones among them is dropped."""
+        missing = count - len(self._free)
         if missing > 0:
-            raise RuntimeError(f"{missing} blocks more are asked for than are available")
-        # Without a host tier more blocks than needed may be evicted. They can be shared again until they are allocated.
-        blocks = self._idle.reclaim(count, now, self.max_copies)
-        lost = self._index.remove(blocks)
-        self.dropped += len(lost) - (len(self.host.find_all(lost)) if self.host is not None else 0)
-        self._free.extend(blocks)
+            if count > self.allocatable:
+                raise RuntimeError(f"{count - self.allocatable} blocks more are asked for than are available")
+            reclaimed = self._idle.reclaim(missing, now, self.max_copies)
+            lost = self._index.remove(reclaimed)
+            self.dropped += len(lost) - (len(self.host.find_all(lost)) if self.host is not None else 0)
+            self._free.extend(reclaimed)
+        return self._allocator.allocate(count)
 
     def find_all(self, digests: Iterable[bytes]) -> list[int | None]:
         """By digest, the cached block on the device, owned or not."""

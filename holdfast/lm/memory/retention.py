@@ -21,6 +21,9 @@ ChunkKey = tuple[float, int, int]
 Cost = Callable[[int], float]
 """Cost of computing a chunk again that ends at this position, in any unit."""
 
+NEVER: ChunkKey = (math.inf, 0, 0)
+"""Greater than the key of any chunk."""
+
 MIN_AGE = 1e-3
 """Seconds. A younger chunk counts as this old, so that its value is finite."""
 
@@ -137,18 +140,13 @@ class ClassQueue:
 
     def first(self) -> ChunkKey:
         """Key of the chunk that goes first. The queue must not be empty."""
-        late = self._first_late()
-        if not self.ordered:
-            assert late is not None
-            return late
-        key = next(iter(self.ordered.values()))
-        return key if late is None else min(key, late)
+        return min(next(iter(self.ordered.values()), NEVER), self._first_late())
 
-    def _first_late(self) -> ChunkKey | None:
+    def _first_late(self) -> ChunkKey:
         heap = self._heap
         while heap and self.late.get(heap[0][1]) != heap[0][0]:
             heappop(heap)
-        return heap[0][0] if heap else None
+        return heap[0][0] if heap else NEVER
 
     def pop(self) -> tuple[ChunkKey, list[int]]:
         """Remove the chunk that goes first. Returns its key, and all blocks that have this key."""
@@ -284,7 +282,8 @@ class IdleBlocks:
     def reclaim(self, count: int, now: float, batch: int) -> list[int]:
         """Remove `count` blocks, so that they can be allocated. There must be as many.
 
-        If too few are reclaimable, at least `batch` retained blocks are evicted, or all if there are fewer.
+        If too few are reclaimable, at least `batch` retained blocks are evicted, or all if there are fewer. More than
+        needed are evicted so that victims are looked for less often; they can be shared again until they are allocated.
         """
         if count > len(self.reclaimable):
             wanted = max(count - len(self.reclaimable), batch)

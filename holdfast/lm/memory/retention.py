@@ -1,4 +1,4 @@
-"""Retention: orders idle chunks of the KV cache by value, so that the lowest is found without a search."""
+"""Retention: orders idle chunks of the KV cache by value, and reclaims those of the lowest value first."""
 
 from __future__ import annotations
 
@@ -94,18 +94,16 @@ class ClassQueue:
     """The blocks of one cost class, the least recently used first.
 
     Most blocks arrive in that order and are appended to `ordered`. A block whose copy to the host has just completed
-    may have been idle for longer than blocks that are here already. Such late blocks go into a heap. The heap keeps the
-    stale entries of removed blocks until they come up, or until they are half of it.
+    may have been idle for longer than blocks that are here already. Such `late` blocks go into a heap. The heap keeps
+    the stale entries of removed blocks until they come up, or until they are half of it.
     """
 
     def __init__(self, cost: float) -> None:
         self.cost = cost
         self.ordered: OrderedDict[int, ChunkKey] = OrderedDict()
-        """Blocks that arrived in order."""
         self._newest = -math.inf
         """The latest use of any block that `ordered` ever held."""
         self.late: dict[int, ChunkKey] = {}
-        """Blocks that arrived late."""
         self._heap: list[tuple[ChunkKey, int]] = []
 
     def __len__(self) -> int:
@@ -135,12 +133,13 @@ class ClassQueue:
         return self.late.pop(block) if key is None else key
 
     def value(self, now: float) -> float:
-        """Value of the chunk that goes first. The queue must not be empty."""
+        """Value of the first chunk. The queue must not be empty."""
         return self.cost / max(now - self.first()[0], MIN_AGE)
 
     def first(self) -> ChunkKey:
-        """Key of the chunk that goes first. The queue must not be empty."""
-        return min(next(iter(self.ordered.values()), NEVER), self._first_late())
+        """Key of the first chunk. The queue must not be empty."""
+        key = next(iter(self.ordered.values()), NEVER)
+        return min(key, self._first_late()) if self._heap else key
 
     def _first_late(self) -> ChunkKey:
         heap = self._heap
@@ -149,7 +148,7 @@ class ClassQueue:
         return heap[0][0] if heap else NEVER
 
     def pop(self) -> tuple[ChunkKey, list[int]]:
-        """Remove the chunk that goes first. Returns its key, and all blocks that have this key."""
+        """Remove the first chunk. Returns its key, and all blocks that have this key."""
         key, ordered, blocks = self.first(), self.ordered, []
         while ordered:
             block = next(iter(ordered))
@@ -157,7 +156,7 @@ class ClassQueue:
                 break
             del ordered[block]
             blocks.append(block)
-        while self._first_late() == key:
+        while self._heap and self._first_late() == key:
             _, block = heappop(self._heap)
             del self.late[block]
             blocks.append(block)
@@ -168,8 +167,7 @@ class Retention:
     """Idle blocks by value. The order changes as time passes, yet no operation takes more than O(log n).
 
     Within one cost class V = cost / age orders blocks by age alone, and that order never changes. So each class is a
-    queue by last use, and the block of the lowest value is at the head of one of the queues. Finding it takes a look
-    at each class, however many blocks there are.
+    queue by last use, and the block of the lowest value is at the head of one of the queues.
     """
 
     def __init__(self, rule: RetentionRule) -> None:
@@ -261,10 +259,10 @@ class Victims:
 
 
 class IdleBlocks:
-    """Cached blocks without an owner, except those being swapped out.
+    """The cached blocks of the device that have no owner, except those being swapped out.
 
-    A retained block keeps its state until it is evicted; the block of the lowest value goes first. A reclaimable block
-    has been evicted. It still holds its state and may be shared again, until it is allocated for other state.
+    A retained block keeps its state until it is evicted. It is then reclaimable: it still holds its state and may be
+    shared again, until it is allocated for other state.
     """
 
     def __init__(self, rule: RetentionRule) -> None:
@@ -282,8 +280,8 @@ class IdleBlocks:
     def reclaim(self, count: int, now: float, batch: int) -> list[int]:
         """Remove `count` blocks, so that they can be allocated. There must be as many.
 
-        If too few are reclaimable, at least `batch` retained blocks are evicted, or all if there are fewer. More than
-        needed are evicted so that victims are looked for less often; they can be shared again until they are allocated.
+        If too few are reclaimable, at least `batch` retained blocks are evicted, or all if there are fewer. Those not
+        needed yet can be shared again until they are allocated.
         """
         if count > len(self.reclaimable):
             wanted = max(count - len(self.reclaimable), batch)

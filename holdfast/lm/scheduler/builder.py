@@ -70,8 +70,7 @@ class StepBuilder:
     @property
     def mostly_busy(self) -> bool:
         """Whether more rows are taken than free."""
-        queues = self._queues
-        return len(queues.running) + len(queues.swapping_in) > len(queues.free_rows)
+        return len(self.running) + len(self._queues.swapping_in) > len(self._queues.free_rows)
 
     def displace(self) -> None:
         """Preempt running sequences for waiting ones of a higher class, if the order displaces at all."""

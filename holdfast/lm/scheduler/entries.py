@@ -67,11 +67,9 @@ class RankedQueue:
         return reversed(self._entries)
 
     def add(self, entry: Entry) -> None:
-        """Add an entry."""
         insort(self._entries, entry, key=RANK)
 
     def remove(self, entry: Entry) -> None:
-        """Remove an entry of the queue."""
         index = bisect_left(self._entries, entry.rank, key=RANK)
         assert self._entries[index] is entry
         del self._entries[index]

@@ -96,7 +96,7 @@ def compare(dataset: str, count: int, vary: Sequence[str] = ()) -> dict[str, Any
         row[name] = {"batch": len(times) / len(set(times)), "requests_per_second": count / outcome.seconds}
     rate = row["blocks"]["requests_per_second"] / 2
     for name, config in configs.items():
-        figures = summary(simulate(config, profile, workloads.poisson_arrivals(work, rate, seed=0)).records)
+        figures = summary(simulate(config, profile, workloads.gamma_arrivals(work, rate, seed=0)).records)
         row[name]["normalized_latency_ms"] = figures["mean_normalized_latency_ms"]
     return row | {"rate": rate, "ratio": row["blocks"]["batch"] / row["padded"]["batch"]}
 

@@ -179,7 +179,7 @@ def load(dataset: str, rate: float, window: float, small: bool, seed: int | None
             )
             for one in drawn
         ]
-    return [one for one in workloads.poisson_arrivals(drawn, rate, seed) if one.arrival <= window]
+    return [one for one in workloads.gamma_arrivals(drawn, rate, seed) if one.arrival <= window]
 
 
 def figures(records: list[Record], window: float) -> dict[str, float]:

@@ -18,9 +18,10 @@ from holdfast.core.types import SequenceOutput
 from holdfast.engine.build import build
 from holdfast.engine.profiles import CostProfile
 from holdfast.lab.metrics import Record
-from holdfast.lab.simulator.reserve import Reserve
+from holdfast.lab.simulator.devices import look_up
+from holdfast.lab.simulator.executor import Reserve
 from holdfast.lab.simulator.run import VOCAB_SIZE, Clients, engine_shape
-from holdfast.lab.simulator.shapes import ModelShape, model_named
+from holdfast.lab.simulator.shapes import MODELS, ModelShape
 from holdfast.lab.workloads import Workload
 from holdfast.lm.scheduler.choice import make_scheduler
 from holdfast.lm.types import StepPlan, StepResult
@@ -31,7 +32,7 @@ from holdfast.loop.loop import Loop
 def checkpoint_of(shape: ModelShape | str) -> str:
     """A new directory, named after the shape, with its config.json, for random weights."""
     if isinstance(shape, str):
-        shape = model_named(shape)
+        shape = look_up("model shape", MODELS, shape)
     directory = Path(tempfile.mkdtemp()) / shape.name
     directory.mkdir()
     fields: dict[str, Any] = dict(

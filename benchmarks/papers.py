@@ -21,7 +21,7 @@ from typing import Any
 
 from holdfast.core.cost import CostModel
 from holdfast.lab.simulator.deployment import Deployment, deploy
-from holdfast.lab.simulator.shapes import model_named
+from holdfast.lab.simulator.shapes import MODELS
 
 RESULTS = Path(__file__).parent / "results"
 LAYER_SECONDS = 0.36e-3
@@ -37,7 +37,7 @@ def deployed(model: str, vary: Collection[str] = (), *, step_seconds: float = 0.
 
     Pipeline stages share the extra seconds. Memory does not change.
     """
-    shape = model_named(model)
+    shape = MODELS[model]
     plain = deploy(shape, **layout)
     heads = deploy(replace(shape, kv_heads=shape.heads), **layout) if "heads" in vary else plain
     if "host" in vary:
@@ -65,9 +65,13 @@ def origin(*paths: Path | None) -> dict[str, str]:
     return {"date": date.today().isoformat(), "command": words}
 
 
-def save(stem: Path, rows: Any, lines: Sequence[str]) -> None:
-    """Print the table, and write it and its rows beside one another as `stem`.md and `stem`.json."""
-    about = origin(stem.parent)
+def save(stem: Path, rows: Any, lines: Sequence[str], earlier: str = "") -> None:
+    """Print the table, and write it and its rows beside one another as `stem`.md and `stem`.json.
+
+    `earlier` is the command of the run that the rows were added to.
+    """
+    about = origin(stem.parent) | ({"earlier": earlier} if earlier else {})
     print("\n".join(lines))
     stem.with_suffix(".json").write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
-    stem.with_suffix(".md").write_text(f"`{about['command']}`, {about['date']}\n\n" + "\n".join(lines) + "\n")
+    added = f"; added to `{earlier}`" if earlier else ""
+    stem.with_suffix(".md").write_text(f"`{about['command']}`, {about['date']}{added}\n\n" + "\n".join(lines) + "\n")

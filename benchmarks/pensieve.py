@@ -50,8 +50,7 @@ from holdfast.core.cost import Burst
 from holdfast.core.types import Request, SamplingParams
 from holdfast.lab import workloads
 from holdfast.lab.metrics import summary
-from holdfast.lab.simulator.executor import SimulatedExecutor, VirtualClock
-from holdfast.lab.simulator.reserve import Reserve
+from holdfast.lab.simulator.executor import Reserve, SimulatedExecutor, VirtualClock
 from holdfast.lab.simulator.run import simulate
 from holdfast.lab.workloads import Workload
 from holdfast.lm.memory.block_pool import BlockPool
@@ -145,7 +144,7 @@ def steady(dataset: str, think: float, rate: float, seconds: float, token_second
     count = max(8, round((before + seconds) * rate / talks.turns))
     drawn = workloads.fit_context(workloads.multi_turn(count, think, seed=0, means=talks), LONGEST)
     under_way = []
-    for talk in workloads.poisson_arrivals(drawn, rate / talks.turns, seed=0):
+    for talk in workloads.gamma_arrivals(drawn, rate / talks.turns, seed=0):
         at, history, turns = talk.arrival - before, 0, []
         begins = at
         for turn in talk.turns:
@@ -439,7 +438,7 @@ def play(options: argparse.Namespace, eviction: str, device: int, host: int, sta
             old = min(segment.stop, fresh[segment.sequence_id])  # an earlier turn computed up to here
             if segment.start < old:
                 again_seconds += (old - segment.start) * (token + pair * (segment.start + old) / 2)
-        result = StepResult(plan.step, (1,) * sum(1 for _ in plan.sampled()), 0.0, plan.step, plan.step)
+        result = StepResult(plan.step, (1,) * plan.num_sampled, 0.0, plan.step, plan.step)
         for output in scheduler.update(plan, result, now):
             conversation = alive[output.request_id]
             conversation.tokens += output.tokens
@@ -587,7 +586,6 @@ those follow from the measured products."""
 class H200:
     """Recorded step times, in place of `holdfast.lab.simulator.executor.StepTimes`."""
 
-    num_stages = 1
     copy_seconds = BLOCK_BYTES / 35e9
     block_bytes = BLOCK_BYTES
 

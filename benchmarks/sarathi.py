@@ -6,7 +6,7 @@ Run: python benchmarks/sarathi.py checks | joining
      python benchmarks/sarathi.py vary-capacity | vary-ablation [--vary NAME ...] [--seeds 0] [--lengths CSV]
 
 Holdfast's own schedulers run over its own memory on a virtual clock. None of the devices was at hand: profiles are
-derived from data sheets (holdfast/lab/simulator/roofline.py), and `checks` compares the derived times with every time
+derived from data sheets (holdfast/lab/simulator/deployment.py), and `checks` compares the derived times with every time
 that the paper's text states. The capacity is the highest Poisson rate at which P99 TBT stays within the SLO (Table 3)
 and the median request waits at most 2 s. `orca` and `vllm` are Holdfast's `orca` and `prefill-first` schedulers, not
 those systems. Results and plots go to benchmarks/results/.
@@ -41,9 +41,8 @@ from holdfast.core.config import EngineConfig
 from holdfast.lab import workloads
 from holdfast.lab.metrics import summary
 from holdfast.lab.planning import TOLERANCE, find_capacity
-from holdfast.lab.simulator.deployment import Deployment, deploy
+from holdfast.lab.simulator.deployment import Deployment, deploy, derive
 from holdfast.lab.simulator.devices import DEVICES, LINKS, Link
-from holdfast.lab.simulator.roofline import derive
 from holdfast.lab.simulator.run import simulate
 from holdfast.lab.simulator.shapes import MODELS
 from holdfast.lab.workloads import DATASETS, Conversation, Turn, Workload
@@ -160,7 +159,7 @@ def served(deployment: Deployment, config: EngineConfig, work: Workload, rate: f
     """The figures of one simulated run."""
     stages = len(deployment.pipeline.stages) if deployment.pipeline else 1
     profile = replace(deployment.profile, token_budget=CEILING // stages)
-    arriving = workloads.poisson_arrivals(work, rate, seed)
+    arriving = workloads.gamma_arrivals(work, rate, seed)
     return summary(simulate(config, profile, arriving, pipeline=deployment.pipeline).records)
 
 
@@ -568,10 +567,11 @@ def main() -> None:
         case "ablation":
             papers.save(stem, found := ablation(), show_ablation(found))
         case "capacity":
-            rows = capacity(args.models, args.systems, args.requests, args.processes)
+            rows, earlier = capacity(args.models, args.systems, args.requests, args.processes), ""
             if args.add:
-                rows = merged(json.loads(stem.with_suffix(".json").read_text())["rows"], rows)
-            papers.save(stem, rows, show_capacity(rows))
+                before = json.loads(stem.with_suffix(".json").read_text())
+                rows, earlier = merged(before["rows"], rows), f"{before['command']}, {before['date']}"
+            papers.save(stem, rows, show_capacity(rows), earlier)
             plot_capacity(rows, stem.with_suffix(".png"))
         case _:
             vary(args)

@@ -34,8 +34,9 @@ from holdfast.core.cost import CostModel
 from holdfast.engine.profiles import CostProfile
 from holdfast.lab import workloads
 from holdfast.lab.metrics import percentile, summary
+from holdfast.lab.simulator.devices import look_up
 from holdfast.lab.simulator.run import simulate
-from holdfast.lab.simulator.shapes import model_named
+from holdfast.lab.simulator.shapes import MODELS
 from holdfast.lab.workloads import DATASETS, Conversation, Turn, Workload
 
 SHOWN = [f"{which}_{name}_ms" for name in ("ttft", "itl", "e2el") for which in ("mean", "median", "p99")]
@@ -78,7 +79,7 @@ def main() -> None:
     full = capacity(args, profile, common)
     count = args.requests or max(20, round(args.load * full * args.seconds))
     rate = args.load * full
-    workload = workloads.poisson_arrivals(requests(args, count), rate, args.seed)
+    workload = workloads.gamma_arrivals(requests(args, count), rate, args.seed)
     engine.serve(EngineConfig(**common), workloads.fixed(8, 200, 16))
     about = dict(
         date=str(date.today()),
@@ -129,7 +130,8 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
         common["load_format"] = "random"
     if args.device == "cpu":
         return common | dict(threads=args.threads, cache_gb=0.5, max_sequences=CLOSED, max_model_len=512)
-    longest = min(DATASETS[args.dataset].limit, model_named(args.shape).max_model_len) if args.shape else None
+    shape = look_up("model shape", MODELS, args.shape) if args.shape else None
+    longest = min(DATASETS[args.dataset].limit, shape.max_model_len) if shape else None
     return common | dict(max_sequences=128, max_model_len=longest)
 
 

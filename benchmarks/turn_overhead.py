@@ -48,7 +48,7 @@ class Instant:
         memory = MemoryMeasurement("none", total=1, weights=1, activations=1, cache=1, block=1)
         self.text = text
         self.info = EngineInfo(
-            model=BUILTIN_MODEL, device="none", precision="none", memory=memory,
+            model=BUILTIN_MODEL, precision="none", memory=memory,
             num_blocks=1 << 14, block_size=16, token_budget=2048, max_model_len=1 << 18, max_sequences=256,
             max_waiting=256, vocab_size=1 << 17,
             started_in=0.0,

@@ -19,7 +19,6 @@ WORDS = ("Ahoy", ", ", "sailor", "!")
 def engine_info(**changes: Any) -> EngineInfo:
     fields: dict[str, Any] = {
         "model": "tiny",
-        "device": "cpu",
         "precision": "float32",
         "memory": MemoryMeasurement(
             "a CPU", total=8 << 30, weights=1 << 20, activations=1 << 20, cache=1 << 30, block=4096

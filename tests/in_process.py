@@ -51,7 +51,7 @@ class AtOnce(ThreadPoolExecutor):
 
 
 class Engine:
-    """What stands in for `engine.child.Child` and the process behind it."""
+    """What stands in for `engine.process.Child` and the process behind it."""
 
     def __init__(self, loop: Loop, info: EngineInfo) -> None:
         self.loop = loop
@@ -75,7 +75,7 @@ class Engine:
             self.began.setdefault(output.request_id, (output.cached_tokens, output.preemptions))
             self.answered[output.request_id] += output.tokens
         if outputs:
-            self._tell(Outputs(outputs.columns))
+            self._tell(Outputs(**outputs.columns._asdict()))
         return True
 
     def die(self) -> None:

@@ -64,9 +64,14 @@ def spans(plan):
     return [(segment.sequence_id, segment.start, segment.stop) for segment in plan.segments]
 
 
+def sampled(plan):
+    """The sampling segments of a plan, in the order of StepResult.tokens."""
+    return [segment for segment in plan.segments if segment.sampling is not None]
+
+
 def answer(plan, token=7, swapped_out=None, swapped_in=None):
     """A result that gives each sampling segment the same token. All copies are complete unless given."""
-    tokens = tuple(token for _ in plan.sampled())
+    tokens = (token,) * plan.num_sampled
     done = [plan.step if step is None else step for step in (swapped_out, swapped_in)]
     return StepResult(plan.step, tokens, 0.0, *done)
 
@@ -148,7 +153,7 @@ class FakeDevice:
             self._arrive()
         self._begin_to_swap_out(plan)
         samples = plan.samples or repeat(1)
-        drafts = {segment: segment.tokens[1:most] for segment, most in zip(plan.sampled(), samples, strict=False)}
+        drafts = {segment: segment.tokens[1:most] for segment, most in zip(sampled(plan), samples, strict=False)}
         states = {segment: self._states_of(segment, drafts.get(segment, ())) for segment in plan.segments}
         written = [slot for segment, states_at in states.items() for slot in self._write(segment, states_at)]
         assert len(set(written)) == len(written), "two segments of a step write to one place"

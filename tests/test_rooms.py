@@ -115,7 +115,7 @@ def test_an_engine_on_a_cpu_starts_without_triton() -> None:
             for alias in node.names
             for name in ([alias.name] if isinstance(node, ast.Import) else [f"{node.module}.{alias.name}", node.module])
         }
-    reached, ahead = set(), ["holdfast.engine.serve"]
+    reached, ahead = set(), ["holdfast.engine.build"]
     while ahead:
         reached.add(name := ahead.pop())
         ahead += needs.get(name, set()) - reached

@@ -176,7 +176,7 @@ def test_a_word_that_was_replaced_is_refused(name: str, instead: str) -> None:
         "lab.planning.CapacityQuestion.arriving",
         "lm.models.decoder.WeightSource.fill",
         "engine.profiles.CostProfile",
-        "server.service.follow",
+        "server.conversations.service.Background.follow",
         "server.conversations",
     ],
 )

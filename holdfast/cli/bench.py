@@ -182,7 +182,7 @@ class _Bench:
 
     def run_at(self, rate: float) -> Mapping[str, float]:
         """Run the workload at a rate. Returns the metrics."""
-        arriving = self._workload.arriving(self._base, rate, self._seed)
+        arriving = workloads.gamma_arrivals(self._base, rate, self._seed, self._workload.variation)
         return self._keep(self._target.run(arriving, f"{rate:.4g} a second"), rate)
 
     def _keep(self, records: list[Record], rate: float | None = None) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from holdfast.lab.planning import CapacityQuestion, Evaluation, best_of, make_ca
 from holdfast.lab.reports.advice import as_json, recommend
 from holdfast.lab.reports.tables import show_candidates
 from holdfast.lab.simulator.deployment import configured_shape
-from holdfast.lab.simulator.devices import DEVICES, LINKS, device_named, link_named
+from holdfast.lab.simulator.devices import DEVICES, LINKS, look_up
 from holdfast.lab.simulator.shapes import MODELS, ModelShape, shape_from_config
 from holdfast.lab.workloads import WorkloadConfig
 from holdfast.lm.scheduler.choice import NAMES
@@ -81,7 +81,7 @@ class PlanConfig:
                 raise ValueError(f"host_gb holds {size:g}; each must be at least 0 and finite")
         if unknown := self.scheduler_names - {*NAMES, "all"}:
             raise ValueError(f"scheduler {min(unknown)!r} is unknown; there are {', '.join(NAMES)}, or all")
-        device_named(self.device or DEVICE)
+        look_up("device", DEVICES, self.device or DEVICE)
         if self.profile is not None and self.device is not None:
             raise ValueError(f"device is {self.device}, and a profile has its own device; drop it, or name a MODEL")
         for name in ("tp", "pp"):
@@ -90,7 +90,7 @@ class PlanConfig:
                 raise ValueError(f"{name} holds {most:g}, and a profile is of one device; drop it, or name a MODEL")
         for name in ("link", "stage_link"):
             if getattr(self, name) is not None:
-                link_named(getattr(self, name))
+                look_up("link", LINKS, getattr(self, name))
                 if self.profile is not None:
                     raise ValueError(f"{name} joins devices, and a profile is of one; drop it, or name a MODEL")
                 if self.devices == 1:

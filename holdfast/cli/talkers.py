@@ -98,7 +98,7 @@ class LocalTalker:
             said = await self.responses.store.run(lambda store: store.turns.input(TENANT, id))
         except ApiError as error:
             raise ChatError(error.message) from None
-        return turn_of(response, said or [])
+        return turn_of(response, said)
 
 
 @dataclass

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import httpx
@@ -20,11 +21,10 @@ from holdfast.core.types import SamplingParams
 from holdfast.engine.client import EngineClient, QueueFull
 from holdfast.engine.profiles import CostProfile
 from holdfast.engine.trace import TracedExecutor
-from holdfast.lab.load_client import Ask, HttpAsk, LoadClient
+from holdfast.lab.load_client import Ask, LoadClient, ask_server
 from holdfast.lab.metrics import Record
-from holdfast.lab.planning import context_length
 from holdfast.lab.simulator.deployment import Pipeline
-from holdfast.lab.simulator.run import simulate
+from holdfast.lab.simulator.run import context_length, simulate
 from holdfast.lab.workloads import PromptTokens, Workload, num_requests
 from holdfast.lm.limits import RequestRefused
 
@@ -89,7 +89,7 @@ def server(
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as loop:
         try:
             asked = model or loop.run(first_model(http))
-            yield _Sender(url, asked, None, loop, HttpAsk(http, asked), vocab_size, concurrency, seed)
+            yield _Sender(url, asked, None, loop, partial(ask_server, http, asked), vocab_size, concurrency, seed)
         finally:
             loop.run(http.aclose())
 
@@ -128,7 +128,7 @@ def local_engine(config: EngineConfig, console: Console, concurrency: int | None
 
 
 class EngineAsk:
-    """Sends requests to an engine process, as `lab.load_client.HttpAsk` does to a server."""
+    """Sends requests to an engine process, as `lab.load_client.ask_server` does to a server."""
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client

@@ -1,1 +1,1 @@
-"""What every room shares: plain types, the cost model, the protocols between rooms. Pure: standard library only."""
+"""What every room shares: plain types and the cost model. Pure: standard library only."""

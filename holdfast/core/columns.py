@@ -10,31 +10,30 @@ Row = TypeVar("Row", bound=tuple[Any, ...])
 
 
 class Columns(abc.Sequence[Row], Generic[Row]):
-    """Named tuples of one type, kept by column and made where they are looked at.
+    """Named tuples of one type, stored by column; each is made when it is read.
 
-    A step has hundreds of them: to make each is dearer than to decide what it holds, and who packs them into arrays
-    takes whole columns.
+    A step has hundreds of rows. Making each costs more than planning it, and packing into arrays takes whole columns.
     """
 
     __slots__ = ("columns", "row_type")
 
-    def __init__(self, row_type: type[Row], columns: tuple[Any, ...]) -> None:
-        """A list for each field of `row_type`, all of one length; not copied, and not to be changed."""
+    def __init__(self, row_type: type[Row], **columns: abc.Sequence[Any]) -> None:
+        """A list for each field of `row_type`, by its name. All have one length. They are not copied."""
         self.row_type = row_type
-        self.columns = columns
+        self.columns: Any = row_type(**columns)
+        """The lists, as a `row_type` of lists; not to be changed."""
 
     @classmethod
     def of(cls, row_type: type[Row], rows: abc.Sequence[Row]) -> Columns[Row]:
-        """These rows by column; as they are if that is how they come."""
+        """These rows by column; returned unchanged if they are Columns."""
         if isinstance(rows, Columns):
             return rows
         fields: tuple[str, ...] = row_type._fields  # type: ignore[attr-defined]
-        return cls(row_type, tuple([row[index] for row in rows] for index in range(len(fields))))
+        return cls(row_type, **{name: [getattr(row, name) for row in rows] for name in fields})
 
     def column(self, name: str) -> Any:
         """The list of one field."""
-        fields: tuple[str, ...] = self.row_type._fields  # type: ignore[attr-defined]
-        return self.columns[fields.index(name)]
+        return getattr(self.columns, name)
 
     def __len__(self) -> int:
         return len(self.columns[0])

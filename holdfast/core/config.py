@@ -11,14 +11,9 @@ BUILTIN_MODEL = "holdfast-tiny"
 SchedulerName = Literal[
     "stall-free", "request-level", "orca", "prefill-first", "chunked-only", "hybrid-only", "unified"
 ]
-
-
 AttentionBackendName = Literal["auto", "holdfast", "torch", "vllm-flash-attn"]
-
 OrderName = Literal["fcfs", "priority", "deadline", "fair"]
-
 QuantizationName = Literal["none", "fp8"]
-
 CacheTypeName = Literal["auto", "fp8"]
 
 
@@ -39,8 +34,7 @@ class EngineConfig:
         "auto", "type of weights and cache; auto is the checkpoint's own type on CUDA and float32 on a CPU"
     )
     kv_cache_dtype: CacheTypeName = option(  # noqa: RUF009  a string
-        "auto",
-        "type of keys and values; auto is dtype; fp8 (e4m3) needs half the memory of 16 bits and is less exact",
+        "auto", "type of keys and values; auto is dtype; fp8 (e4m3) needs half the memory of 16 bits and is less exact"
     )
     load_format: Literal["auto", "random"] = option(
         "auto", "auto reads the checkpoint's weights; random draws weights and needs only config.json (benchmarks)"

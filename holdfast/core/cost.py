@@ -8,11 +8,10 @@ Times are in seconds. They are measured for each model and device.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from math import inf
-from typing import Any
 
 HEAVY = 512
 """A step of at least this many query tokens is heavy: limited by arithmetic, with the highest power draw."""
@@ -52,6 +51,9 @@ class CostModel:
       among decodes of other contexts. A few decodes leave part of a device idle, and decodes of unequal contexts share
       less work than equal ones. If it is empty, `attention_seconds` applies.
     - `burst`: how much faster the first heavy steps after light work are.
+
+    Raises ValueError if points are missing or do not ascend, if points and times differ in number, or if a time is
+    negative or not finite.
     """
 
     model: str
@@ -65,6 +67,24 @@ class CostModel:
     decode_seconds: tuple[float, ...] = ()
     decode_attention: tuple[tuple[float, ...], ...] = ()
     burst: Burst = Burst()
+
+    def __post_init__(self) -> None:
+        pairs = ((self.linear_tokens, self.linear_seconds), (self.decode_rows, self.decode_seconds))
+        tables = [(self.attention_queries, self.attention_seconds)]
+        if self.decode_attention:
+            tables.append((self.decode_rows, self.decode_attention))
+        if any(len(points) != len(times) for points, times in pairs) or any(
+            [len(self.attention_contexts)] * len(rows) != [len(row) for row in table] for rows, table in tables
+        ):
+            raise ValueError(f"cost profile of {self.model} on {self.device}: points and times differ in number")
+        points = (self.linear_tokens, self.attention_queries, self.attention_contexts)
+        if not all(points) or any(
+            first >= then for row in (*points, self.decode_rows) for first, then in pairwise(row)
+        ):
+            raise ValueError(f"cost profile of {self.model} on {self.device}: points are missing or do not ascend")
+        times = chain(self.linear_seconds, self.decode_seconds, *self.attention_seconds, *self.decode_attention)
+        if not all(0 <= seconds < inf for seconds in times):
+            raise ValueError(f"cost profile of {self.model} on {self.device}: a time is below 0 or not finite")
 
     def decode_only(self, rows: int) -> float:
         """Time of everything but attention in a step of `rows` decodes and nothing else."""
@@ -135,44 +155,6 @@ class CostModel:
         """
         full = self.linear_tokens[-1]
         return self.attention(chunk, position) + self.linear(full) * chunk / full
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> CostModel:
-        """Read back what `dataclasses.asdict` gave.
-
-        Raises ValueError if points are missing or do not ascend, if points and times differ in number, or if a time is
-        negative or not finite.
-        """
-        model = cls(
-            model=str(data["model"]),
-            device=str(data["device"]),
-            linear_tokens=tuple(data["linear_tokens"]),
-            linear_seconds=tuple(data["linear_seconds"]),
-            attention_queries=tuple(data["attention_queries"]),
-            attention_contexts=tuple(data["attention_contexts"]),
-            attention_seconds=tuple(tuple(row) for row in data["attention_seconds"]),
-            decode_rows=tuple(data.get("decode_rows", ())),
-            decode_seconds=tuple(data.get("decode_seconds", ())),
-            decode_attention=tuple(tuple(row) for row in data.get("decode_attention", ())),
-            burst=Burst(**data.get("burst", {})),
-        )
-        pairs = ((model.linear_tokens, model.linear_seconds), (model.decode_rows, model.decode_seconds))
-        tables = [(model.attention_queries, model.attention_seconds)]
-        if model.decode_attention:
-            tables.append((model.decode_rows, model.decode_attention))
-        if any(len(points) != len(times) for points, times in pairs) or any(
-            [len(model.attention_contexts)] * len(rows) != [len(row) for row in table] for rows, table in tables
-        ):
-            raise ValueError(f"cost profile of {model.model} on {model.device}: points and times differ in number")
-        points = (model.linear_tokens, model.attention_queries, model.attention_contexts)
-        if not all(points) or any(
-            first >= then for row in (*points, model.decode_rows) for first, then in pairwise(row)
-        ):
-            raise ValueError(f"cost profile of {model.model} on {model.device}: points are missing or do not ascend")
-        times = chain(model.linear_seconds, model.decode_seconds, *model.attention_seconds, *model.decode_attention)
-        if not all(0 <= seconds < inf for seconds in times):
-            raise ValueError(f"cost profile of {model.model} on {model.device}: a time is below 0 or not finite")
-        return model
 
 
 class Predictor:

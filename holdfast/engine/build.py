@@ -4,33 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
 
 import torch
 
 from holdfast.core.config import EngineConfig
-from holdfast.core.cost import CostModel
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.in_service import in_service
 from holdfast.engine.messages import EngineInfo
 from holdfast.engine.profiles import CostProfile, cached_profile_path
 from holdfast.engine.trace import TracedExecutor
-from holdfast.lm.execution import hardware
 from holdfast.lm.execution.cost_profile import measure_cost, measure_recomputation
-from holdfast.lm.execution.paged_device import PagedDevice
+from holdfast.lm.execution.paged_device import PagedDevice, resolve_device
 from holdfast.lm.kernels.attention import backends as attention
 from holdfast.lm.models.loader import load
 from holdfast.lm.scheduler.choice import capacity_of, make_scheduler
 from holdfast.lm.scheduler.policies import StallFree
-from holdfast.lm.types import (
-    DEFAULT_TOKEN_BUDGET,
-    EngineShape,
-    LanguageExecutor,
-    LanguageLoop,
-    MemoryMeasurement,
-)
-from holdfast.loop.contracts import Clock
+from holdfast.lm.types import DEFAULT_TOKEN_BUDGET, EngineShape, LanguageExecutor, LanguageLoop, MemoryMeasurement
 from holdfast.loop.loop import Loop
 
 clock = time.monotonic
@@ -56,28 +45,48 @@ def build(
     it. Raises ValueError (UnsupportedCheckpoint among them) and MemoryError with a reason for people.
     """
     began = clock() if began is None else began
-    stages = StartStages(began, clock, on_progress)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     checkpoint = Checkpoint.find(config.model)
-    stages.begin(f"loading {checkpoint.name}")
+    on_progress(f"loading {checkpoint.name}")
     device = make_device(config, checkpoint)
-    memory, shape = allocate(device, stages)
-    path = profile_path(device, checkpoint, memory)
-    profile = find_profile(device, shape, path, measure=measure, on_progress=stages.begin)
-    scheduler = make_scheduler(config, shape, profile.cost if profile else recomputation_cost(device, shape, stages))
+    memory, shape = allocate(device, on_progress)
+    path = cached_profile_path(checkpoint.directory, device.precision, pace_of(config, device.kind, memory.device))
+    weighs_recomputation = shape.num_host_blocks > 0 and config.eviction == "retention"
+    cost, stored = None, ""
+    if measure or config.tbt_target is not None or (weighs_recomputation and path.is_file()):
+        if measure or not path.is_file():
+            on_progress("measuring the device's pace")
+            measure_profile(device, shape).save(path)
+        cost, stored = CostProfile.load(path).cost, str(path)
+    elif weighs_recomputation:
+        on_progress("measuring what recomputation costs")
+        cost = measure_recomputation(device, name=shape.model, chunk=config.chunk_size)
+    scheduler = make_scheduler(config, shape, cost)
     executor: LanguageExecutor = device.executor
     if config.trace:
         executor = TracedExecutor(executor, config.trace, clock, suspends=shape.num_host_blocks > 0)
-    loop = Loop(scheduler, executor, config.steps_in_flight, clock)
-    spent = stages.end()
-    info = describe(config, shape, memory, profile_path=str(path) if profile else "")
-    return loop, replace(info, started_in=clock() - began, stages=spent)
+    info = EngineInfo(
+        model=shape.model,
+        precision=shape.precision,
+        memory=memory,
+        num_blocks=shape.num_blocks,
+        num_host_blocks=shape.num_host_blocks,
+        block_size=config.block_size,
+        token_budget=shape.max_step_tokens,
+        max_model_len=shape.max_model_len,
+        max_sequences=config.max_sequences,
+        max_waiting=config.max_waiting,
+        vocab_size=shape.vocab_size,
+        profile_path=stored,
+        started_in=clock() - began,
+    )
+    return Loop(scheduler, executor, config.steps_in_flight, clock), info
 
 
 def make_device(config: EngineConfig, checkpoint: Checkpoint) -> PagedDevice:
     """The model on its device, before there is a cache. Raises ValueError, MemoryError."""
-    device = hardware.resolve(config.device)
+    device = resolve_device(config.device)
     attention.require(config.attention_backend, device, fp8_cache=config.kv_cache_dtype == "fp8")
     model = load(
         checkpoint.directory,
@@ -97,12 +106,12 @@ def make_device(config: EngineConfig, checkpoint: Checkpoint) -> PagedDevice:
     return PagedDevice(model, config, name=checkpoint.name, max_step_tokens=capacity)
 
 
-def allocate(device: PagedDevice, stages: StartStages) -> tuple[MemoryMeasurement, EngineShape]:
+def allocate(device: PagedDevice, on_progress: Callable[[str], None]) -> tuple[MemoryMeasurement, EngineShape]:
     """Measure what a step takes, and allocate the cache of both tiers and the graphs of steps in what is left."""
     if device.captures:
-        stages.begin("compiling kernels")
+        on_progress("compiling kernels")
         device.compile()
-    stages.begin("measuring memory")
+    on_progress("measuring memory")
     memory = device.measure()
     work = []
     if memory.num_host_blocks:
@@ -110,35 +119,8 @@ def allocate(device: PagedDevice, stages: StartStages) -> tuple[MemoryMeasuremen
     if device.captures:
         work.append("capturing graphs")
     if work:
-        stages.begin(" and ".join(work))
+        on_progress(" and ".join(work))
     return memory, device.allocate(memory)
-
-
-def describe(config: EngineConfig, shape: EngineShape, memory: MemoryMeasurement, *, profile_path: str) -> EngineInfo:
-    """The engine as clients see it. `profile_path` is the file of its cost profile, empty without one."""
-    return EngineInfo(
-        model=shape.model,
-        device=memory.device,
-        precision=shape.precision,
-        memory=memory,
-        num_blocks=shape.num_blocks,
-        num_host_blocks=shape.num_host_blocks,
-        block_size=config.block_size,
-        token_budget=shape.max_step_tokens,
-        max_model_len=shape.max_model_len,
-        max_sequences=config.max_sequences,
-        max_waiting=config.max_waiting,
-        vocab_size=shape.vocab_size,
-        started_in=0.0,
-        profile_path=profile_path,
-    )
-
-
-def profile_path(device: PagedDevice, checkpoint: Checkpoint, memory: MemoryMeasurement) -> Path:
-    """Where the cost profile of this model on this device is stored, or would be."""
-    return cached_profile_path(
-        checkpoint.directory, device.precision, pace_of(device.config, device.kind, memory.device)
-    )
 
 
 def pace_of(config: EngineConfig, kind: str, name: str) -> str:
@@ -149,51 +131,9 @@ def pace_of(config: EngineConfig, kind: str, name: str) -> str:
     return ", ".join([name, *backend, *([] if config.cuda_graphs else ["no graphs"])])
 
 
-class StartStages:
-    """Reports each stage of a start, and records how long it took."""
-
-    def __init__(self, began: float, clock: Clock, tell: Callable[[str], None]) -> None:
-        self._clock, self._tell = clock, tell
-        self._stage, self._began = "starting", began
-        self._spent: list[tuple[str, float]] = []
-
-    def begin(self, stage: str) -> None:
-        """End the stage before, and begin this one."""
-        self.end()
-        self._stage = stage
-        self._tell(stage)
-
-    def end(self) -> tuple[tuple[str, float], ...]:
-        """End the last stage; the seconds of each stage, in order."""
-        now = self._clock()
-        self._spent.append((self._stage, now - self._began))
-        self._began = now
-        return tuple(self._spent)
-
-
-def needs_recomputation_cost(config: EngineConfig, shape: EngineShape) -> bool:
-    """Whether eviction weighs what it costs to compute a chunk again."""
-    return shape.num_host_blocks > 0 and config.eviction == "retention"
-
-
-def recomputation_cost(device: PagedDevice, shape: EngineShape, stages: StartStages) -> CostModel | None:
-    """The cost of computing chunks again, measured; None where eviction does not weigh it."""
-    if not needs_recomputation_cost(device.config, shape):
-        return None
-    stages.begin("measuring what recomputation costs")
-    return measure_recomputation(device, name=shape.model, chunk=device.config.chunk_size)
-
-
-def find_profile(
-    device: PagedDevice, shape: EngineShape, path: Path, *, measure: bool, on_progress: Callable[[str], None]
-) -> CostProfile | None:
-    """The cost profile of the device, if anything uses it: the one stored at `path`, or a new one, stored there."""
+def measure_profile(device: PagedDevice, shape: EngineShape) -> CostProfile:
+    """Measure the cost profile of an allocated device."""
     config = device.config
-    wanted = config.tbt_target is not None
-    if not (measure or (wanted and not path.is_file())):
-        used = wanted or (needs_recomputation_cost(config, shape) and path.is_file())
-        return CostProfile.load(path) if used else None
-    on_progress("measuring the device's pace")
     cost = measure_cost(device, name=shape.model)
     if device.kind == "cpu":  # on a GPU the loop takes nothing from the device
 
@@ -202,7 +142,7 @@ def find_profile(
             return Loop(scheduler, watched, config.steps_in_flight, clock)
 
         cost = in_service(cost, device.executor, practice, vocab_size=shape.vocab_size, clock=clock)
-    profile = CostProfile(
+    return CostProfile(
         cost=cost,
         dtype=str(device.model.spec.dtype).removeprefix("torch."),
         quantization=config.quantization,
@@ -213,5 +153,3 @@ def find_profile(
         tile=shape.tile,
         token_bytes=device.block_bytes // config.block_size,
     )
-    profile.save(path)
-    return profile

@@ -12,23 +12,9 @@ from typing import Any
 
 from holdfast.core.config import EngineConfig
 from holdfast.core.types import FinishReason, Identity, Request, SamplingParams, SequenceOutput
+from holdfast.engine import messages
 from holdfast.engine.checkpoint import Checkpoint
-from holdfast.engine.child import Child
-from holdfast.engine.messages import (
-    Abort,
-    Ask,
-    EngineInfo,
-    Failure,
-    FromEngine,
-    Hello,
-    Outputs,
-    Progress,
-    Ready,
-    Refused,
-    Start,
-    Stats,
-    Submit,
-)
+from holdfast.engine.process import Child
 from holdfast.engine.text import Text, TextStream
 from holdfast.lm.limits import RequestRefused
 from holdfast.lm.types import SchedulerStats
@@ -107,7 +93,7 @@ class EngineClient:
     ) -> None:
         """Use `start` instead."""
         self.config = config
-        self.info: EngineInfo
+        self.info: messages.EngineInfo
         self.text: Text
         self.dead = asyncio.Event()
         """Set when the engine has ended."""
@@ -116,7 +102,7 @@ class EngineClient:
         self._on_progress = on_progress or (lambda stage: None)
         self._measure = measure
         self._began = time.monotonic()
-        self._ready: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
+        self._ready: asyncio.Future[messages.EngineInfo] = asyncio.get_running_loop().create_future()
         self._streams: dict[str, _Stream] = {}
         self._unanswered: dict[int, asyncio.Future[SchedulerStats]] = {}
         self._numbers = itertools.count()
@@ -170,9 +156,9 @@ class EngineClient:
         """The deltas of one request. It is submitted when the first delta is awaited.
 
         It shares cached prefixes only with requests of the same `tenant` and `adapter`. `deadline` is the time until
-        the first token is due, in seconds from now, for the deadline order. Leaving the
-        iterator before its last Delta (aclose, cancellation) aborts the request in the engine. Raises RequestRefused
-        at once for a request that can never be served, QueueFull, and EngineDead, also while it runs.
+        the first token is due, in seconds from now, for the deadline order. Leaving the iterator before its last Delta
+        (aclose, cancellation) aborts the request. Raises RequestRefused at once for a request that can never be served,
+        QueueFull, and EngineDead, also while it runs.
         """
         request_id = request_id or uuid.uuid4().hex
         self._admit(request_id)
@@ -200,7 +186,7 @@ class EngineClient:
         answer: asyncio.Future[SchedulerStats] = asyncio.get_running_loop().create_future()
         self._unanswered[number] = answer
         try:
-            self._child.send(Ask(number))
+            self._child.send(messages.Ask(number))
             return await asyncio.wait_for(answer, timeout)
         finally:
             del self._unanswered[number]
@@ -222,12 +208,12 @@ class EngineClient:
         self._streams[request_id] = stream
         self._waiting.add(request_id)
         try:
-            self._child.send(Submit(stream.request))
+            self._child.send(messages.Submit(stream.request))
             while not stream.given:
                 yield await stream.next()
         finally:
             if self._forget(request_id) and not self.dead.is_set():
-                self._child.send(Abort(request_id))
+                self._child.send(messages.Abort(request_id))
 
     def _forget(self, request_id: str) -> bool:
         """Drop a request's stream. Returns whether there was one."""
@@ -254,29 +240,29 @@ class EngineClient:
             self._end(f"the engine's messages cannot be read: {type(error).__name__}: {error}")
             self._child.kill()
 
-    def _take(self, message: FromEngine) -> None:
+    def _take(self, message: messages.FromEngine) -> None:
         match message:
-            case Outputs():
+            case messages.Outputs():
                 now = time.monotonic()
                 for output in message.outputs:
                     self._deliver(output, now)
-            case Stats(number, stats):
+            case messages.Stats(number, stats):
                 answer = self._unanswered.get(number)
                 if answer is not None and not answer.done():
                     answer.set_result(stats)
-            case Refused(request_id, reason):
+            case messages.Refused(request_id, reason):
                 stream = self._streams.get(request_id)
                 if stream is not None and self._forget(request_id):
                     stream.fail(RequestRefused(reason, "prompt"))
-            case Hello():
+            case messages.Hello():
                 self._child.hide()
-                self._child.send(Start(self.config, self._began, self._measure))
-            case Progress(stage):
+                self._child.send(messages.Start(self.config, self._began, self._measure))
+            case messages.Progress(stage):
                 self._on_progress(stage)
-            case Ready(info):
+            case messages.Ready(info):
                 if not self._ready.done():
                     self._ready.set_result(info)
-            case Failure(reason):
+            case messages.Failure(reason):
                 self._end(reason)
 
     def _deliver(self, output: SequenceOutput, now: float) -> None:
@@ -292,7 +278,7 @@ class EngineClient:
         if stream.finish_reason is not None:
             self._forget(output.request_id)
             if output.finish_reason is None:  # a stop string, which only the client looks for
-                self._child.send(Abort(output.request_id))
+                self._child.send(messages.Abort(output.request_id))
 
     def _end(self, reason: str) -> None:
         """Fail everything that waits for the engine, which has ended. Only the first call counts."""

@@ -8,7 +8,6 @@ import weakref
 from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from rich.console import Console
@@ -108,16 +107,11 @@ class LLM:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def _complete(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams | Sequence[SamplingParams] | None,
-        progress: bool,
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None, progress: bool
     ) -> list[Completion]:
         if not self._close.alive:
             raise RuntimeError("this LLM is closed; create a new one")

@@ -23,7 +23,6 @@ class EngineInfo:
 
     model: str
     """The name under which the model is served."""
-    device: str
     precision: str
     """The type of weights, activations and cache, for people; names those that are in FP8."""
     memory: MemoryMeasurement
@@ -36,8 +35,6 @@ class EngineInfo:
     vocab_size: int
     started_in: float
     """Seconds from the client's call until the engine was ready."""
-    stages: tuple[tuple[str, float], ...] = ()
-    """The stages of the start in order, each with its name and its seconds."""
     num_host_blocks: int = 0
     """Blocks of the host tier."""
     profile_path: str = ""
@@ -104,12 +101,17 @@ class Ready(Message, tag="ready"):
 class Outputs(Message, tag="outputs"):
     """From the engine: the outputs of one step, as one column for each field of SequenceOutput."""
 
-    columns: tuple[list[str], list[tuple[int, ...]], list[FinishReason | None], list[int], list[float], list[int]]
+    request_id: list[str]
+    tokens: list[tuple[int, ...]]
+    finish_reason: list[FinishReason | None]
+    cached_tokens: list[int]
+    scheduled_at: list[float]
+    preemptions: list[int]
 
     @property
     def outputs(self) -> Columns[SequenceOutput]:
         """The outputs as one SequenceOutput for each sequence."""
-        return Columns(SequenceOutput, self.columns)
+        return Columns(SequenceOutput, **msgspec.structs.asdict(self))
 
 
 class Refused(Message, tag="refused"):
@@ -155,9 +157,8 @@ ToEngine = Start | Submit | Abort | Ask | Shutdown
 FromEngine = Hello | Progress | Ready | Outputs | Refused | Stats | Failure
 
 _encode = msgspec.msgpack.Encoder().encode
-_to_engine: msgspec.msgpack.Decoder[Start | Submitted | Abort | Ask | Shutdown] = msgspec.msgpack.Decoder(
-    Start | Submitted | Abort | Ask | Shutdown
-)
+_EncodedToEngine = Start | Submitted | Abort | Ask | Shutdown
+_to_engine: msgspec.msgpack.Decoder[_EncodedToEngine] = msgspec.msgpack.Decoder(_EncodedToEngine)
 _from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
 
 

@@ -7,17 +7,16 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, get_args
+
+import msgspec
 
 from holdfast.core.config import CacheTypeName, EngineConfig, QuantizationName
 from holdfast.core.cost import CostModel
-from holdfast.engine.checkpoint import read_json, read_text
+from holdfast.engine.checkpoint import JSON_LIMIT, read_json, read_text
 from holdfast.lm.types import precision_of
 
-CONFIG_LIMIT = 16 << 20
 DTYPES = ("float32", "bfloat16", "float16")
 
 MEASURED = 4
@@ -44,6 +43,12 @@ class CostProfile:
     """Bytes of one position in the KV cache, over all layers; 0 if unknown."""
     copy_rate: float = 0.0
     """Bytes a second between device and host memory; 0 if it was not measured."""
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype is {self.dtype}, not one of {', '.join(DTYPES)}")
+        if min(self.cache_tokens, self.max_model_len, self.token_budget, self.tile) < 1:
+            raise ValueError("a size is below 1")
 
     @property
     def precision(self) -> str:
@@ -73,31 +78,11 @@ class CostProfile:
     @classmethod
     def load(cls, path: Path) -> CostProfile:
         """Read what `save` wrote. Raises ValueError that names the file and the fault."""
-        data: dict[str, Any] = read_json(path)
+        data = read_json(path)
         try:
-            profile = cls(
-                cost=CostModel.from_dict(data["cost"]),
-                dtype=_one_of(DTYPES, data["dtype"]),
-                quantization=_one_of(get_args(QuantizationName), data.get("quantization", "none")),
-                kv_cache_dtype=_one_of(get_args(CacheTypeName), data.get("kv_cache_dtype", "auto")),
-                cache_tokens=int(data["cache_tokens"]),
-                max_model_len=int(data["max_model_len"]),
-                token_budget=int(data["token_budget"]),
-                tile=int(data["tile"]),
-                token_bytes=int(data.get("token_bytes", 0)),
-                copy_rate=float(data.get("copy_rate", 0.0)),
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} is not a profile: {error!r}; measure again with `holdfast profile`") from None
-        if min(profile.cache_tokens, profile.max_model_len, profile.token_budget, profile.tile) < 1:
-            raise ValueError(f"{path} is not a profile: a size is below 1; measure again with `holdfast profile`")
-        return profile
-
-
-def _one_of(words: Sequence[str], given: Any) -> Any:
-    if given not in words:
-        raise ValueError(f"{given} is not one of {', '.join(words)}")
-    return given
+            return msgspec.convert(data, cls)
+        except msgspec.ValidationError as error:
+            raise ValueError(f"{path} is not a profile: {error}; measure again with `holdfast profile`") from None
 
 
 def cached_profile_path(directory: Path, precision: str, device: str) -> Path:
@@ -105,7 +90,7 @@ def cached_profile_path(directory: Path, precision: str, device: str) -> Path:
 
     Its name is readable and ends with a digest of config.json and the rest, which keeps models of one name apart.
     """
-    state = json.dumps([read_text(directory / "config.json", CONFIG_LIMIT), precision, device, MEASURED])
+    state = json.dumps([read_text(directory / "config.json", JSON_LIMIT), precision, device, MEASURED])
     digest = hashlib.sha256(state.encode()).hexdigest()[:16]
     name = re.sub(r"[^A-Za-z0-9.]+", "-", f"{directory.name} {precision} {device}").strip("-")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

@@ -1,44 +1,58 @@
-"""The engine's run: take messages, do a step, send what it gave, until the client says to end."""
+"""The engine process, started by `Child`: take messages, do a step, send what it gave, until the client says to end."""
 
 from __future__ import annotations
 
 import gc
 import itertools
+import os
+import sys
+import traceback
 
-from holdfast.engine.build import build
-from holdfast.engine.messages import (
-    Abort,
-    Ask,
-    Outputs,
-    Progress,
-    Ready,
-    Refused,
-    Shutdown,
-    Start,
-    Stats,
-    Submit,
-    ToEngine,
-)
-from holdfast.engine.parent import Parent
+from holdfast.engine import messages
+from holdfast.engine.process import FAILED, Parent, die_with_parent
 from holdfast.lm.types import LanguageLoop
 
 STEPS_PER_COLLECTION = 4096
 """Python's garbage is collected while the engine is idle, and after this many steps without a pause."""
 
 
-def run(start: Start, parent: Parent) -> None:
+def main(address: str, parent_pid: int) -> int:
+    """Build the engine that the client asks for and run it until told to end. Returns the exit status."""
+    die_with_parent(parent_pid)
+    parent = Parent(address)
+    try:
+        parent.send(messages.Hello())
+        start = parent.receive()
+        if not isinstance(start, messages.Start):
+            raise RuntimeError(f"the first message was {type(start).__name__}, not Start")
+        run(start, parent)
+        return 0
+    except Exception as error:
+        if os.environ.get("HOLDFAST_DEBUG"):
+            traceback.print_exc()
+        parent.send(messages.Failure(one_line(error)))
+        return FAILED
+    finally:
+        parent.close()
+
+
+def run(start: messages.Start, parent: Parent) -> None:
     """Build the engine and serve its client until told to end. Raises what building or a step raises."""
+    parent.send(messages.Progress("loading PyTorch"))
+    # Only now: the import takes seconds, and from here on the parent learns of a failure.
+    from holdfast.engine.build import build
+
     loop, info = build(
         start.config,
         began=start.began,
         measure=start.measure,
-        on_progress=lambda stage: parent.send(Progress(stage)),
+        on_progress=lambda stage: parent.send(messages.Progress(stage)),
     )
     # What exists now lives as long as the process: no collection need scan it. `serve` decides when to collect.
     gc.collect()
     gc.freeze()
     gc.disable()
-    parent.send(Ready(info))
+    parent.send(messages.Ready(info))
     try:
         serve(loop, parent)
     finally:
@@ -59,23 +73,34 @@ def serve(loop: LanguageLoop, parent: Parent) -> None:
         if loop.has_work():
             outputs = loop.step()
             if outputs:
-                parent.send(Outputs(outputs.columns))
+                parent.send(messages.Outputs(**outputs.columns._asdict()))
 
 
-def handle(message: ToEngine, loop: LanguageLoop, parent: Parent) -> bool:
+def handle(message: messages.ToEngine, loop: LanguageLoop, parent: Parent) -> bool:
     """Handle one message. False if it asks the engine to end."""
     match message:
-        case Submit(request):
+        case messages.Submit(request):
             try:
                 loop.add(request)
             except ValueError as error:
-                parent.send(Refused(request.id, str(error)))
-        case Abort(request_id):
+                parent.send(messages.Refused(request.id, str(error)))
+        case messages.Abort(request_id):
             loop.abort(request_id)
-        case Ask(number):
-            parent.send(Stats(number, loop.stats()))
-        case Shutdown():
+        case messages.Ask(number):
+            parent.send(messages.Stats(number, loop.stats()))
+        case messages.Shutdown():
             return False
-        case Start():
+        case messages.Start():
             raise RuntimeError("the engine was told to start twice")
     return True
+
+
+def one_line(error: Exception) -> str:
+    """An error as one line for people. Names the error's class unless its message is written for them."""
+    text = " ".join(str(error).split())
+    expected = isinstance(error, (ValueError, MemoryError, OSError))
+    return text if expected and text else f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], int(sys.argv[2])))

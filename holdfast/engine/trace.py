@@ -86,25 +86,19 @@ class TracedExecutor:
         return event("X", COPIES, lane, began, copy.seconds, name=name, args=numbers)
 
     def _events(self, plan: StepPlan, began: float, seconds: float) -> list[str]:
-        decodes = sum(segment.stop - segment.start == 1 for segment in plan.segments)
+        decodes = sum(segment.length == 1 for segment in plan.segments)
+        prefill = plan.num_tokens - decodes
         numbers = {
             "step": plan.step,
             "tokens": plan.num_tokens,
             "decodes": decodes,
-            "prefill tokens": plan.num_tokens - decodes,
+            "prefill tokens": prefill,
             "segments": len(plan.segments),
             "preempted": list(plan.preempted),
         }
         events = [
             event("X", DEVICE, 0, began, seconds, name=f"step {plan.step}", args=numbers),
-            event(
-                "C",
-                DEVICE,
-                0,
-                began,
-                name="batch tokens",
-                args={"decodes": decodes, "prefill": plan.num_tokens - decodes},
-            ),
+            event("C", DEVICE, 0, began, name="batch tokens", args={"decodes": decodes, "prefill": prefill}),
         ]
         for name in plan.preempted:
             events.append(event("i", DEVICE, 0, began, name=f"{self._preempted} {name}", args={}))
@@ -112,7 +106,7 @@ class TracedExecutor:
             if segment.row not in self._lanes:
                 self._lanes.add(segment.row)
                 events.append(event("M", ROWS, segment.row, name="thread_name", args={"name": f"row {segment.row}"}))
-            kind = "decode" if segment.stop - segment.start == 1 else "prefill"
+            kind = "decode" if segment.length == 1 else "prefill"
             span = {"sequence": segment.sequence_id, "start": segment.start, "stop": segment.stop}
             events.append(event("X", ROWS, segment.row, began, seconds, name=kind, args=span))
         return events

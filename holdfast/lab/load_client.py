@@ -66,34 +66,27 @@ class LoadClient:
             history = prompt + self._tokens.answer(number, index, turn)
 
 
-class HttpAsk:
-    """Sends requests to a server with OpenAI's completions API, with prompts as token ids."""
-
-    def __init__(self, http: httpx.AsyncClient, model: str) -> None:
-        """The base URL of `http` ends with /v1/."""
-        self._http = http
-        self._model = model
-
-    async def __call__(self, prompt: tuple[int, ...], output: int, record: Record) -> None:
-        body = {
-            "model": self._model,
-            "prompt": list(prompt),
-            "max_tokens": output,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-        try:
-            async with self._http.stream("POST", "completions", json=body) as response:
-                if response.status_code != httpx.codes.OK:
-                    record.error = f"status {response.status_code}: {(await response.aread()).decode()[:200]}"
-                    return
-                async for line in response.aiter_lines():
-                    if line.startswith("data:") and (data := line[5:].strip()) != "[DONE]":
-                        _read_chunk(json.loads(data), record)
-        except (httpx.HTTPError, ValueError) as error:
-            record.error = f"{type(error).__name__}: {error}"
+async def ask_server(http: httpx.AsyncClient, model: str, prompt: tuple[int, ...], output: int, record: Record) -> None:
+    """Send a request to a server with OpenAI's completions API. The base URL of `http` ends with /v1/."""
+    body = {
+        "model": model,
+        "prompt": list(prompt),
+        "max_tokens": output,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    try:
+        async with http.stream("POST", "completions", json=body) as response:
+            if response.status_code != httpx.codes.OK:
+                record.error = f"status {response.status_code}: {(await response.aread()).decode()[:200]}"
+                return
+            async for line in response.aiter_lines():
+                if line.startswith("data:") and (data := line[5:].strip()) != "[DONE]":
+                    _read_chunk(json.loads(data), record)
+    except (httpx.HTTPError, ValueError) as error:
+        record.error = f"{type(error).__name__}: {error}"
 
 
 def _read_chunk(chunk: dict[str, Any], record: Record) -> None:

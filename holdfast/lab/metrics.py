@@ -55,6 +55,7 @@ def summary(records: Sequence[Record], slo: Slo | None = None) -> dict[str, Any]
     gaps = [(after - before) * 1e3 for record in good for before, after in pairwise(record.token_times)]
     duration = max(record.token_times[-1] for record in good) - min(record.arrival for record in good)
     prompt_tokens = sum(record.prompt_tokens for record in good)
+    edges = sorted([(record.arrival, 1) for record in good] + [(record.token_times[-1], -1) for record in good])
     result: dict[str, Any] = {
         "completed": len(good),
         "failed": len(records) - len(good),
@@ -66,7 +67,7 @@ def summary(records: Sequence[Record], slo: Slo | None = None) -> dict[str, Any]
         "output_throughput": sum(outputs) / duration,
         "total_token_throughput": (prompt_tokens + sum(outputs)) / duration,
         "max_output_tokens_per_s": _peak_tokens_per_second(good),
-        "max_concurrent_requests": _peak_concurrency([(record.arrival, record.token_times[-1]) for record in good]),
+        "max_concurrent_requests": max(accumulate(change for _, change in edges)),
     }
     if slo is not None:
         limits = ((slo.ttft, ttft), (slo.tpot, tpot), (slo.e2el, e2el))
@@ -94,12 +95,6 @@ def _peak_tokens_per_second(records: Sequence[Record]) -> float:
             second = int(time - began)
             seconds[second] = seconds.get(second, 0.0) + share
     return max(seconds.values())
-
-
-def _peak_concurrency(spans: Sequence[tuple[float, float]]) -> int:
-    """Most of the intervals [start, end) that overlap at one time."""
-    edges = sorted([(start, 1) for start, _ in spans] + [(end, -1) for _, end in spans])
-    return max(accumulate(change for _, change in edges))
 
 
 def _statistics(name: str, values: Sequence[float]) -> dict[str, float]:

@@ -16,7 +16,7 @@ from holdfast.engine.profiles import CostProfile
 from holdfast.lab import workloads
 from holdfast.lab.metrics import summary
 from holdfast.lab.simulator.deployment import Deployment, deploy
-from holdfast.lab.simulator.run import simulate
+from holdfast.lab.simulator.run import context_length, simulate
 from holdfast.lab.simulator.shapes import ModelShape
 from holdfast.lab.workloads import Workload
 from holdfast.lm.scheduler.choice import CHUNKED
@@ -95,9 +95,9 @@ def find_capacity(
     return good
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Candidate:
-    """One way to serve: a policy with its budget, a layout over devices, a host tier."""
+    """One way to serve: the parts of a `Policy`, then those of a `Layout`."""
 
     scheduler: SchedulerName = "stall-free"
     token_budget: int | None = None
@@ -165,7 +165,7 @@ class CapacityQuestion:
         if self.profile is not None:
             if candidate.devices > 1:
                 raise ValueError("the profile was measured on one device")
-            return Deployment(self.profile, None, True, 1)
+            return Deployment(self.profile, None, True)
         return deploy(
             self.model,
             self.device,
@@ -180,7 +180,7 @@ class CapacityQuestion:
         """The conversations of a run at `rate`."""
         count = max(MIN_CONVERSATIONS, math.ceil(rate * self.seconds))
         drawn = [base[number % len(base)] for number in range(count)]
-        return workloads.gamma_arrivals(drawn, rate, self.variation, self.engine.seed)
+        return workloads.gamma_arrivals(drawn, rate, self.engine.seed, self.variation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,9 +217,10 @@ def evaluate(question: CapacityQuestion, candidate: Candidate) -> Evaluation:
             raise ValueError(f"takes {candidate.devices} devices of {question.devices}")
         deployment = question.deployment(candidate)
         profile, engine = deployment.profile, replace(question.engine, **candidate.options())
-        base = workloads.fit_context(question.workload, context_length(engine, profile))
+        longest = context_length(engine, profile)
+        base = workloads.fit_context(question.workload, longest)
         if not base:
-            raise ValueError(f"no request fits its context of {context_length(engine, profile):,} tokens")
+            raise ValueError(f"no request fits its context of {longest:,} tokens")
         runs: dict[float, dict[str, Any]] = {}
 
         def run_at(rate: float) -> dict[str, Any]:
@@ -242,11 +243,6 @@ def evaluate(question: CapacityQuestion, candidate: Candidate) -> Evaluation:
     return Evaluation(candidate, capacity, figures, output_rate, replicas, cost)
 
 
-def context_length(engine: EngineConfig, profile: CostProfile) -> int:
-    """Longest sequence in tokens, prompt and output together."""
-    return min(engine.max_model_len or profile.max_model_len, profile.cache_tokens + 1)
-
-
 def saturated_rate(engine: EngineConfig, deployment: Deployment, base: Workload) -> float:
     """Conversations completed a second when all arrive at once. A first guess of the capacity that saves long runs."""
     sample = [replace(base[number % len(base)], arrival=0.0) for number in range(2 * engine.max_sequences)]
@@ -254,13 +250,9 @@ def saturated_rate(engine: EngineConfig, deployment: Deployment, base: Workload)
     return len(sample) / outcome.seconds
 
 
-Evaluator = Callable[[Sequence[Candidate]], Iterator[Evaluation]]
-"""Evaluates candidates, and yields the results in the same order."""
-
-
 @contextmanager
-def evaluator(question: CapacityQuestion, jobs: int) -> Iterator[Evaluator]:
-    """An evaluator that uses `jobs` processes. Leaving the context ends them at once."""
+def evaluator(question: CapacityQuestion, jobs: int) -> Iterator[Callable[[Sequence[Candidate]], Iterator[Evaluation]]]:
+    """A function that evaluates candidates in order, in `jobs` processes. Leaving the context ends them at once."""
     if jobs == 1:
         yield partial(map, partial(evaluate, question))
         return
@@ -290,7 +282,7 @@ def make_capacity_plan(
     layouts: Sequence[Layout],
     policies: Sequence[Policy],
     jobs: int,
-    on_progress: Callable[[int], None] = lambda done: None,
+    on_progress: Callable[[int], None],
 ) -> list[Evaluation]:
     """Evaluate every layout under the first policy, then every other policy on the best layout.
 
@@ -305,16 +297,10 @@ def make_capacity_plan(
                 evaluations.append(evaluation)
                 on_progress(len(evaluations))
 
-        collect([_candidate(policies[0], layout) for layout in layouts])
+        collect([Candidate(*policies[0], *layout) for layout in layouts])
         best = (best_of(evaluations) or evaluations[0]).candidate
-        collect([_candidate(policy, (best.tp, best.pp, best.host_cache_gb)) for policy in policies[1:]])
+        collect([Candidate(*policy, best.tp, best.pp, best.host_cache_gb) for policy in policies[1:]])
     return evaluations
-
-
-def _candidate(policy: Policy, layout: Layout) -> Candidate:
-    scheduler, budget, target = policy
-    tp, pp, host = layout
-    return Candidate(scheduler=scheduler, token_budget=budget, tbt_target=target, tp=tp, pp=pp, host_cache_gb=host)
 
 
 def make_layouts(devices: int, tp: Sequence[float], pp: Sequence[float], host_gb: Sequence[float]) -> list[Layout]:

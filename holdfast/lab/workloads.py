@@ -90,14 +90,11 @@ DATASETS = {
 
 @dataclass(frozen=True, slots=True)
 class ConversationMeans:
-    """Means of a data set of conversations."""
+    """Means of a data set: requests of a conversation, new prompt tokens of a request, generated tokens of one."""
 
     turns: float
-    """Requests of a conversation."""
     prompt: float
-    """New prompt tokens of a request."""
     output: float
-    """Generated tokens of a request."""
 
 
 SHAREGPT, ULTRACHAT = ConversationMeans(5.56, 37.77, 204.58), ConversationMeans(3.86, 51.78, 257.81)
@@ -203,15 +200,11 @@ def sharegpt_json(path: str | Path, count_tokens: Callable[[str], int]) -> list[
     return conversations
 
 
-def poisson_arrivals(workload: Workload, rate: float, seed: int) -> list[Conversation]:
-    """The same conversations, arriving as a Poisson process at `rate` a second."""
-    return gamma_arrivals(workload, rate, 1.0, seed)
-
-
-def gamma_arrivals(workload: Workload, rate: float, variation: float, seed: int) -> list[Conversation]:
+def gamma_arrivals(workload: Workload, rate: float, seed: int, variation: float = 1.0) -> list[Conversation]:
     """The same conversations, arriving at `rate` a second with gamma-distributed intervals.
 
-    `variation` is the standard deviation of the intervals divided by their mean. Above 1, arrivals come in bursts.
+    `variation` is the standard deviation of the intervals divided by their mean. 1 is a Poisson process; above it,
+    arrivals come in bursts.
     """
     if not (rate > 0 and variation > 0):
         raise ValueError(f"rate is {rate} and variation {variation}; both must be above 0")
@@ -368,7 +361,3 @@ class WorkloadConfig:
         if not workload:
             raise ValueError(f"{name} holds no requests")
         return workload[: self.requests]
-
-    def arriving(self, workload: Workload, rate: float, seed: int) -> Workload:
-        """The same conversations, arriving at `rate` a second."""
-        return gamma_arrivals(workload, rate, self.variation, seed)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from holdfast.core.columns import Columns
 from holdfast.core.config import CacheTypeName, QuantizationName
 from holdfast.core.types import FinishReason, Request, SamplingParams, SequenceOutput
-from holdfast.loop.contracts import Device, Executor
+from holdfast.loop.contracts import Executor
 from holdfast.loop.loop import Loop
 
 PENDING = -1
@@ -125,10 +125,6 @@ class StepPlan:
         """Sampling segments: the length of StepResult.tokens where `samples` is None."""
         return sum([sampling is not None for sampling in self.columns.column("sampling")])
 
-    def sampled(self) -> abc.Iterator[Segment]:
-        """The sampling segments, in the order of StepResult.tokens."""
-        return (segment for segment in self.segments if segment.sampling is not None)
-
 
 class CopyTime(NamedTuple):
     """How long the copies took that one plan began in one direction."""
@@ -169,9 +165,9 @@ class Sequence:
     request: Request
     seed: int
     """The request's own seed, or one drawn for it."""
-    tokens: array[int] = field(default_factory=lambda: array("I"))
+    tokens: array[int] = field(init=False)
     """Prompt and generated tokens known to the host."""
-    length: int = 0
+    length: int = field(init=False)
     """Number of its positions, including those whose token is still being sampled."""
     cached_tokens: int = 0
     """Prompt tokens found in the prefix cache at first admission."""
@@ -180,9 +176,8 @@ class Sequence:
     finish_reason: FinishReason | None = None
 
     def __post_init__(self) -> None:
-        if not self.tokens:
-            self.tokens = array("I", self.request.prompt)
-        self.length = self.length or len(self.tokens)
+        self.tokens = array("I", self.request.prompt)
+        self.length = len(self.tokens)
 
     @property
     def id(self) -> str:
@@ -302,4 +297,3 @@ class EngineShape:
 LanguageLoop = Loop[Request, "StepPlan", "StepResult", Columns[SequenceOutput], "SchedulerStats"]
 """The loop of language models."""
 LanguageExecutor = Executor["StepPlan", "StepResult"]
-LanguageDevice = Device["MemoryMeasurement", "EngineShape"]

@@ -19,9 +19,8 @@ from holdfast.server.conversations.service import Responses
 from holdfast.server.conversations.store import AsyncStore, Store
 from holdfast.server.protocol import ApiError, ChatRequest, CompletionRequest
 from holdfast.server.routes.conversations import add_conversation_routes
-from holdfast.server.routes.generation import add_generation_routes
+from holdfast.server.routes.generation import add_completion_routes, add_response_routes
 from holdfast.server.routes.http import JSON
-from holdfast.server.routes.responses import add_response_routes
 from holdfast.server.routes.status import add_model_routes, add_status_routes
 from holdfast.server.service import Service, internal
 
@@ -44,7 +43,7 @@ def create_app(client: EngineClient, config: ServerConfig, store: Store) -> Fast
     app.add_middleware(KeyCheck, keys=config.api_key)
     add_error_handlers(app, service)
     add_model_routes(app, service)
-    add_generation_routes(app, service)
+    add_completion_routes(app, service)
     add_response_routes(app, responses)
     add_conversation_routes(app, responses)
     add_status_routes(app, service)

@@ -38,13 +38,14 @@ STATS = {
 """Field of SchedulerStats -> kind, name and help of its metric."""
 
 
-class Metrics:
+class Metrics(Collector):
     """All metrics of one server, in a registry of their own. Times in seconds."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.engine = EngineCollector()
-        self.registry.register(self.engine)
+        self.registry.register(self)
+        self.stats: SchedulerStats | None = None
+        """The engine's queues and memory as of the last scrape."""
         self.requests = Counter(
             "holdfast_requests",
             "HTTP requests for generation by outcome: ok, refused (4xx), unavailable (503), left, failed",
@@ -71,17 +72,11 @@ class Metrics:
 
     def exposition(self, stats: SchedulerStats | None) -> bytes:
         """Prometheus' text format. Without stats the engine counts as down, and its metrics are left out."""
-        self.engine.stats = stats
+        self.stats = stats
         return generate_latest(self.registry)
 
-
-class EngineCollector(Collector):
-    """The engine's queues and memory as of the last scrape."""
-
-    def __init__(self) -> None:
-        self.stats: SchedulerStats | None = None
-
     def collect(self) -> Iterator[Metric]:
+        """The engine's metrics, for the registry."""
         stats = self.stats
         yield GaugeMetricFamily("holdfast_engine_up", "1 if the engine answered this scrape", value=stats is not None)
         if stats is None:

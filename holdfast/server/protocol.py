@@ -16,49 +16,6 @@ MAX_MESSAGES = 4096
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1024
 
-HARMLESS = (
-    "user",
-    "metadata",
-    "safety_identifier",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-    "parallel_tool_calls",
-    "service_tier",
-)
-"""Parameters that cannot change the answer; any value is accepted."""
-
-UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "audio": (),
-    "best_of": (1,),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "echo": (False,),
-    "frequency_penalty": (0,),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "include_stop_str_in_output": (False,),
-    "logit_bias": ({},),
-    "logprobs": (False,),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "modalities": (["text"],),
-    "moderation": (),
-    "prediction": (),
-    "presence_penalty": (0,),
-    "reasoning_effort": ("none",),
-    "repetition_penalty": (1,),
-    "response_format": ({"type": "text"},),
-    "skip_special_tokens": (True,),
-    "store": (False,),
-    "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "top_logprobs": (0,),
-    "verbosity": ("medium",),
-    "web_search_options": (),
-}
-"""Known parameters that are not supported, each with the values that have no effect. null is always accepted."""
-
 Count = Annotated[int, Meta(ge=1, le=1 << 24)]
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARACTERS)]
@@ -76,24 +33,19 @@ class ApiError(Exception):
         message: str,
         *,
         status: int = 400,
-        type: str = "invalid_request_error",
         param: str | None = None,
         code: str | None = None,
         retry_after: int | None = None,
     ) -> None:
+        """`retry_after` is the number of seconds after which the client may try again."""
         super().__init__(message)
-        self.message = message
-        self.status = status
-        self.type = type
-        self.param = param
-        self.code = code
+        self.message, self.status, self.param, self.code = message, status, param, code
         self.retry_after = retry_after
-        """Seconds after which the client may try again."""
 
     def body(self) -> dict[str, Any]:
         """The JSON object that the client receives. All four fields are always present."""
-        fields = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
-        return {"error": fields}
+        type = "server_error" if self.status >= 500 else "invalid_request_error"
+        return {"error": {"message": self.message, "type": type, "param": self.param, "code": self.code}}
 
 
 class StreamOptions(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -107,7 +59,7 @@ class StreamOptions(Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tru
 class RequestBody(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """A JSON object from a client. Besides its fields it may hold the parameters below."""
 
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {}
     """Known parameters that are not supported, each with the values that have no effect. null is always accepted."""
     harmless: ClassVar[tuple[str, ...]] = ()
     """Parameters that cannot change the answer; any value is accepted."""
@@ -116,8 +68,30 @@ class RequestBody(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True)
 class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """Fields of every request for generation, including vLLM's extensions and our own `deadline_ms`."""
 
+    unsupported = {
+        "frequency_penalty": (0,),
+        "logprobs": (False,),
+        "moderation": (),
+        "presence_penalty": (0,),
+        "tool_choice": ("none", "auto"),
+        "tools": ([],),
+        "top_logprobs": (0,),
+    }
+    harmless: ClassVar[tuple[str, ...]] = (
+        "user",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "parallel_tool_calls",
+        "service_tier",
+    )
+    route: ClassVar[str]
+    prompt_param: ClassVar[str]
+    max_tokens_param: ClassVar[str] = "max_tokens"
+
     model: str
     stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
     temperature: Annotated[float, Meta(ge=0, le=2)] = 1.0
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Meta(ge=-1, le=1 << 24)] = 0
@@ -127,6 +101,16 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
     ignore_eos: bool = False
     priority: Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)] = 0
     deadline_ms: Annotated[float, Meta(ge=1, le=MAX_DEADLINE * 1000)] | None = None
+
+    @property
+    def n(self) -> int:
+        """Number of choices for each prompt."""
+        return 1
+
+    @property
+    def most_tokens(self) -> int | None:
+        """The most tokens of each choice; None if only the context's length limits it."""
+        raise NotImplementedError
 
     def sampling(self, choice: int, max_tokens: int) -> SamplingParams:
         """The sampling of one choice. Choice i uses seed + i, so that choices differ and are reproducible."""
@@ -145,11 +129,31 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
 class GenerationRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """Fields of both chat completions and completions."""
 
-    unsupported = UNSUPPORTED
-    harmless = HARMLESS
-    max_tokens_param: ClassVar[str] = "max_tokens"
+    unsupported = SampledRequest.unsupported | {
+        "audio": (),
+        "best_of": (1,),
+        "chat_template": (),
+        "chat_template_kwargs": ({},),
+        "echo": (False,),
+        "function_call": ("none", "auto"),
+        "functions": ([],),
+        "include_stop_str_in_output": (False,),
+        "logit_bias": ({},),
+        "min_p": (0,),
+        "min_tokens": (0,),
+        "modalities": (["text"],),
+        "prediction": (),
+        "reasoning_effort": ("none",),
+        "repetition_penalty": (1,),
+        "response_format": ({"type": "text"},),
+        "skip_special_tokens": (True,),
+        "store": (False,),
+        "suffix": ("",),
+        "verbosity": ("medium",),
+        "web_search_options": (),
+    }
+    harmless = (*SampledRequest.harmless, "metadata")
 
-    stream_options: StreamOptions = StreamOptions()
     max_tokens: Count | None = None
     n: Annotated[int, Meta(ge=1, le=1024)] = 1
 
@@ -157,8 +161,8 @@ class GenerationRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknow
 class ChatRequest(GenerationRequest, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """POST /v1/chat/completions."""
 
-    route: ClassVar[str] = "/v1/chat/completions"
-    prompt_param: ClassVar[str] = "messages"
+    route = "/v1/chat/completions"
+    prompt_param = "messages"
 
     messages: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Count | None = None
@@ -168,11 +172,8 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True, forbid_unknown_f
         """The most tokens of the answer, by its new or its old name. Raises ApiError if the two differ."""
         old, new = self.max_tokens, self.max_completion_tokens
         if old is not None and new is not None and old != new:
-            raise ApiError(
-                f"max_tokens is {old} and max_completion_tokens is {new}; give one of them",
-                param="max_completion_tokens",
-                code="invalid_value",
-            )
+            reason = f"max_tokens is {old} and max_completion_tokens is {new}; give one of them"
+            raise ApiError(reason, param="max_completion_tokens", code="invalid_value")
         return old if new is None else new
 
     def conversation(self) -> list[dict[str, str]]:
@@ -183,8 +184,8 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True, forbid_unknown_f
 class CompletionRequest(GenerationRequest, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """POST /v1/completions."""
 
-    route: ClassVar[str] = "/v1/completions"
-    prompt_param: ClassVar[str] = "prompt"
+    route = "/v1/completions"
+    prompt_param = "prompt"
 
     prompt: str | list[Any]
 
@@ -263,9 +264,8 @@ def _token_ids(value: list[Any], name: str) -> list[int]:
         return ids
     except msgspec.ValidationError as error:
         what = str(error).partition(" - at ")[0]
-        raise ApiError(
-            f"{name} must be text or token ids: {what[:1].lower()}{what[1:]}", param="prompt", code="invalid_value"
-        ) from None
+        reason = f"{name} must be text or token ids: {what[:1].lower()}{what[1:]}"
+        raise ApiError(reason, param="prompt", code="invalid_value") from None
 
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}

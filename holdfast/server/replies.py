@@ -5,169 +5,116 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, Protocol, TypedDict
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import msgspec
-from msgspec import UNSET, Struct, UnsetType
 
 from holdfast.server.protocol import GenerationRequest
 
 encode = msgspec.json.Encoder().encode
 
 DONE = b"data: [DONE]\n\n"
+Reply = dict[str, Any]
 
 
-class Head(TypedDict):
-    """The fields that all chunks of one answer share."""
-
-    id: str
-    created: int
-    model: str
-
-
-class PromptTokensDetails(Struct):
-    cached_tokens: int
-
-
-class UsageReply(Struct):
-    """Token counts of one HTTP request; each prompt is counted once, however many choices it has."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-
-    @classmethod
-    def of(cls, prompt: int, completion: int, cached: int) -> UsageReply:
-        return cls(prompt, completion, prompt + completion, PromptTokensDetails(cached))
-
-
-class ChatMessage(Struct):
-    content: str
-    role: str = "assistant"
-    refusal: None = None
-
-
-class ChatChoice(Struct):
-    index: int
-    message: ChatMessage
-    finish_reason: str
-    logprobs: None = None
-
-
-class ChatCompletion(Struct):
-    id: str
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: UsageReply
-    object: Literal["chat.completion"] = "chat.completion"
-
-
-class ChatDelta(Struct, omit_defaults=True):
-    role: str | UnsetType = UNSET
-    content: str | UnsetType = UNSET
-
-
-class ChatChunkChoice(Struct):
-    index: int
-    delta: ChatDelta
-    finish_reason: str | None = None
-    logprobs: None = None
-
-
-class ChatChunk(Struct):
-    id: str
-    created: int
-    model: str
-    choices: list[ChatChunkChoice]
-    usage: UsageReply | UnsetType | None
-    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-
-
-class TextChoice(Struct):
-    index: int
-    text: str
-    finish_reason: str | None
-    logprobs: None = None
-
-
-class TextCompletion(Struct):
-    """A whole completion, or one chunk of a stream: both have this shape."""
-
-    id: str
-    created: int
-    model: str
-    choices: list[TextChoice]
-    usage: UsageReply | UnsetType | None
-    object: Literal["text_completion"] = "text_completion"
-
-
-def event(reply: Struct | dict[str, Any]) -> bytes:
+def event(reply: Reply) -> bytes:
     """One server-sent event."""
     return b"data: " + encode(reply) + b"\n\n"
 
 
-class Shape(Protocol):
-    """The wire format of one answer's choices."""
+@dataclass
+class RequestUsage:
+    """Token counts of one HTTP request; each prompt is counted once, however many choices it has."""
 
-    def chunks(self, choice: int, text: str, reason: str | None) -> Iterator[Struct]:
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens of prompts and answers."""
+        return self.prompt_tokens + self.completion_tokens
+
+    def reply(self) -> Reply:
+        """`usage` of completions."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.total_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+class Shape:
+    """The wire format of one answer's choices. A kind of answer defines `chunks` and `content`."""
+
+    id_prefix: ClassVar[str]
+    whole_object: ClassVar[str]
+    chunk_object: ClassVar[str]
+
+    def __init__(self, model: str, wanted: GenerationRequest) -> None:
+        id = f"{self.id_prefix}-{uuid.uuid4().hex}"
+        self.head: Reply = {"id": id, "created": int(time.time()), "model": model}
+        no_usage = {"usage": None} if wanted.stream_options.include_usage else {}
+        self.chunk_head: Reply = {**self.head, "object": self.chunk_object, **no_usage}
+
+    def chunks(self, choice: int, text: str, reason: str | None) -> Iterator[Reply]:
         """The stream's next chunks: the new `text` of `choice`, and its finish reason if it has ended."""
-        ...
+        raise NotImplementedError
 
-    def usage(self, usage: UsageReply) -> Struct:
+    def content(self, text: str) -> Reply:
+        """The field of a whole choice that holds its text."""
+        raise NotImplementedError
+
+    def usage(self, usage: RequestUsage) -> Reply:
         """The stream's last chunk, if the client asked for usage."""
-        ...
+        return {**self.chunk_head, "choices": [], "usage": usage.reply()}
 
-    def whole(self, texts: Sequence[str], reasons: Sequence[str], usage: UsageReply) -> Struct:
+    def whole(self, texts: Sequence[str], reasons: Sequence[str], usage: RequestUsage) -> Reply:
         """The whole answer, with all choices."""
-        ...
+        pairs = enumerate(zip(texts, reasons, strict=True))
+        choices = [_choice(index, self.content(text), reason) for index, (text, reason) in pairs]
+        return {**self.head, "object": self.whole_object, "choices": choices, "usage": usage.reply()}
+
+    def _chunk(self, choice: int, content: Reply, reason: str | None = None) -> Reply:
+        return {**self.chunk_head, "choices": [_choice(choice, content, reason)]}
 
 
-class ChatShape:
+def _choice(index: int, content: Reply, reason: str | None) -> Reply:
+    return {"index": index, **content, "finish_reason": reason, "logprobs": None}
+
+
+class ChatShape(Shape):
     """Chat completions: each choice's stream opens with its role and closes with an empty delta and the reason."""
 
+    id_prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
     def __init__(self, model: str, wanted: GenerationRequest) -> None:
-        self.head: Head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
-        self.no_usage = None if wanted.stream_options.include_usage else UNSET
+        super().__init__(model, wanted)
         self.begun: set[int] = set()
 
-    def _chunk(self, choice: int, delta: ChatDelta, reason: str | None = None) -> ChatChunk:
-        return ChatChunk(**self.head, choices=[ChatChunkChoice(choice, delta, reason)], usage=self.no_usage)
-
-    def chunks(self, choice: int, text: str, reason: str | None) -> Iterator[Struct]:
+    def chunks(self, choice: int, text: str, reason: str | None) -> Iterator[Reply]:
         if choice not in self.begun:
             self.begun.add(choice)
-            yield self._chunk(choice, ChatDelta(role="assistant", content=""))
+            yield self._chunk(choice, {"delta": {"role": "assistant", "content": ""}})
         if text:
-            yield self._chunk(choice, ChatDelta(content=text))
+            yield self._chunk(choice, {"delta": {"content": text}})
         if reason is not None:
-            yield self._chunk(choice, ChatDelta(), reason)
+            yield self._chunk(choice, {"delta": {}}, reason)
 
-    def usage(self, usage: UsageReply) -> Struct:
-        return ChatChunk(**self.head, choices=[], usage=usage)
-
-    def whole(self, texts: Sequence[str], reasons: Sequence[str], usage: UsageReply) -> Struct:
-        pairs = enumerate(zip(texts, reasons, strict=True))
-        choices = [ChatChoice(index, ChatMessage(text), reason) for index, (text, reason) in pairs]
-        return ChatCompletion(**self.head, choices=choices, usage=usage)
+    def content(self, text: str) -> Reply:
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
 
-class TextShape:
+class TextShape(Shape):
     """Completions: chunks have the shape of the whole."""
 
-    def __init__(self, model: str, wanted: GenerationRequest) -> None:
-        self.head: Head = {"id": f"cmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
-        self.no_usage = None if wanted.stream_options.include_usage else UNSET
+    id_prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
 
-    def chunks(self, choice: int, text: str, reason: str | None) -> Iterator[Struct]:
+    def chunks(self, choice: int, text: str, reason: str | None) -> Iterator[Reply]:
         if text or reason is not None:
-            yield TextCompletion(**self.head, choices=[TextChoice(choice, text, reason)], usage=self.no_usage)
+            yield self._chunk(choice, {"text": text}, reason)
 
-    def usage(self, usage: UsageReply) -> Struct:
-        return TextCompletion(**self.head, choices=[], usage=usage)
-
-    def whole(self, texts: Sequence[str], reasons: Sequence[str], usage: UsageReply) -> Struct:
-        pairs = enumerate(zip(texts, reasons, strict=True))
-        choices = [TextChoice(index, text, reason) for index, (text, reason) in pairs]
-        return TextCompletion(**self.head, choices=choices, usage=usage)
+    def content(self, text: str) -> Reply:
+        return {"text": text}

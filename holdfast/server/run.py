@@ -72,16 +72,10 @@ async def serve(
     responses: Responses = app.state.responses
     server = Server(
         uvicorn.Config(
-            app,
-            http=BoundedHeaders,
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_graceful_shutdown=1,
+            app, http=BoundedHeaders, ws="none", lifespan="off", log_config=None, access_log=False,
+            server_header=False, timeout_graceful_shutdown=1,
         )
-    )
+    )  # fmt: skip
     with signals() as received:
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         died = asyncio.create_task(client.dead.wait())
@@ -98,7 +92,7 @@ async def serve(
         service.admission.draining = True
         await client.close()  # streams that still run end with an error event
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(service.admission.idle(), CUT_SECONDS)
+            await asyncio.wait_for(service.admission.idle.wait(), CUT_SECONDS)
         server.should_exit = True
         for task in (died, stop):
             task.cancel()
@@ -117,7 +111,7 @@ async def drain(service: Service, died: asyncio.Task[bool], received: asyncio.Qu
             service.config.drain_seconds,
         )
     again = asyncio.create_task(received.get())
-    idle = asyncio.create_task(service.admission.idle())
+    idle = asyncio.create_task(service.admission.idle.wait())
     try:
         await asyncio.wait(
             {again, idle, died}, timeout=service.config.drain_seconds, return_when=asyncio.FIRST_COMPLETED

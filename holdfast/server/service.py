@@ -12,18 +12,11 @@ from holdfast.core.types import SamplingParams
 from holdfast.engine.client import Delta, EngineClient, EngineDead, QueueFull
 from holdfast.lm.limits import CONTEXT_LENGTH_EXCEEDED, RequestRefused
 from holdfast.server.config import ServerConfig
-from holdfast.server.conversations.protocol import ResponseRequest
 from holdfast.server.metrics import Metrics
-from holdfast.server.protocol import ApiError, ChatRequest, CompletionRequest
-from holdfast.server.replies import UsageReply
+from holdfast.server.protocol import ApiError, ChatRequest, CompletionRequest, SampledRequest
+from holdfast.server.replies import RequestUsage
 
 log = logging.getLogger("holdfast.server")
-
-RETRY_SECONDS = 1
-
-
-Wanted = ChatRequest | CompletionRequest | ResponseRequest
-"""A request for an answer."""
 
 
 class Admission:
@@ -34,16 +27,15 @@ class Admission:
         """Most choices in progress: those that run and those that may wait."""
         self.in_progress = 0
         self.draining = False
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self.idle = asyncio.Event()
+        """Set while no choice is in progress."""
+        self.idle.set()
 
     def check(self, choices: int) -> None:
         """Raises ApiError 503 while draining, or if this many more choices would exceed the limit."""
         if self.draining:
-            raise ApiError(
-                "the server is shutting down and takes no new requests; try another one",
-                status=503, type="server_error", code="shutting_down", retry_after=5,
-            )  # fmt: skip
+            reason = "the server is shutting down and takes no new requests; try another one"
+            raise ApiError(reason, status=503, code="shutting_down", retry_after=5)
         if self.in_progress + choices > self.limit:
             raise queue_full(self.limit)
 
@@ -52,17 +44,13 @@ class Admission:
         """Count the choices as in progress. Raises as `check`."""
         self.check(choices)
         self.in_progress += choices
-        self._idle.clear()
+        self.idle.clear()
         try:
             yield
         finally:
             self.in_progress -= choices
             if not self.in_progress:
-                self._idle.set()
-
-    async def idle(self) -> None:
-        """Wait until no choice is in progress."""
-        await self._idle.wait()
+                self.idle.set()
 
 
 class Service:
@@ -85,13 +73,11 @@ class Service:
             messages = wanted.conversation()
             return Answer(self, wanted, tenant, lambda: asyncio.to_thread(lambda: [text.encode_chat(messages)]))
         prompts = wanted.prompts()
-        return Answer(
-            self, wanted, tenant,
-            lambda: asyncio.to_thread(
-                lambda: [text.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
-            ),
-            num_prompts=len(prompts),
-        )  # fmt: skip
+
+        def encode() -> list[list[int]]:
+            return [text.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+
+        return Answer(self, wanted, tenant, lambda: asyncio.to_thread(encode), num_prompts=len(prompts))
 
 
 class Answer:
@@ -100,7 +86,7 @@ class Answer:
     def __init__(
         self,
         service: Service,
-        wanted: Wanted,
+        wanted: SampledRequest,
         tenant: str,
         encode: Callable[[], Awaitable[Sequence[Sequence[int]]]],
         num_prompts: int = 1,
@@ -113,24 +99,15 @@ class Answer:
         self.num_choices = wanted.n * num_prompts
         self.arrival = time.monotonic()
         self.most_tokens = wanted.most_tokens
-        self.prompt_tokens = 0
-        self.completion_tokens = 0
-        self.cached_tokens = 0
-
-    @property
-    def usage(self) -> UsageReply:
+        self.usage = RequestUsage()
         """Token counts so far."""
-        return UsageReply.of(self.prompt_tokens, self.completion_tokens, self.cached_tokens)
 
     async def deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
         """(choice, delta) as they arrive. Closing the generator aborts the running choices. Raises ApiError."""
         config, metrics = self.service.config, self.service.metrics
         if self.num_choices > config.max_choices:
-            raise ApiError(
-                f"the request asks for {self.num_choices} choices (n times prompts); at most {config.max_choices}",
-                param="n",
-                code="invalid_value",
-            )
+            reason = f"the request asks for {self.num_choices} choices (n times prompts); at most {config.max_choices}"
+            raise ApiError(reason, param="n", code="invalid_value")
         with self.service.admission.admit(self.num_choices):
             prompts = await self._prompts()
             try:
@@ -144,7 +121,8 @@ class Answer:
             except QueueFull:
                 raise queue_full(self.service.admission.limit) from None
             except EngineDead:
-                raise engine_dead() from None
+                reason = "the engine has stopped; the server is going down"  # why stays in the server's log
+                raise ApiError(reason, status=503, code="engine_dead") from None
             except RequestRefused as error:
                 raise refused(error, self.wanted) from None
 
@@ -155,7 +133,7 @@ class Answer:
             raise ApiError(str(error), param=self.wanted.prompt_param, code="invalid_value") from None
         for prompt in prompts:
             check_length(len(prompt), self.service.client, self.wanted)
-            self.prompt_tokens += len(prompt)
+            self.usage.prompt_tokens += len(prompt)
         return prompts
 
     def _choices(self, prompt: Sequence[int]) -> list[AsyncGenerator[Delta, None]]:
@@ -185,9 +163,9 @@ class Answer:
                     last = now
                     metrics.generated_tokens.inc(len(delta.tokens))
                 if delta.usage is not None:
-                    self.completion_tokens += delta.usage.completion_tokens
+                    self.usage.completion_tokens += delta.usage.completion_tokens
                     if first:
-                        self.cached_tokens += delta.usage.cached_tokens
+                        self.usage.cached_tokens += delta.usage.cached_tokens
                     metrics.prompt_tokens.inc(len(prompt))
                     metrics.cached_tokens.inc(delta.usage.cached_tokens)
                     if delta.timings is not None:
@@ -210,7 +188,9 @@ async def side_by_side(
         return
     merged: asyncio.Queue[tuple[int, Delta] | BaseException | None] = asyncio.Queue()
 
-    async def pump(index: int, stream: AsyncGenerator[Delta, None], ready: asyncio.Event) -> None:
+    async def pump(index: int, stream: AsyncGenerator[Delta, None], ready: asyncio.Event, first: bool) -> None:
+        if not first:
+            await ready.wait()
         try:
             async with aclosing(stream):
                 async for delta in stream:
@@ -219,10 +199,6 @@ async def side_by_side(
         finally:
             ready.set()
 
-    async def follow(index: int, stream: AsyncGenerator[Delta, None], ready: asyncio.Event) -> None:
-        await ready.wait()
-        await pump(index, stream, ready)
-
     def ended(task: asyncio.Task[None]) -> None:
         merged.put_nowait(None if task.cancelled() else task.exception())
 
@@ -230,8 +206,7 @@ async def side_by_side(
     for group in groups:
         ready = asyncio.Event()
         for number, stream in enumerate(group):
-            run = follow if number else pump
-            tasks.append(asyncio.create_task(run(len(tasks), stream, ready)))
+            tasks.append(asyncio.create_task(pump(len(tasks), stream, ready, first=number == 0)))
             tasks[-1].add_done_callback(ended)
     running = len(tasks)
     try:
@@ -249,7 +224,7 @@ async def side_by_side(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def check_length(prompt_tokens: int, client: EngineClient, wanted: Wanted) -> None:
+def check_length(prompt_tokens: int, client: EngineClient, wanted: SampledRequest) -> None:
     """Raises ApiError when the prompt, with the answer's length if the client gave one, does not fit the context."""
     try:
         client.info.limits.check_length(prompt_tokens, wanted.most_tokens, wanted.max_tokens_param)
@@ -257,7 +232,7 @@ def check_length(prompt_tokens: int, client: EngineClient, wanted: Wanted) -> No
         raise refused(error, wanted) from None
 
 
-def refused(error: RequestRefused, wanted: Wanted) -> ApiError:
+def refused(error: RequestRefused, wanted: SampledRequest) -> ApiError:
     """The engine's refusal as OpenAI's error, which names the route's own parameter.
 
     As in OpenAI's API, a prompt that is too long names none.
@@ -269,28 +244,17 @@ def refused(error: RequestRefused, wanted: Wanted) -> ApiError:
 
 def queue_full(limit: int) -> ApiError:
     """The refusal of a full queue."""
-    return ApiError(
-        f"the queue is full ({limit} requests); try again in a moment",
-        status=503, type="server_error", code="queue_full", retry_after=RETRY_SECONDS,
-    )  # fmt: skip
+    reason = f"the queue is full ({limit} requests); try again in a moment"
+    return ApiError(reason, status=503, code="queue_full", retry_after=1)
 
 
 def internal(error: Exception) -> ApiError:
     """The answer to an unexpected error. The trace goes to the log."""
     log.error("a request failed", exc_info=error)
-    return ApiError("the server failed on this request", status=500, type="server_error", code="internal_error")
+    return ApiError("the server failed on this request", status=500, code="internal_error")
 
 
 def unknown_model(name: str, served: str) -> ApiError:
     """The refusal of a request for a model that is not served."""
-    return ApiError(
-        f"the model {name[:128]!r} is not served here; this server has {served!r}",
-        status=404, param="model", code="model_not_found",
-    )  # fmt: skip
-
-
-def engine_dead() -> ApiError:
-    """The answer when the engine process has ended. The reason stays in the server's log."""
-    return ApiError(
-        "the engine has stopped; the server is going down", status=503, type="server_error", code="engine_dead"
-    )
+    reason = f"the model {name[:128]!r} is not served here; this server has {served!r}"
+    return ApiError(reason, status=404, param="model", code="model_not_found")

@@ -68,7 +68,7 @@ def main() -> None:
         with LLM(**options) as llm:
             tokens.append(argmax_tokens(llm, dialogues))
             checked = table(hold(partial(answer_all, llm), dialogues))
-        print(f"{options or 'without options'}: {llm.info.precision}, {llm.info.device}")
+        print(f"{options or 'without options'}: {llm.info.precision}, {llm.info.memory.device}")
         for name, kind in (("facts recalled", "RECALL, all"), ("all answers", "")):
             passed, count = right(checked, kind)
             print(f"  {name}: {passed} of {count} ({passed / count:.2%})")

@@ -2,6 +2,7 @@
 
 import pytest
 
+from holdfast.core.columns import Columns
 from holdfast.core.types import Request, SamplingParams
 from holdfast.lm.types import PENDING, Sampling, Segment, Sequence, StepPlan
 
@@ -27,12 +28,12 @@ def test_sampling_params_name_the_field_out_of_range(field, value):
         SamplingParams(**{field: value})
 
 
-def test_a_plan_counts_query_tokens_and_lists_the_segments_that_sample():
+def test_a_plan_counts_query_tokens_and_the_segments_that_sample():
     decode = Segment("a", row=0, start=7, stop=8, tokens=(PENDING,), sampling=GREEDY)
     chunk = Segment("b", row=1, start=0, stop=5, tokens=(1, 2, 3, 4, 5), sampling=None)
     plan = StepPlan(step=3, segments=(decode, chunk))
     assert plan.num_tokens == 6
-    assert list(plan.sampled()) == [decode]
+    assert plan.num_sampled == 1
 
 
 def test_a_sequence_counts_tokens_in_flight_as_positions_until_they_are_rolled_back():
@@ -43,3 +44,20 @@ def test_a_sequence_counts_tokens_in_flight_as_positions_until_they_are_rolled_b
     assert sequence.request.prompt == (5, 6, 7), "the request is not touched by what is generated"
     sequence.rollback(4)
     assert (sequence.length, sequence.in_flight) == (4, 0)
+
+
+def test_columns_are_built_and_read_by_name_and_give_rows():
+    rows = [Segment("a", 0, 7, 8, (PENDING,), GREEDY), Segment("b", 1, 0, 2, (1, 2), None)]
+    columns = Columns(
+        Segment,
+        stop=[8, 2],
+        start=[7, 0],
+        row=[0, 1],
+        sequence_id=["a", "b"],
+        sampling=[GREEDY, None],
+        tokens=[(PENDING,), (1, 2)],
+    )
+    assert columns == Columns.of(Segment, rows) == rows and columns[1] == rows[1]
+    assert columns.column("start") == [7, 0]
+    with pytest.raises(TypeError, match="rows"):
+        Columns(Segment, rows=[0, 1])

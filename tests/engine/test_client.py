@@ -16,9 +16,9 @@ import pytest_asyncio
 
 from holdfast.core.config import EngineConfig
 from holdfast.core.types import FinishReason, SamplingParams
-from holdfast.engine.child import Child
 from holdfast.engine.client import EngineClient, EngineDead, EngineStartError, QueueFull
 from holdfast.engine.messages import Abort, Start, Submit
+from holdfast.engine.process import Child
 from holdfast.lm.limits import RequestRefused
 from tests.engine.conftest import SMALL, wait_for_end
 

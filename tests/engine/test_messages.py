@@ -23,7 +23,6 @@ REQUEST = Request(
 )
 INFO = messages.EngineInfo(
     model="m",
-    device="cpu",
     precision="float32, fp8 cache",
     memory=MemoryMeasurement("a CPU", total=10, weights=1, activations=2, cache=3, block=1),
     num_blocks=3,
@@ -64,7 +63,7 @@ def test_messages_to_the_engine_survive_encoding(message):
         messages.Hello(),
         messages.Progress("loading"),
         messages.Ready(INFO),
-        messages.Outputs(Columns.of(SequenceOutput, OUTPUTS).columns),
+        messages.Outputs(**Columns.of(SequenceOutput, OUTPUTS).columns._asdict()),
         messages.Refused("r", "too long"),
         messages.Stats(3, SchedulerStats(1, 2, 3, 4, 5, 6, 7, 8, 9)),
         messages.Failure("no memory"),

@@ -8,10 +8,8 @@ from collections import deque
 import pytest
 
 from holdfast.core.config import EngineConfig
-from holdfast.engine import serve as serving
-from holdfast.engine.__main__ import one_line
 from holdfast.engine.messages import Abort, Ask, Outputs, Refused, Shutdown, Start, Stats, Submit
-from holdfast.engine.serve import run, serve
+from holdfast.engine.serve import one_line, run, serve
 from holdfast.loop.loop import Loop
 from tests.scheduling import FakeDevice, create_requests, create_scheduler, run_alone
 
@@ -135,7 +133,7 @@ def test_garbage_collection_is_off_while_steps_run(monkeypatch, collector):
     device = Watching(64, 4)
     device.expect(request)
     loop = Loop(create_scheduler(), device, 2, clock=lambda: 0.0)
-    monkeypatch.setattr(serving, "build", lambda config, **options: (loop, None))
+    monkeypatch.setattr("holdfast.engine.build.build", lambda config, **options: (loop, None))
     run(Start(EngineConfig(), 0.0), ShutdownWhenIdle(Submit(request)))
     assert seen == [(False, True)] * 4
 

@@ -1,11 +1,12 @@
 """The load client against a scripted server: what it sends and records, and how it handles failures."""
 
 import json
+from functools import partial
 
 import httpx
 import pytest
 
-from holdfast.lab.load_client import HttpAsk, LoadClient
+from holdfast.lab.load_client import LoadClient, ask_server
 from holdfast.lab.workloads import Conversation, PromptTokens, Turn, fixed
 
 
@@ -34,7 +35,9 @@ async def load(server, workload, **options):
     ended = []
     transport = httpx.MockTransport(server)
     async with httpx.AsyncClient(transport=transport, base_url="http://server/v1/") as http:
-        records = await LoadClient(HttpAsk(http, "m"), PromptTokens(256), ended.append).run(workload, **options)
+        records = await LoadClient(partial(ask_server, http, "m"), PromptTokens(256), ended.append).run(
+            workload, **options
+        )
     return records, ended
 
 

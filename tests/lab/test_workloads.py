@@ -135,14 +135,14 @@ def intervals(conversations):
 
 @pytest.mark.parametrize("variation", [0.5, 1.0, 2.0])
 def test_arrivals_have_the_given_rate_and_variation(variation):
-    gaps = intervals(workloads.gamma_arrivals(workloads.fixed(5000, 10, 10), 4.0, variation, seed=0))
+    gaps = intervals(workloads.gamma_arrivals(workloads.fixed(5000, 10, 10), 4.0, 0, variation))
     assert statistics.mean(gaps) == pytest.approx(0.25, rel=0.1)
     assert statistics.stdev(gaps) / statistics.mean(gaps) == pytest.approx(variation, rel=0.1)
 
 
 def test_the_same_seed_gives_the_same_workload():
     def make(seed):
-        return workloads.poisson_arrivals(workloads.sample_dataset("openchat_sharegpt4", 20, seed), 2.0, seed)
+        return workloads.gamma_arrivals(workloads.sample_dataset("openchat_sharegpt4", 20, seed), 2.0, seed)
 
     assert make(1) == make(1) != make(2)
 
@@ -172,8 +172,8 @@ def test_prompts_differ_within_their_first_tokens_and_repeat_in_every_run():
     "wrong",
     [
         lambda: workloads.sample_dataset("nothing", 1, 0),
-        lambda: workloads.poisson_arrivals([], 0.0, 0),
-        lambda: workloads.gamma_arrivals([], 1.0, 0.0, 0),
+        lambda: workloads.gamma_arrivals([], 0.0, 0),
+        lambda: workloads.gamma_arrivals([], 1.0, 0, 0.0),
         lambda: workloads.speed_up([], 0.0),
         lambda: PromptTokens(10),
     ],

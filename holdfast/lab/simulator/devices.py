@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import TypeVar
+
+Sheet = TypeVar("Sheet")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,36 +85,17 @@ HOPPER_FP8 = Fp8(flops=1979e12, matmul=0.52, weights=0.66, round_seconds=8e-6, a
 # Fitted to measured profiles of three models: within 7% of them for 14 kinds of step, and 5 to 11% too fast for a
 # prefill of 128 tokens alone; docs/benchmarks.md has the table.
 H200 = Device(
-    name="h200",
-    flops=989e12,
-    bandwidth=4.8e12,
-    memory=141e9,
-    copy_rate=50e9,
-    matmul=0.63,
-    attention=0.55,
-    weights=0.84,
-    cache=0.91,
-    step_seconds=0.25e-3,
-    layer_seconds=9e-6,
-    link="nvlink4",
-    fp8=HOPPER_FP8,
-)
+    name="h200", flops=989e12, bandwidth=4.8e12, memory=141e9, copy_rate=50e9,
+    matmul=0.63, attention=0.55, weights=0.84, cache=0.91,
+    step_seconds=0.25e-3, layer_seconds=9e-6, link="nvlink4", fp8=HOPPER_FP8,
+)  # fmt: skip
 # The PCIe card of Azure's NC A100 v4 with the papers' software of 2023 (PyTorch, xFormers, no graphs).
 # `attention` is fitted to Vidur's measurements of chunks at contexts of 2k to 4k (docs/benchmarks.md).
 A100 = Device(
-    name="a100-80gb",
-    flops=312e12,
-    bandwidth=1.935e12,
-    memory=80e9,
-    copy_rate=24e9,
-    matmul=0.62,
-    attention=0.34,
-    weights=0.85,
-    cache=0.85,
-    step_seconds=0.5e-3,
-    layer_seconds=30e-6,
-    link="nvlink3",
-)
+    name="a100-80gb", flops=312e12, bandwidth=1.935e12, memory=80e9, copy_rate=24e9,
+    matmul=0.62, attention=0.34, weights=0.85, cache=0.85,
+    step_seconds=0.5e-3, layer_seconds=30e-6, link="nvlink3",
+)  # fmt: skip
 DEVICES = {
     device.name: device
     for device in (
@@ -147,11 +132,11 @@ LINKS = {
 }
 
 
-def device_named(name: str) -> Device:
-    """The device of this name. Raises ValueError that lists the known names."""
-    if name not in DEVICES:
-        raise ValueError(f"device {name} is unknown; there are {', '.join(sorted(DEVICES))}")
-    return DEVICES[name]
+def look_up(kind: str, known: Mapping[str, Sheet], name: str) -> Sheet:
+    """The one of this name. Raises ValueError that lists the known names; `kind` says what they are."""
+    if name not in known:
+        raise ValueError(f"{kind} {name} is unknown; there are {', '.join(sorted(known))}")
+    return known[name]
 
 
 def fp8_of(device: Device, option: str) -> Fp8:
@@ -162,10 +147,3 @@ def fp8_of(device: Device, option: str) -> Fp8:
             f"{option} is fp8, which takes a Hopper GPU or later ({able}), not {device.name}: leave it out"
         )
     return device.fp8
-
-
-def link_named(name: str) -> Link:
-    """The link of this name. Raises ValueError that lists the known names."""
-    if name not in LINKS:
-        raise ValueError(f"link {name} is unknown; there are {', '.join(sorted(LINKS))}")
-    return LINKS[name]

@@ -6,9 +6,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from holdfast.core.cost import CostModel, Predictor
+from holdfast.core.cost import HEAVY, Burst, CostModel, Predictor
 from holdfast.lab.simulator.deployment import Pipeline
-from holdfast.lab.simulator.reserve import Reserve
 from holdfast.lm.types import CopyTime, StepPlan, StepResult
 
 TOKEN = 7
@@ -36,6 +35,30 @@ class VirtualClock:
         self.now = max(self.now, time)
 
 
+class Reserve:
+    """The boost left of a burst, in seconds. Heavy steps use it up; all other time restores it at the same rate."""
+
+    def __init__(self, burst: Burst) -> None:
+        self._burst = burst
+        self._left = burst.seconds
+
+    def step(self, tokens: int, seconds: float, idle: float = 0.0) -> float:
+        """Seconds that the next step takes, if it has `tokens` query tokens and takes `seconds` at the steady pace.
+
+        It starts `idle` seconds after the step before it ended.
+        """
+        burst = self._burst
+        if not burst.seconds:
+            return seconds
+        left = min(burst.seconds, self._left + idle)
+        if tokens < HEAVY:
+            self._left = min(burst.seconds, left + seconds)
+            return seconds
+        fast = min(left, burst.share * seconds)
+        self._left = left - fast
+        return fast + seconds - fast / burst.share
+
+
 class StepTimes:
     """The cost model applied to a StepPlan: seconds that each pipeline stage computes, and seconds of block copies."""
 
@@ -48,19 +71,14 @@ class StepTimes:
         self._pipeline = pipeline
         self._stages = [Predictor(stage) for stage in (pipeline.stages if pipeline else (cost,))]
 
-    @property
-    def num_stages(self) -> int:
-        """Pipeline stages; 1 without a pipeline."""
-        return len(self._stages)
-
     def reserves(self) -> list[Reserve]:
-        """A full burst reserve for each stage."""
+        """A full burst reserve for each pipeline stage; one without a pipeline."""
         return [Reserve(stage.cost.burst) for stage in self._stages]
 
     def stages(self, plan: StepPlan) -> list[float]:
         """Seconds that each stage computes at its steady pace, without a burst."""
-        _, _, starts, stops, _, _ = plan.columns.columns
-        spans = list(zip(starts, stops, strict=True))
+        columns = plan.columns
+        spans = list(zip(columns.column("start"), columns.column("stop"), strict=True))
         return [stage.segments(spans) for stage in self._stages]
 
     def hop(self, plan: StepPlan) -> float:
@@ -93,9 +111,9 @@ class SimulatedExecutor:
         self._clock = clock
         self._host_seconds = host_seconds
         self._pace = pace
-        self._free_at = [0.0] * step_times.num_stages
-        """By stage: when it has finished all submitted steps."""
         self._reserves = step_times.reserves()
+        self._free_at = [0.0] * len(self._reserves)
+        """By stage: when it has finished all submitted steps."""
         self._in_flight: deque[tuple[StepPlan, float, float]] = deque()
         """Plans, each with its duration in seconds and its end."""
         self._in_free = self._out_free = 0.0
@@ -106,8 +124,6 @@ class SimulatedExecutor:
         self._last_step = -1
         self.busy = 0.0
         """Seconds during which the device computed; with several stages, their mean."""
-        self.copied_in = 0.0
-        """Seconds of swap-in copies."""
 
     def submit(self, plan: StepPlan) -> None:
         self._clock.now += self._host_seconds
@@ -149,7 +165,6 @@ class SimulatedExecutor:
         if plan.swap_in:
             self._in_free = max(computed, self._in_free)
             self._in_free = self._start(plan, inward=True, blocks=len(plan.swap_in), at=self._in_free)
-            self.copied_in += self._swapping_in[-1].time.seconds
         if plan.swap_out:
             at = max(computed, self._in_free, self._out_free)
             self._out_free = self._start(plan, inward=False, blocks=len(plan.swap_out), at=at)

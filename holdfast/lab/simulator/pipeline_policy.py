@@ -14,7 +14,10 @@ EFFICIENT = 1.1
 
 
 class PipelineLatencyTarget(LatencyTarget):
-    """A latency target where steps pass the stages of a pipeline: it bounds a stream's whole wait (`StageTimes.wait`).
+    """A latency target where steps pass the stages of a pipeline: it bounds a stream's whole wait (`wait`).
+
+    It predicts when each stage will have finished the steps in flight. It assumes that a step takes the same time on
+    every stage, and that each stage runs the steps in order.
 
     When over half the rows are busy, a step is capped where time per token stops improving. Larger steps would leave
     small ones behind them, of decodes alone, and stages would stand idle beside those; and requests then wait for rows,
@@ -24,43 +27,11 @@ class PipelineLatencyTarget(LatencyTarget):
     def __init__(self, cost: CostModel, target: float, *, tile: int, ceiling: int, stages: int) -> None:
         """As `LatencyTarget`, in a pipeline of `stages`; `cost` is that of a step through all of them."""
         super().__init__(cost, target, tile=tile, ceiling=ceiling)
-        self.stages = StageTimes(stages)
         sizes = [*range(tile, ceiling, tile), ceiling]
         best = min(cost.linear(size) / size for size in sizes)
         self.efficient_tokens: int = next(size for size in sizes if cost.linear(size) / size <= EFFICIENT * best)
         """The smallest step whose time per token is within 10% of the best."""
-
-    def plan(self, step: StepBuilder) -> None:
-        self.stages.advance(step.now)
-        super().plan(step)
-
-    def prefill_budget(self, step: StepBuilder) -> int:
-        if not step.mostly_busy:
-            return step.budget
-        return max(self.tile, min(step.budget, self.efficient_tokens - step.num_tokens))
-
-    def wait(self, seconds: float) -> float:
-        return self.stages.wait(seconds)
-
-    def planned(self, step: StepBuilder, seconds: float) -> float:
-        if not step.num_tokens:
-            return seconds
-        factor = self.correction.factor
-        return self.stages.add(step.number, seconds * factor) / factor
-
-    def observe(self, plan: StepPlan, result: StepResult) -> None:
-        self.stages.ended(plan.step)
-        super().observe(plan, result)
-
-
-class StageTimes:
-    """Predicts when each stage of a pipeline will have finished the steps in flight.
-
-    Assumes that a step takes the same time on every stage, and that each stage runs the steps in order.
-    """
-
-    def __init__(self, count: int) -> None:
-        self._ends = [0.0] * count
+        self._ends = [0.0] * stages
         """By stage, when it finishes all planned steps."""
         self._in_flight: deque[tuple[int, float]] = deque()
         """Number and predicted end of each step."""
@@ -68,12 +39,17 @@ class StageTimes:
         """Predicted end of the last step whose result was seen."""
         self._now = 0.0
 
-    def advance(self, now: float) -> None:
-        """Set the time before a step is planned, and shift all predictions by the error of the last one."""
-        late = 0.0 if self._ended is None else now - self._ended
-        self._ends = [end + late if self._in_flight else now for end in self._ends]
+    def plan(self, step: StepBuilder) -> None:
+        late = 0.0 if self._ended is None else step.now - self._ended  # all predictions shift by the last one's error
+        self._ends = [end + late if self._in_flight else step.now for end in self._ends]
         self._in_flight = deque((number, end + late) for number, end in self._in_flight)
-        self._ended, self._now = None, now
+        self._ended, self._now = None, step.now
+        super().plan(step)
+
+    def prefill_budget(self, step: StepBuilder) -> int:
+        if not step.mostly_busy:
+            return step.budget
+        return max(self.tile, min(step.budget, self.efficient_tokens - step.num_tokens))
 
     def wait(self, seconds: float) -> float:
         """The longest wait of any stream for its token if the next step takes `seconds`, and so does the one after it.
@@ -88,16 +64,19 @@ class StageTimes:
         after = max(self._now, self._in_flight[0][1]) if full else self._now
         return max(ends[-1] - self._now, ends[0] + seconds - after)
 
-    def add(self, number: int, seconds: float) -> float:
-        """Plan a step; returns the time from its start to its end, waits between stages included."""
-        begins, self._ends = max(self._now, self._ends[0]), self._passage(seconds)
-        self._in_flight.append((number, self._ends[-1]))
-        return self._ends[-1] - begins
+    def planned(self, step: StepBuilder, seconds: float) -> float:
+        """Returns the time from the step's start to its end, waits between stages included."""
+        if not step.num_tokens:
+            return seconds
+        factor = self.correction.factor
+        begins, self._ends = max(self._now, self._ends[0]), self._passage(seconds * factor)
+        self._in_flight.append((step.number, self._ends[-1]))
+        return (self._ends[-1] - begins) / factor
 
-    def ended(self, number: int) -> None:
-        """Note that the oldest step in flight has ended. Ignores steps without segments, which were not added."""
-        if self._in_flight and self._in_flight[0][0] == number:
+    def observe(self, plan: StepPlan, result: StepResult) -> None:
+        if self._in_flight and self._in_flight[0][0] == plan.step:  # steps without segments were not added
             self._ended = self._in_flight.popleft()[1]
+        super().observe(plan, result)
 
     def _passage(self, seconds: float) -> list[float]:
         """When each stage would finish a step that is planned now."""

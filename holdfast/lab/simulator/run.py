@@ -90,9 +90,14 @@ def _host_tier(config: EngineConfig, profile: CostProfile) -> tuple[int, float]:
     return int(config.host_cache_gb * 1e9 / block), block / profile.copy_rate
 
 
+def context_length(config: EngineConfig, profile: CostProfile) -> int:
+    """Longest sequence in tokens, prompt and output together."""
+    return min(config.max_model_len or profile.max_model_len, profile.cache_tokens + 1)
+
+
 def engine_shape(config: EngineConfig, profile: CostProfile, *, host_blocks: int = 0) -> EngineShape:
     """The EngineShape that `config` gives on the device that `profile` was measured on."""
-    max_model_len = min(config.max_model_len or profile.max_model_len, profile.cache_tokens + 1)
+    max_model_len = context_length(config, profile)
     budget = config.fixed_token_budget or profile.token_budget
     return EngineShape(
         model=profile.cost.model,
@@ -126,11 +131,9 @@ class WaitableClock(Protocol):
 
     def __call__(self) -> float:
         """The current time in seconds."""
-        ...
 
     def advance_to(self, time: float) -> None:
         """Return once the clock is at `time` or later."""
-        ...
 
 
 @dataclass(slots=True)
@@ -151,13 +154,7 @@ class Clients:
     """All clients of a loop, in the same thread: sends requests when they are due and records the answers."""
 
     def __init__(
-        self,
-        workload: Workload,
-        loop: LanguageLoop,
-        clock: WaitableClock,
-        *,
-        vocab_size: int,
-        concurrency: int | None = None,
+        self, workload: Workload, loop: LanguageLoop, clock: WaitableClock, *, vocab_size: int, concurrency: int | None
     ) -> None:
         """Arrival times are seconds on `clock`. With `concurrency` they are ignored: see `simulate`."""
         self.records: list[Record] = []
@@ -170,9 +167,8 @@ class Clients:
         self._open: dict[str, _OpenRequest] = {}
         self._history: dict[int, tuple[int, ...]] = {}
         """By conversation: the tokens so far, while another turn is due."""
-        open_loop = concurrency is None
         first = len(workload) if concurrency is None else min(concurrency, len(workload))
-        self._due = [(workload[number].arrival if open_loop else 0.0, number, 0) for number in range(first)]
+        self._due = [(0.0 if concurrency else workload[number].arrival, number, 0) for number in range(first)]
         """Turns to send: time, conversation, turn."""
         self._later = iter(range(first, len(workload)))
         heapq.heapify(self._due)

@@ -70,35 +70,23 @@ def _llama(
     name: str, layers: int, hidden: int, heads: int, kv_heads: int, intermediate: int, **rest: int
 ) -> ModelShape:
     return ModelShape(
-        name=name,
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=128,
-        intermediate=intermediate,
-        vocab=rest.get("vocab", 32_000),
-        max_model_len=rest.get("max_model_len", 4096),
+        name=name, layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, head_dim=128,
+        intermediate=intermediate, vocab=rest.get("vocab", 32_000), max_model_len=rest.get("max_model_len", 4096),
         window=rest.get("window"),
-    )
+    )  # fmt: skip
 
 
 def _opt(name: str, layers: int, hidden: int) -> ModelShape:
     return ModelShape(
-        name=name,
-        layers=layers,
-        hidden=hidden,
-        heads=hidden // 128,
-        kv_heads=hidden // 128,
-        head_dim=128,
-        intermediate=4 * hidden,
-        vocab=50_272,
-        max_model_len=2048,
-        gated=False,
-        native=False,
-    )
+        name=name, layers=layers, hidden=hidden, heads=hidden // 128, kv_heads=hidden // 128, head_dim=128,
+        intermediate=4 * hidden, vocab=50_272, max_model_len=2048, gated=False, native=False,
+    )  # fmt: skip
 
 
+FALCON = ModelShape(
+    name="falcon-180b", layers=80, hidden=14_848, heads=232, kv_heads=8, head_dim=64, intermediate=4 * 14_848,
+    vocab=65_024, max_model_len=2048, gated=False, reductions=1, native=False,
+)  # fmt: skip
 MODELS = {
     shape.name: shape
     for shape in (
@@ -111,20 +99,7 @@ MODELS = {
         _llama("llama-2-70b", 80, 8192, 64, 8, 28_672),
         _opt("opt-13b", 40, 5120),
         _opt("opt-66b", 64, 9216),
-        ModelShape(
-            name="falcon-180b",
-            layers=80,
-            hidden=14_848,
-            heads=232,
-            kv_heads=8,
-            head_dim=64,
-            intermediate=4 * 14_848,
-            vocab=65_024,
-            max_model_len=2048,
-            gated=False,
-            reductions=1,
-            native=False,
-        ),
+        FALCON,
     )
 }
 
@@ -162,10 +137,3 @@ def shape_from_config(config: Mapping[str, Any], name: str) -> ModelShape:
 
 UNGATED = ("opt", "falcon", "gpt2", "gpt_neox", "gptj", "bloom", "phi", "gpt_bigcode", "starcoder2")
 """Values of `model_type` whose feed-forward part has two matrices."""
-
-
-def model_named(name: str) -> ModelShape:
-    """The shape of this name. Raises ValueError that lists the known names."""
-    if name not in MODELS:
-        raise ValueError(f"model shape {name} is unknown; there are {', '.join(sorted(MODELS))}")
-    return MODELS[name]

@@ -1,9 +1,10 @@
-"""The batch: block tables and last tokens on the device, and the packed inputs of each step, uploaded in one copy."""
+"""The batch: block tables and last tokens on the device, and each step's inputs, packed and uploaded in one copy."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass, fields
+from functools import cached_property
 from itertools import chain
 
 import numpy as np
@@ -13,52 +14,38 @@ import torch
 from holdfast.lm.kernels.attention.protocol import Segments
 from holdfast.lm.types import PENDING, Sampling, StepPlan
 
-Ints = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """The places of a step's fields in one int64 buffer. They are fixed, so that a captured graph finds them."""
-
-    tokens: int
-    """Capacity of the fields with an entry for each query token."""
-    rows: int
-    """Capacity of the fields with an entry for each sampled token."""
-    writes: int
-    """Capacity of the block table entries."""
-
-    def spans(self) -> dict[str, slice]:
-        """The place of each field in the buffer."""
-        sizes = dict.fromkeys(("ids", "positions", "slots", "token_rows"), self.tokens)
-        sizes |= dict.fromkeys(("sample_at", "sample_rows", "sample_position", *SAMPLING), self.rows)
-        sizes |= dict.fromkeys(("write_at", "write_block"), self.writes)
-        stops = np.cumsum(list(sizes.values())).tolist()
-        return {name: slice(stop - size, stop) for (name, size), stop in zip(sizes.items(), stops, strict=True)}
+Arrays = dict[str, npt.NDArray[np.generic]]
 
 
 SAMPLING = {field.name: np.float32 if field.type == "float" else np.int64 for field in fields(Sampling)}
 """The columns of a row's sampling record, one for each field of `Sampling`."""
 
 PADDING = {"ids": 0, "positions": 0, "slots": -1}
-"""What padding tokens hold: attention's `write` skips a negative slot."""
+"""The fields of padding tokens. Attention's `write` skips a negative slot."""
 
 TOKENS_PER_TABLE_WRITE = 4
 """A padded step has room for one new block table entry per this many tokens. Further entries are uploaded apart."""
 
 
 class Fields:
-    """One buffer, and a tensor for each of its fields. Float32 fields use the first half of their place."""
+    """One int64 buffer, and a tensor for each of its fields. Float32 fields use the first half of their place."""
 
-    def __init__(self, layout: Layout, buffer: torch.Tensor) -> None:
-        self.buffer = buffer
-        self._tensors = {
-            name: buffer[span].view(torch.float32) if SAMPLING.get(name) is np.float32 else buffer[span]
-            for name, span in layout.spans().items()
+    def __init__(self, sizes: dict[str, int], device: torch.device | str, *, pinned: bool = False) -> None:
+        """`sizes` are the capacities of the fields by name, in the order of the buffer."""
+        self.buffer = torch.zeros(sum(sizes.values()), dtype=torch.int64, device=device, pin_memory=pinned)
+        self.tensors = {
+            name: part.view(torch.float32) if SAMPLING.get(name) is np.float32 else part
+            for name, part in zip(sizes, torch.split(self.buffer, [*sizes.values()]), strict=True)
         }
+
+    @cached_property
+    def arrays(self) -> Arrays:
+        """The fields of a host buffer as numpy arrays that share its memory."""
+        return {name: tensor.numpy() for name, tensor in self.tensors.items()}
 
     def take(self, name: str, count: int) -> torch.Tensor:
         """The first `count` entries of a field."""
-        return self._tensors[name][:count]
+        return self.tensors[name][:count]
 
     def packed(self, num_tokens: int, num_sampled: int) -> PackedStep:
         """The inputs of a step with this many tokens and sampled rows."""
@@ -72,17 +59,13 @@ class Fields:
             sample_position=self.take("sample_position", num_sampled),
         )
 
-    def arrays(self) -> dict[str, npt.NDArray[np.generic]]:
-        """The fields of a host buffer as numpy arrays that share its memory."""
-        return {name: tensor.numpy() for name, tensor in self._tensors.items()}
-
 
 @dataclass(frozen=True, slots=True)
 class StagedStep:
-    """A plan packed into a host buffer, and what the host knows of it."""
+    """A plan packed into a host buffer, with its sizes and the kinds of sampling it needs."""
 
-    step: int
-    host: HostBuffer
+    host: Fields
+    """The buffer, pinned where there is a GPU."""
     segments: Segments
     num_tokens: int
     num_sampled: int
@@ -92,14 +75,6 @@ class StagedStep:
     has_pending: bool
     any_random: bool
     any_filtered: bool
-
-
-@dataclass(frozen=True, slots=True)
-class HostBuffer:
-    """A host buffer, pinned where there is a GPU, and its fields as arrays."""
-
-    fields: Fields
-    arrays: dict[str, npt.NDArray[np.generic]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,13 +91,14 @@ class PackedStep:
 
 
 class Batch:
-    """Block tables and last sampled tokens by row, on the device; a mirror of the tables on the host.
+    """Block tables and last sampled tokens by row, on the device, and a copy of the tables on the host.
 
-    Packing has two halves, so that the host may prepare a step while the device still runs the last one. `stage`
-    touches host state only; `enter` applies a staged step to the device, in order of submission.
+    Packing has two halves, so that the host can prepare a step while the device still runs the last one. `stage`
+    touches host state only. `enter` uploads the staged step and writes its table entries and pending tokens, in order
+    of submission.
 
-    For a captured graph `enter` is split again: `upload` copies a padded step to the buffer that the graph reads, and
-    `apply`, which is the graph's first part, writes its table entries and pending tokens.
+    For a captured graph, `enter` is split again. `upload` copies a padded step to the buffer that the graph reads.
+    `apply`, the first part of the graph, writes its table entries and pending tokens.
     """
 
     def __init__(self, *, rows: int, max_blocks: int, max_tokens: int, block_size: int, device: torch.device) -> None:
@@ -131,25 +107,28 @@ class Batch:
         self.block_tables = torch.zeros(rows + 1, max_blocks, dtype=torch.int32, device=device)
         self._padding_row = rows * max_blocks
         self.last_token = torch.zeros(rows, dtype=torch.int64, device=device)
+        # The places of the fields are fixed, so that a captured graph finds them.
+        self._sizes = dict.fromkeys(("ids", "positions", "slots", "token_rows"), max_tokens)
+        self._sizes |= dict.fromkeys(("sample_at", "sample_rows", "sample_position", *SAMPLING), rows)
         # A step's own tokens need at most this many new blocks. Only prefix hits bring more; those are uploaded apart.
-        self._layout = Layout(tokens=max_tokens, rows=rows, writes=max_tokens + rows)
-        self._size = max(span.stop for span in self._layout.spans().values())
+        self._sizes |= dict.fromkeys(("write_at", "write_block"), max_tokens + rows)
         self._mirror = np.full((rows, max_blocks), -1, np.int32)
         self._settings = np.zeros(rows, list(SAMPLING.items()))
         self._drawn: list[Sampling | None] = [None] * rows
         """By row, the record that `_settings` holds."""
-        self._free: list[HostBuffer] = []
-        self._persistent = Fields(self._layout, torch.zeros(self._size, dtype=torch.int64, device=device))
+        self._free: list[Fields] = []
+        """Host buffers that no step uses."""
+        self._persistent = Fields(self._sizes, device)
 
     def stage(self, plan: StepPlan) -> StagedStep:
         """Pack a plan into a host buffer. Raises ValueError for a plan that the batch cannot hold."""
-        host = self._free.pop() if self._free else self._new_buffer()
+        host = self._free.pop() if self._free else Fields(self._sizes, "cpu", pinned=self.device.type == "cuda")
         write_at = self._write_mirror(plan)
         write_block = self._mirror.reshape(-1)[write_at]
         arrays = host.arrays
         num_writes = len(write_at)
         writes_apart = None
-        if num_writes <= self._layout.writes:
+        if num_writes <= self._sizes["write_at"]:
             arrays["write_at"][:num_writes] = write_at
             arrays["write_block"][:num_writes] = write_block
         else:
@@ -158,7 +137,6 @@ class Batch:
         num_sampled, any_random, any_filtered = self._pack_sampling(plan, segments, arrays)
         num_tokens = segments.num_tokens
         return StagedStep(
-            step=plan.step,
             host=host,
             segments=segments,
             num_tokens=num_tokens,
@@ -172,7 +150,7 @@ class Batch:
 
     def enter(self, staged: StagedStep) -> PackedStep:
         """Copy a staged step to the device, then write its table entries and pending tokens."""
-        fields = staged.host.fields
+        fields = staged.host
         if self.device.type == "cuda":
             self._persistent.buffer.copy_(fields.buffer, non_blocking=True)
             fields = self._persistent
@@ -192,7 +170,7 @@ class Batch:
         arrays["sample_at"][staged.num_sampled : num_sampled] = 0
         room = self._room(num_tokens)
         arrays["write_at"][staged.num_writes : room] = self._padding_row
-        self._persistent.buffer.copy_(staged.host.fields.buffer, non_blocking=True)
+        self._persistent.buffer.copy_(staged.host.buffer, non_blocking=True)
         self._write_tables(self._persistent, room, staged)
         return self._persistent.packed(staged.num_tokens, staged.num_sampled)
 
@@ -211,9 +189,9 @@ class Batch:
         return fields.packed(num_tokens, num_sampled)
 
     def clear(self) -> None:
-        """Turn the uploaded step into one of padding alone."""
+        """Replace the uploaded step by padding."""
         for name, value in {**PADDING, "token_rows": 0, "sample_at": 0, "write_at": self._padding_row}.items():
-            self._persistent.take(name, self._size).fill_(value)
+            self._persistent.tensors[name].fill_(value)
 
     def release(self, staged: StagedStep) -> None:
         """Give the host buffer back, once the step has ended."""
@@ -224,7 +202,7 @@ class Batch:
         return -(-num_tokens // TOKENS_PER_TABLE_WRITE)
 
     def _write_tables(self, fields: Fields, first: int, staged: StagedStep) -> None:
-        """Write the table entries from `first` on, and those that are uploaded apart."""
+        """Write the table entries from `first` on, or all of them where they are uploaded apart."""
         tables = self.block_tables.view(-1)
         if staged.writes_apart is not None:
             places, blocks = staged.writes_apart.to(self.device)
@@ -235,18 +213,13 @@ class Batch:
         tables.index_copy_(0, places, blocks.to(torch.int32))
 
     def _fill_pending(self, fields: Fields, num_tokens: int) -> None:
-        """Replace PENDING tokens by those that their rows sampled last."""
+        """Replace each PENDING token by the token that its row sampled last."""
         ids = fields.take("ids", num_tokens)
         sampled = self.last_token.index_select(0, fields.take("token_rows", num_tokens))
         torch.where(ids == PENDING, sampled, ids, out=ids)
 
-    def _new_buffer(self) -> HostBuffer:
-        buffer = torch.zeros(self._size, dtype=torch.int64, pin_memory=self.device.type == "cuda")
-        fields = Fields(self._layout, buffer)
-        return HostBuffer(fields, fields.arrays())
-
-    def _write_mirror(self, plan: StepPlan) -> Ints:
-        """Apply table writes to the mirror; the flat indices that changed."""
+    def _write_mirror(self, plan: StepPlan) -> npt.NDArray[np.int64]:
+        """Apply table writes to the host's copy of the tables; the flat indices that changed."""
         width = self._mirror.shape[1]
         places: list[int] = []
         entries: list[int] = []
@@ -260,7 +233,7 @@ class Batch:
         self._mirror.reshape(-1)[write_at] = entries
         return write_at
 
-    def _pack_tokens(self, plan: StepPlan, arrays: dict[str, npt.NDArray[np.generic]]) -> Segments:
+    def _pack_tokens(self, plan: StepPlan, arrays: Arrays) -> Segments:
         """Pack ids, positions, slots and rows of every query token; the segments as attention reads them."""
         columns = plan.columns
         rows, starts, stops = np.array([columns.column(name) for name in ("row", "start", "stop")], np.int64)
@@ -285,9 +258,7 @@ class Batch:
         arrays["slots"][:total] = blocks.astype(np.int64) * self.block_size + offset
         return Segments(query_start.astype(np.int32), stops.astype(np.int32), rows.astype(np.int32))
 
-    def _pack_sampling(
-        self, plan: StepPlan, segments: Segments, arrays: dict[str, npt.NDArray[np.generic]]
-    ) -> tuple[int, bool, bool]:
+    def _pack_sampling(self, plan: StepPlan, segments: Segments, arrays: Arrays) -> tuple[int, bool, bool]:
         """Pack how each sampled token is drawn; the count, whether any is random, and whether any is filtered."""
         drawn = plan.columns.column("sampling")
         at = np.flatnonzero(np.fromiter([sampling is not None for sampling in drawn], np.bool_, len(drawn)))

@@ -14,39 +14,38 @@ import numpy as np
 import torch
 
 from holdfast.core.cost import HEAVY, Burst, CostModel, interpolate
-from holdfast.lm.execution.hardware import describe
-from holdfast.lm.execution.paged_device import PagedDevice
+from holdfast.lm.execution.paged_device import PagedDevice, describe_device
 from holdfast.lm.kernels.attention.protocol import CapturableAttention, Segments
 from holdfast.lm.types import Sampling, Segment, StepPlan, TableWrite
 
 SECONDS_A_POINT = 0.01
-"""How long a point is measured, at least REPEATS times. Its median counts."""
+"""How long each point is repeated, at least REPEATS times. The median counts."""
 REPEATS = 3
 ROUNDS = {"cuda": 2, "cpu": 4}
-"""Real steps are measured in this many rounds, by rising and falling size in turn, so that a clock that drops under
-load, or a CPU that is slow for a second, affects all sizes alike."""
+"""Rounds of real steps, in turn by rising and by falling size. A clock that drops under load, or a CPU that is slow for
+a second, then affects all sizes alike."""
 WARM_UP = {"cuda": 1, "cpu": 0}
-"""Uncounted first steps of a kind in a round. None on a CPU: when serving, no step is like the one before it either."""
+"""Uncounted first steps of a kind in a round. None on a CPU: in service, too, each step differs from the last."""
 COUNTED = {"cuda": 2, "cpu": 3}
 """Counted steps of a kind in a round."""
 LOAD_SECONDS = {"cuda": 0.3, "cpu": 0.0}
-"""How long a device computes before its steps are measured. A rested GPU has power to spare and is up to 20% faster."""
+"""How long a device computes before its steps are measured. After a rest, a GPU is up to 20% faster for a while."""
 BURST_TOKENS = 1024
-"""Tokens of the steps that measure how long a rested device stays faster."""
+"""Tokens of the steps that measure the burst."""
 BURST_STEPS = 8
 REST_SECONDS = 0.15
-"""How long decodes run before those steps."""
+"""How long decodes run before the steps that measure the burst."""
 REST_ROWS, REST_CONTEXT = 16, 512
 BURST_TIMES = {"cuda": 3, "cpu": 0}
-"""How often the burst is measured; the median counts. A CPU is assumed to have none."""
+"""How often the burst is measured. The median counts. A CPU is assumed to have none."""
 LEAST_BURST = 0.03
 """A burst that saves a smaller share of a step's time counts as none."""
 LAYERS = 4
 """Layers whose attention is measured; the result is scaled to all layers."""
 LEAST_SECONDS = 1e-6
-"""Least time of a step's linear layers, where it measured no longer than its attention alone."""
+"""Lower bound for a step's linear layers. It applies where a step takes no longer than its attention alone."""
 BLOCKS_FILLED = 1024
-"""Blocks filled with random numbers at a time. PyTorch draws none in FP8; a copy of the whole cache would not fit."""
+"""Blocks filled with random numbers at a time. PyTorch draws none in FP8, and a second cache would not fit."""
 BATCH = 256
 """Query tokens of the batch that measures a segment's attention: one segment alone would not fill the device."""
 SPARSE = 4096
@@ -61,18 +60,16 @@ Spans = tuple[tuple[int, int], ...]
 
 
 @torch.inference_mode()
-def measure_cost(device: PagedDevice, *, name: str, ceiling: int | None = None) -> CostModel:
-    """Time the model on its device, up to `ceiling` tokens a step (default: the most that a step may hold).
+def measure_cost(device: PagedDevice, *, name: str) -> CostModel:
+    """Time the model on its device.
 
     Overwrites the cache: call it after `allocate` and before the first step. Contexts are measured up to what the cache
     and the model hold. Attention is measured for segments of every power of two, and between powers where segments
-    split into few tiles. Everything else is the time of real steps minus their attention: steps of random tokens, one
-    after another under load as when serving, so upload, metadata, graphs and sampling count with the linear layers.
-    The burst, by which heavy steps are faster after decodes, is measured last. Takes seconds; with an 8B model on a GPU
-    10 to 30.
+    split into few tiles. All other time is that of real steps minus their attention. These are steps of random tokens,
+    back to back as in service, so upload, metadata, graphs and sampling count with the linear layers. The burst, by
+    which heavy steps are faster after decodes, is measured last. Takes seconds: 10 to 30 for an 8B model on a GPU.
     """
-    limit = min(ceiling or device.max_step_tokens, device.max_step_tokens)
-    longest = _longest(device)
+    limit, longest = device.max_step_tokens, _longest(device)
     between = (3 * query // 4 for query in powers(256, longest))
     queries = sorted({min(query, limit) for query in (*powers(1, longest), *between)})
     cost = _attention_alone(device, name, queries)
@@ -82,26 +79,28 @@ def measure_cost(device: PagedDevice, *, name: str, ceiling: int | None = None) 
     measured = sorted({*powers(1, limit), *(size for size in sizes if size <= SPARSE)})
     rows = tuple(powers(1, min(device.config.max_sequences, device.memory.cache.num_blocks, limit)))
     chunks = [_chunks(device, count) for count in measured]
-    far = [((context - query, context),) for query in queries for context in contexts if _goes_on(query, context)]
-    decodes = [[(context, _unlike(count, context)) for context in _every_second(contexts)] for count in rows]
+    far = [((context - query, context),) for query in queries for context in contexts if _is_far(query, context)]
+    every_second = dict.fromkeys((*contexts[::2], contexts[-1]))
+    decodes = [[(context, _decodes_up_to(count, context)) for context in every_second] for count in rows]
     _load(device, chunks[-1])
-    # The longest first, under load from the start.
+    # The longest steps come first, so that the device is under load from the start.
     taken = _in_rounds(device, [*reversed(chunks), *far, *(spans for row in decodes for _, spans in row)])
-    besides = [max(LEAST_SECONDS, taken[spans] - _attention_of(cost, spans)) for spans in chunks]
+    linear = [max(LEAST_SECONDS, taken[spans] - _attention_of(cost, spans)) for spans in chunks]
     tokens = sorted({*measured, *sizes})
-    seconds = [interpolate(measured, besides, count) for count in tokens]
-    points = list(stairs(tokens, seconds, padded_to={*sizes, limit} if sizes else ()))
-    whole = replace(cost, linear_tokens=tuple(measured), linear_seconds=tuple(besides))
+    seconds = [interpolate(measured, linear, count) for count in tokens]
+    points = stairs(tokens, seconds, padded_to={*sizes, limit} if sizes else ())
+    linear_tokens, linear_seconds = zip(*points, strict=True)
+    whole = replace(cost, linear_tokens=tuple(measured), linear_seconds=tuple(linear))
     steady = replace(
         cost,
-        linear_tokens=tuple(count for count, _ in points),
-        linear_seconds=tuple(seconds for _, seconds in points),
+        linear_tokens=linear_tokens,
+        linear_seconds=linear_seconds,
         attention_seconds=tuple(
-            tuple(_added(whole, query, context, taken) for context in contexts) for query in queries
+            tuple(_attention_added(whole, query, context, taken) for context in contexts) for query in queries
         ),
         decode_rows=rows,
         decode_seconds=tuple(taken[row[0][1]] for row in decodes),
-        decode_attention=tuple(_each_adds(row, taken, contexts) for row in decodes),
+        decode_attention=tuple(_decode_attention(row, taken, contexts) for row in decodes),
     )
     return replace(steady, burst=_burst(device, steady, min(limit, longest)))
 
@@ -110,18 +109,18 @@ def measure_cost(device: PagedDevice, *, name: str, ceiling: int | None = None) 
 def measure_recomputation(device: PagedDevice, *, name: str, chunk: int) -> CostModel:
     """Time only what `CostModel.recompute` needs for chunks of this many tokens: a full step, and attention.
 
-    Overwrites the cache, as `measure_cost` does, and takes a small part of its time.
+    Overwrites the cache, as `measure_cost` does, and takes a fraction of its time.
     """
     full = _chunks(device, device.max_step_tokens)
     cost = _attention_alone(device, name, sorted({min(chunk, device.max_step_tokens), *(stop for _, stop in full)}))
     _load(device, full)
     taken = _in_rounds(device, [full])[full]
-    besides = max(LEAST_SECONDS, taken - _attention_of(cost, full))
-    return replace(cost, linear_tokens=(device.max_step_tokens,), linear_seconds=(besides,))
+    linear = max(LEAST_SECONDS, taken - _attention_of(cost, full))
+    return replace(cost, linear_tokens=(device.max_step_tokens,), linear_seconds=(linear,))
 
 
 def stairs(tokens: Sequence[int], seconds: Sequence[float], padded_to: Container[int]) -> Iterator[tuple[int, float]]:
-    """(tokens, seconds) of a line through the measured points, level up to each size that steps are padded to."""
+    """Points (tokens, seconds) of the cost curve: the measured ones, level below each size that steps are padded to."""
     last = 0
     for count, taken in zip(tokens, seconds, strict=True):
         if count in padded_to and last + 1 < count:
@@ -161,7 +160,7 @@ def _attention_alone(device: PagedDevice, name: str, queries: Sequence[int]) -> 
     attention = cached(partial(_attention, device))
     return CostModel(
         model=name,
-        device=describe(device.device),
+        device=describe_device(device.device),
         linear_tokens=(1,),
         linear_seconds=(0.0,),
         attention_queries=queries,
@@ -173,7 +172,7 @@ def _attention_alone(device: PagedDevice, name: str, queries: Sequence[int]) -> 
 
 
 def _load(device: PagedDevice, spans: Spans) -> None:
-    """Repeat this step until the device runs at its steady pace."""
+    """Repeat a step of these ranges until the device runs at its steady pace."""
     began = time.perf_counter()
     while time.perf_counter() - began < LOAD_SECONDS[device.kind]:
         _step(device, spans)
@@ -183,35 +182,31 @@ def _attention_of(cost: CostModel, spans: Spans) -> float:
     return sum(cost.attention(stop - start, stop) for start, stop in spans)
 
 
-def _goes_on(query: int, context: int) -> bool:
-    """Whether a chunk that does not begin its sequence is measured as a real step."""
+def _is_far(query: int, context: int) -> bool:
+    """Whether a chunk begins late enough in its sequence, and is long enough, to be measured as a real step."""
     return FAR <= query < context and query <= SPARSE
 
 
-def _added(cost: CostModel, query: int, context: int, taken: Mapping[Spans, float]) -> float:
-    """Seconds that attention adds. For a long chunk far into its sequence: a real step minus its linear layers."""
-    if not _goes_on(query, context):
+def _attention_added(cost: CostModel, query: int, context: int, taken: Mapping[Spans, float]) -> float:
+    """Seconds of attention. For a chunk measured as a real step: that step's time minus its linear layers."""
+    if not _is_far(query, context):
         return cost.attention(query, context)
     return max(cost.attention(query, query), taken[((context - query, context),)] - cost.linear(query))
 
 
-def _every_second(contexts: Sequence[int]) -> tuple[int, ...]:
-    """Every second context, the first and the last included."""
-    return tuple(dict.fromkeys((*contexts[::2], contexts[-1])))
-
-
-def _unlike(rows: int, context: int) -> Spans:
-    """Decodes with contexts spread up to `context`, as when serving."""
+def _decodes_up_to(rows: int, context: int) -> Spans:
+    """Decodes with contexts spread evenly up to `context`, for they differ in service too."""
     least = max(1, SPREAD * context) if rows > 1 else context
     return tuple((length - 1, length) for length in np.linspace(least, context, rows).astype(int).tolist())
 
 
-def _each_adds(
+def _decode_attention(
     measured: Sequence[tuple[int, Spans]], taken: Mapping[Spans, float], contexts: Sequence[int]
 ) -> tuple[float, ...]:
-    """Seconds that each decode adds at `contexts`, relative to the shortest context, from measured steps of decodes.
+    """Seconds that one decode adds to a step at each of `contexts`, compared with the shortest context.
 
-    The time added is in proportion to the context, and interpolated between the measured contexts.
+    `measured` are the longest context of each measured step, and its ranges. The added time is taken as proportional to
+    the mean context of a step, and interpolated between steps.
     """
     (first, shortest), *longer = measured
     points, added = [first], [0.0]
@@ -224,7 +219,7 @@ def _each_adds(
 
 
 def _burst(device: PagedDevice, cost: CostModel, most: int) -> Burst:
-    """The burst: how much faster than `cost` heavy steps of up to `most` tokens are after decodes, and for how long."""
+    """How much faster than `cost` heavy steps of up to `most` tokens are after decodes, and for how long."""
     tokens, times = min(BURST_TOKENS, most), BURST_TIMES[device.kind]
     if tokens < HEAVY or not times:
         return Burst()
@@ -268,7 +263,7 @@ def _step(device: PagedDevice, spans: Spans) -> list[float]:
 
 
 def _taken(device: PagedDevice, plans: Sequence[StepPlan]) -> list[float]:
-    """Seconds of each of these steps; the next is always in flight beside the one measured."""
+    """Seconds of each of these steps. Two steps are in flight at any time."""
     taken = []
     device.executor.submit(plans[0])
     for plan in plans[1:]:
@@ -321,9 +316,7 @@ def _attention(device: PagedDevice, query: int, context: int) -> float:
     kv_heads = torch.randn(count * query, spec.num_kv_heads, spec.head_dim, dtype=spec.dtype, device=spec.device)
     slot_mapping = torch.from_numpy(slots.reshape(-1)).to(spec.device)
     block_tables = torch.from_numpy(tables).to(spec.device)
-
     metadata = device.attention.make_metadata(segments)
-
     layers = memory.layers[:LAYERS]  # more than the L2 cache holds; all layers are alike
 
     def attend() -> None:
@@ -336,7 +329,7 @@ def _attention(device: PagedDevice, query: int, context: int) -> float:
 
 
 def _seconds(work: Callable[[], object], device: torch.device, *, captured: bool) -> float:
-    """Median seconds of `work` on a warm device; captured in a CUDA graph, without launch overhead."""
+    """Median seconds of `work` on a warm device. With `captured`, it runs as a CUDA graph, without launch overhead."""
     work()
     if device.type == "cuda" and captured:
         torch.cuda.synchronize(device)

@@ -1,23 +1,22 @@
-"""The paged executor: a plan becomes tensors, runs through the model, and its samples feed the next step."""
+"""The paged executor: runs step plans through the model. Sampled tokens feed the next step on the device."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from holdfast.lm.execution.batch import Batch, PackedStep, StagedStep
 from holdfast.lm.execution.graphs import StepGraphs
-from holdfast.lm.execution.transfer import LayerCache, Transfers
+from holdfast.lm.execution.transfer import Transfers
 from holdfast.lm.kernels.attention.protocol import Attention
 from holdfast.lm.kernels.cache.kv_cache import KVCache
 from holdfast.lm.kernels.sampling.sample import sample
-from holdfast.lm.models.base import Model, StepInput
+from holdfast.lm.models.base import LayerCache, LayerCaches, Model, StepInput
 from holdfast.lm.types import StepPlan, StepResult
 
 Layers = tuple[LayerCache, ...]
@@ -26,7 +25,7 @@ Layers = tuple[LayerCache, ...]
 
 @dataclass(frozen=True, slots=True)
 class PagedMemory:
-    """What a `PagedDevice` allocated."""
+    """All that a `PagedDevice` allocates."""
 
     cache: KVCache
     layers: Layers
@@ -35,24 +34,16 @@ class PagedMemory:
     host: KVCache | None
     transfers: Transfers | None
 
-    def begin_copies(self, plan: StepPlan) -> Sequence[LayerCache]:
-        """Start a plan's copies between the tiers; gives the layers' caches for its computation."""
+    def begin_copies(self, plan: StepPlan) -> LayerCaches:
+        """Start a plan's copies between the tiers; the layers' caches for its computation."""
         if self.transfers is None:
             return self.layers
         return self.transfers.begin(plan)
 
 
-class Flight(Protocol):
-    """A step in flight."""
-
-    def result(self) -> StepResult:
-        """Wait for the step. Raises what it raised."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class CudaFlight:
-    """A step whose tokens are copied to pinned memory before `done`."""
+    """A step in flight on a GPU. Its tokens are in pinned memory once `done` has passed."""
 
     step: int
     tokens: torch.Tensor
@@ -62,6 +53,10 @@ class CudaFlight:
     def result(self) -> StepResult:
         self.done.synchronize()
         return StepResult(self.step, tuple(self.tokens.tolist()), self.began.elapsed_time(self.done) / 1000)
+
+
+Flight = CudaFlight | Future[StepResult]
+"""A step in flight. Its `result` waits for the step, and raises what the step raised."""
 
 
 class PagedExecutor:
@@ -130,8 +125,8 @@ class PagedExecutor:
         return CudaFlight(plan.step, tokens, began, done)
 
     @torch.inference_mode()
-    def _forward(self, staged: StagedStep, layers: Sequence[LayerCache]) -> torch.Tensor:
-        """Run one step on the device; the sampled tokens [R], which also become their rows' last tokens."""
+    def _forward(self, staged: StagedStep, layers: LayerCaches) -> torch.Tensor:
+        """Run one step on the device; the sampled tokens [R], which also become the last tokens of their rows."""
         memory = self.memory
         # A graph cannot wait, layer by layer, for blocks that are being swapped in.
         swapping_in = layers is not memory.layers
@@ -141,35 +136,20 @@ class PagedExecutor:
         memory.batch.last_token.index_copy_(0, packed.sample_rows, tokens)
         return tokens
 
-    def _eager(self, staged: StagedStep, layers: Sequence[LayerCache]) -> tuple[PackedStep, torch.Tensor]:
-        """Enter a step and launch its kernels one by one: its inputs, and its logits [R, vocab_size]."""
+    def _eager(self, staged: StagedStep, layers: LayerCaches) -> tuple[PackedStep, torch.Tensor]:
+        """Upload a step and launch its kernels one by one; its inputs, and its logits [R, vocab_size]."""
         batch, attention = self.memory.batch, self._attention
         packed = batch.enter(staged)
-        logits = self._model.forward(
-            StepInput(
-                ids=packed.ids,
-                positions=packed.positions,
-                sample_at=packed.sample_at if staged.num_sampled < staged.num_tokens else None,
-                slot_mapping=packed.slot_mapping,
-                block_tables=batch.block_tables,
-                caches=layers,
-                attention=attention,
-                metadata=attention.make_metadata(staged.segments),
-            )
+        sample_at = packed.sample_at if staged.num_sampled < staged.num_tokens else None
+        tables, metadata = batch.block_tables, attention.make_metadata(staged.segments)
+        step = StepInput(
+            packed.ids, packed.positions, sample_at, packed.slot_mapping, tables, layers, attention, metadata
         )
-        return packed, logits
+        return packed, self._model.forward(step)
 
 
 def sample_rows(logits: torch.Tensor, packed: PackedStep, any_random: bool, any_filtered: bool) -> torch.Tensor:
     """A token for each row of the logits, drawn as the row's sampling record says."""
-    record = packed.sampling
     return sample(
-        logits,
-        record["temperature"],
-        record["top_k"],
-        record["top_p"],
-        record["seed"],
-        packed.sample_position,
-        any_random=any_random,
-        any_filtered=any_filtered,
+        logits, **packed.sampling, position=packed.sample_position, any_random=any_random, any_filtered=any_filtered
     )

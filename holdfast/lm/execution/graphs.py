@@ -1,4 +1,4 @@
-"""CUDA graphs of steps: one launch in place of several hundred, for the sizes that steps are padded to."""
+"""CUDA graphs of steps: one launch in place of several hundred. Each step is padded to a captured size."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KINDS = (1, 4, 16, 32, 64)
 """Up to each of these token counts, kernels have variants of their own (`linear.skinny_gemm`, `attention.paged`)."""
 
 FEW_SEGMENTS = 64
-"""Most steps with prefill work have no more segments than that."""
+"""Most steps with prefill work have at most this many segments."""
 
 MAX_TOKENS = 8192
 """Larger steps are not captured: the device computes much longer than the host takes to launch their kernels."""
@@ -35,7 +35,7 @@ class GraphSizes:
     rows: tuple[int, ...]
     """Rows that sample in those steps."""
     segments: tuple[int, ...]
-    """Segments of those steps. A captured attention launch has room for a fixed number, and empty room costs time."""
+    """Segments of those steps. A captured attention launch has room for a fixed number, and unused room costs time."""
 
     @classmethod
     def of(cls, max_sequences: int, max_tokens: int) -> GraphSizes:
@@ -79,7 +79,7 @@ class GraphSizes:
         return sorted({(tokens, min(tokens, segments)) for tokens in self.tokens for segments in self.segments})[::-1]
 
     def body(self, tokens: int, segments: int) -> tuple[int, int]:
-        """The body for a step of this size. A step that fills holes may have more segments than any body."""
+        """The body for a step of this size. A step that recomputes dropped ranges may have more segments than any."""
         size = _next(self.tokens, tokens)
         return size, min(size, _next(self.segments, min(segments, self.segments[-1])))
 
@@ -126,14 +126,14 @@ class StepGraphs:
         """Capture a graph for each size, in some tens of milliseconds each."""
         self._pool, sizes = torch.cuda.graph_pool_handle(), self.sizes
         # The largest first: the others fit into its memory.
-        self._bodies = {body: self._capture(self._body, *body, tokens=body[0]) for body in sizes.bodies()}
+        self._bodies = {body: self._capture(self._body, *body) for body in sizes.bodies()}
         self._heads = {size: self._capture(self._head, size) for size in reversed(sizes.rows)}
         self._decodes = {size: self._capture(self._decode, size) for size in reversed(sizes.decodes)}
 
     def rehearsals(self) -> list[Callable[[], None]]:
         """One call per size that runs its kernels once, without a graph. The calls may run concurrently."""
         sizes = self.sizes
-        bodies = [partial(self._rehearse, self._body, *body, tokens=body[0]) for body in sizes.bodies()]
+        bodies = [partial(self._rehearse, self._body, *body) for body in sizes.bodies()]
         return bodies + [partial(self._rehearse, self._decode, size) for size in sizes.decodes]
 
     def run(self, staged: StagedStep) -> tuple[PackedStep, torch.Tensor] | None:
@@ -161,21 +161,20 @@ class StepGraphs:
         captured.graph.replay()
         return packed, self._logits[: staged.num_sampled]
 
-    def _capture(
-        self, work: Callable[[int, Any], None], size: int, segments: int | None = None, tokens: int | None = None
-    ) -> Captured:
+    def _capture(self, work: Callable[[int, Any], None], size: int, segments: int | None = None) -> Captured:
         """Run `work` once, then capture it."""
-        metadata = self._rehearse(work, size, segments, tokens)
+        metadata = self._rehearse(work, size, segments)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             work(size, metadata)
         return Captured(graph, metadata)
 
-    def _rehearse(
-        self, work: Callable[[int, Any], None], size: int, segments: int | None = None, tokens: int | None = None
-    ) -> Any:
-        """Run `work` once with empty attention metadata, which compiles its kernels; return the metadata."""
-        metadata = self._attention.reserve(min(segments or size, self._most_rows), tokens)
+    def _rehearse(self, work: Callable[[int, Any], None], size: int, segments: int | None = None) -> Any:
+        """Run `work` once with empty attention metadata, which compiles its kernels; return the metadata.
+
+        `segments` is None where each segment is one token.
+        """
+        metadata = self._attention.reserve(min(segments or size, self._most_rows), size if segments else None)
         work(size, metadata)
         return metadata
 
@@ -195,15 +194,9 @@ class StepGraphs:
         self._logits[:size].copy_(self._model.forward(self._input(packed, None, metadata)))
 
     def _input(self, packed: PackedStep, sample_at: torch.Tensor | None, metadata: Any) -> StepInput:
+        tables, caches, attention = self._batch.block_tables, self._caches, self._attention
         return StepInput(
-            ids=packed.ids,
-            positions=packed.positions,
-            sample_at=sample_at,
-            slot_mapping=packed.slot_mapping,
-            block_tables=self._batch.block_tables,
-            caches=self._caches,
-            attention=self._attention,
-            metadata=metadata,
+            packed.ids, packed.positions, sample_at, packed.slot_mapping, tables, caches, attention, metadata
         )
 
 

@@ -1,24 +1,27 @@
-"""PagedDevice: measures what memory a model's steps leave, and allocates the paged cache and all that runs over it."""
+"""PagedDevice: measures how much memory a model's steps leave, and allocates the paged cache and its executor."""
 
 from __future__ import annotations
 
 import os
+import platform
+import resource
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property, partial
+from pathlib import Path
 
 import torch
 
 from holdfast.core.config import EngineConfig
-from holdfast.lm.execution import hardware
 from holdfast.lm.execution.batch import Batch
 from holdfast.lm.execution.executor import Layers, PagedExecutor, PagedMemory, sample_rows
 from holdfast.lm.execution.graphs import GraphSizes, StepGraphs
 from holdfast.lm.execution.transfer import CopyStream, Transfers, stream_for
 from holdfast.lm.kernels.attention.backends import attention_for
 from holdfast.lm.kernels.attention.protocol import CapturableAttention
-from holdfast.lm.kernels.cache.kv_cache import KVCache, block_bytes
+from holdfast.lm.kernels.cache.kv_cache import KVCache
 from holdfast.lm.kernels.fp8 import FP8
 from holdfast.lm.models.base import CapturableModel, Model
 from holdfast.lm.types import (
@@ -32,6 +35,7 @@ from holdfast.lm.types import (
     TableWrite,
     precision_of,
 )
+from holdfast.loop.contracts import Device
 
 CPU_CACHE_BYTES = 4_000_000_000
 """The cache on a CPU, unless the config says otherwise. Small, so that a first try does not fill a laptop's memory."""
@@ -43,8 +47,8 @@ SAMPLING_VARIANTS = ((False, False), (True, False), (True, True))
 """The variants of the sampling kernel: whether any row of a step draws, and whether any is filtered."""
 
 
-class PagedDevice:
-    """`loop.contracts.Device` for a model over a paged cache, and what else a start does before the first step."""
+class PagedDevice(Device[MemoryMeasurement, EngineShape]):
+    """`loop.contracts.Device` for a model over a paged cache. Also compiles its kernels, and makes the executor."""
 
     def __init__(
         self,
@@ -55,7 +59,7 @@ class PagedDevice:
         max_step_tokens: int | None = None,
         make_stream: Callable[[], CopyStream] | None = None,
     ) -> None:
-        """`name` is what the model is served as. `max_step_tokens` is by default the token budget.
+        """`name` is the name under which the model is served. `max_step_tokens` is by default the token budget.
 
         `make_stream` makes the streams that blocks are copied on; by default those of the device's kind.
         """
@@ -73,13 +77,7 @@ class PagedDevice:
             backend=config.attention_backend,
             cache_dtype=self.cache_dtype,
         )
-        self.block_bytes = block_bytes(
-            layers=spec.num_layers,
-            block_size=config.block_size,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            dtype=self.cache_dtype,
-        )
+        self.block_bytes = self._cache(1, torch.device("meta")).data.nbytes
         self._memory: PagedMemory | None = None
         self._make_stream = make_stream or partial(stream_for, spec.device)
 
@@ -91,9 +89,8 @@ class PagedDevice:
     @property
     def precision(self) -> str:
         """The type of weights, activations and cache, for people."""
-        config = self.config
         dtype = str(self.model.spec.dtype).removeprefix("torch.")
-        return precision_of(dtype, config.quantization, config.kv_cache_dtype)
+        return precision_of(dtype, self.config.quantization, self.config.kv_cache_dtype)
 
     @property
     def captures(self) -> bool:
@@ -103,7 +100,7 @@ class PagedDevice:
 
     @property
     def memory(self) -> PagedMemory:
-        """What was allocated. Raises RuntimeError before that."""
+        """The allocated memory. Raises RuntimeError before `allocate`."""
         if self._memory is None:
             raise RuntimeError("the device has no cache yet: call allocate first")
         return self._memory
@@ -142,20 +139,20 @@ class PagedDevice:
             work()
 
     def measure(self) -> MemoryMeasurement:
-        """Run the widest steps over a small cache to see what memory they take. Raises MemoryError if no block fits."""
+        """Run the widest steps over a small cache to measure their memory. Raises MemoryError if no block fits."""
         on_gpu = self.kind == "cuda"
         plans = list(self._widest_plans())
         blocks = 1 + max(write.blocks[-1] for plan in plans for write in plan.table_writes)
         if on_gpu:
             torch.cuda.empty_cache()
-        before = hardware.taken_memory(self.device)
+        before = taken_memory(self.device)
         self._run_once(plans, blocks)
-        activations = max(0, hardware.taken_memory(self.device) - before - blocks * self.block_bytes)
+        activations = max(0, taken_memory(self.device) - before - blocks * self.block_bytes)
         if on_gpu:
             torch.cuda.empty_cache()
-        free, total = hardware.memory(self.device)
+        free, total = memory_of(self.device)
         return MemoryMeasurement(
-            device=hardware.describe(self.device),
+            device=describe_device(self.device),
             total=total,
             weights=self.model.spec.weight_bytes,
             activations=activations,
@@ -194,7 +191,7 @@ class PagedDevice:
         return GraphSizes.of(self.config.max_sequences, self.max_step_tokens)
 
     def _run_once(self, plans: list[StepPlan], blocks: int) -> None:
-        """Run these steps over a cache of so many blocks, which is freed when this returns."""
+        """Run these steps over a cache of this many blocks, which is freed when this returns."""
         executor = PagedExecutor(self.model, self.attention, self._allocate(blocks, 0, self._graph_sizes.largest()))
         try:
             for plan in plans:
@@ -261,7 +258,7 @@ class PagedDevice:
             cache = int(total * config.memory_fraction) - reserved_by_others - activations
         else:
             cache = min(CPU_CACHE_BYTES, free // 2)
-        place = f"of {total / 1e9:.1f} GB on {hardware.describe(self.device)} {free / 1e9:.1f} are free"
+        place = f"of {total / 1e9:.1f} GB on {describe_device(self.device)} {free / 1e9:.1f} are free"
         if cache > free:
             raise MemoryError(f"cache_gb is {config.cache_gb}: {place}; lower it, or leave it out")
         if cache < self.block_bytes:
@@ -275,7 +272,7 @@ class PagedDevice:
     def _host_cache_bytes(self) -> int:
         """Bytes of the host tier. Raises MemoryError for more than the host has, or less than a block."""
         wanted = self.config.host_cache_gb
-        free, total = hardware.memory(torch.device("cpu"))
+        free, total = memory_of(torch.device("cpu"))
         if wanted == "auto":
             on = self.kind == "cuda" and self.config.prefix_sharing
             return min(HOST_CACHE_BYTES, free // 4) if on else 0
@@ -303,3 +300,51 @@ class PagedDevice:
                     TableWrite(row, 0, tuple(range(row * width, (row + 1) * width))) for row in range(count)
                 ),
             )
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device that a config's `auto`, `cpu` or `cuda` means. Raises ValueError for cuda without a GPU."""
+    available = torch.cuda.is_available()
+    if name == "cuda" and not available:
+        raise ValueError("device is cuda, and PyTorch finds no GPU; choose cpu or auto")
+    if name == "cuda" or (name == "auto" and available):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def describe_device(device: torch.device) -> str:
+    """The device in words."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    threads = torch.get_num_threads()
+    return f"CPU ({platform.machine()}, {threads} thread{'s' if threads > 1 else ''})"
+
+
+def memory_of(device: torch.device) -> tuple[int, int]:
+    """Free and total bytes. On a CPU, the bytes that can be allocated without swapping, within the cgroup.
+
+    A cgroup's inactive file cache counts as free: reading a checkpoint fills it.
+    """
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return int(free), int(total)
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free = total // 2
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        free = int(fields["MemAvailable"].split()[0]) * 1024
+    limit, used = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))
+    if limit.exists() and (most := limit.read_text().strip()).isdigit():
+        total = min(total, int(most))
+        statistics = dict(line.split() for line in (limit.parent / "memory.stat").read_text().splitlines())
+        free = min(free, int(most) - int(used.read_text()) + int(statistics.get("inactive_file", 0)))
+    return max(free, 0), total
+
+
+def taken_memory(device: torch.device) -> int:
+    """Bytes that PyTorch's allocator holds on a GPU now; on a CPU, the most that the process ever held."""
+    if device.type == "cuda":
+        return int(torch.cuda.memory_reserved(device))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
-from typing import NamedTuple, Protocol, overload
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 
 from holdfast.lm.kernels.cache.kv_cache import KVCache, copy_blocks
+from holdfast.lm.models.base import LayerCache, LayerCaches
 from holdfast.lm.types import BlockCopy, CopyTime, StepPlan
 
-LayerCache = tuple[torch.Tensor, torch.Tensor]
-
 GROUPS = 4
-"""A plan that awaits its own swap-in gets it in this many groups of layers: it starts when the first has arrived."""
+"""A plan that awaits its own swap-in gets it in this many groups of layers, and starts once the first is complete."""
 UPLOAD_ROUNDING = 8192
 """Pinned buffers of block numbers are rounded up to a multiple of this."""
 
@@ -28,19 +27,15 @@ class CopyEvent(Protocol):
 
     def wait(self) -> None:
         """Make computation started from now on wait for the copy. Does not block the caller."""
-        ...
 
     def finish(self) -> None:
         """Block the caller until the copy is done."""
-        ...
 
     def done(self) -> bool:
         """Whether the copy is done."""
-        ...
 
     def seconds(self) -> float:
         """Seconds that the copy took, once it is done."""
-        ...
 
 
 class CopyStream(Protocol):
@@ -48,15 +43,12 @@ class CopyStream(Protocol):
 
     def follow(self) -> None:
         """Make later copies wait for the computation started so far."""
-        ...
 
     def upload(self, numbers: torch.Tensor) -> torch.Tensor:
         """Move block numbers from the host to where the stream's copies read them."""
-        ...
 
     def copy(self, work: Callable[[], None], after: CopyEvent | None = None) -> CopyEvent:
         """Run `work` once `after` is done; the event of its end."""
-        ...
 
 
 class CompletedCopy:
@@ -144,38 +136,26 @@ def stream_for(device: torch.device) -> CopyStream:
     return CudaStream(device) if device.type == "cuda" else HostStream()
 
 
-class SwappingInLayers(Sequence[LayerCache]):
-    """The layers' caches; reading a layer makes the computation wait for that layer's swap-in.
+class SwappingInLayers:
+    """The layers' caches while they are swapped in. Reading a layer makes the computation wait for that layer's copy.
 
     So the first layers compute while later ones are still being copied (Pensieve §4.3.3). Pensieve does this for every
-    swap-in; here only a plan that awaits its own copies does, which is a plan with nothing else to compute, and layers
-    come in `GROUPS` groups. Beside other sequences' steps a sequence joins once its whole copy is there.
+    swap-in. Here only a plan that awaits its own copies does, which is a plan with nothing else to compute, and the
+    layers are copied in `GROUPS` groups. Beside other sequences, a sequence joins once its whole copy is there.
     """
 
     def __init__(self, layers: Sequence[LayerCache], events: Sequence[CopyEvent]) -> None:
         self._layers, self._events = layers, events
 
-    @overload
-    def __getitem__(self, layer: int) -> LayerCache: ...
-    @overload
-    def __getitem__(self, layer: slice) -> Sequence[LayerCache]: ...
-    def __getitem__(self, layer: int | slice) -> LayerCache | Sequence[LayerCache]:
-        if isinstance(layer, slice):
-            return [self[index] for index in range(*layer.indices(len(self)))]
+    def __getitem__(self, layer: int) -> LayerCache:
         self._events[layer].wait()
         return self._layers[layer]
 
-    def __len__(self) -> int:
-        return len(self._layers)
-
-    def __iter__(self) -> Iterator[LayerCache]:
-        return (self[index] for index in range(len(self)))
-
 
 class Transfers:
-    """The copies of each plan, begun in plan order, and which of them are complete.
+    """Begins the copies of each plan, in plan order, and reports which are complete.
 
-    The ordering that keeps them correct, given what `StepPlan` guarantees:
+    This order keeps copies correct, given the guarantees of `StepPlan`:
 
     - A swap-in runs after the computation begun so far, which may still read the old contents of its blocks. Only a
       plan that awaits a swap-in waits for it: for an earlier plan's all at once, for its own layer by layer.
@@ -185,20 +165,16 @@ class Transfers:
     """
 
     def __init__(
-        self,
-        device: KVCache,
-        host: KVCache,
-        layers: Sequence[LayerCache],
-        make_stream: Callable[[], CopyStream],
+        self, device: KVCache, host: KVCache, layers: Sequence[LayerCache], make_stream: Callable[[], CopyStream]
     ) -> None:
-        """`layers` are the device's caches as the computation reads them."""
+        """`layers` are the device's caches by layer."""
         self._device, self._host, self._layers = device, host, layers
         self._inward, self._outward = make_stream(), make_stream()
         self._last_in: CopyEvent | None = None
         self._swapping_in: deque[_CopiesInFlight] = deque()
         self._swapping_out: deque[_CopiesInFlight] = deque()
         self._begun = -1
-        self._block_bytes = device.data[:, :, 0].numel() * device.data.element_size()
+        self._block_bytes = device.data[:, :, 0].nbytes
         step = -(-len(layers) // GROUPS)
         self._groups = [slice(first, first + step) for first in range(0, len(layers), step)]
 
@@ -208,12 +184,12 @@ class Transfers:
         self.begin(StepPlan(-1, (), swap_in=copy, swap_out=copy))
         self.completed(wait=True)
 
-    def begin(self, plan: StepPlan) -> Sequence[LayerCache]:
+    def begin(self, plan: StepPlan) -> LayerCaches:
         """Start a plan's copies; the layers' caches for its computation, which must be started next.
 
         These are the object given to `Transfers`, unless the plan awaits its own copies.
         """
-        layers = self._layers
+        layers: LayerCaches = self._layers
         for earlier in tuple(self._swapping_in):
             if earlier.step <= plan.awaits:
                 earlier.parts[-1].wait()
@@ -222,12 +198,13 @@ class Transfers:
             self._inward.follow()
             places, blocks = self._inward.upload(block_numbers(plan.swap_in))
             copy = partial(copy_blocks, self._host, places, self._device, blocks)
-            groups = self._groups if own else [slice(0, len(layers))]
+            groups = self._groups if own else [slice(0, len(self._layers))]
             parts = tuple(self._inward.copy(partial(copy, group)) for group in groups)
             self._last_in = parts[-1]
             self._swapping_in.append(_CopiesInFlight(plan.step, parts, len(places)))
             if own:
-                layers = SwappingInLayers(layers, [parts[at // groups[0].stop] for at in range(len(layers))])
+                events = [parts[at // groups[0].stop] for at in range(len(self._layers))]
+                layers = SwappingInLayers(self._layers, events)
         if plan.swap_out:
             self._outward.follow()
             blocks, places = self._outward.upload(block_numbers(plan.swap_out))
@@ -238,7 +215,7 @@ class Transfers:
         return layers
 
     def completed(self, *, wait: bool) -> Completed:
-        """Which copies are complete. With `wait`, block until all copies begun so far are."""
+        """Copies that have completed. With `wait`, block until all copies begun so far have."""
         copies: list[CopyTime] = []
         swapped_out, swapped_in = (
             self._passed(queue, wait, copies) for queue in (self._swapping_out, self._swapping_in)
@@ -246,6 +223,7 @@ class Transfers:
         return Completed(swapped_out, swapped_in, tuple(copies))
 
     def _passed(self, queue: deque[_CopiesInFlight], wait: bool, copies: list[CopyTime]) -> int:
+        """Move complete copies from `queue` to `copies`; the last plan with all its copies complete."""
         begun = self._begun
         while queue:
             step, parts, blocks = queue[0]
@@ -260,7 +238,7 @@ class Transfers:
 
 
 def block_numbers(copies: Sequence[BlockCopy]) -> torch.Tensor:
-    """Sources and targets of copies, int64 [2, n]. The device may be waiting, and `torch.tensor` is 10x slower."""
+    """Sources and targets of copies, int64 [2, n]. `torch.tensor` takes 10 times as long, and a device may wait."""
     flat = np.fromiter(chain.from_iterable(copies), np.int64, 2 * len(copies))
     return torch.from_numpy(flat.reshape(-1, 2).T.copy())
 
@@ -274,7 +252,7 @@ class _CopiesInFlight(NamedTuple):
 
 
 class Completed(NamedTuple):
-    """The fields of a `StepResult` that tell of copies."""
+    """The fields of a `StepResult` about copies."""
 
     swapped_out: int
     swapped_in: int

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -42,6 +41,16 @@ class ModelSpec:
     weight_bytes: int
 
 
+LayerCache = tuple[torch.Tensor, torch.Tensor]
+"""Keys and values of one layer, [num_blocks, block_size, Hkv, D] each."""
+
+
+class LayerCaches(Protocol):
+    """The caches by layer, read one at a time: a layer may still be on its way from the host."""
+
+    def __getitem__(self, layer: int, /) -> LayerCache: ...
+
+
 @dataclass(frozen=True, slots=True)
 class StepInput:
     """One packed batch of T tokens on the device, with the cache it reads and writes."""
@@ -51,13 +60,9 @@ class StepInput:
     sample_at: torch.Tensor | None  # [R] int64: tokens of the batch whose logits are needed; None: all, in order
     slot_mapping: torch.Tensor  # [T] int64
     block_tables: torch.Tensor  # [rows, max_blocks] int32
-    caches: Sequence[tuple[torch.Tensor, torch.Tensor]]  # by layer, keys and values [num_blocks, block_size, Hkv, D]
+    caches: LayerCaches
     attention: Attention[Any]
     metadata: Any  # from `attention.make_metadata` for this batch
-
-    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Write keys and values [T, Hkv, D] to the layer's cache."""
-        self.attention.write(key, value, *self.caches[layer], self.slot_mapping)
 
     def attend(
         self,
@@ -69,7 +74,7 @@ class StepInput:
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention of query [T, H, D] over the layer's cache, after `write`: [T, H, D]."""
+        """Attention of query [T, H, D] over the layer's cache, once the step's keys are there: [T, H, D]."""
         keys, values = self.caches[layer]
         return self.attention.attend(
             query,
@@ -92,7 +97,6 @@ class Model(Protocol):
 
     def forward(self, step: StepInput) -> torch.Tensor:
         """Logits [R, vocab_size] of the tokens at `sample_at`. Writes the cache; never waits for the device."""
-        ...
 
 
 @runtime_checkable
@@ -104,8 +108,6 @@ class CapturableModel(Model, Protocol):
 
     def body(self, step: StepInput) -> tuple[torch.Tensor, ...]:
         """The input of `head`: tensors of R rows, for the tokens at `sample_at`. Writes the cache."""
-        ...
 
     def head(self, rows: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """Logits [R, vocab_size] from the result of `body`, which it may overwrite."""
-        ...

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 
 from holdfast.lm.kernels.fp8 import Fp8Weight, Weight, quantize
-from holdfast.lm.kernels.linear.backends import layer_ops_for
+from holdfast.lm.kernels.linear import layer_ops_for
 from holdfast.lm.kernels.linear.layers import LayerShape, Normed
 from holdfast.lm.models.base import ModelSpec, StepInput
 from holdfast.lm.models.rope import Rope
@@ -95,7 +95,6 @@ class WeightSource(Protocol):
 
     def fill(self, name: str, into: torch.Tensor) -> None:
         """Write the tensor `name` into `into`, which has its shape. Raises UnsupportedCheckpoint if it cannot."""
-        ...
 
 
 def layer_shapes(spec: DecoderSpec) -> dict[str, tuple[Shape, ...]]:
@@ -145,7 +144,8 @@ class Decoder:
         self._source, self._device, self._dtype = source, device, dtype
         self._bytes = 0
         self.decoder = decoder
-        self.embedding = self._fused((names.embedding,), ((decoder.vocab_size, decoder.hidden_size),))
+        vocabulary = ((decoder.vocab_size, decoder.hidden_size),)
+        self.embedding = self._fused((names.embedding,), vocabulary)
         shapes = layer_shapes(decoder)
         quantized = LINEAR_FIELDS if fp8 else ()
         # One buffer for all weights that are quantized. Freeing one for each would fragment memory.
@@ -153,11 +153,7 @@ class Decoder:
         self.layers = tuple(self._layer(index, shapes, quantized) for index in range(decoder.num_layers))
         del self._unquantized
         self.norm = self._fused((names.norm,), ((decoder.hidden_size,),))
-        self.lm_head = (
-            self.embedding
-            if decoder.tied
-            else self._fused((names.lm_head,), ((decoder.vocab_size, decoder.hidden_size),))
-        )
+        self.lm_head = self.embedding if decoder.tied else self._fused((names.lm_head,), vocabulary)
         del self._source
         self._ops = layer_ops_for(
             LayerShape(

@@ -61,11 +61,7 @@ class TransformersModel:
         """Logits [R, vocab_size]."""
         kept = {"logits_to_keep": step.sample_at} if self._keeps and step.sample_at is not None else {}
         output = self.module(
-            input_ids=step.ids[None],
-            position_ids=step.positions[None],
-            use_cache=False,
-            holdfast_step=step,
-            **kept,
+            input_ids=step.ids[None], position_ids=step.positions[None], use_cache=False, holdfast_step=step, **kept
         )
         logits: torch.Tensor = output.logits[0]
         return logits if self._keeps or step.sample_at is None else logits.index_select(0, step.sample_at)
@@ -89,9 +85,10 @@ def paged_attention(
     size, value_size = query.shape[-1], value.shape[-1]
     if value_size < size:  # latent attention has values narrower than its keys
         value = functional.pad(value, (0, size - value_size))
-    holdfast_step.write(module.layer_idx, packed(key), packed(value))
-    out = holdfast_step.attend(
-        module.layer_idx,
+    step, layer = holdfast_step, module.layer_idx
+    step.attention.write(packed(key), packed(value), *step.caches[layer], step.slot_mapping)
+    out = step.attend(
+        layer,
         packed(query),
         scale=scaling if scaling is not None else size**-0.5,
         window=sliding_window,
@@ -171,31 +168,21 @@ def _module(directory: Path, config: Mapping[str, Any], device: torch.device, dt
             f"{architecture} (model_type {kind!r}) is no causal decoder that "
             f"Transformers {transformers.__version__} knows"
         )
+    auto, report = transformers.AutoModelForCausalLM, dict[str, Any]()
+    options: dict[str, Any] = dict(dtype=dtype, attn_implementation=PLAIN, trust_remote_code=False)
     try:
         settings = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
         if random:
             with device:
-                module = transformers.AutoModelForCausalLM.from_config(
-                    settings, dtype=dtype, attn_implementation=PLAIN, trust_remote_code=False
-                )
+                module = auto.from_config(settings, **options)
         else:
-            module, report = transformers.AutoModelForCausalLM.from_pretrained(
-                directory,
-                config=settings,
-                dtype=dtype,
-                attn_implementation=PLAIN,
-                use_safetensors=True,
-                local_files_only=True,
-                trust_remote_code=False,
-                output_loading_info=True,
-            )
-            for fault in ("missing", "unexpected", "mismatched"):
-                if keys := report.get(f"{fault}_keys"):
-                    raise UnsupportedCheckpoint(f"the checkpoint has {fault} tensors, first {min(map(str, keys))}")
-    except UnsupportedCheckpoint:
-        raise
+            options |= dict(config=settings, use_safetensors=True, local_files_only=True, output_loading_info=True)
+            module, report = auto.from_pretrained(directory, **options)
     except Exception as error:  # Transformers raises many kinds for a checkpoint that it cannot read
         raise UnsupportedCheckpoint(f"Transformers cannot load {architecture}: {error}") from error
+    for fault in ("missing", "unexpected", "mismatched"):
+        if keys := report.get(f"{fault}_keys"):
+            raise UnsupportedCheckpoint(f"the checkpoint has {fault} tensors, first {min(map(str, keys))}")
     return module.to(device).eval().requires_grad_(False)
 
 
@@ -230,10 +217,11 @@ def _accepted(
         device=device,
         weight_bytes=sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers())),
     )
-    plain = _plain_logits(module, device, spec)
+    ids = (torch.arange(PROBE_LENGTH, device=device) * 7 + 3) % spec.vocab_size
+    plain = _plain_logits(module, ids)
     module.set_attn_implementation(PAGED)
     model = TransformersModel(module, spec)
-    paged = _paged_logits(model)
+    paged = _paged_logits(model, ids)
     distance = (paged - plain).norm(dim=-1) / plain.norm(dim=-1)
     if not distance.median() < TOLERANCE[dtype]:
         raise UnsupportedCheckpoint(
@@ -299,33 +287,22 @@ def _check_calls(calls: list[Call], config: Any, length: int) -> None:
             raise UnsupportedCheckpoint(f"layer {call.layer} has the window {window} and tells its attention {told}")
 
 
-def _probe_ids(device: torch.device, spec: ModelSpec) -> torch.Tensor:
-    """Some token ids [PROBE_LENGTH]."""
-    return (torch.arange(PROBE_LENGTH, device=device) * 7 + 3) % spec.vocab_size
-
-
-def _plain_logits(module: Any, device: torch.device, spec: ModelSpec) -> torch.Tensor:
+def _plain_logits(module: Any, ids: torch.Tensor) -> torch.Tensor:
     """The probe's logits [PROBE_LENGTH, V] by the architecture's own attention."""
     module.set_attn_implementation(PLAIN)
-    positions = torch.arange(PROBE_LENGTH, device=device)
-    output = module(input_ids=_probe_ids(device, spec)[None], position_ids=positions[None], use_cache=False)
+    positions = torch.arange(PROBE_LENGTH, device=ids.device)
+    output = module(input_ids=ids[None], position_ids=positions[None], use_cache=False)
     logits: torch.Tensor = output.logits[0]
     return logits.float()
 
 
-def _paged_logits(model: TransformersModel) -> torch.Tensor:
+def _paged_logits(model: TransformersModel, ids: torch.Tensor) -> torch.Tensor:
     """The probe's logits through the cache: a first chunk, then a second one packed after another sequence."""
-    spec = model.spec
-    device = spec.device
-    heads: dict[str, Any] = {
-        "num_kv_heads": spec.num_kv_heads,
-        "head_dim": spec.head_dim,
-        "block_size": PROBE_BLOCK,
-    }
+    spec, device = model.spec, model.spec.device
+    heads: dict[str, Any] = dict(num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, block_size=PROBE_BLOCK)
     attention = attention_for(device, num_heads=spec.num_heads, **heads)
     cache = KVCache.allocate(layers=spec.num_layers, num_blocks=4, dtype=spec.dtype, device=device, **heads)
     tables = np.array([[3, 1], [2, 0]], np.int32)
-    ids = _probe_ids(device, spec)
     logits = []
     for spans in ([(0, 0, PROBE_CHUNK)], [(1, 0, PROBE_CHUNK - 1), (0, PROBE_CHUNK, PROBE_LENGTH)]):
         rows = np.concatenate([np.full(stop - start, row) for row, start, stop in spans])

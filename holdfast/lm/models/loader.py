@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,32 +40,17 @@ def load(
     config = read_json(directory / "config.json")
     architecture = understood(config)
     kind = DTYPES[dtype] if dtype != "auto" else own_dtype(config) if device.type == "cuda" else torch.float32
-    eos = eos_token_ids(directory, config)
+    options: dict[str, Any] = dict(device=device, dtype=kind, eos_token_ids=eos_token_ids(directory, config))
     if quantization == "fp8":
         check_fp8(architecture, device)
     if architecture not in NATIVE:
-        return hf.load(
-            directory,
-            config,
-            device=device,
-            dtype=kind,
-            eos_token_ids=eos,
-            max_model_len=max_model_len,
-            random=load_format == "random",
-        )
+        return hf.load(directory, config, **options, max_model_len=max_model_len, random=load_format == "random")
     spec = NATIVE[architecture](config)
     source = RandomWeights(spec, device) if load_format == "random" else Safetensors(directory)
-    model = Decoder(
-        spec,
-        source,
-        device=device,
-        dtype=kind,
-        max_model_len=limited(max_model_len, spec.max_positions),
-        eos_token_ids=eos,
-        fp8=quantization == "fp8",
-    )
+    length = limited(max_model_len, spec.max_positions)
+    model = Decoder(spec, source, **options, max_model_len=length, fp8=quantization == "fp8")
     if isinstance(source, Safetensors):
-        source.finish(ignored=leftover_of(spec))
+        source.finish(spec)
     return model
 
 
@@ -128,12 +113,6 @@ def eos_token_ids(directory: Path, config: Mapping[str, Any]) -> tuple[int, ...]
     return tuple(int(token) for token in (given if isinstance(given, list) else [given]))
 
 
-def leftover_of(spec: DecoderSpec) -> Callable[[str], bool]:
-    """A test for the names of tensors that a checkpoint of `spec` may hold without being used."""
-    names = spec.names
-    return lambda name: name.endswith(names.ignored) or (spec.tied and name == names.lm_head)
-
-
 class Safetensors(WeightSource):
     """The tensors of a directory's safetensors files, single or sharded, memory-mapped."""
 
@@ -163,10 +142,10 @@ class Safetensors(WeightSource):
         into.copy_(tensor)
         self._left.discard(name)
 
-    def finish(self, ignored: Callable[[str], bool]) -> None:
-        """Raise UnsupportedCheckpoint if the checkpoint holds a tensor that was not used."""
-        left = sorted(name for name in self._left if not ignored(name))
-        if left:
+    def finish(self, spec: DecoderSpec) -> None:
+        """Raise UnsupportedCheckpoint if the checkpoint holds a tensor that `spec` neither uses nor ignores."""
+        ignored = {spec.names.lm_head} if spec.tied else set()
+        if left := sorted(name for name in self._left - ignored if not name.endswith(spec.names.ignored)):
             raise UnsupportedCheckpoint(
                 f"the checkpoint holds {len(left)} tensors that its config.json does not explain, first {left[0]}"
             )
@@ -193,9 +172,9 @@ def files_of(directory: Path) -> list[Path]:
 class RandomWeights(WeightSource):
     """Weights drawn on the device: norms 1, biases 0, the rest normal with the config's standard deviation."""
 
-    def __init__(self, spec: DecoderSpec, device: torch.device, seed: int = 0) -> None:
+    def __init__(self, spec: DecoderSpec, device: torch.device) -> None:
         self._std = spec.init_std
-        self._generator = torch.Generator(device).manual_seed(seed)
+        self._generator = torch.Generator(device).manual_seed(0)
 
     def fill(self, name: str, into: torch.Tensor) -> None:
         if name.endswith(".bias"):

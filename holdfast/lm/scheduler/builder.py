@@ -182,10 +182,19 @@ class StepBuilder:
         if self._ids:  # otherwise the next plan has to wait
             pool.copies.finish_swap_in(awaits)
             queues.awaits = -1
+        segments = Columns(
+            Segment,
+            sequence_id=self._ids,
+            row=self._rows,
+            start=self._starts,
+            stop=self._stops,
+            tokens=self._tokens,
+            sampling=self._samplings,
+        )
         samples = self._samples
         return StepPlan(
             self.number,
-            Columns(Segment, (self._ids, self._rows, self._starts, self._stops, self._tokens, self._samplings)),
+            segments,
             tuple(self._writes),
             tuple(self._preemption.preempted),
             tuple(self._admission.swap_in),

@@ -183,15 +183,15 @@ class Scheduler:
     ) -> Columns[SequenceOutput]:
         """The outputs of these sequences, whose new tokens are given."""
         sequences = [entry.sequence for entry in entries]
-        columns = (
-            [entry.id for entry in entries],
-            tokens,
-            [sequence.finish_reason for sequence in sequences] if some_ended else [None] * len(entries),
-            [sequence.cached_tokens for sequence in sequences],
-            [sequence.scheduled_at for sequence in sequences],
-            [sequence.preemptions for sequence in sequences],
+        return Columns(
+            SequenceOutput,
+            request_id=[entry.id for entry in entries],
+            tokens=tokens,
+            finish_reason=[sequence.finish_reason for sequence in sequences] if some_ended else [None] * len(entries),
+            cached_tokens=[sequence.cached_tokens for sequence in sequences],
+            scheduled_at=[sequence.scheduled_at for sequence in sequences],
+            preemptions=[sequence.preemptions for sequence in sequences],
         )
-        return Columns(SequenceOutput, columns)
 
     def has_work(self) -> bool:
         """Whether any request has not ended."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import msgspec
+from msgspec.json import decode
 from sqlalchemy import Connection, Row, bindparam, delete, func, insert, select, update
 
 from holdfast.server.conversations.database import Database, conversations, items, threads, turns
 from holdfast.server.conversations.space import Space
-from holdfast.server.conversations.values import Conflict, Context, Item, Page, Turn
+from holdfast.server.conversations.values import Conflict, Context, Item, NotFound, Turn
+from holdfast.server.replies import encode
 
 # The query of every turn in a conversation, built once.
 _OWN = (
@@ -23,140 +24,112 @@ _OWN = (
     )
 )
 
-_encode = msgspec.json.Encoder().encode
-_decode = msgspec.json.decode
-
 
 class ConversationStore:
-    """The conversations of a store. Each method is one transaction."""
+    """The conversations of a store. Each method is one transaction. Raises NotFound for what does not exist."""
 
-    def __init__(
-        self,
-        database: Database,
-        space: Space,
-        chain: Callable[[Connection, Row[Any]], Context],
-        now: Callable[[], float],
-    ) -> None:
+    def __init__(self, database: Database, space: Space, chain: Callable[[Connection, Row[Any]], Context]) -> None:
         """`chain` reads the context that ends with a turn."""
         self._database = database
         self._space = space
         self._chain = chain
-        self._now = now
 
     def create(
         self, tenant: str, conversation: str, metadata: Mapping[str, str], first: Sequence[Item]
     ) -> dict[str, Any]:
         """Begin a conversation with these items. Returns it as the API shows it."""
-        encoded = _encode(metadata)
+        encoded = encode(metadata)
         with self._database.write() as db:
-            db.execute(
-                insert(conversations).values(
-                    id=conversation, thread=conversation, tenant=tenant, created=int(self._now()), metadata=encoded
-                )
-            )
+            row = {"id": conversation, "thread": conversation, "tenant": tenant, "created": int(self._space.now())}
+            db.execute(insert(conversations).values(**row, metadata=encoded))
             size = append(db, conversation, first)
             self._space.grown(db, conversation, tenant, len(encoded) + size)
-            row = self._find(db, tenant, conversation)
-            assert row is not None
-            return _shown(row)
+            return _shown(self._find(db, tenant, conversation))
 
-    def get(self, tenant: str, conversation: str) -> dict[str, Any] | None:
+    def get(self, tenant: str, conversation: str) -> dict[str, Any]:
         """A conversation as the API shows it."""
         with self._database.read() as db:
-            row = self._find(db, tenant, conversation)
-            return None if row is None else _shown(row)
+            return _shown(self._find(db, tenant, conversation))
 
-    def update(self, tenant: str, conversation: str, metadata: Mapping[str, str]) -> dict[str, Any] | None:
+    def update(self, tenant: str, conversation: str, metadata: Mapping[str, str]) -> dict[str, Any]:
         """Replace the metadata. Returns the conversation as the API shows it."""
         with self._database.write() as db:
             row = self._find(db, tenant, conversation)
-            if row is None:
-                return None
-            values = {"metadata": _encode(metadata)}
+            values = {"metadata": encode(metadata)}
             db.execute(update(conversations).where(conversations.c.id == conversation).values(values))
             return _shown(row) | {"metadata": dict(metadata)}
 
-    def delete(self, tenant: str, conversation: str) -> bool:
-        """Delete a conversation and its items. Returns whether it existed. Its responses keep their ids."""
+    def delete(self, tenant: str, conversation: str) -> None:
+        """Delete a conversation and its items. Its responses keep their ids."""
         with self._database.write() as db:
             row = self._find(db, tenant, conversation)
-            if row is None:
-                return False
             db.execute(delete(items).where(items.c.conversation == conversation))
             db.execute(delete(conversations).where(conversations.c.id == conversation))
             self._space.prune(db, row.thread)
-            return True
 
-    def context(self, tenant: str, conversation: str) -> Context | None:
-        """What a turn in this conversation builds on; None if there is no such conversation."""
+    def context(self, tenant: str, conversation: str) -> Context:
+        """What a turn in this conversation builds on."""
         with self._database.read() as db:
             row = self._find(db, tenant, conversation)
-            if row is None:
-                return None
             if row.head is not None:
                 head = db.execute(select(turns).where(turns.c.id == row.head)).one()
                 return self._chain(db, head)
-            rows = db.execute(
-                select(items.c.item).where(items.c.conversation == conversation).order_by(items.c.position)
-            )
-            return Context(thread=row.thread, items=[_decode(item) for (item,) in rows])
+            query = select(items.c.item).where(items.c.conversation == conversation).order_by(items.c.position)
+            return Context(thread=row.thread, items=[decode(item) for (item,) in db.execute(query)])
 
     def items(
         self, tenant: str, conversation: str, *, limit: int, newest_first: bool, after: str | None = None
-    ) -> Page | None:
-        """A page of items; None if there is no such conversation. Raises LookupError for an unknown `after`."""
+    ) -> tuple[list[Item], bool]:
+        """A page of items, and whether there are more."""
+        here, position = items.c.conversation == conversation, items.c.position
         with self._database.read() as db:
-            if self._find(db, tenant, conversation) is None:
-                return None
-            query = select(items.c.item).where(items.c.conversation == conversation)
-            position = items.c.position
+            self._find(db, tenant, conversation)
+            query = select(items.c.item).where(here)
             if after is not None:
-                where = db.execute(
-                    select(position).where(items.c.conversation == conversation, items.c.id == after)
-                ).scalar()
+                where = db.execute(select(position).where(here, items.c.id == after)).scalar()
                 if where is None:
-                    raise LookupError(after)
+                    raise NotFound("item", after, "after")
                 query = query.where(position < where if newest_first else position > where)
             query = query.order_by(position.desc() if newest_first else position).limit(limit + 1)
-            found = [_decode(item) for (item,) in db.execute(query)]
-            return Page(found[:limit], len(found) > limit)
+            found = [decode(item) for (item,) in db.execute(query)]
+            return found[:limit], len(found) > limit
 
-    def item(self, tenant: str, conversation: str, item: str) -> Item | None:
+    def item(self, tenant: str, conversation: str, item: str) -> Item:
         """One item of a conversation."""
+        this = (items.c.conversation == conversation, items.c.id == item)
         with self._database.read() as db:
-            if self._find(db, tenant, conversation) is None:
-                return None
-            found = db.execute(
-                select(items.c.item).where(items.c.conversation == conversation, items.c.id == item)
-            ).scalar()
-            return None if found is None else _decode(found)
+            self._find(db, tenant, conversation, item)
+            found = db.execute(select(items.c.item).where(*this)).scalar()
+            if found is None:
+                raise NotFound("item", item)
+            return decode(found, type=Item)
 
-    def add_items(self, tenant: str, conversation: str, new: Sequence[Item]) -> bool:
-        """Append a client's items. Returns whether the conversation exists."""
+    def add_items(self, tenant: str, conversation: str, new: Sequence[Item]) -> None:
+        """Append a client's items."""
         with self._database.write() as db:
             row = self._find(db, tenant, conversation)
-            if row is None:
-                return False
             self._clear_head(db, conversation)
             size = append(db, conversation, new)
             self._space.grown(db, row.thread, tenant, size)
-            return True
 
-    def delete_item(self, tenant: str, conversation: str, item: str) -> dict[str, Any] | None:
-        """Remove an item. Returns the conversation as the API shows it; None if there is no such item."""
+    def delete_item(self, tenant: str, conversation: str, item: str) -> dict[str, Any]:
+        """Remove an item. Returns the conversation as the API shows it."""
+        this = (items.c.conversation == conversation, items.c.id == item)
         with self._database.write() as db:
-            row = self._find(db, tenant, conversation)
-            if row is None:
-                return None
-            this = (items.c.conversation == conversation, items.c.id == item)
+            row = self._find(db, tenant, conversation, item)
             if not db.execute(delete(items).where(*this)).rowcount:
-                return None
+                raise NotFound("item", item)
             self._clear_head(db, conversation)
             self._space.prune(db, row.thread)
             return _shown(row)
 
-    def _find(self, db: Connection, tenant: str, conversation: str) -> Row[Any] | None:
-        return db.execute(_OWN, {"id": conversation, "tenant": tenant, "oldest": self._space.oldest()}).one_or_none()
+    def _find(self, db: Connection, tenant: str, conversation: str, item: str | None = None) -> Row[Any]:
+        """A conversation's row. Raises NotFound, for the item where the client asked for one."""
+        key = {"id": conversation, "tenant": tenant, "oldest": self._space.oldest()}
+        row = db.execute(_OWN, key).one_or_none()
+        if row is None:
+            raise NotFound("conversation", conversation) if item is None else NotFound("item", item)
+        return row
 
     def _clear_head(self, db: Connection, conversation: str) -> None:
         """No turn stands for the edited items. The update also keeps other writers out until the commit."""
@@ -170,7 +143,7 @@ def append(db: Connection, conversation: str, new: Sequence[Item]) -> int:
     here = items.c.conversation == conversation
     last = db.execute(select(func.max(items.c.position)).where(here)).scalar()
     rows = [
-        {"conversation": conversation, "position": position, "id": item["id"], "item": _encode(item)}
+        {"conversation": conversation, "position": position, "id": item["id"], "item": encode(item)}
         for position, item in enumerate(new, 0 if last is None else last + 1)
     ]
     db.execute(insert(items), rows)
@@ -195,4 +168,4 @@ def advance(db: Connection, turn: Turn) -> None:
 
 
 def _shown(row: Row[Any]) -> dict[str, Any]:
-    return {"id": row.id, "object": "conversation", "created_at": row.created, "metadata": _decode(row.metadata)}
+    return {"id": row.id, "object": "conversation", "created_at": row.created, "metadata": decode(row.metadata)}

@@ -157,8 +157,8 @@ class Database:
     """A connected database."""
 
     def __init__(self, where: str) -> None:
-        """Connect as `connect` does, and raise what it raises."""
-        self.engine = connect(where)
+        """Connect to a SQLite file, a database's URL, or `memory`. Raises ValueError, OSError, SQLAlchemyError."""
+        self.engine = _connect(where)
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
@@ -177,8 +177,7 @@ class Database:
         self.engine.dispose()
 
 
-def connect(where: str) -> Engine:
-    """An engine for a SQLite file, a database's URL, or `memory`. Raises ValueError, OSError, SQLAlchemyError."""
+def _connect(where: str) -> Engine:
     if where == MEMORY:
         engine = sqlalchemy.create_engine("sqlite://", poolclass=StaticPool, connect_args={"check_same_thread": False})
     elif "://" not in where:

@@ -1,13 +1,16 @@
-"""Requests of the stateful API: responses, conversations and items as strict types."""
+"""Wire types of the stateful API: requests as strict types, items, response objects, stream events in their order."""
 
 from __future__ import annotations
 
+import itertools
+import time
 import uuid
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any
 
 from msgspec import Meta, Struct, field
 
+from holdfast.core.types import FinishReason
 from holdfast.server.conversations.values import Item
 from holdfast.server.protocol import (
     MAX_MESSAGES,
@@ -17,12 +20,12 @@ from holdfast.server.protocol import (
     Metadata,
     RequestBody,
     SampledRequest,
-    StreamOptions,
     checked_role,
     refuse_extra,
     shown,
     text_parts,
 )
+from holdfast.server.replies import RequestUsage, encode
 
 MAX_NEW_ITEMS = 20
 """Most items that one call may add to a conversation, as in OpenAI's API."""
@@ -32,6 +35,9 @@ NewItems = Annotated[list[dict[str, Any]], Meta(max_length=MAX_NEW_ITEMS)]
 
 TEXT_KINDS = ("input_text", "output_text", "text")
 ITEM_FIELDS = ("type", "id", "status", "role", "content", "phase")
+
+Event = dict[str, Any]
+Response = dict[str, Any]
 
 
 class ConversationParam(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -43,35 +49,19 @@ class ConversationParam(Struct, kw_only=True, frozen=True, forbid_unknown_fields
 class ResponseRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """POST /v1/responses."""
 
-    route: ClassVar[str] = "/v1/responses"
-    prompt_param: ClassVar[str] = "input"
-    max_tokens_param: ClassVar[str] = "max_output_tokens"
-    n: ClassVar[int] = 1
-    harmless = (
-        "user",
-        "safety_identifier",
-        "prompt_cache_key",
-        "prompt_cache_options",
-        "prompt_cache_retention",
-        "parallel_tool_calls",
-        "service_tier",
-    )
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+    route = "/v1/responses"
+    prompt_param = "input"
+    max_tokens_param = "max_output_tokens"
+    unsupported = SampledRequest.unsupported | {
         "context_management": ([],),
-        "frequency_penalty": (0,),
         "include": ([],),
-        "logprobs": (False,),
         "max_tool_calls": (),
-        "moderation": (),
-        "presence_penalty": (0,),
         "prompt": (),
         "reasoning": ({}, {"effort": "none"}, {"effort": None, "summary": None}),
         "text": ({}, {"format": {"type": "text"}}, {"format": {"type": "text"}, "verbosity": "medium"}),
-        "tool_choice": ("none", "auto"),
-        "tools": ([],),
-        "top_logprobs": (0,),
         "truncation": ("disabled",),
     }
+    harmless = (*SampledRequest.harmless, "prompt_cache_options")
 
     input: str | Annotated[list[dict[str, Any]], Meta(max_length=MAX_MESSAGES)] = ""
     instructions: str | None = None
@@ -81,11 +71,9 @@ class ResponseRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknown_
     background: bool = False
     max_output_tokens: Count | None = None
     metadata: Metadata = field(default_factory=dict)
-    stream_options: StreamOptions = StreamOptions()
 
     @property
     def most_tokens(self) -> int | None:
-        """The most tokens of the answer."""
         return self.max_output_tokens
 
     @property
@@ -96,15 +84,11 @@ class ResponseRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknown_
     def items(self) -> list[Item]:
         """The input as items. Raises ApiError for unsupported content, and for parameters that exclude each other."""
         if self.previous_response_id is not None and self.conversation is not None:
-            raise ApiError(
-                "previous_response_id and conversation exclude each other; give one of them",
-                param="previous_response_id",
-                code="mutually_exclusive_parameters",
-            )
+            reason = "previous_response_id and conversation exclude each other; give one of them"
+            raise ApiError(reason, param="previous_response_id", code="mutually_exclusive_parameters")
         if self.background and not self.store:
-            raise ApiError(
-                "background needs store: true, as its answer is fetched later", param="background", code="invalid_value"
-            )
+            reason = "background needs store: true, as its answer is fetched later"
+            raise ApiError(reason, param="background", code="invalid_value")
         if isinstance(self.input, str):
             return [new_item("user", self.input)] if self.input else []
         return read_items(self.input, "input")
@@ -136,11 +120,12 @@ def new_id(kind: str) -> str:
 
 def new_item(role: str, *texts: str) -> Item:
     """A message as a completed item."""
-    if role == "assistant":
-        content = [{"type": "output_text", "text": text, "annotations": [], "logprobs": []} for text in texts]
-    else:
-        content = [{"type": "input_text", "text": text} for text in texts]
+    content = [_output_text(text) if role == "assistant" else {"type": "input_text", "text": text} for text in texts]
     return {"id": new_id("msg"), "type": "message", "status": "completed", "role": role, "content": content}
+
+
+def _output_text(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
 def read_items(given: Sequence[Mapping[str, Any]], name: str) -> list[Item]:
@@ -166,3 +151,116 @@ def messages(instructions: str | None, items: Sequence[Item]) -> list[dict[str, 
         for item in items
     ]
     return [*first, *said]
+
+
+def event_bytes(event: Event) -> bytes:
+    """One server-sent event, named by its type."""
+    return f"event: {event['type']}\ndata: ".encode() + encode(event) + b"\n\n"
+
+
+class ResponseShape:
+    """The wire format of one response, from its creation to its end. `response` is its present state."""
+
+    def __init__(self, wanted: ResponseRequest, served: str) -> None:
+        self.item_id = new_id("msg")
+        self.text: list[str] = []
+        self.numbers = itertools.count()
+        conversation = wanted.conversation_id
+        self.response: Response = {
+            "id": new_id("resp"),
+            "object": "response",
+            "created_at": int(time.time()),
+            "completed_at": None,
+            "status": "queued" if wanted.background else "in_progress",
+            "background": wanted.background,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": wanted.instructions,
+            "max_output_tokens": wanted.max_output_tokens,
+            "max_tool_calls": None,
+            "metadata": wanted.metadata,
+            "model": served,
+            "output": [],
+            "parallel_tool_calls": True,
+            "previous_response_id": wanted.previous_response_id,
+            "conversation": None if conversation is None else {"id": conversation},
+            "reasoning": {"effort": None, "summary": None},
+            "service_tier": "default",
+            "store": wanted.store,
+            "temperature": wanted.temperature,
+            "text": {"format": {"type": "text"}, "verbosity": "medium"},
+            "tool_choice": "auto",
+            "tools": [],
+            "top_logprobs": 0,
+            "top_p": wanted.top_p,
+            "truncation": "disabled",
+            "usage": None,
+            "user": None,
+        }
+
+    def opening(self) -> Iterator[Event]:
+        """The first events of a stream."""
+        yield self._event("response.created", response=self.response)
+        self.response = self.response | {"status": "in_progress"}
+        yield self._event("response.in_progress", response=self.response)
+        yield self._event("response.output_item.added", output_index=0, item=self._item("in_progress", []))
+        yield self._part("response.content_part.added", part=_output_text(""))
+
+    def delta(self, text: str) -> Event:
+        """More text of the answer."""
+        self.text.append(text)
+        return self._part("response.output_text.delta", delta=text, logprobs=[])
+
+    def whole(self, reason: FinishReason, usage: RequestUsage) -> Response:
+        """The complete response. The caller stores it first, and then sets `response` to it."""
+        stopped = reason is FinishReason.STOP
+        status = "completed" if stopped else "incomplete"
+        return self.response | {
+            "status": status,
+            "completed_at": int(time.time()) if stopped else None,
+            "incomplete_details": None if stopped else {"reason": "max_output_tokens"},
+            "output": [self._item(status, [_output_text("".join(self.text))])],
+            "usage": {
+                "input_tokens": usage.prompt_tokens,
+                "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+                "output_tokens": usage.completion_tokens,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": usage.total_tokens,
+            },
+        }
+
+    def closing(self) -> Iterator[Event]:
+        """The last events of a stream, sent once the response is stored."""
+        (item,) = self.response["output"]
+        (part,) = item["content"]
+        yield self._part("response.output_text.done", text=part["text"], logprobs=[])
+        yield self._part("response.content_part.done", part=part)
+        yield self._event("response.output_item.done", output_index=0, item=item)
+        yield self._event(f"response.{self.response['status']}", response=self.response)
+
+    def failed(self, error: ApiError) -> Event:
+        """The last event of a stream that failed. Marks the response as failed."""
+        code = "server_error" if error.status >= 500 else "invalid_prompt"
+        self.response = ended(self.response, "failed", code, error.message)
+        return self._event("response.failed", response=self.response)
+
+    def _event(self, kind: str, **fields: Any) -> Event:
+        return {"type": kind, "sequence_number": next(self.numbers), **fields}
+
+    def _part(self, kind: str, **fields: Any) -> Event:
+        return self._event(kind, item_id=self.item_id, output_index=0, content_index=0, **fields)
+
+    def _item(self, status: str, content: list[dict[str, Any]]) -> Item:
+        return new_item("assistant") | {"id": self.item_id, "status": status, "content": content}
+
+
+def ended(response: Response, status: str, code: str | None = None, message: str = "") -> Response:
+    """A response without an answer: failed with a reason, or cancelled."""
+    error = None if code is None else {"code": code, "message": message}
+    return response | {"status": status, "output": [], "usage": None, "error": error}
+
+
+def item_list(items: Sequence[Item], has_more: bool) -> dict[str, Any]:
+    """A page of items."""
+    first, last = (items[0]["id"], items[-1]["id"]) if items else (None, None)
+    return {"object": "list", "data": items, "first_id": first, "last_id": last, "has_more": has_more}

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from array import array
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import replace
 
 from holdfast.core.types import FinishReason
 from holdfast.server.conversations.prompt import Prompt, compose
-from holdfast.server.conversations.protocol import ResponseRequest, messages
-from holdfast.server.conversations.replies import Event, Response, ResponseShape, ended
+from holdfast.server.conversations.protocol import Event, Response, ResponseRequest, ResponseShape, ended, messages
 from holdfast.server.conversations.store import AsyncStore
-from holdfast.server.conversations.values import GOOD, Conflict, Context, Item, ThreadTooLarge, Turn
+from holdfast.server.conversations.values import GOOD, Context, Item, Turn
 from holdfast.server.protocol import ApiError
 from holdfast.server.service import Answer, Service, check_length, internal, unknown_model
 
@@ -58,8 +56,6 @@ class Responses:
         if background is not None:
             return background.writing.shape.response
         stored = await self.store.run(lambda store: store.turns.response(tenant, response))
-        if stored is None:
-            raise not_found("response", response)
         if stored["status"] in RUNNING:  # but nothing writes it any more
             return ended(stored, "failed", "server_error", "the server ended before the response was complete")
         return stored
@@ -71,11 +67,8 @@ class Responses:
             await background.stop()
         found = await self.retrieve(tenant, response)
         if not found["background"]:
-            raise ApiError(
-                "only responses with background: true can be cancelled; to stop another, close its connection",
-                param="response_id",
-                code="invalid_value",
-            )
+            reason = "only responses with background: true can be cancelled; to stop another, close its connection"
+            raise ApiError(reason, param="response_id", code="invalid_value")
         return found
 
     async def delete(self, tenant: str, response: str) -> None:
@@ -83,8 +76,7 @@ class Responses:
         background = self.running(tenant, response)
         if background is not None:
             await background.stop()
-        if not await self.store.run(lambda store: store.turns.delete(tenant, response)):
-            raise not_found("response", response)
+        await self.store.run(lambda store: store.turns.delete(tenant, response))
 
     @contextmanager
     def lock(self, tenant: str, conversation: str | None) -> Iterator[None]:
@@ -93,11 +85,8 @@ class Responses:
             yield
             return
         if (tenant, conversation) in self._locked:
-            raise ApiError(
-                "another response of this conversation is being written; try again when it has ended",
-                param="conversation",
-                code="conversation_locked",
-            )
+            reason = "another response of this conversation is being written; try again when it has ended"
+            raise ApiError(reason, param="conversation", code="conversation_locked")
         self._locked.add((tenant, conversation))
         try:
             yield
@@ -187,34 +176,22 @@ class Writing:
         store, tenant = self.responses.store, self.tenant
         previous, conversation = self.wanted.previous_response_id, self.wanted.conversation_id
         if conversation is not None:
-            context = await store.run(lambda store: store.conversations.context(tenant, conversation))
-            if context is None:
-                raise not_found("conversation", conversation, "conversation")
-            return context
+            return await store.run(lambda store: store.conversations.context(tenant, conversation), "conversation")
         if previous is None:
             return Context()
-        context = await store.run(lambda store: store.turns.context(tenant, previous))
-        if context is None:
-            raise not_found("response", previous, "previous_response_id")
+        context = await store.run(lambda store: store.turns.context(tenant, previous), "previous_response_id")
         if context.status not in GOOD:
             lost = context.status in RUNNING and self.responses.running(tenant, previous) is None
             status = "failed" if lost else context.status
-            raise ApiError(
-                f"the previous response is {status}; go on from one that is completed or incomplete",
-                param="previous_response_id",
-                code="invalid_value",
-            )
+            reason = f"the previous response is {status}; go on from one that is completed or incomplete"
+            raise ApiError(reason, param="previous_response_id", code="invalid_value")
         return context
 
     def _turn(self, response: Response) -> Turn:
         return Turn(
-            response=response,
-            tenant=self.tenant,
-            input=self.input,
-            context=self.context,
-            conversation=self.wanted.conversation_id,
-            visible=self.wanted.store,
-        )
+            response=response, tenant=self.tenant, input=self.input, context=self.context,
+            conversation=self.wanted.conversation_id, visible=self.wanted.store,
+        )  # fmt: skip
 
     async def _commit(self, whole: Response, tokens: list[int], reason: FinishReason) -> None:
         """Store the whole turn: response, items and raw tokens in one transaction."""
@@ -230,13 +207,12 @@ class Writing:
         await self._keep(turn)
 
     async def _keep(self, turn: Turn) -> None:
-        with store_refusals():
-            await self.responses.store.run(lambda store: store.turns.commit(turn, begun=self.begun))
+        await self.responses.store.run(lambda store: store.turns.commit(turn, begun=self.begun))
 
     async def end(self, response: Response) -> None:
         """Store the end of a background response that failed or was cancelled."""
         self.shape.response = response
-        with contextlib.suppress(ApiError):  # deleted meanwhile
+        with suppress(ApiError):  # deleted meanwhile
             await self._keep(self._turn(response))
 
 
@@ -297,19 +273,3 @@ class Background:
                 raise refusal from None
             self._add(writing.shape.failed(refusal))
             await writing.end(writing.shape.response)
-
-
-@contextmanager
-def store_refusals() -> Iterator[None]:
-    """Translate the store's refusals into ApiErrors."""
-    try:
-        yield
-    except Conflict as error:
-        raise ApiError(str(error), status=409, code="conflict") from None
-    except ThreadTooLarge as error:
-        raise ApiError(str(error), code="conversation_too_large") from None
-
-
-def not_found(kind: str, id: str, param: str | None = None) -> ApiError:
-    """The 404 of an object that does not exist or belongs to another tenant, which look the same."""
-    return ApiError(f"{kind} {id[:64]!r} was not found", status=404, param=param, code=f"{kind}_not_found")

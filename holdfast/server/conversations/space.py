@@ -51,17 +51,17 @@ class Space:
 
     def __init__(self, bounds: Bounds, now: Callable[[], float]) -> None:
         self._bounds = bounds
-        self._now = now
+        self.now = now
         self._held: dict[str, Held] = {}
         self._writes = RECOUNT
 
     def oldest(self) -> float:
         """Threads last active before this time are too old to be found."""
-        return self._now() - self._bounds.seconds
+        return self.now() - self._bounds.seconds
 
     def grown(self, db: Connection, thread: str, tenant: str, size: int) -> None:
         """Record that a thread is active and larger by `size` bytes, and keep the bounds. Raises ThreadTooLarge."""
-        now, most = self._now(), self._bounds.bytes // SHARE
+        now, most = self.now(), self._bounds.bytes // SHARE
         if size + (db.execute(_BYTES, {"id": thread}).scalar() or 0) > most:
             raise ThreadTooLarge(
                 f"this conversation takes up more than {most} bytes with all its branches; begin a new one"

@@ -15,7 +15,7 @@ from holdfast.server.conversations.conversation_store import ConversationStore
 from holdfast.server.conversations.database import Database, DatabaseFailed, migrate
 from holdfast.server.conversations.space import Space
 from holdfast.server.conversations.turn_store import TurnStore
-from holdfast.server.conversations.values import Bounds, StoreError
+from holdfast.server.conversations.values import Bounds, Conflict, NotFound, StoreError, ThreadTooLarge
 from holdfast.server.protocol import ApiError
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class Store:
         self.database = database
         self.space = Space(bounds, now)
         self.turns = TurnStore(database, self.space)
-        self.conversations = ConversationStore(database, self.space, self.turns.chain, now)
+        self.conversations = ConversationStore(database, self.space, self.turns.chain)
 
     @classmethod
     def open(cls, where: str, bounds: Bounds, now: Callable[[], float] = time.time) -> Store:
@@ -69,21 +69,31 @@ class AsyncStore:
         self._store = store
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="holdfast-store")
 
-    async def run(self, work: Callable[[Store], T]) -> T:
+    async def run(self, work: Callable[[Store], T], param: str | None = None) -> T:
         """The result of `work`. Cancelling the caller does not stop the work: it still completes.
 
-        Raises ApiError where the database fails, for example on a full disk; then nothing of the work is stored.
+        Raises ApiError where the store refuses or the database fails, for example on a full disk; then nothing of the
+        work is stored. `param` is the request's parameter that names the object to be found, if there is one.
         """
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, work, self._store)
+        except NotFound as error:
+            raise not_found(error.kind, error.id, error.param or param) from None
+        except Conflict as error:
+            raise ApiError(str(error), status=409, code="conflict") from None
+        except ThreadTooLarge as error:
+            raise ApiError(str(error), code="conversation_too_large") from None
         except DatabaseFailed as error:
             log.error("the conversation store failed: %s", error.orig)
-            raise ApiError(
-                "the conversation store cannot be used now; nothing of this request was stored",
-                status=503, type="server_error", code="store_unavailable",
-            ) from None  # fmt: skip
+            reason = "the conversation store cannot be used now; nothing of this request was stored"
+            raise ApiError(reason, status=503, code="store_unavailable") from None
 
     def close(self) -> None:
         """Finish the work at hand and close the store."""
         self._thread.submit(self._store.close)
         self._thread.shutdown()
+
+
+def not_found(kind: str, id: str, param: str | None = None) -> ApiError:
+    """The 404 of an object that does not exist or belongs to another tenant."""
+    return ApiError(f"{kind} {id[:64]!r} was not found", status=404, param=param, code=f"{kind}_not_found")

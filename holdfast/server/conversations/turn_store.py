@@ -8,13 +8,14 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
+from msgspec.json import decode
 from sqlalchemy import Connection, Row, bindparam, delete, insert, literal, select, update
 
 from holdfast.server.conversations.conversation_store import advance, append
 from holdfast.server.conversations.database import Database, threads, turns
 from holdfast.server.conversations.space import Space
-from holdfast.server.conversations.values import GOOD, Conflict, Context, Item, Turn
+from holdfast.server.conversations.values import GOOD, Conflict, Context, Item, NotFound, Turn
+from holdfast.server.replies import encode
 
 CACHED_TURNS = 1024
 CACHED_TOKENS = 1 << 21
@@ -34,35 +35,32 @@ _VISIBLE = (
 _EXISTS = select(turns.c.id).where(turns.c.id == bindparam("id"))
 _INSERT_TURN = insert(turns)
 
-_encode = msgspec.json.Encoder().encode
-_decode = msgspec.json.decode
-
 
 class TurnStore:
-    """The turns of a store. Each method is one transaction, except `chain`, which runs within the caller's."""
+    """The turns of a store. Each method is one transaction, except `chain`, which runs within the caller's.
+
+    Raises NotFound for a response that does not exist.
+    """
 
     def __init__(self, database: Database, space: Space) -> None:
         self.cache = ContextCache()
         self._database = database
         self._space = space
 
-    def context(self, tenant: str, response: str) -> Context | None:
-        """What a turn after this response builds on; None if there is no such response."""
+    def context(self, tenant: str, response: str) -> Context:
+        """What a turn after this response builds on."""
         with self._database.read() as db:
-            row = self._find(db, tenant, response)
-            return None if row is None else self.chain(db, row)
+            return self.chain(db, self._find(db, tenant, response))
 
-    def response(self, tenant: str, response: str) -> dict[str, Any] | None:
+    def response(self, tenant: str, response: str) -> dict[str, Any]:
         """A response as the API shows it."""
         with self._database.read() as db:
-            row = self._find(db, tenant, response)
-            return None if row is None else _decode(row.response)
+            return decode(self._find(db, tenant, response).response, type=dict[str, Any])
 
-    def input(self, tenant: str, response: str) -> list[Item] | None:
+    def input(self, tenant: str, response: str) -> list[Item]:
         """The input items of a response, in order."""
         with self._database.read() as db:
-            row = self._find(db, tenant, response)
-            return None if row is None else _decode(row.input)
+            return decode(self._find(db, tenant, response).input, type=list[Item])
 
     def commit(self, turn: Turn, *, begun: bool = False) -> None:
         """Store a turn, and append its items to its conversation if it has one.
@@ -77,9 +75,9 @@ class TurnStore:
                 raise Conflict("the response was deleted while it was written")
             start = self._shared(db, turn)
             row = {
-                "response": _encode(turn.response),
-                "input": _encode(turn.input),
-                "history": _encode([] if context.parent else context.items),
+                "response": encode(turn.response),
+                "input": encode(turn.input),
+                "history": encode([] if context.parent else context.items),
                 "tokens": _to_bytes(turn.tokens[start:]),
             }
             size = sum(map(len, row.values()))
@@ -102,16 +100,13 @@ class TurnStore:
                 )
             )  # fmt: skip
 
-    def delete(self, tenant: str, response: str) -> bool:
-        """Delete a response. Returns whether it existed. Its turn stays, invisible, while others build on it."""
+    def delete(self, tenant: str, response: str) -> None:
+        """Delete a response. Its turn stays, invisible, while others build on it."""
         with self._database.write() as db:
             row = self._find(db, tenant, response)
-            if row is None:
-                return False
             db.execute(update(turns).where(turns.c.id == response).values(visible=False))
             self.cache.remove(response)
             self._space.prune(db, row.thread)
-            return True
 
     def chain(self, db: Connection, last: Row[Any]) -> Context:
         """The items and tokens from a thread's first turn up to this one."""
@@ -123,7 +118,7 @@ class TurnStore:
         said: list[Item] = []
         tokens = array("I")
         for row in db.execute(select(chain).order_by(chain.c.depth.desc())):
-            said += [*_decode(row.history), *_decode(row.input), *_decode(row.response)["output"]]
+            said += [*decode(row.history), *decode(row.input), *decode(row.response)["output"]]
             del tokens[row.start :]
             tokens += _from_bytes(row.tokens)
         context = Context(
@@ -134,9 +129,13 @@ class TurnStore:
             self.cache.add(context)
         return context
 
-    def _find(self, db: Connection, tenant: str, response: str) -> Row[Any] | None:
-        """A visible turn of this tenant, in a thread that is not too old."""
-        return db.execute(_VISIBLE, {"id": response, "tenant": tenant, "oldest": self._space.oldest()}).one_or_none()
+    def _find(self, db: Connection, tenant: str, response: str) -> Row[Any]:
+        """A visible turn of this tenant, in a thread that is not too old. Raises NotFound."""
+        key = {"id": response, "tenant": tenant, "oldest": self._space.oldest()}
+        row = db.execute(_VISIBLE, key).one_or_none()
+        if row is None:
+            raise NotFound("response", response)
+        return row
 
     def _shared(self, db: Connection, turn: Turn) -> int:
         """Number of leading tokens that a turn shares with its parent. Raises Conflict if the parent is gone."""

@@ -1,4 +1,4 @@
-"""The store's values and errors: turns, contexts, pages, bounds. Imports no database."""
+"""The store's values and errors: turns, contexts, bounds. Imports no database."""
 
 from __future__ import annotations
 
@@ -15,6 +15,15 @@ GOOD = ("completed", "incomplete")
 
 class StoreError(Exception):
     """The store cannot be opened; the message says why in one line."""
+
+
+class NotFound(Exception):
+    """An object does not exist or belongs to another tenant, which look the same."""
+
+    def __init__(self, kind: str, id: str, param: str | None = None) -> None:
+        """`param` names the argument that held the id, if it is not the method's subject."""
+        super().__init__(kind, id, param)
+        self.kind, self.id, self.param = kind, id, param
 
 
 class Conflict(Exception):
@@ -76,11 +85,3 @@ class Context:
     """Length of the text that these tokens stand for."""
     digest: bytes = b""
     """Digest of that text and the tokenizer."""
-
-
-@dataclass(frozen=True)
-class Page:
-    """A part of a list of items."""
-
-    items: list[Item]
-    has_more: bool

@@ -1,45 +1,46 @@
-"""Routes of chat completions and completions."""
+"""Routes that generate: chat completions, completions, and responses, where a turn sends only its new input."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from typing import Any
 
-import msgspec
 from fastapi import FastAPI, Request, Response
 
-from holdfast.server.protocol import ApiError, ChatRequest, CompletionRequest, GenerationRequest, parse
-from holdfast.server.replies import DONE, ChatShape, Shape, TextShape, event
-from holdfast.server.routes.http import JSON, described, read_body, start_stream, tenant_of, while_connected
+from holdfast.server.conversations.protocol import Event, ResponseRequest, event_bytes
+from holdfast.server.conversations.service import Responses, Writing
+from holdfast.server.protocol import ApiError, ChatRequest, CompletionRequest, parse
+from holdfast.server.replies import DONE, ChatShape, Reply, Shape, TextShape, event
+from holdfast.server.routes.http import JSON, described, page, read_body, start_stream, tenant_of, while_connected
 from holdfast.server.service import Answer, Service, internal
 
 
-def add_generation_routes(app: FastAPI, service: Service) -> None:
+def add_completion_routes(app: FastAPI, service: Service) -> None:
     """POST /v1/chat/completions and /v1/completions."""
-    limit = int(service.config.max_body_mb * 1e6)
     model = service.client.info.model
 
     @app.post("/v1/chat/completions", openapi_extra=described(ChatRequest))
     async def chat_completions(request: Request) -> Response:
         """One answer to a conversation; with `stream`, as it is written."""
-        wanted = parse(await read_body(request, limit), ChatRequest)
-        return await respond(request, wanted, service.answer(wanted, tenant_of(request)), ChatShape(model, wanted))
+        wanted = parse(await read_body(request, service.config), ChatRequest)
+        return await respond(request, service.answer(wanted, tenant_of(request)), ChatShape(model, wanted))
 
     @app.post("/v1/completions", openapi_extra=described(CompletionRequest))
     async def completions(request: Request) -> Response:
         """Continuations of one or several prompts, given as text or token ids."""
-        wanted = parse(await read_body(request, limit), CompletionRequest)
-        return await respond(request, wanted, service.answer(wanted, tenant_of(request)), TextShape(model, wanted))
+        wanted = parse(await read_body(request, service.config), CompletionRequest)
+        return await respond(request, service.answer(wanted, tenant_of(request)), TextShape(model, wanted))
 
 
-async def respond(request: Request, wanted: GenerationRequest, answer: Answer, shape: Shape) -> Response:
+async def respond(request: Request, answer: Answer, shape: Shape) -> Response:
     """The whole answer, or a stream."""
-    if not wanted.stream:
-        return JSON(await while_connected(request.receive, whole(answer, shape)))
-    return await start_stream(request, events(answer, shape, include_usage=wanted.stream_options.include_usage))
+    if not answer.wanted.stream:
+        return JSON(await while_connected(request.receive, whole_answer(answer, shape)))
+    return await start_stream(request, answer_events(answer, shape), lambda error: event(failure(answer, error).body()))
 
 
-async def whole(answer: Answer, shape: Shape) -> msgspec.Struct:
+async def whole_answer(answer: Answer, shape: Shape) -> Reply:
     """Collect all choices of an answer into one completion."""
     texts: list[list[str]] = [[] for _ in range(answer.num_choices)]
     reasons = [""] * answer.num_choices
@@ -50,21 +51,90 @@ async def whole(answer: Answer, shape: Shape) -> msgspec.Struct:
     return shape.whole(["".join(parts) for parts in texts], reasons, answer.usage)
 
 
-async def events(answer: Answer, shape: Shape, *, include_usage: bool) -> AsyncGenerator[bytes, None]:
-    """The answer as server-sent events. After the first one, an error is an event and ends the stream."""
-    begun = False
-    try:
-        async with aclosing(answer.deltas()) as deltas:
-            async for choice, delta in deltas:
-                for chunk in shape.chunks(choice, delta.text, delta.finish_reason):
-                    yield event(chunk)
-                    begun = True
-        if include_usage:
-            yield event(shape.usage(answer.usage))
-        yield DONE
-    except Exception as error:
-        if not begun:
-            raise
-        answer.service.metrics.outcome(answer.wanted.route, "failed")
-        refusal = error if isinstance(error, ApiError) else internal(error)
-        yield event(refusal.body())
+async def answer_events(answer: Answer, shape: Shape) -> AsyncGenerator[bytes, None]:
+    """The answer as server-sent events."""
+    async with aclosing(answer.deltas()) as deltas:
+        async for choice, delta in deltas:
+            for chunk in shape.chunks(choice, delta.text, delta.finish_reason):
+                yield event(chunk)
+    if answer.wanted.stream_options.include_usage:
+        yield event(shape.usage(answer.usage))
+    yield DONE
+
+
+def failure(answer: Answer, error: Exception) -> ApiError:
+    """The error that ends a stream after its first event. Counts the request as failed."""
+    answer.service.metrics.outcome(answer.wanted.route, "failed")
+    return error if isinstance(error, ApiError) else internal(error)
+
+
+def add_response_routes(app: FastAPI, responses: Responses) -> None:
+    """POST, GET, DELETE /v1/responses, cancel and input_items."""
+
+    @app.post("/v1/responses", openapi_extra=described(ResponseRequest))
+    async def create(request: Request) -> Response:
+        """Answer a turn: whole, as a stream, or in the background."""
+        wanted = parse(await read_body(request, responses.service.config), ResponseRequest)
+        if wanted.background:
+            background = await responses.start(wanted, tenant_of(request))
+            if not wanted.stream:
+                return JSON(background.writing.shape.response)
+            return await stream(request, background.writing, background.follow())
+        writing = responses.write(wanted, tenant_of(request))
+        if wanted.stream:
+            return await stream(request, writing, writing.events())
+        return JSON(await while_connected(request.receive, whole_response(writing)))
+
+    @app.get("/v1/responses/{response_id}")
+    async def retrieve(request: Request, response_id: str) -> Response:
+        """A stored response; with `stream`, the events of a running background response."""
+        tenant, query = tenant_of(request), request.query_params
+        if query.get("stream") != "true":
+            return JSON(await responses.retrieve(tenant, response_id))
+        background = responses.running(tenant, response_id)
+        if background is None:
+            await responses.retrieve(tenant, response_id)
+            raise ApiError("only a background response can be streamed, while it is written", param="stream")
+        after = query.get("starting_after", "-1")
+        if not after.removeprefix("-").isdigit() or len(after) > 9:
+            raise ApiError("starting_after must be an integer", param="starting_after", code="invalid_value")
+        return await stream(request, background.writing, background.follow(int(after)))
+
+    @app.delete("/v1/responses/{response_id}")
+    async def delete(request: Request, response_id: str) -> dict[str, Any]:
+        """Delete a response."""
+        await responses.delete(tenant_of(request), response_id)
+        return {"id": response_id, "object": "response.deleted", "deleted": True}
+
+    @app.post("/v1/responses/{response_id}/cancel")
+    async def cancel(request: Request, response_id: str) -> Response:
+        """Stop a background response."""
+        return JSON(await responses.cancel(tenant_of(request), response_id))
+
+    @app.get("/v1/responses/{response_id}/input_items")
+    async def input_items(request: Request, response_id: str) -> Response:
+        """The input items of a response."""
+        tenant = tenant_of(request)
+        found = await responses.store.run(lambda store: store.turns.input(tenant, response_id))
+        return JSON(page(request, found))
+
+
+async def whole_response(writing: Writing) -> dict[str, Any]:
+    """The response at its end."""
+    async with aclosing(writing.events()) as events:
+        async for _ in events:
+            pass
+    return writing.shape.response
+
+
+async def stream(request: Request, writing: Writing, events: AsyncGenerator[Event, None]) -> Response:
+    """A response as server-sent events. After the first one, an error ends it with `response.failed`."""
+
+    async def encoded() -> AsyncGenerator[bytes, None]:
+        async with aclosing(events):
+            async for event in events:
+                yield event_bytes(event)
+
+    return await start_stream(
+        request, encoded(), lambda error: event_bytes(writing.shape.failed(failure(writing.answer, error)))
+    )

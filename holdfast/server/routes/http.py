@@ -1,9 +1,9 @@
-"""Shared by all routes: bounded bodies, JSON, event streams, and work that ends when the client leaves."""
+"""Shared by all routes: bounded bodies, JSON, pages, event streams, and work that ends when the client leaves."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -12,6 +12,10 @@ from fastapi.responses import StreamingResponse
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
+from holdfast.server.config import ServerConfig
+from holdfast.server.conversations.protocol import item_list
+from holdfast.server.conversations.store import not_found
+from holdfast.server.conversations.values import Item
 from holdfast.server.protocol import ApiError
 from holdfast.server.replies import encode
 
@@ -32,11 +36,14 @@ class EventStream(StreamingResponse):
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None], failed: Callable[[Exception], bytes]) -> None:
         async def body() -> AsyncGenerator[bytes, None]:
             yield first
-            async for chunk in rest:
-                yield chunk
+            try:
+                async for chunk in rest:
+                    yield chunk
+            except Exception as error:
+                yield failed(error)
 
         super().__init__(body(), headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         self.rest = rest
@@ -50,13 +57,18 @@ class EventStream(StreamingResponse):
             await self.rest.aclose()
 
 
-async def start_stream(request: Request, events: AsyncGenerator[bytes, None]) -> EventStream:
-    """A stream that begins with its first event, so that a refusal still gets its own status."""
+async def start_stream(
+    request: Request, events: AsyncGenerator[bytes, None], failed: Callable[[Exception], bytes]
+) -> EventStream:
+    """A stream that begins with its first event, so that a refusal still gets its own status.
+
+    After that an error is an event, which `failed` makes, and ends the stream.
+    """
 
     async def begin() -> bytes:
         return await anext(events)
 
-    return EventStream(await while_connected(request.receive, begin()), events)
+    return EventStream(await while_connected(request.receive, begin()), events, failed)
 
 
 def tenant_of(request: Request) -> str:
@@ -65,17 +77,14 @@ def tenant_of(request: Request) -> str:
     return tenant
 
 
-async def read_body(request: Request, limit: int) -> bytes:
-    """The request's body. Raises ApiError 413 as soon as it exceeds `limit` bytes."""
-    body = bytearray()
+async def read_body(request: Request, config: ServerConfig) -> bytes:
+    """The request's body. Raises ApiError 413 as soon as it is larger than the configuration allows."""
+    body, limit = bytearray(), int(config.max_body_mb * 1e6)
     async for chunk in request.stream():
         body += chunk
         if len(body) > limit:
-            raise ApiError(
-                f"the body is larger than {limit} bytes; send less, or raise the server's --max-body-mb",
-                status=413,
-                code="body_too_large",
-            )
+            reason = f"the body is larger than {limit} bytes; send less, or raise the server's --max-body-mb"
+            raise ApiError(reason, status=413, code="body_too_large")
     return bytes(body)
 
 
@@ -97,6 +106,19 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         leaving.cancel()
         working.cancel()
         await asyncio.gather(leaving, working, return_exceptions=True)
+
+
+def page(request: Request, items: list[Item]) -> dict[str, Any]:
+    """The part of a list that a client asks for. Raises ApiError."""
+    query = page_query(request)
+    if query.newest_first:
+        items = items[::-1]
+    if query.after is not None:
+        ids = [item["id"] for item in items]
+        if query.after not in ids:
+            raise not_found("item", query.after, "after")
+        items = items[ids.index(query.after) + 1 :]
+    return item_list(items[: query.limit], len(items) > query.limit)
 
 
 class PageQuery(NamedTuple):

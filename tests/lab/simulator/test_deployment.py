@@ -1,4 +1,4 @@
-"""Deployments: from names of models and devices to profiles and stages."""
+"""Deployments: profiles and stages by name; derived cost models are close to what was measured where something was."""
 
 from dataclasses import replace
 from importlib.resources import files
@@ -8,15 +8,26 @@ import pytest
 from holdfast.core.config import EngineConfig
 from holdfast.engine.profiles import CostProfile
 from holdfast.lab.simulator import deployment
-from holdfast.lab.simulator.deployment import configured_shape, deploy, packaged_profile
-from holdfast.lab.simulator.devices import DEVICES
+from holdfast.lab.simulator.deployment import (
+    TOKENS,
+    attended_pairs,
+    cache_tokens,
+    configured_shape,
+    deploy,
+    derive,
+    packaged_profile,
+    round_to_tile,
+)
+from holdfast.lab.simulator.devices import DEVICES, LINKS
+from holdfast.lab.simulator.run import simulate
 from holdfast.lab.simulator.shapes import MODELS
+from holdfast.lab.workloads import fixed
 from tests.lab.simulator.simulation import PROFILE
 
 
 def test_stages_divide_the_layers_and_the_whole_is_their_sum():
     one, two = deploy("yi-34b", "h100"), deploy("yi-34b", "h100", pp=2, stage_link="ethernet-100g")
-    assert one.pipeline is None and not one.measured and (one.devices, two.devices) == (1, 2)
+    assert one.pipeline is None and not one.measured
     first, last = two.pipeline.stages
     assert first.attention(1, 4096) == pytest.approx(last.attention(1, 4096))
     assert first.linear(1024) < last.linear(1024)  # the LM head
@@ -82,3 +93,132 @@ def test_fp8_weights_are_refused_without_a_native_decoder():
 def test_an_invalid_layout_is_refused(layout, message):
     with pytest.raises(ValueError, match=message):
         deploy("mistral-7b", "a100-80gb", **layout)
+
+
+H200, A100 = DEVICES["h200"], DEVICES["a100-80gb"]
+STEPS = {
+    "one decode": [(1, 512)],
+    "8 decodes": [(1, 600)] * 8,
+    "32 decodes": [(1, 600)] * 32,
+    "32 decodes at 4k": [(1, 4096)] * 32,
+    "128 decodes": [(1, 600)] * 128,
+    "128 decodes at 4k": [(1, 4096)] * 128,
+    "prefill of 512": [(512, 512)],
+    "prefill of 1,024": [(1024, 1024)],
+    "prefill of 2,048": [(2048, 2048)],
+    "prefill of 4,096": [(4096, 4096)],
+    "prefill of 8,192": [(8192, 8192)],
+    "chunk of 512 at 4k": [(512, 4096)],
+    "chunk of 2,048 at 8k": [(2048, 8192)],
+    "chunk of 512 at 4k beside 32 decodes": [(512, 4096)] + [(1, 1024)] * 32,
+}
+
+
+MEASURED = ("llama-3-8b", "mistral-7b-v0.3", "llama-2-13b")
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        (model, name)
+        for model in MEASURED
+        for name, step in STEPS.items()
+        if max(context for _, context in step) <= MODELS[model].max_model_len
+    ],
+)
+def test_derived_steps_on_an_h200_are_within_7_percent_of_measured_ones(model, name):
+    measured, derived = packaged_profile(MODELS[model], "h200").cost, derive(MODELS[model], H200)
+    assert derived.step(STEPS[name]) == pytest.approx(measured.step(STEPS[name]), rel=0.07)
+
+
+@pytest.mark.parametrize(("model", "tp", "stated"), [("mistral-7b", 1, 0.020), ("yi-34b", 2, 0.040)])
+def test_a_derived_decode_step_on_an_a100_matches_sarathi_serves_slo(model, tp, stated):
+    """Table 3: the strict SLO is five times a step of 32 decodes at 4k."""
+    cost = derive(MODELS[model], A100, tp=tp, link=LINKS["nvlink3"])
+    assert cost.step([(1, 4096)] * 32) == pytest.approx(stated, rel=0.15)
+
+
+GAINS = {
+    "quantization": {(1, 512, 256): 1.43, (32, 512, 128): 1.40, (128, 512, 128): 1.42, (16, 8192, 16): 1.48},
+    "kv_cache_dtype": {(32, 512, 128): 0.99, (128, 512, 128): 1.02},
+}
+"""Measured throughput gain of FP8 for Llama-3-8B on an H200, by (prompts, prompt length, output length)."""
+
+
+@pytest.mark.parametrize(("option", "work"), [(option, work) for option, works in GAINS.items() for work in works])
+def test_fp8_gains_as_much_as_measured_on_an_h200(option, work):
+    count, prompt, output = work
+    seconds = []
+    for kind in ({}, {option: "fp8"}):
+        shape = replace(MODELS["llama-3-8b"], max_model_len=16_384, **kind)
+        profile = replace(deploy(shape, "h200").profile, token_budget=2048)
+        config = EngineConfig(max_sequences=512, prefix_sharing=False)
+        seconds.append(simulate(config, profile, fixed(count, prompt, output)).seconds)
+    assert seconds[0] / seconds[1] == pytest.approx(GAINS[option][work], rel=0.03)
+
+
+def test_fp8_weights_leave_room_for_as_many_blocks_as_measured_on_an_h200():
+    shapes = [replace(MODELS["llama-3-8b"], quantization=kind) for kind in ("none", "fp8")]
+    plain, fp8 = (cache_tokens(shape, H200, devices=1) for shape in shapes)
+    assert (fp8 - plain) // 16 == pytest.approx(59_241 - 55_925, rel=0.01)
+
+
+def test_an_fp8_cache_holds_twice_the_tokens_and_decodes_read_it_in_three_quarters_of_the_time():
+    shapes = [replace(MODELS["llama-3-8b"], kv_cache_dtype=kind) for kind in ("auto", "fp8")]
+    plain, fp8 = (cache_tokens(shape, H200, devices=1) for shape in shapes)
+    assert fp8 == pytest.approx(2 * plain, abs=1)
+    plain, fp8 = (derive(shape, H200).attention(1, 2048) for shape in shapes)
+    assert 0.71 < fp8 / plain < 0.80
+
+
+def test_fp8_on_a_device_without_it_is_refused():
+    for option in ("quantization", "kv_cache_dtype"):
+        message = rf"{option} is fp8, which takes a Hopper GPU .*\(h100, h200\), not a100-80gb"
+        with pytest.raises(ValueError, match=message):
+            derive(replace(MODELS["mistral-7b"], **{option: "fp8"}), A100)
+
+
+def test_one_token_past_a_tile_costs_a_whole_tile():
+    cost = derive(MODELS["mistral-7b"], A100)
+    assert 1.25 < cost.linear(257) / cost.linear(256) < 1.45  # Sarathi-Serve §4.3: 1.32 in some cases
+    assert cost.linear(257) == pytest.approx(cost.linear(384))
+    assert [round_to_tile(tokens) for tokens in (1, 17, 65, 257)] == [16, 32, 128, 384]
+
+
+def test_time_grows_with_tokens_and_context():
+    cost = derive(MODELS["yi-34b"], A100)
+    linear = [cost.linear(tokens) for tokens in TOKENS]
+    assert linear == sorted(linear)
+    assert cost.attention(1, 1000) < cost.attention(1, 2000) < cost.attention(512, 2000) < cost.attention(1024, 2000)
+
+
+def test_a_chunked_prompt_has_as_many_attended_pairs_as_a_whole_one():
+    for window in (None, 100):
+        chunks = sum(attended_pairs(50, stop, window) for stop in range(50, 401, 50))
+        assert chunks == attended_pairs(400, 400, window) == sum(min(at, window or at) for at in range(1, 401))
+
+
+def test_a_sliding_window_bounds_decode_attention():
+    cost = derive(MODELS["mistral-7b"], A100)
+    assert cost.attention(1, 4096) == pytest.approx(cost.attention(1, 32_768))
+
+
+def test_two_devices_halve_the_work_and_add_all_reduces():
+    shape = MODELS["llama-2-70b"]
+    one, two = derive(shape, A100), derive(shape, A100, tp=2, link=LINKS["nvlink3"])
+    slow = derive(shape, A100, tp=2, link=LINKS["pcie4"])
+    assert one.linear(2048) / 2 < two.linear(2048) < slow.linear(2048)
+    assert two.attention(1, 4096) == pytest.approx(one.attention(1, 4096) / 2)
+
+
+def test_the_cache_gets_the_memory_that_the_weights_leave():
+    assert cache_tokens(MODELS["mistral-7b"], A100, devices=1) == pytest.approx(420_000, rel=0.05)
+    with pytest.raises(ValueError, match="llama-2-70b takes 138 GB, and 1 a100-80gb have 80; take more devices"):
+        cache_tokens(MODELS["llama-2-70b"], A100, devices=1)
+
+
+def test_an_invalid_tensor_parallel_size_is_refused():
+    with pytest.raises(ValueError, match="tp is 3; it must divide the 32 heads"):
+        derive(MODELS["mistral-7b"], A100, tp=3, link=LINKS["pcie4"])
+    with pytest.raises(ValueError, match="takes a link"):
+        derive(MODELS["mistral-7b"], A100, tp=2)

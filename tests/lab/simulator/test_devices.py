@@ -2,7 +2,7 @@
 
 import pytest
 
-from holdfast.lab.simulator.devices import DEVICES, LINKS, Link, device_named, link_named
+from holdfast.lab.simulator.devices import DEVICES, LINKS, Link, look_up
 
 
 def test_an_all_reduce_is_a_ring_of_sends():
@@ -19,6 +19,6 @@ def test_every_device_has_a_known_link():
 
 def test_an_unknown_name_is_refused_with_the_known_ones():
     with pytest.raises(ValueError, match=r"device tpu is unknown; there are a100-80gb"):
-        device_named("tpu")
+        look_up("device", DEVICES, "tpu")
     with pytest.raises(ValueError, match="link string is unknown"):
-        link_named("string")
+        look_up("link", LINKS, "string")

@@ -53,7 +53,7 @@ def test_a_closed_loop_keeps_the_given_number_of_conversations_open():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_same_arguments_give_the_same_outcome(name):
-    workload = workloads.poisson_arrivals(
+    workload = workloads.gamma_arrivals(
         workloads.fit_context(workloads.multi_turn(8, think=0.5, seed=1), 1500), 20.0, seed=1
     )
     first, second = (run(workload, config={"scheduler": name}) for _ in range(2))
@@ -84,7 +84,7 @@ def test_a_request_that_can_never_run_is_refused():
 
 
 def test_the_summary_counts_all_requests_and_tokens():
-    outcome = run(workloads.poisson_arrivals(workloads.fixed(20, 30, 10), 50.0, seed=0))
+    outcome = run(workloads.gamma_arrivals(workloads.fixed(20, 30, 10), 50.0, seed=0))
     figures = summary(outcome.records)
     assert (figures["completed"], figures["total_output_tokens"]) == (20, 200)
     assert figures["p99_itl_ms"] >= figures["median_itl_ms"] >= 4.0
@@ -132,7 +132,7 @@ BOTH = replace(PROFILE, cost=STAGED.whole())
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_policy_serves_on_a_pipeline(name):
-    workload = workloads.poisson_arrivals(workloads.fixed(24, 200, 12), 30.0, seed=2)
+    workload = workloads.gamma_arrivals(workloads.fixed(24, 200, 12), 30.0, seed=2)
     first, second = (run(workload, profile=BOTH, pipeline=STAGED, config={"scheduler": name}) for _ in range(2))
     assert first.records == second.records
     assert [len(record.token_times) for record in first.records] == [12] * 24

@@ -2,7 +2,8 @@
 
 import pytest
 
-from holdfast.lab.simulator.shapes import MODELS, NATIVE, model_named, shape_from_config
+from holdfast.lab.simulator.devices import look_up
+from holdfast.lab.simulator.shapes import MODELS, NATIVE, shape_from_config
 from holdfast.lm.models import families
 
 
@@ -30,7 +31,7 @@ def test_a_cached_position_takes_bytes_in_proportion_to_kv_heads():
 
 def test_an_unknown_shape_is_refused_with_the_known_ones():
     with pytest.raises(ValueError, match=r"gpt-9 is unknown; there are .*mistral-7b"):
-        model_named("gpt-9")
+        look_up("model shape", MODELS, "gpt-9")
 
 
 def test_sizes_are_read_from_a_config():

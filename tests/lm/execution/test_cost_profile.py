@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from holdfast.core.cost import Burst, interpolate
-from holdfast.lab.simulator.reserve import Reserve
+from holdfast.lab.simulator.executor import Reserve
 from holdfast.lm.execution import cost_profile as profile
 from holdfast.lm.execution.cost_profile import burst_of, measure_cost, measure_recomputation, stairs
 from holdfast.lm.types import StepPlan, StepResult
@@ -145,7 +145,7 @@ def test_a_disturbance_of_a_few_steps_does_not_change_the_profile() -> None:
 
 @pytest.mark.parametrize("burst", [Burst(0.86, 0.04), Burst(0.9, 0.06), Burst()])
 def test_burst_and_steady_pace_are_both_measured(made_up, monkeypatch, burst):
-    monkeypatch.setattr(profile, "describe", str)
+    monkeypatch.setattr(profile, "describe_device", str)
     monkeypatch.setitem(profile.LOAD_SECONDS, "cuda", 0.0)
     cost = measure_cost(PowerLimited(made_up, burst), name="m")
     assert cost.step([(2048, 2048)]) == pytest.approx(step([(0, 2048)]), rel=0.02)

@@ -10,7 +10,7 @@ import torch
 
 from holdfast.core.config import EngineConfig
 from holdfast.lm.execution.batch import Batch
-from holdfast.lm.execution.graphs import GraphSizes, StepGraphs
+from holdfast.lm.execution.graphs import MAX_TOKENS, GraphSizes, StepGraphs
 from holdfast.lm.execution.paged_device import PagedDevice
 from holdfast.lm.kernels.attention.paged import PagedAttention
 from holdfast.lm.kernels.cache.kv_cache import KVCache
@@ -46,8 +46,8 @@ def test_every_batch_is_padded_to_a_size_not_much_larger(most: int) -> None:
 def test_mixed_steps_are_padded_by_an_eighth_or_a_tile(budget: int) -> None:
     sizes = GraphSizes.of(256, budget).tokens
     assert list(sizes) == sorted(set(sizes))
-    assert sizes[-1] == budget
-    for count in range(1, budget + 1):
+    assert sizes[-1] == min(budget, MAX_TOKENS)
+    for count in range(1, sizes[-1] + 1):
         padded = next(size for size in sizes if size >= count)
         assert padded - count <= max(127, count // 8)
     assert len(sizes) <= 60
@@ -78,7 +78,7 @@ def checkpoint(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # what padding attends to is never written: any numbers
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # padding attends to uninitialized memory
 def test_a_rehearsal_changes_neither_cache_nor_tables(checkpoint: Path) -> None:
     on = "cuda" if torch.cuda.is_available() else "cpu"
     model = load(checkpoint, device=on, load_format="random", dtype="float32")
@@ -101,6 +101,24 @@ def test_a_rehearsal_changes_neither_cache_nor_tables(checkpoint: Path) -> None:
             rehearse()
     assert all(part.isnan().all() for layer in layers for part in layer)
     assert not batch.block_tables[:6].any()
+
+
+@pytest.mark.gpu
+def test_a_step_larger_than_any_graph_runs_without_one(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load(checkpoint, device="cuda", load_format="random", dtype="float32")
+    greedy = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
+    plan = StepPlan(0, (Segment("a", 0, 0, 20, tuple(range(20)), greedy),), (TableWrite(0, 0, tuple(range(5))),))
+    tokens = []
+    for most in (MAX_TOKENS, 16):
+        monkeypatch.setattr("holdfast.lm.execution.graphs.MAX_TOKENS", most)
+        device = PagedDevice(model, EngineConfig(max_sequences=8, block_size=4, token_budget=64))
+        device.allocate(sizes(5))
+        assert device.memory.graphs is not None and device.memory.graphs.sizes.tokens[-1] == min(most, 64)
+        executor = device.executor
+        executor.submit(plan)
+        tokens.append(executor.collect().tokens)
+        executor.close()
+    assert tokens[0] == tokens[1]
 
 
 @pytest.mark.gpu

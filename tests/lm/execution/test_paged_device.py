@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from holdfast.core.config import EngineConfig
-from holdfast.lm.execution import hardware
+from holdfast.lm.execution import paged_device
 from holdfast.lm.execution.paged_device import PagedDevice
 from holdfast.lm.models.base import Model
 from holdfast.lm.models.loader import load
@@ -78,7 +78,7 @@ def test_the_default_host_tier_is_a_quarter_of_free_memory_on_cuda(
     model: Model, monkeypatch: pytest.MonkeyPatch, kind: str, sharing: bool, free: int, expected: int
 ) -> None:
     device = PagedDevice(model, EngineConfig(max_sequences=4, token_budget=16, prefix_sharing=sharing))
-    monkeypatch.setattr(hardware, "memory", lambda place: (free, 2 * free))
+    monkeypatch.setattr(paged_device, "memory_of", lambda place: (free, 2 * free))
     monkeypatch.setattr(device, "device", torch.device(kind))
     assert device._host_cache_bytes() == expected
 

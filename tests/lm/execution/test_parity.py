@@ -27,6 +27,7 @@ from holdfast.loop.loop import Loop
 from tests.checkpoints import VOCAB, make
 from tests.paged import allocated
 from tests.rounded_cache import cache_for
+from tests.scheduling import sampled
 
 FAMILIES = ("Llama", "Qwen3", "Mistral", "Qwen2", "GPT2", "Gemma2", "GptOss", "OPT", "Mixtral")
 REQUESTS, LONGEST_PROMPT, GENERATED, BUDGET = 32, 70, 12, 64
@@ -102,7 +103,7 @@ def test_chunked_logits_equal_those_of_one_forward_pass(case: Case) -> None:
     _, plans = run(case, watched, block_size=16, steps_in_flight=2)
     logits: dict[str, list[torch.Tensor]] = {request.id: [] for request in case.requests}
     for plan, rows in zip(plans, watched.logits, strict=True):
-        for segment, row in zip(plan.sampled(), rows, strict=True):
+        for segment, row in zip(sampled(plan), rows, strict=True):
             logits[segment.sequence_id].append(row)
     for request in case.requests:
         generated = case.expected[request.id]

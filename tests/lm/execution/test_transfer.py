@@ -123,7 +123,7 @@ def test_a_gpu_copies_both_ways_beside_a_computation() -> None:
         for step in range(20):
             device.data[:, :, 7] += 1.0  # the computation so far, which the swap-out must see
             arriving = copies.begin(plan(step, [BlockCopy(step, 30 + step)], [BlockCopy(7, 60 + step)], awaits=step))
-            for keys, values in arriving:
+            for keys, values in (arriving[index] for index in range(LAYERS)):
                 assert held(keys, 30 + step) == held(values, 30 + step) == 100.0 + step
         assert copies.completed(wait=True)[:2] == (19, 19)
         assert [float(host.data[:, :, 60 + step].mean()) for step in range(20)] == [8.0 + step for step in range(20)]

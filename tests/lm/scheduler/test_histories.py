@@ -24,7 +24,7 @@ from holdfast.lm.scheduler.choice import RESERVING, capacity_of, make_policy
 from holdfast.lm.scheduler.order import Deadline, Fair, Fcfs, Priority
 from holdfast.lm.scheduler.policies import LatencyTarget
 from tests.invariants import check_scheduler
-from tests.scheduling import EOS, VOCABULARY, FakeDevice, create_scheduler, run_alone
+from tests.scheduling import EOS, VOCABULARY, FakeDevice, create_scheduler, run_alone, sampled
 
 MAX_MODEL_LEN = 48
 STEPS = 100
@@ -213,11 +213,11 @@ class History:
             ranges = Counter(segment.sequence_id for segment in plan.segments)
             self.seen["holes"] += sum(count > 1 for count in ranges.values())
             assert all(segment.length == len(segment.tokens) for segment in plan.segments)
-            awaited = {segment.sequence_id for earlier in self.plans for segment in earlier.sampled()}
+            awaited = {segment.sequence_id for earlier in self.plans for segment in sampled(earlier)}
             uncertain = {
                 segment.sequence_id
                 for earlier in self.plans
-                for segment, most in zip(earlier.sampled(), earlier.samples or repeat(1), strict=False)
+                for segment, most in zip(sampled(earlier), earlier.samples or repeat(1), strict=False)
                 if most > 1
             }
             assert not uncertain & {*ranges, *plan.preempted}, "it sits out until its outcome is known"

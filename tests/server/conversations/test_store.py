@@ -15,10 +15,13 @@ from typing import Any
 import pytest
 import sqlalchemy
 
+from holdfast.server.config import ServerConfig
 from holdfast.server.conversations import database, turn_store
 from holdfast.server.conversations.database import MEMORY
-from holdfast.server.conversations.store import Store, StoreError
-from holdfast.server.conversations.values import Bounds, Conflict, Context, ThreadTooLarge, Turn
+from holdfast.server.conversations.store import AsyncStore, Store, StoreError
+from holdfast.server.conversations.values import Bounds, Conflict, Context, NotFound, ThreadTooLarge, Turn
+from holdfast.server.protocol import ApiError
+from holdfast.server.run import open_store
 
 AMPLE = Bounds(seconds=1e6, threads=1000, bytes=1 << 30)
 
@@ -103,8 +106,7 @@ def turn(
     )
 
 
-def said(context: Context | None) -> list[str]:
-    assert context is not None
+def said(context: Context) -> list[str]:
     return [each["content"][0]["text"] for each in context.items]
 
 
@@ -113,10 +115,16 @@ def grow(store: Store, *names: str, tenant: str = "a") -> Context:
     context = Context()
     for name in names:
         store.turns.commit(turn(name, context, tenant=tenant))
-        found = store.turns.context(tenant, name)
-        assert found is not None
-        context = found
+        context = store.turns.context(tenant, name)
     return context
+
+
+def kept(store: Store, response: str, tenant: str = "a") -> bool:
+    """Whether a response is found."""
+    try:
+        return bool(store.turns.response(tenant, response))
+    except NotFound:
+        return False
 
 
 def test_a_context_holds_all_earlier_items_and_tokens(store: Store) -> None:
@@ -124,7 +132,7 @@ def test_a_context_holds_all_earlier_items_and_tokens(store: Store) -> None:
     assert said(last) == ["a", "A", "bb", "BB", "ccc", "CCC"]
     assert (list(last.tokens), last.characters, last.digest) == ([1, 2, 3], 7, b"digest")
     middle = store.turns.context("a", "bb")
-    assert middle is not None and list(middle.tokens) == [1, 2] and said(middle) == ["a", "A", "bb", "BB"]
+    assert list(middle.tokens) == [1, 2] and said(middle) == ["a", "A", "bb", "BB"]
 
 
 def test_branches_share_the_items_of_their_parent(store: Store) -> None:
@@ -133,7 +141,7 @@ def test_branches_share_the_items_of_their_parent(store: Store) -> None:
         store.turns.commit(turn(name, parent))
         child = store.turns.context("a", name)
         assert said(child) == ["a", "A", name, name.upper()]
-        assert child is not None and child.thread == parent.thread
+        assert child.thread == parent.thread
 
 
 def test_a_turn_stores_tokens_that_differ_from_its_parents(store: Store) -> None:
@@ -141,38 +149,44 @@ def test_a_turn_stores_tokens_that_differ_from_its_parents(store: Store) -> None
     store.turns.commit(turn("c", parent, tokens=[1, 9, 9, 9]))
     store.turns.commit(turn("short", parent, tokens=[1]))
     for name, tokens in (("c", [1, 9, 9, 9]), ("short", [1]), ("bb", [1, 2])):
-        found = store.turns.context("a", name)
-        assert found is not None and list(found.tokens) == tokens
+        assert list(store.turns.context("a", name).tokens) == tokens
 
 
 def test_nothing_is_found_by_another_tenant(store: Store) -> None:
     grow(store, "mine")
     store.conversations.create("a", "conv", {}, [item("x")])
-    assert store.turns.context("b", "mine") is None
-    assert store.turns.response("b", "mine") is None
-    assert store.turns.input("b", "mine") is None
-    assert not store.turns.delete("b", "mine")
-    assert store.conversations.get("b", "conv") is None
-    assert store.conversations.context("b", "conv") is None
-    assert store.conversations.items("b", "conv", limit=9, newest_first=False) is None
-    assert store.conversations.item("b", "conv", "msg_x") is None
-    assert not store.conversations.add_items("b", "conv", [item("y")])
-    assert store.conversations.delete_item("b", "conv", "msg_x") is None
-    assert not store.conversations.delete("b", "conv")
+    for kind, id, look in (
+        ("response", "mine", lambda: store.turns.context("b", "mine")),
+        ("response", "mine", lambda: store.turns.response("b", "mine")),
+        ("response", "mine", lambda: store.turns.input("b", "mine")),
+        ("response", "mine", lambda: store.turns.delete("b", "mine")),
+        ("conversation", "conv", lambda: store.conversations.get("b", "conv")),
+        ("conversation", "conv", lambda: store.conversations.update("b", "conv", {"k": "v"})),
+        ("conversation", "conv", lambda: store.conversations.context("b", "conv")),
+        ("conversation", "conv", lambda: store.conversations.items("b", "conv", limit=9, newest_first=False)),
+        ("item", "msg_x", lambda: store.conversations.item("b", "conv", "msg_x")),
+        ("conversation", "conv", lambda: store.conversations.add_items("b", "conv", [item("y")])),
+        ("item", "msg_x", lambda: store.conversations.delete_item("b", "conv", "msg_x")),
+        ("conversation", "conv", lambda: store.conversations.delete("b", "conv")),
+    ):
+        with pytest.raises(NotFound) as missing:
+            look()
+        assert (missing.value.kind, missing.value.id) == (kind, id)
+    assert said(store.turns.context("a", "mine")) == ["mine", "MINE"]
     assert said(store.conversations.context("a", "conv")) == ["x"]
+    assert store.conversations.get("a", "conv")["metadata"] == {}
 
 
 def test_only_a_turn_at_the_head_advances_a_conversation(store: Store) -> None:
     store.conversations.create("a", "conv", {"k": "v"}, [item("first")])
     start = store.conversations.context("a", "conv")
-    assert start is not None
     store.turns.commit(turn("one", start, conversation="conv"))
     with pytest.raises(Conflict, match="went on"):
         store.turns.commit(turn("late", start, conversation="conv"))
     assert said(store.conversations.context("a", "conv")) == ["first", "one", "ONE"]
-    page = store.conversations.items("a", "conv", limit=9, newest_first=False)
-    assert page is not None and [each["id"] for each in page.items] == ["msg_first", "msg_one", "msg_ONE"]
-    assert store.turns.context("a", "late") is None
+    listed, has_more = store.conversations.items("a", "conv", limit=9, newest_first=False)
+    assert [each["id"] for each in listed] == ["msg_first", "msg_one", "msg_ONE"] and not has_more
+    assert not kept(store, "late")
 
 
 def test_a_conversation_that_was_edited_while_a_turn_was_written_keeps_the_edit(store: Store) -> None:
@@ -182,8 +196,7 @@ def test_a_conversation_that_was_edited_while_a_turn_was_written_keeps_the_edit(
         lambda: store.conversations.delete_item("a", "conv", "msg_first"),
     ):
         start = store.conversations.context("a", "conv")
-        assert start is not None
-        assert change()
+        change()
         with pytest.raises(Conflict, match="edited"):
             store.turns.commit(turn("late", start, conversation="conv"))
     assert said(store.conversations.context("a", "conv")) == ["by hand"]
@@ -192,19 +205,19 @@ def test_a_conversation_that_was_edited_while_a_turn_was_written_keeps_the_edit(
 def test_a_failed_turn_leaves_its_conversation_unchanged(store: Store) -> None:
     store.conversations.create("a", "conv", {}, [])
     start = store.conversations.context("a", "conv")
-    assert start is not None
     store.turns.commit(turn("job", start, conversation="conv", status="queued"))
     store.turns.commit(turn("job", start, conversation="conv", status="cancelled"), begun=True)
     assert store.conversations.context("a", "conv") == start
-    assert (store.turns.response("a", "job") or {})["status"] == "cancelled"
+    assert store.turns.response("a", "job")["status"] == "cancelled"
 
 
 def test_a_deleted_turn_is_kept_only_while_others_build_on_it(store: Store, clock: Clock) -> None:
     grow(store, "a", "bb", "ccc")
-    assert store.turns.delete("a", "bb") and store.turns.delete("a", "a")
-    assert store.turns.response("a", "a") is None and store.turns.response("a", "bb") is None
+    store.turns.delete("a", "bb")
+    store.turns.delete("a", "a")
+    assert not kept(store, "a") and not kept(store, "bb")
     assert said(store.turns.context("a", "ccc")) == ["a", "A", "bb", "BB", "ccc", "CCC"]
-    assert store.turns.delete("a", "ccc")
+    store.turns.delete("a", "ccc")
     with store.database.read() as db:  # deleting the last one removed all of them
         for table in (database.turns, database.threads):
             assert db.execute(sqlalchemy.select(table)).all() == []
@@ -219,7 +232,7 @@ def test_a_turn_whose_parent_was_deleted_meanwhile_is_not_stored(store: Store) -
     store.turns.delete("a", "job")
     with pytest.raises(Conflict, match="was deleted while"):
         store.turns.commit(turn("job"), begun=True)
-    assert store.turns.context("a", "job") is None
+    assert not kept(store, "job")
 
 
 class TestBounds:
@@ -231,8 +244,8 @@ class TestBounds:
         clock.now += 60
         grow(store, "young")
         clock.now += 60
-        assert store.turns.response("a", "old") is None  # at once, not only after the next clean-up
-        assert store.turns.response("a", "young") is not None
+        assert not kept(store, "old")  # at once, not only after the next clean-up
+        assert kept(store, "young")
         grow(store, "new")
         with store.database.read() as db:
             assert set(db.execute(sqlalchemy.select(database.turns.c.id)).scalars()) == {"young", "new"}
@@ -248,7 +261,7 @@ class TestBounds:
         store.turns.commit(turn("on", first))  # now the second is idle for longest
         clock.now += 1
         grow(store, "third")
-        assert store.turns.response("a", "second") is None
+        assert not kept(store, "second")
         assert said(store.turns.context("a", "on")) == ["first", "FIRST", "on", "ON"]
 
     def test_beyond_the_size_the_longest_idle_threads_are_dropped(
@@ -258,9 +271,9 @@ class TestBounds:
         for number in range(20):
             clock.now += 1
             store.turns.commit(turn(f"turn{number}", tokens=[0] * 2000))
-        kept = [number for number in range(20) if store.turns.response("a", f"turn{number}")]
-        assert kept == list(range(20 - len(kept), 20))
-        assert 5 <= len(kept) <= 10
+        left = [number for number in range(20) if kept(store, f"turn{number}")]
+        assert left == list(range(20 - len(left), 20))
+        assert 5 <= len(left) <= 10
 
     def test_the_tenant_that_has_most_loses_its_threads_first(self, opened: Callable[..., Store], clock: Clock) -> None:
         for bounds, size in (({"threads": 6}, 10), ({"bytes": 80_000}, 2000)):
@@ -270,18 +283,18 @@ class TestBounds:
             for number in range(40):
                 clock.now += 1
                 store.turns.commit(turn(f"theirs{number}", tenant="large", tokens=[0] * size))
-            assert store.turns.response("small", "mine0") and store.turns.response("small", "mine1")
-            kept = [number for number in range(40) if store.turns.response("large", f"theirs{number}")]
-            assert kept == list(range(40 - len(kept), 40)) and len(kept) >= 3
+            assert kept(store, "mine0", "small") and kept(store, "mine1", "small")
+            left = [number for number in range(40) if kept(store, f"theirs{number}", "large")]
+            assert left == list(range(40 - len(left), 40)) and len(left) >= 3
             clock.now += 1
             store.turns.commit(turn("mine2", tenant="small", tokens=[0] * size))
-            assert store.turns.response("small", "mine0") and not store.turns.response("large", f"theirs{kept[0]}")
+            assert kept(store, "mine0", "small") and not kept(store, f"theirs{left[0]}", "large")
 
     def test_a_thread_beyond_its_share_of_the_store_is_refused(self, opened: Callable[..., Store]) -> None:
         store = opened(bytes=80_000)
         with pytest.raises(ThreadTooLarge, match="more than 10000 bytes"):
             store.turns.commit(turn("large", tokens=[0] * 3000))
-        assert store.turns.response("a", "large") is None
+        assert not kept(store, "large")
 
 
 class TestCrashes:
@@ -319,10 +332,9 @@ store.turns.commit(turn("two", store.conversations.context("a", "conv"), convers
         store = opened(where)
         context = store.conversations.context("a", "conv")
         assert said(context) == ["one", "ONE"]
-        assert store.turns.response("a", "two") is None
-        page = store.conversations.items("a", "conv", limit=9, newest_first=False)
-        assert page is not None and len(page.items) == 2
-        assert context is not None
+        assert not kept(store, "two")
+        listed, _ = store.conversations.items("a", "conv", limit=9, newest_first=False)
+        assert len(listed) == 2
         store.turns.commit(turn("two", context, conversation="conv"))
         assert said(store.conversations.context("a", "conv")) == ["one", "ONE", "two", "TWO"]
 
@@ -351,7 +363,7 @@ class TestOpening:
         store = opened(path)
         assert said(store.turns.context("a", "a")) == ["a", "A"]
         store.conversations.create("a", "conv", {}, [])
-        assert store.conversations.get("a", "conv") is not None
+        assert store.conversations.get("a", "conv")["id"] == "conv"
 
     def test_a_failing_migration_changes_nothing(
         self, opened: Callable[..., Store], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -405,6 +417,17 @@ def test_the_context_cache_is_bounded_and_drops_the_least_recent(
     for name in ("a", "b", "c"):
         store.turns.commit(turn(name, tokens=[1] * 4))
     assert list(store.turns.cache.contexts) == ["b", "c"]
-    first = store.turns.context("a", "a")  # read again
-    assert first is not None and list(first.tokens) == [1] * 4
+    assert list(store.turns.context("a", "a").tokens) == [1] * 4  # read again
     assert list(store.turns.cache.contexts) == ["c", "a"]
+
+
+async def test_a_database_failure_is_a_503_that_names_no_database(tmp_path: Path) -> None:
+    path = tmp_path / "store.sqlite"
+    store = AsyncStore(open_store(ServerConfig(store=str(path))))
+    with sqlite3.connect(path) as other:
+        other.execute("DROP TABLE conversations")
+    with pytest.raises(ApiError) as refused:
+        await store.run(lambda store: store.conversations.get("tenant", "conv_a"))
+    assert (refused.value.status, refused.value.code) == (503, "store_unavailable")
+    assert "sqlite" not in refused.value.message
+    store.close()

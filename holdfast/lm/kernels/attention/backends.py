@@ -59,22 +59,14 @@ def attention_for(
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"there is no attention for device {device!s}; use cpu or cuda")
     require(backend, device)
+    sizes = dict(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size)
     if device.type == "cpu" or backend == "torch":
-        return TorchAttention(
-            device=device, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size
-        )
+        return TorchAttention(device=device, **sizes)
     # Imported here because a CPU installation has no Triton.
     from holdfast.lm.kernels.attention.paged import PagedAttention
 
-    paged = PagedAttention(
-        device=device,
-        num_processors=torch.cuda.get_device_properties(device).multi_processor_count,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        block_size=block_size,
-        fp8_cache=cache_dtype == FP8,
-    )
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    paged = PagedAttention(device=device, num_processors=processors, fp8_cache=cache_dtype == FP8, **sizes)
     if backend == "vllm-flash-attn":
         kernels = vllm_kernels(device)
         return FlashAttention3(kernels, paged, device=device, head_dim=head_dim, block_size=block_size)

@@ -7,47 +7,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from holdfast.lm.kernels.attention.softmax import begin_rows, capped, put_rows, weigh
+from holdfast.lm.kernels.attention.segment_kernels import begin_rows, capped, put_rows, weigh
 from holdfast.lm.kernels.fp8_conversion import query_beside, values_as
 from holdfast.lm.kernels.launch import launch_dependents, wait_for_previous
 
 
 @triton.jit
 def decode_kernel(
-    query,
-    key_cache,
-    value_cache,
-    tables,
-    work,
-    sinks,
-    out,
-    partial_out,
-    partial_log,
-    query_stride_token,
-    query_stride_head,
-    key_stride_block,
-    key_stride_slot,
-    key_stride_head,
-    value_stride_block,
-    value_stride_slot,
-    value_stride_head,
-    out_stride_token,
-    out_stride_head,
-    table_stride,
-    scale,
-    softcap,
-    window,
-    GROUP_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    STAGES: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
+    query, key_cache, value_cache, tables, work, sinks, out, partial_out, partial_log,
+    query_stride_token, query_stride_head, key_stride_block, key_stride_slot, key_stride_head,
+    value_stride_block, value_stride_slot, value_stride_head, out_stride_token, out_stride_head, table_stride,
+    scale, softcap, window,
+    GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     """Compute one record of `tiles.TileList.work` for one KV head. Program (KV head, record).
 
     Programs that run together read the same slots, since the heads of a slot are adjacent. All loads of the only loop
@@ -116,21 +90,7 @@ def decode_kernel(
         )
 
     put_rows(
-        acc,
-        top,
-        total,
-        partial,
-        kv_head,
-        batch_token,
-        head,
-        real,
-        out,
-        partial_out,
-        partial_log,
-        out_stride_token,
-        out_stride_head,
-        HEAD_DIM,
-        BLOCK_M,
-        BLOCK_D,
-        0,
-    )
+        acc, top, total, partial, kv_head, batch_token, head, real,
+        out, partial_out, partial_log, out_stride_token, out_stride_head,
+        HEAD_DIM, BLOCK_M, BLOCK_D, 0,
+    )  # fmt: skip

@@ -49,13 +49,7 @@ class FlashAttention3(CapturableAttention[FlashMetadata]):
     """
 
     def __init__(
-        self,
-        kernels: Any,
-        writer: Attention[Any],
-        *,
-        device: torch.device,
-        head_dim: int,
-        block_size: int,
+        self, kernels: Any, writer: Attention[Any], *, device: torch.device, head_dim: int, block_size: int
     ) -> None:
         """Use the module `kernels`; `writer` writes the cache. Raises ValueError for sizes that are not supported."""
         if block_size % BLOCK_SIZE_UNIT or head_dim % HEAD_DIM_UNIT:

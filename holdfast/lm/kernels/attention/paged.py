@@ -10,9 +10,9 @@ import triton
 
 from holdfast.lm.kernels.attention import prefill_kernel
 from holdfast.lm.kernels.attention.decode_kernel import decode_kernel
-from holdfast.lm.kernels.attention.device_tiles import DeviceTiles, DeviceTilesBuilder
 from holdfast.lm.kernels.attention.protocol import CapturableAttention, Segments
 from holdfast.lm.kernels.attention.segment_kernels import attend_kernel, merge_kernel, write_kernel
+from holdfast.lm.kernels.attention.tiles import DeviceTiles, DeviceTilesBuilder
 from holdfast.lm.kernels.launch import SideStream, dependent_launch_options
 
 FEW_TOKENS = 4
@@ -118,18 +118,7 @@ class PagedAttention(CapturableAttention[tuple[DeviceTiles, ...]]):
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         out = query.new_empty(query.shape)
-        attend = partial(
-            self._attend,
-            query,
-            key_cache,
-            value_cache,
-            block_tables,
-            out,
-            scale=scale,
-            window=window,
-            softcap=softcap,
-            sinks=sinks,
-        )
+        attend = partial(self._attend, query, key_cache, value_cache, block_tables, out, scale, window, softcap, sinks)
         # Allocate for both kinds before either runs. Memory freed in between could be reused while the side stream
         # still writes it.
         kinds = [(tiles, self._partials(query, tiles)) for tiles in metadata]
@@ -157,28 +146,19 @@ class PagedAttention(CapturableAttention[tuple[DeviceTiles, ...]]):
         value_cache: torch.Tensor,
         block_tables: torch.Tensor,
         out: torch.Tensor,
-        tiles: DeviceTiles,
-        partials: tuple[torch.Tensor, torch.Tensor],
-        *,
         scale: float,
         window: int | None,
         softcap: float | None,
         sinks: torch.Tensor | None,
+        tiles: DeviceTiles,
+        partials: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
         """Launch the tiles of one height, then merge those that were cut over the context."""
-        partial_out, partial_log = partials
+        tensors = (query, key_cache, value_cache, block_tables, tiles.work, sinks, out, *partials)
         launch = self.launch(tiles.block_m, query.element_size(), len(query))
         work_and_heads = (len(tiles.work), self.num_kv_heads)
         arguments = (
-            query,
-            key_cache,
-            value_cache,
-            block_tables,
-            tiles.work,
-            sinks,
-            out,
-            partial_out,
-            partial_log,
+            *tensors,
             *query.stride()[:2],
             *key_cache.stride()[:3],
             *value_cache.stride()[:3],
@@ -203,19 +183,7 @@ class PagedAttention(CapturableAttention[tuple[DeviceTiles, ...]]):
         on_hopper = self.on_hopper and (window is None or window > prefill_kernel.BLOCK_N)
         if on_hopper and tiles.block_m == prefill_kernel.BLOCK_M and prefill_kernel.takes(query, key_cache):
             prefill_kernel.attend(
-                query,
-                key_cache,
-                value_cache,
-                block_tables,
-                tiles.work,
-                sinks,
-                out,
-                partial_out,
-                partial_log,
-                num_processors=self.num_processors,
-                scale=scale,
-                window=window,
-                softcap=softcap,
+                *tensors, num_processors=self.num_processors, scale=scale, window=window, softcap=softcap
             )
         elif tiles.block_m == self.narrow_m:
             decode_kernel[work_and_heads[::-1]](
@@ -224,12 +192,11 @@ class PagedAttention(CapturableAttention[tuple[DeviceTiles, ...]]):
         else:
             attend_kernel[work_and_heads](*arguments, **constants, num_stages=launch.num_stages)
         if len(tiles.merges):
-            self._merge(tiles, partials, out, alone=len(query) <= FEW_TOKENS)
+            self._merge(tiles, partials, out)
 
-    def _merge(
-        self, tiles: DeviceTiles, partials: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor, *, alone: bool
-    ) -> None:
-        """Launch the merge of partial results; `alone`: so few programs that each has a processor to itself."""
+    def _merge(self, tiles: DeviceTiles, partials: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor) -> None:
+        """Launch the merge of partial results."""
+        alone = len(out) <= FEW_TOKENS
         merge_kernel[(len(tiles.merges), tiles.merge_programs, self.num_kv_heads)](
             tiles.merges,
             *partials,

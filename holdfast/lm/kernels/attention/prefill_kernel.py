@@ -40,16 +40,9 @@ def _item_of(turn):
 
 @gluon.jit
 def _read(
-    work,
-    tables,
-    item,
-    table_stride,
-    window,
-    NUM_KV_HEADS: gl.constexpr,
-    GROUP_SIZE: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    HAS_WINDOW: gl.constexpr,
-):
+    work, tables, item, table_stride, window,
+    NUM_KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, HAS_WINDOW: gl.constexpr,
+):  # fmt: skip
     """Read a record of `tiles.TileList.work`; also return the first key to visit and the number of steps from there."""
     record = work + item // NUM_KV_HEADS * 8
     first_token = gl.load(record)
@@ -119,20 +112,10 @@ def _load(
 
 @gluon.jit
 def _weigh(
-    scores,
-    top,
-    total,
-    position,
-    first,
-    scale,
-    softcap,
-    window,
-    BLOCK_N: gl.constexpr,
-    HAS_SOFTCAP: gl.constexpr,
-    HAS_WINDOW: gl.constexpr,
-    MASKED: gl.constexpr,
+    scores, top, total, position, first, scale, softcap, window,
+    BLOCK_N: gl.constexpr, HAS_SOFTCAP: gl.constexpr, HAS_WINDOW: gl.constexpr, MASKED: gl.constexpr,
     LAYOUT: gl.constexpr,
-):
+):  # fmt: skip
     """One step of the online softmax: weights [M, N] of scores, the new top and total, and the factor on earlier sums.
 
     `scale` and `softcap` include log2(e) where the exponent needs it. Without MASKED, every row must see every key.
@@ -419,7 +402,7 @@ def attend(
 ) -> None:
     """Compute the tiles of `work` [W, 8], each of BLOCK_M rows; the other arguments are `Attention.attend`'s.
 
-    Partial results go to partial_out [P, Hkv, BLOCK_M, D] and partial_log [P, Hkv, BLOCK_M], as in `softmax.put_rows`.
+    Partial results go to partial_out [P, Hkv, BLOCK_M, D] and partial_log [P, Hkv, BLOCK_M], as in `put_rows`.
     """
     num_blocks, block_size, num_kv_heads, head_dim = key_cache.shape
     cache_rows, width = num_blocks * block_size, num_kv_heads * head_dim

@@ -1,4 +1,7 @@
-"""Triton kernels of paged attention: long segments on any GPU, the merge of partial results, and the cache write."""
+"""Triton kernels of paged attention: long segments on any GPU, the merge of partial results, and the cache write.
+
+Their online softmax also serves `decode_kernel`.
+"""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -7,36 +10,84 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from holdfast.lm.kernels.attention.softmax import begin_rows, capped, put_rows, weigh
 from holdfast.lm.kernels.fp8_conversion import query_beside, to_cache_dtype
 from holdfast.lm.kernels.launch import launch_dependents, wait_for_previous
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def begin_rows(sinks, head, row, rows, first_key, BLOCK_M: tl.constexpr):
+    """The maximum score (top) and the sum of weights (total), both [M], before the first key; from the sinks, if any.
+
+    A sink counts once, in the first part of the context.
+    """
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    if sinks is not None:
+        counted = row < tl.where(first_key == 0, rows, 0)
+        top = tl.load(sinks + head, mask=counted, other=float("-inf")).to(tl.float32) * LOG2_E
+    total = tl.where(top == float("-inf"), 0.0, 1.0)
+    return top, total
+
+
+@triton.jit
+def capped(scores, scale, softcap, HAS_SOFTCAP: tl.constexpr):
+    """Scores [M, N] from query-key products, and the factor that turns them into exponents of 2.
+
+    With a softcap, `scale` already includes 1 / softcap.
+    """
+    if HAS_SOFTCAP:
+        # tanh(x) = 1 - 2 / (exp(2 x) + 1) is correct at both infinities
+        scores = 1.0 - 2.0 / (tl.exp2(scores * (scale * 2.0 * LOG2_E)) + 1.0)
+        unit = softcap * LOG2_E
+    else:
+        unit = scale * LOG2_E
+    return scores, unit
+
+
+@triton.jit
+def weigh(scores, unit, top, total):
+    """One step: weights [M, N] of scores [M, N], the new top and total [M], and the factor on earlier sums [M]."""
+    new_top = tl.maximum(top, tl.max(scores, 1) * unit)  # scaled here, to fuse with the subtraction
+    # A row that has seen no key has no top. Any number will do, since all its weights are zero.
+    base = tl.where(new_top == float("-inf"), 0.0, new_top)
+    weights = tl.exp2(scores * unit - base[:, None])
+    fade = tl.exp2(top - base)
+    total = total * fade + tl.sum(weights, 1)
+    return weights, new_top, total, fade
+
+
+@triton.jit
+def put_rows(
+    acc, top, total, partial, kv_head, batch_token, head, real,
+    out, partial_out, partial_log, out_stride_token, out_stride_head,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, HEADS_AXIS: tl.constexpr,
+):  # fmt: skip
+    """Store the tile's result in `out`, or as partial result `partial` - 1 with the logarithm of its sum.
+
+    The grid has the KV heads on its axis HEADS_AXIS.
+    """
+    dim = tl.arange(0, BLOCK_D)
+    held = real[:, None] & (dim < HEAD_DIM)[None, :]
+    # If a part of the context is wholly outside a row's window, its total is 0 and its top stays -inf.
+    total = tl.where(total == 0.0, 1.0, total)
+    result = acc / total[:, None]
+    if partial == 0:
+        out_at = out + (batch_token * out_stride_token + head * out_stride_head)[:, None] + dim[None, :]
+        tl.store(out_at, result.to(out.dtype.element_ty), mask=held)
+    else:
+        place = ((partial - 1).to(tl.int64) * tl.num_programs(HEADS_AXIS) + kv_head) * BLOCK_M + tl.arange(0, BLOCK_M)
+        tl.store(partial_out + place[:, None] * HEAD_DIM + dim[None, :], result, mask=held)
+        tl.store(partial_log + place, top + tl.log2(total), mask=real)
 
 
 @triton.jit
 def _attend_keys(
-    acc,
-    top,
-    total,
-    query,
-    key_cache,
-    value_cache,
-    table,
-    position,
-    begin,
-    end,
-    scale,
-    softcap,
-    window,
-    key_strides,
-    value_strides,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    MASKED: tl.constexpr,
-):
+    acc, top, total, query, key_cache, value_cache, table, position, begin, end,
+    scale, softcap, window, key_strides, value_strides,
+    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
     """Continue the online softmax (acc [M, D], top and total [M]) of a tile's rows over the keys [begin, end).
 
     Without MASKED, every row must see every key, and the keys must fill whole blocks of BLOCK_N.
@@ -78,38 +129,14 @@ def _attend_keys(
 
 @triton.jit
 def attend_kernel(
-    query,
-    key_cache,
-    value_cache,
-    tables,
-    work,
-    sinks,
-    out,
-    partial_out,
-    partial_log,
-    query_stride_token,
-    query_stride_head,
-    key_stride_block,
-    key_stride_slot,
-    key_stride_head,
-    value_stride_block,
-    value_stride_slot,
-    value_stride_head,
-    out_stride_token,
-    out_stride_head,
-    table_stride,
-    scale,
-    softcap,
-    window,
-    GROUP_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-):
+    query, key_cache, value_cache, tables, work, sinks, out, partial_out, partial_log,
+    query_stride_token, query_stride_head, key_stride_block, key_stride_slot, key_stride_head,
+    value_stride_block, value_stride_slot, value_stride_head, out_stride_token, out_stride_head, table_stride,
+    scale, softcap, window,
+    GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
+):  # fmt: skip
     """Compute one record of `tiles.TileList.work` for one KV head. Program (record, KV head)."""
     record = work + tl.program_id(0) * 8
     kv_head = tl.program_id(1)
@@ -150,89 +177,28 @@ def attend_kernel(
         seen_by_all = tl.minimum(stop_key, earliest + 1) - first_key
         begin = first_key + tl.maximum(seen_by_all, 0) // BLOCK_N * BLOCK_N
         acc, top, total = _attend_keys(
-            acc,
-            top,
-            total,
-            tile,
-            key_cache,
-            value_cache,
-            table,
-            position,
-            first_key,
-            begin,
-            scale,
-            softcap,
-            window,
-            key_strides,
-            value_strides,
-            HEAD_DIM,
-            BLOCK_SIZE,
-            BLOCK_N,
-            BLOCK_D,
-            HAS_SOFTCAP,
-            HAS_WINDOW,
-            False,
-        )
+            acc, top, total, tile, key_cache, value_cache, table, position, first_key, begin,
+            scale, softcap, window, key_strides, value_strides,
+            HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, HAS_SOFTCAP, HAS_WINDOW, False,
+        )  # fmt: skip
     acc, top, total = _attend_keys(
-        acc,
-        top,
-        total,
-        tile,
-        key_cache,
-        value_cache,
-        table,
-        position,
-        begin,
-        stop_key,
-        scale,
-        softcap,
-        window,
-        key_strides,
-        value_strides,
-        HEAD_DIM,
-        BLOCK_SIZE,
-        BLOCK_N,
-        BLOCK_D,
-        HAS_SOFTCAP,
-        HAS_WINDOW,
-        True,
-    )
+        acc, top, total, tile, key_cache, value_cache, table, position, begin, stop_key,
+        scale, softcap, window, key_strides, value_strides,
+        HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, HAS_SOFTCAP, HAS_WINDOW, True,
+    )  # fmt: skip
     put_rows(
-        acc,
-        top,
-        total,
-        partial,
-        kv_head,
-        batch_token,
-        head,
-        real,
-        out,
-        partial_out,
-        partial_log,
-        out_stride_token,
-        out_stride_head,
-        HEAD_DIM,
-        BLOCK_M,
-        BLOCK_D,
-        1,
-    )
+        acc, top, total, partial, kv_head, batch_token, head, real,
+        out, partial_out, partial_log, out_stride_token, out_stride_head,
+        HEAD_DIM, BLOCK_M, BLOCK_D, 1,
+    )  # fmt: skip
 
 
 @triton.jit
 def merge_kernel(
-    merges,
-    partial_out,
-    partial_log,
-    out,
-    out_stride_token,
-    out_stride_head,
-    GROUP_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
+    merges, partial_out, partial_log, out, out_stride_token, out_stride_head,
+    GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_S: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     """Add the partial results of each row, weighted by their share of its softmax.
 
     Program (merge record, first row, KV head). The programs of a record share the rows of its tile.
@@ -273,26 +239,12 @@ def merge_kernel(
 
 @triton.jit
 def write_kernel(
-    key,
-    value,
-    key_cache,
-    value_cache,
-    slot_mapping,
-    key_stride_token,
-    key_stride_head,
-    value_stride_token,
-    value_stride_head,
-    key_cache_stride_block,
-    key_cache_stride_slot,
-    key_cache_stride_head,
-    value_cache_stride_block,
-    value_cache_stride_slot,
-    value_cache_stride_head,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    key, value, key_cache, value_cache, slot_mapping,
+    key_stride_token, key_stride_head, value_stride_token, value_stride_head,
+    key_cache_stride_block, key_cache_stride_slot, key_cache_stride_head,
+    value_cache_stride_block, value_cache_stride_slot, value_cache_stride_head,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Write one token's keys and values to its slot; a negative slot is padding and is skipped. Program (token)."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token)

@@ -25,17 +25,9 @@ WARPS = 8
 # count. Neither may cause a new compilation. The strides belong to the caches, and show how reads are aligned.
 @triton.jit(do_not_specialize=["source_blocks", "target_blocks", "count", "pieces"])
 def _copy_blocks(
-    source,
-    target,
-    source_blocks,
-    target_blocks,
-    count,
-    pieces,
-    SOURCE_STRIDE: tl.constexpr,
-    TARGET_STRIDE: tl.constexpr,
-    RUN: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    source, target, source_blocks, target_blocks, count, pieces,
+    SOURCE_STRIDE: tl.constexpr, TARGET_STRIDE: tl.constexpr, RUN: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Copy runs of RUN contiguous elements: for each of `count` blocks, one run for each layer's keys and values."""
     for piece in range(tl.program_id(0), pieces, tl.num_programs(0)):
         block, part = piece % count, (piece // count).to(tl.int64)

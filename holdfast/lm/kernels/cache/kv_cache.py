@@ -38,7 +38,7 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> KVCache:
-        """Allocate `num_blocks` blocks, of `block_bytes` each."""
+        """Allocate this many blocks."""
         shape = (layers, 2, num_blocks, block_size, num_kv_heads, head_dim)
         return cls(torch.empty(shape, dtype=dtype, device=device))
 
@@ -67,11 +67,6 @@ class KVCache:
         """The key cache and the value cache of a layer, [num_blocks, block_size, Hkv, D], as views."""
         key, value = self.data[index]
         return key, value
-
-
-def block_bytes(*, layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Bytes of one block: keys and values of `block_size` tokens in all layers."""
-    return 2 * layers * block_size * num_kv_heads * head_dim * dtype.itemsize
 
 
 def write_slots(

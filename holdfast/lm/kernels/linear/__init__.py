@@ -1,1 +1,15 @@
-"""The linear layers of a decoder, with the norms, rotations and activations around them."""
+"""The linear layers of a decoder, with the norms, rotations and activations around them, and their backends."""
+
+from __future__ import annotations
+
+from holdfast.lm.kernels.linear.layers import LayerOps, LayerShape
+
+
+def layer_ops_for(shape: LayerShape) -> LayerOps:
+    """The backend for the device of `shape.inverse_frequencies`: Triton kernels on CUDA, PyTorch elsewhere."""
+    if shape.inverse_frequencies.device.type == "cuda":
+        # Imported here because a CPU installation has no Triton.
+        from holdfast.lm.kernels.linear.fused_layers import FusedLayerOps
+
+        return FusedLayerOps(shape)
+    return LayerOps(shape)

@@ -55,13 +55,6 @@ class Fp8Rows:
     data: torch.Tensor  # [1 or 2, T, K] float8_e4m3fn
     scale: torch.Tensor  # [T] float32
 
-    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
-        """The activations [T, K] in `dtype`."""
-        numbers = self.data[0].float()
-        if len(self.data) > 1:
-            numbers += self.data[1].float() / LOWER
-        return (numbers * self.scale[:, None]).to(dtype)
-
 
 def fp8_launch_for(x: torch.Tensor, weight: Fp8Weight, *, cut: bool = False) -> SkinnyLaunch | None:
     """The launch of `skinny_gemm` (one token) or `fp8_skinny_gemm` for x [T, K] and an FP8 weight [N, K].
@@ -177,18 +170,10 @@ def fp8_skinny_gemm(
 
 @triton.jit
 def quantize_rows_kernel(
-    x,
-    data,
-    scale,
-    width,
-    x_stride,
-    HALVES: tl.constexpr,
-    GATED: tl.constexpr,
-    LARGEST: tl.constexpr,
-    LOWER: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x, data, scale, width, x_stride,
+    HALVES: tl.constexpr, GATED: tl.constexpr, LARGEST: tl.constexpr, LOWER: tl.constexpr, BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
-):
+):  # fmt: skip
     """Quantize one token to FP8 with one scale, which is NaN if any number is not finite. Program (token)."""
     launch_dependents(DEPENDENT)
     wait_for_previous(DEPENDENT)
@@ -216,30 +201,11 @@ def quantize_rows_kernel(
 
 @triton.jit(do_not_specialize=["rows"])  # rows only masks: one kernel for all counts of a BLOCK_M
 def fp8_skinny_gemm_kernel(
-    x,
-    x_scale,
-    weight,
-    scale,
-    bias,
-    out,
-    rows,
-    outputs,
-    inputs,
-    part_length,
-    x_stride_half,
-    x_stride,
-    weight_stride,
-    out_stride_part,
-    out_stride,
-    GATED: tl.constexpr,
-    LOWER: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EVEN: tl.constexpr,
-    STAGES: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
+    x, x_scale, weight, scale, bias, out, rows, outputs, inputs, part_length,
+    x_stride_half, x_stride, weight_stride, out_stride_part, out_stride,
+    GATED: tl.constexpr, LOWER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     """x [rows, inputs], two numbers each, times weight transposed. Program (BLOCK_N rows of weight, part).
 
     Parts and GATED are those of `skinny_gemm_kernel`. FP8 tensor cores keep few bits of a sum, so the sums are added in

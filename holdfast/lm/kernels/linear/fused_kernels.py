@@ -1,138 +1,21 @@
-"""Triton kernels between the GEMMs of a layer, each with its launch: norm, rotation with the cache write, gate."""
+"""Triton kernels between the GEMMs of a layer: norm, rotation with the cache write, gate."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
 from holdfast.lm.kernels.fp8_conversion import to_cache_dtype
-from holdfast.lm.kernels.launch import dependent_launch_options, launch_dependents, wait_for_previous
-from holdfast.lm.kernels.linear.layers import LayerShape, Rotation
-
-ROTATED_AT_A_TIME = 512
-"""Pairs of numbers that one program rotates."""
-GATED_AT_A_TIME = 1024
-"""Numbers that one program gates."""
-
-
-def add_norm(
-    stream: torch.Tensor, partials: torch.Tensor | None, bias: torch.Tensor | None, weight: torch.Tensor, eps: float
-) -> torch.Tensor:
-    """Add partial sums [P, T, hidden] of any float dtype and a bias to the stream in place; return its RMS norm."""
-    tokens, width = stream.shape
-    out = torch.empty_like(stream)
-    block = triton.next_power_of_2(width)
-    norm_kernel[(tokens,)](
-        stream,
-        partials,
-        bias,
-        weight,
-        out,
-        width,
-        stream.stride(0),
-        out.stride(0),
-        eps,
-        PARTS=0 if partials is None else len(partials),
-        BLOCK=block,
-        num_warps=max(1, min(16, block // 256)),
-        **dependent_launch_options(stream.device),
-    )
-    return out
-
-
-def angles(positions: torch.Tensor, shape: LayerShape) -> Rotation:
-    """Cosine and sine [T, D / 2] float32 of the angles of positions [T]."""
-    frequencies = shape.inverse_frequencies
-    half = len(frequencies)
-    cosine, sine = frequencies.new_empty(2, len(positions), half)
-    angles_kernel[(len(positions),)](
-        positions,
-        frequencies,
-        cosine,
-        sine,
-        shape.amplitude,
-        HALF=half,
-        BLOCK_HALF=triton.next_power_of_2(shape.head_dim // 2),
-        num_warps=1,
-    )
-    return cosine, sine
-
-
-def rotate_and_write(
-    qkv: torch.Tensor,
-    rotation: Rotation,
-    q_norm: torch.Tensor | None,
-    k_norm: torch.Tensor | None,
-    caches: tuple[torch.Tensor, torch.Tensor],
-    slot_mapping: torch.Tensor,
-    shape: LayerShape,
-) -> torch.Tensor:
-    """`LayerOps.rotate_and_write` by one kernel; `rotation` is from `angles`."""
-    tokens, heads = len(qkv), shape.num_heads + 2 * shape.num_kv_heads
-    query = qkv.new_empty(tokens, shape.num_heads, shape.head_dim)
-    key_cache, value_cache = caches
-    block_half = triton.next_power_of_2(shape.head_dim // 2)
-    block_heads = min(triton.next_power_of_2(heads), max(1, ROTATED_AT_A_TIME // block_half))
-    rotate_write_kernel[(tokens, triton.cdiv(heads, block_heads))](
-        qkv,
-        *rotation,
-        q_norm,
-        k_norm,
-        query,
-        key_cache,
-        value_cache,
-        slot_mapping,
-        qkv.stride(0),
-        *key_cache.stride()[:3],
-        *value_cache.stride()[:3],
-        shape.eps,
-        NUM_HEADS=shape.num_heads,
-        NUM_KV_HEADS=shape.num_kv_heads,
-        HEAD_DIM=shape.head_dim,
-        BLOCK_SIZE=key_cache.shape[1],
-        BLOCK_HEADS=block_heads,
-        BLOCK_HALF=block_half,
-        num_warps=4,
-        **dependent_launch_options(qkv.device),
-    )
-    return query
-
-
-def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up, [T, N], of gate_up [T, 2 N]."""
-    width = gate_up.shape[1] // 2
-    out = gate_up.new_empty(len(gate_up), width)
-    silu_mul_kernel[(len(gate_up), triton.cdiv(width, GATED_AT_A_TIME))](
-        gate_up,
-        out,
-        width,
-        gate_up.stride(0),
-        out.stride(0),
-        BLOCK=GATED_AT_A_TIME,
-        num_warps=4,
-        **dependent_launch_options(out.device),
-    )
-    return out
+from holdfast.lm.kernels.launch import launch_dependents, wait_for_previous
 
 
 @triton.jit
 def norm_kernel(
-    stream,
-    partials,
-    bias,
-    weight,
-    out,
-    width,
-    stream_stride,
-    out_stride,
-    eps,
-    PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
+    stream, partials, bias, weight, out, width, stream_stride, out_stride, eps,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     """Add PARTS partial sums [PARTS, T, width] and a bias to one token of the stream in place, then take its RMS norm.
 
     Program (token). The sum is taken in a fixed order and rounded once to the stream's dtype, before it is normed.
@@ -177,31 +60,12 @@ def angles_kernel(
 
 @triton.jit
 def rotate_write_kernel(
-    qkv,
-    cosine,
-    sine,
-    q_norm,
-    k_norm,
-    query,
-    key_cache,
-    value_cache,
-    slot_mapping,
-    qkv_stride,
-    key_stride_block,
-    key_stride_slot,
-    key_stride_head,
-    value_stride_block,
-    value_stride_slot,
-    value_stride_head,
-    eps,
-    NUM_HEADS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
+    qkv, cosine, sine, q_norm, k_norm, query, key_cache, value_cache, slot_mapping,
+    qkv_stride, key_stride_block, key_stride_slot, key_stride_head,
+    value_stride_block, value_stride_slot, value_stride_head, eps,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     """Norm and rotate queries and keys, and write keys and values to the cache. Program (token, group of heads).
 
     Heads are held as two halves of [BLOCK_HEADS, BLOCK_HALF]. A negative slot is padding and is not written.

@@ -1,4 +1,4 @@
-"""The operations of a decoder layer on CUDA: which kernel or library call computes each."""
+"""The operations of a decoder layer on CUDA: which kernel or library call computes each, and the launches."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
+import triton
 
 from holdfast.lm.kernels.fp8 import Fp8Weight, Weight
-from holdfast.lm.kernels.linear import fused_kernels
+from holdfast.lm.kernels.launch import dependent_launch_options
 from holdfast.lm.kernels.linear.fp8_linear import (
     TILE,
     Fp8Rows,
@@ -18,8 +19,14 @@ from holdfast.lm.kernels.linear.fp8_linear import (
     has_tiles,
     quantize_rows,
 )
+from holdfast.lm.kernels.linear.fused_kernels import angles_kernel, norm_kernel, rotate_write_kernel, silu_mul_kernel
 from holdfast.lm.kernels.linear.layers import Gated, LayerOps, Normed, Rotation, Unnormed
 from holdfast.lm.kernels.linear.skinny_gemm import SkinnyLaunch, launch_for, skinny_gemm
+
+ROTATED_AT_A_TIME = 512
+"""Pairs of numbers that one program rotates."""
+GATED_AT_A_TIME = 1024
+"""Numbers that one program gates."""
 
 PIECES = {832: (512, 320), 896: (512, 384)}
 """Token counts whose GEMMs cuBLAS computes faster in two pieces, as it has no good tiles for the whole. With CUDA 13.0
@@ -58,15 +65,10 @@ class FusedLayerOps(LayerOps):
         gate_up = self._in_pieces(read, weight, bias)
         if isinstance(weight, Fp8Weight) and has_tiles(read, weight) and width % TILE == 0:
             return quantize_rows(gate_up, gated=True)  # the next GEMM reads FP8
-        return fused_kernels.silu_mul(gate_up)
+        return silu_mul(gate_up)
 
     def add_linear_norm(
-        self,
-        stream: torch.Tensor,
-        x: Gated,
-        weight: Weight,
-        bias: torch.Tensor | None,
-        norm: torch.Tensor,
+        self, stream: torch.Tensor, x: Gated, weight: Weight, bias: torch.Tensor | None, norm: torch.Tensor
     ) -> Normed:
         launch = None if isinstance(x, Fp8Rows) else self.launch(x, weight, cut=True)
         if launch is None:
@@ -95,10 +97,8 @@ class FusedLayerOps(LayerOps):
                 torch.addmm(bias, x[part], weight.t(), out=out[part])
         return out
 
-    def computed(self, x: Normed | Gated) -> torch.Tensor:
-        """The tensor of a result of `add_linear_norm` or `gated_linear`."""
-        if isinstance(x, Fp8Rows):
-            return x.dequantized(self.shape.dtype)
+    def computed(self, x: Normed) -> torch.Tensor:
+        """The tensor of a result of `add_linear_norm`."""
         return self.norm(x.stream, x.weight) if isinstance(x, Unnormed) else x
 
     def _linear(self, x: Gated, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
@@ -133,7 +133,21 @@ class FusedLayerOps(LayerOps):
         return {"norm": x.weight, "eps": self.shape.eps} if isinstance(x, Unnormed) else {}
 
     def rotation(self, positions: torch.Tensor) -> Rotation:
-        return fused_kernels.angles(positions, self.shape)
+        """Cosine and sine [T, D / 2] float32 of the angles of positions [T]."""
+        frequencies = self.shape.inverse_frequencies
+        half = len(frequencies)
+        cosine, sine = frequencies.new_empty(2, len(positions), half)
+        angles_kernel[(len(positions),)](
+            positions,
+            frequencies,
+            cosine,
+            sine,
+            self.shape.amplitude,
+            HALF=half,
+            BLOCK_HALF=triton.next_power_of_2(self.shape.head_dim // 2),
+            num_warps=1,
+        )
+        return cosine, sine
 
     def rotate_and_write(
         self,
@@ -144,7 +158,35 @@ class FusedLayerOps(LayerOps):
         caches: tuple[torch.Tensor, torch.Tensor],
         slot_mapping: torch.Tensor,
     ) -> torch.Tensor:
-        return fused_kernels.rotate_and_write(qkv, rotation, q_norm, k_norm, caches, slot_mapping, self.shape)
+        shape = self.shape
+        tokens, heads = len(qkv), shape.num_heads + 2 * shape.num_kv_heads
+        query = qkv.new_empty(tokens, shape.num_heads, shape.head_dim)
+        key_cache, value_cache = caches
+        block_half = triton.next_power_of_2(shape.head_dim // 2)
+        block_heads = min(triton.next_power_of_2(heads), max(1, ROTATED_AT_A_TIME // block_half))
+        rotate_write_kernel[(tokens, triton.cdiv(heads, block_heads))](
+            qkv,
+            *rotation,
+            q_norm,
+            k_norm,
+            query,
+            key_cache,
+            value_cache,
+            slot_mapping,
+            qkv.stride(0),
+            *key_cache.stride()[:3],
+            *value_cache.stride()[:3],
+            shape.eps,
+            NUM_HEADS=shape.num_heads,
+            NUM_KV_HEADS=shape.num_kv_heads,
+            HEAD_DIM=shape.head_dim,
+            BLOCK_SIZE=key_cache.shape[1],
+            BLOCK_HEADS=block_heads,
+            BLOCK_HALF=block_half,
+            num_warps=4,
+            **dependent_launch_options(qkv.device),
+        )
+        return query
 
     def launch(self, x: torch.Tensor, weight: Weight, *, cut: bool = False) -> SkinnyLaunch | None:
         """The launch of a skinny GEMM; None if the library computes it. `cut`: partial sums are allowed."""
@@ -155,7 +197,43 @@ class FusedLayerOps(LayerOps):
     def _add_norm(
         self, stream: torch.Tensor, partials: torch.Tensor | None, bias: torch.Tensor | None, weight: torch.Tensor
     ) -> torch.Tensor:
-        return fused_kernels.add_norm(stream, partials, bias, weight, self.shape.eps)
+        """Add partial sums [P, T, hidden] of any float dtype and a bias to the stream in place; return its RMS norm."""
+        tokens, width = stream.shape
+        out = torch.empty_like(stream)
+        block = triton.next_power_of_2(width)
+        norm_kernel[(tokens,)](
+            stream,
+            partials,
+            bias,
+            weight,
+            out,
+            width,
+            stream.stride(0),
+            out.stride(0),
+            self.shape.eps,
+            PARTS=0 if partials is None else len(partials),
+            BLOCK=block,
+            num_warps=max(1, min(16, block // 256)),
+            **dependent_launch_options(stream.device),
+        )
+        return out
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up, [T, N], of gate_up [T, 2 N]."""
+    width = gate_up.shape[1] // 2
+    out = gate_up.new_empty(len(gate_up), width)
+    silu_mul_kernel[(len(gate_up), triton.cdiv(width, GATED_AT_A_TIME))](
+        gate_up,
+        out,
+        width,
+        gate_up.stride(0),
+        out.stride(0),
+        BLOCK=GATED_AT_A_TIME,
+        num_warps=4,
+        **dependent_launch_options(out.device),
+    )
+    return out
 
 
 def _pieces(tokens: int) -> list[slice]:

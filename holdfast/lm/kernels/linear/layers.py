@@ -81,12 +81,7 @@ class LayerOps:
         return ACTIVATIONS[self.shape.activation](gate).mul_(up)
 
     def add_linear_norm(
-        self,
-        stream: torch.Tensor,
-        x: Gated,
-        weight: Weight,
-        bias: torch.Tensor | None,
-        norm: torch.Tensor,
+        self, stream: torch.Tensor, x: Gated, weight: Weight, bias: torch.Tensor | None, norm: torch.Tensor
     ) -> Normed:
         """Add the projection of x to the stream [T, hidden] in place; return the sum normed by `norm` [hidden]."""
         if isinstance(weight, Fp8Weight):

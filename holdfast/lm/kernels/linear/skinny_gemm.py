@@ -146,30 +146,11 @@ def skinny_gemm(
 
 @triton.jit(do_not_specialize=["rows"])  # rows only masks: one kernel for all counts of a BLOCK_M
 def skinny_gemm_kernel(
-    x,
-    norm,
-    weight,
-    scale,
-    bias,
-    out,
-    rows,
-    outputs,
-    inputs,
-    part_length,
-    x_stride,
-    weight_stride,
-    out_stride_part,
-    out_stride,
-    eps,
-    GATED: tl.constexpr,
-    ADDED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EVEN: tl.constexpr,
-    STAGES: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
+    x, norm, weight, scale, bias, out, rows, outputs, inputs, part_length,
+    x_stride, weight_stride, out_stride_part, out_stride, eps,
+    GATED: tl.constexpr, ADDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     """x [rows, inputs] times weight transposed, for a few rows. Program (BLOCK_N rows of weight, part).
 
     A part is `part_length` of the inputs, with its own result in `out` [parts, rows, outputs]. GATED: weight has 2 *

@@ -211,19 +211,9 @@ def _before(logits, vocab, heat, top, bound_key, bound_at, ZERO_BITS: tl.constex
 
 @triton.jit
 def sample_kernel(
-    logits,
-    temperature,
-    top_k,
-    top_p,
-    seed,
-    position,
-    out,
-    vocab,
-    row_stride,
-    ANY_FILTERED: tl.constexpr,
-    ZERO_BITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    logits, temperature, top_k, top_p, seed, position, out, vocab, row_stride,
+    ANY_FILTERED: tl.constexpr, ZERO_BITS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Draw one token. Program (row).
 
     Top-k and top-p keep the first ranks of a row. The kernel draws from more tokens than these. If the drawn token is

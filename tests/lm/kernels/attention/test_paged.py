@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from holdfast.lm.kernels.attention.backends import attention_for
-from holdfast.lm.kernels.attention.device_tiles import DeviceTiles
 from holdfast.lm.kernels.attention.paged import PagedAttention
-from holdfast.lm.kernels.attention.tiles import FIELDS
+from holdfast.lm.kernels.attention.tiles import FIELDS, DeviceTiles
 from holdfast.lm.kernels.fp8 import FP8, LARGEST
 from tests.lm.kernels.attention_oracle import Batch, make_batch, oracle
 
@@ -169,13 +168,7 @@ def test_compiled_kernels_stay_within_the_precision_of_the_type(
 ) -> None:
     segments = [(0, 0, 517), (1, 1999, 2000), (2, 300, 333), (3, 0, 1), (4, 0, 64), (4, 200, 264), (5, 900, 901)]
     batch = make_batch(
-        segments,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        block_size=block_size,
-        dtype=dtype,
-        device="cuda",
+        segments, heads=heads, kv_heads=kv_heads, head_dim=head_dim, block_size=block_size, dtype=dtype, device="cuda"
     )
     if "sinks" in options:
         options = {"sinks": torch.linspace(-2, 4, heads, device="cuda")}

@@ -135,13 +135,7 @@ def test_one_metadata_serves_layers_with_and_without_a_window() -> None:
     attention.write(batch.key, batch.value, batch.key_cache, batch.value_cache, batch.slot_mapping)
     for window in (None, 9, None, 20):
         found = attention.attend(
-            batch.query,
-            batch.key_cache,
-            batch.value_cache,
-            batch.block_tables,
-            metadata,
-            scale=0.25,
-            window=window,
+            batch.query, batch.key_cache, batch.value_cache, batch.block_tables, metadata, scale=0.25, window=window
         )
         expected = oracle(batch, scale=0.25, window=window)
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)

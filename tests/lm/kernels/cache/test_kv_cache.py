@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from holdfast.lm.kernels.cache.copy_kernel import PROGRAMS_IN, copy_runs
-from holdfast.lm.kernels.cache.kv_cache import KVCache, block_bytes, copy_blocks
+from holdfast.lm.kernels.cache.kv_cache import KVCache, copy_blocks
 from holdfast.lm.kernels.fp8 import FP8
 
 
@@ -27,12 +27,6 @@ def test_a_layer_is_a_view_of_keys_and_values() -> None:
     value[0, 0].fill_(8.0)
     assert (cache.data[1, 0, 5, 3] == 7.0).all()
     assert (cache.data[1, 1, 0, 0] == 8.0).all()
-
-
-def test_block_bytes_is_the_memory_of_one_block() -> None:
-    for dtype in (torch.float32, torch.bfloat16, FP8):
-        size = block_bytes(layers=3, block_size=4, num_kv_heads=2, head_dim=8, dtype=dtype)
-        assert size * 6 == make_cache(dtype=dtype).data.nbytes
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, FP8])

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from holdfast.lm.kernels.fp8 import FP8
-from holdfast.lm.kernels.linear import fused_layers
-from holdfast.lm.kernels.linear.backends import layer_ops_for
+from holdfast.lm.kernels.linear import fused_layers, layer_ops_for
 from holdfast.lm.kernels.linear.fused_layers import FusedLayerOps
 from holdfast.lm.kernels.linear.layers import LayerOps, LayerShape
 

@@ -94,10 +94,7 @@ def test_frequencies_follow_softmax(temperature: float, vary: str, filtered: boo
         probability[logits.argmin()] = 0
         probability /= probability.sum()
     found = draw(
-        logits.expand(rows, -1),
-        temperature=temperature,
-        top_k=19 if filtered else 0,
-        **{vary: torch.arange(rows)},
+        logits.expand(rows, -1), temperature=temperature, top_k=19 if filtered else 0, **{vary: torch.arange(rows)}
     )
     kept = probability > 0
     relabel = torch.cumsum(kept, 0) - 1

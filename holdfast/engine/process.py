@@ -1,9 +1,10 @@
-"""The client's side of the engine process: starts it, talks to it, watches it, ends it."""
+"""The engine process from both sides: Child for its client, Parent for the process itself, a socket between them."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import os
 import shutil
 import signal
@@ -12,17 +13,23 @@ import sys
 import sysconfig
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import zmq
 import zmq.asyncio
 
-from holdfast.engine.messages import FromEngine, Shutdown, ToEngine, decode_from_engine, encode
-from holdfast.engine.parent import FAILED, limit_socket
+from holdfast.engine import messages
 
 GRACE_SECONDS = 5.0
 """Time to end after Shutdown before the process is killed, and for a Failure to arrive after its sender has ended."""
+FAILED = 3
+"""Exit status of an engine process that has sent a Failure."""
+LINGER_MS = 2000
+"""Time for the last message to leave."""
+
+PR_SET_PDEATHSIG = 1
 
 
 class Child:
@@ -42,7 +49,7 @@ class Child:
             address = f"ipc://{self._directory}/engine"
             self._socket.bind(address)
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "holdfast.engine", address, str(os.getpid())],
+                [sys.executable, "-P", "-m", "holdfast.engine.serve", address, str(os.getpid())],
                 stdin=subprocess.PIPE,  # end of file tells the engine that we are gone
                 stdout=2,  # what libraries print is not output of the program
                 env=_environment(),
@@ -58,13 +65,13 @@ class Child:
         """The engine's process id."""
         return self._process.pid
 
-    def send(self, message: ToEngine) -> None:
+    def send(self, message: messages.ToEngine) -> None:
         """Send a message without waiting. Valid after the engine's Hello; lost if the engine has ended."""
-        self._socket.send(encode(message))
+        self._socket.send(messages.encode(message))
 
-    async def receive(self) -> FromEngine:
+    async def receive(self) -> messages.FromEngine:
         """Wait for the next message. Raises ValueError for an invalid one."""
-        return decode_from_engine(await self._socket.recv())
+        return messages.decode_from_engine(await self._socket.recv())
 
     def hide(self) -> None:
         """Remove the socket's file once the engine is connected.
@@ -77,7 +84,7 @@ class Child:
         """End the process, by Shutdown unless `at_once`, and close the socket."""
         try:
             if not at_once and not self.ended.is_set():
-                self.send(Shutdown())
+                self.send(messages.Shutdown())
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self.ended.wait(), GRACE_SECONDS)
         finally:
@@ -125,3 +132,63 @@ def _environment() -> dict[str, str]:
     if root not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, environment.get("PYTHONPATH"))))
     return environment
+
+
+class Parent:
+    """The engine process's connection to its client. For one thread."""
+
+    def __init__(self, address: str) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        limit_socket(self._socket)
+        self._socket.connect(address)
+
+    def send(self, message: messages.FromEngine) -> None:
+        """Send a message without waiting for the client to read it."""
+        self._socket.send(messages.encode(message))
+
+    def receive(self) -> messages.ToEngine:
+        """Wait for the next message. Raises ValueError for an invalid one."""
+        return messages.decode_to_engine(self._socket.recv())
+
+    def waiting(self) -> Iterator[messages.ToEngine]:
+        """The messages that have arrived. Does not wait for more."""
+        while True:
+            try:
+                data = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            yield messages.decode_to_engine(data)
+
+    def close(self) -> None:
+        """Let the last messages leave, then close the socket."""
+        self._socket.close(LINGER_MS)
+        self._context.term()
+
+
+def limit_socket(socket: zmq.Socket[Any]) -> None:
+    """Bound the size of a message but not the number of messages: a send must never block."""
+    socket.setsockopt(zmq.MAXMSGSIZE, messages.MESSAGE_LIMIT)
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)
+
+
+def die_with_parent(parent: int) -> None:
+    """End this process when its parent ends, in whatever way, and leave Ctrl-C to the parent.
+
+    The parent holds the other end of our standard input open, so end of file means that it is gone. On Linux the kernel
+    also kills this process then, even if it hangs in a device call.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    threading.Thread(target=_await_end_of_input, name="holdfast-parent", daemon=True).start()
+    if os.getppid() != parent:  # it ended before the prctl call
+        os._exit(1)
+
+
+def _await_end_of_input() -> None:
+    with contextlib.suppress(OSError):
+        while os.read(0, 4096):
+            pass
+    os._exit(1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 
 
 class Allocator:
@@ -45,15 +45,3 @@ class Allocator:
                 raise RuntimeError(f"block {block} is freed, but nobody owns it")
             owners[block] = count - 1
         return idle
-
-    def check(self, tables: Collection[Sequence[int]]) -> None:
-        """Raise RuntimeError unless each block stands in as many of these block tables as it counts owners."""
-        owners = [0] * len(self.owners)
-        for table in tables:
-            if len(set(table)) != len(table):
-                raise RuntimeError(f"a block stands twice in one table: {table}")
-            for block in table:
-                owners[block] += 1
-        for block, (count, counted) in enumerate(zip(owners, self.owners, strict=True)):
-            if count != counted:
-                raise RuntimeError(f"block {block} stands in {count} tables, but counts {counted} owners")

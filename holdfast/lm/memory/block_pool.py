@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 
 from holdfast.lm.memory.allocator import Allocator
 from holdfast.lm.memory.copy_ledger import CopyLedger
 from holdfast.lm.memory.digests import DigestCache
 from holdfast.lm.memory.host_pool import HostPool
-from holdfast.lm.memory.idle_blocks import IdleBlocks
 from holdfast.lm.memory.prefix_index import PrefixIndex
-from holdfast.lm.memory.retention import RetentionRule, Use
+from holdfast.lm.memory.retention import IdleBlocks, RetentionRule, Use
 from holdfast.lm.types import BlockCopy
 
 
 class BlockPool:
     """The blocks 0 to `num_blocks - 1` of the device, with the host tier behind them. Each operation is O(1) per block.
 
-    A block is free, owned, or idle. An idle block is cached and has no owner.
-
         free ──allocate──▶ owned ──free──▶ free, or if it is cached:
                              ▲                retained ──swap_out──▶ swapping out ──finish_swap_out──▶ reclaimable
                              └──── share ────────┴─────────────────────────┴───────────────────────────────┘
 
-    `allocate` takes free blocks first and reclaimable ones next. Without a host tier it then evicts retained blocks,
-    the lowest value first.
+    An idle block is cached and has no owner. `allocate` takes free blocks first and reclaimable ones next. Without a
+    host tier it then evicts retained blocks, the lowest value first.
 
     `cache_block` caches a full block: it is never written again, it may have several owners, and it is found by the
     SHA-256 digest of its tokens and of all tokens before them.
@@ -53,6 +50,8 @@ class BlockPool:
         self.rule = rule or RetentionRule(block_size=block_size)
         self.host = HostPool(host_blocks, self.rule) if host_blocks else None
         self.digest_cache = DigestCache(block_size, 2 * (num_blocks + host_blocks))
+        self.copies = CopyLedger()
+        """Copies under way between the tiers."""
         self.swapped_in = 0
         self.swapped_out = 0
         """Blocks copied so far."""
@@ -63,7 +62,6 @@ class BlockPool:
         self._allocator = Allocator(num_blocks)
         self._index = PrefixIndex(num_blocks)
         self._idle = IdleBlocks(self.rule)
-        self._copies = CopyLedger()
         self._free, self._owners = self._allocator.free, self._allocator.owners
         self._cached, self._digests = self._index.blocks, self._index.digests
         self._uses = 0
@@ -84,19 +82,14 @@ class BlockPool:
         return ready if self.host is not None else ready + len(self._idle.retained.blocks)
 
     @property
-    def swapping_out(self) -> bool:
-        """Whether copies to the host are under way."""
-        return bool(self._copies.swapping_out)
-
-    @property
     def can_swap_out(self) -> bool:
         """Whether copies to the host are under way, or could begin, that make blocks allocatable."""
-        return self.host is not None and bool(self._copies.idle or self._idle.retained.blocks)
+        return self.host is not None and bool(self.copies.idle or self._idle.retained.blocks)
 
     @property
     def cached(self) -> int:
         """Idle blocks: cached, without an owner."""
-        return len(self._idle.retained.blocks) + self._copies.idle + len(self._idle.reclaimable)
+        return len(self._idle.retained.blocks) + self.copies.idle + len(self._idle.reclaimable)
 
     @property
     def used(self) -> int:
@@ -108,21 +101,16 @@ class BlockPool:
         return -(-positions // self.block_size)
 
     def allocate(self, count: int, now: float) -> list[int]:
-        """Give `count` blocks to one owner: free ones first, then idle ones, whose state is dropped."""
-        if count > len(self._free):
-            self._reclaim(count - len(self._free), now)
-        return self._allocator.allocate(count)
-
-    def _reclaim(self, count: int, now: float) -> None:
-        """Free `count` idle blocks."""
-        missing = count + len(self._free) - self.allocatable
+        """Give `count` blocks to one owner. The state of idle ones among them is dropped."""
+        missing = count - len(self._free)
         if missing > 0:
-            raise RuntimeError(f"{missing} blocks more are asked for than are available")
-        # Without a host tier more blocks than needed may be evicted. They can be shared again until they are allocated.
-        blocks = self._idle.reclaim(count, now, self.max_copies)
-        lost = self._index.remove(blocks)
-        self.dropped += len(lost) - (len(self.host.find_all(lost)) if self.host is not None else 0)
-        self._free.extend(blocks)
+            if count > self.allocatable:
+                raise RuntimeError(f"{count - self.allocatable} blocks more are asked for than are available")
+            reclaimed = self._idle.reclaim(missing, now, self.max_copies)
+            lost = self._index.remove(reclaimed)
+            self.dropped += len(lost) - (len(self.host.find_all(lost)) if self.host is not None else 0)
+            self._free.extend(reclaimed)
+        return self._allocator.allocate(count)
 
     def find_all(self, digests: Iterable[bytes]) -> list[int | None]:
         """By digest, the cached block on the device, owned or not."""
@@ -134,7 +122,7 @@ class BlockPool:
 
     def pinned_by(self, blocks: Iterable[int]) -> int:
         """How many available blocks sharing these cached blocks would pin."""
-        owners, swapping_out = self._owners, self._copies.swapping_out
+        owners, swapping_out = self._owners, self.copies.swapping_out
         idle = [block for block in blocks if not owners[block]]
         return len(idle) - sum(map(swapping_out.__contains__, idle)) if swapping_out else len(idle)
 
@@ -158,8 +146,8 @@ class BlockPool:
             if self.host is not None:
                 self.host.mark_in_use([digest for block in idle if (digest := digests[block])])
             for block in self._idle.retained.remove(idle):
-                if block in self._copies.swapping_out:
-                    self._copies.idle -= 1
+                if block in self.copies.swapping_out:
+                    self.copies.idle -= 1
                 else:
                     del self._idle.reclaimable[block]
 
@@ -180,8 +168,8 @@ class BlockPool:
         idle = [block for block in unowned if digests[block] is not None]
         if len(idle) < len(unowned):
             self._free.extend([block for block in unowned if digests[block] is None])
-        if self._copies.swapping_out:
-            idle = self._copies.add_idle(idle, use)
+        if self.copies.swapping_out:
+            idle = self.copies.add_idle(idle, use)
         self._idle.retained.add_all(idle, map(self._index.indices.__getitem__, idle), use)
         if self.host is not None:
             self.host.mark_idle([digest for block in idle if (digest := digests[block])], use)
@@ -192,7 +180,7 @@ class BlockPool:
         use = now, self._uses
         for block in blocks:
             if not self._owners[block]:
-                (self._copies if block in self._copies.swapping_out else self._idle).touch(block, use)
+                (self.copies if block in self.copies.swapping_out else self._idle).touch(block, use)
                 digest = self._digests[block]
                 if self.host is not None and digest is not None:
                     self.host.touch(digest, use)
@@ -209,18 +197,6 @@ class BlockPool:
         self.swapped_in += 1
         return BlockCopy(source, block)
 
-    def start_swap_in(self, blocks: Iterable[int], step: int) -> None:
-        """Note that the copies into these blocks run beside plan `step`, which does not wait for them."""
-        self._copies.start_swap_in(blocks, step)
-
-    def swap_in_step(self, blocks: Iterable[int]) -> int:
-        """The plan whose copies must be complete before these blocks are read; -1 if all are there."""
-        return self._copies.swap_in_step(blocks)
-
-    def finish_swap_in(self, step: int) -> None:
-        """The copies from the host that plan `step` and earlier plans began are complete, or will be awaited."""
-        self._copies.finish_swap_in(step)
-
     def swap_out(self, step: int, now: float) -> tuple[BlockCopy, ...]:
         """Begin to swap out chunks in plan `step`, the lowest value first, as many as needed. Returns the copies to do.
 
@@ -230,7 +206,7 @@ class BlockPool:
         if host is None:
             return ()
         demand, self._demand = max(self._low_water, self._demand), 0
-        wanted = min(demand - self.allocatable - self._copies.idle, self.max_copies)
+        wanted = min(demand - self.allocatable - self.copies.idle, self.max_copies)
         if wanted <= 0 or not idle.retained.blocks:
             return ()
         copies: list[BlockCopy] = []
@@ -250,7 +226,7 @@ class BlockPool:
                     copies.append(BlockCopy(block, target))
                     last_use[block] = chunk.use
         self.swapped_out += len(copies)
-        self._copies.start_swap_out(copies, last_use, step)
+        self.copies.start_swap_out(copies, last_use, step)
         return tuple(copies)
 
     def finish_swap_out(self, step: int) -> None:
@@ -258,30 +234,11 @@ class BlockPool:
         host = self.host
         if host is None:
             return
-        for (block, target), use in self._copies.finish_swap_out(step):
+        for (block, target), use in self.copies.finish_swap_out(step):
             digest = self._digests[block]
             assert digest is not None
             in_use = self._owners[block] > 0
             host.cache_block(target, digest, self._index.indices[block], None if in_use else use)
             if not in_use:
-                self._copies.idle -= 1
+                self.copies.idle -= 1
                 self._idle.reclaimable[block] = None
-
-    def check(self, tables: Collection[Sequence[int]]) -> None:
-        """Raise RuntimeError unless these block tables, and they alone, account for every block that is used."""
-        swapping_out = self._copies.swapping_out
-        self._allocator.check(tables)
-        self._index.check()
-        self._copies.check()
-        idle = [*self._idle.retained.blocks, *self._idle.reclaimable]
-        idle += [block for block in swapping_out if not self._owners[block]]
-        unowned = [block for block, owners in enumerate(self._owners) if not owners]
-        if sorted((*self._free, *idle)) != unowned or len(idle) != self.cached:
-            raise RuntimeError("a block is lost, or is in two of the states free, cached and owned")
-        cached = [block for block, digest in enumerate(self._digests) if digest is not None]
-        if not {*idle, *swapping_out} <= {*cached} or not {*cached}.isdisjoint(self._free):
-            raise RuntimeError("a block is idle or being copied but is not cached, or is free and cached at once")
-        if any(count > 1 and self._digests[block] is None for block, count in enumerate(self._owners)):
-            raise RuntimeError("a block has several owners, but is not cached")
-        if self.host is not None:
-            self.host.check(swapping_out.values())

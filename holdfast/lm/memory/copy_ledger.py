@@ -55,20 +55,15 @@ class CopyLedger:
                 yield copy, self._last_use.pop(copy.source)
 
     def start_swap_in(self, blocks: Iterable[int], step: int) -> None:
-        """Note that plan `step` begins to copy state from the host into these blocks."""
+        """Note that plan `step` begins to copy state from the host into these blocks, without waiting for it."""
         self._swapping_in.update(dict.fromkeys(blocks, step))
 
     def swap_in_step(self, blocks: Iterable[int]) -> int:
-        """The last plan whose copies fill any of these blocks; -1 if none is being filled."""
+        """The plan whose copies must be complete before these blocks are read; -1 if all are there."""
         under_way = self._swapping_in
         return max((under_way.get(block, -1) for block in blocks), default=-1) if under_way else -1
 
     def finish_swap_in(self, step: int) -> None:
-        """Forget the copies from the host that plan `step` and earlier plans began."""
+        """The copies from the host that plan `step` and earlier plans began are complete, or will be awaited."""
         if self._swapping_in:
             self._swapping_in = {block: number for block, number in self._swapping_in.items() if number > step}
-
-    def check(self) -> None:
-        """Raise RuntimeError unless exactly the blocks of copies under way are pinned."""
-        if {copy for _, copies in self._swap_outs for copy in copies} != set(self.swapping_out.items()):
-            raise RuntimeError("a block is pinned without a copy under way")

@@ -44,10 +44,6 @@ class DigestCache:
         self._runs: OrderedDict[bytes, list[bytes]] = OrderedDict()
         """The digests of each run, by the hash of all tokens up to its end. The least recently used run is first."""
 
-    def __len__(self) -> int:
-        """Runs that are remembered."""
-        return len(self._runs)
-
     def digests(self, root: bytes, tokens: Sequence[int]) -> list[bytes]:
         """As `block_digests`, for blocks from the start of a sequence; `root` is its identity's (`Identity.root`)."""
         data, width = array("I", tokens).tobytes(), 4 * self._block_size

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 
 from holdfast.lm.memory.prefix_index import PrefixIndex
 from holdfast.lm.memory.retention import Retention, RetentionRule, Use, Victims
@@ -98,12 +98,3 @@ class HostPool:
         block = self.find(digest)
         if block is not None and block in self._retained.blocks:
             self._retained.renew(block, use)
-
-    def check(self, reserved: Collection[int]) -> None:
-        """Raise RuntimeError unless free + reserved + cached = total, and no block is in two states."""
-        self._index.check()
-        states = [*self._free, *reserved, *self._retained.blocks, *self._duplicates]
-        if sorted(states) != list(range(self.num_blocks)):
-            raise RuntimeError(f"blocks of the host tier are lost or in two states: {sorted(states)}")
-        if len(self._index.blocks) != len(self._retained.blocks) + len(self._duplicates):
-            raise RuntimeError("a block of the host tier is retained or a duplicate, but is not cached")

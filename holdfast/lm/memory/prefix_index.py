@@ -37,9 +37,3 @@ class PrefixIndex:
             self.digests[block] = None
             removed.append(digest)
         return removed
-
-    def check(self) -> None:
-        """Raise RuntimeError unless digests and cached blocks correspond one to one."""
-        cached = {block: digest for block, digest in enumerate(self.digests) if digest is not None}
-        if cached != {block: digest for digest, block in self.blocks.items()} or len(cached) != len(self.blocks):
-            raise RuntimeError("a cached block is not found by its digest, or a digest leads to another block")

@@ -1,4 +1,4 @@
-"""Retention: orders idle chunks of the KV cache by value, so that the lowest is found without a search."""
+"""Retention: orders idle chunks of the KV cache by value, and reclaims those of the lowest value first."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ ChunkKey = tuple[float, int, int]
 
 Cost = Callable[[int], float]
 """Cost of computing a chunk again that ends at this position, in any unit."""
+
+NEVER: ChunkKey = (math.inf, 0, 0)
+"""Greater than the key of any chunk."""
 
 MIN_AGE = 1e-3
 """Seconds. A younger chunk counts as this old, so that its value is finite."""
@@ -91,18 +94,16 @@ class ClassQueue:
     """The blocks of one cost class, the least recently used first.
 
     Most blocks arrive in that order and are appended to `ordered`. A block whose copy to the host has just completed
-    may have been idle for longer than blocks that are here already. Such late blocks go into a heap. The heap keeps the
-    stale entries of removed blocks until they come up, or until they are half of it.
+    may have been idle for longer than blocks that are here already. Such `late` blocks go into a heap. The heap keeps
+    the stale entries of removed blocks until they come up, or until they are half of it.
     """
 
     def __init__(self, cost: float) -> None:
         self.cost = cost
         self.ordered: OrderedDict[int, ChunkKey] = OrderedDict()
-        """Blocks that arrived in order."""
         self._newest = -math.inf
         """The latest use of any block that `ordered` ever held."""
         self.late: dict[int, ChunkKey] = {}
-        """Blocks that arrived late."""
         self._heap: list[tuple[ChunkKey, int]] = []
 
     def __len__(self) -> int:
@@ -132,26 +133,22 @@ class ClassQueue:
         return self.late.pop(block) if key is None else key
 
     def value(self, now: float) -> float:
-        """Value of the chunk that goes first. The queue must not be empty."""
+        """Value of the first chunk. The queue must not be empty."""
         return self.cost / max(now - self.first()[0], MIN_AGE)
 
     def first(self) -> ChunkKey:
-        """Key of the chunk that goes first. The queue must not be empty."""
-        late = self._first_late()
-        if not self.ordered:
-            assert late is not None
-            return late
-        key = next(iter(self.ordered.values()))
-        return key if late is None else min(key, late)
+        """Key of the first chunk. The queue must not be empty."""
+        key = next(iter(self.ordered.values()), NEVER)
+        return min(key, self._first_late()) if self._heap else key
 
-    def _first_late(self) -> ChunkKey | None:
+    def _first_late(self) -> ChunkKey:
         heap = self._heap
         while heap and self.late.get(heap[0][1]) != heap[0][0]:
             heappop(heap)
-        return heap[0][0] if heap else None
+        return heap[0][0] if heap else NEVER
 
     def pop(self) -> tuple[ChunkKey, list[int]]:
-        """Remove the chunk that goes first. Returns its key, and all blocks that have this key."""
+        """Remove the first chunk. Returns its key, and all blocks that have this key."""
         key, ordered, blocks = self.first(), self.ordered, []
         while ordered:
             block = next(iter(ordered))
@@ -159,7 +156,7 @@ class ClassQueue:
                 break
             del ordered[block]
             blocks.append(block)
-        while self._first_late() == key:
+        while self._heap and self._first_late() == key:
             _, block = heappop(self._heap)
             del self.late[block]
             blocks.append(block)
@@ -170,8 +167,7 @@ class Retention:
     """Idle blocks by value. The order changes as time passes, yet no operation takes more than O(log n).
 
     Within one cost class V = cost / age orders blocks by age alone, and that order never changes. So each class is a
-    queue by last use, and the block of the lowest value is at the head of one of the queues. Finding it takes a look
-    at each class, however many blocks there are.
+    queue by last use, and the block of the lowest value is at the head of one of the queues.
     """
 
     def __init__(self, rule: RetentionRule) -> None:
@@ -260,3 +256,37 @@ class Victims:
         if queue:
             heappush(self._heads, (queue.value(self._now), number))
         return Chunk(value, blocks, (last, call))
+
+
+class IdleBlocks:
+    """The cached blocks of the device that have no owner, except those being swapped out.
+
+    A retained block keeps its state until it is evicted. It is then reclaimable: it still holds its state and may be
+    shared again, until it is allocated for other state.
+    """
+
+    def __init__(self, rule: RetentionRule) -> None:
+        self.retained = Retention(rule)
+        self.reclaimable: OrderedDict[int, None] = OrderedDict()
+        """The first is reclaimed next."""
+
+    def touch(self, block: int, use: Use) -> None:
+        """Count a block as used again."""
+        if block in self.reclaimable:
+            self.reclaimable.move_to_end(block)
+        else:
+            self.retained.renew(block, use)
+
+    def reclaim(self, count: int, now: float, batch: int) -> list[int]:
+        """Remove `count` blocks, so that they can be allocated. There must be as many.
+
+        If too few are reclaimable, at least `batch` retained blocks are evicted, or all if there are fewer. Those not
+        needed yet can be shared again until they are allocated.
+        """
+        if count > len(self.reclaimable):
+            wanted = max(count - len(self.reclaimable), batch)
+            victims = self.retained.victims(now)
+            while wanted > 0 and (chunk := victims.pop()) is not None:
+                wanted -= len(chunk.blocks)
+                self.reclaimable.update(dict.fromkeys(chunk.blocks))
+        return [self.reclaimable.popitem(last=False)[0] for _ in range(count)]

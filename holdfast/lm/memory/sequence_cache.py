@@ -44,8 +44,7 @@ class SequenceCache:
     Sharing is safe while steps are in flight, because a block is cached only when all of its tokens are known to the
     host and all of its positions are planned. A plan writes position p of a sequence with the token at p, so a plan
     that writes to a cached block writes what the block holds. A plan in flight for a sequence that has ended writes
-    beyond its last known token, into a block that is not cached. That block is freed, and is allocated again only by
-    later plans. The prefix cache offers only cached blocks.
+    beyond its last known token, into a block that is not cached. Only later plans use that block again.
     """
 
     __slots__ = ("_cached", "_digests", "_islands", "_pool", "_root", "blocks", "capacity", "next_full", "planned")

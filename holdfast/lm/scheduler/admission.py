@@ -26,7 +26,7 @@ class Admission:
         if queues.swapping_in:
             idle = not queues.running
             for entry in tuple(queues.swapping_in):
-                entry.swap_in_step = queues.pool.swap_in_step(entry.cache.blocks)
+                entry.swap_in_step = queues.pool.copies.swap_in_step(entry.cache.blocks)
                 if idle or entry.swap_in_step < 0:
                     queues.join(entry)
 
@@ -54,10 +54,10 @@ class Admission:
         if fresh + pool.pinned_by(kept) > spare or not pool.fits(fresh, kept):
             return False
         copies = queues.start(entry, found, self._now)
-        pool.start_swap_in([copy.target for copy in copies], self._number)
+        pool.copies.start_swap_in([copy.target for copy in copies], self._number)
         self.swap_in += copies
         self._writes.append(TableWrite(entry.row, 0, tuple(entry.cache.blocks)))
-        entry.swap_in_step = pool.swap_in_step(kept if not copies else entry.cache.blocks)
+        entry.swap_in_step = pool.copies.swap_in_step(kept if not copies else entry.cache.blocks)
         if entry.swap_in_step < 0 or at_once:
             queues.join(entry)
         return True

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from holdfast.lm.scheduler.builder import Policy, StepBuilder
+from holdfast.lm.scheduler.builder import StepBuilder
 from holdfast.lm.scheduler.entries import Entry
-from holdfast.lm.scheduler.policies import checked
+from holdfast.lm.scheduler.policies import FixedBudget, checked
 
 
-class RequestLevel(Policy):
+class RequestLevel(FixedBudget):
     """FasterTransformer (Sarathi-Serve, Algorithm 1): forms one batch, and decodes it until its last request has ended.
 
     A batch is formed when nothing runs, of as many waiting requests as rows and memory allow; each reserves blocks for
     its longest length. Its prompts are prefilled in as many steps as they take, and requests that arrive later wait.
     """
 
-    def __init__(self, capacity: int) -> None:
-        """`capacity` is the most tokens of a step. A batch with longer prompts is cut at the end of each step."""
-        self.capacity = checked("capacity", capacity)
-
     def plan(self, step: StepBuilder) -> None:
-        step.budget = self.capacity
+        step.budget = self.token_budget
         if not step.running:
             step.admit(Reservation(step), beyond_budget=True)
         step.prefill()
@@ -27,71 +23,58 @@ class RequestLevel(Policy):
             step.decode()
 
 
-class Orca(Policy):
+class Orca(FixedBudget):
     """Orca: requests join and leave at every step. Prompts are whole, and blocks reserved for the longest length."""
 
-    def __init__(self, capacity: int) -> None:
-        """`capacity` is the most tokens of a step; every prompt must fit beside the decodes."""
-        self.capacity = checked("capacity", capacity)
-
     def plan(self, step: StepBuilder) -> None:
-        step.budget = self.capacity
+        step.budget = self.token_budget
         step.decode()
         step.admit(Reservation(step), whole=True)
 
 
-class PrefillFirst(Policy):
-    """vLLM of the papers (Sarathi-Serve, Algorithm 2): while a request can start, steps compute only prompts."""
-
-    def __init__(self, capacity: int) -> None:
-        """`capacity` is the most tokens of a step; every prompt must fit."""
-        self.capacity = checked("capacity", capacity)
+class PrefillFirst(FixedBudget):
+    """vLLM of the papers (Sarathi-Serve, Algorithm 2): while a request can start, steps compute only whole prompts."""
 
     def plan(self, step: StepBuilder) -> None:
-        step.budget = self.capacity
+        step.budget = self.token_budget
         step.displace()
         step.admit(whole=True)
         if not step.num_tokens:
             step.decode()
 
 
-class HybridOnly(Policy):
+class HybridOnly(FixedBudget):
     """Sarathi-Serve, Table 4, ablation without chunks: all decodes, and whole prompts as memory allows."""
 
-    def __init__(self, capacity: int) -> None:
-        """`capacity` is the most tokens of a step; every prompt must fit beside the decodes."""
-        self.capacity = checked("capacity", capacity)
-
     def plan(self, step: StepBuilder) -> None:
-        step.budget = self.capacity
+        step.budget = self.token_budget
         step.displace()
         step.decode()
         step.admit(whole=True)
 
 
-class Unified(Policy):
+class Unified(FixedBudget):
     """Pensieve §4.2: all decodes, and whole prompts in order while the step holds fewer tokens than a threshold.
 
     The prompt that crosses the threshold is not cut.
     """
 
-    def __init__(self, threshold: int, capacity: int) -> None:
-        """`capacity` is the most tokens of a step; every prompt must fit beside the decodes."""
+    def __init__(self, threshold: int, token_budget: int) -> None:
+        super().__init__(token_budget)
         self.threshold = checked("threshold", threshold)
-        self.capacity = checked("capacity", capacity)
 
     def plan(self, step: StepBuilder) -> None:
-        step.budget = self.capacity
+        step.budget = self.token_budget
         step.displace()
         step.decode()
         step.admit(lambda entry: step.num_tokens < self.threshold, whole=True)
 
 
-class ChunkedOnly(Policy):
+class ChunkedOnly(FixedBudget):
     """Sarathi-Serve, Table 4, ablation without hybrid batches: steps of chunks and steps of decodes take turns."""
 
     def __init__(self, token_budget: int) -> None:
-        self.token_budget = checked("token_budget", token_budget)
+        super().__init__(token_budget)
         self._decodes_next = True
 
     def plan(self, step: StepBuilder) -> None:
@@ -118,6 +101,6 @@ class Reservation:
     def __call__(self, entry: Entry) -> bool:
         step = self._step
         if self._spare is None:  # counted only when a request waits
-            self._spare = step.num_blocks - sum(step.blocks_for(other.limit - 1) for other in step.running)
-        self._spare -= step.blocks_for(entry.limit - 1)
+            self._spare = step.pool.num_blocks - sum(step.pool.blocks_for(other.limit - 1) for other in step.running)
+        self._spare -= step.pool.blocks_for(entry.limit - 1)
         return self._spare >= 0

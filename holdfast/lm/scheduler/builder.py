@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from holdfast.core.columns import Columns
 from holdfast.lm.scheduler.admission import Admission
-from holdfast.lm.scheduler.entries import AWAITED, Entry, RankedQueue
+from holdfast.lm.scheduler.entries import AWAITED, Entry
 from holdfast.lm.scheduler.preemption import Preemption
 from holdfast.lm.scheduler.queues import Queues
 from holdfast.lm.types import PENDING, Sampling, Segment, StepPlan, StepResult, TableWrite
@@ -25,11 +25,6 @@ class Policy(ABC):
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:  # noqa: B027  most policies learn nothing
         """Learn from the result of a step. Results come in the order of the plans."""
-
-
-def anyone(entry: Entry) -> bool:
-    """Allows every sequence."""
-    return True
 
 
 class StepBuilder:
@@ -53,6 +48,10 @@ class StepBuilder:
         """The step's number."""
         self.now = now
         """Time of planning in seconds."""
+        self.running = queues.running
+        """The running sequences, to look at."""
+        self.pool = queues.pool
+        """The blocks, to look at."""
         self._queues = queues
         self._after_sampling = number + 1 if queues.micro_batches == 1 else AWAITED
         """`Entry.next_step` of a sequence for which this step samples one token."""
@@ -69,24 +68,9 @@ class StepBuilder:
         self._admission = Admission(queues, number, now, self._writes)
 
     @property
-    def running(self) -> RankedQueue:
-        """The running sequences, to look at."""
-        return self._queues.running
-
-    @property
     def mostly_busy(self) -> bool:
         """Whether more rows are taken than free."""
-        queues = self._queues
-        return len(queues.running) + len(queues.swapping_in) > len(queues.free_rows)
-
-    @property
-    def num_blocks(self) -> int:
-        """All blocks of the device."""
-        return self._queues.pool.num_blocks
-
-    def blocks_for(self, positions: int) -> int:
-        """Number of blocks that hold this many positions."""
-        return self._queues.pool.blocks_for(positions)
+        return len(self.running) + len(self._queues.swapping_in) > len(self._queues.free_rows)
 
     def displace(self) -> None:
         """Preempt running sequences for waiting ones of a higher class, if the order displaces at all."""
@@ -101,10 +85,10 @@ class StepBuilder:
         number, room, after = self.number, self.budget, self._after_sampling
         parts = self._queues.micro_batches
         if parts > 1:
-            room = min(room, -(-len(self._queues.running) // parts))
+            room = min(room, -(-len(self.running) // parts))
         chosen: list[Entry] = []
         starts: list[int] = []
-        for entry in self._queues.running:
+        for entry in self.running:
             if entry.next_step > number or not entry.decoding:
                 continue
             cache = entry.cache
@@ -155,14 +139,14 @@ class StepBuilder:
 
     def prefill(self) -> None:
         """Plan the next chunk of every running sequence that lacks more than its last token."""
-        for entry in self._queues.running:
+        for entry in self.running:
             if self.budget <= 0:
                 return
             if entry.next_step <= self.number and not entry.decoding:
                 self._chunk(entry)
 
     def admit(
-        self, allow: Callable[[Entry], bool] = anyone, *, whole: bool = False, beyond_budget: bool = False
+        self, allow: Callable[[Entry], bool] | None = None, *, whole: bool = False, beyond_budget: bool = False
     ) -> None:
         """Start waiting sequences in rank order and plan their first chunks, until the first of them has to wait.
 
@@ -173,7 +157,7 @@ class StepBuilder:
         queues = self._queues
         while (self.budget > 0 or beyond_budget) and queues.free_rows:
             entry = queues.waiting.first()
-            if entry is None or not allow(entry):
+            if entry is None or (allow is not None and not allow(entry)):
                 return
             # Beside other segments its copies run under this step, which would otherwise wait for them.
             at_once = whole or beyond_budget or not self._ids
@@ -187,16 +171,16 @@ class StepBuilder:
 
         Without one, if nothing can run before idle state has made room or state has come in, the plan has no segments.
         """
-        queues, pool = self._queues, self._queues.pool
+        queues, pool = self._queues, self.pool
         if not self._ids and in_flight:
             return None
         ready = pool.allocatable
         swap_out = pool.swap_out(self.number, self.now)
-        if not self._ids and not pool.swapping_out and pool.allocatable == ready and not queues.swapping_in:
+        if not self._ids and not pool.copies.swapping_out and pool.allocatable == ready and not queues.swapping_in:
             return None
         awaits = queues.awaits
         if self._ids:  # otherwise the next plan has to wait
-            pool.finish_swap_in(awaits)
+            pool.copies.finish_swap_in(awaits)
             queues.awaits = -1
         segments = Columns(
             Segment,

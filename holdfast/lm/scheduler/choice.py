@@ -73,16 +73,10 @@ def choose_policy(config: EngineConfig, shape: EngineShape, cost: CostModel | No
     target, tile, ceiling = config.tbt_target / 1000, min(shape.tile, capacity), whole_tiles(capacity, shape.tile)
     if config.token_budget != "auto":
         return LatencyTarget(cost, target, tile=tile, ceiling=ceiling)
-    return StallFree(
-        compute_token_budget(
-            cost,
-            target,
-            tile=tile,
-            ceiling=ceiling,
-            max_sequences=config.max_sequences,
-            max_model_len=shape.max_model_len,
-        )
+    budget = compute_token_budget(
+        cost, target, tile=tile, ceiling=ceiling, max_sequences=config.max_sequences, max_model_len=shape.max_model_len
     )
+    return StallFree(budget)
 
 
 def retention_cost(config: EngineConfig, shape: EngineShape, cost: CostModel | None) -> Cost:

@@ -7,7 +7,6 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Protocol
 
 from holdfast.lm.memory.sequence_cache import SequenceCache
 from holdfast.lm.types import Sampling, Sequence
@@ -51,23 +50,6 @@ class Entry:
     """Number of the plan that copies in its state from the host; -1 once it is there or the next plan waits for it."""
 
 
-class WaitingQueue(Protocol):
-    """Waiting entries, and which of them goes first."""
-
-    def __len__(self) -> int: ...
-    def add(self, entry: Entry) -> None:
-        """Add an entry."""
-        ...
-
-    def remove(self, entry: Entry) -> None:
-        """Remove an entry of the queue."""
-        ...
-
-    def first(self) -> Entry | None:
-        """The entry that goes first; None if the queue is empty."""
-        ...
-
-
 class RankedQueue:
     """Entries in rank order. Adding at the back, and removing at the front or the back, are cheap."""
 
@@ -97,6 +79,7 @@ class RankedQueue:
         return self._entries[-1]
 
     def first(self) -> Entry | None:
+        """The entry that goes first; None if the queue is empty."""
         return self._entries[0] if self._entries else None
 
 

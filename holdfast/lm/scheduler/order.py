@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from holdfast.core.config import EngineConfig
 from holdfast.core.types import Request
-from holdfast.lm.scheduler.entries import Entry, Rank, RankedQueue, WaitingQueue
+from holdfast.lm.scheduler.entries import Entry, Rank, RankedQueue
 
 DEFAULT_TTFT = 2.0
 """Deadline of the first token in seconds from arrival, for requests that name none."""
@@ -27,7 +27,7 @@ class Order(ABC):
     def rank(self, request: Request, number: int) -> Rank:
         """The request's rank, lower first; `number` counts the requests added before it."""
 
-    def queue(self) -> WaitingQueue:
+    def queue(self) -> RankedQueue | TenantQueue:
         """An empty queue for waiting requests."""
         return RankedQueue()
 
@@ -78,7 +78,7 @@ class Deadline(Order):
         return (request.arrival + allowed, number)
 
 
-class Fair(Order):
+class Fair(Fcfs):
     """The virtual token counter (Sheng et al., Fairness in Serving Large Language Models, 2023, Algorithm 2).
 
     Each tenant has a counter of its service: prompt tokens computed for it, plus its generated tokens times a weight.
@@ -98,10 +98,7 @@ class Fair(Order):
         self.served: dict[str, float] = {}
         """Service counter of each tenant."""
 
-    def rank(self, request: Request, number: int) -> Rank:
-        return (request.arrival, number)
-
-    def queue(self) -> WaitingQueue:
+    def queue(self) -> TenantQueue:
         return TenantQueue(self.served)
 
     def started(self, entry: Entry) -> None:
@@ -148,13 +145,8 @@ class TenantQueue:
             del self._queues[tenant]
 
     def first(self) -> Entry | None:
-        served = self._served
-        firsts = [queue.first() for queue in self._queues.values()]
-        return min(
-            [entry for entry in firsts if entry is not None],
-            key=lambda entry: (served[entry.sequence.request.identity.tenant], entry.rank),
-            default=None,
-        )
+        served, firsts = self._served, [next(iter(queue)) for queue in self._queues.values()]
+        return min(firsts, key=lambda entry: (served[entry.sequence.request.identity.tenant], entry.rank), default=None)
 
 
 def make_order(config: EngineConfig) -> Order:

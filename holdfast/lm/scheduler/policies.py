@@ -25,14 +25,19 @@ MIN_RATIO, MAX_RATIO = 0.2, 20.0
 """Measured over predicted times are limited to this range."""
 
 
-class StallFree(Policy):
-    """Sarathi-Serve, Algorithm 3: no decode ever waits for a prefill.
-
-    Running decodes come first, then started prefills, then new requests, up to a fixed budget of tokens.
-    """
+class FixedBudget(Policy):
+    """A policy whose steps all have the same token budget."""
 
     def __init__(self, token_budget: int) -> None:
+        """A policy that computes prompts whole needs a budget for the longest prompt beside all decodes."""
         self.token_budget = checked("token_budget", token_budget)
+
+
+class StallFree(FixedBudget):
+    """Sarathi-Serve, Algorithm 3: no decode ever waits for a prefill.
+
+    Running decodes come first, then started prefills, then new requests, up to the budget.
+    """
 
     def plan(self, step: StepBuilder) -> None:
         step.budget = self.token_budget

@@ -62,8 +62,7 @@ class Preemption:
         False if the sequence must wait for a later step: it ranks last itself, or idle state is about to make room in
         the host tier. The first in rank always finds a block in the end, as the pool can hold any sequence alone.
         """
-        queues = self._queues
-        pool = queues.pool
+        queues, pool = self._queues, self._queues.pool
         while not pool.allocatable:
             if pool.can_swap_out:
                 return False

@@ -16,9 +16,7 @@ class Queues:
     too; copies from the host fill the blocks while others run.
     """
 
-    def __init__(
-        self, pool: BlockPool, max_sequences: int, headroom: float, order: Order, micro_batches: int = 1
-    ) -> None:
+    def __init__(self, pool: BlockPool, max_sequences: int, headroom: float, order: Order, micro_batches: int) -> None:
         self.pool = pool
         self.order = order
         self.micro_batches = micro_batches

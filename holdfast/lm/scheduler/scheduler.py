@@ -72,11 +72,7 @@ class Scheduler:
         if request.id in self._entries:
             raise ValueError(f"request {request.id} is already being served; give each request an id of its own")
         self._limits.check(
-            request.prompt,
-            params,
-            identity=request.identity,
-            priority=request.priority,
-            deadline=request.deadline,
+            request.prompt, params, identity=request.identity, priority=request.priority, deadline=request.deadline
         )
         limit = min(len(request.prompt) + params.max_tokens, self._limits.max_model_len)
         seed = self._draw_seed() if params.seed is None else params.seed
@@ -131,7 +127,7 @@ class Scheduler:
         pool = self._queues.pool
         self._now = now
         pool.finish_swap_out(result.swapped_out)
-        pool.finish_swap_in(result.swapped_in)
+        pool.copies.finish_swap_in(result.swapped_in)
         self._policy.observe(plan, result)
         if self._queues.micro_batches > 1:
             for entry in sampling:
@@ -149,33 +145,25 @@ class Scheduler:
 
     def _read_ragged(self, sampling: list[Entry], plan: StepPlan, result: StepResult) -> Columns[SequenceOutput]:
         """Apply a result with no, one or several tokens for each sampling segment."""
-        rest, alive, given = iter(result.tokens), [], []
+        rest, before, grown, added = iter(result.tokens), self._ended, [], []
         for place, entry in enumerate(sampling):
             tokens = tuple(islice(rest, result.counts[place] if result.counts is not None else 1))
             self._order.sampled([entry] * len(tokens))
-            if entry.sequence.finish_reason is None:
-                alive.append(entry)
-                given.append(tokens)
-                if plan.samples is not None and plan.samples[place] > 1:
-                    self._accept(entry, len(tokens))
-        before, known = self._ended, [len(entry.sequence.tokens) for entry in alive]
-        for at in range(max(map(len, given), default=0)):
-            going = [
-                (entry, tokens[at])
-                for entry, tokens in zip(alive, given, strict=True)
-                if at < len(tokens) and entry.sequence.finish_reason is None
-            ]
-            self._append([entry for entry, _ in going], [token for _, token in going])
-        added = [tuple(entry.sequence.tokens[start:]) for entry, start in zip(alive, known, strict=True)]
-        grown = [entry for entry, new in zip(alive, added, strict=True) if new]
-        return self._outputs(grown, [new for new in added if new], some_ended=self._ended > before)
-
-    def _accept(self, entry: Entry, count: int) -> None:
-        """Settle a segment with drafted tokens that gave `count` tokens: the positions before the last are computed."""
-        entry.sequence.rollback(len(entry.sequence.tokens) + count)
-        if count:
-            entry.cache.plan(entry.cache.planned, entry.cache.planned + count)
-        entry.next_step = 0
+            sequence, cache, known = entry.sequence, entry.cache, len(entry.sequence.tokens)
+            if sequence.finish_reason is not None:
+                continue
+            if plan.samples is not None and plan.samples[place] > 1:  # a draft: all but the last token is computed
+                sequence.rollback(known + len(tokens))
+                if tokens:
+                    cache.plan(cache.planned, cache.planned + len(tokens))
+                entry.next_step = 0
+            for token in tokens:
+                if sequence.finish_reason is None:
+                    self._append([entry], [token])
+            if tokens:
+                grown.append(entry)
+                added.append(tuple(sequence.tokens[known:]))
+        return self._outputs(grown, added, some_ended=self._ended > before)
 
     def _append(self, entries: list[Entry], tokens: abc.Sequence[int]) -> None:
         """Append one token to each of these sequences, and end those it is the last token of."""
@@ -211,8 +199,7 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """Queues and memory now, with plans in flight counted as done."""
-        queues = self._queues
-        pool = queues.pool
+        queues, pool = self._queues, self._queues.pool
         return SchedulerStats(
             waiting=len(queues.waiting),
             running=len(queues.running) + len(queues.swapping_in),
@@ -233,10 +220,6 @@ class Scheduler:
             suspensions=queues.preemptions if pool.host else 0,
             tokens_dropped=pool.dropped * pool.block_size,
         )
-
-    def check(self) -> None:
-        """Raise RuntimeError if a block is lost, or owned twice without being shared. For tests and idle times."""
-        self._queues.pool.check([entry.cache.blocks for entry in self._entries.values()])
 
     def _end(self, entry: Entry, reason: FinishReason) -> None:
         entry.sequence.finish_reason = reason

@@ -25,6 +25,7 @@ from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.types import SchedulerStats
 from holdfast.loop.loop import Loop
 from tests.checkpoints import VOCAB, make
+from tests.invariants import check_scheduler
 from tests.late_streams import ForgottenStream, LateStream
 from tests.paged import allocated
 from tests.rounded_cache import cache_for
@@ -123,7 +124,7 @@ def converse(
                 number, answer = running.pop(output.request_id), answers[output.request_id]
                 turns.append((histories[number], answer))
                 histories[number] += answer
-        scheduler.check()
+        check_scheduler(scheduler)
     executor.close()
     return turns, loop.stats()
 

@@ -47,7 +47,7 @@ def test_the_cache_never_holds_more_runs_than_its_limit():
     cache = DigestCache(SIZE, 3 * RUN)
     for number in range(5):
         cache.digests(ROOT, [number] * (2 * RUN * SIZE))
-        assert len(cache) <= 3
+        assert len(cache._runs) <= 3
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -6,6 +6,7 @@ from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.memory.host_pool import HostPool
 from holdfast.lm.memory.retention import RetentionRule
 from holdfast.lm.types import BlockCopy
+from tests.invariants import check_host, check_pool
 
 RULE = RetentionRule(cost=float, chunk_blocks=1, block_size=1)
 
@@ -50,7 +51,7 @@ def test_swap_out_starts_below_the_threshold_with_the_lowest_value():
     assert pool.swap_out(3, 10.0) == (), "copies under way count"
     pool.finish_swap_out(2)
     assert found(pool, 0, 1, 2) == ["both", "both", "device"]
-    pool.check([taken])
+    check_pool(pool, [taken])
 
 
 def test_without_a_host_tier_nothing_is_swapped_out():
@@ -64,16 +65,16 @@ def test_a_block_is_pinned_until_its_copy_to_the_host_is_complete():
     pool = pool_of(4, 4)
     idle(pool, 0, 1, 2, 3)
     (copy,) = pool.swap_out(5, 0.0)
-    assert (pool.allocatable, pool.available, pool.cached, pool.swapping_out) == (0, 3, 4, True)
+    assert (pool.allocatable, pool.available, pool.cached, bool(pool.copies.swapping_out)) == (0, 3, 4, True)
     with pytest.raises(RuntimeError, match="1 blocks more"):
         pool.allocate(1, 0.0)
     pool.finish_swap_out(4)
     assert pool.allocatable == 0
     pool.finish_swap_out(5)
-    assert (pool.allocatable, pool.swapping_out) == (1, False)
+    assert (pool.allocatable, bool(pool.copies.swapping_out)) == (1, False)
     assert pool.allocate(1, 0.0) == [copy.source]
     assert found(pool, 0, 1) == ["host", "device"]
-    pool.check([[copy.source]])
+    check_pool(pool, [[copy.source]])
 
 
 def test_a_block_shared_during_its_copy_cannot_be_allocated_afterwards():
@@ -84,12 +85,12 @@ def test_a_block_shared_during_its_copy_cannot_be_allocated_afterwards():
     pool.share((copy.source,))
     pool.finish_swap_out(0)
     assert pool.allocatable == 0
-    pool.check([[copy.source]])
+    check_pool(pool, [[copy.source]])
     pool.free([copy.source], 0.0)
     assert found(pool, 0) == ["both"]
     assert pool.swap_out(1, 0.0) == (), "it has a copy already"
     assert pool.allocatable == 1
-    pool.check([])
+    check_pool(pool, [])
 
 
 def test_a_reclaimable_block_can_be_shared():
@@ -100,7 +101,7 @@ def test_a_reclaimable_block_can_be_shared():
     assert not pool.fits(1, [blocks[0]]), "the one that is ready is the one to be shared"
     pool.share((blocks[0],))
     assert pool.allocatable == 0
-    pool.check([[blocks[0]]])
+    check_pool(pool, [[blocks[0]]])
 
 
 def test_swap_out_makes_room_for_a_demand_above_the_threshold():
@@ -131,7 +132,7 @@ def test_a_swapped_in_block_stays_on_the_host_until_its_place_is_needed():
     assert found(pool, 0) == ["device"]
     assert pool.host.dropped == 0, "nothing was lost"
     pool.finish_swap_out(1)
-    pool.check([[block]])
+    check_pool(pool, [[block]])
 
 
 def test_a_full_host_evicts_the_lowest_value():
@@ -147,7 +148,7 @@ def test_a_full_host_evicts_the_lowest_value():
     pool.finish_swap_out(2)
     assert found(pool, 0, 1, 2) == ["nowhere", "host", "both"]
     assert pool.host.dropped == 1
-    pool.check([])
+    check_pool(pool, [])
 
 
 def test_a_block_worth_less_than_everything_on_a_full_host_is_not_copied():
@@ -160,7 +161,7 @@ def test_a_block_worth_less_than_everything_on_a_full_host_is_not_copied():
     assert pool.swap_out(1, 60.0) == ()
     assert found(pool, 0, 1) == ["host", "device"], "reclaimable, and lost once it is taken"
     assert pool.allocatable == 4 and find(pool, digest(1)) == block
-    pool.check([])
+    check_pool(pool, [])
 
 
 def test_a_host_full_of_reserved_blocks_accepts_no_more_copies():
@@ -169,7 +170,7 @@ def test_a_host_full_of_reserved_blocks_accepts_no_more_copies():
     assert len(pool.swap_out(0, 0.0)) == 1
     assert pool.swap_out(1, 0.0) == ()
     pool.finish_swap_out(0)
-    pool.check([])
+    check_pool(pool, [])
 
 
 def test_touched_blocks_are_evicted_last_in_both_tiers():
@@ -184,7 +185,7 @@ def test_touched_blocks_are_evicted_last_in_both_tiers():
     pool.swap_out(2, 31.0)
     pool.finish_swap_out(2)
     assert found(pool, 0, 1, 2, 3) == ["host", "nowhere", "device", "both"]
-    pool.check([])
+    check_pool(pool, [])
 
 
 def test_touching_blocks_in_use_or_being_swapped_out_keeps_their_state():
@@ -197,7 +198,7 @@ def test_touching_blocks_in_use_or_being_swapped_out_keeps_their_state():
     assert found(pool, 0, 1) == ["both", "device"]
     pool.touch(blocks, [digest(0)], 5.0)
     assert pool.allocatable == 1
-    pool.check([[blocks[1]]])
+    check_pool(pool, [[blocks[1]]])
     assert copy.source == blocks[0]
 
 
@@ -210,18 +211,18 @@ def test_swapping_in_a_block_that_the_host_lacks_raises():
 
 def test_check_finds_a_lost_host_block_and_a_pinned_block_without_a_copy():
     host = HostPool(2, RULE)
-    host.check([])
+    check_host(host, [])
     place, lost = host.reserve(1.0, host.victims(0.0))
     assert place is not None and not lost
-    host.check([place])
+    check_host(host, [place])
     with pytest.raises(RuntimeError, match="lost or in two states"):
-        host.check([])
+        check_host(host, [])
     pool = pool_of(4, 4)
     idle(pool, 0, 1, 2, 3)
     pool.swap_out(0, 0.0)
-    pool._copies._swap_outs.clear()
+    pool.copies._swap_outs.clear()
     with pytest.raises(RuntimeError, match="pinned without a copy"):
-        pool.check([])
+        check_pool(pool, [])
 
 
 def test_state_lost_in_both_tiers_counts_as_dropped_once():

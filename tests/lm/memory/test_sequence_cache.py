@@ -6,6 +6,7 @@ from holdfast.core.types import Identity
 from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.memory.retention import EVICTIONS, RetentionRule
 from holdfast.lm.memory.sequence_cache import Found, SequenceCache
+from tests.invariants import check_pool
 
 ROOT = Identity("model").root()
 
@@ -131,7 +132,7 @@ def test_holes_around_cached_blocks_are_missing_and_filled_in_ascending_order():
     assert (cache.planned, cache.missing(24)) == (20, ((20, 24),))
     cache.plan(20, 24)
     assert cache.missing(24) == ()
-    pool.check([first.blocks, cache.blocks])
+    check_pool(pool, [first.blocks, cache.blocks])
 
 
 def test_a_filled_hole_is_cached_and_the_blocks_found_stay_in_place():
@@ -146,7 +147,7 @@ def test_a_filled_hole_is_cached_and_the_blocks_found_stay_in_place():
     cache.plan(0, 4)
     cache.cache_blocks(tokens)
     assert kept(pool, tokens) == dict(enumerate(cache.blocks[:4]))
-    pool.check([cache.blocks])
+    check_pool(pool, [cache.blocks])
 
 
 def test_a_swapped_in_block_can_be_shared_at_once():
@@ -164,7 +165,7 @@ def test_a_swapped_in_block_can_be_shared_at_once():
     assert [copy.target for copy in copies] == cache.blocks[:2]
     assert cache.missing(len(tokens)) == ((8, 9),)
     assert kept(pool, tokens) == dict(enumerate(cache.blocks[:2]))
-    pool.check([cache.blocks])
+    check_pool(pool, [cache.blocks])
 
 
 def test_a_preempted_sequence_reuses_its_blocks_that_are_still_cached():
@@ -175,7 +176,7 @@ def test_a_preempted_sequence_reuses_its_blocks_that_are_still_cached():
     cache.allocate(cache.match(tokens), len(tokens), 0.0)
     assert cache.missing(len(tokens)) == ((12, 14),)
     assert cache.next_full == 16
-    pool.check([cache.blocks])
+    check_pool(pool, [cache.blocks])
 
 
 def test_rolled_back_positions_are_missing_again_and_cached_ones_cannot_be():

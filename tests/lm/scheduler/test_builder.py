@@ -5,6 +5,7 @@ import pytest
 from holdfast.core.types import FinishReason
 from holdfast.lm.scheduler.policies import StallFree
 from holdfast.lm.types import PENDING, StepResult, TableWrite
+from tests.invariants import check_scheduler
 from tests.scheduling import answer, create_requests, create_scheduler, spans
 
 
@@ -20,7 +21,7 @@ def filled(*prompts, **options):
 def step(scheduler):
     plan = scheduler.schedule(0.0)
     scheduler.update(plan, answer(plan), 0.0)
-    scheduler.check()
+    check_scheduler(scheduler)
     return plan
 
 

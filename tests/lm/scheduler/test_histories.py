@@ -23,6 +23,7 @@ from holdfast.lm.scheduler.builder import Policy
 from holdfast.lm.scheduler.choice import RESERVING, capacity_of, make_policy
 from holdfast.lm.scheduler.order import Deadline, Fair, Fcfs, Priority
 from holdfast.lm.scheduler.policies import LatencyTarget
+from tests.invariants import check_scheduler
 from tests.scheduling import EOS, VOCABULARY, FakeDevice, create_scheduler, run_alone, sampled
 
 MAX_MODEL_LEN = 48
@@ -194,14 +195,14 @@ class History:
             name = self.random.choice(alive)
             self.aborted.add(name)
             self.scheduler.abort(name)
-            self.scheduler.check()
+            check_scheduler(self.scheduler)
 
     def step(self):
         """Plan some steps ahead, never more than may be in flight; collect the oldest."""
         depth = self.random.randint(1, self.steps_in_flight)
         while len(self.plans) < depth:
             plan = self.scheduler.schedule(float(self.steps))
-            self.scheduler.check()
+            check_scheduler(self.scheduler)
             if plan is None:
                 break
             assert plan.num_tokens <= self.budget
@@ -244,7 +245,7 @@ class History:
             self.seen["several"] += len(output.tokens) > 1
             self.seen["cached"] += output.cached_tokens > 0
             self.seen["preempted"] += output.preemptions > 0
-        self.scheduler.check()
+        check_scheduler(self.scheduler)
 
     def judge(self, preempted):
         """Each must make room for somebody who ranks ahead: who ran and wanted a block, or is of a higher class.

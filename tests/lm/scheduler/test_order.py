@@ -11,6 +11,7 @@ from holdfast.core.config import EngineConfig
 from holdfast.core.types import Identity, Request, SamplingParams
 from holdfast.lm.scheduler.choice import capacity_of, make_policy
 from holdfast.lm.scheduler.order import Deadline, Fair, Fcfs, Priority, make_order
+from tests.invariants import check_scheduler
 from tests.scheduling import answer, create_requests, create_scheduler, spans
 
 CHAT, BATCH = 0, 1
@@ -20,7 +21,7 @@ def step(scheduler, now=0.0):
     plan = scheduler.schedule(now)
     if plan is not None:
         scheduler.update(plan, answer(plan), now)
-        scheduler.check()
+        check_scheduler(scheduler)
     return plan
 
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from holdfast.core.types import FinishReason, Identity
 from holdfast.lm.types import PENDING, StepResult
+from tests.invariants import check_scheduler
 from tests.scheduling import answer, create_requests, create_scheduler, spans
 
 
@@ -123,7 +124,7 @@ def test_abort_frees_blocks_at_once_and_drops_tokens_in_flight():
     assert scheduler.stats().waiting == 0
     assert not scheduler.has_work()
     assert scheduler.update(plan, answer(plan), 0.0) == []
-    scheduler.check()
+    check_scheduler(scheduler)
 
 
 def test_abort_of_an_ended_request_is_ignored():

@@ -3,13 +3,14 @@
 import pytest
 
 from holdfast.core.types import Identity
+from tests.invariants import check_scheduler
 from tests.scheduling import FakeDevice, answer, create_requests, create_scheduler, spans
 
 
 def step(scheduler, now=0.0, **options):
     plan = scheduler.schedule(now)
     scheduler.update(plan, answer(plan, **options), now)
-    scheduler.check()
+    check_scheduler(scheduler)
     return plan
 
 
@@ -80,7 +81,7 @@ def test_an_aborted_recovery_leaves_its_computed_blocks_cached():
     scheduler.add(one((*history, 99)))
     step(scheduler, 70.0)
     scheduler.abort("0")
-    scheduler.check()
+    check_scheduler(scheduler)
     scheduler._policy.token_budget = 64
     (plan,) = run(scheduler, one((*history, 99), "1"), now=71.0)
     assert spans(plan) == [("1", 4, 8), ("1", 20, 21)]
@@ -206,7 +207,7 @@ def test_blocks_of_a_sequence_aborted_while_swapping_in_are_reused_after_its_cop
     scheduler, _ = beside_another()
     first = step(scheduler, 7.0, swapped_in=-1)
     scheduler.abort("returns")
-    scheduler.check()
+    check_scheduler(scheduler)
     assert step(scheduler, 8.0, swapped_in=-1).awaits == first.step
     assert step(scheduler, 9.0, swapped_in=-1).awaits == -1
 

@@ -60,6 +60,7 @@ from holdfast.server.protocol import ApiError, parse
 from holdfast.server.service import Service
 from tests.checkpoints import VOCAB, make
 from tests.in_process import AtOnce, Engine, settle, start
+from tests.invariants import check_scheduler
 from tests.late_streams import LateStream
 from tests.paged import allocated
 from tests.tokenizers_made import byte_level
@@ -449,7 +450,7 @@ class Histories(RuleBasedStateMachine):
             if not count or not self.engine.step():
                 return
             count -= 1
-            self.scheduler.check()
+            check_scheduler(self.scheduler)
             await self._settle()
         raise AssertionError(f"the turns in progress have not ended after {MOST_STEPS} steps")
 
@@ -623,7 +624,7 @@ class Histories(RuleBasedStateMachine):
 
     @invariant()
     def no_block_is_lost_or_owned_twice(self) -> None:
-        self.scheduler.check()
+        check_scheduler(self.scheduler)
         if not self.in_progress and not self.rivals:
             stats = self.scheduler.stats()
             assert (stats.waiting, stats.running, stats.blocks_used) == (0, 0, 0)

@@ -1,0 +1,57 @@
+"""Invariants of the block pools: free + cached + used = total in each tier, and no block is owned twice unshared."""
+
+
+def check_scheduler(scheduler):
+    """Raise RuntimeError if a block of a scheduler's pool is lost, or owned twice without being shared."""
+    check_pool(scheduler._queues.pool, [entry.cache.blocks for entry in scheduler._entries.values()])
+
+
+def check_pool(pool, tables):
+    """Raise RuntimeError unless these block tables, and they alone, account for every block that is used."""
+    owners, digests, swapping_out = pool._owners, pool._digests, pool.copies.swapping_out
+    check_owners(owners, tables)
+    check_index(pool._index)
+    if {copy for _, copies in pool.copies._swap_outs for copy in copies} != set(swapping_out.items()):
+        raise RuntimeError("a block is pinned without a copy under way")
+    idle = [*pool._idle.retained.blocks, *pool._idle.reclaimable]
+    idle += [block for block in swapping_out if not owners[block]]
+    unowned = [block for block, count in enumerate(owners) if not count]
+    if sorted((*pool._free, *idle)) != unowned or len(idle) != pool.cached:
+        raise RuntimeError("a block is lost, or is in two of the states free, cached and owned")
+    cached = [block for block, digest in enumerate(digests) if digest is not None]
+    if not {*idle, *swapping_out} <= {*cached} or not {*cached}.isdisjoint(pool._free):
+        raise RuntimeError("a block is idle or being copied but is not cached, or is free and cached at once")
+    if any(count > 1 and digests[block] is None for block, count in enumerate(owners)):
+        raise RuntimeError("a block has several owners, but is not cached")
+    if pool.host is not None:
+        check_host(pool.host, swapping_out.values())
+
+
+def check_owners(counted, tables):
+    """Raise RuntimeError unless each block stands in as many of these block tables as it counts owners."""
+    owners = [0] * len(counted)
+    for table in tables:
+        if len(set(table)) != len(table):
+            raise RuntimeError(f"a block stands twice in one table: {table}")
+        for block in table:
+            owners[block] += 1
+    for block, pair in enumerate(zip(owners, counted, strict=True)):
+        if pair[0] != pair[1]:
+            raise RuntimeError(f"block {block} stands in {pair[0]} tables, but counts {pair[1]} owners")
+
+
+def check_index(index):
+    """Raise RuntimeError unless digests and cached blocks correspond one to one."""
+    cached = {block: digest for block, digest in enumerate(index.digests) if digest is not None}
+    if cached != {block: digest for digest, block in index.blocks.items()} or len(cached) != len(index.blocks):
+        raise RuntimeError("a cached block is not found by its digest, or a digest leads to another block")
+
+
+def check_host(host, reserved):
+    """Raise RuntimeError unless free + reserved + cached = total on the host, and no block is in two states."""
+    check_index(host._index)
+    states = [*host._free, *reserved, *host._retained.blocks, *host._duplicates]
+    if sorted(states) != list(range(host.num_blocks)):
+        raise RuntimeError(f"blocks of the host tier are lost or in two states: {sorted(states)}")
+    if len(host._index.blocks) != len(host._retained.blocks) + len(host._duplicates):
+        raise RuntimeError("a block of the host tier is retained or a duplicate, but is not cached")

@@ -81,7 +81,7 @@ class Scheduler:
             id=request.id,
             rank=self._order.rank(request, self._requests),
             cache=SequenceCache(pool, request.identity.root() if self._sharing else None),
-            sampling=Sampling(params.temperature, params.top_k, params.top_p, seed),
+            sampling=Sampling.of(params, seed),
             limit=limit,
             ends=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos),
         )

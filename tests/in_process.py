@@ -75,7 +75,7 @@ class Engine:
             self.began.setdefault(output.request_id, (output.cached_tokens, output.preemptions))
             self.answered[output.request_id] += output.tokens
         if outputs:
-            self._tell(Outputs(**outputs.columns._asdict()))
+            self._tell(Outputs(**outputs.by_name))
         return True
 
     def die(self) -> None:

@@ -15,13 +15,21 @@ class Columns(abc.Sequence[Row], Generic[Row]):
     A step has hundreds of rows. Making each costs more than planning it, and packing into arrays takes whole columns.
     """
 
-    __slots__ = ("columns", "row_type")
+    __slots__ = ("by_name", "row_type")
 
     def __init__(self, row_type: type[Row], **columns: abc.Sequence[Any]) -> None:
-        """A list for each field of `row_type`, by its name. All have one length. They are not copied."""
+        """A list for each field of `row_type`, by its name. All have one length. They are not copied.
+
+        Raises TypeError for a name that is no field, or a field without a list.
+        """
+        fields: tuple[str, ...] = row_type._fields  # type: ignore[attr-defined]
+        if tuple(columns) != fields:
+            if set(columns) != set(fields):
+                raise TypeError(f"{row_type.__name__} has the fields {', '.join(fields)}, not {', '.join(columns)}")
+            columns = {name: columns[name] for name in fields}
         self.row_type = row_type
-        self.columns: Any = row_type(**columns)
-        """The lists, as a `row_type` of lists; not to be changed."""
+        self.by_name: dict[str, Any] = columns
+        """The lists; not to be changed."""
 
     @classmethod
     def of(cls, row_type: type[Row], rows: abc.Sequence[Row]) -> Columns[Row]:
@@ -33,14 +41,14 @@ class Columns(abc.Sequence[Row], Generic[Row]):
 
     def column(self, name: str) -> Any:
         """The list of one field."""
-        return getattr(self.columns, name)
+        return self.by_name[name]
 
     def __len__(self) -> int:
-        return len(self.columns[0])
+        return len(next(iter(self.by_name.values())))
 
     def __iter__(self) -> abc.Iterator[Row]:
         # tuple.__new__ is what row_type(...) comes down to, at less than half its time.
-        return map(tuple.__new__, repeat(self.row_type), zip(*self.columns, strict=True))
+        return map(tuple.__new__, repeat(self.row_type), zip(*self.by_name.values(), strict=True))
 
     @overload
     def __getitem__(self, index: int) -> Row: ...
@@ -49,7 +57,7 @@ class Columns(abc.Sequence[Row], Generic[Row]):
     def __getitem__(self, index: int | slice) -> Row | tuple[Row, ...]:
         if isinstance(index, slice):
             return tuple(self)[index]
-        return self.row_type(*[column[index] for column in self.columns])
+        return self.row_type(*[column[index] for column in self.by_name.values()])
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, abc.Sequence) and list(self) == list(other)

@@ -73,7 +73,7 @@ def serve(loop: LanguageLoop, parent: Parent) -> None:
         if loop.has_work():
             outputs = loop.step()
             if outputs:
-                parent.send(messages.Outputs(**outputs.columns._asdict()))
+                parent.send(messages.Outputs(**outputs.by_name))
 
 
 def handle(message: messages.ToEngine, loop: LanguageLoop, parent: Parent) -> bool:

@@ -63,7 +63,7 @@ def test_messages_to_the_engine_survive_encoding(message):
         messages.Hello(),
         messages.Progress("loading"),
         messages.Ready(INFO),
-        messages.Outputs(**Columns.of(SequenceOutput, OUTPUTS).columns._asdict()),
+        messages.Outputs(**Columns.of(SequenceOutput, OUTPUTS).by_name),
         messages.Refused("r", "too long"),
         messages.Stats(3, SchedulerStats(1, 2, 3, 4, 5, 6, 7, 8, 9)),
         messages.Failure("no memory"),

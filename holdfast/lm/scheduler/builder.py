@@ -172,16 +172,18 @@ class StepBuilder:
         Without one, if nothing can run before idle state has made room or state has come in, the plan has no segments.
         """
         queues, pool = self._queues, self.pool
-        if not self._ids and in_flight:
-            return None
-        ready = pool.allocatable
-        swap_out = pool.swap_out(self.number, self.now)
-        if not self._ids and not pool.copies.swapping_out and pool.allocatable == ready and not queues.swapping_in:
-            return None
         awaits = queues.awaits
-        if self._ids:  # otherwise the next plan has to wait
+        if self._ids:
+            swap_out = pool.swap_out(self.number, self.now)
             pool.copies.finish_swap_in(awaits)
-            queues.awaits = -1
+            queues.awaits = -1  # without segments the next plan has to wait
+        else:
+            if in_flight:
+                return None
+            ready = pool.allocatable
+            swap_out = pool.swap_out(self.number, self.now)
+            if not pool.copies.swapping_out and pool.allocatable == ready and not queues.swapping_in:
+                return None
         segments = Columns(
             Segment,
             sequence_id=self._ids,

@@ -88,6 +88,7 @@ class StepBuilder:
             room = min(room, -(-len(self.running) // parts))
         chosen: list[Entry] = []
         starts: list[int] = []
+        stops: list[int] = []
         for entry in self.running:
             if entry.next_step > number or not entry.decoding:
                 continue
@@ -100,13 +101,14 @@ class StepBuilder:
                 continue
             chosen.append(entry)
             starts.append(start)
+            stops.append(stop)
             cache.planned = stop
             entry.sequence.length = stop + 1
             entry.next_step = after
         self._ids += [entry.id for entry in chosen]
         self._rows += [entry.row for entry in chosen]
         self._starts += starts
-        self._stops += [start + 1 for start in starts]
+        self._stops += stops
         self._tokens += [LAST_SAMPLED] * len(chosen)
         self._samplings += [entry.sampling for entry in chosen]
         self.sampling += chosen
@@ -142,7 +144,7 @@ class StepBuilder:
         for entry in self.running:
             if self.budget <= 0:
                 return
-            if entry.next_step <= self.number and not entry.decoding:
+            if not entry.decoding and entry.next_step <= self.number:
                 self._chunk(entry)
 
     def admit(

@@ -17,9 +17,8 @@ probe is written to DIR/capacity.json at once; a later call continues there. `sh
 prints both figures. `predict --window SECONDS --seed NUMBER` tells how much of a capacity comes from the window and
 the arrivals.
 
-Orca's steps hold any number of whole prompts, up to ORCA_TOKENS tokens. The runs of 2026-11-21 had a kinder Orca: its
-steps held at most max_model_len + max_sequences tokens. The widest step of each probe is recorded, which shows whether
-the bound was reached.
+Orca's steps hold any number of whole prompts, up to ORCA_TOKENS tokens. The widest step of each probe is recorded,
+which shows whether the bound was reached.
 """
 
 from __future__ import annotations

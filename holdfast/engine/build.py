@@ -40,7 +40,7 @@ def build(
 ) -> tuple[LanguageLoop, EngineInfo]:
     """Load the model, measure the device, allocate its memory, and put the loop together.
 
-    `began` is when the start was asked for, on the monotonic clock. `on_progress` is told each stage in words. A
+    `began` is the time of the client's call, on the monotonic clock. `on_progress` gets the name of each stage. A
     latency target needs the device's cost profile: the stored one, or a new one if there is none or `measure` asks for
     it. Raises ValueError (UnsupportedCheckpoint among them) and MemoryError with a reason for people.
     """

@@ -53,7 +53,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What a command found. How it was called is told to `write`."""
+    """The results of a command. `write` adds how it was called."""
 
     title: str
     lead: str

@@ -210,7 +210,7 @@ class Clients:
         self._loop.add(Request(name, prompt, params, arrival=arrival))
 
     def _end(self, request: _OpenRequest, now: float) -> None:
-        """Queue what follows a finished turn: the next turn after its think time, or another conversation."""
+        """Queue the successor of a finished turn: the next turn after its think time, or another conversation."""
         self.ended += 1
         number, following = request.conversation, request.turn + 1
         if request.continues:

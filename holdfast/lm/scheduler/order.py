@@ -1,4 +1,4 @@
-"""Orders: which request goes first, which may displace which, and why no request waits for ever."""
+"""Orders: which request goes first, which may displace which, and why no request waits forever."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Priority(Order):
     displaces = True
 
     def __init__(self, aging: float = 3600.0) -> None:
-        """`aging` in seconds, above 0 and finite: otherwise a low class might wait for ever."""
+        """`aging` in seconds, above 0 and finite: otherwise a low class might wait forever."""
         self.aging = aging
 
     def rank(self, request: Request, number: int) -> Rank:

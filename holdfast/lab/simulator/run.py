@@ -19,7 +19,7 @@ from holdfast.lab.workloads import PromptTokens, Workload
 from holdfast.lm.scheduler.builder import Policy
 from holdfast.lm.scheduler.choice import capacity_of, make_scheduler
 from holdfast.lm.scheduler.policies import whole_tiles
-from holdfast.lm.types import EngineShape, LanguageExecutor, LanguageLoop, SchedulerStats
+from holdfast.lm.types import COPIES_AHEAD_BYTES, EngineShape, LanguageExecutor, LanguageLoop, SchedulerStats
 from holdfast.loop.loop import Loop
 
 VOCAB_SIZE = 32_000
@@ -104,6 +104,7 @@ def engine_shape(config: EngineConfig, profile: CostProfile, *, host_blocks: int
         precision=profile.precision,
         num_blocks=profile.cache_tokens // config.block_size,
         num_host_blocks=host_blocks,
+        copies_ahead=max(1, COPIES_AHEAD_BYTES // (profile.token_bytes * config.block_size)) if host_blocks else None,
         token_budget=budget,
         max_step_tokens=capacity_of(
             config.scheduler,

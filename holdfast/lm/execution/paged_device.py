@@ -26,6 +26,7 @@ from holdfast.lm.kernels.fp8 import FP8
 from holdfast.lm.models.base import CapturableModel, Model
 from holdfast.lm.types import (
     BUDGET_TILE,
+    COPIES_AHEAD_BYTES,
     DEFAULT_TOKEN_BUDGET,
     EngineShape,
     MemoryMeasurement,
@@ -174,6 +175,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
             precision=self.precision,
             num_blocks=sizes.num_blocks,
             num_host_blocks=sizes.num_host_blocks,
+            copies_ahead=max(1, COPIES_AHEAD_BYTES // self.block_bytes),
             token_budget=self.token_budget,
             max_step_tokens=self.max_step_tokens,
             # A sequence's last token is never computed, so the pool holds one position less than the longest sequence.

@@ -41,8 +41,12 @@ class BlockPool:
         rule: RetentionRule | None = None,
         host_blocks: int = 0,
         low_water: float = 0.25,
+        copies_ahead: int | None = None,
     ) -> None:
-        """Swapping out begins when the share of blocks that are free or reclaimable falls below `low_water`."""
+        """Swapping out begins when the share of blocks that are free or reclaimable falls below `low_water`.
+
+        A plan swaps out `copies_ahead` blocks ahead of need, or as many as it computes if those are more.
+        """
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"a pool of {num_blocks} blocks of {block_size} tokens; both must be at least 1")
         self.num_blocks = num_blocks
@@ -59,6 +63,7 @@ class BlockPool:
         """Blocks so far whose state was lost: neither tier has it any more."""
         self.max_copies = max(self.rule.chunk_blocks, num_blocks // 16)
         """The most blocks that one plan copies in either direction, unless a single sequence brings in more."""
+        self._copies_ahead = self.max_copies if copies_ahead is None else copies_ahead
         self._allocator = Allocator(num_blocks)
         self._index = PrefixIndex(num_blocks)
         self._idle = IdleBlocks(self.rule)
@@ -197,16 +202,21 @@ class BlockPool:
         self.swapped_in += 1
         return BlockCopy(source, block)
 
-    def swap_out(self, step: int, now: float) -> tuple[BlockCopy, ...]:
+    def swap_out(self, step: int, num_tokens: int, now: float) -> tuple[BlockCopy, ...]:
         """Begin to swap out chunks in plan `step`, the lowest value first, as many as needed. Returns the copies to do.
 
-        The copies read the device before the plan's segments run. Their blocks are pinned until `finish_swap_out`.
+        The copies read the device before the plan's segments run, and slow them down. So a plan of `num_tokens` makes
+        room for about as many positions as it fills, or an eighth of what is short if that is more. Only blocks that
+        `fits` asked for in vain are copied at once. Blocks are pinned until `finish_swap_out`.
         """
         host, idle = self.host, self._idle
         if host is None:
             return ()
-        demand, self._demand = max(self._low_water, self._demand), 0
-        wanted = min(demand - self.allocatable - self.copies.idle, self.max_copies)
+        ready = self.allocatable + self.copies.idle
+        short = self._low_water - ready
+        ahead = min(short, max(self._copies_ahead, self.blocks_for(num_tokens), short // 8))
+        wanted = min(max(self._demand - ready, ahead), self.max_copies)
+        self._demand = 0
         if wanted <= 0 or not idle.retained.blocks:
             return ()
         copies: list[BlockCopy] = []

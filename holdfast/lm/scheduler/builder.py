@@ -176,14 +176,14 @@ class StepBuilder:
         queues, pool = self._queues, self.pool
         awaits = queues.awaits
         if self._ids:
-            swap_out = pool.swap_out(self.number, self.now)
+            swap_out = pool.swap_out(self.number, self.num_tokens, self.now)
             pool.copies.finish_swap_in(awaits)
             queues.awaits = -1  # without segments the next plan has to wait
         else:
             if in_flight:
                 return None
             ready = pool.allocatable
-            swap_out = pool.swap_out(self.number, self.now)
+            swap_out = pool.swap_out(self.number, self.num_tokens, self.now)
             if not pool.copies.swapping_out and pool.allocatable == ready and not queues.swapping_in:
                 return None
         segments = Columns(

@@ -104,6 +104,7 @@ def make_scheduler(
         rule=RetentionRule.of(config, retention_cost(config, shape, cost)),
         host_blocks=shape.num_host_blocks,
         low_water=config.swap_threshold,
+        copies_ahead=shape.copies_ahead,
     )
     return Scheduler(
         policy or choose_policy(config, shape, cost),

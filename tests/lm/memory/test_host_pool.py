@@ -44,11 +44,11 @@ def found(pool, *numbers):
 def test_swap_out_starts_below_the_threshold_with_the_lowest_value():
     pool = pool_of(16, 16)
     idle(pool, *range(12))
-    assert pool.swap_out(0, 0.0) == ()
+    assert pool.swap_out(0, 0, 0.0) == ()
     taken = pool.allocate(2, 0.0)
-    copies = pool.swap_out(1, 10.0) + pool.swap_out(2, 10.0)
+    copies = pool.swap_out(1, 0, 10.0) + pool.swap_out(2, 0, 10.0)
     assert [pool._digests[copy.source] for copy in copies] == [digest(0), digest(1)], "one chunk a step, from the front"
-    assert pool.swap_out(3, 10.0) == (), "copies under way count"
+    assert pool.swap_out(3, 0, 10.0) == (), "copies under way count"
     pool.finish_swap_out(2)
     assert found(pool, 0, 1, 2) == ["both", "both", "device"]
     check_pool(pool, [taken])
@@ -57,14 +57,14 @@ def test_swap_out_starts_below_the_threshold_with_the_lowest_value():
 def test_without_a_host_tier_nothing_is_swapped_out():
     pool = pool_of(4, 0)
     idle(pool, 0, 1, 2, 3)
-    assert pool.swap_out(0, 0.0) == () and not pool.can_swap_out
+    assert pool.swap_out(0, 0, 0.0) == () and not pool.can_swap_out
     assert pool.allocatable == pool.available == 4
 
 
 def test_a_block_is_pinned_until_its_copy_to_the_host_is_complete():
     pool = pool_of(4, 4)
     idle(pool, 0, 1, 2, 3)
-    (copy,) = pool.swap_out(5, 0.0)
+    (copy,) = pool.swap_out(5, 0, 0.0)
     assert (pool.allocatable, pool.available, pool.cached, bool(pool.copies.swapping_out)) == (0, 3, 4, True)
     with pytest.raises(RuntimeError, match="1 blocks more"):
         pool.allocate(1, 0.0)
@@ -80,7 +80,7 @@ def test_a_block_is_pinned_until_its_copy_to_the_host_is_complete():
 def test_a_block_shared_during_its_copy_cannot_be_allocated_afterwards():
     pool = pool_of(4, 4)
     idle(pool, 0, 1, 2, 3)
-    (copy,) = pool.swap_out(0, 0.0)
+    (copy,) = pool.swap_out(0, 0, 0.0)
     assert pool.pinned_by([copy.source]) == 0, "it was not available"
     pool.share((copy.source,))
     pool.finish_swap_out(0)
@@ -88,7 +88,7 @@ def test_a_block_shared_during_its_copy_cannot_be_allocated_afterwards():
     check_pool(pool, [[copy.source]])
     pool.free([copy.source], 0.0)
     assert found(pool, 0) == ["both"]
-    assert pool.swap_out(1, 0.0) == (), "it has a copy already"
+    assert pool.swap_out(1, 0, 0.0) == (), "it has a copy already"
     assert pool.allocatable == 1
     check_pool(pool, [])
 
@@ -96,12 +96,32 @@ def test_a_block_shared_during_its_copy_cannot_be_allocated_afterwards():
 def test_a_reclaimable_block_can_be_shared():
     pool = pool_of(4, 4)
     blocks = idle(pool, 0, 1, 2, 3)
-    pool.swap_out(0, 0.0)
+    pool.swap_out(0, 0, 0.0)
     pool.finish_swap_out(0)
     assert not pool.fits(1, [blocks[0]]), "the one that is ready is the one to be shared"
     pool.share((blocks[0],))
     assert pool.allocatable == 0
     check_pool(pool, [[blocks[0]]])
+
+
+@pytest.mark.parametrize("num_tokens, copies", [(0, [2, 2, 2, 2, 2, 2]), (5, [5, 5, 2])])
+def test_a_step_swaps_out_ahead_of_need_no_more_than_it_computes_or_a_fixed_number(num_tokens, copies):
+    pool = BlockPool(96, 1, rule=RULE, host_blocks=64, low_water=0.25, copies_ahead=2)
+    idle(pool, *range(84))
+    assert pool.allocatable == 12, "the threshold is 24"
+    given = []
+    for step in range(8):
+        given.append(len(pool.swap_out(step, num_tokens, 0.0)))
+        pool.finish_swap_out(step)
+    assert given == copies + [0] * (8 - len(copies))
+
+
+def test_blocks_asked_for_in_vain_are_swapped_out_at_once():
+    pool = BlockPool(64, 1, rule=RULE, host_blocks=64, low_water=0.25, copies_ahead=1)
+    idle(pool, *range(64))
+    assert len(pool.swap_out(0, 0, 0.0)) == 1
+    assert not pool.fits(4, [])
+    assert len(pool.swap_out(1, 0, 0.0)) == 3, "one block is being swapped out already"
 
 
 def test_swap_out_makes_room_for_a_demand_above_the_threshold():
@@ -110,7 +130,7 @@ def test_swap_out_makes_room_for_a_demand_above_the_threshold():
     assert not pool.fits(20, [])
     step = 0
     while not pool.fits(20, []):
-        assert len(pool.swap_out(step, 0.0)) == 4, "not all at once"
+        assert len(pool.swap_out(step, 0, 0.0)) == 4, "not all at once"
         pool.finish_swap_out(step)
         step += 1
     assert step == 5
@@ -119,7 +139,7 @@ def test_swap_out_makes_room_for_a_demand_above_the_threshold():
 def test_a_swapped_in_block_stays_on_the_host_until_its_place_is_needed():
     pool = pool_of(2, 1, low_water=1.0)
     idle(pool, 0)
-    pool.swap_out(0, 0.0)
+    pool.swap_out(0, 0, 0.0)
     pool.finish_swap_out(0)
     pool.free(pool.allocate(2, 0.0), 0.0)
     assert found(pool, 0) == ["host"]
@@ -127,7 +147,7 @@ def test_a_swapped_in_block_stays_on_the_host_until_its_place_is_needed():
     assert pool.swap_in(block, digest(0), 0) == BlockCopy(0, block)
     assert found(pool, 0) == ["both"]
     idle(pool, 1)
-    (copy,) = pool.swap_out(1, 0.0)
+    (copy,) = pool.swap_out(1, 0, 0.0)
     assert copy.target == 0, "its place is read before it is written"
     assert found(pool, 0) == ["device"]
     assert pool.host.dropped == 0, "nothing was lost"
@@ -139,12 +159,12 @@ def test_a_full_host_evicts_the_lowest_value():
     pool = pool_of(4, 2, low_water=1.0)
     for number, now in ((0, 0.0), (1, 50.0)):
         idle(pool, number, now=now)
-        pool.swap_out(number, now)
+        pool.swap_out(number, 0, now)
         pool.finish_swap_out(number)
     pool.free(pool.allocate(4, 0.0), 0.0)
     assert found(pool, 0, 1) == ["host", "host"]
     idle(pool, 2, now=60.0)
-    pool.swap_out(2, 61.0)
+    pool.swap_out(2, 0, 61.0)
     pool.finish_swap_out(2)
     assert found(pool, 0, 1, 2) == ["nowhere", "host", "both"]
     assert pool.host.dropped == 1
@@ -154,11 +174,11 @@ def test_a_full_host_evicts_the_lowest_value():
 def test_a_block_worth_less_than_everything_on_a_full_host_is_not_copied():
     pool = pool_of(4, 1, low_water=1.0)
     idle(pool, 0, now=50.0)
-    pool.swap_out(0, 50.0)
+    pool.swap_out(0, 0, 50.0)
     pool.finish_swap_out(0)
     pool.free(pool.allocate(4, 0.0), 0.0)
     (block,) = idle(pool, 1, now=0.0)
-    assert pool.swap_out(1, 60.0) == ()
+    assert pool.swap_out(1, 0, 60.0) == ()
     assert found(pool, 0, 1) == ["host", "device"], "reclaimable, and lost once it is taken"
     assert pool.allocatable == 4 and find(pool, digest(1)) == block
     check_pool(pool, [])
@@ -167,8 +187,8 @@ def test_a_block_worth_less_than_everything_on_a_full_host_is_not_copied():
 def test_a_host_full_of_reserved_blocks_accepts_no_more_copies():
     pool = pool_of(4, 1, low_water=1.0)
     idle(pool, 0, 1)
-    assert len(pool.swap_out(0, 0.0)) == 1
-    assert pool.swap_out(1, 0.0) == ()
+    assert len(pool.swap_out(0, 0, 0.0)) == 1
+    assert pool.swap_out(1, 0, 0.0) == ()
     pool.finish_swap_out(0)
     check_pool(pool, [])
 
@@ -177,12 +197,12 @@ def test_touched_blocks_are_evicted_last_in_both_tiers():
     pool = pool_of(4, 2, low_water=1.0)
     for number in (0, 1):
         idle(pool, number, now=10.0 * number)
-        pool.swap_out(number, 10.0 * number)
+        pool.swap_out(number, 0, 10.0 * number)
         pool.finish_swap_out(number)
     pool.free(pool.allocate(4, 0.0), 0.0)
     blocks = [idle(pool, number, now=20.0)[0] for number in (2, 3)]
     pool.touch([blocks[0]], [digest(0)], 30.0)
-    pool.swap_out(2, 31.0)
+    pool.swap_out(2, 0, 31.0)
     pool.finish_swap_out(2)
     assert found(pool, 0, 1, 2, 3) == ["host", "nowhere", "device", "both"]
     check_pool(pool, [])
@@ -191,7 +211,7 @@ def test_touched_blocks_are_evicted_last_in_both_tiers():
 def test_touching_blocks_in_use_or_being_swapped_out_keeps_their_state():
     pool = pool_of(4, 4)
     blocks = idle(pool, 0, 1, 2, 3)
-    (copy,) = pool.swap_out(0, 0.0)
+    (copy,) = pool.swap_out(0, 0, 0.0)
     pool.share((blocks[1],))
     pool.touch(blocks, [], 5.0)
     pool.finish_swap_out(0)
@@ -219,7 +239,7 @@ def test_check_finds_a_lost_host_block_and_a_pinned_block_without_a_copy():
         check_host(host, [])
     pool = pool_of(4, 4)
     idle(pool, 0, 1, 2, 3)
-    pool.swap_out(0, 0.0)
+    pool.swap_out(0, 0, 0.0)
     pool.copies._swap_outs.clear()
     with pytest.raises(RuntimeError, match="pinned without a copy"):
         check_pool(pool, [])
@@ -228,18 +248,18 @@ def test_check_finds_a_lost_host_block_and_a_pinned_block_without_a_copy():
 def test_state_lost_in_both_tiers_counts_as_dropped_once():
     pool = pool_of(4, 1, low_water=1.0)
     idle(pool, 0, now=1.0)
-    pool.swap_out(0, 10.0)
+    pool.swap_out(0, 0, 10.0)
     pool.finish_swap_out(0)
     assert found(pool, 0) == ["both"]
     pool.free(pool.allocate(4, 0.0), 0.0)
     assert (found(pool, 0), pool.dropped) == (["host"], 0)
     idle(pool, 1, now=11.0)
-    pool.swap_out(1, 11.5)
+    pool.swap_out(1, 0, 11.5)
     pool.finish_swap_out(1)
     assert (found(pool, 0, 1), pool.dropped) == (["nowhere", "both"], 1)
     pool.free(pool.allocate(4, 0.0), 0.0)
     idle(pool, 0, now=0.5)
-    pool.swap_out(2, 12.0)
+    pool.swap_out(2, 0, 12.0)
     pool.free(pool.allocate(4, 0.0), 0.0)
     assert (found(pool, 0, 1), pool.dropped) == (["nowhere", "host"], 2)
 

@@ -155,7 +155,7 @@ def test_a_swapped_in_block_can_be_shared_at_once():
     tokens = list(range(9))
     computed(pool, tokens).free(0.0)
     for step in range(2):
-        assert len(pool.swap_out(step, 0.0)) == 1
+        assert len(pool.swap_out(step, 0, 0.0)) == 1
         pool.finish_swap_out(step)
     pool.free(pool.allocate(4, 0.0), 0.0)
     cache = SequenceCache(pool, ROOT)

@@ -119,9 +119,9 @@ def test_a_step_swaps_out_ahead_of_need_no_more_than_it_computes_or_a_fixed_numb
 def test_blocks_asked_for_in_vain_are_swapped_out_at_once():
     pool = BlockPool(64, 1, rule=RULE, host_blocks=64, low_water=0.25, copies_ahead=1)
     idle(pool, *range(64))
-    assert len(pool.swap_out(0, 0, 0.0)) == 1
-    assert not pool.fits(4, [])
-    assert len(pool.swap_out(1, 0, 0.0)) == 3, "one block is being swapped out already"
+    assert len(pool.swap_out(0, 0, 0.0)) == 2, "an eighth of the 16 blocks below the threshold"
+    assert not pool.fits(6, [])
+    assert len(pool.swap_out(1, 0, 0.0)) == 4, "two blocks are being swapped out already"
 
 
 def test_swap_out_makes_room_for_a_demand_above_the_threshold():

@@ -193,6 +193,7 @@ class EngineClient:
 
     async def close(self) -> None:
         """End the engine process. Running streams raise EngineDead. May be called more than once."""
+        self.text.close()
         await self._close(at_once=False)
 
     async def _close(self, *, at_once: bool) -> None:

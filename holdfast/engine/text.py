@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import datetime
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import jinja2
-import jinja2.nodes
-import jinja2.parser
-from jinja2.ext import Extension, loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Encoding, Tokenizer
 
 from holdfast.engine.checkpoint import TEMPLATE_LIMIT, TOKENIZER_LIMIT, read_json, read_text, tokenizer_file
+from holdfast.engine.template import TEXT_LIMIT, ChatTemplate
 
-TEXT_LIMIT = 8 << 20
-"""Most characters of one text to tokenize, given by a client or rendered by a template."""
 STOP_LIMIT = 64
 """Most stop strings of one request."""
 STOP_LENGTH_LIMIT = 1024
@@ -47,14 +39,7 @@ class Text:
         self._tokenizer = tokenizer
         self._visible = _visible(tokenizer)
         self._fingerprint = hashlib.sha256(tokenizer.to_str().encode()).digest()
-        self._special_tokens = dict(special_tokens or {})
-        self._template: jinja2.Template | None = None
-        self._no_template = "this model has no chat template; use plain completions"
-        if template is not None:
-            try:
-                self._template = _environment().from_string(template)
-            except (jinja2.TemplateError, RecursionError) as error:
-                self._no_template = f"this model's chat template cannot be compiled: {error}"
+        self._template = None if template is None else ChatTemplate(template, special_tokens or {})
 
     @classmethod
     def from_directory(cls, directory: str | Path) -> Text:
@@ -116,33 +101,21 @@ class Text:
     def render_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
         """Render messages with the model's template, ready for the answer.
 
-        Raises ValueError if there is no template, or if the template fails on these messages.
+        Raises ValueError if there is no template, or if it fails on these messages or exceeds its limits.
         """
         if self._template is None:
-            raise ValueError(self._no_template)
-        variables = {
-            **self._special_tokens,
-            "messages": [dict(message) for message in messages],
-            "tools": None,
-            "documents": None,
-            "add_generation_prompt": add_generation_prompt,
-        }
-        pieces: list[str] = []
-        length = 0
-        try:
-            for piece in self._template.generate(variables):
-                pieces.append(piece)
-                length += len(piece)
-                if length > TEXT_LIMIT:
-                    raise ValueError(f"the rendered text is longer than {TEXT_LIMIT} characters")
-        except Exception as error:  # a template is a program: whatever it raises means that it refuses these messages
-            raise ValueError(f"the chat template refused the messages: {error}") from error
-        return "".join(pieces)
+            raise ValueError("this model has no chat template; use plain completions")
+        return self._template.render(messages, add_generation_prompt=add_generation_prompt)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> list[int]:
         """The ids of a rendered chat, whose special tokens the template writes. Raises as `render_chat`."""
         rendered = self.render_chat(messages, add_generation_prompt=add_generation_prompt)
         return self.encode(rendered, add_special_tokens=False)
+
+    def close(self) -> None:
+        """End the template's process, even while it renders: nobody need wait for a template."""
+        if self._template is not None:
+            self._template.close()
 
 
 class TextStream:
@@ -278,42 +251,6 @@ def _visible(tokenizer: Tokenizer) -> bytearray:
     for token in ids:
         visible[token] = 1
     return visible
-
-
-class _GenerationBlocks(Extension):
-    """`{% generation %}` marks the assistant's text for training. When serving, its body is plain text."""
-
-    tags = {"generation"}  # noqa: RUF012 (Jinja's own attribute)
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    """A Jinja environment like the one of Transformers for chat templates: sandboxed, with a few extra names."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
-
-
-def _tojson(
-    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
-) -> str:
-    """Like Jinja's own filter, without escaping HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.datetime.now().strftime(form)
 
 
 def _chat_template(directory: Path, config: Mapping[str, Any]) -> str | None:

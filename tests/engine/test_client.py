@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
+import shutil
 import signal
 import tempfile
 import time
@@ -16,6 +17,7 @@ import pytest_asyncio
 
 from holdfast.core.config import EngineConfig
 from holdfast.core.types import FinishReason, SamplingParams
+from holdfast.engine import template
 from holdfast.engine.client import EngineClient, EngineDead, EngineStartError, QueueFull
 from holdfast.engine.messages import Abort, Start, Submit
 from holdfast.engine.process import Child
@@ -321,3 +323,17 @@ async def test_a_cancelled_start_ends_the_process(small, monkeypatch):
     with pytest.raises(asyncio.CancelledError):
         await starting
     assert children[0].ended.is_set()
+
+
+async def test_closing_does_not_wait_for_a_template_that_never_ends(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr(template, "CPU_SECONDS", 3600.0)
+    model = shutil.copytree(checkpoint, tmp_path / "hostile")
+    endless = "{% for a in range(99999) %}" * 3 + "{{ messages }}" + "{% endfor %}" * 3
+    (model / "chat_template.jinja").write_text(endless.replace("{{ messages }}", "{% set x = messages %}"))
+    client = await EngineClient.start(EngineConfig(model=str(model), **SMALL))
+    said = [{"role": "user", "content": "hello"}]
+    renders = [asyncio.create_task(asyncio.to_thread(client.text.encode_chat, said)) for _ in range(40)]
+    await asyncio.sleep(0.5)
+    await client.close()
+    ends = await asyncio.gather(*renders, return_exceptions=True)
+    assert {str(end) for end in ends} == {"the chat template was closed"}

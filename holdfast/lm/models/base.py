@@ -14,11 +14,32 @@ class UnsupportedCheckpoint(ValueError):
     """A checkpoint that cannot be served. The message says why, and what to do about it if anything helps."""
 
 
+LENGTH_LIMIT = 1 << 24
+"""Most tokens of a sequence, as for max_model_len. Block tables are sized for the longest one."""
+
+
 def limited(wanted: int | None, made_for: int) -> int:
-    """The longest sequence: `wanted`, or what the model was made for. Raises ValueError if `wanted` is longer."""
+    """The longest sequence: `wanted`, or what the model was made for.
+
+    Raises ValueError if `wanted` is longer, and UnsupportedCheckpoint beyond LENGTH_LIMIT.
+    """
     if wanted is not None and wanted > made_for:
         raise ValueError(f"max_model_len is {wanted}; the model was made for {made_for} tokens at most")
-    return wanted or made_for
+    length = wanted or made_for
+    if not 0 < length <= LENGTH_LIMIT:
+        raise UnsupportedCheckpoint(
+            f"the model was made for {made_for} tokens; at most {LENGTH_LIMIT} are served: give max_model_len"
+        )
+    return length
+
+
+def check_finite(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+    """Raise UnsupportedCheckpoint if a weight holds NaN, or numbers that are infinite in `dtype`."""
+    largest = torch.finfo(dtype).max
+    low, high = torch.aminmax(tensor) if tensor.numel() else (0.0, 0.0)
+    if not (-largest <= float(low) and float(high) <= largest):  # NaN fails every comparison
+        kind = str(dtype).removeprefix("torch.")
+        raise UnsupportedCheckpoint(f"tensor {name} holds NaN or infinite values, as {kind}: the checkpoint is damaged")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from torch.nn import functional
 from holdfast.lm.kernels.attention.backends import attention_for
 from holdfast.lm.kernels.attention.protocol import Segments
 from holdfast.lm.kernels.cache.kv_cache import KVCache
-from holdfast.lm.models.base import Model, ModelSpec, StepInput, UnsupportedCheckpoint, limited
+from holdfast.lm.models.base import Model, ModelSpec, StepInput, UnsupportedCheckpoint, check_finite, limited
 
 PAGED, RECORDED, PLAIN = "holdfast", "holdfast-record", "eager"
 
@@ -183,7 +183,11 @@ def _module(directory: Path, config: Mapping[str, Any], device: torch.device, dt
     for fault in ("missing", "unexpected", "mismatched"):
         if keys := report.get(f"{fault}_keys"):
             raise UnsupportedCheckpoint(f"the checkpoint has {fault} tensors, first {min(map(str, keys))}")
-    return module.to(device).eval().requires_grad_(False)
+    module = module.to(device).eval().requires_grad_(False)
+    for name, weight in module.named_parameters():
+        if weight.is_floating_point():
+            check_finite(name, weight, weight.dtype)
+    return module
 
 
 @torch.inference_mode()

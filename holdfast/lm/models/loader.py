@@ -13,10 +13,12 @@ from safetensors import SafetensorError, safe_open
 from holdfast.core.config import QuantizationName
 from holdfast.lm.kernels.fp8 import FIRST_CAPABILITY
 from holdfast.lm.models import hf
-from holdfast.lm.models.base import Model, UnsupportedCheckpoint, limited
+from holdfast.lm.models.base import Model, UnsupportedCheckpoint, check_finite, limited
 from holdfast.lm.models.decoder import Decoder, DecoderSpec, WeightSource
 from holdfast.lm.models.families import NATIVE
 
+JSON_LIMIT = 64 << 20
+"""Most bytes of a JSON file. The index of a large mixture of experts has 10 MB."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -44,6 +46,8 @@ def load(
     if quantization == "fp8":
         check_fp8(architecture, device)
     if architecture not in NATIVE:
+        if load_format == "auto":
+            files_of(directory)  # Transformers would follow an index to files outside
         return hf.load(directory, config, **options, max_model_len=max_model_len, random=load_format == "random")
     spec = NATIVE[architecture](config)
     source = RandomWeights(spec, device) if load_format == "random" else Safetensors(directory)
@@ -57,10 +61,14 @@ def load(
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file. Raises UnsupportedCheckpoint naming the file if there is none."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        with path.open("rb") as file:
+            data = file.read(JSON_LIMIT + 1)
+        if len(data) > JSON_LIMIT:
+            raise UnsupportedCheckpoint(f"{path} is larger than {JSON_LIMIT} bytes, the limit for such a file")
+        value = json.loads(data.decode())
     except FileNotFoundError:
         raise UnsupportedCheckpoint(f"{path.parent} holds no {path.name}; give a Hugging Face directory") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise UnsupportedCheckpoint(f"{path} is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise UnsupportedCheckpoint(f"{path} holds no JSON object")
@@ -140,6 +148,8 @@ class Safetensors(WeightSource):
         if not tensor.is_floating_point() or tensor.element_size() < 2:
             raise UnsupportedCheckpoint(f"tensor {name} is {tensor.dtype}; quantized checkpoints are not supported")
         into.copy_(tensor)
+        # On a GPU the copy is quick to read. On a CPU it may be stored by columns, which is slow to read.
+        check_finite(name, into if into.is_cuda else tensor, into.dtype)
         self._left.discard(name)
 
     def finish(self, spec: DecoderSpec) -> None:

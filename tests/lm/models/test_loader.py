@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from holdfast.lm.kernels.fp8 import Fp8Weight
+from holdfast.lm.models import loader
 from holdfast.lm.models.base import UnsupportedCheckpoint
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.loader import eos_token_ids, load
@@ -242,3 +244,54 @@ def test_missing_transformers_is_refused_with_the_install_command(llama: Path, m
     rewrite(llama, architectures=["GPT2LMHeadModel"], model_type="gpt2")
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert "pip install holdfast[hf]" in refusal(llama)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("family", ["Llama", "GPT2"])
+def test_weights_that_are_not_finite_are_refused_by_name(tmp_path: Path, family: str, value: float) -> None:
+    make(tmp_path, family)
+    name = {"Llama": "model.layers.1.mlp.up_proj.weight", "GPT2": "transformer.h.1.mlp.c_fc.weight"}[family]
+    retensor(tmp_path, lambda tensors: tensors[name][3].fill_(value))
+    assert f"{name} holds NaN or infinite values" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["Llama", "GPT2"])
+def test_weights_beyond_the_range_of_the_dtype_are_refused(tmp_path: Path, family: str) -> None:
+    make(tmp_path, family)
+    name = {"Llama": "model.norm.weight", "GPT2": "transformer.ln_f.weight"}[family]
+    retensor(tmp_path, lambda tensors: tensors[name].fill_(1e6))
+    assert load(tmp_path, device="cpu").spec.num_layers == 2
+    assert f"{name} holds NaN or infinite values, as float16" in refusal(tmp_path, dtype="float16")
+
+
+@pytest.mark.parametrize("family", ["Llama", "Starcoder2"])
+def test_a_model_of_too_many_positions_needs_a_shorter_length(tmp_path: Path, family: str) -> None:
+    make(tmp_path, family)
+    rewrite(tmp_path, max_position_embeddings=100_000_000)
+    reason = "made for 100000000 tokens; at most 16777216 are served: give max_model_len"
+    assert reason in refusal(tmp_path)
+    assert load(tmp_path, device="cpu", max_model_len=64).spec.max_model_len == 64
+
+
+def test_transformers_models_read_no_file_outside_their_directory(tmp_path: Path) -> None:
+    directory = tmp_path / "model"
+    make(directory, "GPT2")
+    weights = directory / "model.safetensors"
+    index = {"metadata": {}, "weight_map": dict.fromkeys(load_file(weights), "../secret.safetensors")}
+    weights.rename(tmp_path / "secret.safetensors")
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "'../secret.safetensors', which is not a file of its directory" in refusal(directory)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_a_configuration_beyond_the_limit_is_refused(llama: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(loader, "JSON_LIMIT", 10_000)
+    path = llama / name
+    path.write_text((path.read_text() if path.exists() else "{}") + " " * 10_000)
+    assert f"{name} is larger than 10000 bytes" in refusal(llama)
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, '{"a": ' * 100_000])
+def test_a_configuration_nested_too_deeply_is_refused(llama: Path, content: str) -> None:
+    (llama / "config.json").write_text(content)
+    assert "config.json is not JSON" in refusal(llama)

@@ -12,6 +12,10 @@ from tokenizers import Encoding, Tokenizer
 from holdfast.engine.checkpoint import TEMPLATE_LIMIT, TOKENIZER_LIMIT, read_json, read_text, tokenizer_file
 from holdfast.engine.template import TEXT_LIMIT, ChatTemplate
 
+ID_LIMIT = 1 << 24
+"""Most token ids, where config.json names no vocab_size."""
+SPARE_IDS = 1024
+"""Token ids beyond the model's vocabulary that a tokenizer may have. Gemma 3 has one. No prompt may hold them."""
 STOP_LIMIT = 64
 """Most stop strings of one request."""
 STOP_LENGTH_LIMIT = 1024
@@ -48,8 +52,12 @@ class Text:
         path = tokenizer_file(directory)
         try:
             tokenizer = Tokenizer.from_str(read_text(path, TOKENIZER_LIMIT))
-        except Exception as error:  # tokenizers raises bare Exception
+            tokenizer.encode("")  # some faults show only now
+        except BaseException as error:  # tokenizers raises bare Exception, and PanicException, which is not one
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
             raise ValueError(f"{path} cannot be read as a tokenizer: {error}") from error
+        _check_ids(path, tokenizer, read_json(directory / "config.json", missing_ok=True).get("vocab_size"))
         config = read_json(directory / "tokenizer_config.json", missing_ok=True)
         special = _special_tokens(read_json(directory / "special_tokens_map.json", missing_ok=True))
         special |= _special_tokens(config)
@@ -241,6 +249,14 @@ def _borders(pattern: str) -> list[int]:
         matched += pattern[at] == pattern[matched]
         borders[at] = matched
     return borders
+
+
+def _check_ids(path: Path, tokenizer: Tokenizer, vocab_size: object) -> None:
+    """Raise ValueError for a token id so far beyond the model's vocabulary that a table of ids would take memory."""
+    limit = vocab_size if isinstance(vocab_size, int) and 0 < vocab_size < ID_LIMIT else ID_LIMIT
+    last = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
+    if last >= limit + SPARE_IDS:
+        raise ValueError(f"{path} has a token of id {last}; the model's vocabulary has {limit}")
 
 
 def _visible(tokenizer: Tokenizer) -> bytearray:

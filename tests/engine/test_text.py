@@ -10,7 +10,17 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import processors
 
-from holdfast.engine.text import REPLACEMENT, STOP_LENGTH_LIMIT, STOP_LIMIT, TEXT_LIMIT, StopScanner, Text, TextStream
+from holdfast.engine.text import (
+    ID_LIMIT,
+    REPLACEMENT,
+    SPARE_IDS,
+    STOP_LENGTH_LIMIT,
+    STOP_LIMIT,
+    TEXT_LIMIT,
+    StopScanner,
+    Text,
+    TextStream,
+)
 from tests.tokenizers_made import byte_level, metaspace, word_piece
 
 BYTES, SPACES, WORDS = Text(byte_level()), Text(metaspace()), Text(word_piece())
@@ -260,6 +270,45 @@ def test_a_file_that_is_not_a_tokenizer_is_refused(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match="cannot be read as a tokenizer"):
         Text.from_directory(tmp_path)
+
+
+def remade(change):
+    """The JSON of a tokenizer after a change to it."""
+    content = json.loads(byte_level().to_str())
+    change(content)
+    return json.dumps(content)
+
+
+def break_prefix(content):
+    content["model"] |= {"continuing_subword_prefix": "##########", "merges": [["h", "e"]]}
+
+
+def break_template(content):
+    pieces = [{"SpecialToken": {"id": "<missing>", "type_id": 0}}]
+    content["post_processor"] = dict(type="TemplateProcessing", single=pieces, pair=[], special_tokens={})
+
+
+@pytest.mark.parametrize("damage", [break_prefix, break_template], ids=["while it is read", "while it is used"])
+def test_a_tokenizer_that_panics_is_refused(tmp_path, damage):
+    (tmp_path / "tokenizer.json").write_text(remade(damage))
+    with pytest.raises(ValueError, match=r"tokenizer\.json cannot be read as a tokenizer: "):
+        Text.from_directory(tmp_path)
+
+
+@pytest.mark.parametrize(("sizes", "limit"), [({"vocab_size": 512}, 512), ({}, ID_LIMIT)])
+def test_token_ids_far_beyond_the_vocabulary_are_refused(tmp_path, sizes, limit):
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    for beyond in (4_000_000_000, limit + SPARE_IDS):
+        (tmp_path / "tokenizer.json").write_text(remade(lambda content: content["model"]["vocab"].update(zz=beyond)))  # noqa: B023
+        with pytest.raises(ValueError, match=f"has a token of id {beyond}; the model's vocabulary has {limit}"):
+            Text.from_directory(tmp_path)
+
+
+def test_a_few_tokens_beyond_the_models_rows_are_taken(tmp_path):
+    # Gemma 3's tokenizer has an image token one beyond the embedding of its text model.
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": byte_level().get_vocab_size() - 1}))
+    text = Text.from_directory(write(tmp_path))
+    assert text.decode(text.encode("hello")) == "hello"
 
 
 def test_jinjas_version_has_no_known_sandbox_escape():

@@ -70,3 +70,12 @@ def test_unknown_layer_types_are_refused() -> None:
         spec_of("Qwen3ForCausalLM", layer_types=["linear_attention"] * 3)
     with pytest.raises(UnsupportedCheckpoint, match="lists 2 layers of 3"):
         spec_of("Qwen3ForCausalLM", layer_types=["full_attention"] * 2)
+
+
+def test_every_head_has_keys_of_its_own_where_the_config_does_not_say() -> None:
+    config = {key: value for key, value in CONFIG.items() if key != "num_key_value_heads"}
+    for architecture in ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"):
+        spec = NATIVE[architecture]({**config, "architectures": [architecture]})
+        assert (spec.num_heads, spec.num_kv_heads) == (4, 4)
+        assert layer_shapes(spec)["qkv"] == ((4 * spec.head_dim, 64),) * 3
+    assert spec_of("LlamaForCausalLM", num_key_value_heads=None).num_kv_heads == 4

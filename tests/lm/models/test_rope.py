@@ -55,6 +55,37 @@ def test_older_config_keys_give_the_same_rope() -> None:
     assert old == rope_of({"max_position_embeddings": 4096, "rope_parameters": SCALINGS[1]})
 
 
+def frequencies(length: int, head: int, **given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ours and those of Transformers."""
+    config = LlamaConfig(
+        hidden_size=4 * head, num_attention_heads=4, max_position_embeddings=length, rope_parameters={**given}
+    )
+    ours = rope_of({"max_position_embeddings": length, "rope_parameters": given})
+    return ours.inverse_frequencies(head), LlamaRotaryEmbedding(config).inv_freq
+
+
+def test_yarn_without_a_factor_stretches_to_the_models_length() -> None:
+    given = {"rope_type": "yarn", "rope_theta": 1e4, "original_max_position_embeddings": 1024}
+    rope = rope_of({"max_position_embeddings": 8192, "rope_parameters": given})
+    assert rope.factor == 8.0
+    ours, theirs = frequencies(8192, 64, **given, factor=None)
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
+    assert ours[-1] == pytest.approx(1e4 ** (-62 / 64) / 8)
+
+
+@pytest.mark.parametrize(
+    ("original", "beta_fast", "beta_slow"),
+    [(4096, 1e4, 1.0), (1 << 20, 32.0, 1e-3), (1250, 16.0, 16.0)],
+    ids=["from below the first", "to beyond the last", "no width"],
+)
+def test_yarns_ramp_stays_within_the_dimensions(original: int, beta_fast: float, beta_slow: float) -> None:
+    given: dict[str, Any] = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+    given["original_max_position_embeddings"] = original
+    given |= {"beta_fast": beta_fast, "beta_slow": beta_slow, "truncate": beta_fast != beta_slow}
+    ours, theirs = frequencies(4 * original, 64, **given)
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
+
+
 def test_unknown_scaling_is_refused() -> None:
     with pytest.raises(UnsupportedCheckpoint, match="rope scaling 'longrope'"):
         rope_of({"rope_scaling": {"rope_type": "longrope"}})

@@ -113,18 +113,27 @@ def tokenizer_file(directory: Path) -> Path:
     converted = cache / f"{key}.json"
     if not converted.is_file():
         cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache) as scratch:
-            fresh = Path(scratch) / "tokenizer.json"
-            _convert(directory, fresh)
+        with tempfile.TemporaryFile(dir=cache) as nameless:  # so that a kill leaves nothing behind
+            _convert(directory, nameless.fileno())
+            nameless.seek(0)
+            fresh = cache / f"{key}.{os.getpid()}"
+            fresh.write_bytes(nameless.read())
             fresh.replace(converted)
     return converted
 
 
-def _convert(directory: Path, target: Path) -> None:
-    command = [sys.executable, "-P", "-c", _CONVERT, str(directory), str(target)]
+def _convert(directory: Path, target: int) -> None:
+    """Write the checkpoint's tokenizer.json into a file that is open. Raises ValueError."""
+    command = [sys.executable, "-P", "-c", _CONVERT, str(directory), f"/dev/fd/{target}"]
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=CONVERSION_SECONDS, check=False
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=CONVERSION_SECONDS,
+            check=False,
+            pass_fds=(target,),
         )
     except subprocess.TimeoutExpired as error:
         raise ValueError(

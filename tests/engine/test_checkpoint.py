@@ -75,6 +75,20 @@ def test_a_tokenizer_without_json_is_converted_once(old_checkpoint, monkeypatch)
     assert tokenizer_file(old_checkpoint).is_file()
 
 
+def test_a_conversion_that_is_killed_leaves_nothing_behind(old_checkpoint, tmp_path, monkeypatch):
+    left = []
+    convert = checkpoint._convert
+
+    def watched(*given):
+        convert(*given)
+        left.extend(path for path in (tmp_path / "cache").rglob("*") if path.name not in ("holdfast", "tokenizers"))
+
+    monkeypatch.setattr(checkpoint, "_convert", watched)
+    converted = tokenizer_file(old_checkpoint)
+    assert left == []  # while it runs, a kill has nothing to leave
+    assert list(converted.parent.iterdir()) == [converted]
+
+
 def test_a_conversion_without_transformers_says_what_to_install(old_checkpoint, tmp_path, monkeypatch):
     (tmp_path / "transformers.py").write_text("raise ImportError")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

@@ -13,6 +13,7 @@ import sys
 import sysconfig
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,9 @@ FAILED = 3
 LINGER_MS = 2000
 """Time for the last message to leave."""
 
+STALE_SECONDS = 3600.0
+"""Age at which a socket's directory cannot belong to a start: the engine connects within seconds."""
+
 PR_SET_PDEATHSIG = 1
 
 
@@ -39,6 +43,7 @@ class Child:
         """Start the process. `on_end` is called once, with the reason, when it ends in any way. Raises OSError."""
         self._loop = asyncio.get_running_loop()
         self._on_end = on_end
+        remove_stale_sockets()
         self._directory = Path(tempfile.mkdtemp(prefix="holdfast-"))  # mode 0700
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
@@ -115,6 +120,15 @@ class Child:
             self._loop.call_later(GRACE_SECONDS, self._on_end, "the engine process failed and gave no reason")
         else:
             self._on_end(f"the engine process {_in_words(status)}")
+
+
+def remove_stale_sockets() -> None:
+    """Remove the socket directories of starts that were killed before their engine was connected."""
+    for left in Path(tempfile.gettempdir()).glob("holdfast-*/engine"):
+        with contextlib.suppress(OSError):  # another user's, or removed by another start
+            if left.is_socket() and time.time() - left.parent.stat().st_mtime > STALE_SECONDS:
+                left.unlink()
+                left.parent.rmdir()
 
 
 def _in_words(status: int) -> str:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
+from holdfast.engine.process import remove_stale_sockets
 from tests.engine.conftest import wait_for_end
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
@@ -33,6 +36,30 @@ def test_the_engine_ends_when_its_client_is_killed(checkpoint, tmp_path):
         parent.kill()
     wait_for_end(engine)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_start_removes_the_socket_of_one_that_was_killed_an_hour_ago(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def leave(name, file="engine"):
+        directory = tmp_path / name
+        directory.mkdir()
+        monkeypatch.chdir(directory)  # a socket's whole path must be short
+        with socket.socket(socket.AF_UNIX) as left:
+            left.bind(file)
+        os.utime(directory, (0, 0))
+        return directory
+
+    stale, fresh, others, used = (
+        leave("holdfast-stale"),
+        leave("holdfast-fresh"),
+        leave("others"),
+        leave("holdfast-x", "mine"),
+    )
+    os.utime(fresh)
+    remove_stale_sockets()
+    assert not stale.exists()
+    assert fresh.exists() and others.exists() and used.exists()
 
 
 def test_neither_torch_nor_transformers_is_loaded_by_the_client():

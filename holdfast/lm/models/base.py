@@ -14,8 +14,8 @@ class UnsupportedCheckpoint(ValueError):
     """A checkpoint that cannot be served. The message says why, and what to do about it if anything helps."""
 
 
-LENGTH_LIMIT = 1 << 24
-"""Most tokens of a sequence, as for max_model_len. Block tables are sized for the longest one."""
+LENGTH_LIMIT = 1 << 22
+"""Most tokens of a sequence unless max_model_len is given. Block tables are sized for the longest one."""
 
 
 def limited(wanted: int | None, made_for: int) -> int:
@@ -25,12 +25,11 @@ def limited(wanted: int | None, made_for: int) -> int:
     """
     if wanted is not None and wanted > made_for:
         raise ValueError(f"max_model_len is {wanted}; the model was made for {made_for} tokens at most")
-    length = wanted or made_for
-    if not 0 < length <= LENGTH_LIMIT:
+    if wanted is None and not 0 < made_for <= LENGTH_LIMIT:
         raise UnsupportedCheckpoint(
             f"the model was made for {made_for} tokens; at most {LENGTH_LIMIT} are served: give max_model_len"
         )
-    return length
+    return wanted or made_for
 
 
 def check_finite(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:

@@ -268,7 +268,7 @@ def test_weights_beyond_the_range_of_the_dtype_are_refused(tmp_path: Path, famil
 def test_a_model_of_too_many_positions_needs_a_shorter_length(tmp_path: Path, family: str) -> None:
     make(tmp_path, family)
     rewrite(tmp_path, max_position_embeddings=100_000_000)
-    reason = "made for 100000000 tokens; at most 16777216 are served: give max_model_len"
+    reason = "made for 100000000 tokens; at most 4194304 are served: give max_model_len"
     assert reason in refusal(tmp_path)
     assert load(tmp_path, device="cpu", max_model_len=64).spec.max_model_len == 64
 

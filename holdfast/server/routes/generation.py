@@ -12,7 +12,16 @@ from holdfast.server.conversations.protocol import Event, ResponseRequest, event
 from holdfast.server.conversations.service import Responses, Writing
 from holdfast.server.protocol import ApiError, ChatRequest, CompletionRequest, parse
 from holdfast.server.replies import DONE, ChatShape, Reply, Shape, TextShape, event
-from holdfast.server.routes.http import JSON, described, page, read_body, start_stream, tenant_of, while_connected
+from holdfast.server.routes.http import (
+    JSON,
+    described,
+    page,
+    query_integer,
+    read_body,
+    start_stream,
+    tenant_of,
+    while_connected,
+)  # fmt: skip
 from holdfast.server.service import Answer, Service, internal
 
 
@@ -95,10 +104,8 @@ def add_response_routes(app: FastAPI, responses: Responses) -> None:
         if background is None:
             await responses.retrieve(tenant, response_id)
             raise ApiError("only a background response can be streamed, while it is written", param="stream")
-        after = query.get("starting_after", "-1")
-        if not after.removeprefix("-").isdigit() or len(after) > 9:
-            raise ApiError("starting_after must be an integer", param="starting_after", code="invalid_value")
-        return await stream(request, background.writing, background.follow(int(after)))
+        after = query_integer(request, "starting_after", 0, len(background.events) - 1)
+        return await stream(request, background.writing, background.follow(-1 if after is None else after))
 
     @app.delete("/v1/responses/{response_id}")
     async def delete(request: Request, response_id: str) -> dict[str, Any]:

@@ -66,7 +66,7 @@ async def start_stream(
     """
 
     async def begin() -> bytes:
-        return await anext(events)
+        return await anext(events, b"")
 
     return EventStream(await while_connected(request.receive, begin()), events, failed)
 
@@ -132,12 +132,21 @@ class PageQuery(NamedTuple):
 def page_query(request: Request) -> PageQuery:
     """Parse `limit`, `order` and `after`. Raises ApiError, which names the one at fault."""
     query = request.query_params
-    limit, order = query.get("limit", "20"), query.get("order", "desc")
-    if not limit.isascii() or not limit.isdigit() or not 1 <= int(limit[:9]) <= 100:
-        raise ApiError(f"limit is {limit[:32]}; it must lie between 1 and 100", param="limit", code="invalid_value")
+    limit, order = query_integer(request, "limit", 1, 100), query.get("order", "desc")
     if order not in ("asc", "desc"):
         raise ApiError(f"order is {order[:32]}; it must be asc or desc", param="order", code="invalid_value")
-    return PageQuery(int(limit), order == "desc", query.get("after"))
+    return PageQuery(20 if limit is None else limit, order == "desc", query.get("after"))
+
+
+def query_integer(request: Request, name: str, least: int, most: int) -> int | None:
+    """A number of the query, in ASCII digits; None if it is not given. Raises ApiError, which names the limits."""
+    given = request.query_params.get(name)
+    if given is None:
+        return None
+    if not (given.isascii() and given.isdigit() and len(given) <= 9 and least <= int(given) <= most):
+        reason = f"{name} is {given[:32]!r}; it must be an integer between {least} and {most}"
+        raise ApiError(reason, param=name, code="invalid_value")
+    return int(given)
 
 
 def described(shape: type[msgspec.Struct]) -> dict[str, Any]:

@@ -223,6 +223,19 @@ class TestWhatIsNotStored:
             await api.responses.create(model="tiny", input="hello", stream=True)
 
 
+async def held_after_event_4(api: openai.AsyncOpenAI, client: FakeClient) -> str:
+    """The id of a background response that has had its first delta, number 4, and gets no further."""
+    client.hold = asyncio.Event()
+    stream = await api.responses.create(model="tiny", input="hello", background=True, stream=True)
+    async for event in stream:
+        if event.type == "response.created":
+            id = event.response.id
+        if event.sequence_number == 4:
+            break
+    await stream.close()
+    return id
+
+
 class TestBackground:
     """A background response runs without a reader, and only it can be cancelled."""
 
@@ -253,6 +266,24 @@ class TestBackground:
         events = [event async for event in again]
         assert [event.sequence_number for event in events] == list(range(2, 2 + len(events)))
         assert events[-1].type == "response.completed"
+
+    @pytest.mark.parametrize("after", ["-4", "-1", "²", "٣", "", "+1", "1.5", "1_0", "5", "1000000", "1" + "0" * 5000])
+    async def test_a_resumed_stream_starts_after_an_event_that_exists(
+        self, api: openai.AsyncOpenAI, client: FakeClient, after: str
+    ) -> None:
+        response = await held_after_event_4(api, client)
+        with pytest.raises(openai.BadRequestError, match=r"starting_after is .* between 0 and 4") as refused:
+            await api.responses.retrieve(response, stream=True, extra_query={"starting_after": after})
+        assert (refused.value.param, refused.value.code) == ("starting_after", "invalid_value")
+
+    async def test_a_stream_that_has_no_more_events_ends_empty(
+        self, api: openai.AsyncOpenAI, client: FakeClient
+    ) -> None:
+        response = await held_after_event_4(api, client)
+        rest = asyncio.create_task(api.responses.retrieve(response, stream=True, starting_after=4))
+        await asyncio.sleep(0.1)  # now it waits for event 5, which never comes
+        await api.responses.cancel(response)
+        assert [event async for event in await rest] == []
 
     async def test_a_background_response_can_be_cancelled(self, api: openai.AsyncOpenAI, client: FakeClient) -> None:
         client.hold = asyncio.Event()
@@ -366,6 +397,22 @@ class TestConversations:
         rest = await api.conversations.items.list(made.id, after=first.last_id)
         assert [item.content[0].text for item in rest.data] == ["2", "1", "0"]  # type: ignore[union-attr]
         assert not rest.has_more
+
+    @pytest.mark.parametrize(
+        "limit", ["000000100999", "0" * 5000 + "1", "0", "101", "-1", "+1", "²", "٣", "1_0", "1.0", " 1", ""]
+    )
+    async def test_a_page_limit_that_is_no_number_from_1_to_100_is_refused(
+        self, api: openai.AsyncOpenAI, limit: str
+    ) -> None:
+        made = await api.conversations.create(items=[{"role": "user", "content": "hello"}])
+        response = await api.responses.create(model="tiny", input="hello")
+        for page in (
+            api.conversations.items.list(made.id, extra_query={"limit": limit}),
+            api.responses.input_items.list(response.id, extra_query={"limit": limit}),
+        ):
+            with pytest.raises(openai.BadRequestError, match="limit is .* between 1 and 100") as refused:
+                await page
+            assert (refused.value.param, refused.value.code) == ("limit", "invalid_value")
 
 
 class TestTenants:

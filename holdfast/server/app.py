@@ -31,7 +31,7 @@ OPEN_PATHS = ("/health",)
 def create_app(client: EngineClient, config: ServerConfig, store: Store) -> FastAPI:
     """The HTTP application over a started engine and an open store. `app.state.responses.close()` closes the store."""
     service = Service(client, config)
-    responses = Responses(service, AsyncStore(store))
+    responses = Responses(service, AsyncStore(store, service.metrics))
     app = FastAPI(
         title="Holdfast",
         version=__version__,
@@ -46,7 +46,7 @@ def create_app(client: EngineClient, config: ServerConfig, store: Store) -> Fast
     add_completion_routes(app, service)
     add_response_routes(app, responses)
     add_conversation_routes(app, responses)
-    add_status_routes(app, service)
+    add_status_routes(app, service, responses.store)
     return app
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -51,6 +51,21 @@ class Metrics(Collector):
             "HTTP requests for generation by outcome: ok, refused (4xx), unavailable (503), left, failed",
             ["route", "outcome"],
             registry=self.registry,
+        )
+        self.store_up = Gauge(
+            "holdfast_store_up", "1 if the last read and write of the conversation store worked", registry=self.registry
+        )
+        self.store_bytes = Gauge(
+            "holdfast_store_bytes", "Tokens and items in the conversation store, in bytes", registry=self.registry
+        )
+        self.store_operations = Counter(
+            "holdfast_store_operations",
+            "Operations on the conversation store by outcome: ok, refused, failed, left",
+            ["outcome"],
+            registry=self.registry,
+        )
+        self.store_seconds = self._histogram(
+            "store_seconds", "Time that an operation on the conversation store waited and ran", SHORT
         )
         self.ttft = self._histogram("ttft_seconds", "Time from a request's arrival to its first token", LONG)
         self.tbt = self._histogram("tbt_seconds", "Time between tokens of one choice", SHORT)

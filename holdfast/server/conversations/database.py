@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import sqlalchemy
 from sqlalchemy import (
     BigInteger,
@@ -28,13 +30,14 @@ from sqlalchemy import (
     select,
 )
 from sqlalchemy.engine import Engine
-from sqlalchemy.exc import ArgumentError, OperationalError
+from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 from sqlalchemy.pool import StaticPool
 
 MEMORY = "memory"
-BUSY_SECONDS = 30.0
-DatabaseFailed = OperationalError
-"""What a database raises when it is full, locked or unreachable."""
+BUSY_SECONDS = 5.0
+"""A write waits this long for the lock of another program."""
+FAILURES = (SQLAlchemyError, msgspec.MsgspecError, OSError)
+"""What is raised when a database is full, locked, damaged or unreachable."""
 
 NAME = String(64)
 tables = MetaData()
@@ -159,11 +162,16 @@ class Database:
     def __init__(self, where: str) -> None:
         """Connect to a SQLite file, a database's URL, or `memory`. Raises ValueError, OSError, SQLAlchemyError."""
         self.engine = _connect(where)
+        self.single = isinstance(self.engine.pool, StaticPool)
+        """Whether there is only one connection, for one thread at a time."""
+        # All queries of a read see one moment. SQLite does so by itself.
+        isolation = {"isolation_level": "REPEATABLE READ"} if self.engine.dialect.name == "postgresql" else {}
+        self._reading = self.engine.execution_options(**isolation)
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
         """A transaction that only reads."""
-        with self.engine.connect() as db, db.begin():
+        with self._reading.connect() as db, db.begin():
             yield db
 
     @contextmanager
@@ -172,28 +180,54 @@ class Database:
         with self.engine.connect().execution_options(holdfast_write=True) as db, db.begin():
             yield db
 
+    def check(self) -> None:
+        """Read a SQLite file whole. Raises ValueError or SQLAlchemyError if it is damaged."""
+        if self.engine.dialect.name == "sqlite":
+            with self.read() as db:
+                found = db.exec_driver_sql("PRAGMA quick_check(1)").scalar_one()
+            if found != "ok":
+                raise ValueError(f"the file is damaged; restore it, or move it away to begin a new one ({found})")
+
+    def make_room(self, error: Exception) -> bool:
+        """Move SQLite's log into its file after a failed write, so that the log's space can be used again.
+
+        Returns False if this cannot help, because it was not the disk that failed.
+        """
+        code = getattr(getattr(error, "orig", None), "sqlite_errorcode", 0) & 0xFF
+        if code not in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR):
+            return False
+        connection = self.engine.raw_connection()
+        try:
+            connection.cursor().execute("PRAGMA wal_checkpoint(RESTART)").fetchall()
+        except sqlite3.Error:
+            return False
+        finally:
+            connection.close()
+        return True
+
     def close(self) -> None:
         """Close all connections."""
         self.engine.dispose()
 
 
 def _connect(where: str) -> Engine:
-    if where == MEMORY:
+    url = sqlalchemy.make_url(where) if "://" in where else sqlalchemy.URL.create("sqlite", database=where)
+    in_memory = url.drivername.startswith("sqlite") and url.database in (None, "", ":memory:")
+    if where == MEMORY or in_memory:
         engine = sqlalchemy.create_engine("sqlite://", poolclass=StaticPool, connect_args={"check_same_thread": False})
-    elif "://" not in where:
-        path = Path(where).expanduser()
+    elif url.drivername.startswith("sqlite"):
+        path = Path(url.database or "").expanduser()
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         # Only the owner may read it; SQLite gives its side files the same rights.
         os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
         engine = sqlalchemy.create_engine(
-            sqlalchemy.URL.create("sqlite", database=str(path)),
+            url.set(database=str(path)),
             connect_args={"timeout": BUSY_SECONDS, "check_same_thread": False},
         )
     else:
-        url = sqlalchemy.make_url(where)
         if url.drivername in ("postgres", "postgresql"):
             url = url.set(drivername="postgresql+psycopg")
-        if not url.drivername.startswith(("sqlite", "postgresql")):
+        if not url.drivername.startswith("postgresql"):
             raise ValueError(f"{url.drivername} is not supported; give sqlite:///FILE or postgresql://…")
         engine = sqlalchemy.create_engine(url, pool_pre_ping=True)
     if engine.dialect.name == "sqlite":

@@ -55,7 +55,7 @@ class Responses:
         background = self.running(tenant, response)
         if background is not None:
             return background.writing.shape.response
-        stored = await self.store.run(lambda store: store.turns.response(tenant, response))
+        stored = await self.store.read(lambda store: store.turns.response(tenant, response))
         if stored["status"] in RUNNING:  # but nothing writes it any more
             return ended(stored, "failed", "server_error", "the server ended before the response was complete")
         return stored
@@ -176,10 +176,10 @@ class Writing:
         store, tenant = self.responses.store, self.tenant
         previous, conversation = self.wanted.previous_response_id, self.wanted.conversation_id
         if conversation is not None:
-            return await store.run(lambda store: store.conversations.context(tenant, conversation), "conversation")
+            return await store.read(lambda store: store.conversations.context(tenant, conversation), "conversation")
         if previous is None:
             return Context()
-        context = await store.run(lambda store: store.turns.context(tenant, previous), "previous_response_id")
+        context = await store.read(lambda store: store.turns.context(tenant, previous), "previous_response_id")
         if context.status not in GOOD:
             lost = context.status in RUNNING and self.responses.running(tenant, previous) is None
             status = "failed" if lost else context.status

@@ -55,6 +55,10 @@ class Space:
         self._held: dict[str, Held] = {}
         self._writes = RECOUNT
 
+    def bytes(self) -> int:
+        """Stored bytes of all tenants, as far as this process knows."""
+        return sum(each.bytes for each in list(self._held.values()))
+
     def oldest(self) -> float:
         """Threads last active before this time are too old to be found."""
         return self.now() - self._bounds.seconds
@@ -99,7 +103,7 @@ class Space:
     def _over_bounds(self) -> list[str]:
         """Beyond the bounds: the tenants, those first that have most of what is exceeded. Otherwise empty."""
         held, bounds = self._held, self._bounds
-        if sum(each.bytes for each in held.values()) > bounds.bytes:
+        if self.bytes() > bounds.bytes:
             return sorted(held, key=lambda tenant: -held[tenant].bytes)
         if sum(each.threads for each in held.values()) > bounds.threads:
             return sorted(held, key=lambda tenant: -held[tenant].threads)

@@ -9,13 +9,12 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from sqlalchemy.exc import SQLAlchemyError
-
 from holdfast.server.conversations.conversation_store import ConversationStore
-from holdfast.server.conversations.database import Database, DatabaseFailed, migrate
+from holdfast.server.conversations.database import FAILURES, Database, migrate
 from holdfast.server.conversations.space import Space
 from holdfast.server.conversations.turn_store import TurnStore
 from holdfast.server.conversations.values import Bounds, Conflict, NotFound, StoreError, ThreadTooLarge
+from holdfast.server.metrics import Metrics
 from holdfast.server.protocol import ApiError
 
 log = logging.getLogger(__name__)
@@ -24,7 +23,7 @@ T = TypeVar("T")
 
 
 class Store:
-    """The store, synchronous and for one thread at a time. `AsyncStore` takes it off the event loop.
+    """The store, synchronous, for one writing and one reading thread. `AsyncStore` takes it off the event loop.
 
     Each method of its two parts is one transaction, committed whole or not at all: when the process dies, the last
     committed turn stays. Every method takes the tenant, and finds nothing of another tenant.
@@ -41,18 +40,19 @@ class Store:
     def open(cls, where: str, bounds: Bounds, now: Callable[[], float] = time.time) -> Store:
         """Open or create the store at `where`: a file for SQLite, a database's URL, or `memory`.
 
-        Migrates an older schema. Raises StoreError.
+        Checks that a file is whole, and migrates an older schema. Raises StoreError.
         """
         shown = where if "://" not in where else where.partition("://")[0] + " database"
         try:
             store = cls(Database(where), bounds, now)
+            store.database.check()
             with store.database.write() as db:
                 migrate(db)
             with store.database.write() as db:
                 store.space.drop_old(db)
         except ModuleNotFoundError as error:
             raise StoreError(f"the {shown} needs the package {error.name}; pip install 'holdfast[postgres]'") from None
-        except (SQLAlchemyError, OSError, ValueError) as error:
+        except (*FAILURES, ValueError) as error:
             reason = str(getattr(error, "orig", None) or error).partition("\n")[0]
             raise StoreError(f"the conversation store {shown} cannot be opened: {reason}") from None
         return store
@@ -63,11 +63,30 @@ class Store:
 
 
 class AsyncStore:
-    """A store for coroutines: one thread runs the calls, in order, so the event loop never waits for the disk."""
+    """A store for coroutines, so that the event loop never waits for the disk.
 
-    def __init__(self, store: Store) -> None:
+    One thread writes and one reads, each in the order of the calls, so a read never waits for a write.
+    """
+
+    def __init__(self, store: Store, metrics: Metrics | None = None) -> None:
         self._store = store
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="holdfast-store")
+        self._metrics = metrics or Metrics()
+        self._metrics.store_up.set(1)
+        self._metrics.store_bytes.set_function(store.space.bytes)
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="holdfast-store")
+        self._reader = self._writer
+        if not store.database.single:
+            self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="holdfast-store-reads")
+        self._failing: set[ThreadPoolExecutor] = set()
+
+    @property
+    def up(self) -> bool:
+        """Whether the last read and the last write found a working database."""
+        return not self._failing
+
+    async def read(self, work: Callable[[Store], T], param: str | None = None) -> T:
+        """The result of `work`, which only reads. Raises ApiError as `run` does."""
+        return await self._call(self._reader, work, param)
 
     async def run(self, work: Callable[[Store], T], param: str | None = None) -> T:
         """The result of `work`. Cancelling the caller does not stop the work: it still completes.
@@ -75,23 +94,52 @@ class AsyncStore:
         Raises ApiError where the store refuses or the database fails, for example on a full disk; then nothing of the
         work is stored. `param` is the request's parameter that names the object to be found, if there is one.
         """
+
+        def write(store: Store) -> T:
+            try:
+                return work(store)
+            except FAILURES as error:
+                if not store.database.make_room(error):
+                    raise
+                return work(store)
+
+        return await self._call(self._writer, write, param)
+
+    async def _call(self, thread: ThreadPoolExecutor, work: Callable[[Store], T], param: str | None) -> T:
+        began, outcome = time.perf_counter(), "refused"
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, work, self._store)
+            result = await asyncio.get_running_loop().run_in_executor(thread, work, self._store)
+            outcome = "ok"
+            return result
+        except asyncio.CancelledError:
+            outcome = "left"
+            raise
         except NotFound as error:
             raise not_found(error.kind, error.id, error.param or param) from None
         except Conflict as error:
             raise ApiError(str(error), status=409, code="conflict") from None
         except ThreadTooLarge as error:
             raise ApiError(str(error), code="conversation_too_large") from None
-        except DatabaseFailed as error:
-            log.error("the conversation store failed: %s", error.orig)
+        except FAILURES as error:
+            outcome = "failed"
+            log.error("the conversation store failed: %s", getattr(error, "orig", None) or error)
             reason = "the conversation store cannot be used now; nothing of this request was stored"
             raise ApiError(reason, status=503, code="store_unavailable") from None
+        finally:
+            if outcome == "failed":
+                self._failing.add(thread)
+            elif outcome != "left":
+                self._failing.discard(thread)
+            self._metrics.store_up.set(self.up)
+            self._metrics.store_operations.labels(outcome).inc()
+            self._metrics.store_seconds.observe(time.perf_counter() - began)
 
     def close(self) -> None:
         """Finish the work at hand and close the store."""
-        self._thread.submit(self._store.close)
-        self._thread.shutdown()
+        if self._reader is not self._writer:
+            self._reader.shutdown()
+        self._writer.submit(self._store.close)
+        self._writer.shutdown()
 
 
 def not_found(kind: str, id: str, param: str | None = None) -> ApiError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -151,34 +152,41 @@ class TurnStore:
 
 
 class ContextCache:
-    """Contexts of recent turns, so that the next turn need not read its whole chain. The least recent leaves first."""
+    """Contexts of recent turns, so that the next turn need not read its whole chain. The least recent leaves first.
+
+    For several threads.
+    """
 
     def __init__(self) -> None:
         self.contexts: OrderedDict[str, Context] = OrderedDict()
         """By the id of the last turn."""
         self._tokens = 0
+        self._lock = threading.RLock()
 
     def get(self, turn: str) -> Context | None:
         """The context that ends with this turn, if it is cached."""
-        context = self.contexts.get(turn)
-        if context is not None:
-            self.contexts.move_to_end(turn)
-        return context
+        with self._lock:
+            context = self.contexts.get(turn)
+            if context is not None:
+                self.contexts.move_to_end(turn)
+            return context
 
     def add(self, context: Context) -> None:
         """Cache a context, and drop others beyond the limits."""
         assert context.parent is not None
-        self.remove(context.parent)
-        self.contexts[context.parent] = context
-        self._tokens += len(context.tokens)
-        while self._tokens > CACHED_TOKENS or len(self.contexts) > CACHED_TURNS:
-            self.remove(next(iter(self.contexts)))
+        with self._lock:
+            self.remove(context.parent)
+            self.contexts[context.parent] = context
+            self._tokens += len(context.tokens)
+            while self._tokens > CACHED_TOKENS or len(self.contexts) > CACHED_TURNS:
+                self.remove(next(iter(self.contexts)))
 
     def remove(self, turn: str) -> None:
         """Drop the context that ends with this turn, if it is cached."""
-        context = self.contexts.pop(turn, None)
-        if context is not None:
-            self._tokens -= len(context.tokens)
+        with self._lock:
+            context = self.contexts.pop(turn, None)
+            if context is not None:
+                self._tokens -= len(context.tokens)
 
 
 def _to_bytes(tokens: Sequence[int]) -> bytes:

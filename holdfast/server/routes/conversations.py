@@ -36,7 +36,7 @@ def add_conversation_routes(app: FastAPI, responses: Responses) -> None:
     async def retrieve(request: Request, conversation_id: str) -> Response:
         """A conversation without its items."""
         tenant = tenant_of(request)
-        return JSON(await store.run(lambda store: store.conversations.get(tenant, conversation_id)))
+        return JSON(await store.read(lambda store: store.conversations.get(tenant, conversation_id)))
 
     @app.post("/v1/conversations/{conversation_id}", openapi_extra=described(ConversationUpdate))
     async def update(request: Request, conversation_id: str) -> Response:
@@ -73,14 +73,14 @@ def add_item_routes(app: FastAPI, responses: Responses) -> None:
     async def listing(request: Request, conversation_id: str) -> Response:
         """The items, newest first unless `order=asc`."""
         tenant, query = tenant_of(request), page_query(request)
-        page = await store.run(lambda store: store.conversations.items(tenant, conversation_id, **query._asdict()))
+        page = await store.read(lambda store: store.conversations.items(tenant, conversation_id, **query._asdict()))
         return JSON(item_list(*page))
 
     @app.get("/v1/conversations/{conversation_id}/items/{item_id}")
     async def retrieve(request: Request, conversation_id: str, item_id: str) -> Response:
         """One item."""
         tenant = tenant_of(request)
-        return JSON(await store.run(lambda store: store.conversations.item(tenant, conversation_id, item_id)))
+        return JSON(await store.read(lambda store: store.conversations.item(tenant, conversation_id, item_id)))
 
     @app.delete("/v1/conversations/{conversation_id}/items/{item_id}")
     async def delete(request: Request, conversation_id: str, item_id: str) -> Response:

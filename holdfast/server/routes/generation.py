@@ -122,7 +122,7 @@ def add_response_routes(app: FastAPI, responses: Responses) -> None:
     async def input_items(request: Request, response_id: str) -> Response:
         """The input items of a response."""
         tenant = tenant_of(request)
-        found = await responses.store.run(lambda store: store.turns.input(tenant, response_id))
+        found = await responses.store.read(lambda store: store.turns.input(tenant, response_id))
         return JSON(page(request, found))
 
 

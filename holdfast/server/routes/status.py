@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import FastAPI, Response
 
 from holdfast.engine.client import EngineDead
+from holdfast.server.conversations.store import AsyncStore
 from holdfast.server.metrics import CONTENT_TYPE
 from holdfast.server.routes.http import JSON
 from holdfast.server.service import Service, unknown_model
@@ -49,12 +50,15 @@ def add_model_routes(app: FastAPI, service: Service) -> None:
         return card
 
 
-def add_status_routes(app: FastAPI, service: Service) -> None:
+def add_status_routes(app: FastAPI, service: Service, store: AsyncStore) -> None:
     """GET /health and /metrics. Both ask the engine, within a time limit."""
 
     @app.get("/health")
     async def health() -> Response:
-        """200 after a round trip through the engine; 503 if it does not answer, or if the server drains."""
+        """200 after a round trip through the engine; 503 if it does not answer, or if the server drains.
+
+        A store that fails is told, but is still a 200: requests that store nothing are served.
+        """
         if service.admission.draining:
             return JSON({"status": "draining"}, 503)
         try:
@@ -63,7 +67,7 @@ def add_status_routes(app: FastAPI, service: Service) -> None:
             return JSON({"status": "engine dead"}, 503)
         except TimeoutError:
             return JSON({"status": "engine hangs"}, 503)
-        return JSON({"status": "ok"})
+        return JSON({"status": "ok" if store.up else "store fails"})
 
     @app.get("/metrics")
     async def metrics() -> Response:

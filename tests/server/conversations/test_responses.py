@@ -410,7 +410,7 @@ class TestConversations:
             api.conversations.items.list(made.id, extra_query={"limit": limit}),
             api.responses.input_items.list(response.id, extra_query={"limit": limit}),
         ):
-            with pytest.raises(openai.BadRequestError, match="limit is .* between 1 and 100") as refused:
+            with pytest.raises(openai.BadRequestError, match=r"limit is .* between 1 and 100") as refused:
                 await page
             assert (refused.value.param, refused.value.code) == ("limit", "invalid_value")
 

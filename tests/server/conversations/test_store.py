@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import resource
 import signal
 import sqlite3
 import subprocess
@@ -20,6 +22,7 @@ from holdfast.server.conversations import database, turn_store
 from holdfast.server.conversations.database import MEMORY
 from holdfast.server.conversations.store import AsyncStore, Store, StoreError
 from holdfast.server.conversations.values import Bounds, Conflict, Context, NotFound, ThreadTooLarge, Turn
+from holdfast.server.metrics import Metrics
 from holdfast.server.protocol import ApiError
 from holdfast.server.run import open_store
 
@@ -350,6 +353,14 @@ class TestOpening:
         grow(store, "a", "bb")
         assert said(opened(path).turns.context("a", "bb")) == ["a", "A", "bb", "BB"]
         assert path.stat().st_mode & 0o077 == 0
+        by_url = tmp_path / "by-url.sqlite"
+        grow(opened(f"sqlite:///{by_url}"), "a")
+        assert [file.stat().st_mode & 0o077 for file in tmp_path.glob("by-url.sqlite*")] == [0, 0, 0]
+
+    def test_a_damaged_file_is_refused_at_the_start(self, opened: Callable[..., Store], tmp_path: Path) -> None:
+        path = damaged(tmp_path)
+        with pytest.raises(StoreError, match=r"cannot be opened: .*(damaged|malformed)"):
+            opened(path)
 
     def test_an_older_schema_is_migrated(
         self, opened: Callable[..., Store], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -419,6 +430,86 @@ def test_the_context_cache_is_bounded_and_drops_the_least_recent(
     assert list(store.turns.cache.contexts) == ["b", "c"]
     assert list(store.turns.context("a", "a").tokens) == [1] * 4  # read again
     assert list(store.turns.cache.contexts) == ["c", "a"]
+
+
+def damaged(folder: Path) -> Path:
+    """A store of ten turns whose file is overwritten, except for its first pages, which hold the schema."""
+    path = folder / "store.sqlite"
+    store = Store.open(str(path), AMPLE)
+    for number in range(10):
+        store.turns.commit(turn(f"turn{number}", tokens=[1] * 5000))
+    store.close()
+    spoil(path)
+    return path
+
+
+def spoil(path: Path) -> None:
+    """Overwrite the end of a file."""
+    with path.open("r+b") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(12 * 4096)
+        file.write(b"\xff" * (size - 12 * 4096))
+
+
+async def test_a_file_damaged_in_service_is_a_503_and_told_by_health_and_metrics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database.Database, "check", lambda self: None)
+    metrics = Metrics()
+    store = AsyncStore(Store.open(str(damaged(tmp_path)), Bounds(**{**vars(AMPLE), "seconds": 1e12})), metrics)
+    assert store.up
+    found = await asyncio.gather(
+        *[store.read(lambda store, n=n: store.turns.context("a", f"turn{n}")) for n in range(10)],
+        return_exceptions=True,
+    )
+    refused = [error for error in found if isinstance(error, ApiError)]
+    assert refused and {(error.status, error.code) for error in refused} <= {
+        (503, "store_unavailable"),
+        (404, "response_not_found"),
+    }
+    assert any(error.status == 503 for error in refused)
+    with pytest.raises(ApiError):
+        await store.read(lambda store: store.turns.context("a", "turn9"))
+    store.close()
+    exposed = metrics.exposition(None).decode()
+    failed = float(exposed.split('holdfast_store_operations_total{outcome="failed"} ')[1].split()[0])
+    assert failed == sum(error.status == 503 for error in refused) + 1
+    assert not store.up and "holdfast_store_up 0.0" in exposed
+
+
+async def test_a_read_does_not_wait_for_a_write_that_another_program_blocks(tmp_path: Path) -> None:
+    path = tmp_path / "store.sqlite"
+    store = AsyncStore(open_store(ServerConfig(store=str(path))))
+    await store.run(lambda store: store.turns.commit(turn("a")))
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    write = asyncio.create_task(store.run(lambda store: store.turns.commit(turn("b"))))
+    await asyncio.sleep(0)
+    assert said(await store.read(lambda store: store.turns.context("a", "a"))) == ["a", "A"]
+    assert not write.done()
+    other.execute("ROLLBACK")
+    other.close()
+    await write
+    store.close()
+
+
+async def test_a_delete_works_while_the_log_cannot_grow(tmp_path: Path) -> None:
+    path = tmp_path / "store.sqlite"
+    store = open_store(ServerConfig(store=str(path)))
+    for number in range(5):
+        store.turns.commit(turn(f"turn{number}", tokens=[1] * 50_000))
+    log = path.with_name("store.sqlite-wal").stat().st_size
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (log, limits[1]))
+    service = AsyncStore(store)
+    try:
+        with pytest.raises(sqlalchemy.exc.OperationalError):
+            store.turns.delete("a", "turn0")
+        await service.run(lambda store: store.turns.delete("a", "turn0"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not kept(store, "turn0") and kept(store, "turn1")
+    service.close()
 
 
 async def test_a_database_failure_is_a_503_that_names_no_database(tmp_path: Path) -> None:

@@ -12,11 +12,13 @@ import httpx
 import pytest
 from fake_engine import FakeClient
 from prometheus_client.parser import text_string_to_metric_families
+from sqlalchemy.exc import DatabaseError
 
 from holdfast.engine.client import QueueFull
 from holdfast.lm.limits import RequestRefused
 from holdfast.server.app import create_app
 from holdfast.server.config import ServerConfig
+from holdfast.server.conversations.conversation_store import ConversationStore
 from holdfast.server.conversations.database import MEMORY
 from holdfast.server.run import open_store
 
@@ -388,6 +390,23 @@ async def test_health_reports_an_engine_that_hangs_or_died(http: Http, client: F
     assert (well.status_code, well.json()) == (200, {"status": "ok"})
     assert (hanging.status_code, hanging.json()) == (503, {"status": "engine hangs"})
     assert (dead.status_code, dead.json()) == (503, {"status": "engine dead"})
+
+
+async def test_health_tells_of_a_store_that_fails_until_it_works_again(
+    http: Http, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: str) -> None:
+        raise DatabaseError("SELECT", {}, Exception("disk image is malformed"))
+
+    async with http() as api:
+        with monkeypatch.context() as patch:
+            patch.setattr(ConversationStore, "get", fails)
+            failed = await api.get("/v1/conversations/conv_a")
+            assert (failed.status_code, error_of(failed)["code"]) == (503, "store_unavailable")
+            assert (await api.get("/health")).json() == {"status": "store fails"}
+            assert "holdfast_store_up 0.0" in (await api.get("/metrics")).text
+        assert (await api.get("/v1/conversations/conv_a")).status_code == 404
+        assert (await api.get("/health")).json() == {"status": "ok"}
 
 
 async def test_metrics_show_requests_latencies_tokens_and_the_engine(http: Http, client: FakeClient) -> None:

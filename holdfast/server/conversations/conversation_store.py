@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from msgspec.json import decode
-from sqlalchemy import Connection, Row, bindparam, delete, func, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Row, bindparam, delete, func, insert, select, update
 
 from holdfast.server.conversations.database import Database, conversations, items, threads, turns
 from holdfast.server.conversations.space import Space
@@ -63,9 +63,9 @@ class ConversationStore:
         """Delete a conversation and its items. Its responses keep their ids."""
         with self._database.write() as db:
             row = self._find(db, tenant, conversation)
-            db.execute(delete(items).where(items.c.conversation == conversation))
+            freed = _remove(db, items.c.conversation == conversation)
             db.execute(delete(conversations).where(conversations.c.id == conversation))
-            self._space.prune(db, row.thread)
+            self._space.prune(db, row.thread, row.head, sum(freed))
 
     def context(self, tenant: str, conversation: str) -> Context:
         """What a turn in this conversation builds on."""
@@ -111,16 +111,18 @@ class ConversationStore:
             self._clear_head(db, conversation)
             size = append(db, conversation, new)
             self._space.grown(db, row.thread, tenant, size)
+            self._space.prune(db, row.thread, row.head)
 
     def delete_item(self, tenant: str, conversation: str, item: str) -> dict[str, Any]:
         """Remove an item. Returns the conversation as the API shows it."""
         this = (items.c.conversation == conversation, items.c.id == item)
         with self._database.write() as db:
             row = self._find(db, tenant, conversation, item)
-            if not db.execute(delete(items).where(*this)).rowcount:
+            freed = _remove(db, *this)
+            if not freed:
                 raise NotFound("item", item)
             self._clear_head(db, conversation)
-            self._space.prune(db, row.thread)
+            self._space.prune(db, row.thread, row.head, sum(freed))
             return _shown(row)
 
     def _find(self, db: Connection, tenant: str, conversation: str, item: str | None = None) -> Row[Any]:
@@ -148,6 +150,11 @@ def append(db: Connection, conversation: str, new: Sequence[Item]) -> int:
     ]
     db.execute(insert(items), rows)
     return sum(len(row["item"]) for row in rows)
+
+
+def _remove(db: Connection, *which: ColumnElement[bool]) -> Sequence[int]:
+    """Remove items, within the caller's transaction. Returns their sizes in bytes."""
+    return db.execute(delete(items).where(*which).returning(func.length(items.c.item))).scalars().all()
 
 
 def advance(db: Connection, turn: Turn) -> None:

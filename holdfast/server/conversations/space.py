@@ -5,7 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from sqlalchemy import Connection, bindparam, delete, func, insert, literal, select, update
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    bindparam,
+    delete,
+    exists,
+    func,
+    insert,
+    literal,
+    select,
+    union_all,
+    update,
+)  # fmt: skip
 
 from holdfast.server.conversations.database import conversations, items, threads, turns
 from holdfast.server.conversations.values import Bounds, ThreadTooLarge
@@ -31,6 +43,27 @@ _IDLE = (
     .limit(1)
 )
 _IDLE_OF = _IDLE.where(threads.c.tenant == bindparam("tenant"))
+SIZE: ColumnElement[int] = sum(
+    (func.length(blob) for blob in (turns.c.response, turns.c.input, turns.c.history, turns.c.tokens)), literal(0)
+)
+"""A turn's size in bytes."""
+_CHILD = turns.alias()
+_REMOVE = (
+    delete(turns)
+    .where(
+        turns.c.id == bindparam("turn"),
+        ~turns.c.visible,
+        ~exists().where(_CHILD.c.parent == turns.c.id),
+        ~exists().where(conversations.c.thread == turns.c.thread, conversations.c.head == turns.c.id),
+    )
+    .returning(turns.c.parent, SIZE.label("size"))
+)
+_INHABITED = union_all(
+    *(
+        select(literal(1)).where(exists().where(table.c.thread == bindparam("thread")))
+        for table in (turns, conversations)
+    )
+)
 _BY_TENANT = select(threads.c.tenant, func.count(), func.sum(threads.c.bytes)).group_by(threads.c.tenant)
 
 
@@ -117,28 +150,20 @@ class Space:
             db.execute(delete(table).where(table.c.thread == thread))
         db.execute(delete(threads).where(threads.c.id == thread))
 
-    def prune(self, db: Connection, thread: str) -> None:
-        """Remove turns that are invisible and that nothing builds on. Removes the thread if it is then empty."""
-        child = turns.alias()
-        heads = select(conversations.c.head).where(conversations.c.thread == thread, conversations.c.head.is_not(None))
-        parents = select(child.c.parent).where(child.c.thread == thread, child.c.parent.is_not(None))
-        unseen = delete(turns).where(
-            turns.c.thread == thread, ~turns.c.visible, turns.c.id.not_in(parents), turns.c.id.not_in(heads)
-        )
-        while db.execute(unseen).rowcount:
-            pass  # a removed turn may have been the last that its parent was kept for
-        blobs = (turns.c.response, turns.c.input, turns.c.history, turns.c.tokens)
-        kept = db.execute(
-            select(func.count(), func.coalesce(func.sum(sum(map(func.length, blobs), literal(0))), 0)).where(
-                turns.c.thread == thread
-            )
-        ).one()
-        inside = select(conversations.c.id).where(conversations.c.thread == thread)
-        listed = db.execute(
-            select(func.coalesce(func.sum(func.length(items.c.item)), 0)).where(items.c.conversation.in_(inside))
-        ).scalar_one()
-        if not kept[0] and db.execute(inside).first() is None:
+    def prune(self, db: Connection, thread: str, turn: str | None, freed: int = 0) -> None:
+        """Remove a turn if it is invisible and nothing builds on it, and then its ancestors likewise.
+
+        Removes the thread if it is then empty. `freed` is the size in bytes of what the caller removed from it.
+        """
+        while turn is not None:
+            row = db.execute(_REMOVE, {"turn": turn}).one_or_none()
+            if row is None:
+                break
+            turn, freed = row.parent, freed + row.size
+        if db.execute(_INHABITED, {"thread": thread}).first() is None:
             db.execute(delete(threads).where(threads.c.id == thread))
+        elif freed:
+            db.execute(update(threads).where(threads.c.id == thread).values(bytes=threads.c.bytes - freed))
         else:
-            db.execute(update(threads).where(threads.c.id == thread).values(bytes=int(kept[1]) + int(listed)))
+            return
         self._writes = RECOUNT  # the next write counts

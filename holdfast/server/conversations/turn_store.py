@@ -14,7 +14,7 @@ from sqlalchemy import Connection, Row, bindparam, delete, insert, literal, sele
 
 from holdfast.server.conversations.conversation_store import advance, append
 from holdfast.server.conversations.database import Database, threads, turns
-from holdfast.server.conversations.space import Space
+from holdfast.server.conversations.space import SIZE, Space
 from holdfast.server.conversations.values import GOOD, Conflict, Context, Item, NotFound, Turn
 from holdfast.server.replies import encode
 
@@ -72,8 +72,13 @@ class TurnStore:
         status, context = turn.response["status"], turn.context
         thread = context.thread or turn.conversation or turn.id
         with self._database.write() as db:
-            if begun and not db.execute(delete(turns).where(turns.c.id == turn.id)).rowcount:
-                raise Conflict("the response was deleted while it was written")
+            replaced = 0
+            if begun:
+                size_of = delete(turns).where(turns.c.id == turn.id).returning(SIZE)
+                found = db.execute(size_of).scalar()
+                if found is None:
+                    raise Conflict("the response was deleted while it was written")
+                replaced = found
             start = self._shared(db, turn)
             row = {
                 "response": encode(turn.response),
@@ -91,7 +96,7 @@ class TurnStore:
                 "digest": turn.digest,
             }  # fmt: skip
             db.execute(_INSERT_TURN, fixed | row)
-            self._space.grown(db, thread, turn.tenant, size)
+            self._space.grown(db, thread, turn.tenant, size - replaced)
         if status in GOOD:
             self.cache.add(
                 Context(
@@ -107,7 +112,7 @@ class TurnStore:
             row = self._find(db, tenant, response)
             db.execute(update(turns).where(turns.c.id == response).values(visible=False))
             self.cache.remove(response)
-            self._space.prune(db, row.thread)
+            self._space.prune(db, row.thread, response)
 
     def chain(self, db: Connection, last: Row[Any]) -> Context:
         """The items and tokens from a thread's first turn up to this one."""

@@ -349,7 +349,7 @@ class Histories(RuleBasedStateMachine):
                 talk.writing, talk.task = talk.background.writing, talk.background.task
         else:
             talk.writing = self.responses.write(talk.wanted, "")
-            talk.task = asyncio.create_task(listen(talk.writing))
+            talk.task = asyncio.create_task(listen(talk.writing, self.store))
         await self._settle()
 
     @event(4, which=st.integers(0, MOST_IN_PROGRESS), turns=st.integers(0, 20), work=st.integers(0, 3))
@@ -675,11 +675,18 @@ class Histories(RuleBasedStateMachine):
 EVENTS = [name for name, method in vars(Histories).items() for _ in range(getattr(method, "weight", 0))]
 
 
-async def listen(writing: Writing) -> None:
-    """Read a foreground turn to its end."""
+async def listen(writing: Writing, store: Store) -> None:
+    """Read a foreground turn to its end, and check each event as it arrives."""
+    number = 0
     async with aclosing(writing.events()) as events:
-        async for _ in events:
-            pass
+        async for event in events:
+            assert event["sequence_number"] == number
+            number += 1
+            status = event["type"].removeprefix("response.")
+            if status in GOOD and (writing.wanted.store or writing.wanted.conversation_id):
+                with store.database.read() as db:
+                    stored = select(database.turns.c.status).where(database.turns.c.id == writing.id)
+                    assert db.execute(stored).scalar() == status
 
 
 OFTEN = {

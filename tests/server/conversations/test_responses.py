@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -13,6 +14,8 @@ from fake_engine import FakeClient, FakeText, engine_info
 from serving import listening
 
 from holdfast.engine.client import EngineDead
+from holdfast.server.conversations.turn_store import TurnStore
+from holdfast.server.conversations.values import Turn
 
 ANSWER = "Ahoy, sailor!"
 
@@ -172,6 +175,50 @@ async def test_items_that_the_server_returned_are_accepted_as_input(
     newest = await api.responses.input_items.list(response.id, limit=1)
     assert newest.data[0].content[0].text == "again"  # type: ignore[union-attr]
     assert newest.has_more
+
+
+@pytest.mark.parametrize("background", [False, True])
+async def test_completed_is_sent_only_after_the_commit(
+    api: openai.AsyncOpenAI, monkeypatch: pytest.MonkeyPatch, background: bool
+) -> None:
+    allowed, commit = threading.Event(), TurnStore.commit
+
+    def held(store: TurnStore, turn: Turn, *, begun: bool = False) -> None:
+        if turn.response["status"] == "completed":
+            assert allowed.wait(60)
+        commit(store, turn, begun=begun)
+
+    monkeypatch.setattr(TurnStore, "commit", held)
+    stream = await api.responses.create(model="tiny", input="hello", stream=True, background=background)
+    events: list[Any] = []
+
+    async def read() -> None:
+        async for event in stream:
+            events.append(event)
+
+    reading = asyncio.create_task(read())
+    await until(lambda: [event.type for event in events].count("response.output_text.delta") == 4)
+    await asyncio.sleep(0.1)
+    assert events[-1].type == "response.output_text.delta"
+    allowed.set()
+    await reading
+    assert events[-1].type == "response.completed"
+    assert (await api.responses.retrieve(events[-1].response.id)).status == "completed"
+
+
+async def test_a_conflict_at_the_commit_ends_the_stream_as_failed_and_never_as_completed(
+    api: openai.AsyncOpenAI, client: FakeClient
+) -> None:
+    parent = await api.responses.create(model="tiny", input="hello")
+    client.hold = asyncio.Event()
+    stream = await api.responses.create(model="tiny", input="on", previous_response_id=parent.id, stream=True)
+    events: list[Any] = [await anext(aiter(stream))]
+    await api.responses.delete(parent.id)
+    client.hold.set()
+    events += [event async for event in stream]
+    assert events[-1].type == "response.failed" and "response.completed" not in [event.type for event in events]
+    with pytest.raises(openai.NotFoundError):
+        await api.responses.retrieve(events[0].response.id)
 
 
 class TestWhatIsNotStored:

@@ -226,6 +226,55 @@ def test_a_deleted_turn_is_kept_only_while_others_build_on_it(store: Store, cloc
             assert db.execute(sqlalchemy.select(table)).all() == []
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_the_work_of_deleting_a_thread_is_linear_in_its_turns(
+    opened: Callable[..., Store], tmp_path: Path, order: int
+) -> None:
+    def work(length: int) -> int:
+        """Hundreds of instructions of SQLite's machine to delete that many turns."""
+        store, counted = opened(tmp_path / f"{length}.sqlite"), [0]
+        names = [f"turn{number}" for number in range(length)]
+        grow(store, *names)
+
+        def count() -> None:
+            counted[0] += 1
+
+        @sqlalchemy.event.listens_for(store.database.engine, "checkout")
+        def watch(connection: Any, record: Any, proxy: Any) -> None:
+            connection.set_progress_handler(count, 100)
+
+        for name in names[::order]:
+            store.turns.delete("a", name)
+        with store.database.read() as db:
+            assert not db.execute(sqlalchemy.select(database.threads)).all()
+        return counted[0]
+
+    assert work(240) < 2.5 * 4 * work(60)  # the square would be 16 times as much
+
+
+def test_a_threads_size_is_that_of_what_it_holds(store: Store) -> None:
+    def size() -> int:
+        with store.database.read() as db:
+            return db.execute(sqlalchemy.select(database.threads.c.bytes)).scalar_one()
+
+    grow(store, "a", "bb")
+    both = size()
+    store.turns.commit(turn("job", store.turns.context("a", "bb"), status="queued"))
+    queued = size()
+    store.turns.commit(turn("job", store.turns.context("a", "bb"), status="queued"), begun=True)
+    assert size() == queued > both
+    store.turns.delete("a", "job")
+    assert size() == both
+    store.turns.delete("a", "a")  # the next builds on it
+    assert size() == both
+    store.turns.delete("a", "bb")
+    store.conversations.create("a", "conv", {}, [item("x")])
+    before = size()
+    store.conversations.add_items("a", "conv", [item("y")])
+    store.conversations.delete_item("a", "conv", "msg_y")
+    assert size() == before
+
+
 def test_a_turn_whose_parent_was_deleted_meanwhile_is_not_stored(store: Store) -> None:
     parent = grow(store, "a")
     store.turns.delete("a", "a")
@@ -252,6 +301,30 @@ class TestBounds:
         grow(store, "new")
         with store.database.read() as db:
             assert set(db.execute(sqlalchemy.select(database.turns.c.id)).scalars()) == {"young", "new"}
+
+    def test_a_conversation_beyond_the_age_is_not_found_by_any_call(
+        self, opened: Callable[..., Store], clock: Clock
+    ) -> None:
+        store = opened(seconds=100)
+        store.conversations.create("a", "conv", {}, [item("x")])
+        calls: list[Callable[[], Any]] = [
+            lambda: store.conversations.get("a", "conv"),
+            lambda: store.conversations.context("a", "conv"),
+            lambda: store.conversations.items("a", "conv", limit=9, newest_first=False),
+            lambda: store.conversations.item("a", "conv", "msg_x"),
+        ]
+        clock.now += 100
+        assert all(call() for call in calls)
+        clock.now += 1
+        calls += [
+            lambda: store.conversations.update("a", "conv", {"k": "v"}),
+            lambda: store.conversations.add_items("a", "conv", [item("y")]),
+            lambda: store.conversations.delete_item("a", "conv", "msg_x"),
+            lambda: store.conversations.delete("a", "conv"),
+        ]
+        for call in calls:
+            with pytest.raises(NotFound):
+                call()
 
     def test_beyond_the_count_the_longest_idle_threads_are_dropped(
         self, opened: Callable[..., Store], clock: Clock

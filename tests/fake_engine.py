@@ -48,11 +48,11 @@ class FakeText:
         self.encoded = 0
         """Characters tokenized so far."""
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
         self.encoded += len(text)
         return [ord(character) for character in text]
 
-    def encode_after(self, before: str, text: str) -> list[int]:
+    def encode_after(self, before: str, text: str, *, most: int | None = None) -> list[int]:
         return self.encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -69,7 +69,7 @@ class FakeText:
             raise ValueError("the chat template refuses this conversation: mutiny")
         return "".join(f"<{message['role']}>{message['content']}" for message in messages) + self.opening
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], *, most: int | None = None) -> list[int]:
         return self.encode(self.render_chat(messages))
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Encoding, Tokenizer
+from tokenizers import Tokenizer, pre_tokenizers
 
 from holdfast.engine.checkpoint import TEMPLATE_LIMIT, TOKENIZER_LIMIT, read_json, read_text, tokenizer_file
 from holdfast.engine.template import TEXT_LIMIT, ChatTemplate
+from holdfast.lm.limits import CONTEXT_LENGTH_EXCEEDED, RequestRefused
 
 ID_LIMIT = 1 << 24
 """Most token ids, where config.json names no vocab_size."""
@@ -42,7 +44,9 @@ class Text:
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._visible = _visible(tokenizer)
-        self._fingerprint = hashlib.sha256(tokenizer.to_str().encode()).digest()
+        written = tokenizer.to_str()
+        self._fingerprint = hashlib.sha256(written.encode()).digest()
+        self._longest = _longest_token(tokenizer, json.loads(written)["model"])
         self._template = None if template is None else ChatTemplate(template, special_tokens or {})
 
     @classmethod
@@ -63,19 +67,26 @@ class Text:
         special |= _special_tokens(config)
         return cls(tokenizer, _chat_template(directory, config), special)
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The ids of a text, with the model's special tokens around it. Raises ValueError for an invalid text."""
-        ids: list[int] = self._encoding(text, add_special_tokens).ids
+    def encode(self, text: str, *, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
+        """The ids of a text, with the model's special tokens around it.
+
+        Raises ValueError for an invalid text, and RequestRefused, before any work, for one that must have more than
+        `most` tokens by its length. Other threads run meanwhile.
+        """
+        self._check(text, most)
+        # A batch releases Python's lock, a single encode does not.
+        ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
-    def encode_after(self, before: str, text: str) -> list[int] | None:
+    def encode_after(self, before: str, text: str, *, most: int | None = None) -> list[int] | None:
         """The ids of a text in the context of the text before it. None when a token spans the border.
 
         The end of `before` is tokenized along with the text and cut off again. Otherwise a tokenizer might put a space
         in front, or begin a word at the border. Raises as `encode`.
         """
         end = before[-LOOKBEHIND:]
-        encoded = self._encoding(end + text, add_special_tokens=False)
+        self._check(text, most)
+        encoded = self._tokenizer.encode_batch([end + text], add_special_tokens=False)[0]
         ids: list[int] = []
         for token, (start, stop) in zip(encoded.ids, encoded.offsets, strict=True):
             if start >= len(end):
@@ -84,14 +95,20 @@ class Text:
                 return None
         return ids
 
-    def _encoding(self, text: str, add_special_tokens: bool) -> Encoding:
+    def _check(self, text: str, most: int | None) -> None:
         if len(text) > TEXT_LIMIT:
             raise ValueError(f"the text has {len(text)} characters; at most {TEXT_LIMIT} are taken")
         try:
-            text.encode()
+            size = len(text.encode())
         except UnicodeEncodeError as error:
             raise ValueError(f"the text holds an unpaired surrogate at character {error.start}") from error
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        if most is not None and self._longest is not None and size > most * self._longest:
+            raise RequestRefused(
+                f"the prompt has {size} bytes, which is more than {most} tokens of at most {self._longest} bytes each; "
+                f"the context is limited to {most} tokens; shorten the prompt",
+                "prompt",
+                CONTEXT_LENGTH_EXCEEDED,
+            )
 
     def digest(self, text: str) -> bytes:
         """A SHA-256 that identifies a text together with the tokenizer."""
@@ -115,10 +132,12 @@ class Text:
             raise ValueError("this model has no chat template; use plain completions")
         return self._template.render(messages, add_generation_prompt=add_generation_prompt)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> list[int]:
-        """The ids of a rendered chat, whose special tokens the template writes. Raises as `render_chat`."""
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, most: int | None = None
+    ) -> list[int]:
+        """The ids of a rendered chat; the template writes its special tokens. Raises as `render_chat` and `encode`."""
         rendered = self.render_chat(messages, add_generation_prompt=add_generation_prompt)
-        return self.encode(rendered, add_special_tokens=False)
+        return self.encode(rendered, add_special_tokens=False, most=most)
 
     def close(self) -> None:
         """End the template's process, even while it renders: nobody need wait for a template."""
@@ -267,6 +286,19 @@ def _visible(tokenizer: Tokenizer) -> bytearray:
     for token in ids:
         visible[token] = 1
     return visible
+
+
+def _longest_token(tokenizer: Tokenizer, model: Mapping[str, Any]) -> int | None:
+    """The most bytes of text that one token can stand for. None if an unknown token can stand for any text."""
+    if model["type"] not in ("BPE", "Unigram") or not (model.get("byte_fallback") or _reads_all_bytes(model["vocab"])):
+        return None
+    return max(len(token.encode()) for token in tokenizer.get_vocab(with_added_tokens=True))
+
+
+def _reads_all_bytes(vocabulary: Mapping[str, int] | Sequence[tuple[str, float]]) -> bool:
+    """Whether a byte-level vocabulary has a token for each byte, so that no text is unknown."""
+    known = set(vocabulary if isinstance(vocabulary, Mapping) else (piece for piece, _ in vocabulary))
+    return known.issuperset(pre_tokenizers.ByteLevel.alphabet())
 
 
 def _chat_template(directory: Path, config: Mapping[str, Any]) -> str | None:

@@ -6,7 +6,9 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
+from typing import TypeVar
 
 from holdfast.core.types import SamplingParams
 from holdfast.engine.client import Delta, EngineClient, EngineDead, QueueFull
@@ -17,6 +19,12 @@ from holdfast.server.protocol import ApiError, ChatRequest, CompletionRequest, S
 from holdfast.server.replies import RequestUsage
 
 log = logging.getLogger("holdfast.server")
+T = TypeVar("T")
+
+LARGE = 1 << 18
+"""Characters or bytes from which work on a text is large. Tokenizing 8 MB can take 10 s and 1.5 GB."""
+SMALL_WORKERS = 2
+"""Threads for small texts. Large ones share one other thread, which bounds their memory and holds up no small one."""
 
 
 class Admission:
@@ -62,22 +70,33 @@ class Service:
         self.metrics = Metrics()
         self.admission = Admission(limit=client.info.max_sequences + client.info.max_waiting)
         self.started_at = int(time.time())
+        self._small = ThreadPoolExecutor(SMALL_WORKERS, "holdfast-text")
+        self._large = ThreadPoolExecutor(1, "holdfast-large-text")
+
+    async def off_loop(self, size: int, work: Callable[[], T]) -> T:
+        """Run work on a text of this size, in characters or bytes, while the event loop goes on."""
+        workers = self._large if size >= LARGE else self._small
+        return await asyncio.get_running_loop().run_in_executor(workers, work)
 
     def answer(self, wanted: ChatRequest | CompletionRequest, tenant: str) -> Answer:
         """Prepare an answer; it runs when it is iterated. Raises ApiError for an error that is visible at once."""
         if wanted.model != self.client.info.model:
             raise unknown_model(wanted.model, self.client.info.model)
         # Prompts are checked now and tokenized after admission, off the event loop.
-        text = self.client.text
+        text, most = self.client.text, self.client.info.max_model_len
         if isinstance(wanted, ChatRequest):
             messages = wanted.conversation()
-            return Answer(self, wanted, tenant, lambda: asyncio.to_thread(lambda: [text.encode_chat(messages)]))
+            size = sum(len(message["content"]) for message in messages)
+            return Answer(
+                self, wanted, tenant, lambda: self.off_loop(size, lambda: [text.encode_chat(messages, most=most)])
+            )
         prompts = wanted.prompts()
+        size = sum(map(len, prompts))
 
         def encode() -> list[list[int]]:
-            return [text.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+            return [text.encode(prompt, most=most) if isinstance(prompt, str) else prompt for prompt in prompts]
 
-        return Answer(self, wanted, tenant, lambda: asyncio.to_thread(encode), num_prompts=len(prompts))
+        return Answer(self, wanted, tenant, lambda: self.off_loop(size, encode), num_prompts=len(prompts))
 
 
 class Answer:
@@ -129,6 +148,8 @@ class Answer:
     async def _prompts(self) -> Sequence[Sequence[int]]:
         try:
             prompts = await self.encode()
+        except RequestRefused as error:  # too long, whatever its tokens are
+            raise refused(error, self.wanted) from None
         except ValueError as error:  # the chat template refuses these messages
             raise ApiError(str(error), param=self.wanted.prompt_param, code="invalid_value") from None
         for prompt in prompts:

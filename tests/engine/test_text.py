@@ -1,7 +1,10 @@
 """Text: a stream's pieces join to the text of its tokens; templates render as in Transformers."""
 
+import itertools
 import json
 import random
+import threading
+import time
 
 import jinja2
 import pytest
@@ -21,6 +24,7 @@ from holdfast.engine.text import (
     Text,
     TextStream,
 )
+from holdfast.lm.limits import CONTEXT_LENGTH_EXCEEDED, RequestRefused
 from tests.tokenizers_made import byte_level, metaspace, word_piece
 
 BYTES, SPACES, WORDS = Text(byte_level()), Text(metaspace()), Text(word_piece())
@@ -164,6 +168,42 @@ def test_text_that_cannot_be_tokenized_is_refused():
         BYTES.encode("x" * (TEXT_LIMIT + 1))
     with pytest.raises(ValueError, match="unpaired surrogate at character 2"):
         BYTES.encode("ab\ud800")
+
+
+@pytest.mark.parametrize("encode", [BYTES.encode, lambda text: BYTES.encode_after("before ", text)])
+def test_other_threads_run_while_a_long_text_is_tokenized(encode):
+    done = threading.Event()
+    waits = []
+
+    def work():
+        encode("hello world, naïve café " * 20_000)
+        waits.append(time.perf_counter())
+        done.set()
+
+    begin = time.perf_counter()
+    thread = threading.Thread(target=work)
+    thread.start()
+    turns = [begin]
+    while not done.is_set():
+        time.sleep(0.001)
+        turns.append(time.perf_counter())
+    thread.join()
+    longest = max(after - before for before, after in itertools.pairwise(turns))
+    assert longest < (waits[0] - begin) / 2
+
+
+@pytest.mark.parametrize("text", [BYTES, SPACES], ids=["byte-level", "metaspace"])
+def test_a_text_that_cannot_fit_the_context_is_refused_before_it_is_tokenized(text):
+    longest = text._longest
+    assert len(text.encode("x" * longest, most=1)) >= 1
+    for refuse in (text.encode, lambda given, most: text.encode_after("before", given, most=most)):
+        with pytest.raises(RequestRefused, match=f"{4 * longest + 1} bytes.* limited to 4 tokens") as refusal:
+            refuse("x" * (4 * longest + 1), most=4)
+        assert refusal.value.code == CONTEXT_LENGTH_EXCEEDED
+
+
+def test_a_tokenizer_whose_unknown_token_stands_for_any_text_refuses_none_by_length():
+    assert len(WORDS.encode("x" * 10_000, most=4)) == 1
 
 
 @pytest.mark.parametrize(

@@ -44,19 +44,19 @@ class Prompt:
         return Known(self.tokens + array("I", tokens), len(whole), text.digest(whole))
 
 
-def compose(text: Text, messages: Sequence[Mapping[str, str]], context: Context) -> Prompt:
+def compose(text: Text, messages: Sequence[Mapping[str, str]], context: Context, most: int | None = None) -> Prompt:
     """Render all messages, and tokenize the text after the part whose tokens the context knows.
 
     If the rendering begins with the known text (compared by digest; the text is not stored), the known tokens are used
     for it, and only the rest is tokenized, in context. Otherwise everything is tokenized: after other instructions, an
     edited item, another tokenizer, or a template that trims or reorders messages; and when a token would span the
     border. So the tokens always stand for exactly the template's rendering. Raises ValueError if the template refuses
-    the messages.
+    the messages, and RequestRefused if the text must have more than `most` tokens.
     """
     whole = text.render_chat(messages)
     border = context.characters
     if context.tokens and border <= len(whole) and text.digest(whole[:border]) == context.digest:
-        rest = text.encode_after(whole[:border], whole[border:])
+        rest = text.encode_after(whole[:border], whole[border:], most=most)
         if rest is not None:
             return Prompt(whole, array("I", context.tokens) + array("I", rest), len(context.tokens))
-    return Prompt(whole, array("I", text.encode(whole, add_special_tokens=False)), 0)
+    return Prompt(whole, array("I", text.encode(whole, add_special_tokens=False, most=most)), 0)

@@ -9,12 +9,13 @@ from contextlib import aclosing, contextmanager, suppress
 from dataclasses import replace
 
 from holdfast.core.types import FinishReason
+from holdfast.lm.limits import RequestRefused
 from holdfast.server.conversations.prompt import Prompt, compose
 from holdfast.server.conversations.protocol import Event, Response, ResponseRequest, ResponseShape, ended, messages
 from holdfast.server.conversations.store import AsyncStore
 from holdfast.server.conversations.values import GOOD, Context, Item, Turn
 from holdfast.server.protocol import ApiError
-from holdfast.server.service import Answer, Service, check_length, internal, unknown_model
+from holdfast.server.service import Answer, Service, check_length, internal, refused, unknown_model
 
 RUNNING = ("queued", "in_progress")
 
@@ -160,7 +161,11 @@ class Writing:
         if not said:
             raise ApiError("input is missing: there is nothing to answer", param="input", code="invalid_value")
         try:
-            self.prompt = await asyncio.to_thread(compose, service.client.text, said, self.context)
+            text, most = service.client.text, service.client.info.max_model_len
+            size = sum(len(message["content"]) for message in said)
+            self.prompt = await service.off_loop(size, lambda: compose(text, said, self.context, most))
+        except RequestRefused as error:
+            raise refused(error, self.wanted) from None
         except ValueError as error:  # the chat template refuses these messages
             raise ApiError(str(error), param="input", code="invalid_value") from None
         check_length(len(self.prompt.tokens), service.client, self.wanted)

@@ -282,7 +282,9 @@ class Histories(RuleBasedStateMachine):
         self.at_once = AtOnce()
         with patch.object(store_module, "ThreadPoolExecutor", lambda **_: self.at_once):
             store = AsyncStore(self.store)
-        self.responses = Responses(Service(self.client, ServerConfig()), store)
+        service = Service(self.client, ServerConfig())
+        service._small = service._large = AtOnce()
+        self.responses = Responses(service, store)
 
     @rule(what=st.deferred(lambda: st.sampled_from(EVENTS)), data=st.data())
     def happen(self, what: str, data: st.DataObject) -> None:

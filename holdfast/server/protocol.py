@@ -13,6 +13,11 @@ from msgspec import Meta, Struct
 from holdfast.core.types import MAX_DEADLINE, MAX_SEED, SamplingParams
 
 MAX_MESSAGES = 4096
+MAX_PROMPTS = 1024
+MAX_PARTS = 8192
+"""Most content parts of one request, in all its messages."""
+MAX_CONTAINERS = 1 << 17
+"""Most opening brackets and braces of one body, those in texts included. It bounds the time to decode the body."""
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1024
 
@@ -178,6 +183,7 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True, forbid_unknown_f
 
     def conversation(self) -> list[dict[str, str]]:
         """The messages for the chat template, each a role and plain text. Raises ApiError for unsupported content."""
+        check_parts(self.messages, "messages")
         return [_message(message, f"messages[{index}]") for index, message in enumerate(self.messages)]
 
 
@@ -199,6 +205,9 @@ class CompletionRequest(GenerationRequest, kw_only=True, frozen=True, forbid_unk
         prompt = self.prompt
         if isinstance(prompt, str):
             return [prompt]
+        if prompt and isinstance(prompt[0], str | list) and len(prompt) > MAX_PROMPTS:
+            reason = f"prompt holds {len(prompt)} prompts; at most {MAX_PROMPTS} are taken"
+            raise ApiError(reason, param="prompt", code="invalid_value")
         if prompt and all(isinstance(item, str) for item in prompt):
             return list(prompt)
         if prompt and all(isinstance(item, list) for item in prompt):
@@ -208,6 +217,10 @@ class CompletionRequest(GenerationRequest, kw_only=True, frozen=True, forbid_unk
 
 def parse(body: bytes, shape: type[Body]) -> Body:
     """Parse a request body. Raises ApiError, which names the parameter at fault."""
+    containers = body.count(b"[") + body.count(b"{")
+    if containers > MAX_CONTAINERS:
+        reason = f"the body holds {containers} brackets and braces; at most {MAX_CONTAINERS} are taken"
+        raise ApiError(reason, code="invalid_value")
     try:
         fields = msgspec.json.decode(body)
     except RecursionError:
@@ -300,6 +313,15 @@ def refuse_extra(given: Mapping[str, Any], taken: Collection[str], name: str) ->
         if key not in taken and value not in (None, []):
             path = f"{name}.{key[:64]}"
             raise ApiError(f"{path} is not supported yet; leave it out", param=path, code="unsupported_parameter")
+
+
+def check_parts(messages: Sequence[Mapping[str, Any]], name: str) -> None:
+    """Raises ApiError if the messages have more content parts than one request may have."""
+    contents = [message.get("content") for message in messages]
+    parts = sum(len(content) for content in contents if isinstance(content, list))
+    if parts > MAX_PARTS:
+        reason = f"{name} hold {parts} content parts; at most {MAX_PARTS} are taken"
+        raise ApiError(reason, param=name, code="invalid_value")
 
 
 def text_parts(content: Any, name: str, kinds: Sequence[str]) -> list[str]:

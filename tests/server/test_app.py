@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -16,10 +17,12 @@ from sqlalchemy.exc import DatabaseError
 
 from holdfast.engine.client import QueueFull
 from holdfast.lm.limits import RequestRefused
+from holdfast.server import protocol
 from holdfast.server.app import create_app
 from holdfast.server.config import ServerConfig
 from holdfast.server.conversations.conversation_store import ConversationStore
 from holdfast.server.conversations.database import MEMORY
+from holdfast.server.routes import generation
 from holdfast.server.run import open_store
 
 Http = Callable[..., httpx.AsyncClient]
@@ -312,6 +315,41 @@ async def test_a_body_beyond_the_limit_is_refused(http: Http) -> None:
         response = await api.post(CHAT, content=b" " * 1001)
     assert response.status_code == 413
     assert "1000 bytes" in error_of(response)["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "limit"),
+    [
+        (TEXT, b'{"model":"tiny","prompt":[' + b"[1]," * 1_900_000 + b"[1]]}", "131072"),
+        (TEXT, b'{"model":"tiny","prompt":[' + b"[1]," * 1024 + b"[1]]}", "1025 prompts; at most 1024"),
+        (TEXT, b'{"model":"tiny","prompt":[' + b'"a",' * 1024 + b'"a"]}', "1025 prompts; at most 1024"),
+        (CHAT, b'{"model":"tiny","messages":[{"role":"user","content":[%s1]}]}' % (b"{}," * 290_000), "131072"),
+        (CHAT, b'{"model":"tiny","messages":[{"role":"user","content":[%s1]}]}' % (b"{}," * 8192), "at most 8192"),
+        ("/v1/responses", b'{"model":"tiny","input":[{"role":"user","content":[%s1]}]}' % (b"{}," * 8192), "8193"),
+    ],
+    ids=["very many prompts", "token prompts", "text prompts", "very many parts", "parts", "input parts"],
+)
+async def test_prompts_and_parts_are_limited_in_number_before_any_is_converted(
+    http: Http, monkeypatch: pytest.MonkeyPatch, path: str, body: bytes, limit: str
+) -> None:
+    for name in ("_token_ids", "_text_part"):
+        monkeypatch.setattr(protocol, name, lambda *given: pytest.fail("converted although too many"))
+    async with http() as api:
+        response = await api.post(path, content=body)
+    assert (response.status_code, error_of(response)["code"]) == (400, "invalid_value")
+    assert limit in error_of(response)["message"]
+
+
+async def test_a_large_body_is_parsed_off_the_event_loop(http: Http, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed_on: list[threading.Thread] = []
+    parse = generation.parse
+    monkeypatch.setattr(
+        generation, "parse", lambda *given: parsed_on.append(threading.current_thread()) or parse(*given)
+    )
+    async with http() as api:
+        assert (await api.post(CHAT, json={**HELLO, "user": "x" * 7_900_000})).status_code == 200
+        assert (await api.post(CHAT, json=HELLO)).status_code == 200
+    assert [thread is threading.main_thread() for thread in parsed_on] == [False, True]
 
 
 async def test_unknown_paths_and_methods_have_openais_shape_too(http: Http) -> None:

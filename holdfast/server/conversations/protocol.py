@@ -20,6 +20,7 @@ from holdfast.server.protocol import (
     Metadata,
     RequestBody,
     SampledRequest,
+    check_parts,
     checked_role,
     refuse_extra,
     shown,
@@ -129,7 +130,8 @@ def _output_text(text: str) -> dict[str, Any]:
 
 
 def read_items(given: Sequence[Mapping[str, Any]], name: str) -> list[Item]:
-    """A client's items with new ids. Raises ApiError for anything other than a text message."""
+    """A client's items with new ids. Raises ApiError for anything other than a text message, or too many parts."""
+    check_parts(given, name)
     return [_read_item(item, f"{name}[{index}]") for index, item in enumerate(given)]
 
 

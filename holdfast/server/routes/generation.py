@@ -10,7 +10,7 @@ from fastapi import FastAPI, Request, Response
 
 from holdfast.server.conversations.protocol import Event, ResponseRequest, event_bytes
 from holdfast.server.conversations.service import Responses, Writing
-from holdfast.server.protocol import ApiError, ChatRequest, CompletionRequest, parse
+from holdfast.server.protocol import ApiError, Body, ChatRequest, CompletionRequest, parse
 from holdfast.server.replies import DONE, ChatShape, Reply, Shape, TextShape, event
 from holdfast.server.routes.http import (
     JSON,
@@ -22,7 +22,7 @@ from holdfast.server.routes.http import (
     tenant_of,
     while_connected,
 )  # fmt: skip
-from holdfast.server.service import Answer, Service, internal
+from holdfast.server.service import LARGE, Answer, Service, internal
 
 
 def add_completion_routes(app: FastAPI, service: Service) -> None:
@@ -32,14 +32,20 @@ def add_completion_routes(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions", openapi_extra=described(ChatRequest))
     async def chat_completions(request: Request) -> Response:
         """One answer to a conversation; with `stream`, as it is written."""
-        wanted = parse(await read_body(request, service.config), ChatRequest)
+        wanted = await read_request(request, service, ChatRequest)
         return await respond(request, service.answer(wanted, tenant_of(request)), ChatShape(model, wanted))
 
     @app.post("/v1/completions", openapi_extra=described(CompletionRequest))
     async def completions(request: Request) -> Response:
         """Continuations of one or several prompts, given as text or token ids."""
-        wanted = parse(await read_body(request, service.config), CompletionRequest)
+        wanted = await read_request(request, service, CompletionRequest)
         return await respond(request, service.answer(wanted, tenant_of(request)), TextShape(model, wanted))
+
+
+async def read_request(request: Request, service: Service, shape: type[Body]) -> Body:
+    """The request's body, read and parsed; a large one off the event loop. Raises ApiError."""
+    body = await read_body(request, service.config)
+    return parse(body, shape) if len(body) < LARGE else await service.off_loop(len(body), lambda: parse(body, shape))
 
 
 async def respond(request: Request, answer: Answer, shape: Shape) -> Response:
@@ -83,7 +89,7 @@ def add_response_routes(app: FastAPI, responses: Responses) -> None:
     @app.post("/v1/responses", openapi_extra=described(ResponseRequest))
     async def create(request: Request) -> Response:
         """Answer a turn: whole, as a stream, or in the background."""
-        wanted = parse(await read_body(request, responses.service.config), ResponseRequest)
+        wanted = await read_request(request, responses.service, ResponseRequest)
         if wanted.background:
             background = await responses.start(wanted, tenant_of(request))
             if not wanted.stream:

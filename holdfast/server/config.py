@@ -19,6 +19,9 @@ class ServerConfig:
         "(better in HOLDFAST_API_KEY, comma-separated: a command line can be read by other users)",
     )
     max_choices: int = option(64, "most choices of one request: n times its prompts")
+    tenant_share: float = option(
+        0.5, "share of the waiting places that one API key may hold, where there are several; more is refused with 429"
+    )
     max_body_mb: float = option(8.0, "largest request body in MB; larger ones are refused with 413")
     store: str | None = option(
         None,
@@ -35,6 +38,7 @@ class ServerConfig:
         for name, low, high in (
             ("port", 0, 65535),
             ("max_choices", 1, 1024),
+            ("tenant_share", 0, 1),
             ("max_body_mb", 0.001, 1024),
             ("store_days", 0.001, 36500),
             ("store_conversations", 1, 1 << 31),

@@ -49,7 +49,8 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         """The JSON object that the client receives. All four fields are always present."""
-        type = "server_error" if self.status >= 500 else "invalid_request_error"
+        type = "rate_limit_error" if self.status == 429 else "invalid_request_error"
+        type = "server_error" if self.status >= 500 else type
         return {"error": {"message": self.message, "type": type, "param": self.param, "code": self.code}}
 
 

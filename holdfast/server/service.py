@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, contextmanager
+from contextlib import AsyncExitStack, aclosing, contextmanager
 from typing import TypeVar
 
 from holdfast.core.types import SamplingParams
@@ -30,33 +31,50 @@ SMALL_WORKERS = 2
 class Admission:
     """Counts the choices in progress, and refuses new ones beyond the limit before any work is done for them."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, tenant_limit: int | None = None) -> None:
         self.limit = limit
         """Most choices in progress: those that run and those that may wait."""
+        self.tenant_limit = limit if tenant_limit is None else tenant_limit
+        """Most choices in progress of one tenant."""
         self.in_progress = 0
+        self.by_tenant: Counter[str] = Counter()
+        """Choices in progress of each tenant that has any."""
         self.draining = False
         self.idle = asyncio.Event()
         """Set while no choice is in progress."""
         self.idle.set()
 
-    def check(self, choices: int) -> None:
-        """Raises ApiError 503 while draining, or if this many more choices would exceed the limit."""
+    def check(self, choices: int, tenant: str) -> None:
+        """Raises ApiError: 503 while draining or full, 429 beyond the tenant's limit, 400 if they can never fit."""
         if self.draining:
             reason = "the server is shutting down and takes no new requests; try another one"
             raise ApiError(reason, status=503, code="shutting_down", retry_after=5)
+        if choices > self.tenant_limit:
+            reason = f"the request asks for {choices} choices (n times prompts); at most {self.tenant_limit} are taken"
+            raise ApiError(reason, param="n", code="invalid_value")
         if self.in_progress + choices > self.limit:
             raise queue_full(self.limit)
+        if self.by_tenant[tenant] + choices > self.tenant_limit:
+            reason = (
+                f"this API key has {self.by_tenant[tenant]} choices in progress and asks for {choices} more; at most "
+                f"{self.tenant_limit} are taken; try again in a moment"
+            )
+            raise ApiError(reason, status=429, code="rate_limit_exceeded", retry_after=1)
 
     @contextmanager
-    def admit(self, choices: int) -> Iterator[None]:
+    def admit(self, choices: int, tenant: str) -> Iterator[None]:
         """Count the choices as in progress. Raises as `check`."""
-        self.check(choices)
+        self.check(choices, tenant)
         self.in_progress += choices
+        self.by_tenant[tenant] += choices
         self.idle.clear()
         try:
             yield
         finally:
             self.in_progress -= choices
+            self.by_tenant[tenant] -= choices
+            if not self.by_tenant[tenant]:
+                del self.by_tenant[tenant]
             if not self.in_progress:
                 self.idle.set()
 
@@ -68,7 +86,11 @@ class Service:
         self.client = client
         self.config = config
         self.metrics = Metrics()
-        self.admission = Admission(limit=client.info.max_sequences + client.info.max_waiting)
+        sequences, waiting = client.info.max_sequences, client.info.max_waiting
+        share = config.tenant_share if len(config.api_key) > 1 else 1  # a single tenant may have all places
+        self.admission = Admission(sequences + waiting, sequences + int(share * waiting))
+        self.unstarted = asyncio.Semaphore(waiting)
+        """Choices sent to the engine that have no output yet; it refuses more than may wait, even while it is idle."""
         self.started_at = int(time.time())
         self._small = ThreadPoolExecutor(SMALL_WORKERS, "holdfast-text")
         self._large = ThreadPoolExecutor(1, "holdfast-large-text")
@@ -127,7 +149,7 @@ class Answer:
         if self.num_choices > config.max_choices:
             reason = f"the request asks for {self.num_choices} choices (n times prompts); at most {config.max_choices}"
             raise ApiError(reason, param="n", code="invalid_value")
-        with self.service.admission.admit(self.num_choices):
+        with self.service.admission.admit(self.num_choices, self.tenant):
             prompts = await self._prompts()
             try:
                 async with aclosing(side_by_side([self._choices(prompt) for prompt in prompts])) as merged:
@@ -166,33 +188,36 @@ class Answer:
 
     async def _choice(self, prompt: Sequence[int], params: SamplingParams, first: bool) -> AsyncGenerator[Delta, None]:
         """One choice's deltas. Records its metrics."""
-        metrics = self.service.metrics
+        metrics, unstarted = self.service.metrics, self.service.unstarted
         last: float | None = None
         wanted = self.wanted
-        stream = self.service.client.stream(
-            prompt,
-            params,
-            priority=wanted.priority,
-            tenant=self.tenant,
-            deadline=None if wanted.deadline_ms is None else wanted.deadline_ms / 1000,
-        )
-        async with aclosing(stream) as deltas:
-            async for delta in deltas:
-                now = time.monotonic()
-                if delta.tokens:
-                    (metrics.ttft.observe(now - self.arrival) if last is None else metrics.tbt.observe(now - last))
-                    last = now
-                    metrics.generated_tokens.inc(len(delta.tokens))
-                if delta.usage is not None:
-                    self.usage.completion_tokens += delta.usage.completion_tokens
-                    if first:
-                        self.usage.cached_tokens += delta.usage.cached_tokens
-                    metrics.prompt_tokens.inc(len(prompt))
-                    metrics.cached_tokens.inc(delta.usage.cached_tokens)
-                    if delta.timings is not None:
-                        metrics.queue.observe(delta.timings.queued)
-                    metrics.e2e.observe(now - self.arrival)
-                yield delta
+        async with AsyncExitStack() as started:
+            await started.enter_async_context(unstarted)
+            stream = self.service.client.stream(
+                prompt,
+                params,
+                priority=wanted.priority,
+                tenant=self.tenant,
+                deadline=None if wanted.deadline_ms is None else wanted.deadline_ms / 1000,
+            )
+            async with aclosing(stream) as deltas:
+                async for delta in deltas:
+                    await started.aclose()
+                    now = time.monotonic()
+                    if delta.tokens:
+                        (metrics.ttft.observe(now - self.arrival) if last is None else metrics.tbt.observe(now - last))
+                        last = now
+                        metrics.generated_tokens.inc(len(delta.tokens))
+                    if delta.usage is not None:
+                        self.usage.completion_tokens += delta.usage.completion_tokens
+                        if first:
+                            self.usage.cached_tokens += delta.usage.cached_tokens
+                        metrics.prompt_tokens.inc(len(prompt))
+                        metrics.cached_tokens.inc(delta.usage.cached_tokens)
+                        if delta.timings is not None:
+                            metrics.queue.observe(delta.timings.queued)
+                        metrics.e2e.observe(now - self.arrival)
+                    yield delta
 
 
 async def side_by_side(

@@ -6,16 +6,16 @@ import asyncio
 import json
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import httpx
 import pytest
-from fake_engine import FakeClient
+from fake_engine import FakeClient, engine_info
 from prometheus_client.parser import text_string_to_metric_families
 from sqlalchemy.exc import DatabaseError
 
-from holdfast.engine.client import QueueFull
+from holdfast.engine.client import Delta, QueueFull
 from holdfast.lm.limits import RequestRefused
 from holdfast.server import protocol
 from holdfast.server.app import create_app
@@ -361,16 +361,143 @@ async def test_unknown_paths_and_methods_have_openais_shape_too(http: Http) -> N
     assert wrong.headers["allow"] == "POST"
 
 
+RESPONSES = "/v1/responses"
+TURN = {"model": "tiny", "input": "hello"}
+
+
+async def busy(client: FakeClient, choices: int) -> None:
+    """Wait until this many choices have begun."""
+    while len(client.asked) < choices:
+        await asyncio.sleep(0.001)
+
+
+def refuse_to_tokenize(client: FakeClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("encode", "encode_after", "encode_chat", "render_chat"):
+        monkeypatch.setattr(client.text, name, lambda *given, **more: pytest.fail("tokenized although full"))
+
+
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("path", "body"), [(CHAT, HELLO), (RESPONSES, TURN)])
 async def test_a_full_queue_is_a_503_before_any_work(
-    http: Http, client: FakeClient, monkeypatch: pytest.MonkeyPatch, stream: bool
+    http: Http, client: FakeClient, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], stream: bool
 ) -> None:
-    monkeypatch.setattr(client.text, "encode_chat", lambda messages: pytest.fail("tokenized although full"))
+    client.hold = asyncio.Event()
     async with http() as api:
-        response = await api.post(CHAT, json={**HELLO, "n": 9, "stream": stream})
+        others = [asyncio.create_task(api.post(CHAT, json={**HELLO, "n": 4})) for _ in range(2)]
+        await busy(client, 8)
+        refuse_to_tokenize(client, monkeypatch)
+        response = await api.post(path, json={**body, "stream": stream})
+        client.hold.set()
+        assert [(await other).status_code for other in others] == [200, 200]
     assert response.status_code == 503
     assert response.headers["retry-after"] == "1"
     assert error_of(response)["code"] == "queue_full"
+
+
+async def test_more_choices_than_the_server_can_ever_take_are_refused_by_number(http: Http) -> None:
+    async with http() as api:
+        response = await api.post(CHAT, json={**HELLO, "n": 9})
+    assert (response.status_code, error_of(response)["param"]) == (400, "n")
+    assert "9 choices (n times prompts); at most 8" in error_of(response)["message"]
+
+
+async def test_a_response_holds_a_place_before_it_is_tokenized(
+    http: Http, client: FakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api = http()
+    service = api._transport.app.state.service  # type: ignore[attr-defined]
+    render, places = client.text.render_chat, []
+
+    def watched(messages: Any) -> str:
+        places.append(service.admission.in_progress)
+        return render(messages)
+
+    monkeypatch.setattr(client.text, "render_chat", watched)
+    async with api:
+        assert (await api.post(RESPONSES, json=TURN)).status_code == 200
+    assert places == [1]
+
+
+@pytest.mark.parametrize(("path", "body"), [(CHAT, HELLO), (RESPONSES, TURN)])
+async def test_a_key_beyond_its_share_of_the_places_gets_a_429_and_others_are_served(
+    http: Http, client: FakeClient, path: str, body: dict[str, Any]
+) -> None:
+    client.hold = asyncio.Event()
+    one, two = ({"authorization": f"Bearer {key}"} for key in ("one", "two"))
+    async with http(api_key=("one", "two"), tenant_share=0.5) as api:
+        own = asyncio.create_task(api.post(CHAT, json={**HELLO, "n": 6}, headers=one))
+        await busy(client, 6)
+        refused = await api.post(path, json=body, headers=one)
+        other = asyncio.create_task(api.post(path, json=body, headers=two))
+        await busy(client, 7)
+        client.hold.set()
+        assert (await own).status_code == (await other).status_code == 200
+        assert (await api.post(path, json=body, headers=one)).status_code == 200
+    assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+    assert error_of(refused)["code"] == "rate_limit_exceeded"
+    assert error_of(refused)["type"] == "rate_limit_error"
+    assert "6 choices in progress and asks for 1 more; at most 6" in error_of(refused)["message"]
+
+
+async def test_a_single_key_may_hold_all_places(http: Http) -> None:
+    async with http(headers={"authorization": "Bearer one"}, api_key=("one",), tenant_share=0) as api:
+        assert (await api.post(CHAT, json={**HELLO, "n": 8})).status_code == 200
+
+
+async def test_n_choices_start_in_turn_if_the_engine_lets_fewer_wait(
+    http: Http, client: FakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client.info = engine_info(max_sequences=4, max_waiting=1)
+    stream, unstarted = client.stream, 0
+
+    async def strict(*given: Any, **more: Any) -> AsyncGenerator[Delta, None]:
+        nonlocal unstarted
+        unstarted += 1
+        if unstarted > 1:
+            raise QueueFull("1 requests wait, and max_waiting is 1")
+        first = True
+        async for delta in stream(*given, **more):
+            await asyncio.sleep(0)
+            unstarted, first = unstarted - first, False
+            yield delta
+
+    monkeypatch.setattr(client, "stream", strict)
+    async with http() as api:
+        response = await api.post(CHAT, json={**HELLO, "n": 5})
+    assert (response.status_code, len(response.json()["choices"])) == (200, 5)
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+async def test_every_place_is_returned_however_a_request_of_many_choices_ends(
+    http: Http, client: FakeClient, path: str
+) -> None:
+    api = http()
+    service = api._transport.app.state.service  # type: ignore[attr-defined]
+    admission, body = service.admission, {**(HELLO if path == CHAT else {"model": "tiny", "prompt": "hi"}), "n": 4}
+
+    async def left() -> None:
+        client.hold, began = asyncio.Event(), len(client.asked)
+        leaving = asyncio.create_task(api.post(path, json=body))
+        await busy(client, began + 4)
+        assert admission.in_progress == 4
+        leaving.cancel()
+        await asyncio.gather(leaving, return_exceptions=True)
+        client.hold = None
+
+    async with api:
+        for _ in range(5):
+            for stream in (False, True):
+                assert (await api.post(path, json={**body, "stream": stream})).status_code == 200
+            await left()
+            too_long = {"messages": [{"role": "user", "content": "x" * 999}]} if path == CHAT else {"prompt": "x" * 999}
+            assert (await api.post(path, json={**body, **too_long})).status_code == 400
+            for error in (QueueFull("full"), RuntimeError("broken"), RequestRefused("no", "prompt")):
+                client.refuse = error
+                assert (await api.post(path, json=body)).status_code >= 400
+                client.refuse = None
+            assert (admission.in_progress, dict(admission.by_tenant)) == (0, {})
+            assert admission.idle.is_set()
+            assert service.unstarted._value == client.info.max_waiting
 
 
 @pytest.mark.parametrize("stream", [False, True])

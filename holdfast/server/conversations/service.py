@@ -109,14 +109,14 @@ class Writing:
         if wanted.model != service.client.info.model:
             raise unknown_model(wanted.model, service.client.info.model)
         self.input: list[Item] = wanted.items()
-        service.admission.check(1)
+        service.admission.check(1, tenant)
         self.responses = responses
         self.wanted = wanted
         self.tenant = tenant
         self.shape = ResponseShape(wanted, service.client.info.model)
         self.context = Context()
         self.prompt = Prompt("", array("I"), 0)
-        self.answer = Answer(service, wanted, tenant, self._prompts)
+        self.answer = Answer(service, wanted, tenant, self._prepare)
         self.prepared = asyncio.Event()
         """Set once the response is sure to be served."""
         self.begun = False
@@ -132,7 +132,6 @@ class Writing:
     async def events(self) -> AsyncGenerator[Event, None]:
         """The response's events as it is written. The last one has the whole response. Raises ApiError."""
         with self.responses.lock(self.tenant, self.wanted.conversation_id):
-            await self._prepare()
             opened = False
             tokens: list[int] = []
             reason: FinishReason | None = None
@@ -153,8 +152,8 @@ class Writing:
             for event in self.shape.closing():
                 yield event
 
-    async def _prepare(self) -> None:
-        """Find the context that the response builds on, and compose its prompt."""
+    async def _prepare(self) -> list[Sequence[int]]:
+        """Find the context that the response builds on, and compose its prompt. Returns the prompt's tokens."""
         service = self.responses.service
         self.context = await self._find_context()
         said = messages(self.wanted.instructions, [*self.context.items, *self.input])
@@ -173,8 +172,6 @@ class Writing:
             await self._keep(self._turn(self.shape.response))
             self.begun = True
         self.prepared.set()
-
-    async def _prompts(self) -> list[Sequence[int]]:
         return [self.prompt.tokens]
 
     async def _find_context(self) -> Context:

@@ -20,7 +20,7 @@ from holdfast.server.conversations.store import AsyncStore, Store
 from holdfast.server.protocol import ApiError, ChatRequest, CompletionRequest
 from holdfast.server.routes.conversations import add_conversation_routes
 from holdfast.server.routes.generation import add_completion_routes, add_response_routes
-from holdfast.server.routes.http import JSON
+from holdfast.server.routes.http import JSON, BodyBudget
 from holdfast.server.routes.status import add_model_routes, add_status_routes
 from holdfast.server.service import Service, internal
 
@@ -40,6 +40,7 @@ def create_app(client: EngineClient, config: ServerConfig, store: Store) -> Fast
     )
     app.state.service = service
     app.state.responses = responses
+    app.state.bodies = BodyBudget(int(config.max_bodies_mb * 1e6))
     app.add_middleware(KeyCheck, keys=config.api_key)
     add_error_handlers(app, service)
     add_model_routes(app, service)

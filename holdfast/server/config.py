@@ -23,6 +23,12 @@ class ServerConfig:
         0.5, "share of the waiting places that one API key may hold, where there are several; more is refused with 429"
     )
     max_body_mb: float = option(8.0, "largest request body in MB; larger ones are refused with 413")
+    max_bodies_mb: float = option(256.0, "most MB of request bodies being received at once; 503 beyond it")
+    max_connections: int = option(2048, "most open connections; fewer if the limit of open files is near")
+    header_seconds: float = option(20.0, "time for a request's headers to arrive")
+    body_seconds: float = option(120.0, "time for a request's body to arrive")
+    idle_seconds: int = option(5, "time that a connection is kept without a request")
+    write_seconds: float = option(120.0, "time for a client to read more of its answer before it is disconnected")
     store: str | None = option(
         None,
         "where conversations are kept: a file (SQLite), a database URL (postgresql://…), or `memory` to forget them at "
@@ -40,6 +46,12 @@ class ServerConfig:
             ("max_choices", 1, 1024),
             ("tenant_share", 0, 1),
             ("max_body_mb", 0.001, 1024),
+            ("max_bodies_mb", 0.001, 1 << 20),
+            ("max_connections", 1, 1 << 20),
+            ("header_seconds", 0.05, 3600),
+            ("body_seconds", 0.05, 3600),
+            ("idle_seconds", 1, 3600),
+            ("write_seconds", 0.05, 3600),
             ("store_days", 0.001, 36500),
             ("store_conversations", 1, 1 << 31),
             ("store_gb", 0.001, 1 << 20),

@@ -8,21 +8,21 @@ import logging
 import signal
 import socket
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from holdfast.core.config import EngineConfig
 from holdfast.engine.client import EngineClient
 from holdfast.server.app import create_app
 from holdfast.server.config import ServerConfig
+from holdfast.server.connection import Connection, Connections
 from holdfast.server.conversations.database import place
 from holdfast.server.conversations.service import Responses
 from holdfast.server.conversations.store import Store
 from holdfast.server.conversations.values import Bounds
 from holdfast.server.service import Service
 
-MAX_HEADER_BYTES = 64 * 1024
 CUT_SECONDS = 2.0
 """Time for streams to send their error event after the engine has ended."""
 
@@ -72,8 +72,9 @@ async def serve(
     responses: Responses = app.state.responses
     server = Server(
         uvicorn.Config(
-            app, http=BoundedHeaders, ws="none", lifespan="off", log_config=None, access_log=False,
-            server_header=False, timeout_graceful_shutdown=1,
+            app, http=partial(Connection, shared=Connections(config)), ws="none",  # type: ignore[arg-type]
+            lifespan="off", log_config=None, access_log=False, server_header=False, timeout_graceful_shutdown=1,
+            timeout_keep_alive=config.idle_seconds,
         )
     )  # fmt: skip
     with signals() as received:
@@ -168,26 +169,3 @@ class Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         yield
 
-
-class BoundedHeaders(HttpToolsProtocol):
-    """uvicorn's HTTP protocol, with a limit on header bytes, which its parser lacks."""
-
-    header_bytes = 0
-    in_headers = True
-
-    def on_message_begin(self) -> None:
-        self.in_headers = True
-        super().on_message_begin()
-
-    def on_headers_complete(self) -> None:
-        self.in_headers = False
-        self.header_bytes = 0
-        super().on_headers_complete()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self.in_headers:
-            self.header_bytes += len(data)
-            if self.header_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():
-                self.transport.write(b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\n\r\n")
-                self.transport.close()

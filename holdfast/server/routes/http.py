@@ -77,15 +77,38 @@ def tenant_of(request: Request) -> str:
     return tenant
 
 
+class BodyBudget:
+    """Counts the bytes of all bodies being received at once, up to `limit`."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.held = 0
+
+
 async def read_body(request: Request, config: ServerConfig) -> bytes:
-    """The request's body. Raises ApiError 413 as soon as it is larger than the configuration allows."""
+    """The request's body. Raises ApiError 413 as soon as it is too large, and 503 if all bodies together are."""
     body, limit = bytearray(), int(config.max_body_mb * 1e6)
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > limit:
-            reason = f"the body is larger than {limit} bytes; send less, or raise the server's --max-body-mb"
-            raise ApiError(reason, status=413, code="body_too_large")
-    return bytes(body)
+    budget: BodyBudget = request.app.state.bodies
+    too_large = ApiError(
+        f"the body is larger than {limit} bytes; send less, or raise the server's --max-body-mb",
+        status=413,
+        code="body_too_large",
+    )
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared[:20]) > limit:
+        raise too_large
+    try:
+        async for chunk in request.stream():
+            body += chunk
+            budget.held += len(chunk)
+            if len(body) > limit:
+                raise too_large
+            if budget.held > budget.limit:
+                reason = f"more than {budget.limit} bytes of request bodies are being received; try again"
+                raise ApiError(reason, status=503, code="overloaded", retry_after=1)
+        return bytes(body)
+    finally:
+        budget.held -= len(body)
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

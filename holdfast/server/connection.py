@@ -1,0 +1,306 @@
+"""One HTTP connection, bounded. uvicorn limits idle time between requests; the other limits are here."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+from typing import Any
+
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+
+from holdfast.server.config import ServerConfig
+from holdfast.server.protocol import ApiError
+from holdfast.server.replies import encode
+
+MAX_HEADER_BYTES = 64 * 1024
+PIECE_BYTES = 16 * 1024
+"""Most bytes that the parser gets at once, so that few requests are parsed ahead of the one that is answered."""
+LINGER_SECONDS = 2.0
+"""Time in which the rest of a refused request is read and dropped; without it, a reset could overtake the answer."""
+RESERVED_FILES = 96
+"""Open files that connections leave for everything else."""
+LOG_SECONDS = 10.0
+
+log = logging.getLogger("holdfast.server")
+
+
+class Connections:
+    """What all connections of a server share: their limits, and which of them wait for a request."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        self.config = config
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        spare = config.max_connections if files == resource.RLIM_INFINITY else max(1, files - RESERVED_FILES)
+        self.limit = min(config.max_connections, spare)
+        self.waiting: dict[Connection, None] = {}
+        """Connections without a request in progress, the longest waiting first."""
+        self.next_log = 0.0
+
+    def make_room(self, number: int, now: float) -> bool:
+        """Whether a new connection may stay as one of `number`. May close the one that has waited longest."""
+        if number <= self.limit:
+            return True
+        if now >= self.next_log:
+            self.next_log = now + LOG_SECONDS
+            log.warning(
+                "%d connections are open, which is the limit (--max-connections, and %d below the limit of open files);"
+                " those that have waited longest for a request are closed",
+                self.limit,
+                RESERVED_FILES,
+            )
+        if not self.waiting:
+            return False
+        longest = next(iter(self.waiting))
+        del self.waiting[longest]
+        longest.transport.abort()
+        return True
+
+
+class Connection(HttpToolsProtocol):
+    """uvicorn's HTTP protocol, with limits on header and trailer bytes, requests parsed ahead, and times."""
+
+    def __init__(self, *args: Any, shared: Connections, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.shared = shared
+        self.active: RequestResponseCycle | None = None
+        """The request that is answered; `cycle` is the one parsed last."""
+        self.in_head = True
+        self.progress = False
+        self.unfinished = 0
+        """About how many bytes came since the last byte of a body or the end of a request."""
+        self.held = b""
+        self.keep_alive = True
+        self.ending = False
+        self.awaited: str | None = None
+        self.reading: asyncio.TimerHandle | None = None
+        self.writing: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.flow = Flow(transport)
+        if self.shared.make_room(len(self.connections), self.loop.time()):
+            self.watch()
+        else:
+            self.refuse(ApiError("too many connections; try again", status=503, code="overloaded", retry_after=1))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.ending = True
+        self.shared.waiting.pop(self, None)
+        self.stop_timers()
+        self._unset_keepalive_if_required()
+        self.cut()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self.ending:
+            return
+        if self.held:
+            self.held += data
+            return
+        for start in range(0, len(data), PIECE_BYTES):
+            if self.pipeline:
+                self.held = data[start:]
+                self.hold(True)
+                break
+            piece = data[start : start + PIECE_BYTES]
+            self.progress = False
+            super().data_received(piece)
+            if self.ending or self.transport.is_closing():
+                return
+            self.unfinished = len(piece) + (0 if self.progress else self.unfinished)
+            if self.unfinished > MAX_HEADER_BYTES:
+                limit = f"headers and trailers may have {MAX_HEADER_BYTES} bytes"
+                self.refuse(ApiError(limit, status=431, code="headers_too_large"))
+                return
+        if not self.busy:
+            self.in_head = True
+        self.watch()
+
+    def on_message_begin(self) -> None:
+        self.in_head = True
+        super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self.in_head:  # trailers are dropped
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self.in_head = False
+        super().on_headers_complete()
+        # uvicorn ends the connection after an answer to a request that was not read to its end.
+        self.keep_alive, self.cycle.keep_alive = self.cycle.keep_alive, False
+        self.cycle.transport = CycleTransport(self)  # type: ignore[assignment]
+
+    def on_body(self, body: bytes) -> None:
+        self.progress = True
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self.progress = True
+        if not self.cycle.response_started:
+            self.cycle.keep_alive = self.keep_alive
+        super().on_message_complete()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self.active = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def on_response_complete(self) -> None:
+        if self.ending:
+            return
+        super().on_response_complete()
+        if self.held and not self.pipeline:
+            data, self.held = self.held, b""
+            self.hold(False)
+            self.data_received(data)
+        else:
+            self.watch()
+
+    def send_400_response(self, msg: str) -> None:
+        self.refuse(ApiError(msg, code="invalid_http"))
+
+    def shutdown(self) -> None:
+        self.keep_alive = False
+        super().shutdown()
+
+    def timeout_keep_alive_handler(self) -> None:
+        self.end()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self.await_reader()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self.writing is not None and not self.ending:
+            self.writing.cancel()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request is read or answered."""
+        return self.active is not None and not self.active.response_complete
+
+    def watch(self) -> None:
+        """Time what the client has to send next."""
+        if self.busy:
+            self.shared.waiting.pop(self, None)
+            assert self.active is not None
+            awaited = "body" if self.active.more_body and not self.active.response_started else None
+        else:
+            self.shared.waiting.setdefault(self)
+            awaited = "head" if self.in_head else None
+        if awaited == self.awaited:
+            return
+        self.awaited = awaited
+        if self.reading is not None:
+            self.reading.cancel()
+        if awaited is not None:
+            config = self.shared.config
+            seconds = config.body_seconds if awaited == "body" else config.header_seconds
+            self.reading = self.loop.call_later(seconds, self.late, awaited, seconds)
+
+    def late(self, awaited: str, seconds: float) -> None:
+        """Close the connection: what was awaited has not come in time."""
+        if awaited == "head" and not self.unfinished:
+            self.end()
+        else:
+            reason = f"the request's {awaited} has not arrived within {seconds:g} s"
+            self.refuse(ApiError(reason, status=408, code="request_timeout"))
+
+    def await_reader(self) -> None:
+        """Give the client time to read what waits to be sent."""
+        if self.writing is not None:
+            self.writing.cancel()
+        size = self.transport.get_write_buffer_size()
+        self.writing = self.loop.call_later(self.shared.config.write_seconds, self.stalled, size)
+
+    def stalled(self, before: int) -> None:
+        """Drop a client that has read next to nothing in time."""
+        if self.transport.get_write_buffer_size() > before - PIECE_BYTES:
+            self.transport.abort()
+        else:
+            self.await_reader()
+
+    def refuse(self, error: ApiError) -> None:
+        """Answer outside the application, if no answer has begun, and close."""
+        if self.ending:
+            return
+        if not self.busy or (self.active is self.cycle and not self.cycle.response_started):
+            body = encode(error.body())
+            retry = b"" if error.retry_after is None else b"retry-after: %d\r\n" % error.retry_after
+            head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n" % len(body)
+            self.transport.write(STATUS_LINE[error.status] + head + retry + b"\r\n" + body)
+        self.cut()
+        self.end(unread=True)
+
+    def cut(self) -> None:
+        """Tell the application that the client is gone."""
+        self.pipeline.clear()
+        for cycle in (self.active, self.cycle):
+            if cycle is not None and not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+
+    def end(self, *, unread: bool = False) -> None:
+        """Close once everything is sent. With `unread`, what still arrives is dropped for a while first."""
+        if self.ending or self.transport.is_closing():
+            return
+        self.ending = True
+        self.held = b""
+        self.stop_timers()
+        self.shared.waiting.setdefault(self)
+        if unread:
+            self.hold(False)
+            self.transport.write_eof()
+            self.reading = self.loop.call_later(LINGER_SECONDS, self.close)
+        else:
+            self.close()
+
+    def close(self) -> None:
+        """Close, and abort if the client does not read the rest."""
+        self.transport.close()
+        self.await_reader()
+
+    def hold(self, held: bool) -> None:
+        """Stop or resume reading from the socket."""
+        assert isinstance(self.flow, Flow)
+        self.flow.held = held
+        if held:
+            self.flow.pause_reading()
+        else:
+            self.flow.resume_reading()
+
+    def stop_timers(self) -> None:
+        for timer in (self.reading, self.writing):
+            if timer is not None:
+                timer.cancel()
+
+
+class Flow(FlowControl):
+    """uvicorn's flow control. While `held`, nothing resumes reading."""
+
+    held = False
+
+    def resume_reading(self) -> None:
+        if not self.held:
+            super().resume_reading()
+
+
+class CycleTransport:
+    """The transport as one request's cycle sees it. Its `close` lets the answer arrive before the connection ends."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+
+    def write(self, data: bytes) -> None:
+        if not self.connection.ending:
+            self.connection.transport.write(data)
+
+    def is_closing(self) -> bool:
+        return self.connection.ending or self.connection.transport.is_closing()
+
+    def close(self) -> None:
+        cycle = self.connection.cycle
+        self.connection.end(unread=cycle.more_body or cycle is not self.connection.active)

@@ -1,0 +1,245 @@
+"""Connections to a real server that send too much, too little, too slowly, or read nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+from fake_engine import FakeClient
+
+from holdfast.server.connection import MAX_HEADER_BYTES
+
+Listening = Callable[..., Any]
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+CHAT = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}).encode()
+POST = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+CHUNKED = POST + b"transfer-encoding: chunked\r\n\r\n"
+GET = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
+
+
+@asynccontextmanager
+async def connected(server: Any, count: int = 1) -> AsyncIterator[list[Streams]]:
+    """Open connections to the server."""
+    host, port = server.url.removeprefix("http://").split(":")
+    opened = [await asyncio.open_connection(host, int(port)) for _ in range(count)]
+    yield opened
+    for _, writer in opened:
+        writer.transport.abort()
+
+
+async def pour(writer: asyncio.StreamWriter, piece: bytes, pieces: int) -> int:
+    """Send `piece` again and again. Returns how many were sent until the connection ended, at most `pieces`."""
+    for sent in range(pieces):
+        try:
+            writer.write(piece)
+            await writer.drain()
+        except ConnectionError:
+            return sent
+        if writer.is_closing():
+            return sent
+    return pieces
+
+
+def head(code: int) -> bytes:
+    return b"HTTP/1.1 %d " % code
+
+
+async def read_one(reader: asyncio.StreamReader) -> bytes:
+    """Read one answer that has a content-length."""
+    top = await reader.readuntil(b"\r\n\r\n")
+    length = next(line for line in top.lower().split(b"\r\n") if line.startswith(b"content-length"))
+    return top + await reader.readexactly(int(length.split(b":")[1]))
+
+
+async def test_headers_beyond_the_limit_end_the_connection_with_431(listening: Listening) -> None:
+    async with listening() as server, connected(server) as [(reader, writer)]:
+        writer.write(b"GET /health HTTP/1.1\r\nx-endless: " + b"a" * MAX_HEADER_BYTES)
+        answer = await reader.read()
+        assert answer.startswith(head(431)) and b"65536 bytes" in answer
+        async with httpx.AsyncClient(base_url=server.url) as api:
+            assert (await api.get("/health", headers={"x-long": "a" * 8000})).status_code == 200
+
+
+@pytest.mark.parametrize("trailer", [b"x-1: vvv\r\n" * 1000, b"v" * 10_000], ids=["many", "one"])
+async def test_trailers_beyond_the_limit_end_the_connection(
+    listening: Listening, client: FakeClient, trailer: bytes
+) -> None:
+    async with listening() as server, connected(server) as [(reader, writer)]:
+        writer.write(CHUNKED + b"0\r\nx-0: ")
+        assert await pour(writer, trailer, 100) <= 100
+        assert (await reader.read()).startswith(head(431))
+    assert not client.asked
+
+
+async def test_trailers_within_the_limit_are_dropped(listening: Listening) -> None:
+    async with listening() as server, connected(server) as [(reader, writer)]:
+        writer.write(CHUNKED + b"%x\r\n%s\r\n0\r\nx-checksum: 7\r\n\r\n" % (len(CHAT), CHAT))
+        answer = await read_one(reader)
+        assert answer.startswith(head(200)) and b"connection: close" not in answer
+        writer.write(GET)
+        assert (await read_one(reader)).startswith(head(200))
+
+
+async def test_a_refused_request_closes_its_connection_and_its_body_is_not_swallowed(listening: Listening) -> None:
+    async with listening(api_key=("sesame",)) as server, connected(server) as [(reader, writer)]:
+        writer.write(CHUNKED + b"0\r\n")
+        answer = await asyncio.wait_for(reader.read(), 30)  # up to the end, so the server has closed
+        assert answer.startswith(head(401)) and b"connection: close" in answer
+        assert await pour(writer, b"x-1: vvv\r\n" * 100_000, 1_000_000) < 1_000_000
+
+
+async def test_a_refused_request_that_was_read_to_its_end_keeps_its_connection(listening: Listening) -> None:
+    async with listening(api_key=("sesame",)) as server, connected(server) as [(reader, writer)]:
+        for _ in range(2):
+            writer.write(POST + b"content-length: %d\r\n\r\n" % len(CHAT) + CHAT)
+            answer = await read_one(reader)
+            assert answer.startswith(head(401)) and b"connection: close" not in answer
+
+
+@pytest.mark.parametrize("declared", [True, False])
+async def test_a_body_beyond_the_limit_gets_413_even_while_it_is_sent(listening: Listening, declared: bool) -> None:
+    async with listening(max_body_mb=0.01) as server, connected(server) as [(reader, writer)]:
+        writer.write(POST + b"content-length: 500000\r\n\r\n" if declared else CHUNKED)
+        await pour(writer, b"x" * 5000 if declared else b"3e8\r\n" + b"x" * 1000 + b"\r\n", 100)
+        answer = await reader.read()
+        assert answer.startswith(head(413)) and b"connection: close" in answer
+
+
+@pytest.mark.parametrize(
+    ("sent", "answer"),
+    [
+        (b"", b""),
+        (b"GET / HT", head(408)),
+        (b"GET / HTTP/1.1\r\nx: y\r\n", head(408)),
+        (b"\r\n", head(408)),
+        (POST + b"content-length: 100\r\n\r\n{", head(408)),
+        (CHUNKED + b"0\r\nx: y\r\n", head(408)),
+    ],
+)
+async def test_a_request_that_never_ends_is_closed_after_the_timeout(
+    listening: Listening, sent: bytes, answer: bytes
+) -> None:
+    async with listening(header_seconds=0.1, body_seconds=0.1) as server, connected(server) as [(reader, writer)]:
+        writer.write(sent)
+        assert (await reader.read())[: len(head(408))] == answer
+
+
+async def test_a_trickle_of_bytes_does_not_extend_the_timeout(listening: Listening) -> None:
+    async with listening(header_seconds=0.3) as server, connected(server) as [(reader, writer)]:
+        writer.write(b"GET / HTTP/1.1\r\nx: ")
+        answer = asyncio.create_task(reader.read())
+        while not answer.done():
+            writer.write(b"y")
+            await asyncio.sleep(0.05)
+
+
+async def test_a_long_answer_is_not_cut_by_the_timeouts(listening: Listening, client: FakeClient) -> None:
+    client.hold = asyncio.Event()
+    times = {"header_seconds": 0.1, "body_seconds": 0.1, "write_seconds": 0.1}
+    async with listening(**times) as server, connected(server) as [(reader, writer)]:
+        writer.write(POST + b"content-length: %d\r\n\r\n" % len(CHAT) + CHAT)
+        await asyncio.sleep(0.5)
+        client.hold.set()
+        assert (await read_one(reader)).startswith(head(200))
+
+
+async def test_an_idle_connection_is_closed_after_the_timeout(listening: Listening) -> None:
+    async with listening(idle_seconds=1) as server, connected(server) as [(reader, writer)]:
+        writer.write(GET)
+        assert (await reader.read()).startswith(head(200))
+
+
+async def test_a_client_that_reads_nothing_is_disconnected(listening: Listening) -> None:
+    requests = 40_000
+    async with listening(write_seconds=0.5) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        raw = socket.socket()
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        raw.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(raw, (host, int(port)))
+        asking = GET.replace(b"/health", b"/openapi.json") * requests
+        with pytest.raises(ConnectionError):
+            await loop.sock_sendall(raw, asking)
+            while True:
+                await loop.sock_sendall(raw, b"G")
+                await asyncio.sleep(0.1)
+        raw.close()
+
+
+async def test_many_requests_sent_at_once_are_answered_one_after_the_other(listening: Listening) -> None:
+    requests = 3000
+    async with listening() as server, connected(server) as [(reader, writer)]:
+        padded = GET.replace(b"\r\n\r\n", b"\r\nx-pad: " + b"p" * 1000 + b"\r\n\r\n")
+        writer.write(padded * requests)
+        for _ in range(requests):
+            assert (await read_one(reader)).startswith(head(200))
+
+
+async def test_a_client_that_leaves_with_requests_waiting_frees_the_running_one(
+    listening: Listening, client: FakeClient
+) -> None:
+    client.hold = asyncio.Event()
+    async with listening() as server:
+        async with connected(server) as [(_, writer)]:
+            writer.write((POST + b"content-length: %d\r\n\r\n" % len(CHAT) + CHAT) * 2)
+            while not client.asked:
+                await asyncio.sleep(0.001)
+        while client.asked[0].ended != "aborted":
+            await asyncio.sleep(0.001)
+
+
+async def test_beyond_the_connection_limit_the_longest_waiting_is_closed(
+    listening: Listening, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "holdfast.server"):
+        async with listening(max_connections=10) as server, connected(server, 30) as opened:
+            async with httpx.AsyncClient(base_url=server.url) as api:
+                assert (await api.get("/health")).status_code == 200
+            with pytest.raises(ConnectionError):
+                assert not await opened[0][0].read()
+                raise ConnectionResetError  # closed in order is as good
+    assert len([record for record in caplog.records if "10 connections are open" in record.message]) == 1
+
+
+async def test_connections_with_running_requests_are_never_closed_for_new_ones(
+    listening: Listening, client: FakeClient
+) -> None:
+    client.hold = asyncio.Event()
+    async with listening(max_connections=3) as server, connected(server, 3) as opened:
+        for _, writer in opened:
+            writer.write(POST + b"content-length: %d\r\n\r\n" % len(CHAT) + CHAT)
+        while len(client.asked) < 3:
+            await asyncio.sleep(0.001)
+        async with httpx.AsyncClient(base_url=server.url) as api:
+            refused = await api.get("/health")
+            assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
+            assert refused.json()["error"]["code"] == "overloaded"
+        client.hold.set()
+        for reader, _ in opened:
+            assert (await read_one(reader)).startswith(head(200))
+
+
+async def test_bodies_beyond_the_budget_get_503_and_their_bytes_are_freed(listening: Listening) -> None:
+    begun = POST + b"content-length: 50000\r\n\r\n" + b" " * 40_000
+    async with listening(max_bodies_mb=0.1) as server:
+        async with connected(server, 3) as opened:
+            for _, writer in opened:
+                writer.write(begun)
+            done, rest = await asyncio.wait(
+                [asyncio.create_task(reader.read()) for reader, _ in opened], return_when=asyncio.FIRST_COMPLETED
+            )
+            for task in rest:
+                task.cancel()
+            answer = done.pop().result()
+            assert answer.startswith(head(503)) and b"retry-after: 1\r\n" in answer
+        async with connected(server) as [(reader, writer)]:
+            writer.write(begun + b" " * (10_000 - len(CHAT)) + CHAT)
+            assert (await read_one(reader)).startswith(head(200))

@@ -16,6 +16,9 @@ OrderName = Literal["fcfs", "priority", "deadline", "fair"]
 QuantizationName = Literal["none", "fp8"]
 CacheTypeName = Literal["auto", "fp8"]
 
+KEY_VARIABLE = "HOLDFAST_API_KEY"
+"""The environment variable that holds API keys."""
+
 
 def option(default: Any, help: str, unit: Literal["", "ms"] = "") -> Any:
     """A config field with its help text. A field in the unit "ms" accepts 50, "50ms" and "0.05s"."""

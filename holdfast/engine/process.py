@@ -21,6 +21,7 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
+from holdfast.core.config import KEY_VARIABLE
 from holdfast.engine import messages
 
 GRACE_SECONDS = 5.0
@@ -140,8 +141,12 @@ def _in_words(status: int) -> str:
 
 
 def _environment() -> dict[str, str]:
-    """Our environment, with PYTHONPATH extended so that the engine imports this same `holdfast` from a checkout."""
+    """Our environment without API keys.
+
+    PYTHONPATH is extended so that the engine imports this same `holdfast` from a checkout.
+    """
     environment = dict(os.environ)
+    environment.pop(KEY_VARIABLE, None)
     root = str(Path(__file__).resolve().parents[2])
     if root not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, environment.get("PYTHONPATH"))))

@@ -62,6 +62,17 @@ def test_a_start_removes_the_socket_of_one_that_was_killed_an_hour_ago(tmp_path,
     assert fresh.exists() and others.exists() and used.exists()
 
 
+def test_the_engine_does_not_inherit_the_api_key(checkpoint):
+    environment = {**ENVIRONMENT, "HOLDFAST_API_KEY": "sesame"}
+    command = [sys.executable, "-c", PARENT, str(checkpoint)]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as parent:
+        engine = int(parent.stdout.readline())
+        inherited = Path(f"/proc/{engine}/environ").read_bytes()
+        parent.kill()
+    wait_for_end(engine)
+    assert b"PYTHONPATH" in inherited and b"sesame" not in inherited
+
+
 def test_neither_torch_nor_transformers_is_loaded_by_the_client():
     code = (
         "import sys, holdfast, holdfast.engine.client, holdfast.engine.llm\n"

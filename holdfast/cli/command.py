@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from holdfast.cli.flags import CommandError, ConfigT, Parser, UsageError, add_flags, build, flag_of, read_file, signed
-from holdfast.core.config import BUILTIN_MODEL, EngineConfig
+from holdfast.core.config import BUILTIN_MODEL, KEY_VARIABLE, EngineConfig
 from holdfast.core.version import __version__
 
 EXAMPLES = """\
@@ -188,6 +188,8 @@ def serve_command() -> Command:
 
     def run(asked: Asked) -> int:
         keys = environment_keys()
+        if KEY_VARIABLE in os.environ and not keys:
+            raise UsageError(f"{KEY_VARIABLE} is set but holds no key; set a key, or unset it to serve without one")
         server = asked.config(ServerConfig, {"api_key": keys} if keys else {})
         engine = asked.config(EngineConfig)
         from holdfast.cli import serve  # not for the help, which needs the options alone
@@ -331,7 +333,7 @@ def refuse_engine_flags(flags: Mapping[str, object], why: str, but: Sequence[str
 
 def environment_keys() -> list[str]:
     """API keys from HOLDFAST_API_KEY, comma-separated."""
-    return [key.strip() for key in os.environ.get("HOLDFAST_API_KEY", "").split(",") if key.strip()]
+    return [key.strip() for key in os.environ.get(KEY_VARIABLE, "").split(",") if key.strip()]
 
 
 def client_key() -> dict[str, str]:

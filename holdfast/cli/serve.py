@@ -37,7 +37,7 @@ def announce(console: Console, engine: EngineConfig, server: ServerConfig, info:
     """Print what runs and how to talk to it."""
     memory, keyed = info.memory, bool(server.api_key)
     rows = {
-        "address": f"{url}  (API under /v1, described at /docs)",
+        "address": f"{url}  (API under /v1, described at /openapi.json)",
         "device": f"{memory.device}, {info.precision}",
         "memory": f"weights {memory.weights / GB:.2f} GB, one step {memory.activations / GB:.2f} GB",
         "cache": tier(info, info.num_blocks),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import ipaddress
 from collections.abc import Sequence
 
 from fastapi import FastAPI, Request, Response
@@ -36,12 +37,16 @@ def create_app(client: EngineClient, config: ServerConfig, store: Store) -> Fast
         title="Holdfast",
         version=__version__,
         summary="OpenAI's API over a model that holds each conversation's state",
+        docs_url=None,  # its page comes from a CDN
         redoc_url=None,
     )
     app.state.service = service
     app.state.responses = responses
     app.state.bodies = BodyBudget(int(config.max_bodies_mb * 1e6))
-    app.add_middleware(KeyCheck, keys=config.api_key)
+    if config.api_key:
+        app.add_middleware(KeyCheck, keys=config.api_key)
+    else:
+        app.add_middleware(BrowserCheck, hosts=(config.host, *config.allowed_host))
     add_error_handlers(app, service)
     add_model_routes(app, service)
     add_completion_routes(app, service)
@@ -102,7 +107,7 @@ class KeyCheck:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        tenant = "" if not self.keys else self.tenant(scope)
+        tenant = self.tenant(scope)
         if tenant is None and scope["path"] not in OPEN_PATHS:
             error = ApiError("a valid API key is needed: Authorization: Bearer KEY", status=401, code="invalid_api_key")
             await JSON(error.body(), 401, {"www-authenticate": "Bearer"})(scope, receive, send)
@@ -118,3 +123,51 @@ class KeyCheck:
         # Compare every key, each in constant time, so that the time taken reveals nothing about any of them.
         matches = [hmac.compare_digest(given.strip(), key) for key in self.keys]
         return self.tenants[matches.index(True)] if any(matches) else None
+
+
+class BrowserCheck:
+    """For a server without keys: refuses what other web sites can make a browser on this machine send.
+
+    A site whose name is bound anew to this address (DNS rebinding) sends its own name as the host. A site that posts
+    here without asking first (CORS) cannot say that it sends JSON.
+    """
+
+    def __init__(self, app: ASGIApp, hosts: Sequence[str]) -> None:
+        self.app = app
+        self.hosts = {host.lower() for host in ("localhost", *hosts)}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        error = None if scope["path"] in OPEN_PATHS else self.refusal(scope)
+        if error is not None:
+            await JSON(error.body(), error.status)(scope, receive, send)
+            return
+        scope.setdefault("state", {})["tenant"] = ""
+        await self.app(scope, receive, send)
+
+    def refusal(self, scope: Scope) -> ApiError | None:
+        """Why the request is not served; None if it is."""
+        for name, value in scope["headers"]:
+            if name == b"host" and not self.known(value.decode("latin-1").lower()):
+                reason = f"this server is not known as {value.decode('latin-1')[:128]}"
+                return ApiError(f"{reason}; add the name with --allowed-host", status=403, code="host_not_allowed")
+        headers = dict(scope["headers"])
+        kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+        has_body = headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers
+        if scope["method"] == "POST" and has_body and kind != b"application/json":
+            reason = "the body must be JSON, with the header content-type: application/json"
+            return ApiError(reason, status=415, code="unsupported_media_type")
+        return None
+
+    def known(self, host: str) -> bool:
+        """Whether a Host header names this server. An address does: only names can be bound anew."""
+        name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+        if name in self.hosts or name.endswith(".localhost"):
+            return True
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return True

@@ -18,6 +18,10 @@ class ServerConfig:
         "key that clients must send; repeat it for several, each a tenant with its own cache "
         "(better in HOLDFAST_API_KEY, comma-separated: a command line can be read by other users)",
     )
+    allowed_host: tuple[str, ...] = option(
+        (),
+        "name under which clients reach a server without keys, besides localhost and addresses; repeat it for several",
+    )
     max_choices: int = option(64, "most choices of one request: n times its prompts")
     tenant_share: float = option(
         0.5, "share of the waiting places that one API key may hold, where there are several; more is refused with 429"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
 import signal
 import socket
@@ -42,6 +43,13 @@ async def run(
     is not available and StoreError if the store cannot be opened, both before the engine starts; EngineStartError if
     the engine cannot start.
     """
+    if not config.api_key and not loopback(config.host):
+        log.warning(
+            "ANYBODY who reaches %s:%d can use this server: it listens beyond this machine and has no API key; "
+            "set HOLDFAST_API_KEY, or listen on 127.0.0.1",
+            config.host,
+            config.port,
+        )
     with listen(config) as listener, contextlib.closing(open_store(config)) as store:
         client = await EngineClient.start(engine, on_progress=on_progress)
         try:
@@ -155,6 +163,14 @@ def listen(config: ServerConfig) -> socket.socket:
     return listener
 
 
+def loopback(host: str) -> bool:
+    """Whether only this machine reaches an address. A name other than localhost counts as reached by others."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
 def url_of(listener: socket.socket) -> str:
     """The server's URL for clients on this machine."""
     host, port = listener.getsockname()[:2]
@@ -168,4 +184,3 @@ class Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-

@@ -10,6 +10,7 @@ import pytest
 from fake_engine import engine_info
 from rich.console import Console
 
+from holdfast.cli.command import main
 from holdfast.cli.serve import announce, curl_line, python_lines
 from holdfast.core.config import EngineConfig
 from holdfast.server.config import ServerConfig
@@ -53,6 +54,15 @@ def test_the_announcement_shows_the_tbt_target_beside_the_token_budget() -> None
     assert "512 tokens at most (token budget), 50 ms while a stream decodes (TBT target)" in announced(
         EngineConfig(tbt_target=50), ServerConfig()
     )
+
+
+@pytest.mark.parametrize("value", ["", " ", ","])
+def test_a_key_variable_without_a_key_ends_the_start_with_2(
+    value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOLDFAST_API_KEY", value)
+    assert main(["serve", "/no/such/model", "--store", "memory"]) == 2
+    assert "HOLDFAST_API_KEY is set but holds no key" in capsys.readouterr().err
 
 
 def test_the_announced_examples_are_valid() -> None:

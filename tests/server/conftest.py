@@ -17,6 +17,8 @@ from holdfast.server.conversations.database import MEMORY
 from holdfast.server.conversations.store import AsyncStore
 from holdfast.server.run import open_store
 
+KIND = {"content-type": "application/json"}
+
 
 @pytest.fixture
 def client() -> FakeClient:
@@ -33,7 +35,7 @@ def http(client: FakeClient) -> Iterator[Callable[..., httpx.AsyncClient]]:
         app = create_app(client, settings, open_store(settings))  # type: ignore[arg-type]
         stores.append(app.state.responses.store)
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-        return httpx.AsyncClient(transport=transport, base_url="http://holdfast", headers=headers)
+        return httpx.AsyncClient(transport=transport, base_url="http://localhost", headers={**KIND, **(headers or {})})
 
     yield make
     for store in stores:

@@ -651,11 +651,44 @@ class TestApiKeys:
         assert client.asked[0].tenant == ""
 
 
+class TestBrowsers:
+    """Without a key, a web site in a browser on this machine must not reach the server."""
+
+    @pytest.mark.parametrize("host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "[evil]:1", ""])
+    async def test_a_name_that_is_not_the_servers_is_refused(self, http: Http, client: FakeClient, host: str) -> None:
+        async with http() as api:
+            refused = await api.post(CHAT, json=HELLO, headers={"host": host})
+        assert refused.status_code == 403 and error_of(refused)["code"] == "host_not_allowed"
+        assert "--allowed-host" in error_of(refused)["message"] and not client.asked
+
+    @pytest.mark.parametrize(
+        "host",
+        ["localhost", "LOCALHOST:8000", "a.localhost", "127.0.0.1:1", "[::1]:1", "192.168.1.7", "box", "gpu.lan:8"],
+    )
+    async def test_own_names_and_addresses_are_served(self, http: Http, host: str) -> None:
+        async with http(host="box", allowed_host=("GPU.lan",)) as api:
+            assert (await api.post(CHAT, json=HELLO, headers={"host": host})).status_code == 200
+
+    async def test_with_a_key_any_name_is_served(self, http: Http) -> None:
+        async with http(api_key=("sesame",)) as api:
+            headers = {"host": "gpu.example", "authorization": "Bearer sesame"}
+            assert (await api.post(CHAT, json=HELLO, headers=headers)).status_code == 200
+
+    @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
+    async def test_a_post_that_is_not_json_is_refused(self, http: Http, client: FakeClient, kind: str) -> None:
+        async with http() as api:
+            refused = await api.post(CHAT, content=json.dumps(HELLO), headers={"content-type": kind})
+            assert refused.status_code == 415 and error_of(refused)["code"] == "unsupported_media_type"
+            assert not client.asked
+            headers = {"content-type": "application/json; charset=utf-8"}
+            assert (await api.post(CHAT, content=json.dumps(HELLO), headers=headers)).status_code == 200
+
+
 async def test_docs_describe_the_request_bodies(http: Http) -> None:
     async with http() as api:
         schema = (await api.get("/openapi.json")).json()
-        assert (await api.get("/docs")).status_code == 200
-        assert "/docs" in (await api.get("/")).text
+        assert (await api.get("/")).json()["schema"] == "/openapi.json"
+        assert (await api.get("/docs")).status_code == 404
     body = schema["paths"][CHAT]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert body["properties"]["temperature"]["maximum"] == 2
     assert body["properties"]["stream_options"]["properties"]["include_usage"]["type"] == "boolean"

@@ -16,8 +16,10 @@ import openai
 import pytest
 from fake_engine import WORDS, FakeClient
 
+from holdfast.core.config import EngineConfig
 from holdfast.server.config import ServerConfig
-from holdfast.server.run import listen
+from holdfast.server.conversations.values import StoreError
+from holdfast.server.run import listen, run
 
 Listening = Callable[..., Any]
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
@@ -151,6 +153,19 @@ def test_a_port_in_use_raises_an_error_that_names_it() -> None:
         listen(ServerConfig(port=port))
 
 
+@pytest.mark.parametrize(
+    ("host", "keys", "warned"),
+    [("0.0.0.0", (), True), ("::", (), True), ("0.0.0.0", ("sesame",), False), ("127.0.0.1", (), False)],
+)
+async def test_an_address_beyond_this_machine_without_a_key_is_warned_of(
+    host: str, keys: tuple[str, ...], warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = ServerConfig(host=host, port=0, api_key=keys, store="/dev/null/not/a/store")
+    with pytest.raises((StoreError, OSError)):
+        await run(EngineConfig(), config, on_progress=print, on_ready=print)
+    assert ("ANYBODY" in caplog.text) == warned
+
+
 def test_the_listener_is_a_tcp_socket_for_which_asyncio_turns_nagle_off() -> None:
     with listen(ServerConfig(port=0)) as listener:
         assert listener.proto == socket.IPPROTO_TCP
@@ -166,7 +181,7 @@ from fake_engine import FakeClient
 async def main():
     config = ServerConfig(store="memory")
     app = create_app(FakeClient(), config, open_store(config))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://holdfast") as api:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as api:
         body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
         assert (await api.post("/v1/chat/completions", json=body)).status_code == 200
 

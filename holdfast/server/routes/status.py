@@ -32,7 +32,7 @@ def add_model_routes(app: FastAPI, service: Service) -> None:
             "name": "Holdfast",
             "model": info.model,
             "api": "OpenAI's: /v1/responses, /v1/conversations, /v1/chat/completions, /v1/completions, /v1/models",
-            "docs": "/docs",
+            "schema": "/openapi.json",
             "health": "/health",
             "metrics": "/metrics",
         }

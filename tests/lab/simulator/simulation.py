@@ -18,4 +18,4 @@ PROFILE = CostProfile(cost=COST, dtype="float32", cache_tokens=8192, max_model_l
 
 
 def run(workload, *, config=None, profile=PROFILE, **options):
-    return simulate(EngineConfig(max_sequences=16, **(config or {})), profile, workload, **options)
+    return simulate(EngineConfig(**{"max_sequences": 16, **(config or {})}), profile, workload, **options)

@@ -5,12 +5,16 @@ from itertools import pairwise
 
 import pytest
 
+from holdfast.core.config import EngineConfig
 from holdfast.lab import workloads
 from holdfast.lab.metrics import summary
 from holdfast.lab.simulator.deployment import Pipeline
 from holdfast.lab.simulator.devices import Link
+from holdfast.lab.simulator.run import engine_shape
 from holdfast.lab.workloads import Conversation, Turn
 from holdfast.lm.scheduler.choice import NAMES
+from holdfast.loop.loop import Loop
+from tests.built import SCHEDULING, check, settings_of
 from tests.lab.simulator.simulation import COST, PROFILE, run
 
 
@@ -33,6 +37,61 @@ def test_requests_arrive_on_time_and_the_clock_skips_idle_time():
     assert [record.arrival for record in outcome.records] == [0.0, 100.0, 200.0]
     assert len({round(record.token_times[0] - record.arrival, 9) for record in outcome.records}) == 1
     assert outcome.seconds < 201 and outcome.busy < 1
+
+
+def test_a_request_due_in_mid_step_arrives_then_and_is_planned_with_the_next_step():
+    first, late = Conversation(0.0, (Turn(100, 3),)), Conversation(0.001, (Turn(50, 2),))
+    outcome = run([first, late], config={"steps_in_flight": 1})
+    steps = [COST.step(spans) for spans in ([(100, 100)], [(1, 101), (50, 50)], [(1, 102), (1, 51)])]
+    ends = [sum(steps[: index + 1]) for index in range(3)]
+    one, two = outcome.records
+    assert steps[0] > 0.001
+    assert one.token_times == pytest.approx(ends)
+    assert (two.arrival, two.scheduled) == (0.001, pytest.approx(ends[0]))
+    assert two.token_times == pytest.approx(ends[1:])
+
+
+@pytest.mark.parametrize("name", SCHEDULING)
+def test_every_option_of_the_scheduler_reaches_the_simulated_one(name, monkeypatch):
+    loops = []
+
+    class Noted(Loop):
+        def __init__(self, *args):
+            super().__init__(*args)
+            loops.append(self)
+
+    monkeypatch.setattr("holdfast.lab.simulator.run.Loop", Noted)
+    for options in ({}, SCHEDULING[name][0]):
+        run(separate_requests(1, 10, 2), config=options)
+    defaults, settings = (settings_of(loop.planner) for loop in loops)
+    check(name, settings, defaults)
+
+
+def test_as_many_simulated_steps_are_in_flight_as_the_option_says():
+    """The tokens of a step are known when it ends: with more steps in flight the host's time is hidden."""
+    one, two = (
+        run(separate_requests(1, 10, 50), config={"steps_in_flight": steps}, host_seconds=0.002) for steps in (1, 2)
+    )
+    assert one.seconds == pytest.approx(two.seconds + 49 * 0.002, rel=0.01)
+
+
+def test_orcas_steps_are_bounded_by_the_pool_unless_a_budget_is_given():
+    def most_tokens(**options):
+        return engine_shape(EngineConfig(scheduler="orca", max_sequences=16, **options), PROFILE).max_step_tokens
+
+    assert most_tokens() == PROFILE.cache_tokens == 8192
+    assert most_tokens(token_budget=32) == 2048 + 16
+    assert most_tokens(max_model_len=100) == 16 * 100
+
+
+@pytest.mark.parametrize("name", ["orca", "request-level"])
+def test_reserving_policies_run_as_many_requests_as_the_pool_holds_at_their_longest(name):
+    """Each takes 160 positions in the end: 10 blocks of a pool of 64."""
+    pool = replace(PROFILE, cache_tokens=1024)
+    outcome = run(separate_requests(12, 100, 61), profile=pool, config={"scheduler": name})
+    started = sorted(record.scheduled for record in outcome.records)
+    assert [at == 0.0 for at in started] == [True] * 6 + [False] * 6
+    assert outcome.stats.preemptions == 0
 
 
 def test_a_turn_arrives_after_its_think_time_and_finds_its_history_cached():

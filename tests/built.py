@@ -1,0 +1,61 @@
+"""What a configuration has built: the settings of a scheduler, for tests that every option arrives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from holdfast.lm.memory.retention import EVICTIONS
+from holdfast.lm.scheduler.scheduler import Scheduler
+
+
+def settings_of(scheduler: Scheduler) -> dict[str, Any]:
+    """By name of the option: what the scheduler was made with."""
+    queues, policy, order = scheduler._queues, scheduler._policy, scheduler._order
+    pool = queues.pool
+    return {
+        "scheduler": type(policy).__name__,
+        "token_budget": getattr(policy, "token_budget", None),
+        "tbt_target": getattr(policy, "target", None),
+        "order": type(order).__name__,
+        "priority_aging": getattr(order, "aging", None),
+        "ttft_target": getattr(order, "ttft_target", None),
+        "fair_weight": getattr(order, "weight", None),
+        "max_sequences": len(queues.free_rows),
+        "max_model_len": scheduler._limits.max_model_len,
+        "block_size": pool.block_size,
+        "chunk_size": pool.rule.chunk_blocks * pool.block_size,
+        "eviction": pool.rule.eviction,
+        "swap_threshold": pool._low_water / pool.num_blocks,
+        "headroom": queues.headroom / pool.num_blocks,
+        "prefix_sharing": scheduler._sharing,
+        "seed": scheduler._seed,
+    }
+
+
+SCHEDULING: dict[str, tuple[dict[str, Any], Any]] = {
+    "max_model_len": ({"max_model_len": 160}, 160),
+    "max_sequences": ({"max_sequences": 5}, 5),
+    "block_size": ({"block_size": 8}, 8),
+    "chunk_size": ({"chunk_size": 64}, 64),
+    "eviction": ({"eviction": "tail-first"}, EVICTIONS["tail-first"]),
+    "swap_threshold": ({"swap_threshold": 0.5}, 0.5),
+    "headroom": ({"headroom": 0.3}, 0.3),
+    "scheduler": ({"scheduler": "hybrid-only"}, "HybridOnly"),
+    "order": ({"order": "fcfs"}, "Fcfs"),
+    "priority_aging": ({"priority_aging": 60.0}, 60.0),
+    "ttft_target": ({"order": "deadline", "ttft_target": 500.0}, 0.5),
+    "fair_weight": ({"order": "fair", "fair_weight": 3.0}, 3.0),
+    "token_budget": ({"token_budget": 32}, 32),
+    "tbt_target": ({"token_budget": None, "tbt_target": 40.0}, 0.04),
+    "prefix_sharing": ({"prefix_sharing": False}, False),
+    "seed": ({"seed": 7}, 7),
+}
+"""For each option of the scheduler: what sets it, and what `settings_of` then says."""
+
+
+def check(name: str, settings: dict[str, Any], defaults: dict[str, Any]) -> None:
+    """Fail unless the option `name` has changed these settings from the defaults to what it says."""
+    expected = SCHEDULING[name][1]
+    found = settings[name]
+    assert found != defaults[name], f"{name} changes nothing"
+    assert abs(found - expected) < 0.01 if isinstance(expected, float) else found == expected

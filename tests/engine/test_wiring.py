@@ -1,0 +1,152 @@
+"""Wiring: every option of the engine changes what is built."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import fields
+from unittest.mock import create_autospec
+
+import pytest
+import torch
+
+from holdfast.core.config import EngineConfig
+from holdfast.engine.build import build, make_device
+from holdfast.engine.checkpoint import Checkpoint
+from holdfast.engine.trace import TracedExecutor
+from holdfast.lm.execution import paged_device
+from holdfast.lm.kernels.attention.protocol import CapturableAttention
+from tests.built import SCHEDULING, check, settings_of
+from tests.engine.conftest import SMALL
+
+BLOCK = 2 * 2 * 16 * 2 * 16 * 4
+"""Bytes of a block: layers, keys and values, tokens, heads, head size, bytes of a float32."""
+
+REPORTED = {
+    "dtype": ({"dtype": "bfloat16"}, "precision", "bfloat16"),
+    "kv_cache_dtype": ({"kv_cache_dtype": "fp8"}, "precision", "float32, fp8 cache"),
+    "quantization": ({"quantization": "fp8"}, "precision", "float32, fp8 weights"),
+    "max_model_len": ({"max_model_len": 160}, "max_model_len", 160),
+    "max_sequences": ({"max_sequences": 5}, "max_sequences", 5),
+    "block_size": ({"block_size": 8}, "block_size", 8),
+    "cache_gb": ({"cache_gb": 12 * BLOCK / 1e9}, "num_blocks", 12),
+    "host_cache_gb": ({"host_cache_gb": 100 * BLOCK / 1e9}, "num_host_blocks", 100),
+    "token_budget": ({"token_budget": 32}, "token_budget", 32),
+    "max_waiting": ({"max_waiting": 9}, "max_waiting", 9),
+}
+"""For each option that the engine reports: what sets it, the field of EngineInfo, and its value."""
+OTHERS = {
+    "model", "device", "load_format", "memory_fraction", "steps_in_flight", "cuda_graphs", "attention_backend", "trace",
+    "threads",
+}  # fmt: skip
+"""Options with a test of their own below."""
+
+
+@pytest.fixture(scope="module")
+def built(checkpoint):
+    """What the tests' own defaults build."""
+    loop, info = build(EngineConfig(model=str(checkpoint), **SMALL))
+    return settings_of(loop.planner), info
+
+
+def test_every_option_has_a_test_of_what_it_builds():
+    assert {field.name for field in fields(EngineConfig)} == {*SCHEDULING, *REPORTED, *OTHERS}
+
+
+@pytest.mark.parametrize("name", SCHEDULING)
+def test_every_option_of_the_scheduler_reaches_it(name, small, built):
+    loop, _ = build(small(**SCHEDULING[name][0]))
+    check(name, settings_of(loop.planner), built[0])
+
+
+@pytest.mark.parametrize("name", REPORTED)
+def test_every_option_of_the_sizes_shows_in_what_the_engine_reports(name, small, built):
+    options, field, expected = REPORTED[name]
+    assert getattr(built[1], field) != expected
+    assert getattr(build(small(**options))[1], field) == expected
+
+
+def test_the_model_is_read_from_its_directory(small, checkpoint, tmp_path):
+    shutil.copytree(checkpoint, tmp_path / "another")
+    assert build(small(model=str(tmp_path / "another")))[1].model == "another"
+
+
+def test_random_weights_need_no_file(small, checkpoint, tmp_path):
+    shutil.copytree(checkpoint, tmp_path / "bare", ignore=shutil.ignore_patterns("*.safetensors*"))
+    assert build(small(model=str(tmp_path / "bare"), load_format="random"))[1].model == "bare"
+    with pytest.raises(ValueError, match="safetensors"):
+        build(small(model=str(tmp_path / "bare")))
+
+
+def test_the_device_is_the_one_of_the_option(small, monkeypatch):
+    asked = []
+    resolve = paged_device.resolve_device
+    monkeypatch.setattr("holdfast.engine.build.resolve_device", lambda name: (asked.append(name), resolve("cpu"))[1])
+    for name in ("cuda", "cpu", "auto"):
+        build(small(device=name))
+    assert asked == ["cuda", "cpu", "auto"]
+
+
+def test_an_attention_backend_for_a_gpu_is_refused_on_a_cpu(small):
+    for backend in ("holdfast", "vllm-flash-attn"):
+        with pytest.raises(ValueError, match=f"attention_backend is {backend}, which takes a GPU"):
+            build(small(attention_backend=backend))
+
+
+def test_the_attention_backend_of_the_option_is_made(small, monkeypatch):
+    made = []
+    make = paged_device.attention_for
+    monkeypatch.setattr(
+        paged_device, "attention_for", lambda *args, **sizes: (made.append(sizes["backend"]), make(*args, **sizes))[1]
+    )
+    for backend in ("torch", "auto"):
+        build(small(attention_backend=backend))
+    assert made == ["torch", "auto"]
+
+
+@pytest.fixture
+def on_a_gpu(small, checkpoint, monkeypatch):
+    """Makes the engine's device, which then takes itself for a GPU."""
+
+    def make(**options):
+        device = make_device(small(**options), Checkpoint.find(str(checkpoint)))
+        monkeypatch.setattr(device, "device", torch.device("cuda"))
+        device.attention = create_autospec(CapturableAttention, instance=True)
+        return device
+
+    monkeypatch.setattr(paged_device, "describe_device", str)
+    return make
+
+
+def test_cuda_graphs_are_captured_unless_they_are_off(on_a_gpu):
+    assert on_a_gpu().captures
+    assert not on_a_gpu(cuda_graphs=False).captures
+
+
+def test_the_cache_on_a_gpu_takes_the_given_share_of_memory_beside_what_others_and_a_step_take(on_a_gpu):
+    for options, share in (({}, 0.9), ({"memory_fraction": 0.5}, 0.5)):
+        device = on_a_gpu(cache_gb=None, **options)
+        free, total, activations = 70_000_000_000, 80_000_000_000, 2_000_000_000
+        assert device._cache_bytes(free, total, activations) == int(share * total) - 10_000_000_000 - 2_000_000_000
+
+
+def test_as_many_steps_are_submitted_at_once_as_the_option_says(small):
+    for steps in (1, 2, 3):
+        assert build(small(steps_in_flight=steps))[0]._steps_in_flight == steps
+
+
+def test_a_trace_is_written_to_the_given_file(small, tmp_path):
+    assert not isinstance(build(small())[0].executor, TracedExecutor)
+    path = tmp_path / "trace.json"
+    loop, _ = build(small(trace=str(path)))
+    loop.close()
+    assert isinstance(loop.executor, TracedExecutor) and path.stat().st_size
+
+
+def test_threads_are_set(small):
+    before = torch.get_num_threads()
+    try:
+        for threads in (2, 1):
+            build(small(threads=threads))
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)

@@ -34,6 +34,13 @@ def test_an_evaluation_has_the_capacity_within_the_limits_and_its_cost():
     assert (evaluation.replicas, evaluation.fleet_capacity) == (2, 2 * evaluation.capacity)
 
 
+def test_a_replica_costs_the_price_of_all_its_devices():
+    changes = {"profile": None, "model": "llama-3-8b", "device": "a100-80gb", "devices": 8, "tbt_ms": 100.0}
+    evaluation = evaluate(replace(QUESTION, **changes, ttft_ms=None), replace(PLAIN, tp=2, pp=2))
+    assert evaluation.replicas == 2
+    assert evaluation.cost == pytest.approx(4 * 3.6 / 3600 / evaluation.output_rate * 1e6)
+
+
 def test_a_run_has_the_conversations_of_its_time_but_at_least_40():
     base = workloads.fixed(3, 100, 8)
     question = replace(QUESTION, seconds=30.0)

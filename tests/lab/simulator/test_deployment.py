@@ -18,7 +18,7 @@ from holdfast.lab.simulator.deployment import (
     packaged_profile,
     round_to_tile,
 )
-from holdfast.lab.simulator.devices import DEVICES, LINKS
+from holdfast.lab.simulator.devices import DEVICES, LINKS, Link
 from holdfast.lab.simulator.run import simulate
 from holdfast.lab.simulator.shapes import MODELS
 from holdfast.lab.workloads import fixed
@@ -209,6 +209,16 @@ def test_two_devices_halve_the_work_and_add_all_reduces():
     slow = derive(shape, A100, tp=2, link=LINKS["pcie4"])
     assert one.linear(2048) / 2 < two.linear(2048) < slow.linear(2048)
     assert two.attention(1, 4096) == pytest.approx(one.attention(1, 4096) / 2)
+
+
+@pytest.mark.parametrize(("model", "reductions"), [("llama-2-70b", 2), ("falcon-180b", 1)])
+def test_each_layer_ends_in_an_all_reduce_after_attention_and_after_the_mlp_unless_they_are_parallel(model, reductions):
+    """A ring of 4 devices sends 6 messages for each: all but their latency is the same on both links."""
+    shape = MODELS[model]
+    near, far = (derive(shape, A100, tp=4, link=Link("wire", 1e11, latency)) for latency in (0.0, 1e-5))
+    for tokens in (1, 1024):
+        extra = far.linear(tokens) - near.linear(tokens)
+        assert extra == pytest.approx(shape.layers * reductions * 6 * 1e-5)
 
 
 def test_the_cache_gets_the_memory_that_the_weights_leave():

@@ -163,6 +163,13 @@ def test_swap_outs_wait_for_swap_ins():
     assert executor.collect().swapped_out == 0  # the copy out begins when the step ends with its copies in
 
 
+def test_swap_outs_start_after_the_computation_submitted_before_them():
+    executor = SimulatedExecutor(StepTimes(COST, copy_seconds=0.001), VirtualClock())
+    executor.submit(plan(0))
+    executor.submit(copying(1, outward=1))
+    assert [executor.collect().swapped_out for _ in range(2)] == [0, 1]
+
+
 def test_a_plan_without_segments_ends_with_its_copies():
     clock = VirtualClock()
     executor = SimulatedExecutor(StepTimes(COST, copy_seconds=0.5), clock)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -263,6 +262,6 @@ def without_key(arguments: Sequence[str]) -> list[str]:
     """The arguments, with the API key replaced by an ellipsis."""
     before = ("", *arguments)
     return [
-        "…" if previous == "--api-key" else re.sub(r"^(--api-key=).*", r"\1…", argument)
+        "…" if previous == "--api-key" else "--api-key=…" if argument.startswith("--api-key=") else argument
         for previous, argument in zip(before, arguments, strict=False)
     ]

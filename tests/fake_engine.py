@@ -122,10 +122,12 @@ class FakeClient:
             for number, word in enumerate(words):
                 last = number == len(words) - 1
                 reason = FinishReason.LENGTH if len(words) < len(self.words) else FinishReason.STOP
-                usage = Usage(prompt_tokens=len(prompt), completion_tokens=len(words), cached_tokens=self.cached)
+                ends = reason is FinishReason.STOP and self.ends
+                count = len(words) + ends  # the engine counts the token that ends an answer
+                usage = Usage(prompt_tokens=len(prompt), completion_tokens=count, cached_tokens=self.cached)
                 await self._alive(number)
-                timings = Timings(arrival=1.0, scheduled=1.5, first_token=2.0, finish=3.0, tokens=len(words))
-                tokens = (number, END) if last and reason is FinishReason.STOP and self.ends else (number,)
+                timings = Timings(arrival=1.0, scheduled=1.5, first_token=2.0, finish=3.0, tokens=count)
+                tokens = (number, END) if last and ends else (number,)
                 yield Delta(word, tokens, *((reason, usage, timings) if last else ()))
             asked.ended = "finished"
         finally:

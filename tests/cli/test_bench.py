@@ -1,10 +1,18 @@
 """`holdfast bench` as a user calls it: simulated runs, sweeps, capacity, and messages for wrong calls."""
 
+import asyncio
 import json
 
 import pytest
+from rich.console import Console
 
+from holdfast.cli.bench import BenchConfig, target_of
 from holdfast.cli.command import main
+from holdfast.cli.targets import sender
+from holdfast.core.config import EngineConfig
+from holdfast.lab.metrics import Record, summary
+from holdfast.lab.reports.tables import show_figures
+from holdfast.lab.workloads import Conversation, Turn
 from tests.lab.simulator.simulation import PROFILE
 
 
@@ -52,6 +60,91 @@ def test_capacity_is_the_highest_rate_within_the_limits(profile, tmp_path, capsy
     assert f"capacity: {found['capacity']:.3g} a second" in capsys.readouterr().out
 
 
+def figures_of(profile, tmp_path, *arguments):
+    out = tmp_path / "figures.json"
+    assert bench("--simulate", profile, *arguments, "--json", str(out)) == 0
+    return json.loads(out.read_text())
+
+
+@pytest.mark.parametrize("name", ["ttft", "tpot", "e2el"])
+def test_goodput_counts_the_requests_within_each_limit(profile, tmp_path, name):
+    given = ("--workload", "multi-turn", "--requests", "11", "--rates", "20")
+    plain = figures_of(profile, tmp_path, *given)
+    assert "request_goodput" not in plain
+    limits = {limit: plain[f"{part}_{name}_ms"] for part, limit in (("median", "half"), ("p90", "most"))}
+    limits |= {"none": 0.001, "all": 1e9}
+    kept = {
+        limit: figures_of(profile, tmp_path, *given, f"--slo-{name}", f"{ms:.6f}ms")["request_goodput"]
+        * plain["duration"]
+        / plain["completed"]
+        for limit, ms in limits.items()
+    }
+    assert (kept["none"], kept["all"]) == (0.0, pytest.approx(1.0))
+    assert kept["half"] == pytest.approx(0.5, abs=0.05) and kept["most"] == pytest.approx(0.9, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    "given", [("--rates", "20"), ("--workload", "multi-turn"), ("--workload", "arxiv_summarization")]
+)
+def test_the_seed_draws_arrivals_and_conversations(profile, tmp_path, given):
+    given = ("--requests", "20", "--max-model-len", "16384", *given)
+    first, same, other = (figures_of(profile, tmp_path, *given, "--seed", seed) for seed in ("1", "1", "2"))
+    assert first == same != other
+
+
+def test_prompts_of_a_server_and_of_a_model_here_are_drawn_from_the_seed():
+    def prompts(seed):
+        sent = []
+
+        async def ask(prompt, output, record):
+            sent.append(prompt)
+
+        with asyncio.Runner() as loop:
+            sender(loop, ask, 256, None, seed)([Conversation(0.0, (Turn(20, 1),))], "")
+        return sent
+
+    assert prompts(1) == prompts(1) != prompts(2)
+
+
+def test_the_seed_reaches_a_server(monkeypatch):
+    monkeypatch.setattr("holdfast.cli.bench.server", lambda url, **options: options["seed"])
+    assert target_of(BenchConfig(url="http://localhost:1"), EngineConfig(seed=5), Console()) == 5
+
+
+@pytest.mark.parametrize("rates", [(), (1.0, 2.0)])
+def test_the_tables_of_latencies_show_mean_p50_p90_and_p99_under_their_heads(capsys, rates):
+    records = [Record(0.0, 1, token_times=[0.1 * at, 0.3 * at], output_tokens=3) for at in range(1, 12)]
+    figures = summary(records)
+    show_figures(Console(width=200), [{**figures, "request_rate": rate} for rate in rates] or [figures])
+    shown = [line.split() for line in capsys.readouterr().out.splitlines()]
+    if not rates:
+        assert ["mean", "p50", "p90", "p99"] in shown
+        assert ["TTFT", "600.00", "600.00", "1,000.00", "1,090.00"] in shown
+        assert ["TBT", "1,200.00", "1,200.00", "2,000.00", "2,180.00"] in shown
+        assert ["TPOT", "600.00", "600.00", "1,000.00", "1,090.00"] in shown
+        assert ["end", "to", "end", "1,800.00", "1,800.00", "3,000.00", "3,270.00"] in shown
+        assert ["normalized", "600.00", "600.00", "1,000.00", "1,090.00"] in shown
+    else:
+        cells = [
+            "600",
+            "/",
+            "1,090",
+            "1,200",
+            "/",
+            "2,180",
+            "600",
+            "/",
+            "1,090",
+            "1,800",
+            "/",
+            "3,270",
+            "600",
+            "/",
+            "1,090",
+        ]
+        assert all([f"{rate:.2f}", *cells] in shown for rate in rates)
+
+
 def test_requests_longer_than_the_context_are_left_out_with_a_message(profile, capsys):
     given = ("--workload", "openchat_sharegpt4", "--requests", "30", "--max-model-len", "1000")
     assert bench("--simulate", profile, *given) == 0
@@ -63,9 +156,10 @@ def test_a_capacity_from_too_few_arrivals_gives_a_warning(profile, capsys):
     assert "too few to tell a lasting load from a burst" in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_report_shows_the_command_without_the_api_key(profile, tmp_path, capsys):
+@pytest.mark.parametrize("key", [("--api-key", "secret"), ("--api-key=secret",), ("--api-key=a\nsecret",)])
+def test_a_report_shows_the_command_without_the_api_key(profile, tmp_path, capsys, key):
     page, plots = tmp_path / "report.html", tmp_path / "plots"
-    given = ("--requests", "20", "--rates", "5,10", "--api-key", "secret", "--slo-ttft", "30ms")
+    given = ("--requests", "20", "--rates", "5,10", *key, "--slo-ttft", "30ms")
     assert bench("--simulate", profile, *given, "--report", str(page), "--plots", str(plots)) == 0
     text = page.read_text()
     assert "m on d, float32, simulated" in text and "--rates 5,10" in text

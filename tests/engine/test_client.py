@@ -117,6 +117,7 @@ async def test_a_stop_token_ends_the_stream_and_is_left_out_of_the_text(client, 
     text, stopped, last = await read(client.stream(prompt, params))
     assert (stopped, last.finish_reason) == (tokens[: ends_at + 1], FinishReason.STOP)
     assert text == client.text.decode(tokens[:ends_at])
+    assert last.usage.completion_tokens == last.timings.tokens == ends_at + 1, "the stop token was generated too"
     assert [type(message) for message in sent] == [Submit]
 
 

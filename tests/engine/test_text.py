@@ -142,6 +142,14 @@ def test_a_stop_string_is_found_over_token_borders(tokens, at, length, source):
     assert streamed(BYTES, tokens, stops, in_chunks(tokens, source)) == first_stop(text, stops)
 
 
+@pytest.mark.parametrize("stops", [["bcd", "d"], ["d", "bcd"], ["cd", "bcd", "d"]])
+def test_of_stop_strings_that_are_complete_at_once_the_first_in_the_text_ends_it(stops):
+    for tokens in (["abcd"], list("abcd")):
+        scanner = StopScanner(stops)
+        assert "".join(map(scanner.scan, tokens)) == "a"
+        assert scanner.found
+
+
 def test_text_is_held_back_while_it_may_begin_a_stop_string():
     stream = TextStream(BYTES, ["###"])
     assert stream.push(BYTES.encode("a##")) == "a"

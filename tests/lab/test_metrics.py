@@ -38,9 +38,26 @@ def test_the_summary_covers_the_requests_that_succeeded():
     assert {name: figures[name] for name in expected} == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("name", ["ttft", "tpot", "itl", "e2el", "normalized_latency", "queued"])
+def test_each_latency_has_its_mean_median_deviation_p90_and_p99(name):
+    """Of 11 values from 100 to 1,100 ms, each tenth of the way is one of them."""
+    gaps = [0.1 * number for number in range(1, 12)]
+    if name == "itl":
+        made = [Record(0.0, 1, token_times=[sum(gaps[:at]) for at in range(12)])]
+    elif name == "tpot":
+        made = [Record(0.0, 1, token_times=[5.0, 5.0 + 2 * gap], output_tokens=3) for gap in gaps]
+    else:
+        made = [Record(0.0, 1, scheduled=gap, token_times=[gap]) for gap in gaps]
+    figures = summary(made)
+    expected = {"mean": 600.0, "median": 600.0, "std": 1e5**0.5, "p90": 1000.0, "p99": 1090.0}
+    assert {part: figures[f"{part}_{name}_ms"] for part in expected} == pytest.approx(expected)
+
+
 def test_goodput_counts_requests_that_meet_every_limit():
     assert summary(records(), Slo(ttft=400))["request_goodput"] == pytest.approx(1 / 1.5)
     assert summary(records(), Slo(tpot=100))["request_goodput"] == pytest.approx(1 / 1.5), "one token has no TPOT"
+    assert summary(records(), Slo(e2el=550))["request_goodput"] == pytest.approx(1 / 1.5), "the first takes 600 ms"
+    assert summary(records(), Slo(e2el=400))["request_goodput"] == 0.0
     assert summary(records(), Slo(ttft=600, tpot=300, e2el=700))["request_goodput"] == pytest.approx(2 / 1.5)
 
 

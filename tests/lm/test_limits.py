@@ -46,3 +46,19 @@ def test_max_tokens_beyond_the_context_is_refused_only_where_the_answers_length_
     with pytest.raises(RequestRefused, match=r"max_output_tokens asks for 11 more.*ask for at most 10") as refusal:
         LIMITS.check_length(90, 11, "max_output_tokens")
     assert (refusal.value.param, refusal.value.code) == ("max_output_tokens", "context_length_exceeded")
+
+
+def test_the_longest_prompt_leaves_room_for_one_generated_token() -> None:
+    limits = RequestLimits(max_model_len=100, vocab_size=50, cache_tokens=1000)
+    assert len(limits.check([1] * 99, SamplingParams(max_tokens=5))) == 99
+    with pytest.raises(RequestRefused, match="100 tokens; with one generated token it exceeds the limit of 100"):
+        limits.check([1] * 100, SamplingParams(max_tokens=5))
+    with pytest.raises(RequestRefused, match="100 tokens; with one generated token"):
+        limits.check_length(100)
+
+
+def test_a_sequence_may_fill_the_cache_to_the_last_position() -> None:
+    """The last token ends the sequence, so its position is never computed."""
+    LIMITS.check([1] * 60, SamplingParams(max_tokens=5))
+    with pytest.raises(RequestRefused, match="65 positions"):
+        LIMITS.check([1] * 60, SamplingParams(max_tokens=6))

@@ -6,12 +6,14 @@ import asyncio
 import json
 import logging
 import threading
+import time
 from collections.abc import AsyncGenerator, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
-from fake_engine import FakeClient, engine_info
+from fake_engine import WORDS, FakeClient, engine_info
 from prometheus_client.parser import text_string_to_metric_families
 from sqlalchemy.exc import DatabaseError
 
@@ -572,6 +574,47 @@ async def test_health_tells_of_a_store_that_fails_until_it_works_again(
             assert "holdfast_store_up 0.0" in (await api.get("/metrics")).text
         assert (await api.get("/v1/conversations/conv_a")).status_code == 404
         assert (await api.get("/health")).json() == {"status": "ok"}
+
+
+async def test_the_token_that_ends_an_answer_counts_as_generated(http: Http, client: FakeClient) -> None:
+    client.ends = True
+    async with http() as api:
+        usage = (await api.post(CHAT, json=HELLO)).json()["usage"]
+        cut = (await api.post(CHAT, json={**HELLO, "max_tokens": 2})).json()["usage"]
+        page = (await api.get("/metrics")).text
+    assert usage["completion_tokens"] == usage["total_tokens"] - usage["prompt_tokens"] == len(WORDS) + 1
+    assert cut["completion_tokens"] == 2
+    assert f"holdfast_generated_tokens_total {len(WORDS) + 3:.1f}" in page
+
+
+async def test_latencies_in_the_metrics_are_the_times_that_passed(
+    http: Http, client: FakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+
+    async def take_time(number: int) -> None:
+        nonlocal now
+        now += (0.5, 0.002, 0.02, 0.2)[number]
+
+    monkeypatch.setattr(client, "_alive", take_time)
+    monkeypatch.setattr("holdfast.server.service.time", SimpleNamespace(monotonic=lambda: now, time=time.time))
+    async with http() as api:
+        await api.post(CHAT, json={**HELLO, "stream": True})
+        page = (await api.get("/metrics")).text
+    families = {family.name: family for family in text_string_to_metric_families(page)}
+
+    def histogram(name: str) -> tuple[float, dict[str, float]]:
+        """The sum of its values, and the number of values in each bucket that has any, by upper bound."""
+        samples = families[f"holdfast_{name}_seconds"].samples
+        (total,) = [sample.value for sample in samples if sample.name.endswith("_sum")]
+        upto = [(sample.labels["le"], sample.value) for sample in samples if sample.name.endswith("_bucket")]
+        counts = zip(upto, [0.0, *(value for _, value in upto)], strict=False)
+        return total, {bound: value - before for (bound, value), before in counts if value > before}
+
+    assert histogram("tbt") == (pytest.approx(0.222), {"0.0025": 1, "0.025": 1, "0.25": 1})
+    assert histogram("ttft") == (pytest.approx(0.5), {"0.5": 1})
+    assert histogram("e2e") == (pytest.approx(0.722), {"1.0": 1})
+    assert histogram("queue") == (pytest.approx(0.5), {"0.5": 1})
 
 
 async def test_metrics_show_requests_latencies_tokens_and_the_engine(http: Http, client: FakeClient) -> None:

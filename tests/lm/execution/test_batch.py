@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 
@@ -143,3 +146,22 @@ def test_a_cleared_batch_writes_nothing() -> None:
     batch.clear()
     assert batch.apply(4, 4).slot_mapping.tolist() == [-1] * 4
     assert batch.block_tables[:4].sum() == 0
+
+
+@pytest.mark.parametrize(
+    ("drawn", "random", "filtered"),
+    [
+        ({"temperature": 1.0}, True, False),
+        ({"temperature": 1.0, "top_k": 3}, True, True),
+        ({"temperature": 1.0, "top_p": 0.9}, True, True),
+        ({"temperature": 1.0, "top_k": 3, "top_p": 0.9}, True, True),
+        ({"top_k": 3, "top_p": 0.9}, False, False),
+    ],
+)
+def test_either_of_top_k_and_top_p_filters_a_row_that_draws(
+    drawn: dict[str, Any], random: bool, filtered: bool
+) -> None:
+    greedy, row = segment(0, 0, (1,), GREEDY), segment(1, 0, (1,), replace(GREEDY, **drawn))
+    plan = StepPlan(0, (greedy, row), (TableWrite(0, 0, (0,)), TableWrite(1, 0, (1,))))
+    staged = make_batch().stage(plan)
+    assert (staged.any_random, staged.any_filtered) == (random, filtered)

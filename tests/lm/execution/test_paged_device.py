@@ -83,6 +83,17 @@ def test_the_default_host_tier_is_a_quarter_of_free_memory_on_cuda(
     assert device._host_cache_bytes() == expected
 
 
+@pytest.mark.parametrize(
+    ("free", "expected"),
+    [(64_000_000_000, 4_000_000_000), (8_000_000_000, 4_000_000_000), (6_000_000_000, 3_000_000_000)],
+)
+def test_the_default_cache_on_a_cpu_is_4_gb_but_at_most_half_of_free_memory(
+    model: Model, free: int, expected: int
+) -> None:
+    device = PagedDevice(model, EngineConfig(max_sequences=4, token_budget=16))
+    assert device._cache_bytes(free, 2 * free, 1_000_000) == expected
+
+
 def test_an_executor_needs_allocated_memory(model: Model) -> None:
     with pytest.raises(RuntimeError, match="call allocate first"):
         _ = PagedDevice(model, EngineConfig()).executor

@@ -88,6 +88,12 @@ def test_unified_adds_whole_prompts_until_the_step_reaches_its_threshold():
     assert planned[2] == [("0", 6, 7), ("1", 20, 21), ("2", 0, 20)]
 
 
+@pytest.mark.parametrize(("threshold", "together"), [(20, 1), (21, 2), (40, 2), (41, 3)])
+def test_a_step_of_unified_that_holds_its_threshold_takes_no_other_prompt(threshold, together):
+    planned, _ = steps(Unified(threshold, 64), 20, 20, 20)
+    assert len(planned[0]) == together
+
+
 def test_a_whole_prompt_that_exceeds_the_step_waits_for_the_next():
     planned, _ = steps(HybridOnly(30), 20, 20)
     assert planned[0] == [("0", 0, 20)]

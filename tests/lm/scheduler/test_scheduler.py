@@ -277,6 +277,16 @@ def test_micro_batches_share_no_sequence_and_split_the_decodes():
     assert spans(scheduler.schedule(0.0)) == [("0", 4, 5), ("1", 4, 5)]
 
 
+@pytest.mark.parametrize(("running", "stages", "shares"), [(5, 2, [3, 2]), (7, 3, [3, 3, 1]), (2, 3, [1, 1])])
+def test_each_micro_batch_takes_its_share_of_the_decodes_rounded_up(running, stages, shares):
+    scheduler = create_scheduler(micro_batches=stages)
+    for request in create_requests(*[3] * running):
+        scheduler.add(request)
+    run_step(scheduler)
+    assert [len(scheduler.schedule(0.0).segments) for _ in shares] == shares
+    assert scheduler.schedule(0.0) is None
+
+
 def test_chunks_of_one_prompt_go_into_consecutive_micro_batches():
     scheduler = create_scheduler(budget=4, micro_batches=2)
     scheduler.add(create_requests(10)[0])

@@ -62,7 +62,8 @@ async def test_a_response_has_openais_shape(api: openai.AsyncOpenAI, client: Fak
     assert response.usage is not None
     assert response.usage.input_tokens == len("<system>be kind<user>hello<assistant>")
     assert response.usage.input_tokens_details.cached_tokens == 3
-    assert response.usage.total_tokens == response.usage.input_tokens + 4
+    assert response.usage.output_tokens == 5, "with the token that ends the answer"
+    assert response.usage.total_tokens == response.usage.input_tokens + 5
     assert (response.metadata, response.instructions) == ({"a": "b"}, "be kind")
     assert await api.responses.retrieve(response.id) == response
 

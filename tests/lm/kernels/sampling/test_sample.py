@@ -144,6 +144,12 @@ def test_support_of_top_k_and_top_p_is_exact(vocab: int, top_k: int, top_p: floa
     assert likely <= found
 
 
+def test_top_p_without_top_k_keeps_the_fewest_tokens_that_reach_it() -> None:
+    logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log().repeat(500, 1)
+    found = draw(logits, top_p=0.65, position=torch.arange(500))
+    assert set(found.tolist()) == {0, 1}
+
+
 def test_equal_logits_at_the_border_keep_the_lowest_ids() -> None:
     rows = 400
     found = draw(torch.zeros(rows, 10), top_k=3, position=torch.arange(rows))

@@ -110,9 +110,10 @@ def test_a_wrong_option_or_model_is_refused(tmp_path):
 
 
 SCRIPT = """\
-import sys
+import signal, sys
 from holdfast import LLM, SamplingParams
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits it as ignored
 llm = LLM(sys.argv[1], cache_gb=0.01, threads=1, max_sequences=8)
 print(llm._client.pid, flush=True)
 if sys.argv[2] == "run":

@@ -46,7 +46,7 @@ def load(
     if quantization == "fp8":
         check_fp8(architecture, device)
     if architecture not in NATIVE:
-        if load_format == "auto":
+        if load_format == "auto" and (directory / "model.safetensors.index.json").exists():
             files_of(directory)  # Transformers would follow an index to files outside
         return hf.load(directory, config, **options, max_model_len=max_model_len, random=load_format == "random")
     spec = NATIVE[architecture](config)

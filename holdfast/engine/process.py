@@ -166,6 +166,10 @@ class Parent:
         """Send a message without waiting for the client to read it."""
         self._socket.send(messages.encode(message))
 
+    def poll(self, seconds: float) -> bool:
+        """Whether a message arrives within this time."""
+        return bool(self._socket.poll(int(seconds * 1000)))
+
     def receive(self) -> messages.ToEngine:
         """Wait for the next message. Raises ValueError for an invalid one."""
         return messages.decode_to_engine(self._socket.recv())

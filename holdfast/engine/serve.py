@@ -13,7 +13,9 @@ from holdfast.engine.process import FAILED, Parent, die_with_parent
 from holdfast.lm.types import LanguageLoop
 
 STEPS_PER_COLLECTION = 4096
-"""Python's garbage is collected while the engine is idle, and after this many steps without a pause."""
+"""Python's new garbage is collected after this many steps without a pause, and at each pause."""
+QUIET_SECONDS = 1.0
+"""All of it is collected in a pause of this length. That takes as long as several steps."""
 
 
 def main(address: str, parent_pid: int) -> int:
@@ -64,8 +66,8 @@ def serve(loop: LanguageLoop, parent: Parent) -> None:
     for step in itertools.count():
         idle = not loop.has_work()
         if idle or step % STEPS_PER_COLLECTION == 0:
-            gc.collect()
-        if idle and not handle(parent.receive(), loop, parent):
+            gc.collect(1)
+        if idle and not handle(await_message(parent), loop, parent):
             return
         for message in parent.waiting():
             if not handle(message, loop, parent):
@@ -74,6 +76,13 @@ def serve(loop: LanguageLoop, parent: Parent) -> None:
             outputs = loop.step()
             if outputs:
                 parent.send(messages.Outputs(**outputs.by_name))
+
+
+def await_message(parent: Parent) -> messages.ToEngine:
+    """The next message. All garbage is collected if it takes QUIET_SECONDS to come."""
+    if not parent.poll(QUIET_SECONDS):
+        gc.collect()
+    return parent.receive()
 
 
 def handle(message: messages.ToEngine, loop: LanguageLoop, parent: Parent) -> bool:

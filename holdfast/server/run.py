@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import ipaddress
 import logging
 import signal
@@ -91,6 +92,8 @@ async def serve(
         stop = asyncio.create_task(received.get())
         while not server.started and not serving.done():
             await asyncio.sleep(0.005)
+        gc.collect()
+        gc.freeze()  # a full collection over all modules would stop every stream for 50 to 100 ms
         on_ready(client, url_of(listener))
         await asyncio.wait({died, stop, serving}, return_when=asyncio.FIRST_COMPLETED)
         if died.done():

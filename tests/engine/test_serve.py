@@ -24,6 +24,9 @@ class Script:
     def send(self, message):
         self.sent.append(message)
 
+    def poll(self, seconds):
+        return True
+
     def receive(self):
         while self.messages[0] is None:
             self.messages.popleft()
@@ -136,6 +139,19 @@ def test_garbage_collection_is_off_while_steps_run(monkeypatch, collector):
     monkeypatch.setattr("holdfast.engine.build.build", lambda config, **options: (loop, None))
     run(Start(EngineConfig(), 0.0), ShutdownWhenIdle(Submit(request)))
     assert seen == [(False, True)] * 4
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_all_garbage_is_collected_only_in_a_long_pause(quiet, monkeypatch):
+    collected = []
+    monkeypatch.setattr(gc, "collect", lambda generation=2: collected.append(generation))
+    monkeypatch.setattr("holdfast.engine.serve.STEPS_PER_COLLECTION", 5)
+    (request,) = create_requests(5, max_tokens=50)
+    parent = ShutdownWhenIdle(Submit(request))
+    parent.poll = lambda seconds: not quiet
+    serve(engine(request), parent)
+    assert collected.count(1) > 10
+    assert collected.count(2) == (2 if quiet else 0)
 
 
 @pytest.mark.parametrize(

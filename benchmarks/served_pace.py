@@ -21,23 +21,29 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import httpx
+import uvloop
 from in_real_time import checkpoint_of
 from invocation import provenance
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from holdfast.lab.load_client import LoadClient, ask_server
-from holdfast.lab.metrics import percentile, summary
+from holdfast.lab.metrics import Record, percentile, summary
 from holdfast.lab.workloads import PromptTokens, Workload, azure_csv, fixed
 
+SPAWN = get_context("spawn")
 SHARES = (0.5, 0.9, 0.99, 1.0)
+CLIENTS = 8
+"""Processes that send. One is late by 30 ms where 150 streams get a token each in every step."""
 COPIED = (0, 64, 256, 1 << 30)
 """Bounds of the classes of blocks copied beside a step."""
 
@@ -66,30 +72,44 @@ def served(project: Path, options: Sequence[str]) -> Iterator[str]:
             server.stdout.read()
 
 
-async def load(url: str, model: str, workload: Workload, vocabulary: int, name: str) -> dict[str, Any]:
-    """What a client sees of one load."""
+async def send(url: str, model: str, workload: Workload, vocabulary: int, name: str) -> tuple[list[Record], float]:
+    """What a client sees of one load, and the longest time in seconds by which its event loop was late."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
     async with httpx.AsyncClient(base_url=f"{url}/v1/", limits=limits, timeout=httpx.Timeout(30, read=None)) as http:
         client = LoadClient(partial(ask_server, http, model), PromptTokens(vocabulary, name), lambda ended: None)
         watching = asyncio.create_task(watch(late := [0.0]))
         records = await client.run(workload)
         watching.cancel()
-    gaps = sorted(after - before for record in records for before, after in pairwise(record.token_times))
-    seen = summary(records)
-    kept = ("completed", "failed", "request_throughput", "output_throughput", "median_ttft_ms", "p99_ttft_ms")
-    return (
-        {key: seen[key] for key in kept}
-        | {f"tbt_{share:g}": 1e3 * percentile(gaps, share) for share in SHARES}
-        | {"client_late": 1e3 * late[0]}
-    )
+    return records, late[0]
 
 
 async def watch(late: list[float]) -> None:
-    """Keep the longest time by which this event loop was late, in seconds."""
+    """Keep the longest time by which this event loop was late."""
     while True:
         wanted = time.monotonic() + 0.005
         await asyncio.sleep(0.005)
         late[0] = max(late[0], time.monotonic() - wanted)
+
+
+def send_part(*arguments: Any) -> tuple[list[Record], float]:
+    """`send` in a process of its own."""
+    return uvloop.run(send(*arguments))
+
+
+def load(clients: ProcessPoolExecutor, url: str, model: str, workload: Workload, vocabulary: int, name: str) -> str:
+    """What all clients see of one load, as a line."""
+    parts = [
+        clients.submit(send_part, url, model, workload[part::CLIENTS], vocabulary, f"{name}/{part}")
+        for part in range(CLIENTS)
+    ]
+    found = [part.result() for part in parts]
+    records = [record for seen, _ in found for record in seen]
+    gaps = sorted(after - before for record in records for before, after in pairwise(record.token_times))
+    seen = summary(records)
+    kept = ("completed", "failed", "request_throughput", "output_throughput", "median_ttft_ms", "p99_ttft_ms")
+    figures = {key: seen[key] for key in kept} | {f"tbt_{share:g}": 1e3 * percentile(gaps, share) for share in SHARES}
+    figures["client_late"] = 1e3 * max(late for _, late in found)
+    return "  ".join(f"{key} {value:.2f}" for key, value in figures.items())
 
 
 def steps_of(events: list[dict[str, Any]]) -> dict[tuple[int, int], list[float]]:
@@ -143,15 +163,14 @@ def main() -> None:
         options = [model, "--load-format", "random", "--tbt-target", f"{target:g}", "--trace", str(trace)]
         options += ["--host-cache-gb", f"{args.host_gb:g}", "--max-waiting", "10000"]
         options += [f"--{word}" for word in args.serve]
-        with served(args.project.resolve(), options) as url:
-            asyncio.run(load(url, Path(model).name, fixed(32, 64, 16), vocabulary, "warm"))
+        with served(args.project.resolve(), options) as url, ProcessPoolExecutor(CLIENTS, SPAWN) as clients:
+            load(clients, url, Path(model).name, fixed(32, 64, 16), vocabulary, "warm")
             for speed in args.speeds:
                 stop = args.skip + args.seconds * speed
                 chosen = [row for row in rows if args.skip <= row.arrival < stop]
                 workload = [replace(row, arrival=(row.arrival - args.skip) / speed) for row in chosen]
-                seen = asyncio.run(load(url, Path(model).name, workload, vocabulary, f"{speed:g}"))
-                shown = "  ".join(f"{key} {value:.2f}" for key, value in seen.items())
-                print(f"target {target:g} speed {speed:g}  {shown}", flush=True)
+                seen = load(clients, url, Path(model).name, workload, vocabulary, f"{speed:g}")
+                print(f"target {target:g} speed {speed:g}  {seen}", flush=True)
         events = json.loads(trace.read_text())
         print(
             f"target {target:g}: at most {longest_between(events):.2f} ms between steps of a stream; steps with streams"

@@ -52,6 +52,9 @@ class FakeText:
         self.encoded += len(text)
         return [ord(character) for character in text]
 
+    def escape(self, text: str) -> str:
+        return text
+
     def encode_after(self, before: str, text: str, *, most: int | None = None) -> list[int]:
         return self.encode(text)
 

@@ -11,6 +11,7 @@ from typing import Any
 from tokenizers import Tokenizer, pre_tokenizers
 
 from holdfast.engine.checkpoint import TEMPLATE_LIMIT, TOKENIZER_LIMIT, read_json, read_text, tokenizer_file
+from holdfast.engine.spelled import BREAK, Spelled
 from holdfast.engine.template import TEXT_LIMIT, ChatTemplate
 from holdfast.lm.limits import CONTEXT_LENGTH_EXCEEDED, RequestRefused
 
@@ -47,6 +48,7 @@ class Text:
         written = tokenizer.to_str()
         self._fingerprint = hashlib.sha256(written.encode()).digest()
         self._longest = _longest_token(tokenizer, json.loads(written)["model"])
+        self._spelled = Spelled(tokenizer)
         self._template = None if template is None else ChatTemplate(template, special_tokens or {})
 
     @classmethod
@@ -99,7 +101,7 @@ class Text:
         if len(text) > TEXT_LIMIT:
             raise ValueError(f"the text has {len(text)} characters; at most {TEXT_LIMIT} are taken")
         try:
-            size = len(text.encode())
+            size = len(text.replace(BREAK, "").encode())
         except UnicodeEncodeError as error:
             raise ValueError(f"the text holds an unpaired surrogate at character {error.start}") from error
         if most is not None and self._longest is not None and size > most * self._longest:
@@ -126,11 +128,20 @@ class Text:
     def render_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
         """Render messages with the model's template, ready for the answer.
 
+        The messages are escaped: of special tokens, only the template's own count when the result is tokenized.
         Raises ValueError if there is no template, or if it fails on these messages or exceeds its limits.
         """
         if self._template is None:
             raise ValueError("this model has no chat template; use plain completions")
-        return self._template.render(messages, add_generation_prompt=add_generation_prompt)
+        try:
+            escaped = [self._spelled.escape_all(message) for message in messages]
+        except RecursionError:
+            raise ValueError("the messages are nested too deeply") from None
+        return self._template.render(escaped, add_generation_prompt=add_generation_prompt)
+
+    def escape(self, text: str) -> str:
+        """A message's text as `render_chat` gives it to the template: what spells a special token has a BREAK in it."""
+        return self._spelled.escape(text)
 
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, most: int | None = None

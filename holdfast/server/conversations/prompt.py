@@ -40,7 +40,7 @@ class Prompt:
             tokens = tokens[:-1]
         if not all(map(text.is_visible, tokens)) or text.decode(tokens) != answer:
             answer, tokens = "", ()
-        whole = self.text + answer
+        whole = self.text + text.escape(answer)
         return Known(self.tokens + array("I", tokens), len(whole), text.digest(whole))
 
 

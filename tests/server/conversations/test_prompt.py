@@ -144,3 +144,15 @@ class TestBorder:
         text = Text(byte_level())
         if (ids := text.encode_after(before, rest)) is not None:
             assert text.decode(ids, skip_special_tokens=False) == rest
+
+
+def test_a_turn_that_spells_special_tokens_is_continued_from_its_known_tokens() -> None:
+    text = text_of(LLAMA)
+    said = ("a</s><s>system", "b<s> c")
+    first = compose(text, conversation(said[0]), Context())
+    context = after(
+        text, first, said[1], [*text.encode(text.escape(said[1]), add_special_tokens=False), END], FinishReason.STOP
+    )
+    second = compose(text, conversation(*said, "again <"), context)
+    assert second.known == len(context.tokens) > len(first.tokens)
+    assert list(second.tokens) == text.encode(second.text, add_special_tokens=False)

@@ -16,6 +16,7 @@ from sqlalchemy import (
     Boolean,
     Column,
     Connection,
+    Dialect,
     Float,
     Index,
     Integer,
@@ -23,6 +24,7 @@ from sqlalchemy import (
     MetaData,
     String,
     Table,
+    TypeDecorator,
     UniqueConstraint,
     event,
     func,
@@ -39,7 +41,19 @@ BUSY_SECONDS = 5.0
 FAILURES = (SQLAlchemyError, msgspec.MsgspecError, OSError)
 """What is raised when a database is full, locked, damaged or unreachable."""
 
-NAME = String(64)
+
+class Name(TypeDecorator[str]):
+    """An id. A NUL in a client's id, which PostgreSQL refuses, becomes a character that no id has."""
+
+    impl = String(64)
+    cache_ok = True
+
+    def process_bind_param(self, value: str | None, dialect: Dialect) -> str | None:
+        """The id as it is looked up."""
+        return None if value is None else value.replace("\0", "\ufffd")
+
+
+NAME = Name()
 tables = MetaData()
 
 versions = Table("versions", tables, Column("version", Integer, primary_key=True))
@@ -186,7 +200,7 @@ class Database:
             with self.read() as db:
                 found = db.exec_driver_sql("PRAGMA quick_check(1)").scalar_one()
             if found != "ok":
-                raise ValueError(f"the file is damaged; restore it, or move it away to begin a new one ({found})")
+                raise ValueError("the file is damaged; restore it, or move it away to begin a new one")
 
     def make_room(self, error: Exception) -> bool:
         """Move SQLite's log into its file after a failed write, so that the log's space can be used again.

@@ -219,6 +219,19 @@ def test_nothing_is_found_by_another_tenant(store: Store) -> None:
     assert store.conversations.get("a", "conv")["metadata"] == {}
 
 
+def test_an_id_with_a_nul_is_not_found(store: Store) -> None:
+    grow(store, "a")
+    store.conversations.create("a", "conv", {}, [item("x")])
+    for look in (
+        lambda: store.turns.context("a", "a\0"),
+        lambda: store.conversations.get("a", "conv\0"),
+        lambda: store.conversations.item("a", "conv", "msg_x\0"),
+        lambda: store.conversations.items("a", "conv", limit=9, newest_first=False, after="msg_x\0"),
+    ):
+        with pytest.raises(NotFound):
+            look()
+
+
 def test_only_a_turn_at_the_head_advances_a_conversation(store: Store) -> None:
     store.conversations.create("a", "conv", {"k": "v"}, [item("first")])
     start = store.conversations.context("a", "conv")

@@ -122,7 +122,7 @@ class Writing:
         self.begun = False
         """Whether its beginning is stored, for clients that poll a background response."""
         self.settled = False
-        """Whether the store was asked to keep it whole; this cannot be undone."""
+        """Whether the store was asked to keep its end; this cannot be undone."""
 
     @property
     def id(self) -> str:
@@ -214,6 +214,7 @@ class Writing:
     async def end(self, response: Response) -> None:
         """Store the end of a background response that failed or was cancelled."""
         self.shape.response = response
+        self.settled = True
         with suppress(ApiError):  # deleted meanwhile
             await self._keep(self._turn(response))
 
@@ -251,8 +252,9 @@ class Background:
             changed.cancel()
 
     async def stop(self) -> None:
-        """Cancel the response. One that has just ended stays unchanged."""
-        self.task.cancel()
+        """Cancel the response. One that has just ended, or whose end is being stored, stays unchanged."""
+        if not (self.writing.settled or self.task.cancelling()):
+            self.task.cancel()
         await asyncio.gather(self.task, return_exceptions=True)
 
     def _add(self, event: Event) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -344,6 +345,29 @@ class TestBackground:
         with pytest.raises(openai.BadRequestError, match="is cancelled"):
             await api.responses.create(model="tiny", input="on", previous_response_id=queued.id)
         assert [item async for item in api.conversations.items.list(conversation.id)] == []
+
+    @pytest.mark.parametrize("end", ["completed", "cancelled"])
+    async def test_a_cancellation_while_the_end_is_stored_answers_with_that_end(
+        self, client: FakeClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+    ) -> None:
+        storing, allowed, commit = threading.Event(), threading.Event(), TurnStore.commit
+
+        def held(store: TurnStore, turn: Turn, *, begun: bool = False) -> None:
+            if turn.response["status"] == end:
+                storing.set()
+                assert allowed.wait(60)
+            commit(store, turn, begun=begun)
+
+        monkeypatch.setattr(TurnStore, "commit", held)
+        client.hold = asyncio.Event() if end == "cancelled" else None
+        async with listening(client, store=str(tmp_path / "store.sqlite")) as server, official(server.url) as api:
+            queued = await api.responses.create(model="tiny", input="hello", background=True)
+            first = [asyncio.create_task(api.responses.cancel(queued.id))] if end == "cancelled" else []
+            await until(storing.is_set)
+            second = asyncio.create_task(api.responses.cancel(queued.id))
+            await asyncio.sleep(0.1)
+            allowed.set()
+            assert {(await answer).status for answer in (*first, second)} == {end}
 
     async def test_a_foreground_response_cannot_be_cancelled(self, api: openai.AsyncOpenAI) -> None:
         response = await api.responses.create(model="tiny", input="hello")

@@ -127,17 +127,19 @@ def steps_of(events: list[dict[str, Any]]) -> dict[tuple[int, int], list[float]]
     return found
 
 
-def longest_between(events: list[dict[str, Any]]) -> float:
-    """Longest time in milliseconds between the ends of two steps that have a stream in common."""
+def longest_between(events: list[dict[str, Any]]) -> str:
+    """The longest times in milliseconds between the ends of two steps that have a stream in common, and when."""
     ended: dict[str, float] = {}
-    longest = 0.0
+    found: dict[float, float] = {}
     for event in events:
         if event["ph"] == "X" and event["name"] in ("decode", "prefill"):
             end = event["ts"] + event["dur"]
             if event["name"] == "decode" and event["args"]["sequence"] in ended:
-                longest = max(longest, end - ended[event["args"]["sequence"]])
+                found[end] = end - ended[event["args"]["sequence"]]
             ended[event["args"]["sequence"]] = end
-    return longest / 1e3
+    begin = min(event["ts"] for event in events if event["ph"] == "X")
+    longest = sorted(found, key=found.__getitem__, reverse=True)[:5]
+    return ", ".join(f"{found[end] / 1e3:.2f} (at {(end - begin) / 1e6:.1f} s)" for end in longest)
 
 
 def main() -> None:

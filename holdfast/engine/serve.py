@@ -12,10 +12,10 @@ from holdfast.engine import messages
 from holdfast.engine.process import FAILED, Parent, die_with_parent
 from holdfast.lm.types import LanguageLoop
 
-STEPS_PER_COLLECTION = 4096
-"""Python's new garbage is collected after this many steps without a pause, and at each pause."""
+STEPS_PER_COLLECTION = 64
+"""Python's new garbage is collected after this many steps, and at each pause. What survives is not looked at again."""
 QUIET_SECONDS = 1.0
-"""All of it is collected in a pause of this length. That takes as long as several steps."""
+"""All garbage is collected in a pause of this length. That takes as long as several steps."""
 
 
 def main(address: str, parent_pid: int) -> int:
@@ -66,7 +66,7 @@ def serve(loop: LanguageLoop, parent: Parent) -> None:
     for step in itertools.count():
         idle = not loop.has_work()
         if idle or step % STEPS_PER_COLLECTION == 0:
-            gc.collect(1)
+            gc.collect(0)
         if idle and not handle(await_message(parent), loop, parent):
             return
         for message in parent.waiting():

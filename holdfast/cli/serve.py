@@ -11,6 +11,7 @@ from rich.text import Text
 
 from holdfast.cli.output import stage_printer
 from holdfast.core.config import EngineConfig
+from holdfast.core.stages import in_words
 from holdfast.core.version import __version__
 from holdfast.engine.client import EngineClient
 from holdfast.engine.messages import EngineInfo
@@ -46,6 +47,7 @@ def announce(console: Console, engine: EngineConfig, server: ServerConfig, info:
         "store": f"{shown(place(server.store))}, kept for {server.store_days:g} days, at most {server.store_gb:g} GB",
         "limits": f"{info.max_model_len:,} tokens a sequence, {info.max_sequences} sequences at once",
         "step": step(engine, info),
+        "start": in_words(info.stages),
     }
     table = Table.grid(padding=(0, 2))
     for name, value in rows.items():

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from holdfast.core.config import EngineConfig
+from holdfast.core.stages import Stages
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.in_service import in_service
 from holdfast.engine.messages import EngineInfo
@@ -34,34 +35,38 @@ By calculation, 32,768 tokens (CUDA) of an 8B model take 3 GB of activations and
 def build(
     config: EngineConfig,
     *,
-    began: float | None = None,
+    stages: Stages | None = None,
     measure: bool = False,
     on_progress: Callable[[str], None] = lambda stage: None,
 ) -> tuple[LanguageLoop, EngineInfo]:
     """Load the model, measure the device, allocate its memory, and put the loop together.
 
-    `began` is the time of the client's call, on the monotonic clock. `on_progress` gets the name of each stage. A
-    latency target needs the device's cost profile: the stored one, or a new one if there is none or `measure` asks for
-    it. Raises ValueError (UnsupportedCheckpoint among them) and MemoryError with a reason for people.
+    `stages` notes when each stage begins and ends; by default they count from this call. `on_progress` gets the name
+    of each stage, for people. A latency target needs the device's cost profile: the stored one, or a new one if there
+    is none or `measure` asks for it. Raises ValueError (UnsupportedCheckpoint among them) and MemoryError with a reason
+    for people.
     """
-    began = clock() if began is None else began
+    stages = stages or Stages(clock(), clock)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     checkpoint = Checkpoint.find(config.model)
     on_progress(f"loading {checkpoint.name}")
-    device = make_device(config, checkpoint)
-    memory, shape = allocate(device, on_progress)
+    with stages.stage("weights"):
+        device = make_device(config, checkpoint, stages)
+    memory, shape = allocate(device, stages, on_progress)
     path = cached_profile_path(checkpoint.directory, device.precision, pace_of(config, device.kind, memory.device))
     weighs_recomputation = shape.num_host_blocks > 0 and config.eviction == "retention"
     cost, stored = None, ""
     if measure or config.tbt_target is not None or (weighs_recomputation and path.is_file()):
         if measure or not path.is_file():
             on_progress("measuring the device's pace")
-            measure_profile(device, shape).save(path)
+            with stages.stage("profile"):
+                measure_profile(device, shape).save(path)
         cost, stored = CostProfile.load(path).cost, str(path)
     elif weighs_recomputation:
         on_progress("measuring what recomputation costs")
-        cost = measure_recomputation(device, name=shape.model, chunk=config.chunk_size)
+        with stages.stage("recomputation"):
+            cost = measure_recomputation(device, name=shape.model, chunk=config.chunk_size)
     scheduler = make_scheduler(config, shape, cost)
     executor: LanguageExecutor = device.executor
     if config.trace:
@@ -79,12 +84,13 @@ def build(
         max_waiting=config.max_waiting,
         vocab_size=shape.vocab_size,
         profile_path=stored,
-        started_in=clock() - began,
+        started_in=stages.elapsed(),
+        stages=tuple(stages.done),
     )
     return Loop(scheduler, executor, config.steps_in_flight, clock), info
 
 
-def make_device(config: EngineConfig, checkpoint: Checkpoint) -> PagedDevice:
+def make_device(config: EngineConfig, checkpoint: Checkpoint, stages: Stages) -> PagedDevice:
     """The model on its device, before there is a cache. Raises ValueError, MemoryError."""
     device = resolve_device(config.device)
     attention.require(config.attention_backend, device, fp8_cache=config.kv_cache_dtype == "fp8")
@@ -103,16 +109,20 @@ def make_device(config: EngineConfig, checkpoint: Checkpoint) -> PagedDevice:
         max_sequences=config.max_sequences,
         limit=config.fixed_token_budget or LARGE_STEP * DEFAULT_TOKEN_BUDGET[device.type],
     )
-    return PagedDevice(model, config, name=checkpoint.name, max_step_tokens=capacity)
+    return PagedDevice(model, config, name=checkpoint.name, max_step_tokens=capacity, stages=stages)
 
 
-def allocate(device: PagedDevice, on_progress: Callable[[str], None]) -> tuple[MemoryMeasurement, EngineShape]:
+def allocate(
+    device: PagedDevice, stages: Stages, on_progress: Callable[[str], None]
+) -> tuple[MemoryMeasurement, EngineShape]:
     """Measure what a step takes, and allocate the cache of both tiers and the graphs of steps in what is left."""
     if device.captures:
         on_progress("compiling kernels")
-        device.compile()
+        with stages.stage("kernels"):
+            device.compile()
     on_progress("measuring memory")
-    memory = device.measure()
+    with stages.stage("memory"):
+        memory = device.measure()
     work = []
     if memory.num_host_blocks:
         work.append(f"taking {memory.num_host_blocks * memory.block / 1e9:.1f} GB of host memory")

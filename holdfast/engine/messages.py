@@ -9,6 +9,7 @@ import msgspec
 
 from holdfast.core.columns import Columns
 from holdfast.core.config import EngineConfig
+from holdfast.core.stages import Stage
 from holdfast.core.types import FinishReason, Identity, Request, SequenceOutput
 from holdfast.lm.limits import RequestLimits
 from holdfast.lm.types import MemoryMeasurement, SchedulerStats
@@ -39,6 +40,8 @@ class EngineInfo:
     """Blocks of the host tier."""
     profile_path: str = ""
     """The file with the device's cost profile; empty if the engine needed none."""
+    stages: tuple[Stage, ...] = ()
+    """The stages of the start, counted from the client's call. They may overlap."""
 
     @property
     def limits(self) -> RequestLimits:

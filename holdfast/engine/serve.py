@@ -6,8 +6,10 @@ import gc
 import itertools
 import os
 import sys
+import time
 import traceback
 
+from holdfast.core.stages import Stage, Stages
 from holdfast.engine import messages
 from holdfast.engine.process import FAILED, Parent, die_with_parent
 from holdfast.lm.types import LanguageLoop
@@ -40,13 +42,16 @@ def main(address: str, parent_pid: int) -> int:
 
 def run(start: messages.Start, parent: Parent) -> None:
     """Build the engine and serve its client until told to end. Raises what building or a step raises."""
+    stages = Stages(start.began, time.monotonic)
+    stages.done.append(Stage("process", 0.0, stages.elapsed()))
     parent.send(messages.Progress("loading PyTorch"))
-    # Only now: the import takes seconds, and from here on the parent learns of a failure.
-    from holdfast.engine.build import build
+    with stages.stage("PyTorch"):
+        # Only now: the import takes seconds, and from here on the parent learns of a failure.
+        from holdfast.engine.build import build
 
     loop, info = build(
         start.config,
-        began=start.began,
+        stages=stages,
         measure=start.measure,
         on_progress=lambda stage: parent.send(messages.Progress(stage)),
     )

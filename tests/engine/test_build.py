@@ -70,6 +70,7 @@ def test_build_gives_the_measured_memory_to_the_cache(small, checkpoint):
     assert stages == ["loading random-llama", "measuring memory"]
     assert info.model == "random-llama" and info.precision == "float32"
     assert (info.block_size, info.token_budget, info.max_model_len, info.vocab_size) == (16, 64, 4096, 384)
+    assert [stage.name for stage in info.stages] == ["weights", "memory"]
     assert info.num_blocks == loop.stats().blocks_total == info.memory.cache // info.memory.block > 0
     (request,) = create_requests((5, 6, 7), temperature=0.0, max_tokens=3)
     loop.add(request)

@@ -7,6 +7,7 @@ import pytest
 
 from holdfast.core.columns import Columns
 from holdfast.core.config import EngineConfig
+from holdfast.core.stages import Stage
 from holdfast.core.types import FinishReason, Identity, Request, SamplingParams, SequenceOutput
 from holdfast.engine import messages
 from holdfast.engine.messages import decode_from_engine, decode_to_engine, encode
@@ -33,6 +34,7 @@ INFO = messages.EngineInfo(
     max_waiting=9,
     vocab_size=50,
     started_in=0.25,
+    stages=(Stage("weights", 0.125, 0.25),),
 )
 OUTPUTS = [
     SequenceOutput("a", (5,), None, 0, 1.25),

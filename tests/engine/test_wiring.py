@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from dataclasses import fields
 from unittest.mock import create_autospec
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from holdfast.core.config import EngineConfig
+from holdfast.core.stages import Stages
 from holdfast.engine.build import build, make_device
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.trace import TracedExecutor
@@ -108,7 +110,7 @@ def on_a_gpu(small, checkpoint, monkeypatch):
     """Makes the engine's device, which then takes itself for a GPU."""
 
     def make(**options):
-        device = make_device(small(**options), Checkpoint.find(str(checkpoint)))
+        device = make_device(small(**options), Checkpoint.find(str(checkpoint)), Stages(0.0, time.monotonic))
         monkeypatch.setattr(device, "device", torch.device("cuda"))
         device.attention = create_autospec(CapturableAttention, instance=True)
         return device

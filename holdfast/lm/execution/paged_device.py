@@ -6,6 +6,7 @@ import os
 import platform
 import resource
 import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -15,6 +16,7 @@ from pathlib import Path
 import torch
 
 from holdfast.core.config import EngineConfig
+from holdfast.core.stages import Stages
 from holdfast.lm.execution.batch import Batch
 from holdfast.lm.execution.executor import Layers, PagedExecutor, PagedMemory, sample_rows
 from holdfast.lm.execution.graphs import GraphSizes, StepGraphs
@@ -59,10 +61,12 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         name: str = "",
         max_step_tokens: int | None = None,
         make_stream: Callable[[], CopyStream] | None = None,
+        stages: Stages | None = None,
     ) -> None:
         """`name` is the name under which the model is served. `max_step_tokens` is by default the token budget.
 
-        `make_stream` makes the streams that blocks are copied on; by default those of the device's kind.
+        `make_stream` makes the streams that blocks are copied on; by default those of the device's kind. `stages`
+        notes what `allocate` spends its time on.
         """
         spec = model.spec
         self.model, self.config, self.device, self._name = model, config, spec.device, name
@@ -81,6 +85,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         self.block_bytes = self._cache(1, torch.device("meta")).data.nbytes
         self._memory: PagedMemory | None = None
         self._make_stream = make_stream or partial(stream_for, spec.device)
+        self._stages = stages or Stages(0.0, time.monotonic)
 
     @property
     def kind(self) -> str:
@@ -206,15 +211,16 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         cache, layers, batch = self._empty(num_blocks)
         host, transfers = None, None
         if host_blocks:
-            host = self._cache(host_blocks, torch.device("cpu"))
-            if self.kind == "cuda":
-                host.pin()
+            with self._stages.stage("host memory"):
+                host = self._cache(host_blocks, torch.device("cpu"))
+                if self.kind == "cuda":
+                    host.pin()
             transfers = Transfers(cache, host, layers, self._make_stream)
             if self.kind == "cuda":
                 transfers.warm_up()
         graphs = self._graphs(batch, layers, sizes)
         if graphs is not None:
-            with torch.inference_mode():
+            with self._stages.stage("graphs"), torch.inference_mode():
                 graphs.capture()
         return PagedMemory(cache, layers, batch, graphs, host, transfers)
 

@@ -4,11 +4,12 @@ usage: python benchmarks/start_times.py [--repeat 3] [--small] [--json FILE] [--
        serve` behind --, such as -- --tbt-target 25ms --host-cache-gb 32]
 
 A fresh start finds empty directories for the caches of Triton, PyTorch, CUDA and Holdfast; the warm one after it finds
-what that left. The model is a Llama-3-8B shape with random weights (`--small`: a small one, for a CPU). The
-stages are those that the engine reports; some overlap. `server` is the time before the engine's: the interpreter, the
-server's imports and its store. The first token is that of a prompt of 512 tokens, sent as soon as /health says 200.
-`host tier` is when all of it can be used. The system's own file cache is as it is: on a new machine the first start
-also reads PyTorch from the disk. Prints a JSON line for each start, then a table of medians.
+what that left. The model is a Llama-3-8B shape with random weights (`--small`: a small one, for a CPU). The stages are
+those that the engine reports; some overlap. `server` is the time before the engine's: the interpreter, the server's
+imports and its store. The first token is that of a prompt of 512 tokens, sent as soon as /health says 200. `host tier`
+is when all of it can be used; `paces` says how 200 tokens came before and after that. The system's own file cache is as
+it is: on a new machine the first start also reads PyTorch from the disk. Prints a JSON line for each start, then a
+table of medians.
 """
 
 from __future__ import annotations
@@ -76,6 +77,22 @@ def gauge(metrics: bytes, name: str) -> float | None:
     return float(found[1]) if found else None
 
 
+def pace(port: int, model: str) -> dict[str, float]:
+    """Generate 200 tokens: the mean time between them, and the share that took over 10, 25 and 100 ms."""
+
+    def counts() -> tuple[float, ...]:
+        metrics = ask(port, "/metrics")[1]
+        names = ("sum", "count", *(rf'bucket\{{le="{bound}"\}}' for bound in ("0.01", "0.025", "0.1")))
+        return tuple(gauge(metrics, f"holdfast_tbt_seconds_{name}") or 0.0 for name in names)
+
+    before = counts()
+    prompt = [10 + index % 80 for index in range(64)]
+    ask(port, "/v1/completions", dict(model=model, prompt=prompt, max_tokens=200, ignore_eos=True, temperature=0))
+    seconds, count, *within = (after - first for after, first in zip(counts(), before, strict=True))
+    over = {f"over_{bound}_ms": round(1 - fit / count, 4) for bound, fit in zip((10, 25, 100), within, strict=True)}
+    return dict(mean_ms=round(1e3 * seconds / count, 3)) | over
+
+
 def start(model: Path, caches: Path, options: list[str], log: Path) -> dict[str, Any]:
     """Start a server, ask for a token, end it. The times, in seconds after the command. Raises RuntimeError."""
     environment = os.environ | {name: str(caches / place) for name, place in CACHES.items()} | {"COLUMNS": "2000"}
@@ -111,6 +128,7 @@ def start(model: Path, caches: Path, options: list[str], log: Path) -> dict[str,
             if status != 200:
                 raise RuntimeError(f"the request got {status}: {body!r}")
             first = time.monotonic() - began
+            paces = [pace(port, model.name)]
             tier = None
             while (metrics := ask(port, "/metrics")[1]) and gauge(metrics, "holdfast_host_blocks"):
                 ready, blocks = (gauge(metrics, f"holdfast_host_blocks{which}") for which in ("_ready", ""))
@@ -120,6 +138,7 @@ def start(model: Path, caches: Path, options: list[str], log: Path) -> dict[str,
                 if time.monotonic() - began > LIMIT:
                     raise RuntimeError(f"only {ready} of {blocks} host blocks became ready")
                 time.sleep(0.05)
+            paces.append(pace(port, model.name))
         finally:
             server.send_signal(signal.SIGTERM)
             try:
@@ -143,6 +162,7 @@ def start(model: Path, caches: Path, options: list[str], log: Path) -> dict[str,
         health=round(health, 2),
         first_token=round(first, 2),
         host_tier=tier and round(tier, 2),
+        paces=paces,
         ended=round(ended, 2),
     )
 

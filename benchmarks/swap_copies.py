@@ -157,8 +157,7 @@ def main() -> None:
     )
     device = KVCache.allocate(num_blocks=2048, device="cuda", **shape)
     host = KVCache.allocate(num_blocks=1024, device="cpu", **shape)
-    host.data.view(torch.int16).fill_(7)
-    host.pin()
+    host = KVCache(host.data.view(torch.int16).fill_(7).view(torch.bfloat16).pin_memory())
     weights = [torch.randn(53248, 4096, dtype=torch.bfloat16, device="cuda") * 0.01 for _ in range(LAYERS)]
     x = torch.randn(1024, 4096, dtype=torch.bfloat16, device="cuda")
     computations = {"32 tokens": (linear_layers(x[:32], weights), 4), "1024 tokens": (linear_layers(x, weights), 1)}
@@ -191,7 +190,6 @@ def main() -> None:
                 rows.append(row)
                 print(json.dumps(row), flush=True)
     torch.cuda.synchronize()
-    host.unpin()
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1))
 

@@ -165,6 +165,7 @@ class FakeClient:
             tokens_computed=123,
             tokens_recovered=32,
             host_blocks_total=300,
+            host_blocks_ready=250,
             host_blocks_cached=200,
             blocks_swapped_in=11,
             blocks_swapped_out=12,

@@ -51,7 +51,7 @@ def check_host(host, reserved):
     """Raise RuntimeError unless free + reserved + cached = total on the host, and no block is in two states."""
     check_index(host._index)
     states = [*host._free, *reserved, *host._retained.blocks, *host._duplicates]
-    if sorted(states) != list(range(host.num_blocks)):
+    if sorted(states) != list(range(host.ready)):
         raise RuntimeError(f"blocks of the host tier are lost or in two states: {sorted(states)}")
     if len(host._index.blocks) != len(host._retained.blocks) + len(host._duplicates):
         raise RuntimeError("a block of the host tier is retained or a duplicate, but is not cached")

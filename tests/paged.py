@@ -18,7 +18,10 @@ def sizes(num_blocks: int, host_blocks: int = 0) -> MemoryMeasurement:
 
 
 def allocated(model: Model, config: EngineConfig, num_blocks: int, host_blocks: int = 0, **options: Any) -> PagedDevice:
-    """A device with a cache of this many blocks."""
+    """A device with a cache of this many blocks. All of its host tier can be used."""
     device = PagedDevice(model, config, **options)
     device.allocate(sizes(num_blocks, host_blocks))
+    if device.memory.host is not None:
+        device.memory.host.begin()
+        device.memory.host.wait()
     return device

@@ -27,6 +27,7 @@ def create_scheduler(
     eos=(),
     policy=None,
     host_blocks=0,
+    host_ready=None,
     eviction="retention",
     chunk_blocks=1,
     low_water=0.25,
@@ -35,7 +36,7 @@ def create_scheduler(
     rule = RetentionRule(EVICTIONS[eviction], cost=float, chunk_blocks=chunk_blocks, block_size=block_size)
     return Scheduler(
         policy or StallFree(budget),
-        BlockPool(blocks, block_size, rule=rule, host_blocks=host_blocks, low_water=low_water),
+        BlockPool(blocks, block_size, rule=rule, host_blocks=host_blocks, host_ready=host_ready, low_water=low_water),
         max_sequences=max_sequences,
         max_model_len=max_model_len,
         headroom=headroom,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -15,11 +16,13 @@ from holdfast.engine.messages import EngineInfo
 from holdfast.engine.profiles import CostProfile, cached_profile_path
 from holdfast.engine.trace import TracedExecutor
 from holdfast.lm.execution.cost_profile import measure_cost, measure_recomputation
+from holdfast.lm.execution.host_memory import HostMemory
 from holdfast.lm.execution.paged_device import PagedDevice, resolve_device
 from holdfast.lm.kernels.attention import backends as attention
 from holdfast.lm.models.loader import load
 from holdfast.lm.scheduler.choice import capacity_of, make_scheduler
 from holdfast.lm.scheduler.policies import StallFree
+from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.types import DEFAULT_TOKEN_BUDGET, EngineShape, LanguageExecutor, LanguageLoop, MemoryMeasurement
 from holdfast.loop.loop import Loop
 
@@ -71,6 +74,12 @@ def build(
     executor: LanguageExecutor = device.executor
     if config.trace:
         executor = TracedExecutor(executor, config.trace, clock, suspends=shape.num_host_blocks > 0)
+    host = device.memory.host
+    if host is None:
+        loop = Loop(scheduler, executor, config.steps_in_flight, clock)
+    else:  # it becomes usable bit by bit, beside the first requests
+        host.begin()
+        loop = Loop(scheduler, executor, config.steps_in_flight, clock, partial(grow_host_tier, scheduler, host))
     info = EngineInfo(
         model=shape.model,
         precision=shape.precision,
@@ -87,7 +96,12 @@ def build(
         started_in=stages.elapsed(),
         stages=tuple(stages.done),
     )
-    return Loop(scheduler, executor, config.steps_in_flight, clock), info
+    return loop, info
+
+
+def grow_host_tier(scheduler: Scheduler, host: HostMemory) -> None:
+    """Tell the scheduler how much of the host tier can be used by now."""
+    scheduler.resize_host_tier(host.ready, host.blocks)
 
 
 def make_device(config: EngineConfig, checkpoint: Checkpoint, stages: Stages) -> PagedDevice:
@@ -123,13 +137,8 @@ def allocate(
     on_progress("measuring memory")
     with stages.stage("memory"):
         memory = device.measure()
-    work = []
-    if memory.num_host_blocks:
-        work.append(f"taking {memory.num_host_blocks * memory.block / 1e9:.1f} GB of host memory")
     if device.captures:
-        work.append("capturing graphs")
-    if work:
-        on_progress(" and ".join(work))
+        on_progress("capturing graphs")
     return memory, device.allocate(memory)
 
 

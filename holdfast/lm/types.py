@@ -213,6 +213,8 @@ class SchedulerStats:
     tokens_recovered: int = 0
     """Positions computed again before kept state of their sequence: they had been dropped."""
     host_blocks_total: int = 0
+    host_blocks_ready: int = 0
+    """Blocks of the host tier that can be used; the others are still being locked."""
     host_blocks_cached: int = 0
     """Blocks of the host tier that hold state."""
     host_blocks_dropped: int = 0
@@ -283,6 +285,8 @@ class EngineShape:
     """Blocks of the KV cache on the device."""
     num_host_blocks: int = 0
     """Blocks of the host tier."""
+    host_blocks_ready: int | None = None
+    """Those that can be used from the start; None: all."""
     copies_ahead: int | None = None
     """Blocks that a step swaps out ahead of need without becoming slower. None: as many as one plan may copy."""
     token_budget: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from holdfast.loop.contracts import Clock, Executor, Planner
@@ -26,13 +27,16 @@ class Loop(Generic[Request, Plan, Result, Outputs, Stats]):
         executor: Executor[Plan, Result],
         steps_in_flight: int,
         clock: Clock,
+        refresh: Callable[[], None] = lambda: None,
     ) -> None:
+        """`refresh` is called before the planner plans or gives its stats, to tell it what has changed."""
         if steps_in_flight < 1:
             raise ValueError(f"steps_in_flight is {steps_in_flight}; it must be at least 1")
         self.planner = planner
         self.executor = executor
         self._steps_in_flight = steps_in_flight
         self._clock = clock
+        self._refresh = refresh
         self._plans: deque[Plan] = deque()
 
     def add(self, request: Request) -> None:
@@ -48,6 +52,7 @@ class Loop(Generic[Request, Plan, Result, Outputs, Stats]):
 
         None, at once, if nothing is in flight.
         """
+        self._refresh()
         while len(self._plans) < self._steps_in_flight:
             plan = self.planner.schedule(self._clock())
             if plan is None:
@@ -65,6 +70,7 @@ class Loop(Generic[Request, Plan, Result, Outputs, Stats]):
 
     def stats(self) -> Stats:
         """Queues and memory as they stand."""
+        self._refresh()
         return self.planner.stats()
 
     def close(self) -> None:

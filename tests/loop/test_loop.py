@@ -96,3 +96,17 @@ def test_an_executor_exception_passes_through_the_loop():
 def test_zero_steps_in_flight_are_refused():
     with pytest.raises(ValueError, match="steps_in_flight is 0"):
         create_loop(0)
+
+
+def test_the_planner_is_told_what_changed_before_it_plans_and_before_it_is_asked():
+    calls = []
+    scheduler = create_scheduler(blocks=8, block_size=4, host_blocks=4, host_ready=0)
+
+    def refresh():
+        calls.append(len(calls) + 1)
+        scheduler.resize_host_tier(calls[-1], 4)
+
+    loop = Loop(scheduler, Recorder(8, 4, 4), 1, itertools.count().__next__, refresh)
+    assert loop.stats().host_blocks_ready == 1
+    loop.step()
+    assert loop.stats().host_blocks_ready == 3 and loop.stats().host_blocks_total == 4

@@ -663,6 +663,7 @@ async def test_metrics_show_requests_latencies_tokens_and_the_engine(http: Http,
     assert value("holdfast_blocks_used", "holdfast_blocks_used") == 7
     assert value("holdfast_requests_running", "holdfast_requests_running") == 2
     assert value("holdfast_host_blocks", "holdfast_host_blocks") == 300
+    assert value("holdfast_host_blocks_ready", "holdfast_host_blocks_ready") == 250
     assert value("holdfast_host_blocks_cached", "holdfast_host_blocks_cached") == 200
     counters = {
         "suspensions": 1, "prefix_tokens_hit": 16, "prefix_tokens_hit_on_host": 8, "blocks_swapped_in": 11,

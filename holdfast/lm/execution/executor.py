@@ -12,6 +12,7 @@ import torch
 
 from holdfast.lm.execution.batch import Batch, PackedStep, StagedStep
 from holdfast.lm.execution.graphs import StepGraphs
+from holdfast.lm.execution.host_memory import HostMemory
 from holdfast.lm.execution.transfer import Transfers
 from holdfast.lm.kernels.attention.protocol import Attention
 from holdfast.lm.kernels.cache.kv_cache import KVCache
@@ -31,7 +32,8 @@ class PagedMemory:
     layers: Layers
     batch: Batch
     graphs: StepGraphs | None
-    host: KVCache | None
+    host: HostMemory | None
+    """The host tier, where it has to be locked."""
     transfers: Transfers | None
 
     def begin_copies(self, plan: StepPlan) -> LayerCaches:
@@ -95,13 +97,13 @@ class PagedExecutor:
         return result
 
     def close(self) -> None:
-        """Stop the worker, or wait for the device, and unpin the host tier. Steps in flight are abandoned."""
+        """Stop the worker, or wait for the device, and unlock the host tier. Steps in flight are abandoned."""
         self._in_flight.clear()
         if self._worker is not None:
             self._worker.shutdown(wait=True, cancel_futures=True)
         elif self.memory.host is not None:
             torch.cuda.synchronize(self._device)
-            self.memory.host.unpin()
+            self.memory.host.close()
 
     def _run_on_cpu(self, plan: StepPlan, staged: StagedStep | None) -> StepResult:
         began = time.perf_counter()

@@ -20,10 +20,11 @@ from holdfast.core.stages import Stages
 from holdfast.lm.execution.batch import Batch
 from holdfast.lm.execution.executor import Layers, PagedExecutor, PagedMemory, sample_rows
 from holdfast.lm.execution.graphs import GraphSizes, StepGraphs
+from holdfast.lm.execution.host_memory import HostMemory
 from holdfast.lm.execution.transfer import CopyStream, Transfers, stream_for
 from holdfast.lm.kernels.attention.backends import attention_for
 from holdfast.lm.kernels.attention.protocol import CapturableAttention
-from holdfast.lm.kernels.cache.kv_cache import KVCache
+from holdfast.lm.kernels.cache.kv_cache import KVCache, copy_blocks
 from holdfast.lm.kernels.fp8 import FP8
 from holdfast.lm.models.base import CapturableModel, Model
 from holdfast.lm.types import (
@@ -170,7 +171,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
     def allocate(self, sizes: MemoryMeasurement) -> EngineShape:
         """Allocate the KV cache of both tiers, the batch and the graphs of steps; the engine that they make.
 
-        Raises MemoryError if the host's memory cannot be pinned.
+        On CUDA no block of the host tier can be used before `memory.host` says so.
         """
         self._memory = self._allocate(sizes.num_blocks, sizes.num_host_blocks, self._graph_sizes)
         spec = self.model.spec
@@ -180,6 +181,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
             precision=self.precision,
             num_blocks=sizes.num_blocks,
             num_host_blocks=sizes.num_host_blocks,
+            host_blocks_ready=0 if self.memory.host is not None else sizes.num_host_blocks,
             copies_ahead=max(1, COPIES_AHEAD_BYTES // self.block_bytes),
             token_budget=self.token_budget,
             max_step_tokens=self.max_step_tokens,
@@ -211,13 +213,11 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         cache, layers, batch = self._empty(num_blocks)
         host, transfers = None, None
         if host_blocks:
-            with self._stages.stage("host memory"):
-                host = self._cache(host_blocks, torch.device("cpu"))
-                if self.kind == "cuda":
-                    host.pin()
-            transfers = Transfers(cache, host, layers, self._make_stream)
+            kept = self._cache(host_blocks, torch.device("cpu"), by_block=self.kind == "cuda")
+            transfers = Transfers(cache, kept, layers, self._make_stream)
             if self.kind == "cuda":
-                transfers.warm_up()
+                host = HostMemory(kept)
+                self._compile_copies()
         graphs = self._graphs(batch, layers, sizes)
         if graphs is not None:
             with self._stages.stage("graphs"), torch.inference_mode():
@@ -237,7 +237,15 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         )
         return cache, tuple(cache.layer(index) for index in range(spec.num_layers)), batch
 
-    def _cache(self, num_blocks: int, device: torch.device) -> KVCache:
+    def _compile_copies(self) -> None:
+        """Copy one block each way, which compiles the kernel."""
+        device, number = self._cache(1, self.device), torch.zeros(1, dtype=torch.int64, device=self.device)
+        host = KVCache(torch.empty_like(self._cache(1, torch.device("cpu"), by_block=True).data, pin_memory=True))
+        copy_blocks(device, number, host, number)
+        copy_blocks(host, number, device, number)
+        torch.cuda.synchronize(self.device)
+
+    def _cache(self, num_blocks: int, device: torch.device, *, by_block: bool = False) -> KVCache:
         spec = self.model.spec
         return KVCache.allocate(
             layers=spec.num_layers,
@@ -247,6 +255,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
             head_dim=spec.head_dim,
             dtype=self.cache_dtype,
             device=device,
+            by_block=by_block,
         )
 
     def _graphs(self, batch: Batch, layers: Layers, sizes: GraphSizes) -> StepGraphs | None:

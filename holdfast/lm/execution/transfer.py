@@ -178,12 +178,6 @@ class Transfers:
         step = -(-len(layers) // GROUPS)
         self._groups = [slice(first, first + step) for first in range(0, len(layers), step)]
 
-    def warm_up(self) -> None:
-        """Copy one empty block each way: the first copy compiles its kernel."""
-        copy = (BlockCopy(0, 0),)
-        self.begin(StepPlan(-1, (), swap_in=copy, swap_out=copy))
-        self.completed(wait=True)
-
     def begin(self, plan: StepPlan) -> LayerCaches:
         """Start a plan's copies; the layers' caches for its computation, which must be started next.
 

@@ -40,19 +40,21 @@ class BlockPool:
         *,
         rule: RetentionRule | None = None,
         host_blocks: int = 0,
+        host_ready: int | None = None,
         low_water: float = 0.25,
         copies_ahead: int | None = None,
     ) -> None:
         """Swapping out begins when the share of blocks that are free or reclaimable falls below `low_water`.
 
-        A plan swaps out `copies_ahead` blocks ahead of need, or as many as it computes if those are more.
+        Of `host_blocks`, `host_ready` can be used from the start (None: all), others once `host.resize` says so. A
+        plan swaps out `copies_ahead` blocks ahead of need, or as many as it computes if those are more.
         """
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"a pool of {num_blocks} blocks of {block_size} tokens; both must be at least 1")
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.rule = rule or RetentionRule(block_size=block_size)
-        self.host = HostPool(host_blocks, self.rule) if host_blocks else None
+        self.host = HostPool(host_blocks, self.rule, ready=host_ready) if host_blocks else None
         self.digest_cache = DigestCache(block_size, 2 * (num_blocks + host_blocks))
         self.copies = CopyLedger()
         """Copies under way between the tiers."""

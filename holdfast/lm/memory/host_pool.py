@@ -12,6 +12,8 @@ from holdfast.lm.memory.retention import Retention, RetentionRule, Use, Victims
 class HostPool:
     """The blocks 0 to `num_blocks - 1` in host memory. Each operation is O(1) per block.
 
+    The first `ready` of them can be used so far.
+
     A block is in exactly one of four states. A duplicate copies a device block that is in use, so evicting it loses
     nothing. A retained block may be the only copy; it is evicted by value, after all duplicates.
 
@@ -22,14 +24,25 @@ class HostPool:
          └──────────────────────── evicted ────────┘
     """
 
-    def __init__(self, num_blocks: int, rule: RetentionRule) -> None:
+    def __init__(self, num_blocks: int, rule: RetentionRule, *, ready: int | None = None) -> None:
+        """The first `ready` blocks can be used from the start; None: all."""
         self.num_blocks = num_blocks
+        self.ready = 0
+        """Blocks that can be used."""
         self.dropped = 0
         """Retained blocks evicted so far."""
-        self._free = list(range(num_blocks - 1, -1, -1))
+        self._free: list[int] = []
         self._index = PrefixIndex(num_blocks)
         self._retained = Retention(rule)
         self._duplicates: OrderedDict[int, None] = OrderedDict()
+        self.resize(num_blocks if ready is None else ready, num_blocks)
+
+    def resize(self, ready: int, num_blocks: int) -> None:
+        """The first `ready` blocks can be used from now on, at least as many as before; `num_blocks` will be."""
+        if ready > self.ready:
+            self._free[:0] = range(ready - 1, self.ready - 1, -1)
+            self.ready = ready
+        self.num_blocks = num_blocks
 
     @property
     def cached(self) -> int:

@@ -103,6 +103,7 @@ def make_scheduler(
         config.block_size,
         rule=RetentionRule.of(config, retention_cost(config, shape, cost)),
         host_blocks=shape.num_host_blocks,
+        host_ready=shape.host_blocks_ready,
         low_water=config.swap_threshold,
         copies_ahead=shape.copies_ahead,
     )

@@ -193,6 +193,12 @@ class Scheduler:
             preemptions=[sequence.preemptions for sequence in sequences],
         )
 
+    def resize_host_tier(self, ready: int, total: int) -> None:
+        """The first `ready` blocks of the host tier can be used from now on; in the end `total` will be."""
+        host = self._queues.pool.host
+        if host is not None:
+            host.resize(ready, total)
+
     def has_work(self) -> bool:
         """Whether any request has not ended."""
         return bool(self._entries)
@@ -212,6 +218,7 @@ class Scheduler:
             tokens_computed=self._tokens_computed,
             tokens_recovered=queues.recovered,
             host_blocks_total=pool.host.num_blocks if pool.host else 0,
+            host_blocks_ready=pool.host.ready if pool.host else 0,
             host_blocks_cached=pool.host.cached if pool.host else 0,
             host_blocks_dropped=pool.host.dropped if pool.host else 0,
             blocks_swapped_in=pool.swapped_in,

@@ -269,3 +269,22 @@ def test_without_a_host_tier_evicted_blocks_count_as_dropped():
     idle(pool, 0, 1, 2)
     pool.allocate(3, 0.0)
     assert pool.dropped == 2
+
+
+def test_a_host_tier_grows_and_gives_its_lowest_blocks_first():
+    pool = BlockPool(64, 1, rule=RULE, host_blocks=6, host_ready=0, low_water=1.0)
+    idle(pool, 1, 2)
+    assert pool.swap_out(0, 8, 1.0) == (), "nothing can be copied yet, so what is idle may be reclaimed"
+    assert pool.allocatable == 64
+    pool.host.resize(2, 6)
+    check_host(pool.host, ())
+    idle(pool, 3, 4, 5)
+    copies = pool.swap_out(1, 8, 2.0)
+    assert [copy.target for copy in copies] == [0, 1]
+    pool.host.resize(3, 6)
+    pool.host.resize(3, 3)
+    check_host(pool.host, (0, 1))
+    assert (pool.host.ready, pool.host.num_blocks) == (3, 3)
+    pool.finish_swap_out(1)
+    check_host(pool.host, ())
+    assert pool.host.cached == 2

@@ -86,6 +86,8 @@ class History:
         self.steps_in_flight = choose.randint(1, 3)
         self.max_sequences = choose.choice((1, 2, 4, 12))
         self.host_blocks = choose.choice((0, 0, 0, 1, least // 2 + 1, 4 * least))
+        self.growth = random.Random(seed)
+        self.host_ready = self.growth.choice((0, self.host_blocks // 2, self.host_blocks))
         self.any_order = name == "stall-free" and choose.random() < 0.25
         self.never_preempts = name in RESERVING
         self.order = order or Priority(aging=choose.choice((0.5, 20.0, 1e6)))
@@ -102,6 +104,7 @@ class History:
             sharing=choose.random() < 0.8,
             eos=(EOS,),
             host_blocks=self.host_blocks,
+            host_ready=self.host_ready,
             eviction=choose.choice(("retention",) * 4 + tuple(EVICTIONS)),
             chunk_blocks=choose.choice((1, 2)),
             low_water=choose.choice((0.05, 0.25, 0.6)),
@@ -199,6 +202,9 @@ class History:
 
     def step(self):
         """Plan some steps ahead, never more than may be in flight; collect the oldest."""
+        if self.host_ready < self.host_blocks and self.growth.random() < 0.2:
+            self.host_ready += 1
+            self.scheduler.resize_host_tier(self.host_ready, self.host_blocks)
         depth = self.random.randint(1, self.steps_in_flight)
         while len(self.plans) < depth:
             plan = self.scheduler.schedule(float(self.steps))

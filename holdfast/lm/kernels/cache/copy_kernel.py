@@ -22,19 +22,20 @@ WARPS = 8
 
 
 # Counts change from step to step. The target numbers lie behind the source numbers, so their alignment changes with the
-# count. Neither may cause a new compilation. The strides belong to the caches, and show how reads are aligned.
+# count. Neither may cause a new compilation. Nor may the strides, which change with the number of blocks, and so from
+# start to start; Triton only looks at whether 16 divides them, which shows how reads are aligned.
 @triton.jit(do_not_specialize=["source_blocks", "target_blocks", "count", "pieces"])
 def _copy_blocks(
     source, target, source_blocks, target_blocks, count, pieces,
-    SOURCE_STRIDE: tl.constexpr, TARGET_STRIDE: tl.constexpr, RUN: tl.constexpr, TILE: tl.constexpr,
+    source_part, source_block, target_part, target_block, RUN: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Copy runs of RUN contiguous elements: for each of `count` blocks, one run for each layer's keys and values."""
     for piece in range(tl.program_id(0), pieces, tl.num_programs(0)):
         block, part = piece % count, (piece // count).to(tl.int64)
         from_block = tl.load(source_blocks + block)
         to_block = tl.load(target_blocks + block)
-        read = source + part * SOURCE_STRIDE + from_block * RUN
-        write = target + part * TARGET_STRIDE + to_block * RUN
+        read = source + part * source_part + from_block * source_block
+        write = target + part * target_part + to_block * target_block
         for first in range(0, RUN, TILE):
             at = first + tl.arange(0, TILE)
             tl.store(write + at, tl.load(read + at, mask=at < RUN), mask=at < RUN)
@@ -43,7 +44,7 @@ def _copy_blocks(
 def copy_runs(
     source: torch.Tensor, source_blocks: torch.Tensor, target: torch.Tensor, target_blocks: torch.Tensor
 ) -> None:
-    """Copy blocks of one cache's data [layers, 2, num_blocks, ...] to another's, both contiguous.
+    """Copy blocks of one cache's data [layers, 2, num_blocks, ...] to another's, each as `KVCache.allocate` makes it.
 
     Both have the same layers. The data is on the device or in pinned host memory. The block numbers, int64 [n], are on
     the device.
@@ -59,8 +60,10 @@ def copy_runs(
         target_blocks,
         count,
         pieces,
-        SOURCE_STRIDE=source.stride(1),
-        TARGET_STRIDE=target.stride(1),
+        source.stride(1),
+        source.stride(2),
+        target.stride(1),
+        target.stride(2),
         RUN=run,
         TILE=min(TILE // source.element_size(), triton.next_power_of_2(run)),
         num_warps=WARPS,

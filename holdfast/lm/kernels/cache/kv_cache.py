@@ -37,27 +37,14 @@ class KVCache:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        by_block: bool = False,
     ) -> KVCache:
-        """Allocate this many blocks."""
-        shape = (layers, 2, num_blocks, block_size, num_kv_heads, head_dim)
-        return cls(torch.empty(shape, dtype=dtype, device=device))
-
-    def pin(self) -> None:
-        """Lock host memory in place and map it for the GPU. Raises MemoryError if the system does not allow it.
-
-        PyTorch's own pinned tensors would round the size up to a power of two.
-        """
-        data = self.data
-        status = torch.cuda.cudart().cudaHostRegister(data.data_ptr(), data.nbytes, 0)  # type: ignore[no-untyped-call]
-        if int(status) != 0:
-            raise MemoryError(
-                f"{data.nbytes / 1e9:.1f} GB of host memory cannot be pinned (CUDA error {int(status)}); "
-                "lower host_cache_gb, or raise the limit on locked memory (ulimit -l)"
-            )
-
-    def unpin(self) -> None:
-        """Undo `pin`. Call it before the memory is freed."""
-        torch.cuda.cudart().cudaHostUnregister(self.data.data_ptr())  # type: ignore[no-untyped-call]
+        """Allocate this many blocks. With `by_block` each is in one piece, else each layer's keys and values are."""
+        tail = (block_size, num_kv_heads, head_dim)
+        if by_block:
+            data = torch.empty(num_blocks, layers, 2, *tail, dtype=dtype, device=device)
+            return cls(data.permute(1, 2, 0, 3, 4, 5))
+        return cls(torch.empty(layers, 2, num_blocks, *tail, dtype=dtype, device=device))
 
     @property
     def num_blocks(self) -> int:

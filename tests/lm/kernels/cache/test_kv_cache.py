@@ -10,10 +10,11 @@ from holdfast.lm.kernels.cache.kv_cache import KVCache, copy_blocks
 from holdfast.lm.kernels.fp8 import FP8
 
 
-def make_cache(num_blocks: int = 6, dtype: torch.dtype = torch.float32) -> KVCache:
+def make_cache(num_blocks: int = 6, dtype: torch.dtype = torch.float32, by_block: bool = False) -> KVCache:
     cache = KVCache.allocate(
-        layers=3, num_blocks=num_blocks, block_size=4, num_kv_heads=2, head_dim=8, dtype=dtype, device="cpu"
-    )
+        layers=3, num_blocks=num_blocks, block_size=4, num_kv_heads=2, head_dim=8, dtype=dtype, device="cpu",
+        by_block=by_block,
+    )  # fmt: skip
     cache.data.copy_(torch.randn(cache.data.shape, generator=torch.Generator().manual_seed(num_blocks)))
     return cache
 
@@ -58,6 +59,21 @@ def test_the_kernel_copies_what_the_plain_copy_does(blocks: list[int], dtype: to
     data = target.data.to(device)
     copy_runs(source.data.to(device), torch.tensor(blocks, device=device), data, places.to(device))
     assert torch.equal(data.cpu().view(torch.uint8), expected.data.view(torch.uint8))
+
+
+@pytest.mark.parametrize("layers", [slice(None), slice(1, 3)])
+@pytest.mark.parametrize("dtype", [torch.float32, FP8])
+def test_the_kernel_copies_to_and_from_a_cache_of_whole_blocks(layers: slice, dtype: torch.dtype, device: str) -> None:
+    plain, whole = make_cache(6, dtype), make_cache(9, dtype, by_block=True)
+    expected, blocks, places = make_cache(9, dtype, by_block=True), torch.tensor([4, 0]), torch.tensor([8, 2])
+    assert whole.data[:, :, 5].is_contiguous() and whole.data.shape == (3, 2, 9, 4, 2, 8)
+    copy_blocks(plain, blocks, expected, places, layers)
+    there = whole.data.to(device)
+    copy_runs(plain.data[layers].to(device), blocks.to(device), there[layers], places.to(device))
+    assert torch.equal(there.cpu().float(), expected.data.float())
+    back = torch.zeros_like(plain.data[layers].float()).to(dtype).to(device)
+    copy_runs(there[layers], places.to(device), back, blocks.to(device))
+    assert torch.equal(back.cpu().float()[:, :, [4, 0]], plain.data[layers].float()[:, :, [4, 0]])
 
 
 def test_the_kernel_copies_more_runs_than_it_has_programs(device: str) -> None:

@@ -1,0 +1,135 @@
+"""The host tier's memory: locked slab by slab in a thread, usable as far as it is locked."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+
+import pytest
+import torch
+
+from holdfast.lm.execution import host_memory
+from holdfast.lm.execution.host_memory import HostMemory, slabs
+from holdfast.lm.kernels.cache.kv_cache import KVCache
+
+BLOCK_BYTES = 2 * 2 * 16 * 2 * 16 * 4
+
+
+def cache(num_blocks: int) -> KVCache:
+    return KVCache.allocate(
+        layers=2, num_blocks=num_blocks, block_size=16, num_kv_heads=2, head_dim=16, dtype=torch.float32, device="cpu",
+        by_block=True,
+    )  # fmt: skip
+
+
+class Locks:
+    """Locks as CUDA does, one slab for each permit, and refuses the slab of number `refused`."""
+
+    def __init__(self, permits: int, refused: int | None = None) -> None:
+        self.permits, self.refused = threading.Semaphore(permits), refused
+        self.asked = threading.Semaphore(0)
+        self.held: dict[int, int] = {}
+
+    def lock(self, address: int, size: int) -> int:
+        self.asked.release()
+        self.permits.acquire()
+        if len(self.held) == self.refused:
+            return 2
+        pages = {page for start, taken in self.held.items() for page in pages_of(start, taken)}
+        assert pages.isdisjoint(pages_of(address, size)), "no page is locked twice"
+        self.held[address] = size
+        return 0
+
+    def unlock(self, address: int) -> None:
+        del self.held[address]
+
+
+def pages_of(start: int, size: int) -> range:
+    return range(start // mmap.PAGESIZE, -(-(start + size) // mmap.PAGESIZE))
+
+
+@pytest.fixture(autouse=True)
+def small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "SLAB_BYTES", 4 * mmap.PAGESIZE)
+
+
+def test_blocks_become_ready_as_their_slabs_are_locked() -> None:
+    locks = Locks(permits=0)
+    host = HostMemory(cache(10), locks.lock, locks.unlock)
+    host.begin()
+    locks.asked.acquire()
+    assert (host.ready, host.blocks) == (0, 10)
+    seen = [0]
+    while host.ready < 10:
+        locks.permits.release()
+        locks.asked.acquire(timeout=0.2)
+        seen.append(host.ready)
+        locked = sum(locks.held.values())
+        assert seen[-1] * BLOCK_BYTES <= locked
+    host.wait()
+    assert seen == sorted(seen) and len(set(seen)) > 2
+    assert sum(locks.held.values()) == 10 * BLOCK_BYTES
+    host.close()
+    assert not locks.held
+
+
+def test_a_refused_slab_leaves_a_smaller_tier_and_one_line_that_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    locks = Locks(permits=99, refused=2)
+    host = HostMemory(cache(10), locks.lock, locks.unlock)
+    host.begin()
+    host.wait()
+    assert 0 < host.ready == host.blocks < 10
+    (record,) = caplog.records
+    assert "ulimit -l" in record.getMessage() and "CUDA error 2" in record.getMessage()
+    assert "\n" not in record.getMessage()
+    host.close()
+    assert not locks.held
+
+
+def test_closing_while_slabs_are_being_locked_unlocks_them_and_locks_no_more() -> None:
+    locks = Locks(permits=1)
+    host = HostMemory(cache(1000), locks.lock, locks.unlock)
+    host.begin()
+    locks.asked.acquire()
+    locks.asked.acquire()  # the second slab is in progress
+    closing = threading.Thread(target=host.close)
+    closing.start()
+    closing.join(0.05)
+    assert closing.is_alive()
+    locks.permits.release(3)
+    closing.join()
+    assert not locks.held and host.ready < 1000
+
+
+def test_memory_that_never_began_can_be_closed() -> None:
+    locks = Locks(permits=0)
+    HostMemory(cache(1), locks.lock, locks.unlock).close()
+
+
+@pytest.mark.parametrize("size", [1, 4095, 16384, 100_000])
+@pytest.mark.parametrize("address", [4096 * 7, 4096 * 7 + 64])
+def test_slabs_cover_everything_once_and_meet_at_bounds_of_pages(address: int, size: int) -> None:
+    ranges = list(slabs(address, size))
+    assert [start for start, _ in ranges] == [0, *(stop for _, stop in ranges[:-1])]
+    assert ranges[-1][1] == size
+    assert all((address + stop) % mmap.PAGESIZE == 0 for _, stop in ranges[:-1])
+
+
+@pytest.mark.gpu
+def test_a_gpu_reads_and_writes_blocks_of_every_slab() -> None:
+    from holdfast.lm.kernels.cache.copy_kernel import copy_runs
+
+    kept = cache(100)
+    host = HostMemory(kept)
+    host.begin()
+    host.wait()
+    try:
+        assert host.ready == host.blocks == 100
+        kept.data.copy_(torch.arange(100.0).view(1, 1, 100, 1, 1, 1))
+        device, numbers = torch.zeros(2, 2, 100, 16, 2, 16, device="cuda"), torch.arange(100, device="cuda")
+        copy_runs(kept.data, numbers, device, numbers.flip(0))
+        copy_runs(device, numbers, kept.data, numbers)
+        torch.cuda.synchronize()
+        assert torch.equal(kept.data[1, 1, :, 3, 1, 5], torch.arange(100.0).flip(0))
+    finally:
+        host.close()

@@ -107,6 +107,10 @@ def grow_host_tier(scheduler: Scheduler, host: HostMemory) -> None:
 def make_device(config: EngineConfig, checkpoint: Checkpoint, stages: Stages) -> PagedDevice:
     """The model on its device, before there is a cache. Raises ValueError, MemoryError."""
     device = resolve_device(config.device)
+    if device.type == "cuda" and config.cuda_graphs:
+        from holdfast.lm.kernels.compilation import prepare  # a CPU installation has no Triton
+
+        prepare()
     attention.require(config.attention_backend, device, fp8_cache=config.kv_cache_dtype == "fp8")
     model = load(
         checkpoint.directory,

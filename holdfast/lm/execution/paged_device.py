@@ -17,6 +17,7 @@ import torch
 
 from holdfast.core.config import EngineConfig
 from holdfast.core.stages import Stages
+from holdfast.core.version import __version__
 from holdfast.lm.execution.batch import Batch
 from holdfast.lm.execution.executor import Layers, PagedExecutor, PagedMemory, sample_rows
 from holdfast.lm.execution.graphs import GraphSizes, StepGraphs
@@ -118,10 +119,10 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         return PagedExecutor(self.model, self.attention, self.memory)
 
     def compile(self) -> None:
-        """Compile the kernels of captured steps, several at a time, by running each kind of step once.
+        """Compile the kernels of captured steps, several at a time, then run each kind of step once.
 
-        Compiling is most of a first start, and threads compile in parallel. The steps run over a cache of one block.
-        Does nothing where steps are not captured.
+        Compiling is most of a first start. The steps run over a cache of one block. Does nothing where steps are not
+        captured.
         """
         _, layers, batch = self._empty(1)
         graphs = self._graphs(batch, layers, self._graph_sizes.kinds())
@@ -131,6 +132,9 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         packed = batch.apply(1, 1)
         draws = [partial(sample_rows, logits, packed, *variant) for variant in SAMPLING_VARIANTS]
         works: list[Callable[[], object]] = [*graphs.rehearsals(), *draws]
+        from holdfast.lm.kernels.compilation import compile_once  # a CPU installation has no Triton
+
+        compile_once(partial(self._run_all, works), *self._compiled_for)
         with ThreadPoolExecutor(min(len(works), os.cpu_count() or 1), "holdfast-compile") as pool:
             for running in [pool.submit(self._run_in_thread, work) for work in works]:
                 running.result()
@@ -138,6 +142,16 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         # cuBLAS allocated a workspace for each thread.
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
+
+    @property
+    def _compiled_for(self) -> tuple[object, ...]:
+        """What the kernels of captured steps depend on."""
+        return __version__, torch.cuda.get_device_capability(self.device), self.model.spec, self.config
+
+    @torch.inference_mode()
+    def _run_all(self, works: list[Callable[[], object]]) -> None:
+        for work in works:
+            work()
 
     @torch.inference_mode()
     def _run_in_thread(self, work: Callable[[], object]) -> None:

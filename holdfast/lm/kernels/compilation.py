@@ -1,0 +1,129 @@
+"""Compiles Triton kernels in processes, side by side. In threads they would wait for Python's lock."""
+
+# mypy: disable-error-code="no-untyped-call"
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import hashlib
+import json
+import os
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+from triton.runtime import driver
+from triton.runtime.cache import triton_key
+
+Kernel = Callable[[GPUTarget], object]
+"""Compiles one kernel for a device into Triton's cache."""
+
+LIMIT_SECONDS = 120.0
+"""Processes that take longer are killed."""
+
+
+@cache
+def prepare() -> threading.Thread:
+    """Begin, in a thread, what Triton does before it looks for the first compiled kernel: it hashes itself."""
+    thread = threading.Thread(target=triton_key, name="holdfast-triton-key", daemon=True)
+    thread.start()
+    return thread
+
+
+def compile_once(launch: Callable[[], object], *identity: object) -> bool:
+    """Compile all kernels that `launch` launches; nothing if a call with this `identity` has before.
+
+    Returns whether it compiled. `launch` runs once, and no kernel of it is run: it must not depend on what these
+    compute. The compiled kernels are in Triton's cache, where real launches find them; so is the note that they are.
+    What cannot be compiled here is left to the first launch, which raises the reason.
+    """
+    state = json.dumps([*identity, triton.__version__], default=str)
+    prepare().join()  # so that the children need not do it
+    note = Path(triton.knobs.cache.dir) / f"holdfast-{hashlib.sha256(state.encode()).hexdigest()[:32]}"
+    if note.exists():
+        return False
+    compile_in_processes(kernels_of(launch), driver.active.get_current_target())
+    with contextlib.suppress(OSError):
+        note.parent.mkdir(parents=True, exist_ok=True)
+        note.touch()
+    return True
+
+
+def kernels_of(launch: Callable[[], object]) -> list[Kernel]:
+    """The kernels that `launch` launches and that this process has not loaded. None of them is run."""
+    found: dict[tuple[int, str], Kernel] = {}
+
+    def note(*, key: str, fn: Any, compile: dict[str, Any], **_: object) -> bool:
+        function = fn.jit_function
+        if (id(function), key) not in found:
+            options = json.loads(compile["specialization_data"])["options"]
+            source = ASTSource(function, compile["signature"], compile["constants"], compile["configs"][0])
+            found[id(function), key] = lambda target: compile_kernel(source, options, target)
+        return True  # Triton takes it for compiled elsewhere, and launches nothing
+
+    before, triton.knobs.runtime.jit_cache_hook = triton.knobs.runtime.jit_cache_hook, note
+    try:
+        launch()
+    finally:
+        triton.knobs.runtime.jit_cache_hook = before
+    return list(found.values())
+
+
+def compile_kernel(source: ASTSource, options: dict[str, Any], target: GPUTarget) -> object:
+    """Compile a kernel into Triton's cache. `options` are as JSON gives them. Needs no device."""
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
+    return triton.compile(source, target=target, options=make_backend(target).parse_options(given).__dict__)
+
+
+def compile_in_processes(kernels: Iterable[Kernel], target: GPUTarget) -> None:
+    """Compile kernels in as many processes as there are cores. Errors are passed over."""
+    waiting = list(kernels)
+    reading, writing = os.pipe()
+    children: list[int] = []
+    try:
+        # Whichever process is free takes the next number. So many fit into a pipe without a reader.
+        os.write(writing, b"".join(number.to_bytes(2, "big") for number in range(len(waiting))))
+        os.close(writing)
+        for _ in range(min(len(waiting), os.cpu_count() or 1)):
+            with warnings.catch_warnings():
+                # A child of a process with threads must not use their locks. These use none, and end by `_exit`.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                child = os.fork()
+            if child == 0:
+                _work(waiting, target, reading)
+            children.append(child)
+    finally:
+        os.close(reading)
+        _await(children)
+
+
+def _work(waiting: list[Kernel], target: GPUTarget, numbers: int) -> None:
+    """The life of a child: compile until no number is left."""
+    try:
+        gc.disable()  # a collection might free what belongs to the device
+        while number := os.read(numbers, 2):
+            with contextlib.suppress(Exception):
+                waiting[int.from_bytes(number, "big")](target)
+    finally:
+        os._exit(0)
+
+
+def _await(children: list[int]) -> None:
+    """Wait for the children, and kill those that take too long."""
+    end = time.monotonic() + LIMIT_SECONDS
+    for child in children:
+        while os.waitpid(child, os.WNOHANG)[0] == 0:
+            if time.monotonic() > end:
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+                break
+            time.sleep(0.002)

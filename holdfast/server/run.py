@@ -11,12 +11,12 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib import import_module
 
 import uvicorn
 
 from holdfast.core.config import EngineConfig
 from holdfast.engine.client import EngineClient
-from holdfast.server.app import create_app
 from holdfast.server.config import ServerConfig
 from holdfast.server.connection import Connection, Connections
 from holdfast.server.conversations.database import place
@@ -52,8 +52,11 @@ async def run(
             config.port,
         )
     with listen(config) as listener, contextlib.closing(open_store(config)) as store:
+        # FastAPI takes a second to import, and the engine takes longer to start.
+        routes = asyncio.create_task(asyncio.to_thread(import_module, "holdfast.server.app"))
         client = await EngineClient.start(engine, on_progress=on_progress)
         try:
+            await routes
             return await serve(client, config, store, listener, on_ready=on_ready)
         finally:
             await client.close()
@@ -76,6 +79,8 @@ async def serve(
     on_ready: Callable[[EngineClient, str], None],
 ) -> int:
     """Serve requests on `listener` until a signal or the engine's death. Returns the exit code."""
+    from holdfast.server.app import create_app
+
     app = create_app(client, config, store)
     service: Service = app.state.service
     responses: Responses = app.state.responses

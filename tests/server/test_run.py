@@ -174,7 +174,8 @@ def test_the_listener_is_a_tcp_socket_for_which_asyncio_turns_nagle_off() -> Non
 def test_the_api_process_never_imports_torch() -> None:
     program = """
 import asyncio, sys, httpx
-from holdfast.server.run import ServerConfig, create_app, open_store
+from holdfast.server.app import create_app
+from holdfast.server.run import ServerConfig, open_store
 import holdfast.cli
 from fake_engine import FakeClient
 

@@ -91,7 +91,8 @@ class EngineConfig:
     )
     tbt_target: float | None = option(
         None,
-        "target time between tokens in ms; sets the budget of each step from the device's cost profile, measured once",
+        "target time between tokens in ms; sets the budget of each step from the device's cost profile or an estimate, "
+        "corrected by what steps take in service",
         unit="ms",
     )
     steps_in_flight: int = option(2, "steps in flight at once; 1 waits for each step before planning the next")

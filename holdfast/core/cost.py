@@ -51,9 +51,10 @@ class CostModel:
       among decodes of other contexts. A few decodes leave part of a device idle, and decodes of unequal contexts share
       less work than equal ones. If it is empty, `attention_seconds` applies.
     - `burst`: how much faster the first heavy steps after light work are.
+    - `deviation`: how far steps are believed to be from their prediction, as a share of it, before any was seen.
 
-    Raises ValueError if points are missing or do not ascend, if points and times differ in number, or if a time is
-    negative or not finite.
+    Raises ValueError if points are missing or do not ascend, if points and times differ in number, or if a time or
+    `deviation` is negative or not finite.
     """
 
     model: str
@@ -67,6 +68,7 @@ class CostModel:
     decode_seconds: tuple[float, ...] = ()
     decode_attention: tuple[tuple[float, ...], ...] = ()
     burst: Burst = Burst()
+    deviation: float = 0.02
 
     def __post_init__(self) -> None:
         pairs = ((self.linear_tokens, self.linear_seconds), (self.decode_rows, self.decode_seconds))
@@ -83,6 +85,8 @@ class CostModel:
         ):
             raise ValueError(f"cost profile of {self.model} on {self.device}: points are missing or do not ascend")
         times = chain(self.linear_seconds, self.decode_seconds, *self.attention_seconds, *self.decode_attention)
+        if not 0 <= self.deviation < inf:
+            raise ValueError(f"cost profile of {self.model} on {self.device}: deviation is {self.deviation}")
         if not all(0 <= seconds < inf for seconds in times):
             raise ValueError(f"cost profile of {self.model} on {self.device}: a time is below 0 or not finite")
 

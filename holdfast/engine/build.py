@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -15,18 +18,19 @@ from holdfast.engine.in_service import in_service
 from holdfast.engine.messages import EngineInfo
 from holdfast.engine.profiles import CostProfile, cached_profile_path
 from holdfast.engine.trace import TracedExecutor
-from holdfast.lm.execution.cost_profile import measure_cost, measure_recomputation
+from holdfast.lm.execution.cost_profile import estimate_cost, measure_cost
 from holdfast.lm.execution.host_memory import HostMemory
 from holdfast.lm.execution.paged_device import PagedDevice, resolve_device
 from holdfast.lm.kernels.attention import backends as attention
 from holdfast.lm.models.loader import load
-from holdfast.lm.scheduler.choice import capacity_of, make_scheduler
-from holdfast.lm.scheduler.policies import StallFree
+from holdfast.lm.scheduler.choice import capacity_of, choose_policy, make_scheduler
+from holdfast.lm.scheduler.policies import LatencyTarget, StallFree
 from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.types import DEFAULT_TOKEN_BUDGET, EngineShape, LanguageExecutor, LanguageLoop, MemoryMeasurement
 from holdfast.loop.loop import Loop
 
 clock = time.monotonic
+log = logging.getLogger("holdfast.engine")
 
 LARGE_STEP = 16
 """Steps of many whole prompts hold at most this many default token budgets, unless the budget is configured.
@@ -45,8 +49,8 @@ def build(
     """Load the model, measure the device, allocate its memory, and put the loop together.
 
     `stages` notes when each stage begins and ends; by default they count from this call. `on_progress` gets the name
-    of each stage, for people. A latency target needs the device's cost profile: the stored one, or a new one if there
-    is none or `measure` asks for it. Raises ValueError (UnsupportedCheckpoint among them) and MemoryError with a reason
+    of each stage, for people. A latency target and a host tier need the device's cost profile (`find_profile`). Raises
+    ValueError (UnsupportedCheckpoint among them) and MemoryError with a reason
     for people.
     """
     stages = stages or Stages(clock(), clock)
@@ -58,28 +62,22 @@ def build(
         device = make_device(config, checkpoint, stages)
     memory, shape = allocate(device, stages, on_progress)
     path = cached_profile_path(checkpoint.directory, device.precision, pace_of(config, device.kind, memory.device))
-    weighs_recomputation = shape.num_host_blocks > 0 and config.eviction == "retention"
-    cost, stored = None, ""
-    if measure or config.tbt_target is not None or (weighs_recomputation and path.is_file()):
-        if measure or not path.is_file():
-            on_progress("measuring the device's pace")
-            with stages.stage("profile"):
-                measure_profile(device, shape).save(path)
-        cost, stored = CostProfile.load(path).cost, str(path)
-    elif weighs_recomputation:
-        on_progress("measuring what recomputation costs")
-        with stages.stage("recomputation"):
-            cost = measure_recomputation(device, name=shape.model, chunk=config.chunk_size)
-    scheduler = make_scheduler(config, shape, cost)
+    profile = None
+    if measure or config.tbt_target is not None or (shape.num_host_blocks > 0 and config.eviction == "retention"):
+        profile = find_profile(device, shape, path, stages, measure=measure, on_progress=on_progress)
+    cost = profile.cost if profile is not None else None
+    policy = choose_policy(config, shape, cost)
+    scheduler = make_scheduler(config, shape, cost, policy=policy)
     executor: LanguageExecutor = device.executor
     if config.trace:
         executor = TracedExecutor(executor, config.trace, clock, suspends=shape.num_host_blocks > 0)
-    host = device.memory.host
-    if host is None:
-        loop = Loop(scheduler, executor, config.steps_in_flight, clock)
-    else:  # it becomes usable bit by bit, beside the first requests
+    keep, grow = nothing, nothing
+    if profile is not None and not profile.measured and isinstance(policy, LatencyTarget):
+        keep = partial(keep_corrected, profile, policy, path)
+    if (host := device.memory.host) is not None:  # it becomes usable bit by bit, beside the first requests
         host.begin()
-        loop = Loop(scheduler, executor, config.steps_in_flight, clock, partial(grow_host_tier, scheduler, host))
+        grow = partial(grow_host_tier, scheduler, host)
+    loop: LanguageLoop = Loop(scheduler, executor, config.steps_in_flight, clock, refresh=grow, on_close=keep)
     info = EngineInfo(
         model=shape.model,
         precision=shape.precision,
@@ -92,7 +90,7 @@ def build(
         max_sequences=config.max_sequences,
         max_waiting=config.max_waiting,
         vocab_size=shape.vocab_size,
-        profile_path=stored,
+        profile_path=str(path) if profile is not None else "",
         started_in=stages.elapsed(),
         stages=tuple(stages.done),
     )
@@ -154,11 +152,49 @@ def pace_of(config: EngineConfig, kind: str, name: str) -> str:
     return ", ".join([name, *backend, *([] if config.cuda_graphs else ["no graphs"])])
 
 
-def measure_profile(device: PagedDevice, shape: EngineShape) -> CostProfile:
-    """Measure the cost profile of an allocated device."""
+def find_profile(
+    device: PagedDevice,
+    shape: EngineShape,
+    path: Path,
+    stages: Stages,
+    *,
+    measure: bool,
+    on_progress: Callable[[str], None],
+) -> CostProfile:
+    """The profile of an allocated device: the stored one if there is one, else an estimate, which is stored.
+
+    It is measured in full if `measure` asks for it, or if a fixed token budget is computed from it. Raises ValueError
+    for a file that is not a profile.
+    """
+    in_full = measure or device.config.token_budget == "auto"
+    if path.is_file() and not measure:
+        stored = CostProfile.load(path)
+        if stored.measured or not in_full:
+            return stored
+    on_progress(f"{'measuring' if in_full else 'estimating'} the device's pace")
+    with stages.stage("profile"):
+        profile = make_profile(device, shape, in_full=in_full)
+    profile.save(path)
+    return profile
+
+
+def keep_corrected(profile: CostProfile, policy: LatencyTarget, path: Path) -> None:
+    """Store the profile as measured steps have corrected it, for the next start."""
+    try:
+        replace(profile, cost=policy.corrected).save(path)
+    except OSError as error:
+        log.warning("holdfast: the corrected profile cannot be stored in %s: %s", path, error)
+
+
+def nothing() -> None:
+    """Do nothing."""
+
+
+def make_profile(device: PagedDevice, shape: EngineShape, *, in_full: bool) -> CostProfile:
+    """Measure the cost profile of an allocated device, or estimate it by a few steps."""
     config = device.config
-    cost = measure_cost(device, name=shape.model)
-    if device.kind == "cpu":  # on a GPU the loop takes nothing from the device
+    cost = (measure_cost if in_full else estimate_cost)(device, name=shape.model)
+    if in_full and device.kind == "cpu":  # on a GPU the loop takes nothing from the device
 
         def practice(watched: LanguageExecutor) -> LanguageLoop:
             scheduler = make_scheduler(config, shape, None, policy=StallFree(shape.max_step_tokens))
@@ -175,4 +211,5 @@ def measure_profile(device: PagedDevice, shape: EngineShape) -> CostProfile:
         token_budget=DEFAULT_TOKEN_BUDGET[device.kind],
         tile=shape.tile,
         token_bytes=device.block_bytes // config.block_size,
+        measured=in_full,
     )

@@ -43,6 +43,8 @@ class CostProfile:
     """Bytes of one position in the KV cache, over all layers; 0 if unknown."""
     copy_rate: float = 0.0
     """Bytes a second between device and host memory; 0 if it was not measured."""
+    measured: bool = True
+    """Whether it was measured in full. Otherwise it was estimated by a few steps, and perhaps corrected in service."""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:

@@ -28,15 +28,19 @@ class Loop(Generic[Request, Plan, Result, Outputs, Stats]):
         steps_in_flight: int,
         clock: Clock,
         refresh: Callable[[], None] = lambda: None,
+        on_close: Callable[[], None] = lambda: None,
     ) -> None:
-        """`refresh` is called before the planner plans or gives its stats, to tell it what has changed."""
+        """`refresh` is called before the planner plans or gives its stats, to tell it what has changed.
+
+        `on_close` is called when the loop is closed, before the executor is released.
+        """
         if steps_in_flight < 1:
             raise ValueError(f"steps_in_flight is {steps_in_flight}; it must be at least 1")
         self.planner = planner
         self.executor = executor
         self._steps_in_flight = steps_in_flight
         self._clock = clock
-        self._refresh = refresh
+        self._refresh, self._on_close = refresh, on_close
         self._plans: deque[Plan] = deque()
 
     def add(self, request: Request) -> None:
@@ -75,4 +79,7 @@ class Loop(Generic[Request, Plan, Result, Outputs, Stats]):
 
     def close(self) -> None:
         """Release the executor. Steps in flight are abandoned."""
-        self.executor.close()
+        try:
+            self._on_close()
+        finally:
+            self.executor.close()

@@ -85,7 +85,7 @@ def test_blocks_swapped_out_to_the_host_are_found_again(small):
     block = 2 * 2 * 16 * 2 * 16 * 4  # layers, keys and values, tokens, heads, head size, bytes
     sizes = {"cache_gb": 12 * block / 1e9, "host_cache_gb": 100 * block / 1e9}
     loop, info = build(small(chunk_size=16, **sizes), on_progress=stages.append)
-    assert stages[-1] == "measuring what recomputation costs"
+    assert stages[-1] == "estimating the device's pace"
     assert (info.num_blocks, info.num_host_blocks) == (12, 100)
     answers = []
     for turn in range(2):
@@ -181,14 +181,49 @@ def test_a_profile_is_measured_once_and_stored_for_the_next_engine(small):
     )
     assert all(seconds > 0 for seconds in profile.cost.linear_seconds)
     stages = []
-    assert (
-        build(small(token_budget=None, tbt_target=50, max_model_len=64), on_progress=stages.append)[1].profile_path
-        == path
-    )
-    assert "measuring the device's pace" not in stages
+    loop, info = build(small(token_budget=None, tbt_target=50, max_model_len=64), on_progress=stages.append)
+    assert info.profile_path == path and not any("pace" in stage for stage in stages)
+    loop.close()
+    assert CostProfile.load(Path(path)) == profile, "what was measured in full stays as it is"
     Path(path).write_text("{}")
     with pytest.raises(ValueError, match="is not a profile"):
         build(small(token_budget=None, tbt_target=50, max_model_len=64))
+
+
+def test_a_start_with_a_target_estimates_the_pace_and_leaves_what_it_learned_to_the_next(small):
+    options = {"token_budget": None, "max_model_len": 256}
+    stages = []
+    loop, info = build(small(tbt_target=50.0, **options), on_progress=stages.append)
+    path = Path(info.profile_path)
+    estimate = CostProfile.load(path)
+    assert "estimating the device's pace" in stages and not estimate.measured
+    for request in create_requests(*[tuple(range(100))] * 8, max_tokens=2):
+        loop.add(request)
+    while loop.has_work():
+        loop.step()
+    loop.close()
+    corrected = CostProfile.load(path)
+    assert corrected.cost.deviation != estimate.cost.deviation
+    assert corrected.cost == loop.planner._policy.corrected
+    assert replace(corrected, cost=estimate.cost) == estimate
+    stages = []
+    build(small(tbt_target=50.0, **options), on_progress=stages.append)
+    assert not any("pace" in stage for stage in stages)
+    _, info = build(small(tbt_target=50.0, **(options | {"token_budget": "auto"})), on_progress=stages.append)
+    assert "measuring the device's pace" in stages and CostProfile.load(Path(info.profile_path)).measured, (
+        "a fixed budget is never corrected, so it takes a full measurement"
+    )
+
+
+def test_a_corrected_profile_that_cannot_be_stored_is_told_in_one_line(small, caplog):
+    loop, info = build(small(token_budget=None, tbt_target=50.0, max_model_len=64))
+    path = Path(info.profile_path)
+    path.unlink()
+    path.mkdir()
+    (path / "file").touch()
+    loop.close()
+    (record,) = caplog.records
+    assert str(path) in record.getMessage()
 
 
 def test_gpu_profiles_differ_by_attention_backend_and_graphs(small):

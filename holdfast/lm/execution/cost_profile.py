@@ -1,4 +1,7 @@
-"""Measures a CostModel: linear layers by token count, attention by query length and context, at powers of two."""
+"""Measures a CostModel: linear layers by token count, attention by query length and context, at powers of two.
+
+`measure_cost` takes its time; `estimate_cost` times a few steps.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache as cached
 from functools import partial
-from itertools import chain
+from itertools import accumulate, chain, islice
 from statistics import median
 
 import numpy as np
@@ -52,6 +55,10 @@ SPARSE = 4096
 """Padded sizes above this many tokens are measured at powers of two only."""
 FAR = 256
 """Chunks of at least this many tokens that do not begin their sequence are measured in real steps."""
+POSITIONS = 1 << 16
+"""Most positions, about, that the decodes of an estimate attend to in one step."""
+ESTIMATE_DEVIATION = 0.25
+"""An estimate is believed to be right within 2.5 times this share, until steps in service say more."""
 SPREAD = 0.1
 """Measured decodes have contexts from this share of the longest up to the longest."""
 
@@ -106,17 +113,58 @@ def measure_cost(device: PagedDevice, *, name: str) -> CostModel:
 
 
 @torch.inference_mode()
-def measure_recomputation(device: PagedDevice, *, name: str, chunk: int) -> CostModel:
-    """Time only what `CostModel.recompute` needs for chunks of this many tokens: a full step, and attention.
+def estimate_cost(device: PagedDevice, *, name: str) -> CostModel:
+    """Time a few steps, in place of `measure_cost`: a second or two on a GPU. Its `deviation` says how rough it is.
 
-    Overwrites the cache, as `measure_cost` does, and takes a fraction of its time.
+    Overwrites the cache, as `measure_cost` does. Attention is taken as proportional to (query, position) pairs, what a
+    decode adds as proportional to its context, and a larger step to take no less time than a smaller one.
     """
-    full = _chunks(device, device.max_step_tokens)
-    cost = _attention_alone(device, name, sorted({min(chunk, device.max_step_tokens), *(stop for _, stop in full)}))
-    _load(device, full)
-    taken = _in_rounds(device, [full])[full]
-    linear = max(LEAST_SECONDS, taken - _attention_of(cost, full))
-    return replace(cost, linear_tokens=(device.max_step_tokens,), linear_seconds=(linear,))
+    limit, longest = device.max_step_tokens, _longest(device)
+    graphs = device.memory.graphs
+    sizes = {limit, *(size for size in graphs.sizes.tokens if size < limit)} if graphs is not None else set()
+    tokens = sorted(sizes or {limit, *islice(powers(1, limit), 0, None, 2)})
+    chunks = {count: _chunks(device, count) for count in tokens}
+    query = max(1, min(FAR, limit, longest // 2))
+    near, far = ((0, query),), ((longest - query, longest),)
+    rows = [*islice(powers(1, min(device.config.max_sequences, device.memory.cache.num_blocks, limit)), 0, None, 2)]
+    contexts = tuple(powers(min(16, longest), longest))
+    decodes = [
+        [
+            (context, _decodes_up_to(count, context))
+            for context in dict.fromkeys((contexts[0], min(longest, max(2 * contexts[0], POSITIONS // count))))
+        ]
+        for count in rows
+    ]
+    _load(device, chunks[limit])
+    kinds = [*reversed(chunks.values()), near, far, *(spans for row in decodes for _, spans in row)]
+    uncounted = WARM_UP[device.kind]
+    taken = {spans: min(_taken(device, _repeated(device, spans, uncounted + 2))[uncounted:]) for spans in kinds}
+    a_pair = max(0.0, taken[far] - taken[near]) / max(1.0, _pairs(far) - _pairs(near))
+    linear = [max(LEAST_SECONDS, taken[spans] - a_pair * _pairs(spans)) for spans in chunks.values()]
+    points = stairs(tokens, list(accumulate(linear, max)), padded_to=sizes)
+    linear_tokens, linear_seconds = zip(*points, strict=True)
+    queries = tuple(powers(1, min(limit, longest)))
+    return CostModel(
+        model=name,
+        device=describe_device(device.device),
+        linear_tokens=linear_tokens,
+        linear_seconds=linear_seconds,
+        attention_queries=queries,
+        attention_contexts=contexts,
+        attention_seconds=tuple(
+            tuple(a_pair * _pairs(((max(0, context - query), max(query, context)),)) for context in contexts)
+            for query in queries
+        ),
+        decode_rows=tuple(rows),
+        decode_seconds=tuple(accumulate((taken[row[0][1]] for row in decodes), max)),
+        decode_attention=tuple(_decode_attention(row, taken, contexts) for row in decodes),
+        deviation=ESTIMATE_DEVIATION,
+    )
+
+
+def _pairs(spans: Spans) -> float:
+    """How many (query, position) pairs the attention of these ranges has."""
+    return sum((stop - start) * (start + stop) / 2 for start, stop in spans)
 
 
 def stairs(tokens: Sequence[int], seconds: Sequence[float], padded_to: Container[int]) -> Iterator[tuple[int, float]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf
 
 from holdfast.core.cost import CostModel, Predictor
@@ -14,8 +15,6 @@ MEAN_GAIN, DEVIATION_GAIN = 0.25, 0.1
 """Weight of one step in the running mean and in the running mean deviation."""
 DEVIATIONS = 2.5
 """Nearly all steps stay below the mean plus this many mean deviations: two standard deviations of a normal one."""
-INITIAL_DEVIATION = 0.02
-"""Mean deviation assumed before any step was measured, relative to the mean."""
 CLIP = 0.1
 """Clip each step's relative error here, so that one outlier cannot dominate the correction.
 
@@ -87,8 +86,8 @@ class LatencyTarget(Policy):
         self.target = target
         self.tile = tile
         self.ceiling = ceiling
-        self.correction = Correction()
-        self._predictor = Predictor(cost)
+        self.correction = Correction(cost.deviation)
+        self._cost, self._predictor = cost, Predictor(cost)
         self._attention = 0.0
         """Predicted seconds of attention in the step under construction."""
         self._bound = inf
@@ -130,6 +129,12 @@ class LatencyTarget(Policy):
         if predicted:
             self.correction.update(result.seconds / predicted)
 
+    @property
+    def corrected(self) -> CostModel:
+        """The cost model as measured steps correct it, with the deviation that is left."""
+        mean, deviation = self.correction.mean, self.correction.deviation
+        return replace(self._cost.slower(mean, mean), deviation=deviation)
+
     def _take(self, planned: int, start: int, stop: int, *, first: bool) -> int:
         """How many tokens of [start, stop) still fit a step of `planned` tokens. Adds their attention to the step's.
 
@@ -169,20 +174,21 @@ class Correction:
     Avoidance and Control, 1988). If steps take exactly a multiple of the prediction, it converges to that multiple.
     """
 
-    def __init__(self) -> None:
-        self._mean, self._deviation = 1.0, INITIAL_DEVIATION
+    def __init__(self, deviation: float) -> None:
+        """`deviation` is the mean deviation assumed before any step was measured, relative to the mean."""
+        self.mean, self.deviation = 1.0, deviation
 
     @property
     def factor(self) -> float:
         """Multiply the prediction of a step by this."""
-        return self._mean * (1 + DEVIATIONS * self._deviation)
+        return self.mean * (1 + DEVIATIONS * self.deviation)
 
     def update(self, ratio: float) -> None:
         """Learn that a step took `ratio` times its predicted time."""
-        limit = max(CLIP, DEVIATIONS * self._deviation)
-        error = min(max(min(max(ratio, MIN_RATIO), MAX_RATIO) / self._mean - 1, -limit), limit)
-        self._deviation += DEVIATION_GAIN * (abs(error) - self._deviation)
-        self._mean *= 1 + MEAN_GAIN * error
+        limit = max(CLIP, DEVIATIONS * self.deviation)
+        error = min(max(min(max(ratio, MIN_RATIO), MAX_RATIO) / self.mean - 1, -limit), limit)
+        self.deviation += DEVIATION_GAIN * (abs(error) - self.deviation)
+        self.mean *= 1 + MEAN_GAIN * error
 
 
 def checked(name: str, tokens: int) -> int:

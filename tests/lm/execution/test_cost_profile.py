@@ -11,7 +11,8 @@ import torch
 from holdfast.core.cost import Burst, interpolate
 from holdfast.lab.simulator.executor import Reserve
 from holdfast.lm.execution import cost_profile as profile
-from holdfast.lm.execution.cost_profile import burst_of, measure_cost, measure_recomputation, stairs
+from holdfast.lm.execution.cost_profile import burst_of, estimate_cost, measure_cost, stairs
+from holdfast.lm.scheduler.policies import DEVIATIONS
 from holdfast.lm.types import StepPlan, StepResult
 
 
@@ -83,15 +84,23 @@ def test_predictions_match_whole_steps_rather_than_parts_measured_alone(made_up,
     assert cost.step([(stop - start, stop) for start, stop in spans]) == pytest.approx(expected, rel=0.02, abs=least)
 
 
-@pytest.mark.parametrize(("chunk", "longest"), [(32, 8192), (32, 1000), (4096, 8192)])
-def test_recomputation_cost_measured_alone_equals_that_of_the_full_profile(made_up, chunk, longest):
-    made_up.model.spec.max_model_len = longest
-    few, whole = measure_recomputation(made_up, name="m", chunk=chunk), measure_cost(made_up, name="m")
-    for position in (chunk, longest // 2, longest):
-        expected = alone(chunk, position) + (0.003 + 1e-5 * 2048) * chunk / 2048
-        assert few.recompute(chunk, position) == pytest.approx(expected, rel=0.02)
-        if chunk < 256:  # longer ones are measured in real steps there
-            assert whole.recompute(chunk, position) == pytest.approx(expected, rel=0.02)
+@pytest.mark.parametrize("longest", [1, 2, 64, 1000, 8192])
+def test_an_estimate_takes_few_steps_and_is_near_enough(made_up, monkeypatch, longest):
+    steps = []
+
+    def taken(device, plans):
+        steps.extend(plans)
+        return [step([(segment.start, segment.stop) for segment in plan.segments]) for plan in plans]
+
+    monkeypatch.setattr(profile, "_taken", taken)
+    made_up.model.spec = SimpleNamespace(max_model_len=longest, vocab_size=1000)
+    cost = estimate_cost(made_up, name="m")
+    assert len(steps) < 50
+    most = min(longest, 2048)
+    for spans in ([(0, most)], [(longest - most, longest)], [(longest // 4, longest // 4 + 1)] * 16):
+        if spans[0][1] <= longest:
+            ratio = step(spans) / cost.step([(stop - start, stop) for start, stop in spans])
+            assert 1 / (1 + DEVIATIONS * cost.deviation) < ratio < 1 + DEVIATIONS * cost.deviation
 
 
 class PowerLimited:

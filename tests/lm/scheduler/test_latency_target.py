@@ -1,6 +1,7 @@
 """LatencyTarget: each step holds as much prefill work as the target leaves beside its decodes."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -23,7 +24,7 @@ TILE = 16
 
 def settled(ratio=1.0):
     """The correction after many steps that took `ratio` times their predicted time."""
-    correction = Correction()
+    correction = Correction(0.02)
     for _ in range(200):
         correction.update(ratio)
     return correction
@@ -140,7 +141,7 @@ def test_measured_steps_correct_the_prediction():
     ],
 )
 def test_correction_exceeds_95_percent_of_steps_by_little(drawn, most):
-    draw, correction = random.Random(0), Correction()
+    draw, correction = random.Random(0), Correction(0.02)
     late, factors = 0, []
     for index in range(3000):
         factor, ratio = correction.factor, drawn(draw)
@@ -164,6 +165,42 @@ def test_95_percent_of_noisy_steps_meet_the_target():
             steps += 1
             late += steps > 100 and taken > 0.008
     assert late < 0.05 * 700
+
+
+def mixed_steps(cost, truth, target):
+    """Seconds and tokens of 700 steps in which prompts join streams, on a device that takes `truth` and some noise."""
+    draw, steps = random.Random(0), []
+    policy = LatencyTarget(cost, target, tile=TILE, ceiling=256)
+    scheduler = scheduler_of(policy, *[1000] * 400, blocks=100_000, max_sequences=6)
+    while len(steps) < 700:
+        plan = scheduler.schedule(0.0)
+        tokens = answer(plan).tokens
+        taken = draw.gauss(1.0, 0.01) * truth.step((segment.length, segment.stop) for segment in plan.segments)
+        decodes = sum(segment.length == 1 for segment in plan.segments)
+        if 0 < decodes < plan.num_tokens:
+            steps.append((taken, plan.num_tokens))
+        scheduler.update(plan, StepResult(plan.step, tokens, taken), 0.0)
+    return steps, policy
+
+
+@pytest.mark.parametrize("factor", [1.5, 1.0, 1 / 1.5])
+def test_an_estimate_wrong_by_half_meets_the_target_from_the_first_step_and_soon_costs_no_throughput(factor):
+    truth, target = COST.slower(factor, factor), 0.012 * factor
+    estimated, policy = mixed_steps(replace(COST, deviation=0.25), truth, target)
+    measured, _ = mixed_steps(truth, truth, target)
+    assert max(seconds for seconds, _ in estimated[:50]) <= target
+    assert sorted(seconds for seconds, _ in estimated)[int(0.99 * 700)] <= 1.01 * target
+
+    def rate(steps):
+        return sum(tokens for _, tokens in steps) / sum(seconds for seconds, _ in steps)
+
+    assert rate(estimated[50:]) > 0.95 * rate(measured[50:])
+    corrected = policy.corrected
+    assert corrected.linear(100) == pytest.approx(truth.linear(100), rel=0.05)
+    assert corrected.attention(16, 900) == pytest.approx(truth.attention(16, 900), rel=0.05)
+    again, _ = mixed_steps(corrected, truth, target)
+    assert rate(again[:50]) > 0.95 * rate(measured[:50]), "the next start begins with what this one has learned"
+    assert sorted(seconds for seconds, _ in again)[int(0.99 * 700)] <= 1.01 * target
 
 
 def test_correction_converges_to_one_when_predictions_are_exact():

@@ -125,6 +125,8 @@ class RealEngine:
     def __init__(self, config: EngineConfig, *, profile: CostProfile | None = None) -> None:
         """`config` sets the widest step and the most sequences of all later runs. Without a `profile`, measures one."""
         loop, self.info = build(replace(config, prefix_sharing=False), measure=profile is None)
+        while loop.prepare():
+            pass
         profile = profile or CostProfile.load(Path(self.info.profile_path))
         self.executor = loop.executor
         self.profile = replace(profile, cache_tokens=self.info.num_blocks * self.info.block_size)

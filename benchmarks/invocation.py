@@ -7,11 +7,14 @@ import datetime
 import os
 import platform
 import sys
+import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from holdfast.lm.types import LanguageLoop
 
 
 def add_engine_options(parser: argparse.ArgumentParser, flag: str = "--set", about: str = "an engine option") -> None:
@@ -28,6 +31,14 @@ def engine_option(text: str) -> tuple[str, Any]:
         return name, yaml.safe_load(value)
     except yaml.YAMLError as error:
         raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
+
+
+def settle(loop: LanguageLoop) -> None:
+    """Capture the graphs that a server captures in its first pause, and wait until the host tier can be used."""
+    while loop.prepare():
+        pass
+    while (stats := loop.stats()).host_blocks_ready < stats.host_blocks_total:
+        time.sleep(0.05)
 
 
 def command() -> str:

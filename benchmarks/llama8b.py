@@ -30,7 +30,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from invocation import add_engine_options, provenance
+from invocation import add_engine_options, provenance, settle
 
 from holdfast.core.config import EngineConfig
 from holdfast.core.cost import CostModel
@@ -297,6 +297,7 @@ def main() -> None:
     )
     print("HOLDFAST " + json.dumps(about), flush=True)
     if arguments.rows != ["first"]:
+        settle(loop)
         offline(loop, "warm-up", [(32, 8)] * 4)
     results = []
     for row in arguments.rows or DEFAULT:

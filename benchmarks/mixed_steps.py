@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from in_real_time import NAMES, StepRecord, WallClock, checkpoint_of
-from invocation import provenance
+from invocation import provenance, settle
 
 from holdfast.core.config import EngineConfig
 from holdfast.engine.build import build
@@ -47,6 +47,7 @@ def serve(args: argparse.Namespace) -> list[dict[str, Any]]:
         host_cache_gb=args.host_gb,
     )
     loop, info = build(config)
+    settle(loop)
     cost = CostProfile.load(Path(info.profile_path)).cost
     record, spans, submit = StepRecord(loop), {}, loop.executor.submit
 

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 from in_real_time import StepRecord
-from invocation import add_engine_options, provenance
+from invocation import add_engine_options, provenance, settle
 from llama8b import LLAMA_3_8B
 
 from holdfast.core.config import EngineConfig
@@ -272,6 +272,7 @@ def main() -> None:
         print(
             "HOLDFAST " + json.dumps(about | started | dict(start_s=round(time.perf_counter() - begin, 1))), flush=True
         )
+        settle(loop)
         warm_up(loop, info)
         record = StepRecord(loop) if arguments.steps else None
         gc.collect()

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from invocation import provenance
+from invocation import provenance, settle
 from llama8b import LLAMA_3_8B, draw, offline, request
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
@@ -299,6 +299,7 @@ def measure(batches: list[int], steps: int, budgets: list[int], chunks: list[int
     if budgets:
         options["token_budget"] = max(budgets)
     loop, _ = build(EngineConfig(model=str(directory), load_format="random", **options))
+    settle(loop)
     offline(loop, "warm-up", [(PROMPT, 8)] * 8)
     results = [breakdown(loop, batch, steps) for batch in batches]
     results += [prefill(loop, budget, 3) for budget in budgets]

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from in_real_time import StepRecord
-from invocation import add_engine_options, provenance
+from invocation import add_engine_options, provenance, settle
 from llama8b import LLAMA_3_8B
 from multiturn import SMALL, draw
 
@@ -134,6 +134,7 @@ def main() -> None:
         **options,
     )
     loop, info = build(config)
+    settle(loop)
     rng = random.Random(5)
     run_all(loop, *(request(draw(rng, length, info.vocab_size), 8) for length in (4, 40, 200, 38) for _ in range(8)))
     record = StepRecord(loop) if arguments.steps else None

@@ -77,7 +77,7 @@ def build(
     if (host := device.memory.host) is not None:  # it becomes usable bit by bit, beside the first requests
         host.begin()
         grow = partial(grow_host_tier, scheduler, host)
-    loop: LanguageLoop = Loop(scheduler, executor, config.steps_in_flight, clock, refresh=grow, on_close=keep)
+    loop: LanguageLoop = Loop(scheduler, executor, config.steps_in_flight, clock, grow, keep, device.executor.prepare)
     info = EngineInfo(
         model=shape.model,
         precision=shape.precision,

@@ -72,8 +72,11 @@ def serve(loop: LanguageLoop, parent: Parent) -> None:
         idle = not loop.has_work()
         if idle or step % STEPS_PER_COLLECTION == 0:
             gc.collect(0)
-        if idle and not handle(await_message(parent), loop, parent):
-            return
+        if idle:
+            while loop.prepare() and not parent.poll(0):
+                pass
+            if not handle(await_message(parent), loop, parent):
+                return
         for message in parent.waiting():
             if not handle(message, loop, parent):
                 return

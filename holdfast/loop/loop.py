@@ -29,10 +29,11 @@ class Loop(Generic[Request, Plan, Result, Outputs, Stats]):
         clock: Clock,
         refresh: Callable[[], None] = lambda: None,
         on_close: Callable[[], None] = lambda: None,
+        prepare: Callable[[], bool] = lambda: False,
     ) -> None:
         """`refresh` is called before the planner plans or gives its stats, to tell it what has changed.
 
-        `on_close` is called when the loop is closed, before the executor is released.
+        `on_close` is called when the loop is closed, before the executor is released. `prepare` is that of the loop.
         """
         if steps_in_flight < 1:
             raise ValueError(f"steps_in_flight is {steps_in_flight}; it must be at least 1")
@@ -40,7 +41,7 @@ class Loop(Generic[Request, Plan, Result, Outputs, Stats]):
         self.executor = executor
         self._steps_in_flight = steps_in_flight
         self._clock = clock
-        self._refresh, self._on_close = refresh, on_close
+        self._refresh, self._on_close, self._prepare = refresh, on_close, prepare
         self._plans: deque[Plan] = deque()
 
     def add(self, request: Request) -> None:
@@ -71,6 +72,10 @@ class Loop(Generic[Request, Plan, Result, Outputs, Stats]):
     def has_work(self) -> bool:
         """Whether a further step would do anything: a request has not ended, or a step is in flight."""
         return bool(self._plans) or self.planner.has_work()
+
+    def prepare(self) -> bool:
+        """Use a pause, in which there is no work, for a bit of what makes later steps faster. False if none is left."""
+        return self._prepare()
 
     def stats(self) -> Stats:
         """Queues and memory as they stand."""

@@ -165,3 +165,26 @@ def test_all_garbage_is_collected_only_in_a_long_pause(quiet, monkeypatch):
 )
 def test_an_error_is_reported_in_one_line(error, line):
     assert one_line(error) == line
+
+
+def test_a_pause_is_used_bit_by_bit_until_a_message_arrives():
+    done = []
+    request, *_ = create_requests(5, max_tokens=2)
+
+    class Client(ShutdownWhenIdle):
+        def poll(self, seconds):
+            return seconds > 0 or len(done) in (2, 5)
+
+    device = FakeDevice(64, 4)
+    device.expect(request)
+
+    def prepare():
+        assert not device.plans, "nothing is in flight"
+        done.append(len(done))
+        return len(done) < 7
+
+    loop = Loop(create_scheduler(), device, 2, lambda: 0.0, prepare=prepare)
+    parent = Client(Ask(1), None, Submit(request))
+    serve(loop, parent)
+    assert len(done) == 7
+    assert tokens_of(parent.sent, request.id) == run_alone(request)[0]

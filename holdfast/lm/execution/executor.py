@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -95,6 +96,15 @@ class PagedExecutor:
         if memory.transfers is not None:
             result = replace(result, **memory.transfers.completed(wait=staged is None)._asdict())
         return result
+
+    def prepare(self) -> bool:
+        """Use a pause to capture one more graph. Returns whether it did; not while a step is in flight."""
+        memory = self.memory
+        if memory.graphs is None or self._in_flight:
+            return False
+        # CUDA forbids some calls of other threads while a graph is captured.
+        with memory.host.locking if memory.host is not None else nullcontext(), torch.inference_mode():
+            return memory.graphs.capture_next()
 
     def close(self) -> None:
         """Stop the worker, or wait for the device, and unlock the host tier. Steps in flight are abandoned."""

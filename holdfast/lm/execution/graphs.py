@@ -70,6 +70,12 @@ class GraphSizes:
         few = {size for size in self.decodes if size in KINDS}
         return GraphSizes(tuple(sorted({*few, self.decodes[-1]})), self.tokens[-1:], self.rows[-1:], self.segments[-1:])
 
+    @property
+    def first_decodes(self) -> tuple[int, ...]:
+        """The decode sizes that a start captures: each is at most 1.5 times the one before, or twice up to 16 rows."""
+        few = {size for size in self.decodes if size & (size - 1) == 0 or size in (24, 48, 96, 192)}
+        return tuple(sorted({*few, self.decodes[-1]}))
+
     def largest(self) -> GraphSizes:
         """The largest sizes. All graphs share memory, so these take as much as all of them."""
         return GraphSizes(self.decodes[-1:], self.tokens[-1:], self.rows[-1:], self.segments[-1:])
@@ -120,15 +126,28 @@ class StepGraphs:
         self._bodies: dict[tuple[int, int], Captured] = {}
         self._heads: dict[int, Captured] = {}
         self._decodes: dict[int, Captured] = {}
+        self._captured_decodes: list[int] = []
+        """Ascending."""
         batch.clear()
 
     def capture(self) -> None:
-        """Capture a graph for each size, in some tens of milliseconds each."""
+        """Capture the graphs that a start needs, in some tens of milliseconds each. `capture_next` adds the others."""
         self._pool, sizes = torch.cuda.graph_pool_handle(), self.sizes
         # The largest first: the others fit into its memory.
         self._bodies = {body: self._capture(self._body, *body) for body in sizes.bodies()}
         self._heads = {size: self._capture(self._head, size) for size in reversed(sizes.rows)}
-        self._decodes = {size: self._capture(self._decode, size) for size in reversed(sizes.decodes)}
+        self._decodes = {size: self._capture(self._decode, size) for size in reversed(sizes.first_decodes)}
+        self._captured_decodes = sorted(self._decodes)
+
+    def capture_next(self) -> bool:
+        """Capture one of the decode sizes that are left, while no step is in flight. False if none is left."""
+        left = next((size for size in self.sizes.decodes if size not in self._decodes), None)
+        if left is None:
+            return False
+        self._batch.clear()  # else the rehearsal would run the last step again
+        self._decodes[left] = self._capture(self._decode, left)
+        self._captured_decodes = sorted(self._decodes)
+        return True
 
     def rehearsals(self) -> list[Callable[[], None]]:
         """One call per size that runs its kernels once, without a graph. The calls may run concurrently."""
@@ -145,7 +164,7 @@ class StepGraphs:
         if tokens > self.sizes.tokens[-1]:
             return None
         if rows == tokens == len(staged.segments.row):
-            size = _next(self.sizes.decodes, tokens)
+            size = _next(self._captured_decodes, tokens)
             return self._start(staged, self._decodes[size], size)
         body = self.sizes.body(tokens, len(staged.segments.row))
         started = self._start(staged, self._bodies[body], body[0])

@@ -42,6 +42,8 @@ class HostMemory:
         self._bytes = torch.empty(0, dtype=torch.uint8).set_(cache.data.untyped_storage())
         self._locked: list[int] = []
         self._stop = threading.Event()
+        self.locking = threading.Lock()
+        """Held while a slab is being locked."""
         self.ready = 0
         """Blocks that can be used. Never falls."""
         self.blocks = cache.num_blocks
@@ -72,7 +74,8 @@ class HostMemory:
             slab = self._bytes[start:stop]
             allow_huge_pages(slab)
             slab.zero_()  # many threads clear its pages; the driver would use one, and hold its locks
-            error = self._lock(slab.data_ptr(), len(slab))
+            with self.locking:
+                error = self._lock(slab.data_ptr(), len(slab))
             if error:
                 self.blocks = self.ready
                 log.warning(

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -40,6 +44,44 @@ def test_every_batch_is_padded_to_a_size_not_much_larger(most: int) -> None:
     for count in range(1, most + 1):
         padded = next(size for size in sizes if size >= count)
         assert padded - count <= max(7, count // 8)
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 7, 8, 100, 256, 300, 512, 1000])
+def test_a_start_captures_few_decode_sizes_that_are_not_far_apart(most: int) -> None:
+    sizes = GraphSizes.of(most, 2048)
+    first = sizes.first_decodes
+    assert set(first) <= set(sizes.decodes) and first[-1] == most and len(first) <= 15
+    assert list(first) == sorted(set(first))
+    for size, following in pairwise(first):
+        assert following <= (2 * size if size < 16 or size >= 256 else 1.5 * size)
+
+
+def test_other_decode_sizes_are_captured_one_at_a_time_and_then_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured: list[int] = []
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(StepGraphs, "_capture", lambda self, work, size, segments=None: captured.append(size) or size)
+    sizes, batch = GraphSizes.of(40, 64), MagicMock()
+    spec = SimpleNamespace(vocab_size=8, dtype=torch.float32, device=torch.device("cpu"))
+    graphs = StepGraphs(SimpleNamespace(spec=spec), MagicMock(), batch, [], sizes)  # type: ignore[arg-type]
+    used: list[int] = []
+    monkeypatch.setattr(graphs, "_start", lambda staged, graph, size: used.append(graph) or ())
+    graphs.capture()
+    staged: Any = SimpleNamespace(num_sampled=36, num_tokens=36, segments=SimpleNamespace(row=range(36)))
+    graphs.run(staged)
+    left = [size for size in sizes.decodes if size not in sizes.first_decodes]
+    captured.clear()
+    for size in left:
+        cleared = batch.clear.call_count
+        assert graphs.capture_next() and captured[-1] == size
+        assert batch.clear.call_count == cleared + 1, "the rehearsal must not run the last step again"
+    assert not graphs.capture_next() and captured == left
+    staged.num_sampled = staged.num_tokens = 12
+    staged.segments.row = range(12)
+    graphs.run(staged)
+    staged.num_sampled = staged.num_tokens = 3
+    staged.segments.row = range(3)
+    graphs.run(staged)
+    assert used == [40, 16, 4] and sizes.decodes == (1, 2, 4, 8, 16, 24, 32, 40)
 
 
 @pytest.mark.parametrize("budget", [1, 16, 64, 100, 512, 2048, 5000, 16_640])
@@ -119,6 +161,38 @@ def test_a_step_larger_than_any_graph_runs_without_one(checkpoint: Path, monkeyp
         tokens.append(executor.collect().tokens)
         executor.close()
     assert tokens[0] == tokens[1]
+
+
+@pytest.mark.gpu
+def test_graphs_captured_in_a_pause_leave_the_cache_and_give_the_same_tokens(checkpoint: Path) -> None:
+    model = load(checkpoint, device="cuda", load_format="random", dtype="float32")
+    greedy = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
+    device = PagedDevice(model, EngineConfig(max_sequences=160, block_size=4, token_budget=256))
+    device.allocate(sizes(400, 8))
+    executor, host = device.executor, device.memory.host
+    assert host is not None
+    host.begin()
+    rows = range(70)
+    prompts = StepPlan(
+        0,
+        tuple(Segment(str(row), row, 0, 3, (row % 60, 1, 2), greedy) for row in rows),
+        tuple(TableWrite(row, 0, (2 * row, 2 * row + 1)) for row in rows),
+    )
+    executor.submit(prompts)
+    first = executor.collect().tokens
+    decodes = StepPlan(1, tuple(Segment(str(row), row, 3, 4, (first[row],), greedy) for row in rows))
+    executor.submit(decodes)
+    assert not executor.prepare(), "a step is in flight"
+    before = executor.collect().tokens
+    kept = device.memory.cache.data[:, :, :140].clone()
+    count = 0
+    while executor.prepare():
+        count += 1
+    assert count > 5
+    assert torch.equal(device.memory.cache.data[:, :, :140].nan_to_num(), kept.nan_to_num())
+    executor.submit(decodes)
+    assert executor.collect().tokens == before
+    executor.close()
 
 
 @pytest.mark.gpu

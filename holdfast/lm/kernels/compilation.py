@@ -8,6 +8,7 @@ import contextlib
 import gc
 import hashlib
 import json
+import logging
 import os
 import signal
 import threading
@@ -23,6 +24,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime import driver
 from triton.runtime.cache import triton_key
+
+log = logging.getLogger("holdfast.engine")
 
 Kernel = Callable[[GPUTarget], object]
 """Compiles one kernel for a device into Triton's cache."""
@@ -51,10 +54,13 @@ def compile_once(launch: Callable[[], object], *identity: object) -> bool:
     note = Path(triton.knobs.cache.dir) / f"holdfast-{hashlib.sha256(state.encode()).hexdigest()[:32]}"
     if note.exists():
         return False
-    compile_in_processes(kernels_of(launch), driver.active.get_current_target())
-    with contextlib.suppress(OSError):
+    try:
+        compile_in_processes(kernels_of(launch), driver.active.get_current_target())
         note.parent.mkdir(parents=True, exist_ok=True)
         note.touch()
+    except Exception as error:
+        log.info("kernels are compiled at their first launch: %s", error)
+        return False
     return True
 
 

@@ -54,6 +54,7 @@ first, second = kernels_of(launch)
 assert first(TARGET).metadata.name == second(TARGET).metadata.name == "silu_mul_kernel"
 assert entries() == compiled, "each was found in the cache, under the key of a real launch"
 assert not compile_once(lambda: 1 / 0, "model"), "what was compiled is not even looked for"
+assert not compile_once(lambda: 1 / 0, "wrong model"), "the first real launch will say so"
 compile_in_processes([fails, lambda target: os._exit(1), fails], TARGET)  # left to the first launch
 assert compile_once(launch, "other model")
 assert len(entries()) == len(compiled) + 1, "only the note that the other model's kernels are there"

@@ -15,8 +15,10 @@ from holdfast.server.protocol import ApiError
 from holdfast.server.replies import encode
 
 MAX_HEADER_BYTES = 64 * 1024
-PIECE_BYTES = 16 * 1024
-"""Most bytes that the parser gets at once, so that few requests are parsed ahead of the one that is answered."""
+PIECE_BYTES = 1024
+"""Most bytes that the parser gets at once outside of declared bodies, so that few requests are parsed ahead."""
+READ_BYTES = 16 * 1024
+"""Least bytes of its answer that a client must read in the time for it."""
 LINGER_SECONDS = 2.0
 """Time in which the rest of a refused request is read and dropped; without it, a reset could overtake the answer."""
 RESERVED_FILES = 96
@@ -68,6 +70,8 @@ class Connection(HttpToolsProtocol):
         """The request that is answered; `cycle` is the one parsed last."""
         self.in_head = True
         self.progress = False
+        self.declared = 0
+        """Bytes that still have to come of a body with a content-length."""
         self.unfinished = 0
         """About how many bytes came since the last byte of a body or the end of a request."""
         self.held = b""
@@ -99,12 +103,14 @@ class Connection(HttpToolsProtocol):
         if self.held:
             self.held += data
             return
-        for start in range(0, len(data), PIECE_BYTES):
+        end = 0
+        while end < len(data):
             if self.pipeline:
-                self.held = data[start:]
+                self.held = data[end:]
                 self.hold(True)
                 break
-            piece = data[start : start + PIECE_BYTES]
+            piece = data[end : end + min(max(PIECE_BYTES, self.declared), MAX_HEADER_BYTES)]
+            end += len(piece)
             self.progress = False
             super().data_received(piece)
             if self.ending or self.transport.is_closing():
@@ -132,9 +138,11 @@ class Connection(HttpToolsProtocol):
         # uvicorn ends the connection after an answer to a request that was not read to its end.
         self.keep_alive, self.cycle.keep_alive = self.cycle.keep_alive, False
         self.cycle.transport = CycleTransport(self)  # type: ignore[assignment]
+        self.declared = int(dict(self.headers).get(b"content-length", 0))
 
     def on_body(self, body: bytes) -> None:
         self.progress = True
+        self.declared = max(0, self.declared - len(body))
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -218,7 +226,7 @@ class Connection(HttpToolsProtocol):
 
     def stalled(self, before: int) -> None:
         """Drop a client that has read next to nothing in time."""
-        if self.transport.get_write_buffer_size() > before - PIECE_BYTES:
+        if self.transport.get_write_buffer_size() > before - READ_BYTES:
             self.transport.abort()
         else:
             self.await_reader()

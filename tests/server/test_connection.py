@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import socket
@@ -13,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 from fake_engine import FakeClient
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from holdfast.server.connection import MAX_HEADER_BYTES
 
@@ -180,6 +182,23 @@ async def test_many_requests_sent_at_once_are_answered_one_after_the_other(liste
         padded = GET.replace(b"\r\n\r\n", b"\r\nx-pad: " + b"p" * 1000 + b"\r\n\r\n")
         writer.write(padded * requests)
         for _ in range(requests):
+            assert (await read_one(reader)).startswith(head(200))
+
+
+async def test_few_requests_are_parsed_ahead_of_the_one_that_is_answered(
+    listening: Listening, client: FakeClient
+) -> None:
+    client.hold = asyncio.Event()
+    tiny, requests = b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n", 5000
+    async with listening(api_key=("sesame",)) as server, connected(server) as [(reader, writer)]:
+        allowed = POST + b"authorization: Bearer sesame\r\n"
+        writer.write(allowed + b"content-length: %d\r\n\r\n" % len(CHAT) + CHAT + tiny * requests)
+        while not client.asked:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.1)
+        assert sum(type(found) is RequestResponseCycle for found in gc.get_objects()) < 100
+        client.hold.set()
+        for _ in range(1 + requests):
             assert (await read_one(reader)).startswith(head(200))
 
 

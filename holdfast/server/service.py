@@ -25,7 +25,10 @@ T = TypeVar("T")
 LARGE = 1 << 18
 """Characters or bytes from which work on a text is large. Tokenizing 8 MB can take 10 s and 1.5 GB."""
 SMALL_WORKERS = 2
-"""Threads for small texts. Large ones share one other thread, which bounds their memory and holds up no small one."""
+"""Threads for small texts. Large ones share one other thread, which bounds their memory and holds up no small one.
+
+Small chats have a thread of their own too: a chat template renders one at a time, and may take seconds.
+"""
 
 
 class Admission:
@@ -93,11 +96,15 @@ class Service:
         """Choices sent to the engine that have no output yet; it refuses more than may wait, even while it is idle."""
         self.started_at = int(time.time())
         self._small = ThreadPoolExecutor(SMALL_WORKERS, "holdfast-text")
+        self._chats = ThreadPoolExecutor(1, "holdfast-chat-text")
         self._large = ThreadPoolExecutor(1, "holdfast-large-text")
 
-    async def off_loop(self, size: int, work: Callable[[], T]) -> T:
-        """Run work on a text of this size, in characters or bytes, while the event loop goes on."""
-        workers = self._large if size >= LARGE else self._small
+    async def off_loop(self, size: int, work: Callable[[], T], *, renders: bool = False) -> T:
+        """Run work on a text of this size, in characters or bytes, while the event loop goes on.
+
+        `renders` says that the work calls the chat template.
+        """
+        workers = self._large if size >= LARGE else self._chats if renders else self._small
         return await asyncio.get_running_loop().run_in_executor(workers, work)
 
     def answer(self, wanted: ChatRequest | CompletionRequest, tenant: str) -> Answer:
@@ -109,9 +116,11 @@ class Service:
         if isinstance(wanted, ChatRequest):
             messages = wanted.conversation()
             size = sum(len(message["content"]) for message in messages)
-            return Answer(
-                self, wanted, tenant, lambda: self.off_loop(size, lambda: [text.encode_chat(messages, most=most)])
-            )
+
+            def render() -> list[list[int]]:
+                return [text.encode_chat(messages, most=most)]
+
+            return Answer(self, wanted, tenant, lambda: self.off_loop(size, render, renders=True))
         prompts = wanted.prompts()
         size = sum(map(len, prompts))
 

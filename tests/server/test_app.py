@@ -356,6 +356,30 @@ async def test_a_large_body_is_parsed_off_the_event_loop(http: Http, monkeypatch
     assert [thread is threading.main_thread() for thread in parsed_on] == [False, True]
 
 
+async def test_slow_chat_templates_do_not_hold_up_prompts_without_one(
+    http: Http, client: FakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rendering, done = threading.Event(), threading.Event()
+
+    def slow(messages: Any) -> str:
+        rendering.set()
+        assert done.wait(60)
+        return "hello"
+
+    monkeypatch.setattr(client.text, "render_chat", slow)
+    async with http() as api:
+        asking = [(CHAT, HELLO), (CHAT, HELLO), (RESPONSES, TURN), (RESPONSES, TURN)]
+        chats = [asyncio.create_task(api.post(path, json=body)) for path, body in asking]
+        while not rendering.is_set():
+            await asyncio.sleep(0.001)
+        try:
+            plain = await asyncio.wait_for(api.post("/v1/completions", json={"model": "tiny", "prompt": "hello"}), 30)
+        finally:
+            done.set()
+        assert plain.status_code == 200
+        assert [(await chat).status_code for chat in chats] == [200] * 4
+
+
 async def test_unknown_paths_and_methods_have_openais_shape_too(http: Http) -> None:
     async with http() as api:
         nowhere = await api.get("/v2/nothing")

@@ -162,7 +162,7 @@ class Writing:
         try:
             text, most = service.client.text, service.client.info.max_model_len
             size = sum(len(message["content"]) for message in said)
-            self.prompt = await service.off_loop(size, lambda: compose(text, said, self.context, most))
+            self.prompt = await service.off_loop(size, lambda: compose(text, said, self.context, most), renders=True)
         except RequestRefused as error:
             raise refused(error, self.wanted) from None
         except ValueError as error:  # the chat template refuses these messages

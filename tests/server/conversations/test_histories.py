@@ -283,7 +283,7 @@ class Histories(RuleBasedStateMachine):
         with patch.object(store_module, "ThreadPoolExecutor", lambda **_: self.at_once):
             store = AsyncStore(self.store)
         service = Service(self.client, ServerConfig())
-        service._small = service._large = AtOnce()
+        service._small = service._chats = service._large = AtOnce()
         self.responses = Responses(service, store)
 
     @rule(what=st.deferred(lambda: st.sampled_from(EVENTS)), data=st.data())

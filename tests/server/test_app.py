@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable
@@ -378,6 +379,15 @@ async def test_slow_chat_templates_do_not_hold_up_prompts_without_one(
             done.set()
         assert plain.status_code == 200
         assert [(await chat).status_code for chat in chats] == [200] * 4
+
+
+async def test_the_openapi_document_holds_all_that_it_refers_to(http: Http) -> None:
+    async with http() as api:
+        document = (await api.get("/openapi.json")).json()
+    for path in set(re.findall(r'"\$ref": "(.*?)"', json.dumps(document))):
+        found = document
+        for name in path.removeprefix("#/").split("/"):
+            found = found[name]
 
 
 async def test_unknown_paths_and_methods_have_openais_shape_too(http: Http) -> None:

@@ -175,7 +175,13 @@ def query_integer(request: Request, name: str, least: int, most: int) -> int | N
 def described(shape: type[msgspec.Struct]) -> dict[str, Any]:
     """The OpenAPI entry of a request body, which FastAPI cannot infer because the routes parse bodies themselves."""
     _, components = msgspec.json.schema_components([shape], ref_template="{name}")
-    body = components[shape.__name__]
-    if "stream_options" in body["properties"]:
-        body["properties"]["stream_options"] = components["StreamOptions"]
+
+    def inlined(schema: Any) -> Any:
+        if isinstance(schema, list):
+            return [inlined(one) for one in schema]
+        if not isinstance(schema, dict):
+            return schema
+        return inlined(components[schema["$ref"]]) if "$ref" in schema else {k: inlined(v) for k, v in schema.items()}
+
+    body = inlined(components[shape.__name__])
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": body}}}}

@@ -174,7 +174,7 @@ class Running:
         first = self.attack.first
         if b"RESPONSE" in first:
             api = httpx.Client(base_url=self.served.url, headers={"authorization": f"Bearer {THEIRS}"})
-            wanted = {**MODEL, "input": "hello", "background": True, "ignore_eos": True, "max_output_tokens": 600}
+            wanted = {**MODEL, "input": "hello", "background": True, "ignore_eos": True, "max_output_tokens": 200}
             response = api.post("/v1/responses", json=wanted).json()["id"].encode()
             conversation = api.post("/v1/conversations").json()["id"].encode()
             first = first.replace(b"RESPONSE", response).replace(b"CONVERSATION", conversation)

@@ -30,7 +30,6 @@ from invocation import command
 OURS, THEIRS = "of-the-neighbour", "of-the-attacker"
 """API keys."""
 HOLDFAST = (sys.executable, "-m", "holdfast.cli")
-TOKENS = 3900
 
 
 class Served:
@@ -58,16 +57,20 @@ class Served:
     def memory(self) -> tuple[float, float]:
         """Resident MB of the API process, and of its children: the engine and the chat template."""
         pid = self.process.pid
-        threads = Path(f"/proc/{pid}/task").iterdir()
-        children = " ".join([(thread / "children").read_text() for thread in threads]).split()
-        return resident(pid), sum(resident(int(child)) for child in children)
+        children: list[str] = []
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(OSError):
+                children += (thread / "children").read_text().split()
+        return resident(pid), sum(resident(int(child), pid) for child in children)
 
 
-def resident(pid: int) -> float:
-    """Resident MB of a process; 0 if it has ended."""
+def resident(pid: int, parent: int | None = None) -> float:
+    """Resident MB of a process; 0 if it has ended, or if it is still a copy of its parent."""
     try:
         found = re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
-    except (FileNotFoundError, ProcessLookupError):
+        if parent and Path(f"/proc/{pid}/cmdline").read_bytes() == Path(f"/proc/{parent}/cmdline").read_bytes():
+            return 0.0
+    except OSError:
         return 0.0
     return int(found[1]) / 1e3 if found else 0.0
 
@@ -115,11 +118,11 @@ class Gap(NamedTuple):
 class Neighbour:
     """The ordinary stream. `wrong` says what it was answered instead of tokens."""
 
-    def __init__(self, served: Served) -> None:
+    def __init__(self, served: Served, tokens: int) -> None:
         self.gaps: list[Gap] = []
         self.wrong: list[str] = []
         self.process = subprocess.Popen(
-            [sys.executable, __file__, served.host, str(served.port)], stdout=subprocess.PIPE, text=True
+            [sys.executable, __file__, served.host, str(served.port), str(tokens)], stdout=subprocess.PIPE, text=True
         )
         self.reader = Thread(target=self._read, daemon=True)
         self.reader.start()
@@ -150,9 +153,9 @@ class Neighbour:
 
 
 @contextlib.contextmanager
-def beside(served: Served) -> Iterator[Neighbour]:
-    """An ordinary stream for the time of the context."""
-    neighbour = Neighbour(served)
+def beside(served: Served, tokens: int = 3900) -> Iterator[Neighbour]:
+    """An ordinary stream for the time of the context. Each of its answers has this many tokens."""
+    neighbour = Neighbour(served, tokens)
     try:
         neighbour.wait()
         yield neighbour
@@ -185,9 +188,9 @@ def about() -> str:
     )
 
 
-def stream(host: str, port: int, tell: Callable[[str], None]) -> None:
+def stream(host: str, port: int, tokens: int, tell: Callable[[str], None]) -> None:
     """Stream answers for ever and tell of each gap."""
-    body = {"model": "holdfast-tiny", "prompt": [5, 6, 7], "max_tokens": TOKENS, "ignore_eos": True, "stream": True}
+    body = {"model": "holdfast-tiny", "prompt": [5, 6, 7], "max_tokens": tokens, "ignore_eos": True, "stream": True}
     while True:
         with socket.create_connection((host, port)) as connection:
             connection.sendall(post("/v1/completions", body, OURS))
@@ -208,4 +211,4 @@ def stream(host: str, port: int, tell: Callable[[str], None]) -> None:
 
 if __name__ == "__main__":
     with contextlib.suppress(OSError, KeyboardInterrupt):
-        stream(sys.argv[1], int(sys.argv[2]), lambda line: print(line, flush=True))
+        stream(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), lambda line: print(line, flush=True))

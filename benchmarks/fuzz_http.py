@@ -26,6 +26,7 @@ import time
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
@@ -197,11 +198,11 @@ def change_value(r: random.Random, body: Any) -> None:
     container, key = r.choice(where)
     what = r.random()
     if what < 0.6:
-        container[key] = r.choice(ODD)
+        container[key] = deepcopy(r.choice(ODD))
     elif what < 0.75:
         del container[key]
     elif isinstance(container, dict):
-        container[r.choice(["unknown", "", "n", "\ud800", "stream", "background", "x" * 999])] = r.choice(ODD)
+        container[r.choice(["unknown", "", "n", "\ud800", "stream", "background", "x" * 999])] = deepcopy(r.choice(ODD))
     else:
         container.extend([container[0]] * r.choice([2, 30, 5000]))
 

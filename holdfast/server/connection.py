@@ -21,6 +21,8 @@ READ_BYTES = 16 * 1024
 """Least bytes of its answer that a client must read in the time for it."""
 LINGER_SECONDS = 2.0
 """Time in which the rest of a refused request is read and dropped; without it, a reset could overtake the answer."""
+LINGER_BYTES = 32 << 20
+"""Most bytes that are read and dropped in that time."""
 RESERVED_FILES = 96
 """Open files that connections leave for everything else."""
 LOG_SECONDS = 10.0
@@ -77,6 +79,7 @@ class Connection(HttpToolsProtocol):
         self.held = b""
         self.keep_alive = True
         self.ending = False
+        self.dropped = 0
         self.awaited: str | None = None
         self.reading: asyncio.TimerHandle | None = None
         self.writing: asyncio.TimerHandle | None = None
@@ -99,6 +102,9 @@ class Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         if self.ending:
+            self.dropped += len(data)
+            if self.dropped > LINGER_BYTES:
+                self.transport.abort()
             return
         if self.held:
             self.held += data

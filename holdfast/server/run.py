@@ -88,7 +88,7 @@ async def serve(
         uvicorn.Config(
             app, http=partial(Connection, shared=Connections(config)), ws="none",  # type: ignore[arg-type]
             lifespan="off", log_config=None, access_log=False, server_header=False, timeout_graceful_shutdown=1,
-            timeout_keep_alive=config.idle_seconds,
+            timeout_keep_alive=config.idle_seconds, log_level="error",  # it warns of each request that is not HTTP
         )
     )  # fmt: skip
     with signals() as received:

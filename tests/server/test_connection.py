@@ -16,7 +16,8 @@ import pytest
 from fake_engine import FakeClient
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from holdfast.server.connection import MAX_HEADER_BYTES
+from holdfast.server import connection
+from holdfast.server.connection import LINGER_BYTES, MAX_HEADER_BYTES
 
 Listening = Callable[..., Any]
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -95,6 +96,30 @@ async def test_a_refused_request_closes_its_connection_and_its_body_is_not_swall
         answer = await asyncio.wait_for(reader.read(), 30)  # up to the end, so the server has closed
         assert answer.startswith(head(401)) and b"connection: close" in answer
         assert await pour(writer, b"x-1: vvv\r\n" * 100_000, 1_000_000) < 1_000_000
+
+
+async def test_what_is_read_and_dropped_after_a_refusal_is_bounded(
+    listening: Listening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "LINGER_SECONDS", 3600)
+    async with listening(api_key=("sesame",)) as server, connected(server) as [(reader, writer)]:
+        writer.write(CHUNKED + b"0\r\n")
+        assert (await reader.read()).startswith(head(401))
+        piece = b"x" * 1_000_000
+        assert await pour(writer, piece, 10 * LINGER_BYTES // len(piece)) < 5 * LINGER_BYTES // len(piece)
+
+
+async def test_requests_that_are_not_http_write_nothing_to_the_log(
+    listening: Listening, caplog: pytest.LogCaptureFixture
+) -> None:
+    upgrade = GET.replace(b"\r\n\r\n", b"\r\nupgrade: websocket\r\nconnection: upgrade\r\n\r\n")
+    with caplog.at_level(logging.WARNING):
+        async with listening() as server:
+            for sent in (b"\0\r\n\r\n", upgrade):
+                async with connected(server) as [(reader, writer)]:
+                    writer.write(sent)
+                    assert (await reader.read(4)) == b"HTTP"
+            assert not caplog.records
 
 
 async def test_a_refused_request_that_was_read_to_its_end_keeps_its_connection(listening: Listening) -> None:

@@ -375,13 +375,21 @@ class Fuzzing:
         return "\n".join(lines)
 
 
-def gaps(neighbour: Neighbour, began: float, alone: float) -> str:
-    """The gaps between tokens of the ordinary stream."""
-    lengths = sorted(gap.length for gap in neighbour.gaps if gap.end > began and gap.length)
+def quiet(neighbour: Neighbour) -> float:
+    """The longest gap in seconds while nobody else asks."""
+    began = time.monotonic()
+    time.sleep(20)
+    return neighbour.longest(began)
+
+
+def gaps(neighbour: Neighbour, began: float, ended: float, alone: float) -> str:
+    """The gaps between tokens of the ordinary stream in this time."""
+    lengths = sorted(gap.length for gap in neighbour.gaps if began < gap.end < ended and gap.length)
     beyond = sum(length > alone + 0.1 for length in lengths)
     return (
         f"Ordinary stream: {len(lengths):,} gaps between tokens, P50 {statistics.median(lengths):.3f} s, "
-        f"P99.9 {lengths[int(len(lengths) * 0.999)]:.3f} s, longest {lengths[-1]:.3f} s (alone {alone:.3f} s); "
+        f"P99.9 {lengths[int(len(lengths) * 0.999)]:.3f} s, longest {lengths[-1]:.3f} s; "
+        f"in 20 s before and 20 s after, alone: longest {alone:.3f} s; "
         f"beyond that by over 0.1 s: {beyond}"
     )
 
@@ -398,9 +406,7 @@ def main() -> int:
         arguments = [*OPTIONS.split(), "--store", f"{directory}/store.sqlite"]
         with serving(arguments, keys) as served:
             with beside(served, LENGTH - 8) as neighbour:
-                began = time.monotonic()
-                time.sleep(5)
-                alone = neighbour.longest(began)
+                alone = quiet(neighbour)
                 os.nice(19)  # the fuzzer's own work should not take the server's cores
                 fuzzing = Fuzzing(
                     served, options.requests, options.seed, drawn(served, options.requests // 10, options.seed)
@@ -409,8 +415,10 @@ def main() -> int:
                 random.Random(options.seed).shuffle(fuzzing.drawn)
                 began, load = time.monotonic(), Load()
                 uvloop.run(fuzzing.run())
-                seconds = time.monotonic() - began
-                print(fuzzing.table(), gaps(neighbour, began, alone), sep="\n")
+                ended = time.monotonic()
+                seconds = ended - began
+                alone = max(alone, quiet(neighbour))
+                print(fuzzing.table(), gaps(neighbour, began, ended, alone), sep="\n")
                 print(f"{options.requests / seconds:.0f} requests/s for {seconds:.0f} s, {WORKERS} at once; {load}")
                 wrong = [f"the ordinary stream was answered {set(neighbour.wrong)}"] * bool(neighbour.wrong)
             wrong += fuzzing.defects + left(served)

@@ -211,7 +211,8 @@ class Answer:
             )
             async with aclosing(stream) as deltas:
                 async for delta in deltas:
-                    await started.aclose()
+                    if last is None:
+                        await started.aclose()
                     now = time.monotonic()
                     if delta.tokens:
                         (metrics.ttft.observe(now - self.arrival) if last is None else metrics.tbt.observe(now - last))

@@ -38,15 +38,15 @@ class Connections:
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         spare = config.max_connections if files == resource.RLIM_INFINITY else max(1, files - RESERVED_FILES)
         self.limit = min(config.max_connections, spare)
+        self.open: set[Connection] = set()
+        """uvicorn's own set also has those that are closed at the end of the loop's turn."""
         self.waiting: dict[Connection, None] = {}
         """Connections without a request in progress, the longest waiting first."""
         self.next_log = 0.0
 
-    def make_room(self, number: int, now: float) -> bool:
-        """Whether a new connection may stay as one of `number`. May close the one that has waited longest."""
-        if number <= self.limit:
-            return True
-        if now >= self.next_log:
+    def make_room(self, new: Connection, now: float) -> bool:
+        """Whether a new connection may stay. May close those that have waited longest."""
+        if len(self.open) >= self.limit and now >= self.next_log:
             self.next_log = now + LOG_SECONDS
             log.warning(
                 "%d connections are open, which is the limit (--max-connections, and %d below the limit of open files);"
@@ -54,12 +54,17 @@ class Connections:
                 self.limit,
                 RESERVED_FILES,
             )
-        if not self.waiting:
-            return False
-        longest = next(iter(self.waiting))
-        del self.waiting[longest]
-        longest.transport.abort()
-        return True
+        while len(self.open) >= self.limit and self.waiting:
+            longest = next(iter(self.waiting))
+            self.forget(longest)
+            longest.transport.abort()
+        self.open.add(new)
+        return len(self.open) <= self.limit
+
+    def forget(self, connection: Connection) -> None:
+        """Count a connection no more."""
+        self.open.discard(connection)
+        self.waiting.pop(connection, None)
 
 
 class Connection(HttpToolsProtocol):
@@ -87,14 +92,14 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.flow = Flow(transport)
-        if self.shared.make_room(len(self.connections), self.loop.time()):
+        if self.shared.make_room(self, self.loop.time()):
             self.watch()
         else:
             self.refuse(ApiError("too many connections; try again", status=503, code="overloaded", retry_after=1))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.ending = True
-        self.shared.waiting.pop(self, None)
+        self.shared.forget(self)
         self.stop_timers()
         self._unset_keepalive_if_required()
         self.cut()

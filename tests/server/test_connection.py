@@ -271,6 +271,26 @@ async def test_connections_with_running_requests_are_never_closed_for_new_ones(
             assert (await read_one(reader)).startswith(head(200))
 
 
+async def test_running_requests_never_outnumber_the_connection_limit(listening: Listening) -> None:
+    half = POST + b"content-length: %d\r\n\r\n" % len(CHAT) + CHAT[:-1]
+    async with listening(max_connections=3) as server, connected(server, 3) as opened:
+        for reader, writer in opened:
+            writer.write(GET + half)
+            await read_one(reader)
+        more: list[asyncio.StreamWriter] = []
+        for _ in range(10):
+            reader, writer = await asyncio.open_connection(*server.url.removeprefix("http://").split(":"))
+            more.append(writer)
+            writer.write(half)
+            async with asyncio.timeout(30):
+                assert (await reader.read()).startswith(head(503))
+        for writer in more:
+            writer.transport.abort()
+        for reader, writer in opened:
+            writer.write(CHAT[-1:])
+            assert (await read_one(reader)).startswith(head(200))
+
+
 async def test_bodies_beyond_the_budget_get_503_and_their_bytes_are_freed(listening: Listening) -> None:
     begun = POST + b"content-length: 50000\r\n\r\n" + b" " * 40_000
     async with listening(max_bodies_mb=0.1) as server:

@@ -49,7 +49,7 @@ class PipelineLatencyTarget(LatencyTarget):
     def prefill_budget(self, step: StepBuilder) -> int:
         if not step.mostly_busy:
             return step.budget
-        return max(self.tile, min(step.budget, self.efficient_tokens - step.num_tokens))
+        return min(step.budget, max(self.tile, self.efficient_tokens - step.num_tokens))
 
     def wait(self, seconds: float) -> float:
         """The longest wait of any stream for its token if the next step takes `seconds`, and so does the one after it.

@@ -28,3 +28,9 @@ def test_steps_are_capped_at_the_efficient_size_when_most_rows_are_busy(rows, to
     scheduler = beside_a_stream(policy, 1500, 1500, max_sequences=rows, micro_batches=2)
     step(scheduler)
     assert sum(segment.length for segment in step(scheduler).segments) == tokens
+
+
+def test_no_step_exceeds_the_ceiling_even_where_decodes_leave_less_than_a_tile():
+    scheduler = beside_a_stream(with_target(1000.0, ceiling=TILE), 100, 100, max_sequences=3, micro_batches=2)
+    steps = [step(scheduler).num_tokens for _ in range(20)]
+    assert max(steps) == TILE

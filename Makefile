@@ -10,7 +10,7 @@ READY := $(VENV)/.ready
 # gigabytes of CUDA libraries, which a CPU does not need. To serve on a GPU, install the build for your CUDA version.
 TORCH := torch==2.13.0
 
-.PHONY: help setup demo test lint types unit gpu-test memcheck rooms clean
+.PHONY: help setup demo test lint types unit fuzz mutants gpu-test memcheck rooms clean
 
 help:
 	@echo "make demo      serve the built-in model and hold a conversation with it"
@@ -18,6 +18,8 @@ help:
 	@echo "make lint      style and architecture alone"
 	@echo "make types     types alone"
 	@echo "make unit      tests alone"
+	@echo "make fuzz      property tests over many fresh examples; SEED=N draws those of an earlier run, TESTS=FILE of one file"
+	@echo "make mutants   put known bugs in, one at a time, and list which of them the tests catch"
 	@echo "make gpu-test  the tests that need a CUDA device"
 	@echo "make memcheck  every kernel's smallest tests under compute-sanitizer, on a CUDA device"
 	@echo "make rooms     draw docs/rooms.svg, the rooms of the package and the imports between them"
@@ -51,6 +53,16 @@ types: $(READY)
 
 unit: $(READY)
 	$(BIN)/python -m pytest -m "not gpu"
+
+# What CI runs has fixed examples; this draws others each time.
+fuzz: SEED := $(or $(SEED),$(shell od -An -N4 -tu4 /dev/urandom | tr -d ' '))
+fuzz: $(READY)
+	@echo "make fuzz SEED=$(SEED)"
+	HOLDFAST_HISTORIES=500 $(BIN)/python -m pytest -m "hypothesis and not gpu" --timeout=3600 \
+		--hypothesis-profile=fuzz --hypothesis-seed=$(SEED) $(TESTS)
+
+mutants: $(READY)
+	$(BIN)/python scripts/mutants.py
 
 gpu-test: $(READY)
 	$(BIN)/python -m pytest -m gpu

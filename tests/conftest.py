@@ -9,8 +9,10 @@ import pytest
 import torch
 from hypothesis import settings
 
-# A slow machine must not fail a test: none is timed. Runs are derandomized so that a failure repeats.
+# A slow machine must not fail a test: none is timed. Runs are derandomized so that a failure repeats. `make fuzz` has
+# another profile, in which --hypothesis-seed says which examples are drawn.
 settings.register_profile("holdfast", deadline=None, derandomize=True, print_blob=True)
+settings.register_profile("fuzz", settings.get_profile("holdfast"), derandomize=False, database=None, max_examples=2000)
 settings.load_profile("holdfast")
 
 # Triton's kernels are compiled where there is a GPU and interpreted elsewhere; Triton reads this when it is imported.

@@ -205,4 +205,4 @@ class PoolLife(RuleBasedStateMachine):
 
 
 TestPoolLife = PoolLife.TestCase
-TestPoolLife.settings = settings(max_examples=60, stateful_step_count=40)
+TestPoolLife.settings = settings(stateful_step_count=40)

@@ -7,7 +7,7 @@ store holds exactly the turns that were reported complete.
 
     HOLDFAST_HISTORIES=2000 python -m pytest tests/server/conversations/test_histories.py
 
-runs that many histories, different ones at each call.
+runs that many histories, different ones at each call; with --hypothesis-seed, those of that seed.
 """
 
 from __future__ import annotations
@@ -720,10 +720,12 @@ OFTEN = {
 """The least count of each case over all histories. Runs of other seeds gave at least twice as many."""
 
 
+@pytest.mark.hypothesis
 @pytest.mark.timeout(1800)  # half a minute of work, or ten times that beside ten other processes
-def test_answers_equal_those_of_a_model_without_a_cache_through_any_history() -> None:
+def test_answers_equal_those_of_a_model_without_a_cache_through_any_history(pytestconfig: pytest.Config) -> None:
     Histories.seen.clear()
-    first = random.randrange(1 << 32) if HISTORIES else 0
+    given = pytestconfig.getoption("hypothesis_seed")
+    first = int(given) if given else random.randrange(1 << 32) if HISTORIES else 0
     for number in range(max(8, HISTORIES // EACH)):
         run_state_machine_as_test(
             seed(first + number)(Histories),

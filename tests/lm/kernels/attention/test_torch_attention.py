@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.lm.kernels.attention import torch_attention
@@ -62,7 +62,6 @@ def segment_lists(draw: st.DrawFn) -> list[tuple[int, int, int]]:
     kept_mask=st.sampled_from([500, torch_attention.KEPT_MASK]),
     seed=st.integers(0, 10**6),
 )
-@settings(max_examples=150)
 def test_random_batches_equal_the_oracle(
     segments: list[tuple[int, int, int]],
     heads: tuple[int, int],

@@ -289,6 +289,7 @@ def test_a_wrong_call_gives_a_one_line_message(profile, capsys, arguments, messa
     assert message in error and "\n" not in error
 
 
-def test_an_unreachable_server_gives_a_message(capsys):
-    assert bench("--url", "http://127.0.0.1:9") == 1
-    assert "does not list a model" in capsys.readouterr().err
+@pytest.mark.parametrize("path", ["", "/", "/v1", "/v1/"])
+def test_an_unreachable_server_gives_a_message_with_the_address_of_its_api(capsys, path):
+    assert bench("--url", f"http://127.0.0.1:9{path}") == 1
+    assert "http://127.0.0.1:9/v1/models does not list a model" in " ".join(capsys.readouterr().err.split())

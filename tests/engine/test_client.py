@@ -147,6 +147,16 @@ async def test_a_cancelled_reader_frees_its_blocks(client):
     assert (stats.running, stats.blocks_used) == (0, 0)
 
 
+async def test_requests_that_leave_before_their_first_token_give_their_places_back(client):
+    prompt = client.text.encode("hello")
+    for _ in range(2 * client.config.max_waiting):
+        reader = asyncio.create_task(read(client.stream(prompt, ENDLESS)))
+        await asyncio.sleep(0)  # it has submitted
+        reader.cancel()
+        await asyncio.gather(reader, return_exceptions=True)
+    await read(client.stream(prompt, SHORT))
+
+
 async def test_a_slow_reader_gets_the_same_text_in_fewer_deltas(client):
     prompt = client.text.encode("hello")
     expected = await read(client.stream(prompt, SHORT))
@@ -225,6 +235,7 @@ async def test_health_raises_timeout_error_when_the_engine_hangs(client, monkeyp
     monkeypatch.setattr(client._child, "send", lambda message: None)
     with pytest.raises(TimeoutError):
         await client.health(timeout=0.001)
+    assert not client._unanswered, "nothing waits for the answer any more"
 
 
 @pytest.fixture

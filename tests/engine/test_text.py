@@ -178,6 +178,10 @@ def test_text_that_cannot_be_tokenized_is_refused():
         BYTES.encode("ab\ud800")
 
 
+def test_a_text_whose_tokens_begin_at_the_border_needs_nothing_of_the_text_before():
+    assert BYTES.encode_after("before ", "text") == BYTES.encode("text", add_special_tokens=False)
+
+
 @pytest.mark.parametrize("encode", [BYTES.encode, lambda text: BYTES.encode_after("before ", text)])
 def test_other_threads_run_while_a_long_text_is_tokenized(encode):
     done = threading.Event()

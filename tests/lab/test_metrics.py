@@ -38,6 +38,12 @@ def test_the_summary_covers_the_requests_that_succeeded():
     assert {name: figures[name] for name in expected} == pytest.approx(expected)
 
 
+def test_tokens_that_arrive_together_all_count_at_their_peak():
+    """Three arrivals of six tokens: two in the first second, one in the next."""
+    figures = summary([Record(arrival=0.0, prompt_tokens=1, token_times=[0.2, 0.9, 1.5], output_tokens=6)])
+    assert figures["max_output_tokens_per_s"] == 4
+
+
 @pytest.mark.parametrize("name", ["ttft", "tpot", "itl", "e2el", "normalized_latency", "queued"])
 def test_each_latency_has_its_mean_median_deviation_p90_and_p99(name):
     """Of 11 values from 100 to 1,100 ms, each tenth of the way is one of them."""

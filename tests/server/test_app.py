@@ -8,7 +8,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -150,7 +150,7 @@ async def test_prompts_of_any_other_kind_are_refused(http: Http, client: FakeCli
 
 
 async def test_n_choices_share_a_prompt_and_differ_by_seed(http: Http, client: FakeClient) -> None:
-    client.hold = asyncio.Event()
+    client.hold, client.cached = asyncio.Event(), 5
     async with http() as api:
         pending = asyncio.create_task(api.post(CHAT, json={**HELLO, "n": 3, "seed": 7}))
         while len(client.asked) < 3:
@@ -161,6 +161,7 @@ async def test_n_choices_share_a_prompt_and_differ_by_seed(http: Http, client: F
     assert sorted(asked.params.seed or 0 for asked in client.asked) == [7, 8, 9]
     assert body["usage"]["completion_tokens"] == 12
     assert body["usage"]["prompt_tokens"] == len("<user>hello")
+    assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == 5
 
 
 async def test_max_tokens_defaults_to_the_rest_of_the_context_for_chats_and_16_for_completions(
@@ -320,6 +321,16 @@ async def test_a_body_beyond_the_limit_is_refused(http: Http) -> None:
         response = await api.post(CHAT, content=b" " * 1001)
     assert response.status_code == 413
     assert "1000 bytes" in error_of(response)["message"]
+
+
+async def test_a_body_that_comes_in_pieces_gives_all_its_bytes_back(http: Http) -> None:
+    async def pieces() -> AsyncIterator[bytes]:
+        body = json.dumps(HELLO).encode()
+        for at in range(0, len(body), 20):
+            yield body[at : at + 20]
+
+    async with http(max_bodies_mb=0.001) as api:
+        assert {(await api.post(CHAT, content=pieces())).status_code for _ in range(50)} == {200}
 
 
 @pytest.mark.parametrize(
@@ -752,7 +763,9 @@ class TestApiKeys:
 class TestBrowsers:
     """Without a key, a web site in a browser on this machine must not reach the server."""
 
-    @pytest.mark.parametrize("host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "[evil]:1", ""])
+    @pytest.mark.parametrize(
+        "host", ["evil.example", "evil.example:8000", "evillocalhost", "127.0.0.1.evil.example", "[evil]:1", ""]
+    )
     async def test_a_name_that_is_not_the_servers_is_refused(self, http: Http, client: FakeClient, host: str) -> None:
         async with http() as api:
             refused = await api.post(CHAT, json=HELLO, headers={"host": host})

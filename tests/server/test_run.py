@@ -107,7 +107,10 @@ async def test_a_finished_request_is_not_aborted(listening: Listening, client: F
     assert [asked.ended for asked in client.asked] == ["finished"] * 2
 
 
-async def test_sigterm_lets_streams_finish_and_takes_no_new_work(listening: Listening, client: FakeClient) -> None:
+async def test_sigterm_lets_streams_finish_and_takes_no_new_work(
+    listening: Listening, client: FakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("holdfast.server.run.CUT_SECONDS", 0.001)
     client.hold = asyncio.Event()
     async with listening() as server, official(server.url) as api, httpx.AsyncClient(base_url=server.url) as plain:
         stream = await api.chat.completions.create(model="tiny", messages=HELLO, stream=True)

@@ -86,6 +86,15 @@ def test_sampled_tokens_feed_the_next_step_on_the_device(executor: PagedExecutor
     assert ahead == waited
 
 
+def test_steps_that_follow_each_other_share_one_buffer(executor: PagedExecutor) -> None:
+    executor.submit(prefill(0, GREEDY))
+    executor.collect()
+    for number in range(3):
+        executor.submit(decode(number + 1, (0, len(PROMPT) + number, GREEDY)))
+        executor.collect()
+    assert len(executor.memory.batch._free) == 1
+
+
 def test_results_come_in_plan_order_with_the_time_they_took(executor: PagedExecutor) -> None:
     executor.submit(prefill(0, GREEDY, step=7))
     executor.submit(prefill(1, GREEDY, step=8))

@@ -50,6 +50,19 @@ def test_the_cache_never_holds_more_runs_than_its_limit():
         assert len(cache._runs) <= 3
 
 
+def test_the_least_recently_used_run_is_dropped_first(hashed):
+    prompts = [[number] * (RUN * SIZE) for number in range(4)]
+    cache = DigestCache(SIZE, 3 * RUN)
+    for number in (0, 1, 2, 0, 3):
+        cache.digests(ROOT, prompts[number])
+    hashed.clear()
+    for number in (0, 2, 3):
+        cache.digests(ROOT, prompts[number])
+    assert not hashed
+    cache.digests(ROOT, prompts[1])
+    assert hashed == [RUN]
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_cached_digests_equal_those_computed_block_by_block(seed):
     choose = random.Random(seed)

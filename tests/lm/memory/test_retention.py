@@ -71,6 +71,14 @@ def test_lru_ignores_cost_and_can_evict_whole_conversations():
         assert order(retention, 5.0) == expected
 
 
+def test_chunks_used_again_together_are_still_evicted_one_by_one_in_their_order():
+    retention = Retention(rule("lru"))
+    conversation(retention, 0, 3, last=1.0, release=1)
+    for block in range(3):
+        retention.renew(block, (2.0, 2))
+    assert order(retention, 5.0) == [[0], [1], [2]]
+
+
 def test_pop_leaves_chunks_whose_value_reaches_the_bound():
     retention = Retention(rule())
     conversation(retention, 0, 2, last=0.0, release=1)

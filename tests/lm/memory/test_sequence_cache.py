@@ -135,6 +135,17 @@ def test_holes_around_cached_blocks_are_missing_and_filled_in_ascending_order():
     check_pool(pool, [first.blocks, cache.blocks])
 
 
+def test_a_freed_sequence_forgets_what_it_had_behind_a_hole():
+    pool = BlockPool(9, 4)
+    first = computed(pool, list(range(24)))
+    cache = SequenceCache(pool, ROOT)
+    cache.allocate(Found({1: first.blocks[1]}), 12, 0.0)
+    assert cache.missing(12) == ((0, 4), (8, 12))
+    cache.free(0.0)
+    cache.allocate(Found(), 12, 0.0)
+    assert cache.missing(12) == ((0, 12),)
+
+
 def test_a_filled_hole_is_cached_and_the_blocks_found_stay_in_place():
     pool = BlockPool(5, 4, rule=RetentionRule(chunk_blocks=1, block_size=4))
     tokens = list(range(17))

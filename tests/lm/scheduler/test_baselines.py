@@ -59,6 +59,20 @@ def test_request_level_forms_its_batch_of_as_many_requests_as_there_are_rows():
     ]
 
 
+@pytest.mark.parametrize("policy", [HybridOnly, PrefillFirst])
+def test_a_whole_prompt_takes_only_what_the_cache_lacks_of_the_budget(policy):
+    """Of the last prompt's 20 tokens 16 are cached: with the 16 of the one before it, it fits a budget of 24."""
+    first = tuple(range(1, 21))
+    scheduler = create_scheduler(policy=policy(24), block_size=4)
+    earlier, other, again = create_requests(first, tuple(range(40, 56)), first, max_tokens=1)
+    for requests in ([earlier], [other, again]):
+        for request in requests:
+            scheduler.add(request)
+        plan = scheduler.schedule(0.0)
+        scheduler.update(plan, answer(plan), 0.0)
+    assert spans(plan) == [("1", 0, 16), ("2", 16, 20)]
+
+
 def test_orca_adds_whole_prompts_to_all_decodes():
     planned, _ = steps(Orca(64), 5, joins=[40])
     assert planned[:2] == [[("0", 0, 5)], [("0", 5, 6), ("1", 0, 40)]]

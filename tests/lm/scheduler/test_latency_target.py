@@ -236,6 +236,14 @@ def test_steps_of_decodes_alone_leave_the_correction_unchanged():
     assert policy.correction.factor == learned
 
 
+def test_a_prediction_is_forgotten_once_its_step_is_measured():
+    scheduler = scheduler_of(policy := with_target(16.0), 1000, 1000)
+    plan = scheduler.schedule(0.0)
+    assert policy._predicted.keys() == {plan.step}
+    scheduler.update(plan, answer(plan), 0.0)
+    assert not policy._predicted
+
+
 def test_a_cached_prefix_counts_as_context_of_the_chunk_behind_it():
     scheduler = scheduler_of(policy := with_target(8.0), 900, sharing=True)
     while any(segment.sampling is None for segment in step(scheduler).segments):

@@ -317,6 +317,11 @@ def test_a_threads_size_is_that_of_what_it_holds(store: Store) -> None:
     assert size() == queued > both
     store.turns.delete("a", "job")
     assert size() == both
+    store.turns.commit(turn("ccc", store.turns.context("a", "bb")))
+    store.turns.commit(turn("dddd", store.turns.context("a", "ccc")))
+    for name in ("ccc", "dddd"):  # the second goes with the first, which waited for it
+        store.turns.delete("a", name)
+    assert size() == both
     store.turns.delete("a", "a")  # the next builds on it
     assert size() == both
     store.turns.delete("a", "bb")
@@ -555,6 +560,18 @@ def test_the_context_cache_is_bounded_and_drops_the_least_recent(
     assert list(store.turns.cache.contexts) == ["b", "c"]
     assert list(store.turns.context("a", "a").tokens) == [1] * 4  # read again
     assert list(store.turns.cache.contexts) == ["c", "a"]
+
+
+def test_a_context_that_is_cached_again_counts_once(
+    opened: Callable[..., Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turn_store, "CACHED_TOKENS", 10)
+    store = opened()
+    for name in ("a", "b"):
+        store.turns.commit(turn(name, tokens=[1] * 4))
+    for _ in range(3):
+        store.turns.cache.add(store.turns.context("a", "a"))
+    assert list(store.turns.cache.contexts) == ["b", "a"]
 
 
 def damaged(folder: Path) -> Path:

@@ -121,7 +121,11 @@ def split_to_stream(keys: Records, *, heads: int, processors: int, spare: int, u
     split = longest
     if longest > steady + MERGE_KEYS:
         at_most = max(steady, total / spare if spare else longest)
-        split = -(-longest // math.ceil(longest / (math.ceil(at_most / unit) * unit)))
+        split = math.ceil(at_most / unit) * unit
+        equal = -(-longest // math.ceil(longest / split))  # of the longest tile; shorter pieces may be too many
+        equal = -(-equal // unit) * unit
+        if int((-(-keys // equal)).sum()) <= len(keys) + spare:
+            split = equal
     return -(-split // unit) * unit
 
 

@@ -6,7 +6,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from holdfast.lm.kernels.attention.protocol import Segments
@@ -102,6 +102,7 @@ def test_an_even_split_is_a_multiple_of_the_unit_and_makes_few_pieces(keys: np.n
     assert (-(-keys // split)).sum() <= len(keys) + spare
 
 
+@example(keys=np.array([449, 449, 653, 449, 449], np.int32), heads=1, spare=4)
 @given(keys=tile_lengths, heads=st.sampled_from([1, 2, 8]), spare=st.integers(0, 40))
 def test_a_split_to_stream_is_a_multiple_of_the_unit_and_makes_few_pieces(
     keys: np.ndarray, heads: int, spare: int

@@ -15,13 +15,13 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, make_backend
+from triton.compiler import make_backend
 from triton.runtime import driver
 from triton.runtime.cache import triton_key
 
@@ -72,8 +72,9 @@ def kernels_of(launch: Callable[[], object]) -> list[Kernel]:
         function = fn.jit_function
         if (id(function), key) not in found:
             options = json.loads(compile["specialization_data"])["options"]
-            source = ASTSource(function, compile["signature"], compile["constants"], compile["configs"][0])
-            found[id(function), key] = lambda target: compile_kernel(source, options, target)
+            # Triton's kernels and Gluon's each have their own kind of source.
+            source = function.ASTSource(function, compile["signature"], compile["constants"], compile["configs"][0])
+            found[id(function), key] = partial(compile_kernel, source, options)
         return True  # Triton takes it for compiled elsewhere, and launches nothing
 
     before, triton.knobs.runtime.jit_cache_hook = triton.knobs.runtime.jit_cache_hook, note
@@ -84,10 +85,15 @@ def kernels_of(launch: Callable[[], object]) -> list[Kernel]:
     return list(found.values())
 
 
-def compile_kernel(source: ASTSource, options: dict[str, Any], target: GPUTarget) -> object:
-    """Compile a kernel into Triton's cache. `options` are as JSON gives them. Needs no device."""
+def compile_kernel(source: Any, options: dict[str, Any], target: GPUTarget) -> Any:
+    """Compile a kernel, and the C code that launches it, into Triton's cache. Needs no device.
+
+    `options` are as JSON gives them.
+    """
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
-    return triton.compile(source, target=target, options=make_backend(target).parse_options(given).__dict__)
+    kernel = triton.compile(source, target=target, options=make_backend(target).parse_options(given).__dict__)
+    driver.active.launcher_cls(kernel.src, kernel.metadata)
+    return kernel
 
 
 def compile_in_processes(kernels: Iterable[Kernel], target: GPUTarget) -> None:

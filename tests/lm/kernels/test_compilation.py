@@ -15,6 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import MockTensor
 
 TARGET = GPUTarget("cuda", 90, 32)
+launchers = []
 
 
 class Hopper:
@@ -26,6 +27,9 @@ class Hopper:
 
     def get_current_target(self):
         return TARGET
+
+    def launcher_cls(self, source, metadata):
+        launchers.append(metadata.name)
 
 
 triton.runtime.driver.set_active(Hopper())
@@ -52,6 +56,7 @@ assert compile_once(launch, "model")
 compiled = entries()
 first, second = kernels_of(launch)
 assert first(TARGET).metadata.name == second(TARGET).metadata.name == "silu_mul_kernel"
+assert launchers == ["silu_mul_kernel"] * 2
 assert entries() == compiled, "each was found in the cache, under the key of a real launch"
 assert not compile_once(lambda: 1 / 0, "model"), "what was compiled is not even looked for"
 assert not compile_once(lambda: 1 / 0, "wrong model"), "the first real launch will say so"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import os
 import sys
+import threading
 import time
 import traceback
 
@@ -47,6 +49,10 @@ def run(start: messages.Start, parent: Parent) -> None:
     parent.send(messages.Progress("loading PyTorch"))
     with stages.stage("PyTorch"):
         # Only now: the import takes seconds, and from here on the parent learns of a failure.
+        import torch
+
+        if start.config.device != "cpu" and torch.cuda.is_available():
+            threading.Thread(target=wake_gpu, name="holdfast-wake-gpu", daemon=True).start()
         from holdfast.engine.build import build
 
     loop, info = build(
@@ -64,6 +70,14 @@ def run(start: messages.Start, parent: Parent) -> None:
         serve(loop, parent)
     finally:
         loop.close()
+
+
+def wake_gpu() -> None:
+    """Make the GPU's context, which takes a while. What fails here fails again, and is told, when it is used."""
+    import torch
+
+    with contextlib.suppress(Exception):
+        torch.zeros(1, device="cuda")
 
 
 def serve(loop: LanguageLoop, parent: Parent) -> None:

@@ -18,6 +18,8 @@ MAX_PARTS = 8192
 """Most content parts of one request, in all its messages."""
 MAX_CONTAINERS = 1 << 17
 """Most opening brackets and braces of one body, those in texts included. It bounds the time to decode the body."""
+MAX_STRINGS = 1 << 16
+"""Most strings of one body, names of fields included. It bounds the time to decode the body as well."""
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1024
 
@@ -222,6 +224,10 @@ def parse(body: bytes, shape: type[Body]) -> Body:
     if containers > MAX_CONTAINERS:
         reason = f"the body holds {containers} brackets and braces; at most {MAX_CONTAINERS} are taken"
         raise ApiError(reason, code="invalid_value")
+    # A quote in a text has a backslash before it. A string that ends in backslashes counts half.
+    strings = (body.count(b'"') - body.count(b'\\"')) // 2
+    if strings > MAX_STRINGS:
+        raise ApiError(f"the body holds {strings} strings; at most {MAX_STRINGS} are taken", code="invalid_value")
     try:
         fields = msgspec.json.decode(body)
     except RecursionError:

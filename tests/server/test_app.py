@@ -307,7 +307,7 @@ async def test_models_are_listed_and_other_models_are_not_found(http: Http) -> N
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"{", b"[]", b"3", b"[" * 100_000, b'{"a":' * 100_000, b'{"a": NaN}', b'{"a": "\xff"}', b'"\\ud800"']
+    "body", [b"", b"{", b"[]", b"3", b"[" * 100_000, b'{"a":' * 60_000, b'{"a": NaN}', b'{"a": "\xff"}', b'"\\ud800"']
 )
 async def test_a_body_that_is_not_a_json_object_is_refused(http: Http, body: bytes) -> None:
     async with http() as api:
@@ -354,6 +354,31 @@ async def test_prompts_and_parts_are_limited_in_number_before_any_is_converted(
         response = await api.post(path, content=body)
     assert (response.status_code, error_of(response)["code"]) == (400, "invalid_value")
     assert limit in error_of(response)["message"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"{" + b",".join(b'"k%d":1' % number for number in range(600_000)) + b"}",
+        b'{"metadata":{%s"a":1}}' % (b'"":0,' * 70_000),
+        b'{"prompt":[%s""]}' % (b'"\\\\",' * 140_000),
+    ],
+    ids=["fields", "metadata", "backslashes"],
+)
+async def test_strings_are_limited_in_number_before_the_body_is_decoded(
+    http: Http, monkeypatch: pytest.MonkeyPatch, body: bytes
+) -> None:
+    monkeypatch.setattr(protocol.msgspec.json, "decode", lambda *given: pytest.fail("decoded although too many"))
+    async with http() as api:
+        response = await api.post(TEXT, content=body)
+    assert (response.status_code, error_of(response)["code"]) == (400, "invalid_value")
+    assert "at most 65536 are taken" in error_of(response)["message"]
+
+
+async def test_quotes_in_a_text_do_not_count_as_strings(http: Http) -> None:
+    async with http() as api:
+        response = await api.post(CHAT, json={**HELLO, "user": '"' * 1_000_000})
+    assert response.status_code == 200
 
 
 async def test_a_large_body_is_parsed_off_the_event_loop(http: Http, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -555,6 +580,7 @@ async def test_every_place_is_returned_however_a_request_of_many_choices_ends(
         for _ in range(5):
             for stream in (False, True):
                 assert (await api.post(path, json={**body, "stream": stream})).status_code == 200
+                assert (admission.in_progress, service.unstarted._value) == (0, client.info.max_waiting)
             await left()
             too_long = {"messages": [{"role": "user", "content": "x" * 999}]} if path == CHAT else {"prompt": "x" * 999}
             assert (await api.post(path, json={**body, **too_long})).status_code == 400

@@ -179,7 +179,7 @@ def test_text_that_cannot_be_tokenized_is_refused():
 
 
 def test_a_text_whose_tokens_begin_at_the_border_needs_nothing_of_the_text_before():
-    assert BYTES.encode_after("before ", "text") == BYTES.encode("text", add_special_tokens=False)
+    assert BYTES.encode_after("before", " text") == BYTES.encode(" text", add_special_tokens=False)
 
 
 @pytest.mark.parametrize("encode", [BYTES.encode, lambda text: BYTES.encode_after("before ", text)])

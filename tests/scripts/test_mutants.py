@@ -24,5 +24,5 @@ def test_a_bug_is_caught_or_lives_or_is_stale_and_leaves_the_file_as_it_was(
     path.write_text("a = 1\n")
     monkeypatch.setattr(mutants, "failure", lambda tree, tests: "test_a" * (path.read_text() == "a = 2\n"))
     told = [outcome(tmp_path, Mutant("file.py", old, new, ())) for old, new in (("1", "2"), ("1", "3"), ("4", "5"))]
-    assert told == ["caught by test_a", "lived", "stale"]
+    assert told == [("caught", "test_a"), ("lived", ""), ("stale", "")]
     assert path.read_text() == "a = 1\n"

@@ -175,7 +175,7 @@ def main() -> None:
                 print(f"target {target:g} speed {speed:g}  {seen}", flush=True)
         events = json.loads(trace.read_text())
         print(
-            f"target {target:g}: at most {longest_between(events):.2f} ms between steps of a stream; steps with streams"
+            f"target {target:g}: longest between steps of a stream, ms: {longest_between(events)}; steps with streams"
         )
         print("prompts  blocks copied  steps  ms p50    p90    p99    max")
         for (prompts, bound), times in sorted(steps_of(events).items()):

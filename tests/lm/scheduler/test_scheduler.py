@@ -291,3 +291,13 @@ def test_chunks_of_one_prompt_go_into_consecutive_micro_batches():
     scheduler = create_scheduler(budget=4, micro_batches=2)
     scheduler.add(create_requests(10)[0])
     assert [spans(scheduler.schedule(0.0)) for _ in range(2)] == [[("0", 0, 4)], [("0", 4, 8)]]
+
+
+def test_an_end_token_at_the_limit_ends_a_sequence_once_as_stopped():
+    scheduler = create_scheduler(eos=(0,))
+    (request,) = create_requests(5, max_tokens=2)
+    scheduler.add(request)
+    for token, reason in ((7, None), (0, FinishReason.STOP)):
+        plan = scheduler.schedule(0.0)
+        (output,) = scheduler.update(plan, answer(plan, token), 0.0)
+        assert (output.tokens, output.finish_reason) == ((token,), reason)

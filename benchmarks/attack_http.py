@@ -296,7 +296,7 @@ async def attack(served: Served, neighbour: Neighbour, quiet: float, wanted: Att
     if wanted.ends and calm:
         took = await running.end()
         seconds = took
-        if took > DRAIN + 2 or served.process.returncode != 0:
+        if took > DRAIN + 5 or served.process.returncode != 0:
             wrong.append(f"ended after {took:.1f} s with {served.process.returncode}")
     elif neighbour.wrong:
         wrong.append(f"the stream got {neighbour.wrong}")

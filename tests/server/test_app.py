@@ -580,7 +580,8 @@ async def test_every_place_is_returned_however_a_request_of_many_choices_ends(
         for _ in range(5):
             for stream in (False, True):
                 assert (await api.post(path, json={**body, "stream": stream})).status_code == 200
-                assert (admission.in_progress, service.unstarted._value) == (0, client.info.max_waiting)
+                assert (admission.in_progress, dict(admission.by_tenant)) == (0, {})
+                assert service.unstarted._value == client.info.max_waiting
             await left()
             too_long = {"messages": [{"role": "user", "content": "x" * 999}]} if path == CHAT else {"prompt": "x" * 999}
             assert (await api.post(path, json={**body, **too_long})).status_code == 400

@@ -41,8 +41,9 @@ def test_an_fp8_block_takes_a_quarter_of_a_float32_block(model: Model) -> None:
     )
     assert fp8.block_bytes * 4 == plain.block_bytes
     fp8.allocate(sizes(8, 3))
-    host = fp8.memory.host
-    assert host is not None and host.data.dtype == fp8.memory.cache.data.dtype == torch.float8_e4m3fn
+    assert fp8.memory.transfers is not None
+    host = fp8.memory.transfers._host
+    assert host.data.dtype == fp8.memory.cache.data.dtype == torch.float8_e4m3fn
     assert fp8.memory.cache.data[:, :, 0].nbytes == host.data[:, :, 0].nbytes == fp8.block_bytes
 
 

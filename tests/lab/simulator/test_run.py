@@ -39,7 +39,9 @@ def test_requests_arrive_on_time_and_the_clock_skips_idle_time():
     assert outcome.seconds < 201 and outcome.busy < 1
 
 
-def test_a_request_due_in_mid_step_arrives_then_and_is_planned_with_the_next_step():
+def test_a_request_due_in_mid_step_arrives_then_and_is_planned_with_the_next_step(monkeypatch):
+    given = []
+    monkeypatch.setattr(Loop, "add", lambda loop, request: (given.append(request.arrival), loop.planner.add(request)))
     first, late = Conversation(0.0, (Turn(100, 3),)), Conversation(0.001, (Turn(50, 2),))
     outcome = run([first, late], config={"steps_in_flight": 1})
     steps = [COST.step(spans) for spans in ([(100, 100)], [(1, 101), (50, 50)], [(1, 102), (1, 51)])]
@@ -48,6 +50,7 @@ def test_a_request_due_in_mid_step_arrives_then_and_is_planned_with_the_next_ste
     assert steps[0] > 0.001
     assert one.token_times == pytest.approx(ends)
     assert (two.arrival, two.scheduled) == (0.001, pytest.approx(ends[0]))
+    assert given == [0.0, 0.001]
     assert two.token_times == pytest.approx(ends[1:])
 
 

@@ -79,3 +79,9 @@ def test_every_head_has_keys_of_its_own_where_the_config_does_not_say() -> None:
         assert (spec.num_heads, spec.num_kv_heads) == (4, 4)
         assert layer_shapes(spec)["qkv"] == ((4 * spec.head_dim, 64),) * 3
     assert spec_of("LlamaForCausalLM", num_key_value_heads=None).num_kv_heads == 4
+
+
+def test_mistral_has_eight_heads_of_keys_where_the_config_does_not_say() -> None:
+    config = {key: value for key, value in CONFIG.items() if key != "num_key_value_heads"}
+    spec = NATIVE["MistralForCausalLM"]({**config, "architectures": ["MistralForCausalLM"], "num_attention_heads": 16})
+    assert (spec.num_heads, spec.num_kv_heads) == (16, 8)

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from holdfast.core.config import EngineConfig
+from holdfast.lm.scheduler.baselines import Unified
 from holdfast.lm.scheduler.choice import CHUNKED, NAMES, RESERVING, capacity_of, choose_policy, make_policy
 from holdfast.lm.scheduler.policies import LatencyTarget, StallFree
 from holdfast.lm.types import EngineShape
@@ -23,6 +24,12 @@ def test_every_policy_fills_a_step_up_to_its_capacity(name):
         scheduler.add(request)
     plan = scheduler.schedule(0.0)
     assert plan.num_tokens == (8 if name in CHUNKED else 189 if name in RESERVING else 63)
+
+
+def test_the_unified_policy_admits_prompts_up_to_the_budget_and_has_room_for_the_last_of_them_whole():
+    policy = make_policy("unified", token_budget=8, capacity=67)
+    assert isinstance(policy, Unified)
+    assert (policy.threshold, policy.token_budget) == (8, 67)
 
 
 @pytest.mark.parametrize(("limit", "capacity"), [(1, 67), (100, 100), (1000, 192)])

@@ -23,6 +23,8 @@ LINGER_SECONDS = 2.0
 """Time in which the rest of a refused request is read and dropped; without it, a reset could overtake the answer."""
 LINGER_BYTES = 32 << 20
 """Most bytes that are read and dropped in that time."""
+UNREAD_SECONDS = 0.02
+"""What a connection sends may not have been read so soon: it is not yet taken for one that waits."""
 RESERVED_FILES = 96
 """Open files that connections leave for everything else."""
 LOG_SECONDS = 10.0
@@ -40,8 +42,8 @@ class Connections:
         self.limit = min(config.max_connections, spare)
         self.open: set[Connection] = set()
         """uvicorn's own set also has those that are closed at the end of the loop's turn."""
-        self.waiting: dict[Connection, None] = {}
-        """Connections without a request in progress, the longest waiting first."""
+        self.waiting: dict[Connection, float] = {}
+        """Connections without a request in progress, and since when; the longest waiting first."""
         self.next_log = 0.0
 
     def make_room(self, new: Connection, now: float) -> bool:
@@ -55,7 +57,9 @@ class Connections:
                 RESERVED_FILES,
             )
         while len(self.open) >= self.limit and self.waiting:
-            longest = next(iter(self.waiting))
+            longest, since = next(iter(self.waiting.items()))
+            if now - since < UNREAD_SECONDS:
+                break
             self.forget(longest)
             longest.transport.abort()
         self.open.add(new)
@@ -208,7 +212,7 @@ class Connection(HttpToolsProtocol):
             assert self.active is not None
             awaited = "body" if self.active.more_body and not self.active.response_started else None
         else:
-            self.shared.waiting.setdefault(self)
+            self.shared.waiting.setdefault(self, self.loop.time())
             awaited = "head" if self.in_head else None
         if awaited == self.awaited:
             return
@@ -269,7 +273,7 @@ class Connection(HttpToolsProtocol):
         self.ending = True
         self.held = b""
         self.stop_timers()
-        self.shared.waiting.setdefault(self)
+        self.shared.waiting.setdefault(self, self.loop.time())
         if unread:
             self.hold(False)
             self.transport.write_eof()

@@ -10,6 +10,7 @@ import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -17,7 +18,8 @@ from fake_engine import FakeClient
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from holdfast.server import connection
-from holdfast.server.connection import LINGER_BYTES, MAX_HEADER_BYTES
+from holdfast.server.config import ServerConfig
+from holdfast.server.connection import LINGER_BYTES, MAX_HEADER_BYTES, Connection, Connections
 
 Listening = Callable[..., Any]
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -244,13 +246,26 @@ async def test_beyond_the_connection_limit_the_longest_waiting_is_closed(
     listening: Listening, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "holdfast.server"):
-        async with listening(max_connections=10) as server, connected(server, 30) as opened:
+        async with listening(max_connections=10) as server, connected(server, 10) as opened:
+            await asyncio.sleep(2 * connection.UNREAD_SECONDS)
             async with httpx.AsyncClient(base_url=server.url) as api:
                 assert (await api.get("/health")).status_code == 200
             with pytest.raises(ConnectionError):
                 assert not await opened[0][0].read()
                 raise ConnectionResetError  # closed in order is as good
     assert len([record for record in caplog.records if "10 connections are open" in record.message]) == 1
+
+
+def test_a_connection_whose_request_cannot_have_been_read_yet_is_not_closed_for_a_new_one() -> None:
+    shared = Connections(ServerConfig(max_connections=1))
+    first, second, third = (Mock(spec=Connection, transport=Mock()) for _ in range(3))
+    assert shared.make_room(first, 0.0)
+    shared.waiting[first] = 0.0
+    assert not shared.make_room(second, 0.01)
+    shared.forget(second)
+    first.transport.abort.assert_not_called()
+    assert shared.make_room(third, 0.03)
+    first.transport.abort.assert_called_once()
 
 
 async def test_connections_with_running_requests_are_never_closed_for_new_ones(

@@ -88,7 +88,7 @@ def query(path: str, *queries: str) -> bytes:
 
 BUILTIN = Path(holdfast.__file__).parent / "builtin" / "holdfast-tiny"
 PARTS = [{"role": "user", "content": [{"type": "text", "text": ""}] * 290_000}]
-SILENT = dict(held=1.0, answers=("closed",), others=("200", "503"), logged="connections are open")
+SILENT = dict(held=1.0, answers=("closed", "503"), others=("200", "503"), logged="connections are open")
 TEMPLATES = dict(first=chat(None), answers=("400",), ends=True)
 SLOW = "{% for a in range(99999) %}{% for b in range(99999) %}{% set c = a * b %}{% endfor %}{% endfor %}"
 HUNGRY = "{% set all = namespace(x='a') %}{% for a in range(99) %}{% set all.x = all.x + all.x %}{% endfor %}"

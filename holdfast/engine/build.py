@@ -50,8 +50,7 @@ def build(
 
     `stages` notes when each stage begins and ends; by default they count from this call. `on_progress` gets the name
     of each stage, for people. A latency target and a host tier need the device's cost profile (`find_profile`). Raises
-    ValueError (UnsupportedCheckpoint among them) and MemoryError with a reason
-    for people.
+    ValueError (UnsupportedCheckpoint among them) and MemoryError with a reason for people.
     """
     stages = stages or Stages(clock(), clock)
     if config.threads is not None:

@@ -73,7 +73,7 @@ def run(start: messages.Start, parent: Parent) -> None:
 
 
 def wake_gpu() -> None:
-    """Make the GPU's context, which takes a while. What fails here fails again, and is told, when it is used."""
+    """Make the GPU's context, which takes a while. An error here comes again, and is reported, at the first use."""
     import torch
 
     with contextlib.suppress(Exception):

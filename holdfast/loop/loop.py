@@ -33,7 +33,7 @@ class Loop(Generic[Request, Plan, Result, Outputs, Stats]):
     ) -> None:
         """`refresh` is called before the planner plans or gives its stats, to tell it what has changed.
 
-        `on_close` is called when the loop is closed, before the executor is released. `prepare` is that of the loop.
+        `on_close` is called when the loop is closed, before the executor is released. `Loop.prepare` calls `prepare`.
         """
         if steps_in_flight < 1:
             raise ValueError(f"steps_in_flight is {steps_in_flight}; it must be at least 1")

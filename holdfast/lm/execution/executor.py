@@ -103,7 +103,7 @@ class PagedExecutor:
         if memory.graphs is None or self._in_flight:
             return False
         # CUDA forbids some calls of other threads while a graph is captured.
-        with memory.host.locking if memory.host is not None else nullcontext(), torch.inference_mode():
+        with memory.host.pinning if memory.host is not None else nullcontext(), torch.inference_mode():
             return memory.graphs.capture_next()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""HostMemory: the memory of the host tier, locked for the GPU slab by slab while the engine starts and serves."""
+"""HostMemory: the memory of the host tier, pinned slab by slab while the engine starts and serves."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from holdfast.lm.kernels.cache.kv_cache import KVCache
 
 SLAB_BYTES = 1 << 26
-"""Bytes that are locked at a time. Other calls to the driver wait meanwhile: at 256 MiB, 10% of the tokens of a stream
+"""Bytes that are pinned at a time. Other calls to the driver wait meanwhile: at 256 MiB, 10% of the tokens of a stream
 took over 25 ms."""
 HUGE_PAGES = 14
 """Linux's MADV_HUGEPAGE."""
@@ -24,35 +24,35 @@ log = logging.getLogger("holdfast.engine")
 class HostMemory:
     """A cache in host memory, and how many of its blocks can be used so far.
 
-    Locking 32 GB takes some 20 s, most of it to clear pages. So a thread does it, and the first blocks can be used at
-    once. If the system refuses, what is locked by then stays in use, and the log says why.
+    Pinning 32 GB takes some 20 s, most of it to clear pages. So a thread does it, and the first blocks can be used at
+    once. If the system refuses, what is pinned by then stays in use, and the log says why.
     """
 
     def __init__(
         self,
         cache: KVCache,
-        lock: Callable[[int, int], int] | None = None,
-        unlock: Callable[[int], object] | None = None,
+        pin: Callable[[int, int], int] | None = None,
+        unpin: Callable[[int], object] | None = None,
     ) -> None:
         """`cache` has each block in one piece (`by_block`).
 
-        `lock` takes an address and a number of bytes and gives 0 or CUDA's error; `unlock` takes an address.
+        `pin` takes an address and a number of bytes and returns 0 or CUDA's error; `unpin` takes an address.
         """
         self.cache = cache
-        self._lock, self._unlock = lock or cuda_lock, unlock or cuda_unlock
+        self._pin, self._unpin = pin or cuda_pin, unpin or cuda_unpin
         self._bytes = torch.empty(0, dtype=torch.uint8).set_(cache.data.untyped_storage())
-        self._locked: list[int] = []
+        self._pinned: list[int] = []
         self._stop = threading.Event()
-        self.locking = threading.Lock()
-        """Held while a slab is being locked."""
+        self.pinning = threading.Lock()
+        """Held while a slab is being pinned."""
         self.ready = 0
         """Blocks that can be used. Never falls."""
         self.blocks = cache.num_blocks
         """Blocks that can be used once all is done."""
-        self._thread = threading.Thread(target=self._lock_all, name="holdfast-host-memory", daemon=True)
+        self._thread = threading.Thread(target=self._pin_all, name="holdfast-host-memory", daemon=True)
 
     def begin(self) -> None:
-        """Begin to lock."""
+        """Begin to pin."""
         self._thread.start()
 
     def wait(self) -> None:
@@ -60,14 +60,14 @@ class HostMemory:
         self._thread.join()
 
     def close(self) -> None:
-        """Stop, at the latest once the slab in progress is locked, and unlock everything. The device must be idle."""
+        """Stop, at the latest once the slab in progress is pinned, and unpin everything. The device must be idle."""
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join()
-        while self._locked:
-            self._unlock(self._locked.pop())
+        while self._pinned:
+            self._unpin(self._pinned.pop())
 
-    def _lock_all(self) -> None:
+    def _pin_all(self) -> None:
         block_bytes = len(self._bytes) // max(1, self.blocks)
         for start, stop in slabs(self._bytes.data_ptr(), len(self._bytes)):
             if self._stop.is_set():
@@ -75,34 +75,34 @@ class HostMemory:
             slab = self._bytes[start:stop]
             allow_huge_pages(slab)
             slab.zero_()  # many threads clear its pages; the driver would use one, and hold its locks
-            with self.locking:
-                error = self._lock(slab.data_ptr(), len(slab))
+            with self.pinning:
+                error = self._pin(slab.data_ptr(), len(slab))
             if error:
                 self.blocks = self.ready
                 log.warning(
-                    "holdfast: of %.1f GB for the host tier only %.1f could be locked (CUDA error %d): raise the "
+                    "holdfast: of %.1f GB for the host tier only %.1f could be pinned (CUDA error %d): raise the "
                     "limit on locked memory (ulimit -l), or lower --host-cache-gb",
                     len(self._bytes) / 1e9,
                     start / 1e9,
                     error,
                 )
                 return
-            self._locked.append(slab.data_ptr())
+            self._pinned.append(slab.data_ptr())
             self.ready = stop // block_bytes
 
 
-def cuda_lock(address: int, size: int) -> int:
-    """Lock memory in place and map it for the GPU. Other Python threads go on meanwhile."""
+def cuda_pin(address: int, size: int) -> int:
+    """Pin memory in place and map it for the GPU. Other Python threads go on meanwhile."""
     return int(torch.cuda.cudart().cudaHostRegister(address, size, 0))  # type: ignore[no-untyped-call]
 
 
-def cuda_unlock(address: int) -> None:
-    """Undo `cuda_lock`."""
+def cuda_unpin(address: int) -> None:
+    """Undo `cuda_pin`."""
     torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
 
 def slabs(address: int, size: int) -> Iterator[tuple[int, int]]:
-    """Ranges that together are [0, size). All inner bounds are bounds of pages, since no page may be locked twice."""
+    """Ranges that together are [0, size). All inner bounds are bounds of pages, since no page may be pinned twice."""
     start = 0
     while start < size:
         stop = start + SLAB_BYTES
@@ -112,7 +112,7 @@ def slabs(address: int, size: int) -> Iterator[tuple[int, int]]:
 
 
 def allow_huge_pages(slab: torch.Tensor) -> None:
-    """Ask for huge pages, which are faster to lock. The system may not have them."""
+    """Ask for huge pages, which are faster to pin. The system may not have them."""
     try:
         advise = ctypes.CDLL(None).madvise
     except (OSError, AttributeError):

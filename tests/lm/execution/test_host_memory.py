@@ -104,6 +104,7 @@ def test_closing_while_slabs_are_being_locked_unlocks_them_and_locks_no_more() -
 def test_memory_that_never_began_can_be_closed() -> None:
     locks = Locks(permits=0)
     HostMemory(cache(1), locks.lock, locks.unlock).close()
+    assert not locks.held
 
 
 @pytest.mark.parametrize("size", [1, 4095, 16384, 100_000])

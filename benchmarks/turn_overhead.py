@@ -31,8 +31,9 @@ from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.scheduler.policies import StallFree
 from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.types import MemoryMeasurement, StepPlan, StepResult
+from holdfast.server.address import listen
 from holdfast.server.config import ServerConfig
-from holdfast.server.run import listen, open_store, serve
+from holdfast.server.run import open_store, serve
 
 SAID = "Tell me more about the sea, please, and about all the ships that you have seen on it."
 ANSWER = "There is much to tell about it."

@@ -10,9 +10,10 @@ from typing import Any
 
 from fake_engine import FakeClient
 
+from holdfast.server.address import listen
 from holdfast.server.config import ServerConfig
 from holdfast.server.conversations.database import MEMORY
-from holdfast.server.run import listen, open_store, serve
+from holdfast.server.run import open_store, serve
 
 
 @dataclass

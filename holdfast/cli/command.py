@@ -60,19 +60,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(command: str, asked: Asked) -> int:
     """Run a command that was parsed. Returns the exit code. Raises UsageError, KeyboardInterrupt."""
-    import asyncio
-
-    from holdfast.engine.client import EngineDead, EngineStartError
-    from holdfast.server.conversations.values import StoreError
-
     try:
         return load_command(command).run(asked)
-    except (EngineStartError, StoreError) as error:
-        return complain(str(error), BAD_USAGE)
-    except (EngineDead, CommandError, OSError) as error:
-        return complain(str(error), 1)
-    except asyncio.CancelledError:
-        return INTERRUPTED
+    except UsageError:
+        raise
+    except BaseException as error:
+        import asyncio  # only now: `serve` starts its engine before it imports any of these
+
+        from holdfast.engine.client import EngineDead, EngineStartError
+        from holdfast.server.conversations.values import StoreError
+
+        match error:
+            case EngineStartError() | StoreError():
+                return complain(str(error), BAD_USAGE)
+            case EngineDead() | CommandError() | OSError():
+                return complain(str(error), 1)
+            case asyncio.CancelledError():
+                return INTERRUPTED
+        raise
 
 
 def complain(reason: str, code: int) -> int:
@@ -192,9 +197,18 @@ def serve_command() -> Command:
             raise UsageError(f"{KEY_VARIABLE} is set but holds no key; set a key, or unset it to serve without one")
         server = asked.config(ServerConfig, {"api_key": keys} if keys else {})
         engine = asked.config(EngineConfig)
-        from holdfast.cli import serve  # not for the help, which needs the options alone
+        # Not for the help, which needs the options alone.
+        from holdfast.engine.checkpoint import Checkpoint
+        from holdfast.engine.spawn import EngineProcess
+        from holdfast.server.address import listen
 
-        return run_in_loop(serve.run(engine, server))
+        with listen(server) as listener:
+            with value_errors_as_usage():
+                Checkpoint.find(engine.model)
+            with EngineProcess(engine.device) as process:
+                from holdfast.cli import serve  # takes half a second, while the engine loads PyTorch
+
+                return run_in_loop(serve.run(engine, server, listener, process))
 
     return Command(
         run=run,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
 
 from rich.console import Console
 from rich.table import Table
@@ -15,6 +16,7 @@ from holdfast.core.stages import in_words
 from holdfast.core.version import __version__
 from holdfast.engine.client import EngineClient
 from holdfast.engine.messages import EngineInfo
+from holdfast.engine.spawn import EngineProcess
 from holdfast.server.config import ServerConfig
 from holdfast.server.conversations.database import place, shown
 from holdfast.server.run import run as run_server
@@ -23,15 +25,15 @@ GB = 1e9
 HELLO = "Hi! My name is Ada."
 
 
-async def run(engine: EngineConfig, server: ServerConfig) -> int:
-    """Serve until a signal. Returns the exit code. Raises EngineStartError, OSError."""
+async def run(engine: EngineConfig, server: ServerConfig, listener: socket.socket, process: EngineProcess) -> int:
+    """Serve until a signal. Returns the exit code. Raises EngineStartError, StoreError."""
     logging.basicConfig(format="holdfast: %(message)s", level=logging.WARNING)
     console = Console(highlight=False)
 
     def ready(client: EngineClient, url: str) -> None:
         announce(console, engine, server, client.info, url)
 
-    return await run_server(engine, server, on_progress=stage_printer(console), on_ready=ready)
+    return await run_server(engine, server, listener, process, on_progress=stage_printer(console), on_ready=ready)
 
 
 def announce(console: Console, engine: EngineConfig, server: ServerConfig, info: EngineInfo, url: str) -> None:

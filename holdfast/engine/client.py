@@ -15,6 +15,7 @@ from holdfast.core.types import FinishReason, Identity, Request, SamplingParams,
 from holdfast.engine import messages
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.process import Child
+from holdfast.engine.spawn import EngineProcess
 from holdfast.engine.text import Text, TextStream
 from holdfast.lm.limits import RequestRefused
 from holdfast.lm.types import SchedulerStats
@@ -89,9 +90,14 @@ class EngineClient:
     """One engine process and its streams. Made by `start`, for one event loop."""
 
     def __init__(
-        self, config: EngineConfig, on_progress: Callable[[str], None] | None = None, measure: bool = False
+        self,
+        config: EngineConfig,
+        on_progress: Callable[[str], None] | None = None,
+        measure: bool = False,
+        process: EngineProcess | None = None,
     ) -> None:
         """Use `start` instead."""
+        process = process or EngineProcess(config.device)
         self.config = config
         self.info: messages.EngineInfo
         self.text: Text
@@ -101,21 +107,25 @@ class EngineClient:
         """Why it ended, in one line."""
         self._on_progress = on_progress or (lambda stage: None)
         self._measure = measure
-        self._began = time.monotonic()
+        self._began = process.began
         self._ready: asyncio.Future[messages.EngineInfo] = asyncio.get_running_loop().create_future()
         self._streams: dict[str, _Stream] = {}
         self._unanswered: dict[int, asyncio.Future[SchedulerStats]] = {}
         self._numbers = itertools.count()
         self._waiting: set[str] = set()
         self._closed = False
-        self._child = Child(self._end)
+        self._child = Child(self._end, process)
         self._listening = asyncio.create_task(self._listen())
 
     @classmethod
     async def start(
-        cls, config: EngineConfig, on_progress: Callable[[str], None] | None = None, measure: bool = False
+        cls,
+        config: EngineConfig,
+        on_progress: Callable[[str], None] | None = None,
+        measure: bool = False,
+        process: EngineProcess | None = None,
     ) -> EngineClient:
-        """Start an engine process and wait until it takes requests.
+        """Start an engine in a new process, or in one that was begun before, and wait until it takes requests.
 
         `on_progress` is called with the name of each stage. With `measure`, the engine measures its cost profile again
         and writes it to `info.profile_path`. Raises EngineStartError with the reason. If the wait ends early, for
@@ -123,7 +133,7 @@ class EngineClient:
         """
         try:
             checkpoint = Checkpoint.find(config.model)
-            client = cls(config, on_progress, measure)
+            client = cls(config, on_progress, measure, process)
         except (ValueError, OSError) as error:
             raise EngineStartError(str(error)) from error
         try:

@@ -8,9 +8,7 @@ import ctypes
 import os
 import shutil
 import signal
-import subprocess
 import sys
-import sysconfig
 import tempfile
 import threading
 import time
@@ -21,8 +19,8 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
-from holdfast.core.config import KEY_VARIABLE
 from holdfast.engine import messages
+from holdfast.engine.spawn import EngineProcess
 
 GRACE_SECONDS = 5.0
 """Time to end after Shutdown before the process is killed, and for a Failure to arrive after its sender has ended."""
@@ -34,36 +32,40 @@ LINGER_MS = 2000
 STALE_SECONDS = 3600.0
 """Age at which a socket's directory cannot belong to a start: the engine connects within seconds."""
 
+ADDRESS_LIMIT = 4096
+"""Most bytes of the socket's address."""
+
 PR_SET_PDEATHSIG = 1
 
 
 class Child:
     """One engine process and the socket to it. For one event loop."""
 
-    def __init__(self, on_end: Callable[[str], None]) -> None:
-        """Start the process. `on_end` is called once, with the reason, when it ends in any way. Raises OSError."""
-        self._loop = asyncio.get_running_loop()
-        self._on_end = on_end
-        remove_stale_sockets()
-        self._directory = Path(tempfile.mkdtemp(prefix="holdfast-"))  # mode 0700
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.DEALER)
+    def __init__(self, on_end: Callable[[str], None], process: EngineProcess) -> None:
+        """Connect to a new process. `on_end` is called once, with the reason, when it ends in any way. Raises OSError.
+
+        If this fails, the process is killed.
+        """
+        self._loop, self._on_end, self._process = asyncio.get_running_loop(), on_end, process
         self.ended = asyncio.Event()
         """Set when the process has ended."""
         try:
-            limit_socket(self._socket)
-            address = f"ipc://{self._directory}/engine"
-            self._socket.bind(address)
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "holdfast.engine.serve", address, str(os.getpid())],
-                stdin=subprocess.PIPE,  # end of file tells the engine that we are gone
-                stdout=2,  # what libraries print is not output of the program
-                env=_environment(),
-                start_new_session=True,  # the terminal's Ctrl-C must reach only us
-            )
+            remove_stale_sockets()
+            self._directory = Path(tempfile.mkdtemp(prefix="holdfast-"))  # mode 0700
+            self._context = zmq.asyncio.Context()
+            self._socket = self._context.socket(zmq.DEALER)
+            try:
+                limit_socket(self._socket)
+                address = f"ipc://{self._directory}/engine"
+                self._socket.bind(address)
+            except BaseException:
+                self._release()
+                raise
         except BaseException:
-            self._release()
+            process.kill()
+            process.wait()
             raise
+        process.connect(address)
         threading.Thread(target=self._watch, name="holdfast-watch", daemon=True).start()
 
     @property
@@ -110,8 +112,6 @@ class Child:
     def _watch(self) -> None:
         """Wait for the process to end, in a thread of its own: this works with every event loop, in any thread."""
         status = self._process.wait()
-        assert self._process.stdin is not None
-        self._process.stdin.close()
         with contextlib.suppress(RuntimeError):  # the loop is closed, so nothing waits
             self._loop.call_soon_threadsafe(self._note_end, status)
 
@@ -138,19 +138,6 @@ def _in_words(status: int) -> str:
         hint = "; the system may be out of memory" if name == "SIGKILL" else ""
         return f"was killed by {name}{hint}"
     return f"ended with exit status {status}"
-
-
-def _environment() -> dict[str, str]:
-    """Our environment without API keys.
-
-    PYTHONPATH is extended so that the engine imports this same `holdfast` from a checkout.
-    """
-    environment = dict(os.environ)
-    environment.pop(KEY_VARIABLE, None)
-    root = str(Path(__file__).resolve().parents[2])
-    if root not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, environment.get("PYTHONPATH"))))
-    return environment
 
 
 class Parent:
@@ -197,17 +184,31 @@ def limit_socket(socket: zmq.Socket[Any]) -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """End this process when its parent ends, in whatever way, and leave Ctrl-C to the parent.
+    """Let the kernel kill this process when its parent ends, even if it hangs in a device call; leave Ctrl-C to it.
 
-    The parent holds the other end of our standard input open, so end of file means that it is gone. On Linux the kernel
-    also kills this process then, even if it hangs in a device call.
+    Only Linux does so; `exit_at_end_of_input` works everywhere.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    threading.Thread(target=_await_end_of_input, name="holdfast-parent", daemon=True).start()
     if os.getppid() != parent:  # it ended before the prctl call
         os._exit(1)
+
+
+def await_address() -> str:
+    """The address of the parent's socket, the first line of our standard input. Ends this process if none comes."""
+    line = b""
+    while not line.endswith(b"\n"):
+        got = os.read(0, ADDRESS_LIMIT)
+        if not got:
+            os._exit(1)
+        line += got
+    return line.decode().rstrip("\n")
+
+
+def exit_at_end_of_input() -> None:
+    """End this process, from a thread, when the parent is gone: it holds the other end of our standard input open."""
+    threading.Thread(target=_await_end_of_input, name="holdfast-parent", daemon=True).start()
 
 
 def _await_end_of_input() -> None:

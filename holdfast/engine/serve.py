@@ -13,7 +13,7 @@ import traceback
 
 from holdfast.core.stages import Stage, Stages
 from holdfast.engine import messages
-from holdfast.engine.process import FAILED, Parent, die_with_parent
+from holdfast.engine.process import FAILED, Parent, await_address, die_with_parent, exit_at_end_of_input
 from holdfast.lm.types import LanguageLoop
 
 STEPS_PER_COLLECTION = 64
@@ -22,16 +22,18 @@ QUIET_SECONDS = 1.0
 """All garbage is collected in a pause of this length. That takes as long as several steps."""
 
 
-def main(address: str, parent_pid: int) -> int:
+def main(parent_pid: int, device: str) -> int:
     """Build the engine that the client asks for and run it until told to end. Returns the exit status."""
     die_with_parent(parent_pid)
-    parent = Parent(address)
+    loading = Loading(device)
+    parent = Parent(await_address())
+    exit_at_end_of_input()
     try:
         parent.send(messages.Hello())
         start = parent.receive()
         if not isinstance(start, messages.Start):
             raise RuntimeError(f"the first message was {type(start).__name__}, not Start")
-        run(start, parent)
+        run(start, parent, loading)
         return 0
     except Exception as error:
         if os.environ.get("HOLDFAST_DEBUG"):
@@ -42,18 +44,49 @@ def main(address: str, parent_pid: int) -> int:
         parent.close()
 
 
-def run(start: messages.Start, parent: Parent) -> None:
-    """Build the engine and serve its client until told to end. Raises what building or a step raises."""
+class Loading:
+    """Imports PyTorch and what builds the engine, in a thread, while the client gets ready to say what it wants."""
+
+    def __init__(self, device: str) -> None:
+        """Begin. On a GPU, unless `device` is cpu, its context is made meanwhile, which takes a while."""
+        self.began = time.monotonic()
+        self.ended = self.began
+        self._device = device
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._load, name="holdfast-load", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait until all is imported. Raises what an import raised."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _load(self) -> None:
+        try:
+            # The import takes seconds.
+            import torch
+
+            if self._device != "cpu" and torch.cuda.is_available():
+                threading.Thread(target=wake_gpu, name="holdfast-wake-gpu", daemon=True).start()
+            import holdfast.engine.build  # noqa: F401
+        except BaseException as error:
+            self._error = error
+        self.ended = time.monotonic()
+
+
+def run(start: messages.Start, parent: Parent, loading: Loading | None = None) -> None:
+    """Build the engine and serve its client until told to end. Raises what building or a step raises.
+
+    `loading` is what has begun to import PyTorch; by default it begins now.
+    """
     stages = Stages(start.began, time.monotonic)
     stages.done.append(Stage("process", 0.0, stages.elapsed()))
     parent.send(messages.Progress("loading PyTorch"))
-    with stages.stage("PyTorch"):
-        # Only now: the import takes seconds, and from here on the parent learns of a failure.
-        import torch
-
-        if start.config.device != "cpu" and torch.cuda.is_available():
-            threading.Thread(target=wake_gpu, name="holdfast-wake-gpu", daemon=True).start()
-        from holdfast.engine.build import build
+    loading = loading or Loading(start.config.device)
+    loading.wait()
+    stages.done.append(Stage("PyTorch", loading.began - start.began, loading.ended - start.began))
+    from holdfast.engine.build import build
 
     loop, info = build(
         start.config,
@@ -134,4 +167,4 @@ def one_line(error: Exception) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], int(sys.argv[2])))
+    sys.exit(main(int(sys.argv[1]), sys.argv[2]))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import ipaddress
 import logging
 import signal
 import socket
@@ -17,6 +16,8 @@ import uvicorn
 
 from holdfast.core.config import EngineConfig
 from holdfast.engine.client import EngineClient
+from holdfast.engine.spawn import EngineProcess
+from holdfast.server.address import loopback, url_of
 from holdfast.server.config import ServerConfig
 from holdfast.server.connection import Connection, Connections
 from holdfast.server.conversations.database import place
@@ -34,15 +35,16 @@ log = logging.getLogger("holdfast.server")
 async def run(
     engine: EngineConfig,
     config: ServerConfig,
+    listener: socket.socket,
+    process: EngineProcess,
     *,
     on_progress: Callable[[str], None],
     on_ready: Callable[[EngineClient, str], None],
 ) -> int:
-    """Serve until a signal or the engine's death. Returns the process's exit code.
+    """Serve on `listener` until a signal or the engine's death. Returns the process's exit code.
 
-    `on_ready` is called with the client and the base URL once the server takes requests. Raises OSError if the address
-    is not available and StoreError if the store cannot be opened, both before the engine starts; EngineStartError if
-    the engine cannot start.
+    `on_ready` is called with the client and the base URL once the server takes requests. Raises StoreError if the store
+    cannot be opened, and EngineStartError if the engine cannot start in its `process`, which the caller ends.
     """
     if not config.api_key and not loopback(config.host):
         log.warning(
@@ -51,10 +53,10 @@ async def run(
             config.host,
             config.port,
         )
-    with listen(config) as listener, contextlib.closing(open_store(config)) as store:
+    with contextlib.closing(open_store(config)) as store:
         # FastAPI takes a second to import, and the engine takes longer to start.
         routes = asyncio.create_task(asyncio.to_thread(import_module, "holdfast.server.app"))
-        client = await EngineClient.start(engine, on_progress=on_progress)
+        client = await EngineClient.start(engine, on_progress=on_progress, process=process)
         try:
             await routes
             return await serve(client, config, store, listener, on_ready=on_ready)
@@ -152,38 +154,6 @@ def signals() -> Iterator[asyncio.Queue[int]]:
     finally:
         for kind in kinds:
             loop.remove_signal_handler(kind)
-
-
-def listen(config: ServerConfig) -> socket.socket:
-    """Bind the address. Done before a model is loaded, so that a port in use fails early. Raises OSError."""
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    # Name the protocol: asyncio turns Nagle's delay (40 ms a reply) off only for sockets that say they are TCP.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((config.host, config.port))
-        listener.listen(2048)
-    except OSError as error:
-        listener.close()
-        why = error.strerror or str(error)
-        raise OSError(f"cannot listen on {config.host}:{config.port}: {why}; choose another --port or --host") from None
-    listener.setblocking(False)
-    return listener
-
-
-def loopback(host: str) -> bool:
-    """Whether only this machine reaches an address. A name other than localhost counts as reached by others."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"
-
-
-def url_of(listener: socket.socket) -> str:
-    """The server's URL for clients on this machine."""
-    host, port = listener.getsockname()[:2]
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 class Server(uvicorn.Server):

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shlex
+import socket
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from fake_engine import engine_info
@@ -13,6 +18,7 @@ from rich.console import Console
 from holdfast.cli.command import main
 from holdfast.cli.serve import announce, curl_line, python_lines
 from holdfast.core.config import EngineConfig
+from holdfast.engine import spawn
 from holdfast.server.config import ServerConfig
 
 
@@ -71,3 +77,76 @@ def test_the_announced_examples_are_valid() -> None:
     assert "authorization: Bearer $HOLDFAST_API_KEY" in words
     for keyed in (False, True):
         compile(python_lines("http://h:1", "tiny", keyed), "try it", "exec")
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The ids of the engine processes that the test starts."""
+    pids: list[int] = []
+
+    class Noted(spawn.EngineProcess):
+        def __init__(self, device: str = "auto") -> None:
+            super().__init__(device)
+            pids.append(self.pid)
+
+    monkeypatch.setattr(spawn, "EngineProcess", Noted)
+    return pids
+
+
+def runs(pid: int) -> bool:
+    """Whether there is a process of this id, even one that has ended and was not waited for."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_nothing_is_started_for_a_bad_option_a_missing_model_or_a_port_in_use(
+    started: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", "--max-sequences", "-1", "--port", "0"]) == 2
+    assert main(["serve", str(tmp_path / "absent"), "--port", "0"]) == 2
+    assert "does not exist" in capsys.readouterr().err
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert main(["serve", "--port", str(taken.getsockname()[1])]) == 1
+    assert "choose another --port" in capsys.readouterr().err
+    assert started == []
+
+
+def test_a_store_that_cannot_be_opened_ends_the_engine_and_the_start_with_2(
+    started: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", "--port", "0", "--store", "/dev/null/not/a/store"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    assert len(started) == 1 and not runs(started[0])
+
+
+def test_ctrl_c_while_the_server_is_imported_ends_the_engine(
+    started: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*given: object) -> None:
+        assert runs(started[0])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("holdfast.cli.serve.run", interrupted)
+    assert main(["serve", "--port", "0"]) == 130
+    assert len(started) == 1 and not runs(started[0])
+
+
+def test_the_engine_is_started_before_the_server_is_imported() -> None:
+    program = """
+import sys
+from holdfast.cli.command import main
+from holdfast.engine import spawn
+
+def begin(device):
+    late = {"asyncio", "fastapi", "jinja2", "rich", "sqlalchemy", "tokenizers", "uvicorn", "zmq"} & set(sys.modules)
+    print(device, sorted(late), flush=True)
+    raise OSError("enough")
+
+spawn.EngineProcess = begin
+sys.exit(main(["serve", "--port", "0", "--device", "cpu"]))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr, done.returncode) == ("cpu []\n", "holdfast: enough\n", 1)

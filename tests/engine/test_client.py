@@ -323,8 +323,8 @@ async def test_a_cancelled_start_ends_the_process(small, monkeypatch):
     children = []
 
     class Noted(Child):
-        def __init__(self, on_end):
-            super().__init__(on_end)
+        def __init__(self, on_end, process):
+            super().__init__(on_end, process)
             children.append(self)
 
     monkeypatch.setattr("holdfast.engine.client.Child", Noted)

@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 
 from holdfast.engine.process import remove_stale_sockets
+from holdfast.engine.spawn import EngineProcess
 from tests.engine.conftest import wait_for_end
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
@@ -36,6 +37,21 @@ def test_the_engine_ends_when_its_client_is_killed(checkpoint, tmp_path):
         parent.kill()
     wait_for_end(engine)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_engine_that_was_never_told_an_address_ends_with_its_client():
+    program = "from holdfast.engine.spawn import EngineProcess\nprint(EngineProcess('cpu').pid, flush=True)\ninput()"
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, env=ENVIRONMENT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+        engine = int(parent.stdout.readline())
+        parent.kill()
+    wait_for_end(engine)
+
+
+def test_an_engine_process_ends_with_its_block():
+    with EngineProcess("cpu") as process:
+        pass
+    assert not Path(f"/proc/{process.pid}").exists()
 
 
 def test_a_start_removes_the_socket_of_one_that_was_killed_an_hour_ago(tmp_path, monkeypatch):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections import deque
 
 import pytest
 
 from holdfast.core.config import EngineConfig
 from holdfast.engine.messages import Abort, Ask, Outputs, Refused, Shutdown, Start, Stats, Submit
-from holdfast.engine.serve import one_line, run, serve
+from holdfast.engine.serve import Loading, one_line, run, serve
 from holdfast.loop.loop import Loop
 from tests.scheduling import FakeDevice, create_requests, create_scheduler, run_alone
 
@@ -188,3 +189,9 @@ def test_a_pause_is_used_bit_by_bit_until_a_message_arrives():
     serve(loop, parent)
     assert len(done) == 7
     assert tokens_of(parent.sent, request.id) == run_alone(request)[0]
+
+
+def test_an_import_that_fails_while_the_client_gets_ready_is_raised_to_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "holdfast.engine.build", None)
+    with pytest.raises(ImportError, match=r"holdfast\.engine\.build"):
+        run(Start(EngineConfig(), 0.0), Script(), Loading("cpu"))

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import MagicMock
 
 import httpx
 import openai
@@ -17,9 +18,11 @@ import pytest
 from fake_engine import WORDS, FakeClient
 
 from holdfast.core.config import EngineConfig
+from holdfast.engine.spawn import EngineProcess
+from holdfast.server.address import listen
 from holdfast.server.config import ServerConfig
 from holdfast.server.conversations.values import StoreError
-from holdfast.server.run import listen, run
+from holdfast.server.run import run
 
 Listening = Callable[..., Any]
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
@@ -164,8 +167,9 @@ async def test_an_address_beyond_this_machine_without_a_key_is_warned_of(
     host: str, keys: tuple[str, ...], warned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = ServerConfig(host=host, port=0, api_key=keys, store="/dev/null/not/a/store")
-    with pytest.raises((StoreError, OSError)):
-        await run(EngineConfig(), config, on_progress=print, on_ready=print)
+    listener, process = MagicMock(socket.socket), MagicMock(EngineProcess)
+    with pytest.raises(StoreError):
+        await run(EngineConfig(), config, listener, process, on_progress=print, on_ready=print)
     assert ("ANYBODY" in caplog.text) == warned
 
 

@@ -1,0 +1,40 @@
+"""The server's address: bound before anything else is started, and as a URL."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+
+from holdfast.server.config import ServerConfig
+
+
+def listen(config: ServerConfig) -> socket.socket:
+    """Bind the address. Done before a model is loaded, so that a port in use fails early. Raises OSError."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    # Name the protocol: asyncio turns Nagle's delay (40 ms a reply) off only for sockets that say they are TCP.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((config.host, config.port))
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        why = error.strerror or str(error)
+        raise OSError(f"cannot listen on {config.host}:{config.port}: {why}; choose another --port or --host") from None
+    listener.setblocking(False)
+    return listener
+
+
+def loopback(host: str) -> bool:
+    """Whether only this machine reaches an address. A name other than localhost counts as reached by others."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def url_of(listener: socket.socket) -> str:
+    """The server's URL for clients on this machine."""
+    host, port = listener.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -82,6 +82,8 @@ def measure_cost(device: PagedDevice, *, name: str) -> CostModel:
     cost = _attention_alone(device, name, queries)
     contexts = cost.attention_contexts
     graphs = device.memory.graphs
+    while graphs is not None and graphs.capture_next():  # else steps would be measured as padded to larger sizes
+        pass
     sizes = [size for size in graphs.sizes.tokens if size < limit] if graphs is not None else []
     measured = sorted({*powers(1, limit), *(size for size in sizes if size <= SPARSE)})
     rows = tuple(powers(1, min(device.config.max_sequences, device.memory.cache.num_blocks, limit)))

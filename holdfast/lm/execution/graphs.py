@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -71,10 +72,18 @@ class GraphSizes:
         return GraphSizes(tuple(sorted({*few, self.decodes[-1]})), self.tokens[-1:], self.rows[-1:], self.segments[-1:])
 
     @property
-    def first_decodes(self) -> tuple[int, ...]:
-        """The decode sizes that a start captures: each is at most 1.5 times the one before, or twice up to 16 rows."""
-        few = {size for size in self.decodes if size & (size - 1) == 0 or size in (24, 48, 96, 192)}
-        return tuple(sorted({*few, self.decodes[-1]}))
+    def first(self) -> GraphSizes:
+        """The sizes that a start captures. A step is padded at most to twice its size, or 1.5 times from 512 tokens."""
+        decodes = {size for size in self.decodes if _is_power_of_two(size)}
+        tokens = {size for size in self.tokens if _is_power_of_two(size) or (size > 512 and _is_power_of_two(size / 3))}
+        # A head reads its weights for many rows in the time that it takes for one.
+        rows = {size for size in self.rows if _is_power_of_two(size) and size.bit_length() % 2}
+        return GraphSizes(
+            decodes=tuple(sorted({*decodes, self.decodes[-1]})),
+            tokens=tuple(sorted({*tokens, self.tokens[-1]})),
+            rows=tuple(sorted({*rows, self.rows[-1]})),
+            segments=self.segments,
+        )
 
     def largest(self) -> GraphSizes:
         """The largest sizes. All graphs share memory, so these take as much as all of them."""
@@ -84,10 +93,13 @@ class GraphSizes:
         """Tokens and segments of each body, the largest first. Segments never exceed tokens."""
         return sorted({(tokens, min(tokens, segments)) for tokens in self.tokens for segments in self.segments})[::-1]
 
-    def body(self, tokens: int, segments: int) -> tuple[int, int]:
-        """The body for a step of this size. A step that recomputes dropped ranges may have more segments than any."""
-        size = _next(self.tokens, tokens)
-        return size, min(size, _next(self.segments, min(segments, self.segments[-1])))
+    def body(self, tokens: int, segments: int, bodies: Sequence[tuple[int, int]]) -> tuple[int, int]:
+        """The first of these bodies (ascending, the largest among them) that holds a step of this size.
+
+        A step that recomputes dropped ranges may have more segments than any.
+        """
+        wanted = min(segments, self.segments[-1])
+        return next(body for body in bodies if body[0] >= tokens and body[1] >= wanted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,28 +138,56 @@ class StepGraphs:
         self._bodies: dict[tuple[int, int], Captured] = {}
         self._heads: dict[int, Captured] = {}
         self._decodes: dict[int, Captured] = {}
-        self._captured_decodes: list[int] = []
-        """Ascending."""
+        # What is captured so far, ascending.
+        self._ready_bodies: list[tuple[int, int]] = []
+        self._ready_heads: list[int] = []
+        self._ready_decodes: list[int] = []
+        self._left: deque[Callable[[], None]] = deque()
+        """Each captures one size that the start left out."""
         batch.clear()
 
     def capture(self) -> None:
         """Capture the graphs that a start needs, in some tens of milliseconds each. `capture_next` adds the others."""
-        self._pool, sizes = torch.cuda.graph_pool_handle(), self.sizes
+        self._pool, sizes, first = torch.cuda.graph_pool_handle(), self.sizes, self.sizes.first
         # The largest first: the others fit into its memory.
-        self._bodies = {body: self._capture(self._body, *body) for body in sizes.bodies()}
-        self._heads = {size: self._capture(self._head, size) for size in reversed(sizes.rows)}
-        self._decodes = {size: self._capture(self._decode, size) for size in reversed(sizes.first_decodes)}
-        self._captured_decodes = sorted(self._decodes)
+        for body in first.bodies():
+            self._capture_body(body)
+        for size in reversed(first.rows):
+            self._capture_head(size)
+        for size in reversed(first.decodes):
+            self._capture_decode(size)
+        # Those that take least time come first.
+        self._left.extend(partial(self._capture_decode, size) for size in sizes.decodes if size not in first.decodes)
+        self._left.extend(partial(self._capture_head, size) for size in sizes.rows if size not in first.rows)
+        left = set(sizes.bodies()) - set(first.bodies())
+        self._left.extend(partial(self._capture_body, body) for body in sorted(left))
 
     def capture_next(self) -> bool:
-        """Capture one of the decode sizes that are left, while no step is in flight. False if none is left."""
-        left = next((size for size in self.sizes.decodes if size not in self._decodes), None)
-        if left is None:
+        """Capture one of the sizes that are left, while no step is in flight. False if none is left.
+
+        None is left, either, once the memory for its rehearsal is missing.
+        """
+        if not self._left:
             return False
         self._batch.clear()  # else the rehearsal would run the last step again
-        self._decodes[left] = self._capture(self._decode, left)
-        self._captured_decodes = sorted(self._decodes)
+        try:
+            self._left.popleft()()
+        except torch.OutOfMemoryError:
+            self._left.clear()
+            return False
         return True
+
+    def _capture_body(self, body: tuple[int, int]) -> None:
+        self._bodies[body] = self._capture(self._body, *body)
+        insort(self._ready_bodies, body)
+
+    def _capture_head(self, size: int) -> None:
+        self._heads[size] = self._capture(self._head, size)
+        insort(self._ready_heads, size)
+
+    def _capture_decode(self, size: int) -> None:
+        self._decodes[size] = self._capture(self._decode, size)
+        insort(self._ready_decodes, size)
 
     def rehearsals(self) -> list[Callable[[], None]]:
         """One call per size that runs its kernels once, without a graph. The calls may run concurrently."""
@@ -164,12 +204,12 @@ class StepGraphs:
         if tokens > self.sizes.tokens[-1]:
             return None
         if rows == tokens == len(staged.segments.row):
-            size = _next(self._captured_decodes, tokens)
+            size = _next(self._ready_decodes, tokens)
             return self._start(staged, self._decodes[size], size)
-        body = self.sizes.body(tokens, len(staged.segments.row))
+        body = self.sizes.body(tokens, len(staged.segments.row), self._ready_bodies)
         started = self._start(staged, self._bodies[body], body[0])
         if started is not None and rows:
-            self._heads[_next(self.sizes.rows, rows)].graph.replay()
+            self._heads[_next(self._ready_heads, rows)].graph.replay()
         return started
 
     def _start(self, staged: StagedStep, captured: Captured, size: int) -> tuple[PackedStep, torch.Tensor] | None:
@@ -217,6 +257,10 @@ class StepGraphs:
         return StepInput(
             packed.ids, packed.positions, sample_at, packed.slot_mapping, tables, caches, attention, metadata
         )
+
+
+def _is_power_of_two(number: float) -> bool:
+    return number == int(number) and int(number).bit_count() == 1
 
 
 def _next(sizes: Sequence[int], count: int) -> int:

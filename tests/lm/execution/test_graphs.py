@@ -47,41 +47,90 @@ def test_every_batch_is_padded_to_a_size_not_much_larger(most: int) -> None:
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 7, 8, 100, 256, 300, 512, 1000])
-def test_a_start_captures_few_decode_sizes_that_are_not_far_apart(most: int) -> None:
-    sizes = GraphSizes.of(most, 2048)
-    first = sizes.first_decodes
-    assert set(first) <= set(sizes.decodes) and first[-1] == most and len(first) <= 15
-    assert list(first) == sorted(set(first))
-    for size, following in pairwise(first):
-        assert following <= (2 * size if size < 16 or size >= 256 else 1.5 * size)
+@pytest.mark.parametrize("budget", [1, 64, 100, 600, 2048, 16_640])
+def test_a_start_captures_few_sizes_that_are_not_far_apart(most: int, budget: int) -> None:
+    sizes = GraphSizes.of(most, budget)
+    first = sizes.first
+    assert set(first.bodies()) <= set(sizes.bodies()) and first.bodies()[0] == sizes.bodies()[0]
+    for few, all_of_kind in ((first.decodes, sizes.decodes), (first.tokens, sizes.tokens), (first.rows, sizes.rows)):
+        assert set(few) <= set(all_of_kind) and few[-1] == all_of_kind[-1] and list(few) == sorted(set(few))
+    assert all(following <= 2 * size for size, following in pairwise(first.decodes))
+    assert all(following <= (2 if size < 512 else 1.5) * size for size, following in pairwise(first.tokens))
+    assert all(following <= 4 * size for size, following in pairwise(first.rows))
 
 
-def test_other_decode_sizes_are_captured_one_at_a_time_and_then_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    captured: list[int] = []
+def test_a_start_with_256_sequences_captures_29_of_93_graphs() -> None:
+    sizes = GraphSizes.of(256, 2048)
+    counts = [len(of.bodies()) + len(of.rows) + len(of.decodes) for of in (sizes.first, sizes)]
+    assert counts == [29, 93]
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> tuple[StepGraphs, list[Any], list[Any], MagicMock]:
+    """Graphs that are not captured; what would be captured, what is run, and the batch."""
+    captured: list[Any] = []
+    run: list[Any] = []
+
+    def capture(self: StepGraphs, work: Any, size: int, segments: int | None = None) -> Any:
+        captured.append((work.__name__, size, segments))
+        return SimpleNamespace(name=captured[-1], graph=SimpleNamespace(replay=lambda: run.append(("_head", size))))
+
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(StepGraphs, "_capture", lambda self, work, size, segments=None: captured.append(size) or size)
-    sizes, batch = GraphSizes.of(40, 64), MagicMock()
-    spec = SimpleNamespace(vocab_size=8, dtype=torch.float32, device=torch.device("cpu"))
+    monkeypatch.setattr(StepGraphs, "_capture", capture)
+    spec, batch = SimpleNamespace(vocab_size=8, dtype=torch.float32, device=torch.device("cpu")), MagicMock()
+    sizes = GraphSizes.of(200, 1024)
     graphs = StepGraphs(SimpleNamespace(spec=spec), MagicMock(), batch, [], sizes)  # type: ignore[arg-type]
-    used: list[int] = []
-    monkeypatch.setattr(graphs, "_start", lambda staged, graph, size: used.append(graph) or ())
+    monkeypatch.setattr(graphs, "_start", lambda staged, graph, size: run.append(graph.name) or ())
     graphs.capture()
-    staged: Any = SimpleNamespace(num_sampled=36, num_tokens=36, segments=SimpleNamespace(row=range(36)))
-    graphs.run(staged)
-    left = [size for size in sizes.decodes if size not in sizes.first_decodes]
+    return graphs, captured, run, batch
+
+
+def staged(rows: int, tokens: int, segments: int) -> Any:
+    return SimpleNamespace(num_sampled=rows, num_tokens=tokens, segments=SimpleNamespace(row=range(segments)))
+
+
+def test_a_step_whose_own_graph_is_not_there_yet_runs_the_next_larger_one(recorded: Any) -> None:
+    graphs, _, run, _ = recorded
+    for step in (staged(36, 36, 36), staged(3, 3, 3), staged(130, 130, 130), staged(5, 300, 9), staged(90, 520, 90)):
+        graphs.run(step)
+    assert run == [
+        ("_decode", 64, None),
+        ("_decode", 4, None),
+        ("_decode", 200, None),
+        ("_body", 512, 64),
+        ("_head", 16),
+        ("_body", 768, 200),
+        ("_head", 200),
+    ]
+
+
+def test_other_sizes_are_captured_one_at_a_time_and_then_used(recorded: Any) -> None:
+    graphs, captured, run, batch = recorded
+    first = list(captured)
     captured.clear()
-    for size in left:
-        cleared = batch.clear.call_count
-        assert graphs.capture_next() and captured[-1] == size
-        assert batch.clear.call_count == cleared + 1, "the rehearsal must not run the last step again"
-    assert not graphs.capture_next() and captured == left
-    staged.num_sampled = staged.num_tokens = 12
-    staged.segments.row = range(12)
-    graphs.run(staged)
-    staged.num_sampled = staged.num_tokens = 3
-    staged.segments.row = range(3)
-    graphs.run(staged)
-    assert used == [40, 16, 4] and sizes.decodes == (1, 2, 4, 8, 16, 24, 32, 40)
+    count = 0
+    while graphs.capture_next():
+        count += 1
+        assert len(captured) == count
+        assert batch.clear.call_count == 1 + count, "the rehearsal must not run the last step again"
+    bodies = [("_body", *body) for body in graphs.sizes.bodies()]
+    others = [("_head", size, None) for size in graphs.sizes.rows]
+    others += [("_decode", size, None) for size in graphs.sizes.decodes]
+    assert sorted([*first, *captured], key=str) == sorted([*bodies, *others], key=str)
+    for step in (staged(36, 36, 36), staged(5, 300, 9), staged(90, 520, 90)):
+        graphs.run(step)
+    assert run == [("_decode", 40, None), ("_body", 320, 64), ("_head", 8), ("_body", 640, 200), ("_head", 96)]
+
+
+def test_capturing_ends_where_memory_does(recorded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*given: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    graphs, _, run, _ = recorded
+    monkeypatch.setattr(StepGraphs, "_capture", fail)
+    assert not graphs.capture_next() and not graphs.capture_next()
+    graphs.run(staged(36, 36, 36))
+    assert run == [("_decode", 64, None)]
 
 
 @pytest.mark.parametrize("budget", [1, 16, 64, 100, 512, 2048, 5000, 16_640])
@@ -215,17 +264,19 @@ def test_compiling_in_parallel_does_not_change_tokens(checkpoint: Path) -> None:
 
 def test_a_step_of_few_segments_runs_the_body_for_few() -> None:
     sizes = GraphSizes.of(256, 2048)
-    assert sizes.body(900, 33) == (960, 64)
-    assert sizes.body(900, 65) == sizes.body(900, 256) == (960, 256)
-    assert sizes.body(900, 300) == (960, 256), "several ranges of one sequence: attention says whether they fit"
+    bodies = sorted(sizes.bodies())
+    assert sizes.body(900, 33, bodies) == (960, 64)
+    assert sizes.body(900, 65, bodies) == sizes.body(900, 256, bodies) == (960, 256)
+    assert sizes.body(900, 300, bodies) == (960, 256), "several ranges of one sequence: attention says whether they fit"
 
 
 @pytest.mark.parametrize("most", [1, 20, 64, 65, 512])
-def test_there_is_a_body_for_every_step(most: int) -> None:
+def test_there_is_a_body_for_every_step_also_before_all_are_captured(most: int) -> None:
     sizes = GraphSizes.of(most, 300)
-    bodies = sizes.bodies()
-    assert bodies == sorted(set(bodies), reverse=True)
-    for tokens in range(1, 301):
-        for segments in range(1, min(most, tokens) + 1):
-            body = sizes.body(tokens, segments)
-            assert body in bodies and body[0] >= tokens and body[1] >= segments
+    for captured in (sizes, sizes.first):
+        bodies = captured.bodies()
+        assert bodies == sorted(set(bodies), reverse=True)
+        for tokens in range(1, 301):
+            for segments in range(1, min(most, tokens) + 1):
+                body = sizes.body(tokens, segments, bodies[::-1])
+                assert body in bodies and body[0] >= tokens and body[1] >= segments

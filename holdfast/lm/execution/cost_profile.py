@@ -57,6 +57,10 @@ FAR = 256
 """Chunks of at least this many tokens that do not begin their sequence are measured in real steps."""
 POSITIONS = 1 << 16
 """Most positions, about, that the decodes of an estimate attend to in one step."""
+ESTIMATE_COUNTED = {"cuda": 1, "cpu": 2}
+"""Counted steps of a kind in an estimate. The shortest counts."""
+ESTIMATE_LOAD = 1 / 3
+"""Share of LOAD_SECONDS before an estimate, which has captured graphs just before."""
 ESTIMATE_DEVIATION = 0.25
 """An estimate is believed to be right within 2.5 times this share, until steps in service say more."""
 SPREAD = 0.1
@@ -116,15 +120,17 @@ def measure_cost(device: PagedDevice, *, name: str) -> CostModel:
 
 @torch.inference_mode()
 def estimate_cost(device: PagedDevice, *, name: str) -> CostModel:
-    """Time a few steps, in place of `measure_cost`: a second or two on a GPU. Its `deviation` says how rough it is.
+    """Time a few steps, in place of `measure_cost`: within a second on a GPU. Its `deviation` says how rough it is.
 
     Overwrites the cache, as `measure_cost` does. Attention is taken as proportional to (query, position) pairs, what a
-    decode adds as proportional to its context, and a larger step to take no less time than a smaller one.
+    decode adds as proportional to its context, and a larger step to take no less time than a smaller one. Only the
+    padded sizes that a start captures are timed; those between are captured later, and interpolated here.
     """
     limit, longest = device.max_step_tokens, _longest(device)
     graphs = device.memory.graphs
     sizes = {limit, *(size for size in graphs.sizes.tokens if size < limit)} if graphs is not None else set()
-    tokens = sorted(sizes or {limit, *islice(powers(1, limit), 0, None, 2)})
+    timed = islice(powers(1, limit), 0, None, 2) if graphs is None else graphs.sizes.first.tokens
+    tokens = sorted({limit, *(size for size in timed if size < limit)})
     chunks = {count: _chunks(device, count) for count in tokens}
     query = max(1, min(FAR, limit, longest // 2))
     near, far = ((0, query),), ((longest - query, longest),)
@@ -137,13 +143,14 @@ def estimate_cost(device: PagedDevice, *, name: str) -> CostModel:
         ]
         for count in rows
     ]
-    _load(device, chunks[limit])
+    _load(device, chunks[limit], ESTIMATE_LOAD)
     kinds = [*reversed(chunks.values()), near, far, *(spans for row in decodes for _, spans in row)]
-    uncounted = WARM_UP[device.kind]
-    taken = {spans: min(_taken(device, _repeated(device, spans, uncounted + 2))[uncounted:]) for spans in kinds}
+    uncounted, counted = WARM_UP[device.kind], ESTIMATE_COUNTED[device.kind]
+    taken = {spans: min(_taken(device, _repeated(device, spans, uncounted + counted))[uncounted:]) for spans in kinds}
     a_pair = max(0.0, taken[far] - taken[near]) / max(1.0, _pairs(far) - _pairs(near))
     linear = [max(LEAST_SECONDS, taken[spans] - a_pair * _pairs(spans)) for spans in chunks.values()]
-    points = stairs(tokens, list(accumulate(linear, max)), padded_to=sizes)
+    rising, padded = list(accumulate(linear, max)), sorted({*tokens, *sizes})
+    points = stairs(padded, [interpolate(tokens, rising, count) for count in padded], padded_to=sizes)
     linear_tokens, linear_seconds = zip(*points, strict=True)
     queries = tuple(powers(1, min(limit, longest)))
     return CostModel(
@@ -221,10 +228,10 @@ def _attention_alone(device: PagedDevice, name: str, queries: Sequence[int]) -> 
     )
 
 
-def _load(device: PagedDevice, spans: Spans) -> None:
-    """Repeat a step of these ranges until the device runs at its steady pace."""
+def _load(device: PagedDevice, spans: Spans, share: float = 1.0) -> None:
+    """Repeat a step of these ranges until the device runs at its steady pace, or for a `share` of that time."""
     began = time.perf_counter()
-    while time.perf_counter() - began < LOAD_SECONDS[device.kind]:
+    while time.perf_counter() - began < share * LOAD_SECONDS[device.kind]:
         _step(device, spans)
 
 

@@ -12,6 +12,7 @@ from holdfast.core.cost import Burst, interpolate
 from holdfast.lab.simulator.executor import Reserve
 from holdfast.lm.execution import cost_profile as profile
 from holdfast.lm.execution.cost_profile import burst_of, estimate_cost, measure_cost, stairs
+from holdfast.lm.execution.graphs import GraphSizes
 from holdfast.lm.scheduler.policies import DEVIATIONS
 from holdfast.lm.types import StepPlan, StepResult
 
@@ -142,6 +143,40 @@ class Disturbed:
         self.steps += 1
         slower = 2.0 if self.steps in self._disturbed else 1.0
         return StepResult(plan.step, (), slower * step([(segment.start, segment.stop) for segment in plan.segments]))
+
+
+def test_an_estimate_on_a_gpu_takes_half_a_second_of_its_time_and_knows_all_padded_sizes(made_up, monkeypatch):
+    sizes, ran = GraphSizes.of(256, 2048), []
+
+    class Gpu(PowerLimited):
+        def collect(self) -> StepResult:
+            plan = self._in_flight.popleft()
+            spans = [(segment.start, segment.stop) for segment in plan.segments]
+            padded = next(size for size in sizes.first.tokens if size >= plan.num_tokens)
+            ran.append(0.003 + 25e-6 * padded + sum(2e-10 * (stop - start) * stop for start, stop in spans))
+            return StepResult(plan.step, (), ran[-1])
+
+    made_up.memory.graphs = SimpleNamespace(sizes=sizes)
+    made_up.config.max_sequences = 256
+    monkeypatch.setattr(profile, "describe_device", str)
+    monkeypatch.setitem(profile.LOAD_SECONDS, "cuda", 0.0)
+    cost = estimate_cost(Gpu(made_up, Burst()), name="m")
+    assert len(ran) <= 40 and sum(ran) < 0.6
+    for size in sizes.tokens:  # as they will be once each has a graph of its own
+        assert cost.linear(size) == cost.linear(size - 1) == pytest.approx(0.003 + 25e-6 * size, rel=0.05)
+
+
+def test_all_graphs_are_captured_before_a_full_measurement(made_up, monkeypatch):
+    left = [1, 2, 3]
+
+    def no_steps(*given):
+        assert not left
+        raise StopIteration
+
+    made_up.memory.graphs = SimpleNamespace(sizes=GraphSizes.of(64, 2048), capture_next=lambda: left and left.pop())
+    monkeypatch.setattr(profile, "_step", no_steps)
+    with pytest.raises(StopIteration):
+        measure_cost(made_up, name="m")
 
 
 def test_a_disturbance_of_a_few_steps_does_not_change_the_profile() -> None:

@@ -21,7 +21,7 @@ from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import make_backend
+from triton.compiler import ASTSource, make_backend
 from triton.runtime import driver
 from triton.runtime.cache import triton_key
 
@@ -55,7 +55,7 @@ def compile_once(launch: Callable[[], object], *identity: object) -> bool:
     if note.exists():
         return False
     try:
-        compile_in_processes(kernels_of(launch), driver.active.get_current_target())
+        list_and_compile(launch, driver.active.get_current_target())
         note.parent.mkdir(parents=True, exist_ok=True)
         note.touch()
     except Exception as error:
@@ -64,9 +64,23 @@ def compile_once(launch: Callable[[], object], *identity: object) -> bool:
     return True
 
 
-def kernels_of(launch: Callable[[], object]) -> list[Kernel]:
-    """The kernels that `launch` launches and that this process has not loaded. None of them is run."""
+def list_and_compile(launch: Callable[[], object], target: GPUTarget) -> None:
+    """Compile all kernels that `launch` launches. Those in Gluon, which take longest, begin while others are listed."""
+    early: list[int] = []
+    try:
+        others = kernels_of(launch, lambda kernel: early.append(_fork(partial(_quietly, kernel, target))))
+        compile_in_processes(others, target)
+    finally:
+        _await(early)
+
+
+def kernels_of(launch: Callable[[], object], begin: Callable[[Kernel], object] | None = None) -> list[Kernel]:
+    """The kernels that `launch` launches and that this process has not loaded. None of them is run.
+
+    Kernels in Gluon go to `begin`, if it is given, as soon as they are found, and are not in the list.
+    """
     found: dict[tuple[int, str], Kernel] = {}
+    begun: set[tuple[int, str]] = set()
 
     def note(*, key: str, fn: Any, compile: dict[str, Any], **_: object) -> bool:
         function = fn.jit_function
@@ -74,7 +88,10 @@ def kernels_of(launch: Callable[[], object]) -> list[Kernel]:
             options = json.loads(compile["specialization_data"])["options"]
             # Triton's kernels and Gluon's each have their own kind of source.
             source = function.ASTSource(function, compile["signature"], compile["constants"], compile["configs"][0])
-            found[id(function), key] = partial(compile_kernel, source, options)
+            found[id(function), key] = kernel = partial(compile_kernel, source, options)
+            if begin is not None and function.ASTSource is not ASTSource:
+                begin(kernel)
+                begun.add((id(function), key))
         return True  # Triton takes it for compiled elsewhere, and launches nothing
 
     before, triton.knobs.runtime.jit_cache_hook = triton.knobs.runtime.jit_cache_hook, note
@@ -82,7 +99,7 @@ def kernels_of(launch: Callable[[], object]) -> list[Kernel]:
         launch()
     finally:
         triton.knobs.runtime.jit_cache_hook = before
-    return list(found.values())
+    return [kernel for name, kernel in found.items() if name not in begun]
 
 
 def compile_kernel(source: Any, options: dict[str, Any], target: GPUTarget) -> Any:
@@ -106,27 +123,37 @@ def compile_in_processes(kernels: Iterable[Kernel], target: GPUTarget) -> None:
         os.write(writing, b"".join(number.to_bytes(2, "big") for number in range(len(waiting))))
         os.close(writing)
         for _ in range(min(len(waiting), os.cpu_count() or 1)):
-            with warnings.catch_warnings():
-                # A child of a process with threads must not use their locks. These use none, and end by `_exit`.
-                warnings.simplefilter("ignore", DeprecationWarning)
-                child = os.fork()
-            if child == 0:
-                _work(waiting, target, reading)
-            children.append(child)
+            children.append(_fork(partial(_work, waiting, target, reading)))
     finally:
         os.close(reading)
         _await(children)
 
 
+def _fork(life: Callable[[], object]) -> int:
+    """Begin a child, whose life is one call. Returns its process id."""
+    with warnings.catch_warnings():
+        # A child of a process with threads must not use their locks. These use none, and end by `_exit`.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
+        try:
+            gc.disable()  # a collection might free what belongs to the device
+            life()
+        finally:
+            os._exit(0)
+    return child
+
+
 def _work(waiting: list[Kernel], target: GPUTarget, numbers: int) -> None:
-    """The life of a child: compile until no number is left."""
-    try:
-        gc.disable()  # a collection might free what belongs to the device
-        while number := os.read(numbers, 2):
-            with contextlib.suppress(Exception):
-                waiting[int.from_bytes(number, "big")](target)
-    finally:
-        os._exit(0)
+    """Compile until no number is left."""
+    while number := os.read(numbers, 2):
+        _quietly(waiting[int.from_bytes(number, "big")], target)
+
+
+def _quietly(kernel: Kernel, target: GPUTarget) -> None:
+    """Compile a kernel. What fails is left to the first launch, which raises the reason."""
+    with contextlib.suppress(Exception):
+        kernel(target)
 
 
 def _await(children: list[int]) -> None:

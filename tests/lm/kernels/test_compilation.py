@@ -11,6 +11,8 @@ PROGRAM = """
 import os
 import torch
 import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import MockTensor
 
@@ -30,6 +32,12 @@ class Hopper:
 
     def launcher_cls(self, source, metadata):
         launchers.append(metadata.name)
+
+
+@gluon.jit
+def gluon_kernel(numbers, COUNT: gl.constexpr):
+    at = gl.arange(0, COUNT, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    gl.store(numbers + at, gl.load(numbers + at) + 1)
 
 
 triton.runtime.driver.set_active(Hopper())
@@ -66,8 +74,53 @@ assert len(entries()) == len(compiled) + 1, "only the note that the other model'
 """
 
 
-def test_kernels_compiled_in_processes_are_found_by_real_launches(tmp_path: Path) -> None:
-    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "TRITON_INTERPRET": "0"}
+def run(program: str, directory: Path) -> None:
+    """Run a program with an empty cache."""
+    file = directory / "program.py"  # a kernel's source is read from its file
+    file.write_text(program)
+    environment = os.environ | {"TRITON_CACHE_DIR": str(directory / "cache"), "TRITON_INTERPRET": "0"}
     environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=250, env=environment)
+    done = subprocess.run([sys.executable, file], capture_output=True, text=True, timeout=250, env=environment)
     assert done.returncode == 0, done.stderr
+
+
+def test_kernels_compiled_in_processes_are_found_by_real_launches(tmp_path: Path) -> None:
+    run(PROGRAM, tmp_path)
+
+
+EARLY = (
+    PROGRAM.partition("assert compile_once")[0]
+    + """
+begun, waits = [], False
+
+
+def launch_both():
+    numbers = MockTensor(torch.float32)
+    launch()
+    for count, expected in ((128, 1), (256, 2), (128, 2)):
+        gluon_kernel[1,](numbers, count, num_warps=4)
+        assert waits or len(begun) == expected, "begun as soon as it was found"
+    launch()
+
+
+others = kernels_of(launch_both, begun.append)
+assert [kernel(TARGET).metadata.name for kernel in begun] == ["gluon_kernel"] * 2
+assert [kernel(TARGET).metadata.name for kernel in others] == ["silu_mul_kernel"] * 2
+compiled, waits = entries(), True
+assert len(kernels_of(launch_both)) == 4
+import shutil
+shutil.rmtree(triton.knobs.cache.dir)
+assert compile_once(launch_both, "model")
+assert compiled < entries() and len(entries()) == len(compiled) + 1, "the same four, and the note"
+try:
+    os.waitpid(-1, os.WNOHANG)
+except ChildProcessError:
+    pass
+else:
+    raise AssertionError("a child is left behind")
+"""
+)
+
+
+def test_kernels_in_gluon_are_compiled_while_others_are_listed(tmp_path: Path) -> None:
+    run(EARLY, tmp_path)

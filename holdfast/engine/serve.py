@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
+import importlib.util
 import itertools
 import os
 import sys
 import threading
 import time
 import traceback
+from pathlib import Path
 
 from holdfast.core.stages import Stage, Stages
 from holdfast.engine import messages
@@ -48,11 +51,13 @@ class Loading:
     """Imports PyTorch and what builds the engine, in a thread, while the client gets ready to say what it wants."""
 
     def __init__(self, device: str) -> None:
-        """Begin. On a GPU, unless `device` is cpu, its context is made meanwhile, which takes a while."""
+        """Begin. On a GPU, unless `device` is cpu, its context is made meanwhile."""
         self.began = time.monotonic()
         self.ended = self.began
         self._device = device
         self._error: BaseException | None = None
+        if device != "cpu":
+            threading.Thread(target=make_context, name="holdfast-make-context", daemon=True).start()
         self._thread = threading.Thread(target=self._load, name="holdfast-load", daemon=True)
         self._thread.start()
 
@@ -63,6 +68,7 @@ class Loading:
             raise self._error
 
     def _load(self) -> None:
+        gc.disable()  # it would look at all modules again and again, which is a quarter of the import's time
         try:
             # The import takes seconds.
             import torch
@@ -72,6 +78,9 @@ class Loading:
             import holdfast.engine.build  # noqa: F401
         except BaseException as error:
             self._error = error
+        finally:
+            gc.freeze()
+            gc.enable()
         self.ended = time.monotonic()
 
 
@@ -105,8 +114,25 @@ def run(start: messages.Start, parent: Parent, loading: Loading | None = None) -
         loop.close()
 
 
+def make_context() -> None:
+    """Make the context of the GPU that PyTorch will use, by the driver alone. Does nothing for a PyTorch without CUDA.
+
+    It takes a while, and needs neither PyTorch nor Python's lock. An error here comes again, and is reported, at the
+    first use.
+    """
+    torch = importlib.util.find_spec("torch")  # finds it, and imports nothing
+    if torch is None or torch.origin is None or not (Path(torch.origin).parent / "lib" / "libtorch_cuda.so").exists():
+        return
+    os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # as PyTorch does before its first use
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    with contextlib.suppress(OSError):  # no driver
+        driver = ctypes.CDLL("libcuda.so.1")
+        if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(device), 0) == 0:
+            driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+
+
 def wake_gpu() -> None:
-    """Make the GPU's context, which takes a while. An error here comes again, and is reported, at the first use."""
+    """Let PyTorch begin to use the GPU. An error here comes again, and is reported, at the first use."""
     import torch
 
     with contextlib.suppress(Exception):

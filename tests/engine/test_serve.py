@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 import sys
+import types
 from collections import deque
 
 import pytest
 
 from holdfast.core.config import EngineConfig
 from holdfast.engine.messages import Abort, Ask, Outputs, Refused, Shutdown, Start, Stats, Submit
-from holdfast.engine.serve import Loading, one_line, run, serve
+from holdfast.engine.serve import Loading, make_context, one_line, run, serve
 from holdfast.loop.loop import Loop
 from tests.scheduling import FakeDevice, create_requests, create_scheduler, run_alone
 
@@ -191,7 +192,57 @@ def test_a_pause_is_used_bit_by_bit_until_a_message_arrives():
     assert tokens_of(parent.sent, request.id) == run_alone(request)[0]
 
 
-def test_an_import_that_fails_while_the_client_gets_ready_is_raised_to_it(monkeypatch):
+def test_an_import_that_fails_while_the_client_gets_ready_is_raised_to_it(monkeypatch, collector):
     monkeypatch.setitem(sys.modules, "holdfast.engine.build", None)
     with pytest.raises(ImportError, match=r"holdfast\.engine\.build"):
         run(Start(EngineConfig(), 0.0), Script(), Loading("cpu"))
+
+
+def test_imports_are_not_interrupted_by_the_collector_and_not_looked_at_again(monkeypatch, collector):
+    enabled = []
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: enabled.append(collector.isenabled()))
+    monkeypatch.setattr("holdfast.engine.serve.make_context", lambda: None)
+    Loading("auto").wait()
+    assert enabled == [False] and collector.isenabled() and collector.get_freeze_count() > 0
+
+
+class Driver:
+    """A GPU's driver that notes its calls."""
+
+    def __init__(self, status):
+        self.calls, self.status = [], status
+
+    def __getattr__(self, name):
+        return lambda *given: self.calls.append(name) or self.status
+
+
+@pytest.mark.parametrize(
+    ("cuda", "status", "calls"),
+    [(True, 0, ["cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain"]), (True, 100, ["cuInit"]), (False, 0, [])],
+)
+def test_a_context_is_made_without_pytorch_where_pytorch_will_use_the_gpu(cuda, status, calls, monkeypatch, tmp_path):
+    driver = Driver(status)
+    (tmp_path / "lib").mkdir()
+    if cuda:
+        (tmp_path / "lib" / "libtorch_cuda.so").touch()
+    found = types.SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: found)
+    monkeypatch.setattr("ctypes.CDLL", lambda name: driver)
+    monkeypatch.setenv("CUDA_MODULE_LOADING", "LAZY")
+    make_context()
+    assert driver.calls == calls
+
+
+def test_a_machine_without_a_driver_makes_no_context(monkeypatch, tmp_path):
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "libtorch_cuda.so").touch()
+    found = types.SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: found)
+    monkeypatch.setenv("CUDA_MODULE_LOADING", "LAZY")
+
+    def missing(name):
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr("ctypes.CDLL", missing)
+    make_context()

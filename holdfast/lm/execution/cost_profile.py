@@ -61,8 +61,8 @@ ESTIMATE_COUNTED = {"cuda": 1, "cpu": 2}
 """Counted steps of a kind in an estimate. The shortest counts."""
 ESTIMATE_LOAD = 1 / 3
 """Share of LOAD_SECONDS before an estimate, which has captured graphs just before."""
-ESTIMATE_DEVIATION = 0.25
-"""An estimate is believed to be right within 2.5 times this share, until steps in service say more."""
+ESTIMATE_DEVIATION = 0.18
+"""An estimate is believed to be right within 3.5 times this share, until steps in service say more."""
 SPREAD = 0.1
 """Measured decodes have contexts from this share of the longest up to the longest."""
 
@@ -123,13 +123,13 @@ def estimate_cost(device: PagedDevice, *, name: str) -> CostModel:
     """Time a few steps, in place of `measure_cost`: within a second on a GPU. Its `deviation` says how rough it is.
 
     Overwrites the cache, as `measure_cost` does. Attention is taken as proportional to (query, position) pairs, what a
-    decode adds as proportional to its context, and a larger step to take no less time than a smaller one. Only the
-    padded sizes that a start captures are timed; those between are captured later, and interpolated here.
+    decode adds as proportional to its context, and a larger step to take no less time than a smaller one. Only some
+    of the padded sizes are timed; those between are interpolated.
     """
     limit, longest = device.max_step_tokens, _longest(device)
     graphs = device.memory.graphs
     sizes = {limit, *(size for size in graphs.sizes.tokens if size < limit)} if graphs is not None else set()
-    timed = islice(powers(1, limit), 0, None, 2) if graphs is None else graphs.sizes.first.tokens
+    timed = islice(powers(1, limit), 0, None, 2) if graphs is None else graphs.sizes.sparse_tokens
     tokens = sorted({limit, *(size for size in timed if size < limit)})
     chunks = {count: _chunks(device, count) for count in tokens}
     query = max(1, min(FAR, limit, longest // 2))

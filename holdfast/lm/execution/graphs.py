@@ -73,17 +73,33 @@ class GraphSizes:
 
     @property
     def first(self) -> GraphSizes:
-        """The sizes that a start captures. A step is padded at most to twice its size, or 1.5 times from 512 tokens."""
-        decodes = {size for size in self.decodes if _is_power_of_two(size)}
-        tokens = {size for size in self.tokens if _is_power_of_two(size) or (size > 512 and _is_power_of_two(size / 3))}
+        """The sizes that a start captures, but for `first_bodies`. Under load without a pause there are no others.
+
+        Decodes are padded at most to 1.5 times their number, or twice up to 16.
+        """
+        decodes = {
+            size for size in self.decodes if _is_power_of_two(size) or (size >= 24 and _is_power_of_two(size / 3))
+        }
         # A head reads its weights for many rows in the time that it takes for one.
         rows = {size for size in self.rows if _is_power_of_two(size) and size.bit_length() % 2}
         return GraphSizes(
             decodes=tuple(sorted({*decodes, self.decodes[-1]})),
-            tokens=tuple(sorted({*tokens, self.tokens[-1]})),
+            tokens=self.sparse_tokens,
             rows=tuple(sorted({*rows, self.rows[-1]})),
             segments=self.segments,
         )
+
+    @property
+    def sparse_tokens(self) -> tuple[int, ...]:
+        """Some of `tokens`: each is at most twice the one before, or 1.5 times it from 512."""
+        few = {size for size in self.tokens if _is_power_of_two(size) or (size > 512 and _is_power_of_two(size / 3))}
+        return tuple(sorted({*few, self.tokens[-1]}))
+
+    @property
+    def first_bodies(self) -> list[tuple[int, int]]:
+        """The bodies that a start captures, the largest first: all for few segments from 512 tokens, else some."""
+        few = {(tokens, min(tokens, self.segments[0])) for tokens in self.tokens if tokens >= 512}
+        return sorted({*self.first.bodies(), *few})[::-1]
 
     def largest(self) -> GraphSizes:
         """The largest sizes. All graphs share memory, so these take as much as all of them."""
@@ -150,7 +166,7 @@ class StepGraphs:
         """Capture the graphs that a start needs, in some tens of milliseconds each. `capture_next` adds the others."""
         self._pool, sizes, first = torch.cuda.graph_pool_handle(), self.sizes, self.sizes.first
         # The largest first: the others fit into its memory.
-        for body in first.bodies():
+        for body in sizes.first_bodies:
             self._capture_body(body)
         for size in reversed(first.rows):
             self._capture_head(size)
@@ -159,7 +175,7 @@ class StepGraphs:
         # Those that take least time come first.
         self._left.extend(partial(self._capture_decode, size) for size in sizes.decodes if size not in first.decodes)
         self._left.extend(partial(self._capture_head, size) for size in sizes.rows if size not in first.rows)
-        left = set(sizes.bodies()) - set(first.bodies())
+        left = set(sizes.bodies()) - set(sizes.first_bodies)
         self._left.extend(partial(self._capture_body, body) for body in sorted(left))
 
     def capture_next(self) -> bool:

@@ -13,8 +13,8 @@ REFERENCE_DECODES, REFERENCE_CONTEXT = 32, 4096
 """The decode batch that Sarathi-Serve, Table 3, defines its latency targets by."""
 MEAN_GAIN, DEVIATION_GAIN = 0.25, 0.1
 """Weight of one step in the running mean and in the running mean deviation."""
-DEVIATIONS = 2.5
-"""Nearly all steps stay below the mean plus this many mean deviations: two standard deviations of a normal one."""
+DEVIATIONS = 3.5
+"""Nearly all steps stay below the mean plus this many mean deviations: 2.8 standard deviations of a normal one."""
 CLIP = 0.1
 """Clip each step's relative error here, so that one outlier cannot dominate the correction.
 
@@ -170,8 +170,9 @@ class LatencyTarget(Policy):
 class Correction:
     """An upper estimate of measured over predicted step time, which nearly all steps stay below.
 
-    It is the running mean plus 2.5 mean deviations, as TCP estimates its retransmission timeout (Jacobson, Congestion
-    Avoidance and Control, 1988). If steps take exactly a multiple of the prediction, it converges to that multiple.
+    It is the running mean plus 3.5 mean deviations; TCP estimates its retransmission timeout so, with four (Jacobson,
+    Congestion Avoidance and Control, 1988). If steps take exactly a multiple of the prediction, it converges to that
+    multiple.
     """
 
     def __init__(self, deviation: float) -> None:

@@ -152,7 +152,7 @@ def test_an_estimate_on_a_gpu_takes_half_a_second_of_its_time_and_knows_all_padd
         def collect(self) -> StepResult:
             plan = self._in_flight.popleft()
             spans = [(segment.start, segment.stop) for segment in plan.segments]
-            padded = next(size for size in sizes.first.tokens if size >= plan.num_tokens)
+            padded = next(size for size in sizes.sparse_tokens if size >= plan.num_tokens)
             ran.append(0.003 + 25e-6 * padded + sum(2e-10 * (stop - start) * stop for start, stop in spans))
             return StepResult(plan.step, (), ran[-1])
 

@@ -134,13 +134,12 @@ def test_measured_steps_correct_the_prediction():
 @pytest.mark.parametrize(
     ("drawn", "most"),
     [
-        (lambda draw: draw.uniform(0.9, 1.1), 1.2),
+        (lambda draw: draw.gauss(1.0, 0.01), 1.035),
         (lambda draw: draw.gauss(1.05, 0.03), 1.17),
-        (lambda draw: draw.uniform(0.7, 1.3), 1.45),
-        (lambda draw: draw.choice((1.0, 1.6)), 2.2),
+        (lambda draw: draw.gauss(1.0, 0.1), 1.35),
     ],
 )
-def test_correction_exceeds_95_percent_of_steps_by_little(drawn, most):
+def test_correction_exceeds_99_percent_of_normal_steps_by_little(drawn, most):
     draw, correction = random.Random(0), Correction(0.02)
     late, factors = 0, []
     for index in range(3000):
@@ -149,11 +148,11 @@ def test_correction_exceeds_95_percent_of_steps_by_little(drawn, most):
             late += ratio > factor
             factors.append(factor)
         correction.update(ratio)
-    assert 0 < late < 0.05 * len(factors)
+    assert 0 < late < 0.01 * len(factors)
     assert sum(factors) / len(factors) < most
 
 
-def test_95_percent_of_noisy_steps_meet_the_target():
+def test_99_percent_of_noisy_steps_meet_the_target():
     draw = random.Random(0)
     scheduler = scheduler_of(with_target(8.0), *[1000] * 200, max_model_len=2048, blocks=100_000)
     late, steps = 0, 0
@@ -164,7 +163,7 @@ def test_95_percent_of_noisy_steps_meet_the_target():
         if plan.num_tokens > len(answer(plan).tokens):
             steps += 1
             late += steps > 100 and taken > 0.008
-    assert late < 0.05 * 700
+    assert late < 0.01 * 700
 
 
 def mixed_steps(cost, truth, target):
@@ -186,10 +185,10 @@ def mixed_steps(cost, truth, target):
 @pytest.mark.parametrize("factor", [1.5, 1.0, 1 / 1.5])
 def test_an_estimate_wrong_by_half_meets_the_target_from_the_first_step_and_soon_costs_no_throughput(factor):
     truth, target = COST.slower(factor, factor), 0.012 * factor
-    estimated, policy = mixed_steps(replace(COST, deviation=0.25), truth, target)
+    estimated, policy = mixed_steps(replace(COST, deviation=0.18), truth, target)
     measured, _ = mixed_steps(truth, truth, target)
     assert max(seconds for seconds, _ in estimated[:50]) <= target
-    assert sorted(seconds for seconds, _ in estimated)[int(0.99 * 700)] <= 1.01 * target
+    assert sorted(seconds for seconds, _ in estimated)[int(0.99 * 700)] <= target
 
     def rate(steps):
         return sum(tokens for _, tokens in steps) / sum(seconds for seconds, _ in steps)
@@ -200,12 +199,12 @@ def test_an_estimate_wrong_by_half_meets_the_target_from_the_first_step_and_soon
     assert corrected.attention(16, 900) == pytest.approx(truth.attention(16, 900), rel=0.05)
     again, _ = mixed_steps(corrected, truth, target)
     assert rate(again[:50]) > 0.95 * rate(measured[:50]), "the next start begins with what this one has learned"
-    assert sorted(seconds for seconds, _ in again)[int(0.99 * 700)] <= 1.01 * target
+    assert sorted(seconds for seconds, _ in again)[int(0.99 * 700)] <= target
 
 
 def test_correction_converges_to_one_when_predictions_are_exact():
     scheduler = scheduler_of(policy := with_target(14.0), *[1000] * 60)
-    assert policy.correction.factor == pytest.approx(1.05), "steps stay below the target until some were measured"
+    assert policy.correction.factor == pytest.approx(1.07), "steps stay below the target until some were measured"
     for _ in range(80):
         plan = step(scheduler)
     assert policy.correction.factor == pytest.approx(1.0, abs=1e-4)
@@ -217,8 +216,8 @@ def test_an_outlier_moves_the_correction_no_more_than_a_step_ten_percent_late():
     late.update(1.1)
     outlier.update(1000)
     assert outlier.factor == pytest.approx(late.factor)
-    assert 1 < outlier.factor < 1.06
-    for _ in range(40):
+    assert 1 < outlier.factor < 1.07
+    for _ in range(60):
         outlier.update(1.0)
     assert outlier.factor == pytest.approx(1.0, abs=0.001)
 

@@ -7,6 +7,7 @@ thread and in a fixed order, so whatever happens once happens again.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -100,7 +101,7 @@ class Engine:
 
     # What the client has of its child
 
-    def born(self, on_end: Callable[[str], None]) -> Engine:
+    def born(self, on_end: Callable[[str], None], process: Unborn) -> Engine:
         self._on_end = on_end
         self._tell(Hello())
         return self
@@ -122,6 +123,13 @@ class Engine:
         self.die()
 
 
+class Unborn:
+    """In place of a process: the engine runs in this one."""
+
+    def __init__(self, device: str) -> None:
+        self.began = time.monotonic()
+
+
 class Parent:
     """The engine process's end of the socket, as `handle` needs it."""
 
@@ -131,7 +139,7 @@ class Parent:
 
 async def start(engine: Engine, config: EngineConfig) -> EngineClient:
     """The real client of an engine in this process."""
-    with patch.object(client_module, "Child", engine.born):
+    with patch.object(client_module, "Child", engine.born), patch.object(client_module, "EngineProcess", Unborn):
         return await EngineClient.start(config)
 
 

@@ -1,0 +1,28 @@
+"""What an application of cells is: its cells, and how it unfolds a request into a graph of them. No torch here."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from holdfast.cells.cell import Arrays, Cell, Field
+from holdfast.cells.graph import CellGraph
+
+
+class Application(Protocol):
+    """What is served: it unfolds a request into a graph of its cells, and reads the graph's results."""
+
+    name: str
+    cells: tuple[Cell, ...]
+    inputs: tuple[Field, ...]
+    outputs: tuple[Field, ...]
+
+    def unfold(self, inputs: Arrays) -> CellGraph:
+        """The graph of one request. Raises ValueError, naming the value and the limit, for inputs that are no good.
+
+        Dtypes, ranks and dimensions have been checked against `inputs`.
+        """
+        ...
+
+    def finish(self, results: Arrays) -> Arrays:
+        """The outputs that a client gets, from the results that the graph names."""
+        ...

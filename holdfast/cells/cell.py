@@ -1,0 +1,155 @@
+"""What a programmer defines: cells, and what clients send to an application of them and get. No torch here.
+
+A cell is a part of a model that runs many times for one request: one step of an LSTM, one node of a tree
+(BatchMaker, section 2.3.1). Its weights belong to it; its inputs and outputs are batches, whose first dimension counts
+the nodes.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from holdfast.cells.gated import Gated
+
+DTYPES = ("float32", "float16", "bfloat16", "int64", "int32", "bool")
+"""Types of inputs and outputs. Values and returned outputs, which pass through NumPy, cannot be bfloat16."""
+FIELD_DTYPES = ("float32", "float16", "int64", "int32", "bool", "string")
+"""Types of what clients send and get. An array of strings has NumPy's type object and holds str."""
+DEFAULT_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """The shape and type of one node's share of a batched tensor: without the batch dimension."""
+
+    shape: tuple[int, ...] = ()
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}")
+        if any(size < 1 for size in self.shape):
+            raise ValueError(f"shape is {self.shape}; every dimension must be at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class State(Spec):
+    """An input that is an output of another node, or zeros. It stays on the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Value(Spec):
+    """An input that comes with the request, such as a token."""
+
+    def __post_init__(self) -> None:
+        Spec.__post_init__(self)
+        _require_numpy(self, "a value")
+
+
+@dataclass(frozen=True, slots=True)
+class Output(Spec):
+    """An output, kept on the device for the nodes that read it."""
+
+    returned: bool = False
+    """Whether each task also copies it to the host, for the results of requests and for chains that end by it."""
+
+    def __post_init__(self) -> None:
+        Spec.__post_init__(self)
+        if self.returned:
+            _require_numpy(self, "a returned output")
+
+
+def _require_numpy(spec: Spec, name: str) -> None:
+    if spec.dtype == "bfloat16":
+        raise ValueError(f"{name} cannot be bfloat16; use float32")
+
+
+@dataclass(frozen=True, eq=False)
+class Cell:
+    """A type of cell.
+
+    Two cells are the same type only if they compute the same operations, with the same weights, on inputs of the same
+    shapes; the executor finds that out (section 2.3.1), and nodes of equal types share tasks.
+    """
+
+    name: str
+    run: Callable[..., Any]
+    """run(weights, **inputs) -> outputs by name. All are tensors [size, *shape], weights are tensors of any shape.
+
+    It must treat the rows of a batch apart, and must not change an input."""
+    inputs: Mapping[str, State | Value]
+    outputs: Mapping[str, Output]
+    weights: Mapping[str, Any] = field(default_factory=dict)
+    """Tensors by name."""
+    priority: int = 0
+    """Higher runs first. Later cells of a graph should have the higher: a decoder before an encoder."""
+    sizes: tuple[int, ...] = DEFAULT_SIZES
+    """Batch sizes that are made ready at the start. A task between two sizes is padded up to the larger one."""
+    gated: Gated | None = None
+    """A form of `run` that GPUs compute with fewer kernels. It must give what `run` gives."""
+
+    def __post_init__(self) -> None:
+        if not self.outputs:
+            raise ValueError(f"cell {self.name} has no outputs; it needs at least one")
+        if not self.inputs:
+            raise ValueError(f"cell {self.name} has no inputs; it needs at least one")
+        if not self.sizes or list(self.sizes) != sorted(set(self.sizes)) or self.sizes[0] < 1:
+            raise ValueError(f"sizes of cell {self.name} are {self.sizes}; they must rise from at least 1")
+        for name in self.carried:
+            carried, given = self.inputs[name], self.outputs[name]
+            if (carried.shape, carried.dtype) != (given.shape, given.dtype):
+                raise ValueError(
+                    f"input {name} of cell {self.name} is {carried.dtype}{list(carried.shape)}, and output {name} is "
+                    f"{given.dtype}{list(given.shape)}; inputs and outputs of one name must be alike"
+                )
+
+    @cached_property
+    def states(self) -> tuple[str, ...]:
+        """The names of the State inputs, in order."""
+        return tuple(name for name, spec in self.inputs.items() if isinstance(spec, State))
+
+    @cached_property
+    def values(self) -> tuple[str, ...]:
+        """The names of the Value inputs, in order."""
+        return tuple(name for name, spec in self.inputs.items() if isinstance(spec, Value))
+
+    @cached_property
+    def returned(self) -> tuple[str, ...]:
+        """The names of the outputs that each task copies to the host."""
+        return tuple(name for name, spec in self.outputs.items() if spec.returned)
+
+    @cached_property
+    def carried(self) -> tuple[str, ...]:
+        """The State inputs that a chain of this cell takes from the step before: those that are outputs, too."""
+        return tuple(name for name in self.states if name in self.outputs)
+
+    def size_of(self, nodes: int) -> int:
+        """The supported size that a task of so many nodes is padded to."""
+        return self.sizes[bisect_left(self.sizes, nodes)]
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """An input or output of an application, as clients see it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    """-1 is a dimension of any size from 1 to `limit`."""
+    limit: int = 4096
+    help: str = ""
+
+    def __post_init__(self) -> None:
+        if self.dtype not in FIELD_DTYPES:
+            raise ValueError(
+                f"dtype of field {self.name} is {self.dtype!r}; it must be one of {', '.join(FIELD_DTYPES)}"
+            )
+
+
+Arrays = Mapping[str, np.ndarray]

@@ -1,0 +1,32 @@
+"""Gated: the form that LSTM cells and binary TreeLSTM cells have in common, which GPUs run with few kernels. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Gated:
+    """A cell whose outputs h and c, [hidden] each, are computed as
+
+        gates = concatenation of parts @ w.T + b
+        c = sigmoid(i) * tanh(u) + the sum of sigmoid(f) * c over its children
+        h = sigmoid(o) * tanh(c)
+
+    with the cell's weights `w` [gates * hidden, parts] and `b`. All are of one type. c must not be returned.
+    """
+
+    parts: tuple[str | tuple[str, str], ...]
+    """One or two: an input [wide], or an input that is an int32 scalar, and the weight that it takes a row of."""
+    gates: str
+    """The order of gates in `w`: a permutation of i, o, u and, for each child in turn, f."""
+    children: tuple[str, ...] = ()
+    """The State inputs that are the children's c; at most two."""
+    read_out: tuple[str, str, str] | None = None
+    """A third output, an int32 scalar, and its weights: label = argmax of h @ w.T + b, for `w` [labels, hidden]."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.parts) <= 2 or len(self.children) > 2:
+            raise ValueError("a gated cell has one or two parts and at most two children")
+        if sorted(self.gates) != sorted("iou" + "f" * len(self.children)):
+            raise ValueError(f"gates are {self.gates!r}; they must be i, o, u and {len(self.children)} times f")

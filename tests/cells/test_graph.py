@@ -1,0 +1,265 @@
+"""Graphs of cells: what they refuse, and how they are split into rows and subgraphs."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from holdfast.cells.cell import Cell, Output, State, Value
+from holdfast.cells.graph import ZEROS, CellGraph, Partition, Splitter
+from tests.cells.oracle import ONE, PAIR, Recipe, integer_cell, random_cells, random_recipe, split
+
+LSTM = integer_cell("lstm", {"h": PAIR, "c": ONE}, {"h": (PAIR, False), "c": (ONE, False), "y": (ONE, True)})
+LEAF = integer_cell("leaf", {}, {"h": (PAIR, True)})
+INNER = integer_cell("inner", {"left": PAIR, "right": PAIR}, {"h": (PAIR, True), "y": (ONE, True)})
+DECODER = integer_cell("decoder", {"h": PAIR, "context": PAIR}, {"h": (PAIR, False), "z": (PAIR, True)})
+TYPES = {LSTM: 0, LEAF: 1, INNER: 2, DECODER: 3}
+
+
+def subgraphs(found: Partition) -> list[list[int]]:
+    return [np.flatnonzero(found.subgraph == head).tolist() for head in np.unique(found.subgraph)]
+
+
+def sources(found: Partition) -> list[tuple[int, ...]]:
+    return sorted(tuple(each) for each in found.inputs.T.tolist())
+
+
+# Rows and subgraphs.
+
+
+def test_a_complete_tree_of_16_leaves_has_17_subgraphs() -> None:
+    graph = CellGraph()
+    level = list(graph.add(LEAF, 16, uid=range(16)))
+    while len(level) > 1:
+        level = list(
+            graph.add(
+                INNER, len(level) // 2, uid=range(len(level) // 2), left=(level[::2], "h"), right=(level[1::2], "h")
+            )
+        )
+    found = graph.partition(TYPES)
+    assert subgraphs(found) == [[leaf] for leaf in range(16)] + [list(range(16, 31))]
+    assert found.types.tolist() == [1] * 16 + [2] * 15 and found.steps.tolist() == [1] * 31
+
+
+def test_an_encoder_and_a_decoder_are_two_rows_and_two_subgraphs() -> None:
+    graph = CellGraph()
+    encoder = graph.chain(LSTM, 5, uid=range(5))
+    graph.chain(DECODER, 3, uid=range(3), h=(encoder[-1], "h"), context=(encoder[-1], "h"))
+    found = graph.partition(TYPES)
+    assert graph.nodes == 8 and graph.rows == 2
+    assert found.steps.tolist() == [5, 3] and found.subgraph.tolist() == [0, 1]
+    outputs = Splitter(TYPES).outputs
+    assert sources(found) == [(1, 0, 0, outputs["h"]), (1, 0, 1, outputs["h"])]
+
+
+def test_a_chain_that_is_read_inside_is_one_row_for_each_step() -> None:
+    graph = CellGraph()
+    begin = graph.add(LEAF, 1, uid=[0])
+    encoder = graph.chain(LSTM, 3, uid=range(3), h=(begin[0], "h"))
+    assert graph.rows == 2
+    graph.chain(DECODER, 2, uid=range(2), context=(encoder[1], "h"))
+    assert graph.rows == 5
+    found = graph.partition(TYPES)
+    assert found.steps.tolist() == [1, 1, 1, 1, 2] and found.subgraph.tolist() == [0, 1, 1, 1, 4]
+    h, c = (Splitter(TYPES).outputs[name] for name in "hc")
+    assert sources(found) == [(1, 0, 0, h), (2, 1, 0, h), (2, 1, 1, c), (3, 2, 0, h), (3, 2, 1, c), (4, 2, 1, h)]
+
+
+def test_the_first_step_of_a_cut_chain_may_begin_with_another_output() -> None:
+    graph = CellGraph()
+    first = graph.chain(DECODER, 2, uid=range(2))
+    cut = graph.chain(DECODER, 3, uid=range(3), h=(first[-1], "z"))
+    graph.add(DECODER, 1, uid=[0], h=([cut[1]], "h"))
+    h, z = (Splitter(TYPES).outputs[name] for name in "hz")
+    assert sources(graph.partition(TYPES)) == [(1, 0, 0, z), (2, 1, 0, h), (3, 2, 0, h), (4, 2, 0, h)]
+
+
+def test_types_that_read_one_another_in_a_circle_make_subgraphs_that_do_not_wait_for_each_other() -> None:
+    graph = CellGraph()
+    first = graph.add(INNER, 1, uid=[0])
+    middle = graph.add(DECODER, 1, uid=[0], context=(first, "h"))
+    graph.add(INNER, 1, uid=[0], left=(first, "h"), right=(middle, "h"))
+    assert subgraphs(graph.partition(TYPES)) == [[0], [1], [2]]
+
+
+@pytest.mark.parametrize("first", range(0, 1000, 250))
+def test_random_graphs_are_split_into_connected_nodes_of_one_type(first: int) -> None:
+    for seed in range(first, first + 250):
+        rng = random.Random(seed)
+        cells = random_cells(rng)
+        types = {cell: number for number, cell in enumerate(cells)}
+        recipes = [random_recipe(cells, 0, rng) for _ in range(3)]
+        together = Splitter(types).split([recipe.graph for recipe in recipes])
+        row = 0
+        for recipe, begin in zip(recipes, together.first.tolist(), strict=True):
+            assert begin == row
+            alone = recipe.graph.partition(types)
+            rows = recipe.graph.rows
+            assert rows == recipe.rows() == len(alone.steps) and alone.steps.sum() == len(recipe.nodes)
+            assert (together.subgraph[row : row + rows] == alone.subgraph + row).all()
+            of_node = dict(zip(recipe.nodes, np.repeat(np.arange(rows), alone.steps).tolist(), strict=True))
+            wanted = {frozenset(of_node[node] for node in nodes) for nodes in split(recipe.nodes)}
+            assert {frozenset(rows) for rows in subgraphs(alone)} == wanted
+            check_no_circle(alone)
+            row += rows
+
+
+def check_no_circle(found: Partition) -> None:
+    """Subgraphs can end one after another, each once all that it reads have."""
+    waits = {head: set() for head in found.subgraph.tolist()}
+    for reader, producer in zip(found.subgraph[found.reader], found.subgraph[found.producer], strict=True):
+        if reader != producer:
+            waits[int(reader)].add(int(producer))
+    while waits:
+        ready = [head for head, needs in waits.items() if not needs & waits.keys()]
+        assert ready
+        for head in ready:
+            del waits[head]
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize("count", [0, -1])
+def test_at_least_one_node_is_added(count: int) -> None:
+    for call in (CellGraph().add, CellGraph().chain):
+        with pytest.raises(ValueError, match=f"{count} nodes of cell lstm; there must be at least 1"):
+            call(LSTM, count, uid=[])
+
+
+def test_values_must_be_there_and_have_the_shape_and_type_of_the_input() -> None:
+    with pytest.raises(ValueError, match="cell leaf needs the value uid"):
+        CellGraph().add(LEAF, 1)
+    with pytest.raises(ValueError, match=r"value uid of cell leaf has the shape \[3\]; it needs \[2\]"):
+        CellGraph().add(LEAF, 2, uid=[1, 2, 3])
+    for given in (["a"], [2**70], [None], [[1, 2], [3]]):
+        with pytest.raises(ValueError, match="value uid of cell leaf must be int64"):
+            CellGraph().add(LEAF, 1, uid=given)
+
+
+def test_inputs_must_be_the_cell_s() -> None:
+    with pytest.raises(ValueError, match="cell leaf has no input token; it has uid"):
+        CellGraph().add(LEAF, 1, uid=[0], token=[1])
+
+
+@pytest.mark.parametrize("given", [0, [0], "h", ([0], "h", 1), None])
+def test_a_state_input_is_a_pair(given: Any) -> None:
+    graph = CellGraph()
+    graph.add(LEAF, 1, uid=[0])
+    with pytest.raises(ValueError, match="input left of cell inner must be a pair"):
+        graph.add(INNER, 1, uid=[0], left=given)
+
+
+def test_a_state_input_names_one_node_for_each_new_one() -> None:
+    graph = CellGraph()
+    leaves = graph.add(LEAF, 3, uid=range(3))
+    with pytest.raises(ValueError, match="input left of cell inner names 3 nodes; it needs 2"):
+        graph.add(INNER, 2, uid=range(2), left=(leaves, "h"))
+    with pytest.raises(ValueError, match="input h of cell lstm names 3 nodes; it needs 1"):
+        graph.chain(LSTM, 2, uid=range(2), h=(leaves, "h"))
+
+
+@pytest.mark.parametrize("nodes", [[0, 3], [0, 4], [-2, 0], [9, 0]])
+def test_a_node_reads_only_nodes_before_it(nodes: list[int]) -> None:
+    graph = CellGraph()
+    graph.add(LEAF, 2, uid=range(2))
+    bad = next(node for index, node in enumerate(nodes) if not ZEROS <= node < 2 + index)
+    with pytest.raises(ValueError, match=f"names node {bad}, which does not come before it"):
+        graph.add(INNER, 2, uid=range(2), left=(nodes, "h"))
+    with pytest.raises(ValueError, match=f"names node {bad}, which does not come before it"):
+        graph.chain(LSTM, 2, uid=range(2), h=(bad, "h"))
+    graph.add(INNER, 2, uid=range(2), left=([ZEROS, 2], "h"), right=([1, ZEROS], "h"))
+
+
+def test_an_output_must_exist_and_fit_the_input() -> None:
+    graph = CellGraph()
+    leaves = graph.add(LEAF, 2, uid=range(2))
+    inner = graph.add(INNER, 1, uid=[0])
+    with pytest.raises(ValueError, match="cell leaf has no output c; it has h"):
+        graph.add(LSTM, 1, uid=[0], c=(leaves[:1], "c"))
+    with pytest.raises(
+        ValueError, match=r"input h of cell lstm is int64\[2\], and output y of cell inner is int64\[\]"
+    ):
+        graph.add(LSTM, 1, uid=[0], h=(inner, "y"))
+    graph.add(LSTM, 1, uid=[0], c=(inner, "y"))
+    other = Cell("other", lambda weights: {}, {"x": Value()}, {"h": Output((2,), "float32")})
+    node = graph.add(other, 1, x=[0.5])
+    with pytest.raises(ValueError, match=r"is int64\[2\], and output h of cell other is float32\[2\]"):
+        graph.add(LSTM, 1, uid=[0], h=(node, "h"))
+
+
+def test_nodes_of_one_call_read_only_outputs_that_their_own_cell_gives() -> None:
+    graph = CellGraph()
+    graph.chain(DECODER, 1, uid=[0])
+    with pytest.raises(ValueError, match="cell inner has no output z; it has h, y"):
+        graph.add(INNER, 2, uid=range(2), left=([0, 1], "z"))
+    graph.add(INNER, 2, uid=range(2), left=([0, 1], "h"))
+
+
+def test_only_a_cell_that_carries_state_makes_a_chain() -> None:
+    with pytest.raises(ValueError, match="cell leaf has no State input with an output's name"):
+        CellGraph().chain(LEAF, 2, uid=range(2))
+
+
+def test_a_chain_stops_only_by_a_returned_scalar() -> None:
+    for output in ("h", "c", "x"):
+        with pytest.raises(ValueError, match=f"a chain of cell lstm cannot stop by {output}"):
+            CellGraph().chain(LSTM, 2, uid=range(2), stop=(output, 1))
+    vector = Cell("v", lambda weights: {}, {"h": State((2,))}, {"h": Output((2,), returned=True)})
+    with pytest.raises(ValueError, match="cannot stop by h"):
+        CellGraph().chain(vector, 2, stop=("h", 1))
+
+
+@pytest.mark.parametrize("node", [0, 1, 2])
+def test_nobody_reads_a_chain_that_may_stop(node: int) -> None:
+    graph = CellGraph()
+    graph.chain(LSTM, 3, uid=range(3), stop=("y", 1))
+    with pytest.raises(ValueError, match="a chain of cell lstm that may stop is read by another node"):
+        graph.add(INNER, 2, uid=range(2), left=([ZEROS, node], "h"))
+    with pytest.raises(ValueError, match="a chain of cell lstm that may stop is read by another node"):
+        graph.chain(DECODER, 1, uid=[0], context=(node, "h"))
+
+
+def test_results_name_nodes_that_return_the_output() -> None:
+    graph = CellGraph()
+    leaves = graph.add(LEAF, 2, uid=range(2))
+    steps = graph.chain(LSTM, 3, uid=range(3))
+    for nodes, output, message in (
+        ([], "h", "result r names no nodes"),
+        ([0, 5], "h", "result r names node 5; there are 5"),
+        (-1, "h", "result r names node -1; there are 5"),
+        (leaves, "y", "result r: cell leaf does not return an output y"),
+        (steps, "h", "result r: cell lstm does not return an output h"),
+        (steps[:2], "y", "result r names a part of a chain of 3 steps; name all of it"),
+        (steps[1:], "y", "result r names a part of a chain of 3 steps; name all of it"),
+        ([2, 3, 3], "y", "result r names a part of a chain of 3 steps; name all of it"),
+    ):
+        graph.results.clear()
+        graph.result("r", nodes, output)
+        with pytest.raises(ValueError, match=message):
+            graph.partition(TYPES)
+    graph.results.clear()
+    graph.result("r", np.array([2, 3, 4]), "y")
+    graph.result("leaf", leaves[1], "h")
+    assert [result.rows for result in Splitter(TYPES).check(graph)] == [[2], [1]]
+    graph.result("r", steps, "y")
+    with pytest.raises(ValueError, match="two results have one name: r, leaf, r"):
+        graph.partition(TYPES)
+
+
+def test_any_step_of_a_cut_chain_may_be_a_result() -> None:
+    recipe = Recipe(0, random.Random(0))
+    steps = recipe.chain(LSTM, 3, {})
+    recipe.add(INNER, 1, {"left": ([steps[1]], "h")})
+    recipe.graph.result("second", steps[1], "y")
+    assert [result.rows for result in Splitter(TYPES).check(recipe.graph)] == [[1]]
+
+
+def test_cells_must_be_the_application_s() -> None:
+    graph = CellGraph()
+    graph.add(LEAF, 1, uid=[0])
+    with pytest.raises(ValueError, match="cell leaf is not one of the application's cells"):
+        graph.partition({LSTM: 0})

@@ -1,0 +1,275 @@
+"""Executors of cells: they hold the arenas of state, and run rounds of tasks. The one for CPUs is here.
+
+An arena holds all outputs of one shape and type, of all nodes that live. A task gathers its State inputs from arenas by
+index, runs its cell, and scatters the outputs into the arenas by row.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from holdfast.cells.cell import Cell, Spec
+from holdfast.cells.plan import Layout, Move, Returned, Round, Task
+from holdfast.cells.types import dtype, example
+from holdfast.loop.contracts import Executor
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """How the State inputs of tasks were read. Inputs that are zeros for all nodes are not counted."""
+
+    gathered: int = 0
+    """Inputs that were copied into one place."""
+    in_place: int = 0
+    """Inputs that lay in one piece in their order already, and were read there (BatchMaker, section 2.4.3)."""
+    moved: int = 0
+    """Rows that were copied from other workers."""
+
+
+class CellExecutor(Executor[Round, Returned], Protocol):
+    """The executor of one worker."""
+
+    arenas: Arenas
+
+    def connect(self, executors: Sequence[CellExecutor]) -> None:
+        """Say which executor each worker has, so that rows can be copied from it. Needed where there are several."""
+        ...
+
+    def copies(self) -> Copies:
+        """How inputs were read so far."""
+        ...
+
+
+class Arenas:
+    """The state of all rows on one device: by shape and type, a tensor [capacity * width + 1, *shape].
+
+    The place of an output is `row * width + place`. The last item of each is zeros.
+    """
+
+    def __init__(self, cells: Sequence[Cell], device: torch.device, capacity: int) -> None:
+        self.layout = Layout(cells)
+        self.capacity, self.device = capacity, device
+        self.items: dict[Spec, torch.Tensor] = {}
+        read = [Spec(cell.inputs[name].shape, cell.inputs[name].dtype) for cell in cells for name in cell.states]
+        for spec in (*self.layout.widths, *read):
+            if spec not in self.items:
+                self.items[spec] = example(spec, capacity * self.layout.widths.get(spec, 0) + 1, device)
+
+    def of(self, spec: Spec) -> torch.Tensor:
+        """The arena of a State input or an output."""
+        return self.items[Spec(spec.shape, spec.dtype)]
+
+    def by_row(self, spec: Spec) -> torch.Tensor:
+        """The arena as [capacity, width, *shape], without the zeros at its end."""
+        return self.items[spec][:-1].view(self.capacity, self.layout.widths[spec], *spec.shape)
+
+
+class Kind:
+    """A cell type on one device: its cell, its weights there, and where its State inputs and outputs lie."""
+
+    def __init__(self, cell: Cell, arenas: Arenas, weights: Tensors) -> None:
+        self.cell, self.weights = cell, weights
+        self.states = [(name, arenas.of(cell.inputs[name])) for name in cell.states]
+        self.values, self.returned = cell.values, cell.returned
+        self.outputs: list[tuple[str, torch.Tensor, int, int]] = []
+        """Name, arena, the width of its rows, and the place in a row."""
+        for name in cell.outputs:
+            spec, place = arenas.layout.place(cell, name)
+            self.outputs.append((name, arenas.items[spec], arenas.layout.widths[spec], place))
+        self.aliases = False
+        """Whether an output of the cell may share memory with an input."""
+
+    def run(self, inputs: Mapping[str, torch.Tensor]) -> Tensors:
+        """The outputs of a batch."""
+        outputs: Tensors = self.cell.run(self.weights, **inputs)
+        return outputs
+
+    def try_out(self, size: int, device: torch.device) -> None:
+        """Run the cell once on zeros of this batch size. Raises ValueError if it does not do what it declares."""
+        cell = self.cell
+        with torch.inference_mode(False), torch.no_grad():  # inference tensors do not count their changes
+            inputs = {name: example(spec, size, device) for name, spec in cell.inputs.items()}
+            versions = {name: tensor._version for name, tensor in inputs.items()}
+            try:
+                outputs = self.run(inputs)
+            except Exception as error:
+                raise ValueError(f"cell {cell.name} cannot run on a batch of {size}: {error}") from error
+        check_outputs(cell, outputs, size, device)
+        changed = [name for name, tensor in inputs.items() if tensor._version != versions[name]]
+        if changed:
+            raise ValueError(f"cell {cell.name} changes its input {changed[0]}; it must leave inputs as they are")
+        memory = {tensor.untyped_storage().data_ptr() for tensor in (*inputs.values(), *self.weights.values())}
+        self.aliases |= any(tensor.untyped_storage().data_ptr() in memory for tensor in outputs.values())
+
+
+def kinds_of(cells: Sequence[Cell], types: Mapping[Cell, int], arenas: Arenas) -> list[Kind]:
+    """The types in the order of their numbers. Each has the first of its cells. Shared weights are copied once."""
+    copied: dict[tuple[object, ...], torch.Tensor] = {}
+
+    def on_device(weight: object) -> torch.Tensor:
+        tensor = torch.as_tensor(weight).detach()
+        key = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.device)
+        return copied.setdefault(key, tensor.to(arenas.device))
+
+    first: dict[int, Cell] = {}
+    for cell in cells:
+        first.setdefault(types[cell], cell)
+    return [
+        Kind(first[number], arenas, {name: on_device(weight) for name, weight in first[number].weights.items()})
+        for number in sorted(first)
+    ]
+
+
+def check_outputs(cell: Cell, outputs: object, size: int, device: torch.device) -> None:
+    """Raises ValueError if these are not what the cell declares."""
+    if not isinstance(outputs, Mapping):
+        raise ValueError(f"cell {cell.name} gives {type(outputs).__name__}; it must give outputs by name")
+    if set(outputs) != set(cell.outputs):
+        raise ValueError(f"cell {cell.name} gives {', '.join(outputs)}; it declares {', '.join(cell.outputs)}")
+    for name, spec in cell.outputs.items():
+        given, shape = outputs[name], (size, *spec.shape)
+        if not isinstance(given, torch.Tensor) or tuple(given.shape) != shape or given.dtype != dtype(spec):
+            found = (
+                f"{str(given.dtype).removeprefix('torch.')}{list(given.shape)}"
+                if isinstance(given, torch.Tensor)
+                else type(given).__name__
+            )
+            raise ValueError(
+                f"output {name} of cell {cell.name} is {found} for a batch of {size}; "
+                f"it is declared as {spec.dtype}{list(shape)}"
+            )
+        if given.device != device:
+            raise ValueError(f"output {name} of cell {cell.name} is on {given.device}; its inputs are on {device}")
+
+
+class CpuExecutor:
+    """Runs rounds on a CPU, with PyTorch's operators.
+
+    `collect` computes the oldest round, in the thread that calls it: `submit` only queues. A task runs with as many
+    nodes as it has; on a CPU, padding would only add work. Buffers for gathered inputs are allocated once.
+    """
+
+    def __init__(self, cells: Sequence[Cell], types: Mapping[Cell, int], *, capacity: int) -> None:
+        """Allocate arenas of `capacity` rows and try every cell at each of its sizes. Raises ValueError."""
+        self.arenas = Arenas(cells, torch.device("cpu"), capacity)
+        self._kinds = kinds_of(cells, types, self.arenas)
+        for kind in self._kinds:
+            for size in kind.cell.sizes:
+                kind.try_out(size, self.arenas.device)
+        largest: dict[Spec, int] = {}
+        for kind in self._kinds:
+            for name in kind.cell.states:
+                spec = Spec(kind.cell.inputs[name].shape, kind.cell.inputs[name].dtype)
+                largest[spec] = max(largest.get(spec, 0), kind.cell.sizes[-1])
+        self._zeros = {
+            id(self.arenas.of(spec)): example(spec, size, self.arenas.device) for spec, size in largest.items()
+        }
+        self._buffers = [
+            [example(kind.cell.inputs[name], kind.cell.sizes[-1], self.arenas.device) for name, _ in kind.states]
+            for kind in self._kinds
+        ]
+        self._peers: Sequence[CellExecutor] = ()
+        self._rounds: deque[Round] = deque()
+        self._last_rows = np.zeros(0, np.int64)
+        self._last: list[tuple[int, int, int, torch.Tensor]] = []
+        """What the task before gave to its rows: arena, width and place in it, and the batch of outputs itself."""
+        self._gathered = self._in_place = self._moved = 0
+
+    def connect(self, executors: Sequence[CellExecutor]) -> None:
+        """Say which executor each worker has."""
+        self._peers = executors
+
+    def submit(self, plan: Round) -> None:
+        """Queue a round."""
+        self._rounds.append(plan)
+
+    def collect(self) -> Returned:
+        """Compute the oldest round that was submitted."""
+        plan = self._rounds.popleft()
+        with torch.inference_mode():
+            for move in plan.moves:
+                self._move(move)
+            return [self._run(plan.type, task) for task in plan.tasks]
+
+    def copies(self) -> Copies:
+        """How inputs were read so far."""
+        return Copies(self._gathered, self._in_place, self._moved)
+
+    def close(self) -> None:
+        """Forget the rounds that were not computed."""
+        self._rounds.clear()
+
+    def _move(self, move: Move) -> None:
+        rows, source = torch.from_numpy(move.rows), self._peers[move.worker].arenas
+        for spec in self.arenas.layout.widths:
+            self.arenas.by_row(spec).index_copy_(0, rows.long(), source.by_row(spec).index_select(0, rows))
+        self._moved += len(move.rows)
+        self._last = []
+
+    def _run(self, number: int, task: Task) -> tuple[np.ndarray, ...]:
+        kind, nodes = self._kinds[number], len(task.rows)
+        inputs: Tensors = {}
+        for (name, arena), source, buffer in zip(kind.states, task.sources, self._buffers[number], strict=True):
+            inputs[name] = self._read(arena, source, buffer, copy=kind.aliases)
+        for name, value in zip(kind.values, task.values, strict=True):
+            inputs[name] = torch.from_numpy(value)
+        outputs = kind.run(inputs)
+        if kind.aliases:
+            outputs = {name: output.clone() for name, output in outputs.items()}
+        self._last_rows = rows = task.rows.astype(np.int64)
+        run = _run_of(rows)
+        self._last = []
+        for name, arena, width, place in kind.outputs:
+            output = outputs[name]
+            if run is not None:
+                first, step = run[0] * width + place, run[1] * width
+                arena[first : first + nodes * step : step].copy_(output)
+            else:
+                arena.index_copy_(0, torch.from_numpy(rows * width + place), output)
+            self._last.append((id(arena), width, place, output))
+        return tuple([outputs[name].numpy() for name in kind.returned])
+
+    def _read(self, arena: torch.Tensor, source: np.ndarray, buffer: torch.Tensor, *, copy: bool) -> torch.Tensor:
+        """A State input as [nodes, *shape]: where it lies if it lies there in order, else gathered into the buffer."""
+        nodes = len(source)
+        if source.min() < 0:
+            if source.max() < 0:
+                return self._zeros[id(arena)][:nodes]
+            source = np.where(source < 0, np.int32(len(arena) - 1), source)
+        elif not copy:
+            for which, width, place, output in self._last:
+                if which == id(arena) and self._is_last(source, width, place):
+                    self._in_place += 1
+                    return output
+            run = _run_of(source)
+            if run is not None:
+                self._in_place += 1
+                return arena[run[0] : run[0] + nodes * run[1] : run[1]]
+        self._gathered += 1
+        return torch.index_select(arena, 0, torch.from_numpy(np.ascontiguousarray(source)), out=buffer[:nodes])
+
+    def _is_last(self, source: np.ndarray, width: int, place: int) -> bool:
+        """Whether a State input is an output of the task before, for the same nodes' successors in the same order."""
+        rows = self._last_rows
+        if len(rows) != len(source) or int(rows[0]) * width + place != int(source[0]):
+            return False
+        return bool((rows * width + place == source).all())
+
+
+def _run_of(numbers: np.ndarray) -> tuple[int, int] | None:
+    """The first of these numbers and the step between them, if they rise by equal steps; else None."""
+    first = int(numbers[0])
+    if len(numbers) == 1:
+        return first, 1
+    step = int(numbers[1]) - first
+    if step < 1 or int(numbers[-1]) - first != step * (len(numbers) - 1):
+        return None
+    return (first, step) if len(numbers) == 2 or bool((np.diff(numbers) == step).all()) else None

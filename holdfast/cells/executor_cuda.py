@@ -1,0 +1,457 @@
+"""The executor of cells for CUDA: one graph for each type and size, which finds its task by a cursor on the device.
+
+`submit` writes the words of a round's tasks into a pinned ring, copies them to the same place of a ring on the device
+with one copy, and replays a graph for each task; it waits for nothing. The last kernel of a task adds 1 to a counter in
+pinned memory, which `collect` polls (BatchMaker, section 2.5). Returned outputs lie in a pinned ring by then.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import torch
+
+from holdfast.cells import kernels
+from holdfast.cells.cell import Cell, Spec, State
+from holdfast.cells.executor import Arenas, CellExecutor, Copies, Kind, Tensors, kinds_of
+from holdfast.cells.gated import Gated
+from holdfast.cells.kernels import HEADER, RETURNED_UNIT, Signals, Source, unit_of
+from holdfast.cells.plan import SCRATCH, Move, Returned, Round, Task
+from holdfast.cells.planner import MAX_TASKS
+from holdfast.cells.types import example
+
+ALIGNED_WORDS = 4
+SPINS = 50
+SLEEP_SECONDS = 20e-6
+SLEEPS_PER_CHECK = 1000
+"""How often `collect` asks whether the device has failed."""
+PR_SET_TIMERSLACK = 29
+NO_SOURCE = -1
+
+
+class TaskWords:
+    """Where the parts of a task of one type and size lie in its words, and its returned outputs in their bytes."""
+
+    def __init__(self, cell: Cell, size: int) -> None:
+        self.size = size
+        self.sources = {name: HEADER + (1 + place) * size for place, name in enumerate(cell.states)}
+        at = _aligned(HEADER + (1 + len(cell.states)) * size)
+        self.head = HEADER + (1 + len(cell.states)) * size
+        """Words of header, rows and sources."""
+        self.values: dict[str, tuple[int, int, tuple[int, ...], np.dtype]] = {}
+        """By Value input: its first word, how many numbers it has, its shape, its type."""
+        for name in cell.values:
+            shape, dtype = (size, *cell.inputs[name].shape), np.dtype(cell.inputs[name].dtype)
+            items = math.prod(shape)
+            self.values[name] = at, items, shape, dtype
+            at = _aligned(at - (-items * dtype.itemsize // 4))
+        self.words = at
+        self.returned: dict[str, tuple[int, int, tuple[int, ...], np.dtype]] = {}
+        """By returned output: its first byte, the bytes of one node, one node's shape, its type."""
+        at = 0
+        for name in cell.returned:
+            shape, dtype = cell.outputs[name].shape, np.dtype(cell.outputs[name].dtype)
+            item = math.prod(shape) * dtype.itemsize
+            self.returned[name] = at, item, shape, dtype
+            at += -(-size * item // RETURNED_UNIT) * RETURNED_UNIT
+        self.returned_bytes = at
+
+
+@cache
+def _sleep_precisely(thread: int) -> None:
+    """Let this thread's sleeps end within microseconds; Linux allows them 50 more by default."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1000, 0, 0, 0)
+
+
+def _aligned(words: int) -> int:
+    return -(-words // ALIGNED_WORDS) * ALIGNED_WORDS
+
+
+def _bytes(spec: Spec) -> int:
+    item = 2 if spec.dtype == "bfloat16" else np.dtype(spec.dtype).itemsize
+    return math.prod(spec.shape) * item
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A round in flight."""
+
+    type: int
+    tasks: list[tuple[int, TaskWords, int]]
+    """Nodes, words, and the byte at which the returned outputs begin."""
+    target: int
+    """The counter's value when the round's last task has completed."""
+
+
+class CudaExecutor:
+    """Runs rounds on one CUDA device, on a stream of its own.
+
+    On a CPU device it runs the same kernels under Triton's interpreter, at once and without graphs, for tests.
+    """
+
+    def __init__(
+        self,
+        cells: Sequence[Cell],
+        types: Mapping[Cell, int],
+        device: str,
+        *,
+        capacity: int,
+        max_tasks: int = MAX_TASKS,
+        rounds_in_flight: int = 2,
+    ) -> None:
+        """Allocate arenas of `capacity` rows and capture every cell at each of its sizes.
+
+        Rounds have at most `max_tasks` tasks, and at most `rounds_in_flight` may be in flight. Raises ValueError for a
+        cell that does not do what it declares.
+        """
+        self.device = torch.device(device)
+        self._max_tasks, self._rounds_in_flight = max_tasks, rounds_in_flight
+        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        with self._on_stream():
+            self.arenas = Arenas(cells, self.device, capacity)
+            self._kinds = kinds_of(cells, types, self.arenas)
+            self._words = [{size: TaskWords(kind.cell, size) for size in kind.cell.sizes} for kind in self._kinds]
+            most = [max(each.values(), key=lambda words: words.words) for each in self._words]
+            states = max(len(kind.cell.states) for kind in self._kinds)
+            largest = max(kind.cell.sizes[-1] for kind in self._kinds)
+            self._most_moved = states * largest * max_tasks
+            """Rows that a round can move: no more than its tasks read."""
+            self._round_words = _aligned(max_tasks * max(words.words for words in most) + self._most_moved)
+            self._ring_words = self._round_words * (rounds_in_flight + 1)
+            self._task_bytes = max(words.returned_bytes for words in most)
+            self._returned_bytes = max(self._task_bytes, RETURNED_UNIT) * (max_tasks * (rounds_in_flight + 1) + 1)
+            self._signals = Signals(
+                ring=torch.zeros(self._ring_words, dtype=torch.int32, device=self.device),
+                cursor=torch.zeros(1, dtype=torch.int32, device=self.device),
+                tickets=torch.zeros(2, dtype=torch.int32, device=self.device),
+                done=self._pinned(1, torch.int64),
+                returned=self._pinned(self._returned_bytes, torch.uint8),
+            )
+            self._staged = self._pinned(self._ring_words, torch.int32)
+            self._bodies: list[Callable[[], None]] = []
+            """What was captured: graphs read the tables and buffers that these hold."""
+            self._run: list[dict[int, Callable[[], None]]] = self._materialize()
+        self._host_words, self._done = self._staged.numpy(), self._signals.done.numpy()
+        self._host_returned = self._signals.returned.numpy()
+        self._at = self._returned_at = 0
+        self._submitted = 0
+        self._in_flight: deque[_Flight] = deque()
+        self._peers: list[tuple[dict[int, torch.Tensor], int] | None] = []
+        self._moved = 0
+
+    def connect(self, executors: Sequence[CellExecutor]) -> None:
+        """Say which executor each worker has. Raises ValueError if this device cannot read another's memory."""
+        self._peers = [None if each is self else self._move_tables(each.arenas) for each in executors]
+
+    def submit(self, plan: Round) -> None:
+        """Start a round. Raises RuntimeError if too many are in flight, ValueError if the round is too large."""
+        if len(self._in_flight) == self._rounds_in_flight:
+            raise RuntimeError(f"{len(self._in_flight)} rounds are in flight; at most {self._rounds_in_flight} may be")
+        if len(plan.tasks) > self._max_tasks:
+            raise ValueError(f"the round has {len(plan.tasks)} tasks; at most {self._max_tasks} fit")
+        layouts = [self._words[plan.type][task.size] for task in plan.tasks]
+        begin = at = self._at
+        flight = _Flight(plan.type, [], self._submitted + len(plan.tasks))
+        for place, (task, words) in enumerate(zip(plan.tasks, layouts, strict=True)):
+            end = at + words.words
+            if place + 1 == len(plan.tasks):
+                moves_at = end
+                end = _aligned(end + sum(len(move.rows) for move in plan.moves))
+                self._at = end if end + self._round_words <= self._ring_words else 0
+            following = end if place + 1 < len(plan.tasks) else self._at
+            returned_at = self._returned_at
+            if returned_at + words.returned_bytes > self._returned_bytes:
+                returned_at = 0
+            self._returned_at = returned_at + words.returned_bytes
+            self._stage(task, words, at, following, returned_at)
+            flight.tasks.append((len(task.rows), words, returned_at))
+            at = end
+        moves = []
+        for move in plan.moves:
+            self._host_words[moves_at : moves_at + len(move.rows)] = move.rows
+            moves.append((move, moves_at))
+            moves_at += len(move.rows)
+        with self._on_stream():
+            self._signals.ring[begin:at].copy_(self._staged[begin:at], non_blocking=True)
+            for move, moves_at in moves:
+                self._move(move, moves_at)
+            for task in plan.tasks:
+                self._run[plan.type][task.size]()
+        self._submitted = flight.target
+        self._in_flight.append(flight)
+
+    def collect(self) -> Returned:
+        """Wait for the oldest round. Its arrays lie in the ring, until a round more than may be in flight is submitted.
+
+        Raises RuntimeError if the device has failed.
+        """
+        flight = self._in_flight[0]
+        self._wait(flight.target)
+        self._in_flight.popleft()
+        found = []
+        for nodes, words, begin in flight.tasks:
+            outputs = []
+            for at, item, shape, dtype in words.returned.values():
+                raw = self._host_returned[begin + at : begin + at + nodes * item]
+                outputs.append(raw.view(dtype).reshape(nodes, *shape))
+            found.append(tuple(outputs))
+        return found
+
+    def copies(self) -> Copies:
+        """How many rows were moved. Inputs are read by the kernels that need them, so they are not counted."""
+        return Copies(moved=self._moved)
+
+    def close(self) -> None:
+        """Wait for the device, if it works, and release the graphs."""
+        if self._stream is not None:
+            with suppress(RuntimeError):
+                self._stream.synchronize()
+        self._run.clear()
+        self._bodies.clear()
+        self._in_flight.clear()
+
+    def _stage(self, task: Task, words: TaskWords, at: int, following: int, returned_at: int) -> None:
+        """Write a task's words into the pinned ring. Padding nodes read zeros and write to SCRATCH."""
+        ring, nodes, size = self._host_words, len(task.rows), words.size
+        ring[at], ring[at + 1], ring[at + 2] = following, nodes, returned_at // RETURNED_UNIT
+        head = ring[at + HEADER : at + words.head].reshape(-1, size)
+        head[0, :nodes] = task.rows
+        head[1:, :nodes] = task.sources
+        if nodes < size:
+            head[0, nodes:] = SCRATCH
+            head[1:, nodes:] = NO_SOURCE
+        for value, (first, items, shape, dtype) in zip(task.values, words.values.values(), strict=True):
+            target = ring[at + first : at + words.words].view(dtype)[:items].reshape(shape)
+            target[:nodes] = value
+            if nodes < size:
+                target[nodes:] = 0
+
+    def _wait(self, target: int) -> None:
+        """Wait until so many tasks have completed."""
+        done = self._done
+        for _ in range(SPINS):
+            if done[0] >= target:
+                return
+        _sleep_precisely(threading.get_ident())
+        sleeps = 0
+        while done[0] < target:
+            time.sleep(SLEEP_SECONDS)
+            sleeps += 1
+            if sleeps % SLEEPS_PER_CHECK == 0 and (self._stream is None or self._stream.query()) and done[0] < target:
+                raise RuntimeError(f"the device is idle after {done[0]} tasks; {target} were submitted")
+
+    # Made once, at the start.
+
+    def _on_stream(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def _pinned(self, length: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(length, dtype=dtype, pin_memory=self.device.type == "cuda")
+
+    def _materialize(self) -> list[dict[int, Callable[[], None]]]:
+        """What runs a task of each type and size. The words are zeros here, so all of a task's nodes are padding."""
+        pool = torch.cuda.graph_pool_handle() if self._stream is not None else None
+        made: list[dict[int, Callable[[], None]]] = []
+        for number, kind in enumerate(self._kinds):
+            buffers = _Buffers(kind, self._words[number], self.arenas, self._signals)
+            runs: dict[int, Callable[[], None]] = {}
+            for size in reversed(kind.cell.sizes):
+                kind.try_out(size, self.device)
+                body = buffers.body(size)
+                self._bodies.append(body)
+                with torch.inference_mode():
+                    body()
+                    if self._stream is None:
+                        runs[size] = body
+                        continue
+                    self._stream.synchronize()
+                    graph = torch.cuda.CUDAGraph()
+                    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                    try:
+                        body()
+                    finally:
+                        graph.capture_end()
+                    runs[size] = graph.replay
+            made.append(runs)
+        self._signals.tickets.zero_()
+        if self._stream is not None:
+            self._stream.synchronize()
+        self._signals.done.zero_()
+        return made
+
+    def _move_tables(self, theirs: Arenas) -> tuple[dict[int, torch.Tensor], int]:
+        """The tables of `kernels.move_rows` for another worker's arenas, and the largest row in units."""
+        if theirs.device != self.device:
+            if self.device.type != "cuda" or theirs.device.type != "cuda":
+                raise ValueError(f"workers are on {theirs.device} and {self.device}; all must be CPUs or all GPUs")
+            if not torch.cuda.can_device_access_peer(self.device, theirs.device):
+                raise ValueError(f"{self.device} cannot read the memory of {theirs.device}; use one of them only")
+            probe = torch.zeros(1, device=self.device)  # a copy between two devices maps their memory into each other
+            probe.to(theirs.device).to(self.device)
+        tables: dict[int, list[list[int]]] = {}
+        widest = 1
+        for spec, width in self.arenas.layout.widths.items():
+            unit = unit_of(_bytes(spec) * width)
+            units = _bytes(spec) * width // unit
+            widest = max(widest, units)
+            entry = [theirs.items[spec].data_ptr(), self.arenas.items[spec].data_ptr(), units]
+            tables.setdefault(unit, []).append(entry)
+        return {unit: _table(lines, self.device) for unit, lines in tables.items()}, widest
+
+    def _move(self, move: Move, begin: int) -> None:
+        peer = self._peers[move.worker]
+        assert peer is not None, "a worker was asked to move rows from itself"
+        tables, widest = peer
+        kernels.move_rows(self._signals, tables, widest, begin, len(move.rows))
+        self._moved += len(move.rows)
+
+
+class _Buffers:
+    """The fixed memory of one type's tasks, and the kernels of a task of each size."""
+
+    def __init__(self, kind: Kind, words: Mapping[int, TaskWords], arenas: Arenas, signals: Signals) -> None:
+        self._kind, self._cell, self._words = kind, kind.cell, words
+        self._arenas, self._signals, self._device = arenas, signals, arenas.device
+        self._gated = kind.cell.gated if "c" not in kind.returned else None
+        largest = self._cell.sizes[-1]
+        kind.weights = {name: weight.contiguous() for name, weight in kind.weights.items()}
+        if self._gated is None:
+            self._inputs = {name: example(spec, largest, self._device) for name, spec in self._cell.inputs.items()}
+        else:
+            w = kind.weights["w"]
+            self._parts = torch.empty(largest, w.shape[1], dtype=w.dtype, device=self._device)
+            self._products = torch.empty(largest, w.shape[0], dtype=w.dtype, device=self._device)
+            hidden = len(w) // len(self._gated.gates)
+            self._h: torch.Tensor | None = None
+            if self._gated.read_out is not None or "h" in kind.returned:
+                self._h = torch.empty(largest, hidden, dtype=w.dtype, device=self._device)
+
+    def body(self, size: int) -> Callable[[], None]:
+        """Launches the kernels of a task of this size, on the current stream."""
+        if self._gated is not None:
+            return self._gated_body(self._gated, size)
+        tables = _tables_of({name: self._scatter_entries(name, size) for name in self._cell.outputs}, self._device)
+        gather, widest = self._gather_tables(size)
+        inputs = {name: buffer[:size] for name, buffer in self._inputs.items()}
+
+        def run() -> None:
+            kernels.gather(self._signals, gather, widest, size)
+            self._write(self._kind.run(inputs), tables, size)
+
+        return run
+
+    def _gated_body(self, gated: Gated, size: int) -> Callable[[], None]:
+        cell, words, layout = self._cell, self._words[size], self._arenas.layout
+        weights = self._kind.weights
+        parts = [self._source(part, words) for part in gated.parts]
+        joined, products = self._parts[:size], self._products[:size]
+        h = None if self._h is None else self._h[:size]
+        arena, width = self._arenas.of(cell.outputs["h"]), layout.width_of(cell.outputs["h"])
+        places = layout.place(cell, "h")[1], layout.place(cell, "c")[1]
+        children = [words.sources[name] for name in gated.children]
+        returned = {"h": self._scatter_entries("h", size)} if "h" in words.returned else {}
+        tables = _tables_of(returned, self._device)
+
+        def run() -> None:
+            kernels.concatenate(self._signals, parts, joined, size)
+            torch.mm(joined, weights["w"].t(), out=products)
+            last = h is None
+            kernels.gates(
+                self._signals, gated.gates, products, weights["b"], arena, width, places, children, h, last=last
+            )
+            if gated.read_out is not None and h is not None:
+                name, matrix, bias = gated.read_out
+                spec, place = layout.place(cell, name)
+                kernels.read_out(
+                    self._signals,
+                    torch.nn.functional.linear(h, weights[matrix], weights[bias]),
+                    self._arenas.items[spec],
+                    layout.widths[spec],
+                    place,
+                    words.returned[name][0] if name in words.returned else None,
+                    last=not returned,
+                )
+            if h is not None and returned:
+                self._write({"h": h}, tables, size)
+
+        return run
+
+    def _source(self, part: str | tuple[str, str], words: TaskWords) -> Source:
+        """Where a part of a gated cell's inputs comes from."""
+        if isinstance(part, str):
+            spec = self._cell.inputs[part]
+            wide = math.prod(spec.shape)
+            if isinstance(spec, State):
+                return Source(kernels.BY_INDEX, self._arenas.of(spec), wide, words.sources[part])
+            return Source(kernels.VALUE, self._signals.ring, wide, words.values[part][0])
+        name, weight = part
+        items = self._kind.weights[weight]
+        if isinstance(self._cell.inputs[name], State):
+            arena = self._arenas.of(self._cell.inputs[name])
+            return Source(kernels.BY_WORD, items, items.shape[1], words.sources[name], arena)
+        return Source(kernels.BY_INDEX, items, items.shape[1], words.values[name][0])
+
+    def _gather_tables(self, size: int) -> tuple[dict[int, torch.Tensor], int]:
+        words = self._words[size]
+        lines: dict[int, list[list[int]]] = {}
+        widest = 1
+        for name, spec in self._cell.inputs.items():
+            if isinstance(spec, State):
+                source, offset = self._arenas.of(spec), words.sources[name]
+            else:
+                source, offset = self._signals.ring, words.values[name][0]
+            item = _bytes(spec)
+            widest = max(widest, item // unit_of(item))
+            entry = kernels.gather_entry(source, self._inputs[name], item, offset, not isinstance(spec, State))
+            lines.setdefault(unit_of(item), []).append(entry)
+        return {unit: _table(each, self._device) for unit, each in lines.items()}, widest
+
+    def _scatter_entries(self, name: str, size: int) -> tuple[int, list[int]]:
+        """The unit in which an output is written, and its line of the table."""
+        spec, place = self._arenas.layout.place(self._cell, name)
+        returned = self._words[size].returned
+        at = returned[name][0] if name in returned else None
+        item = _bytes(spec)
+        return unit_of(item), kernels.scatter_entry(
+            self._arenas.items[spec], item, self._arenas.layout.widths[spec], place, at
+        )
+
+    def _write(self, outputs: Tensors, tables: dict[int, _Scatter], size: int) -> None:
+        """Write outputs, and end the task if there are any."""
+        for number, (unit, table) in enumerate(tables.items()):
+            batch = [outputs[name].contiguous() for name in table.names]
+            last = number + 1 == len(tables)
+            kernels.scatter(self._signals, batch, table.lines, unit, table.widest, size, last=last)
+
+
+@dataclass(frozen=True, slots=True)
+class _Scatter:
+    """Outputs that are written in one unit."""
+
+    names: list[str]
+    lines: torch.Tensor
+    widest: int
+
+
+def _tables_of(entries: Mapping[str, tuple[int, list[int]]], device: torch.device) -> dict[int, _Scatter]:
+    made = {}
+    for unit in {unit for unit, _ in entries.values()}:
+        names = [name for name, entry in entries.items() if entry[0] == unit]
+        lines = [entries[name][1] for name in names]
+        made[unit] = _Scatter(names, _table(lines, device), max(line[1] for line in lines))
+    return made
+
+
+def _table(lines: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
+    return torch.tensor(lines, dtype=torch.int64, device=device)

@@ -1,0 +1,136 @@
+"""When two cells are one type: equal operations, on equal weights, over inputs and outputs of equal shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from holdfast.cells.cell import Cell, Spec
+
+TRACED_SIZE = 2
+"""Nodes in the batch with which a cell is traced. Tracing runs the cell once."""
+
+
+def number(cells: Sequence[Cell]) -> dict[Cell, int]:
+    """The type of each cell, from 0 in order of appearance (BatchMaker, section 2.3.1).
+
+    Cells have one number only if they name alike inputs and outputs alike, have equal priorities and sizes, compute the
+    same operations, and use weights that share memory or hold equal bytes. Raises ValueError for a cell that cannot be
+    traced, such as one that branches by what a tensor holds. Cells that look like no other are not traced.
+    """
+    alike: dict[Hashable, list[Cell]] = {}
+    for cell in dict.fromkeys(cells):
+        alike.setdefault(_signature(cell), []).append(cell)
+    same_as: dict[Cell, Cell] = {}
+    for group in alike.values():
+        distinct: list[tuple[Cell, Hashable, list[torch.Tensor]]] = []
+        for cell in group:
+            operations, weights = trace(cell) if len(group) > 1 else ((), [])
+            for other, other_operations, other_weights in distinct:
+                if operations == other_operations and all(map(_equal, weights, other_weights)):
+                    same_as[cell] = other
+                    break
+            else:
+                distinct.append((cell, operations, weights))
+                same_as[cell] = cell
+    numbers: dict[Cell, int] = {}
+    for cell in dict.fromkeys(cells):
+        numbers[cell] = numbers[same_as[cell]] if same_as[cell] in numbers else len(set(numbers.values()))
+    return numbers
+
+
+def trace(cell: Cell) -> tuple[Hashable, list[torch.Tensor]]:
+    """A cell's operations in a form that compares equal for equal ones, and the weights that they use, in that order.
+
+    Tensors that `run` closes over count as weights. Raises ValueError if the cell cannot be traced.
+    """
+    names = list(cell.weights)
+    weights = [torch.as_tensor(cell.weights[name]) for name in names]
+    device = weights[0].device if weights else torch.device("cpu")
+    inputs = [example(spec, TRACED_SIZE, device) for spec in cell.inputs.values()]
+
+    def run(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        given = dict(zip(names, tensors[: len(names)], strict=True))
+        outputs = cell.run(given, **dict(zip(cell.inputs, tensors[len(names) :], strict=True)))
+        return [outputs[name] for name in cell.outputs]
+
+    try:
+        with torch.no_grad():
+            graph = make_fx(run)(*weights, *inputs)
+    except (RuntimeError, TypeError, KeyError, IndexError, AttributeError) as error:
+        raise ValueError(f"cell {cell.name} cannot be traced: {error}") from error
+    return _canonical(graph, weights)
+
+
+def example(spec: Spec, size: int, device: torch.device) -> torch.Tensor:
+    """A batch of zeros."""
+    return torch.zeros(size, *spec.shape, dtype=dtype(spec), device=device)
+
+
+def dtype(spec: Spec) -> torch.dtype:
+    """What torch calls a Spec's dtype."""
+    found: torch.dtype = getattr(torch, spec.dtype)
+    return found
+
+
+def _signature(cell: Cell) -> Hashable:
+    """What two cells of one type have in common before any operation is looked at."""
+    inputs = tuple((name, type(spec), spec.shape, spec.dtype) for name, spec in cell.inputs.items())
+    outputs = tuple((name, spec.shape, spec.dtype, spec.returned) for name, spec in cell.outputs.items())
+    return inputs, outputs, cell.priority, cell.sizes
+
+
+def _canonical(graph: GraphModule, weights: Sequence[torch.Tensor]) -> tuple[Hashable, list[torch.Tensor]]:
+    """The graph with its nodes numbered, and each weight named by when it is first used.
+
+    A weight that no operation uses does not count, and the names of weights do not either.
+    """
+    numbers: dict[Node, Hashable] = {}
+    placeholders: dict[Node, int] = {}
+    used: list[torch.Tensor] = []
+    lines: list[Hashable] = []
+
+    def name(node: Node) -> Hashable:
+        if node not in numbers:
+            at = placeholders[node]
+            if at < len(weights):
+                numbers[node] = ("weight", len(used))
+                used.append(weights[at])
+            else:
+                numbers[node] = ("input", at - len(weights))
+        return numbers[node]
+
+    def read(value: Any) -> Hashable:
+        if isinstance(value, Node):
+            return name(value)
+        if isinstance(value, (list, tuple)):
+            return (type(value).__name__, *map(read, value))
+        if isinstance(value, dict):
+            return ("dict", *((key, read(each)) for key, each in value.items()))
+        return type(value).__name__, repr(value)
+
+    for node in graph.graph.nodes:
+        if node.op == "placeholder":
+            placeholders[node] = len(placeholders)
+        elif node.op == "get_attr":
+            numbers[node] = ("weight", len(used))
+            used.append(getattr(graph, str(node.target)))
+        else:
+            lines.append((node.op, str(node.target), read(node.args), read(node.kwargs)))
+            numbers[node] = ("node", len(lines))
+    return (*lines, *_shapes(used)), used
+
+
+def _shapes(tensors: Iterable[torch.Tensor]) -> list[Hashable]:
+    return [(tuple(tensor.shape), tensor.dtype, tensor.device) for tensor in tensors]
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of equal shapes and types share memory or hold equal bytes."""
+    if one.data_ptr() == other.data_ptr() and one.stride() == other.stride():
+        return True
+    return torch.equal(*(each.detach().contiguous().view(-1).view(torch.uint8) for each in (one, other)))

@@ -1,0 +1,204 @@
+"""Workers: an application's cells on one or several devices, one thread and one loop for each, over one planner."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from holdfast.cells.application import Application
+from holdfast.cells.cell import Cell
+from holdfast.cells.executor import CellExecutor, Copies, CpuExecutor
+from holdfast.cells.plan import CellOutput, CellRequest, Returned, Round
+from holdfast.cells.planner import CAPACITY, MAX_TASKS, CellPlanner, CellStats, CellWorker
+from holdfast.cells.types import number
+from holdfast.loop.contracts import Clock
+from holdfast.loop.loop import Loop
+
+CPU_ROUNDS, GPU_ROUNDS = 1, 2
+"""Rounds in flight by default."""
+CellLoop = Loop[CellRequest, Round, Returned, list[CellOutput], CellStats]
+
+
+class Workers:
+    """Runs requests of one application on its workers, until `close` or until an executor fails.
+
+    Each worker's thread plans, runs and completes rounds, and sleeps while there is nothing for it to do. All threads
+    plan under one lock. `submit`, `abort` and `stats` may be called from any thread. Workers on the CPU share PyTorch's
+    threads, as many as the thread that makes the workers may use.
+    """
+
+    def __init__(
+        self,
+        application: Application,
+        devices: Sequence[str],
+        *,
+        max_tasks: int = MAX_TASKS,
+        capacity: int = CAPACITY,
+        steps_in_flight: int | None = None,
+        clock: Clock,
+        on_outputs: Callable[[list[CellOutput]], None],
+        on_failure: Callable[[str], None],
+    ) -> None:
+        """Make every cell ready at every size on each of the devices, "cpu" or "cuda:N", and start the threads.
+
+        `capacity` is in rows, on each device. `steps_in_flight` is in rounds; by default it is 2 on GPUs, and 1 on
+        CPUs, which compute a round only when it is waited for.
+        `on_outputs` gets the requests that have ended, in a worker's thread. `on_failure` gets the reason, once, if an
+        executor or `on_outputs` raises; nothing runs after that.
+        Raises ValueError for what is out of range, and for a cell that does not do what it declares.
+        """
+        if not devices:
+            raise ValueError("devices is empty; there must be at least one")
+        if steps_in_flight is not None and steps_in_flight < 1:
+            raise ValueError(f"steps_in_flight is {steps_in_flight}; it must be at least 1")
+        self._on_outputs, self._on_failure = on_outputs, on_failure
+        self._changed = threading.Condition()
+        """Guards the planner and all that follows; notified when a sleeping worker may have something to do."""
+        self._changes = 0
+        self._torch_threads = max(1, torch.get_num_threads() // len(devices))
+        self._ended: str | None = None
+        """Why nothing runs any more."""
+        types = number(application.cells)
+        self._planner = CellPlanner(
+            application.cells, types, workers=len(devices), max_tasks=max_tasks, capacity=capacity
+        )
+        self._executors: list[CellExecutor] = []
+        self._workers: list[_Worker] = []
+        for place, device in enumerate(devices):
+            in_flight = steps_in_flight or (CPU_ROUNDS if device == "cpu" else GPU_ROUNDS)
+            executor = _executor(application, types, device, capacity, max_tasks, in_flight)
+            self._executors.append(executor)
+            worker = _Worker(self, self._planner.worker(place))
+            self._workers.append(worker)
+            worker.loop = Loop(worker, executor, in_flight, clock)
+        if len(devices) > 1:
+            for executor in self._executors:
+                executor.connect(self._executors)
+        self._threads = [
+            threading.Thread(target=self._run, args=(worker, device), name=f"cells-{place}-{device}", daemon=True)
+            for place, (worker, device) in enumerate(zip(self._workers, devices, strict=True))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, request: CellRequest) -> None:
+        """Queue a request. Raises ValueError if it can never run, RuntimeError after a failure or `close`."""
+        with self._changed:
+            if self._ended is not None:
+                raise RuntimeError(f"the workers have ended: {self._ended}")
+            self._planner.add(request)
+            self._notify()
+
+    def abort(self, request_id: str) -> None:
+        """End a request; unless it has ended already, its output never comes."""
+        with self._changed:
+            if self._ended is None:
+                self._planner.abort(request_id)
+                self._notify()
+
+    def stats(self) -> CellStats:
+        """Queues and rows as they stand."""
+        with self._changed:
+            return self._planner.stats()
+
+    def copies(self) -> list[Copies]:
+        """How each worker read the inputs of its tasks so far."""
+        return [executor.copies() for executor in self._executors]
+
+    def close(self) -> None:
+        """Stop the threads after their current round and release the devices. Requests that have not ended are lost."""
+        self._end("closed")
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+        for worker in self._workers:
+            worker.loop.close()
+
+    def _run(self, worker: _Worker, device: str) -> None:
+        torch.set_num_threads(self._torch_threads)  # holds for the thread that calls it
+        try:
+            while self._ended is None:
+                outputs = worker.loop.step()
+                if outputs:
+                    self._on_outputs(outputs)
+                elif outputs is None:
+                    self._sleep(worker)
+        except Exception as error:
+            reason = f"the worker on {device} failed: {type(error).__name__}: {error}"
+            if self._end(reason):
+                self._on_failure(reason)
+
+    def _sleep(self, worker: _Worker) -> None:
+        """Wait until something has changed since the worker found nothing to plan."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._changes != worker.seen or self._ended is not None)
+
+    def _notify(self) -> None:
+        self._changes += 1
+        self._changed.notify_all()
+
+    def _end(self, reason: str) -> bool:
+        """End all threads; whether this call was the first to do so."""
+        with self._changed:
+            if self._ended is not None:
+                return False
+            self._ended = reason
+            self._changed.notify_all()
+            return True
+
+
+class _Worker:
+    """One worker's Planner, under the lock that all share."""
+
+    loop: CellLoop
+
+    def __init__(self, workers: Workers, planner: CellWorker) -> None:
+        self._workers, self._planner = workers, planner
+        self._lock = workers._changed
+        self.seen = -1
+        """What had changed when the worker last planned."""
+
+    def add(self, request: CellRequest) -> None:
+        self._workers.submit(request)
+
+    def abort(self, request_id: str) -> None:
+        self._workers.abort(request_id)
+
+    def schedule(self, now: float) -> Round | None:
+        with self._lock:
+            self.seen = self._workers._changes
+            return self._planner.schedule(now)
+
+    def update(self, plan: Round, result: Returned, now: float) -> list[CellOutput]:
+        with self._lock:
+            outputs = self._planner.update(plan, result, now)
+            if len(self._workers._workers) > 1:
+                self._workers._notify()
+            return outputs
+
+    def has_work(self) -> bool:
+        with self._lock:
+            return self._planner.has_work()
+
+    def stats(self) -> CellStats:
+        return self._workers.stats()
+
+
+def _executor(
+    application: Application, types: Mapping[Cell, int], device: str, capacity: int, max_tasks: int, in_flight: int
+) -> CellExecutor:
+    """The executor of a device. Raises ValueError if there is no such device."""
+    if device == "cpu":
+        return CpuExecutor(application.cells, types, capacity=capacity)
+    number = device.removeprefix("cuda:")
+    if number == device or not number.isdecimal():
+        raise ValueError(f"device is {device!r}; it must be cpu, or cuda and a number, such as cuda:0")
+    if int(number) >= torch.cuda.device_count():
+        raise ValueError(f"device is {device}; this machine has {torch.cuda.device_count()} CUDA devices")
+    from holdfast.cells.executor_cuda import CudaExecutor  # here, so that CPUs need no Triton
+
+    return CudaExecutor(
+        application.cells, types, device, capacity=capacity, max_tasks=max_tasks, rounds_in_flight=in_flight
+    )

@@ -1,0 +1,206 @@
+"""One executor: what it reads in place, what it gathers, and what it says of cells that break their word."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from holdfast.cells.cell import Cell, Output, State, Value
+from holdfast.cells.executor import Arenas, Copies, CpuExecutor
+from holdfast.cells.plan import Move, Round, Task
+
+Tensors = dict[str, torch.Tensor]
+
+
+def add(weights: Tensors, x: torch.Tensor, h: torch.Tensor, c: torch.Tensor) -> Tensors:
+    """Tells where each input came from: h in thousands, c in ones."""
+    return {"h": h + x[:, None], "c": c + 1, "seen": 1000 * h[:, 0] + c[:, 0]}
+
+
+INPUTS = {"x": Value(()), "h": State((3,)), "c": State((3,))}
+OUTPUTS = {"h": Output((3,)), "c": Output((3,)), "seen": Output((), returned=True)}
+
+
+def cell(run: Callable[..., Any] = add, **changes: Any) -> Cell:
+    return Cell("adder", run, **{"inputs": INPUTS, "outputs": OUTPUTS, "sizes": (1, 2, 4, 8)} | changes)
+
+
+def executor(*cells: Cell, capacity: int = 20) -> CpuExecutor:
+    return CpuExecutor(cells, {each: number for number, each in enumerate(cells)}, capacity=capacity)
+
+
+def task(rows: list[int], h: list[int], c: list[int], x: float = 10) -> Task:
+    """A task of the adder. h and c name rows, or -1 for zeros; a row of that arena is h and c of one node."""
+    sources = [[2 * row + place if row >= 0 else -1 for row in given] for place, given in enumerate((h, c))]
+    values = (np.full(len(rows), x, np.float32),)
+    return Task(np.array(rows, np.int32), np.array(sources, np.int32), values, 8)
+
+
+def run(on: CpuExecutor, *tasks: Task, moves: list[Move] | None = None) -> list[list[float]]:
+    on.submit(Round(0, 0, list(tasks), moves or []))
+    return [returned[0].tolist() for returned in on.collect()]
+
+
+def test_state_is_read_from_the_rows_that_sources_name() -> None:
+    on = executor(cell())
+    assert run(on, task([1, 2, 3], [-1] * 3, [-1] * 3, x=10), task([4], [-1], [-1], x=20)) == [[0, 0, 0], [0]]
+    assert run(on, task([5, 6, 7], [4, 1, -1], [1, -1, 2])) == [[20001, 10000, 1]]
+
+
+def test_a_chain_writes_its_row_in_place() -> None:
+    on = executor(cell())
+    first = task([3, 9, 4], [-1] * 3, [-1] * 3)
+    later = task([3, 9, 4], [3, 9, 4], [3, 9, 4])
+    assert run(on, first, later, later) == [[0] * 3, [10001] * 3, [20002] * 3]
+
+
+def test_rows_may_be_exchanged_within_a_task() -> None:
+    on = executor(cell())
+    run(on, task([1], [-1], [-1], x=10), task([2], [-1], [-1], x=30))
+    assert run(on, task([1, 2], [2, 1], [1, 2], x=0), task([5, 6], [1, 2], [-1, -1])) == [
+        [30001, 10001],
+        [30000, 10000],
+    ]
+
+
+def test_inputs_that_lie_in_order_are_read_in_place() -> None:
+    on = executor(cell())
+    run(on, task([3, 4, 5], [-1] * 3, [-1] * 3))
+    assert on.copies() == Copies(gathered=0, in_place=0), "zeros are no copies"
+    run(on, task([10, 11], [4, 5], [3, 4]))
+    assert on.copies() == Copies(gathered=0, in_place=2)
+    run(on, task([1], [5], [3]))
+    assert on.copies() == Copies(gathered=0, in_place=4)
+
+
+@pytest.mark.parametrize("rows", [[4, 3, 5], [3, 4, 6], [3, 5, 4]])
+def test_inputs_out_of_order_or_with_gaps_are_gathered(rows: list[int]) -> None:
+    on = executor(cell())
+    run(on, task([3, 4, 5, 6], [-1] * 4, [-1] * 4))
+    run(on, task([10, 11, 12], rows, [3, 4, 5]))
+    assert on.copies() == Copies(gathered=1, in_place=1)
+
+
+def test_the_same_requests_in_the_same_order_are_not_gathered_wherever_their_rows_are() -> None:
+    on = executor(cell())
+    rows = [7, 3, 9, 4]
+    first, later = task(rows, [-1] * 4, [-1] * 4), task(rows, rows, rows)
+    assert run(on, first, later, later) == [[0] * 4, [10001] * 4, [20002] * 4]
+    assert on.copies() == Copies(gathered=0, in_place=4)
+    run(on, task(rows[::-1], rows[::-1], rows[::-1]))
+    assert on.copies() == Copies(gathered=2, in_place=4)
+    run(on, task(rows[1:], rows[1:], rows[1:]))
+    assert on.copies() == Copies(gathered=4, in_place=4), "one left, so inputs are gathered"
+
+
+def test_what_the_task_before_gave_is_not_read_once_other_rows_have_been_moved_in() -> None:
+    here, there = executor(cell()), executor(cell())
+    here.connect([here, there])
+    rows = [7, 3]
+    run(here, task(rows, [-1] * 2, [-1] * 2, x=10))
+    run(there, task(rows, [-1] * 2, [-1] * 2, x=50))
+    moves = [Move(1, np.array(rows, np.int32))]
+    assert run(here, task(rows, rows, rows), moves=moves) == [[50001, 50001]]
+    assert here.copies() == Copies(gathered=2, in_place=0, moved=2)
+
+
+def test_a_move_brings_all_arenas_and_leaves_other_rows() -> None:
+    number = Cell(
+        "number", lambda weights, x: {"n": x.to(torch.int64)}, {"x": Value(())}, {"n": Output((), "int64")}, sizes=(4,)
+    )
+    here, there = executor(cell(), number), executor(cell(), number)
+    here.connect([here, there])
+    for each, x in ((here, 1.0), (there, 2.0)):
+        run(each, task([1, 2, 3], [-1] * 3, [-1] * 3, x=x))
+        no_state = np.zeros((0, 3), np.int32)
+        each.submit(Round(0, 1, [Task(np.array([1, 2, 3], np.int32), no_state, (np.full(3, x, np.float32),), 4)]))
+        each.collect()
+    run(here, task([9], [-1], [-1]), moves=[Move(1, np.array([2], np.int32))])
+    for spec, values in here.arenas.items.items():
+        found = here.arenas.by_row(spec)[1:4].reshape(3, -1) == there.arenas.by_row(spec)[1:4].reshape(3, -1)
+        assert spec.shape == (3,) or found[:, 0].tolist() == [spec.dtype == "float32", True, spec.dtype == "float32"]
+        assert values.dtype == getattr(torch, spec.dtype)
+    h = here.arenas.by_row(next(spec for spec in here.arenas.items if spec.shape == (3,)))[:, 0, 0]
+    assert h[1:4].tolist() == [1, 2, 1]
+
+
+def test_rounds_come_back_in_order() -> None:
+    on = executor(cell())
+    for x in (1.0, 2.0, 3.0):
+        on.submit(Round(0, 0, [task([1], [1], [-1], x=x)]))
+    assert [on.collect()[0][0].tolist() for _ in range(3)] == [[0], [1000], [3000]]
+
+
+def test_outputs_that_are_inputs_do_not_change_when_rows_are_exchanged() -> None:
+    def keep(weights: Tensors, x: torch.Tensor, h: torch.Tensor, c: torch.Tensor) -> Tensors:
+        return {"h": h, "c": c, "seen": h[:, 0]}
+
+    on = executor(cell(), cell(keep))
+    run(on, task([1, 2, 3, 4], [-1] * 4, [-1] * 4, x=1), task([1, 2], [1, 2], [1, 2], x=1))
+    on.submit(Round(0, 1, [task([2, 3, 4], [1, 2, 3], [1, 2, 3]), task([1], [4], [4])]))
+    (first,), (second,) = on.collect()
+    assert (first.tolist(), second.tolist()) == ([2, 2, 1], [1])
+    arena = next(arena for spec, arena in on.arenas.items.items() if spec.shape == (3,))
+    assert arena[2:10:2, 0].tolist() == [1, 2, 2, 1]
+
+
+def test_buffers_and_arenas_stay_where_they_are() -> None:
+    on = executor(cell())
+
+    def addresses() -> list[int]:
+        buffers = [buffer for kind in on._buffers for buffer in kind]
+        return [tensor.data_ptr() for tensor in (*buffers, *on.arenas.items.values(), *on._zeros.values())]
+
+    before = addresses()
+    for nodes in (1, 8, 3, 8, 5):
+        rows = list(range(1, nodes + 1))
+        run(on, task(rows, rows[::-1], [-1] * nodes))
+    assert addresses() == before
+
+
+def test_weights_that_cells_share_are_copied_once_and_keep_their_memory_on_a_cpu() -> None:
+    shared = torch.ones(3)
+    one = cell(weights={"a": shared}, outputs={"h": Output((3,))}, run=lambda weights, x, h, c: {"h": h + weights["a"]})
+    on = executor(one)
+    assert on._kinds[0].weights["a"].data_ptr() == shared.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        (lambda w, x, h, c: {"h": h, "c": c}, "gives h, c; it declares h, c, seen"),
+        (lambda w, x, h, c: (h, c), "cell adder gives tuple; it must give outputs by name"),
+        (
+            lambda w, x, h, c: {"h": h, "c": c, "seen": h},
+            r"output seen of cell adder is float32\[1, 3\] for a batch of 1; it is declared as float32\[1\]",
+        ),
+        (
+            lambda w, x, h, c: {"h": h, "c": c, "seen": h[:, 0].double()},
+            r"output seen of cell adder is float64\[1\] for a batch of 1; it is declared as float32\[1\]",
+        ),
+        (
+            lambda w, x, h, c: {"h": h, "c": c, "seen": h[:, 0].sum()[None]},
+            r"output seen of cell adder is float32\[1\] for a batch of 2; it is declared as float32\[2\]",
+        ),
+        (lambda w, x, h, c: {"h": h.add_(1), "c": c, "seen": x + 1}, "cell adder changes its input h"),
+        (lambda w, x, h, c: {"h": h @ h, "c": c, "seen": x}, "cell adder cannot run on a batch of 1: .*cannot be mult"),
+        (lambda w, x, h, c: {"h": h, "c": c, "seen": 1.0}, "output seen of cell adder is float for a batch of 1"),
+    ],
+)
+def test_a_cell_that_does_not_do_what_it_declares_is_refused_at_the_start(
+    run: Callable[..., Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        executor(cell(run))
+
+
+def test_an_arena_has_a_place_for_each_output_of_its_shape_and_type() -> None:
+    arenas = Arenas([cell()], torch.device("cpu"), 5)
+    assert sorted((spec.shape, tuple(arena.shape)) for spec, arena in arenas.items.items()) == [
+        ((), (6,)),
+        ((3,), (11, 3)),
+    ]

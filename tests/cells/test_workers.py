@@ -1,0 +1,263 @@
+"""Requests through workers give what plain PyTorch gives, whatever shares their tasks."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from holdfast.cells.cell import Cell, Output, State, Value
+from holdfast.cells.graph import CellGraph
+from holdfast.cells.plan import CellOutput, CellRequest
+from holdfast.cells.workers import Workers
+from tests.cells.models import MODELS, Asked, Tagger, differences
+
+
+class Outcomes:
+    """What workers have given so far."""
+
+    def __init__(self) -> None:
+        self.results: dict[str, Any] = {}
+        self.failures: list[str] = []
+        self._changed = threading.Condition()
+
+    def take(self, outputs: list[CellOutput]) -> None:
+        with self._changed:
+            for output in outputs:
+                assert output.request_id not in self.results
+                self.results[output.request_id] = output.results
+            self._changed.notify_all()
+
+    def fail(self, reason: str) -> None:
+        with self._changed:
+            self.failures.append(reason)
+            self._changed.notify_all()
+
+    def wait_for(self, wanted: Callable[[], bool]) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: wanted() or bool(self.failures), timeout=60)
+
+
+@contextmanager
+def running(model: Any, devices: int | list[str] = 1, **options: Any) -> Iterator[tuple[Workers, Outcomes]]:
+    outcomes = Outcomes()
+    workers = Workers(
+        model,
+        ["cpu"] * devices if isinstance(devices, int) else devices,
+        clock=time.monotonic,
+        on_outputs=outcomes.take,
+        on_failure=outcomes.fail,
+        **options,
+    )
+    try:
+        yield workers, outcomes
+    finally:
+        workers.close()
+
+
+def run_all(workers: Workers, outcomes: Outcomes, asked: dict[str, Asked]) -> None:
+    for name, each in asked.items():
+        workers.submit(CellRequest(name, each.graph))
+    outcomes.wait_for(lambda: len(outcomes.results) == len(asked))
+    assert not outcomes.failures
+    wrong = {name: differences(outcomes.results[name], each.expected) for name, each in asked.items()}
+    assert not {name: names for name, names in wrong.items() if names}
+
+
+def ask(model: Any, count: int, seed: int = 0) -> dict[str, Asked]:
+    random = np.random.default_rng(seed)
+    return {str(number): model.ask(random) for number in range(count)}
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_requests_that_share_tasks_give_what_each_gives_alone(name: str, devices: int) -> None:
+    model = MODELS[name]()
+    with running(model, devices) as (workers, outcomes):
+        run_all(workers, outcomes, ask(model, 60))
+        stats = workers.stats()
+        assert (stats.running, stats.waiting, stats.rows_used) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("sizes", [(1,), (3,), (2, 5), (1, 2, 4, 8, 16, 32)])
+@pytest.mark.parametrize("name", MODELS)
+def test_batch_sizes_do_not_change_results(name: str, sizes: tuple[int, ...]) -> None:
+    model = MODELS[name](sizes=sizes)
+    with running(model) as (workers, outcomes):
+        run_all(workers, outcomes, ask(model, 25, seed=1))
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2, 3])
+@pytest.mark.parametrize("max_tasks", [1, 5])
+def test_rounds_in_flight_do_not_change_where_a_decoder_stops(max_tasks: int, steps_in_flight: int) -> None:
+    model = MODELS["seq2seq"]()
+    with running(model, max_tasks=max_tasks, steps_in_flight=steps_in_flight) as (workers, outcomes):
+        asked = ask(model, 40, seed=2)
+        lengths = {len(each.expected["words"]) for each in asked.values()}
+        assert 12 in lengths and len(lengths) > 3, "the decoder of this test must stop early for some requests only"
+        run_all(workers, outcomes, asked)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("name", MODELS)
+def test_few_rows_make_requests_wait_and_do_not_change_results(name: str, devices: int) -> None:
+    model = MODELS[name]()
+    with running(model, devices, capacity=30) as (workers, outcomes):
+        run_all(workers, outcomes, ask(model, 40, seed=3))
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_requests_that_come_and_are_aborted_at_random_leave_others_right(name: str, devices: int) -> None:
+    model = MODELS[name]()
+    random = np.random.default_rng(4)
+    asked = ask(model, 80, seed=5)
+    aborted = {name for name in asked if random.random() < 0.3}
+    with running(model, devices, capacity=200) as (workers, outcomes):
+        for each, request in asked.items():
+            workers.submit(CellRequest(each, request.graph))
+            if random.random() < 0.3:
+                time.sleep(float(random.exponential(0.002)))
+            if each in aborted:
+                workers.abort(str(random.choice([name for name in aborted if int(name) <= int(each)])))
+        for each in aborted:
+            workers.abort(each)
+        outcomes.wait_for(lambda: set(asked) - aborted <= set(outcomes.results))
+        assert not outcomes.failures
+        for each in outcomes.results:
+            assert differences(outcomes.results[each], asked[each].expected) == []
+        while (stats := workers.stats()).rows_used:
+            time.sleep(0.001)
+        assert (stats.running, stats.waiting) == (0, 0)
+
+
+def test_idle_workers_sleep_and_wake_for_the_next_request() -> None:
+    model = Tagger()
+    with running(model, 2) as (workers, outcomes):
+        for number in range(5):
+            time.sleep(0.02)
+            outcomes.results.clear()
+            before = time.thread_time_ns(), time.process_time()
+            time.sleep(0.1)
+            assert time.process_time() - before[1] < 0.05, "a worker computes while there is nothing to do"
+            run_all(workers, outcomes, ask(model, 1, seed=number))
+
+
+def test_a_worker_takes_rows_that_another_computed() -> None:
+    model = MODELS["tree"](sizes=(1, 2))
+    with running(model, 2, max_tasks=1) as (workers, outcomes):
+        run_all(workers, outcomes, ask(model, 100, seed=6))
+        assert sum(copies.moved for copies in workers.copies()) > 0
+
+
+def test_a_request_with_a_used_id_is_refused() -> None:
+    model = Tagger()
+    with running(model) as (workers, outcomes):
+        asked = ask(model, 1)["0"]
+        with workers._changed:
+            workers.submit(CellRequest("same", asked.graph))
+            with pytest.raises(ValueError, match="request id same is already in use"):
+                workers.submit(CellRequest("same", asked.graph))
+        outcomes.wait_for(lambda: "same" in outcomes.results)
+
+
+class Fragile:
+    """A cell that fails at a given token."""
+
+    def __init__(self) -> None:
+        def run(weights: Any, token: torch.Tensor, h: torch.Tensor) -> dict[str, torch.Tensor]:
+            if bool((token == 13).any()):
+                raise RuntimeError("unlucky")
+            return {"h": h + token[:, None]}
+
+        inputs = {"token": Value((), "int32"), "h": State((2,))}
+        self.name = "fragile"
+        self.cells = (Cell("fragile", run, inputs, {"h": Output((2,), returned=True)}, sizes=(1, 2)),)
+        self.inputs = self.outputs = ()
+
+    def request(self, name: str, *tokens: int) -> CellRequest:
+        graph = CellGraph()
+        graph.result("h", graph.chain(self.cells[0], len(tokens), token=tokens), "h")
+        return CellRequest(name, graph)
+
+    def unfold(self, inputs: Any) -> CellGraph:
+        raise NotImplementedError
+
+    def finish(self, results: Any) -> Any:
+        return results
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+def test_a_cell_that_fails_ends_all_workers_and_tells_once(devices: int) -> None:
+    model = Fragile()
+    with running(model, devices) as (workers, outcomes):
+        workers.submit(model.request("good", 1, 2))
+        outcomes.wait_for(lambda: "good" in outcomes.results)
+        for number in range(4):
+            workers.submit(model.request(f"bad {number}", 13))
+        outcomes.wait_for(lambda: bool(outcomes.failures))
+        for thread in workers._threads:
+            thread.join(10)
+            assert not thread.is_alive()
+        assert outcomes.failures == ["the worker on cpu failed: RuntimeError: unlucky"]
+        with pytest.raises(RuntimeError, match="the workers have ended: the worker on cpu failed"):
+            workers.submit(model.request("late", 1))
+
+
+def test_nothing_can_be_submitted_after_close() -> None:
+    model = Fragile()
+    with running(model) as (workers, _):
+        workers.close()
+        with pytest.raises(RuntimeError, match="the workers have ended: closed"):
+            workers.submit(model.request("late", 1))
+
+
+@pytest.mark.parametrize(
+    ("devices", "options", "message"),
+    [
+        ([], {}, "devices is empty"),
+        (["gpu"], {}, "device is 'gpu'; it must be cpu, or cuda and a number, such as cuda:0"),
+        (["cuda:99"], {}, "device is cuda:99; this machine has [0-9]+ CUDA devices"),
+        (["cpu"], {"steps_in_flight": 0}, "steps_in_flight is 0; it must be at least 1"),
+        (["cpu"], {"max_tasks": 0}, "max_tasks is 0; it must be at least 1"),
+        (["cpu"], {"capacity": 1}, "capacity is 1; it must be at least 2"),
+    ],
+)
+def test_settings_out_of_range_are_refused(devices: list[str], options: dict[str, int], message: str) -> None:
+    nothing: Any = lambda _: None  # noqa: E731
+    with pytest.raises(ValueError, match=message):
+        Workers(Tagger(), devices, clock=time.monotonic, on_outputs=nothing, on_failure=nothing, **options)
+
+
+@pytest.mark.parametrize(("devices", "expected"), [(1, 2), (2, 1), (4, 1)])
+def test_workers_on_the_cpu_share_the_threads_of_pytorch(devices: int, expected: int) -> None:
+    seen: set[int] = set()
+
+    def run(weights: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        if threading.current_thread() is not threading.main_thread():
+            seen.add(torch.get_num_threads())
+        return {"y": x + 1}
+
+    cell = Cell("threads", run, {"x": Value()}, {"y": Output(returned=True)})
+
+    class Counting:
+        cells = (cell,)
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with running(Counting(), devices) as (workers, outcomes):
+            for name in range(40):
+                graph = CellGraph()
+                graph.result("y", graph.add(cell, 1, x=[name]), "y")
+                workers.submit(CellRequest(str(name), graph))
+            outcomes.wait_for(lambda: len(outcomes.results) == 40)
+    finally:
+        torch.set_num_threads(before)
+    assert seen == {expected}

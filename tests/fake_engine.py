@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.core.types import FinishReason, SamplingParams
-from holdfast.engine.client import Delta, EngineDead, Timings, Usage
+from holdfast.engine.client import Delta, Timings, Usage
+from holdfast.engine.connection import EngineDead
 from holdfast.engine.messages import EngineInfo
 from holdfast.lm.types import MemoryMeasurement, SchedulerStats
 

@@ -14,7 +14,7 @@ from typing import Any
 from unittest.mock import patch
 
 from holdfast.core.config import EngineConfig
-from holdfast.engine import client as client_module
+from holdfast.engine import client, connection
 from holdfast.engine.client import EngineClient
 from holdfast.engine.messages import (
     EngineInfo,
@@ -139,7 +139,7 @@ class Parent:
 
 async def start(engine: Engine, config: EngineConfig) -> EngineClient:
     """The real client of an engine in this process."""
-    with patch.object(client_module, "Child", engine.born), patch.object(client_module, "EngineProcess", Unborn):
+    with patch.object(connection, "Child", engine.born), patch.object(client, "EngineProcess", Unborn):
         return await EngineClient.start(config)
 
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import httpx
@@ -76,17 +76,26 @@ class Serving:
         assert found, text
         return float(found[1])
 
+    def engine_pids(self) -> list[int]:
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
+        return [int(pid) for pid in children.split()]
+
     def engine_pid(self) -> int:
-        (pid,) = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        return int(pid)
+        (pid,) = self.engine_pids()
+        return pid
+
+
+def serve(checkpoint: Path, *more: str) -> AbstractContextManager[Serving]:
+    options = ["--cache-gb", "0.02", "--api-key", "one", "--api-key", "two", *more]
+    return started(str(checkpoint), "--load-format", "random", *options)
 
 
 @contextmanager
-def serve(checkpoint: Path, *more: str) -> Iterator[Serving]:
-    command = [sys.executable, "-m", "holdfast.cli", "serve", str(checkpoint), "--load-format", "random"]
-    options = ["--port", "0", "--cache-gb", "0.02", "--threads", "1", "--api-key", "one", "--api-key", "two", *more]
-    pipe = subprocess.PIPE
-    with subprocess.Popen([*command, *options], stdout=pipe, stderr=pipe, text=True, env=environment()) as process:
+def started(*options: str) -> Iterator[Serving]:
+    """`holdfast serve` with these options, where it finds the modules of this directory."""
+    command = [sys.executable, "-m", "holdfast.cli", "serve", "--port", "0", "--threads", "1", *options]
+    pipe, here = subprocess.PIPE, Path(__file__).parent
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment(), cwd=here) as process:
         try:
             assert process.stdout is not None and process.stderr is not None
             address = next((line for line in process.stdout if "address" in line), "")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from fake_app import FakeApp
 from fake_engine import FakeClient
 
 from holdfast.server.address import listen
@@ -25,17 +26,25 @@ class Listening:
 
 
 @asynccontextmanager
-async def listening(client: FakeClient, **fields: Any) -> AsyncIterator[Listening]:
-    """Serve on a free port. At the end the fake engine dies, which ends the server."""
+async def listening(client: FakeClient | None, apps: Sequence[FakeApp] = (), **fields: Any) -> AsyncIterator[Listening]:
+    """Serve on a free port. At the end the fake engines die, which ends the server."""
     config = ServerConfig(port=0, **{"store": MEMORY, **fields})
-    store = open_store(config)
+    store = None if client is None else open_store(config)
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    code = asyncio.create_task(
-        serve(client, config, store, listen(config), on_ready=lambda _, url: ready.set_result(url))  # type: ignore[arg-type]
+    answering = serve(
+        client,  # type: ignore[arg-type]
+        config,
+        store,
+        listen(config),
+        apps=apps,  # type: ignore[arg-type]
+        on_ready=lambda _, url: ready.set_result(url),
     )
+    code = asyncio.create_task(answering)
     url = await ready
     try:
         yield Listening(url, code)
     finally:
-        client.die("the test is over")
+        for engine in (client, *apps):
+            if engine is not None:
+                engine.die("the test is over")
         await code

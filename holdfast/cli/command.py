@@ -11,18 +11,19 @@ import difflib
 import os
 import sys
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
 
 from holdfast.cli.flags import CommandError, ConfigT, Parser, UsageError, add_flags, build, flag_of, read_file, signed
-from holdfast.core.config import BUILTIN_MODEL, KEY_VARIABLE, EngineConfig
+from holdfast.core.config import BUILTIN_MODEL, KEY_VARIABLE, AppConfig, EngineConfig
 from holdfast.core.version import __version__
 
 EXAMPLES = """\
 examples:
   holdfast serve                              serve the built-in model on http://127.0.0.1:8000
   holdfast serve ~/models/Llama-3.2-1B        serve a Hugging Face checkpoint
+  holdfast serve --app dates                  serve an application of cells
   holdfast chat                               talk to the built-in model, right here
   holdfast chat --url http://127.0.0.1:8000   talk to a server that runs
   holdfast profile                            measure the device, for serve --tbt-target
@@ -67,7 +68,7 @@ def run(command: str, asked: Asked) -> int:
     except BaseException as error:
         import asyncio  # only now: `serve` starts its engine before it imports any of these
 
-        from holdfast.engine.client import EngineDead, EngineStartError
+        from holdfast.engine.connection import EngineDead, EngineStartError
         from holdfast.server.conversations.values import StoreError
 
         match error:
@@ -196,24 +197,36 @@ def serve_command() -> Command:
         if KEY_VARIABLE in os.environ and not keys:
             raise UsageError(f"{KEY_VARIABLE} is set but holds no key; set a key, or unset it to serve without one")
         server = asked.config(ServerConfig, {"api_key": keys} if keys else {})
-        engine = asked.config(EngineConfig)
+        engine, apps = asked.config(EngineConfig), asked.config(AppConfig)
+        alone = bool(apps.app) and asked.model is None
+        if alone:
+            refuse_engine_flags(asked.flags, "a language model; name MODEL to serve one beside --app", but=("threads",))
+        elif not apps.app:
+            for field in fields(AppConfig):
+                if field.name in asked.flags:
+                    raise UsageError(f"{flag_of(field.name)} is for applications; name one with --app")
         # Not for the help, which needs the options alone.
         from holdfast.engine.checkpoint import Checkpoint
         from holdfast.engine.spawn import EngineProcess
         from holdfast.server.address import listen
 
-        with listen(server) as listener:
-            with value_errors_as_usage():
-                Checkpoint.find(engine.model)
-            with EngineProcess(engine.device) as process:
-                from holdfast.cli import serve  # takes half a second, while the engine loads PyTorch
+        with listen(server) as listener, ExitStack() as held:
+            process = None
+            if not alone:
+                with value_errors_as_usage():
+                    Checkpoint.find(engine.model)
+                process = held.enter_context(EngineProcess(engine.device))
+            from holdfast.cli import serve  # takes half a second, while the engine loads PyTorch
 
-                return run_in_loop(serve.run(engine, server, listener, process))
+            return run_in_loop(
+                serve.run(None if alone else engine, server, apps, listener, process, threads=engine.threads)
+            )
 
     return Command(
         run=run,
-        description="Serve a model over HTTP, with OpenAI's API. Without any argument it serves the built-in model.",
-        groups={ServerConfig: "the server", EngineConfig: "the engine"},
+        description="Serve a model over HTTP, with OpenAI's API. Without any argument it serves the built-in model. "
+        "With --app it serves applications of cells, over the Open Inference Protocol: alone, or beside MODEL.",
+        groups={ServerConfig: "the server", EngineConfig: "the engine", AppConfig: "applications of cells"},
     )
 
 

@@ -5,35 +5,53 @@ from __future__ import annotations
 import json
 import logging
 import socket
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from holdfast.cli.output import stage_printer
-from holdfast.core.config import EngineConfig
+from holdfast.core.config import AppConfig, EngineConfig
 from holdfast.core.stages import in_words
 from holdfast.core.version import __version__
-from holdfast.engine.client import EngineClient
-from holdfast.engine.messages import EngineInfo
+from holdfast.engine.messages import AppInfo, EngineInfo, TensorField
 from holdfast.engine.spawn import EngineProcess
 from holdfast.server.config import ServerConfig
 from holdfast.server.conversations.database import place, shown
+from holdfast.server.run import Engines
 from holdfast.server.run import run as run_server
 
 GB = 1e9
 HELLO = "Hi! My name is Ada."
 
 
-async def run(engine: EngineConfig, server: ServerConfig, listener: socket.socket, process: EngineProcess) -> int:
-    """Serve until a signal. Returns the exit code. Raises EngineStartError, StoreError."""
+async def run(
+    engine: EngineConfig | None,
+    server: ServerConfig,
+    apps: AppConfig,
+    listener: socket.socket,
+    process: EngineProcess | None,
+    *,
+    threads: int | None = None,
+) -> int:
+    """Serve a language model, applications, or both until a signal. Returns the exit code.
+
+    `process` is the language model's, `threads` the number of CPU threads of each application's engine. Raises
+    EngineStartError, StoreError.
+    """
     logging.basicConfig(format="holdfast: %(message)s", level=logging.WARNING)
     console = Console(highlight=False)
 
-    def ready(client: EngineClient, url: str) -> None:
-        announce(console, engine, server, client.info, url)
+    def ready(engines: Engines, url: str) -> None:
+        if engine is not None and engines.model is not None:
+            announce(console, engine, server, engines.model.info, url)
+        if engines.apps:
+            announce_apps(console, [client.info for client in engines.apps], url, keyed=bool(server.api_key))
 
-    return await run_server(engine, server, listener, process, on_progress=stage_printer(console), on_ready=ready)
+    return await run_server(
+        engine, server, apps, listener, process, threads=threads, on_progress=stage_printer(console), on_ready=ready
+    )
 
 
 def announce(console: Console, engine: EngineConfig, server: ServerConfig, info: EngineInfo, url: str) -> None:
@@ -65,6 +83,36 @@ def announce(console: Console, engine: EngineConfig, server: ServerConfig, info:
     console.print(Text(curl_line(url, info.model, keyed)), soft_wrap=True)
     console.print(Text(f"\n{python_lines(url, info.model, keyed)}"), soft_wrap=True)
     console.print(f"\n  Ctrl-C ends it.  holdfast chat --url {url} talks to it.\n", style="dim")
+
+
+def announce_apps(console: Console, apps: Sequence[AppInfo], url: str, *, keyed: bool) -> None:
+    """Print which applications run, what they take and give, and how to try one."""
+    console.print()
+    console.print(
+        Text.assemble((f"Holdfast {__version__}", "bold"), " serves ", (", ".join(app.name for app in apps), "bold")),
+        Text(f" (ready in {max(app.started_in for app in apps):.1f} s)", style="dim"),
+    )
+    rows = [("address", f"{url}  (Open Inference Protocol under /v2, described at /openapi.json)")]
+    for app in apps:
+        takes, gives = (", ".join(map(field, fields)) for fields in (app.inputs, app.outputs))
+        rows.append((app.name, f"{takes} → {gives}"))
+        rows.append(
+            ("", f"cells {', '.join(app.cells)}; {app.capacity:,} places for nodes on {', '.join(app.devices)}")
+        )
+    table = Table.grid(padding=(0, 2))
+    for name, value in rows:
+        table.add_row(Text(f"  {name}", style="dim"), Text(value))
+    console.print(table)
+    key = ' -H "authorization: Bearer $HOLDFAST_API_KEY"' if keyed else ""
+    console.print("\n  what it takes\n", style="dim")
+    console.print(Text(f"curl {url}/v2/models/{apps[0].name}{key}"), soft_wrap=True)
+    console.print("\n  Ctrl-C ends it.\n", style="dim")
+
+
+def field(field: TensorField) -> str:
+    """An input or output of an application, in words."""
+    sizes = ", ".join(f"1 to {field.limit:,}" if size == -1 else str(size) for size in field.shape)
+    return f"{field.name} {field.dtype}[{sizes}]"
 
 
 def step(engine: EngineConfig, info: EngineInfo) -> str:

@@ -18,7 +18,8 @@ from rich.console import Console
 from holdfast.cli.output import progress_bar, stage_printer
 from holdfast.core.config import EngineConfig
 from holdfast.core.types import SamplingParams
-from holdfast.engine.client import EngineClient, QueueFull
+from holdfast.engine.client import EngineClient
+from holdfast.engine.connection import QueueFull
 from holdfast.engine.profiles import CostProfile
 from holdfast.engine.trace import TracedExecutor
 from holdfast.lab.load_client import Ask, LoadClient, ask_server

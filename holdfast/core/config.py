@@ -1,7 +1,8 @@
-"""EngineConfig: all settings of the engine, frozen. Flags, YAML keys and `LLM(...)` keywords are generated from it."""
+"""EngineConfig and AppConfig: all settings of the engines, frozen. Flags, YAML keys and keywords are made from them."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any, Literal
@@ -158,3 +159,34 @@ class EngineConfig:
     def fixed_token_budget(self) -> int | None:
         """The token budget if it is given as a number."""
         return None if self.token_budget == "auto" else self.token_budget
+
+
+@dataclass(frozen=True, kw_only=True)
+class AppConfig:
+    """How applications of cells run, each in an engine process of its own. Raises ValueError as EngineConfig does."""
+
+    app: tuple[str, ...] = option(
+        (), "application of cells to serve, by its name or as module:object; repeat it for several"
+    )
+    app_device: tuple[str, ...] = option(
+        (), "where applications run: cpu, cuda:0, …; repeat it for several workers; default: the first GPU, or the CPU"
+    )
+    app_max_tasks: int = option(5, "most tasks that a worker gets at a time; fewer let new requests join sooner")
+    app_capacity: int = option(16384, "nodes of one application that have a place on the device; further requests wait")
+    app_max_requests: int = option(4096, "most requests of one application in progress; more are refused with 503")
+
+    def __post_init__(self) -> None:
+        for name, low, high in (
+            ("app_max_tasks", 1, 1024),
+            ("app_capacity", 2, 1 << 24),
+            ("app_max_requests", 1, 1 << 20),
+        ):
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise ValueError(f"{name} is {value}; it must lie between {low} and {high}")
+        for name in self.app:
+            if not re.fullmatch(r"[\w.-]+(:[\w.]+)?", name):
+                raise ValueError(f"app is {name!r}; it must be a name, or look like module:object")
+        for name in self.app_device:
+            if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", name):
+                raise ValueError(f"app_device is {name!r}; it must be cpu, cuda, or cuda:N")

@@ -3,36 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from holdfast.core.config import EngineConfig
 from holdfast.core.types import FinishReason, Identity, Request, SamplingParams, SequenceOutput
 from holdfast.engine import messages
 from holdfast.engine.checkpoint import Checkpoint
-from holdfast.engine.process import Child
+from holdfast.engine.connection import EngineConnection, EngineDead, EngineStartError, QueueFull
 from holdfast.engine.spawn import EngineProcess
 from holdfast.engine.text import Text, TextStream
 from holdfast.lm.limits import RequestRefused
 from holdfast.lm.types import SchedulerStats
-
-HEALTH_SECONDS = 10.0
-
-
-class EngineStartError(RuntimeError):
-    """The engine could not start; the message says why in one line."""
-
-
-class EngineDead(RuntimeError):
-    """The engine process has ended; the message says why in one line."""
-
-
-class QueueFull(RuntimeError):
-    """The queue of waiting requests is full; try again later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +70,7 @@ class Delta:
     timings: Timings | None = None
 
 
-class EngineClient:
+class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
     """One engine process and its streams. Made by `start`, for one event loop."""
 
     def __init__(
@@ -97,25 +81,12 @@ class EngineClient:
         process: EngineProcess | None = None,
     ) -> None:
         """Use `start` instead."""
-        process = process or EngineProcess(config.device)
         self.config = config
-        self.info: messages.EngineInfo
         self.text: Text
-        self.dead = asyncio.Event()
-        """Set when the engine has ended."""
-        self.reason = ""
-        """Why it ended, in one line."""
-        self._on_progress = on_progress or (lambda stage: None)
         self._measure = measure
-        self._began = process.began
-        self._ready: asyncio.Future[messages.EngineInfo] = asyncio.get_running_loop().create_future()
         self._streams: dict[str, _Stream] = {}
-        self._unanswered: dict[int, asyncio.Future[SchedulerStats]] = {}
-        self._numbers = itertools.count()
         self._waiting: set[str] = set()
-        self._closed = False
-        self._child = Child(self._end, process)
-        self._listening = asyncio.create_task(self._listen())
+        super().__init__(process or EngineProcess(config.device), on_progress)
 
     @classmethod
     async def start(
@@ -136,21 +107,11 @@ class EngineClient:
             client = cls(config, on_progress, measure, process)
         except (ValueError, OSError) as error:
             raise EngineStartError(str(error)) from error
-        try:
+        async with client._starting():
             # At the same time: the tokenizer loads here, the weights in the engine. The first failure ends the wait.
             text = asyncio.create_task(asyncio.to_thread(Text.from_directory, checkpoint.directory))
             client.info, client.text = await asyncio.gather(client._ready, text)
-        except BaseException as error:
-            await client._close(at_once=True)
-            if isinstance(error, (ValueError, EngineDead)):
-                raise EngineStartError(str(error)) from error
-            raise
         return client
-
-    @property
-    def pid(self) -> int:
-        """The engine's process id."""
-        return self._child.pid
 
     def stream(
         self,
@@ -189,29 +150,10 @@ class EngineClient:
             raise RequestRefused(str(error), "stop") from error
         return self._run(_Stream(request, text))
 
-    async def health(self, timeout: float = HEALTH_SECONDS) -> SchedulerStats:
-        """Queues and memory, by a round trip through the engine's loop. Raises EngineDead, TimeoutError."""
-        self._check_alive()
-        number = next(self._numbers)
-        answer: asyncio.Future[SchedulerStats] = asyncio.get_running_loop().create_future()
-        self._unanswered[number] = answer
-        try:
-            self._child.send(messages.Ask(number))
-            return await asyncio.wait_for(answer, timeout)
-        finally:
-            del self._unanswered[number]
-
     async def close(self) -> None:
         """End the engine process. Running streams raise EngineDead. May be called more than once."""
         self.text.close()
-        await self._close(at_once=False)
-
-    async def _close(self, *, at_once: bool) -> None:
-        self._end("the engine was closed")
-        if not self._closed:
-            self._closed = True
-            self._listening.cancel()
-            await self._child.close(at_once=at_once)
+        await super().close()
 
     async def _run(self, stream: _Stream) -> AsyncGenerator[Delta, None]:
         request_id = stream.request.id
@@ -231,10 +173,6 @@ class EngineClient:
         self._waiting.discard(request_id)
         return self._streams.pop(request_id, None) is not None
 
-    def _check_alive(self) -> None:
-        if self.dead.is_set():
-            raise EngineDead(self.reason)
-
     def _admit(self, request_id: str) -> None:
         """Raise if a request of this id cannot be taken now."""
         self._check_alive()
@@ -243,38 +181,19 @@ class EngineClient:
         if len(self._waiting) >= self.config.max_waiting:
             raise QueueFull(f"{len(self._waiting)} requests wait, and max_waiting is {self.config.max_waiting}")
 
-    async def _listen(self) -> None:
-        try:
-            while True:
-                self._take(await self._child.receive())
-        except Exception as error:  # nothing reads the socket any more, so no stream may wait for it
-            self._end(f"the engine's messages cannot be read: {type(error).__name__}: {error}")
-            self._child.kill()
+    def _start_message(self) -> messages.Start:
+        return messages.Start(self.config, self._began, self._measure)
 
-    def _take(self, message: messages.FromEngine) -> None:
+    def _take_output(self, message: messages.FromEngine) -> None:
         match message:
             case messages.Outputs():
                 now = time.monotonic()
                 for output in message.outputs:
                     self._deliver(output, now)
-            case messages.Stats(number, stats):
-                answer = self._unanswered.get(number)
-                if answer is not None and not answer.done():
-                    answer.set_result(stats)
             case messages.Refused(request_id, reason):
                 stream = self._streams.get(request_id)
                 if stream is not None and self._forget(request_id):
                     stream.fail(RequestRefused(reason, "prompt"))
-            case messages.Hello():
-                self._child.hide()
-                self._child.send(messages.Start(self.config, self._began, self._measure))
-            case messages.Progress(stage):
-                self._on_progress(stage)
-            case messages.Ready(info):
-                if not self._ready.done():
-                    self._ready.set_result(info)
-            case messages.Failure(reason):
-                self._end(reason)
 
     def _deliver(self, output: SequenceOutput, now: float) -> None:
         """Hand a stream its output of one step.
@@ -291,21 +210,11 @@ class EngineClient:
             if output.finish_reason is None:  # a stop string, which only the client looks for
                 self._child.send(messages.Abort(output.request_id))
 
-    def _end(self, reason: str) -> None:
-        """Fail everything that waits for the engine, which has ended. Only the first call counts."""
-        if self.dead.is_set():
-            return
-        self.reason = reason
-        self.dead.set()
+    def _fail_requests(self, reason: str) -> None:
         for stream in self._streams.values():
             stream.fail(EngineDead(reason))
         self._streams.clear()
         self._waiting.clear()
-        futures: list[asyncio.Future[Any]] = [self._ready, *self._unanswered.values()]
-        for future in futures:
-            if not future.done():
-                future.set_exception(EngineDead(reason))
-                future.exception()  # marks it as retrieved, because there may be no waiter
 
 
 class _Stream:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from holdfast.core.columns import Columns
-from holdfast.core.config import EngineConfig
+from holdfast.core.config import AppConfig, EngineConfig
 from holdfast.core.stages import Stage
 from holdfast.core.types import FinishReason, Identity, Request, SequenceOutput
 from holdfast.lm.limits import RequestLimits
@@ -50,8 +50,80 @@ class EngineInfo:
         return RequestLimits(self.max_model_len, self.vocab_size, self.num_blocks * self.block_size, served)
 
 
+@dataclass(frozen=True, slots=True)
+class TensorField:
+    """An input or output of an application, as clients see it: cells.cell.Field without NumPy."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    """-1 is a dimension of any size from 1 to `limit`."""
+    limit: int
+    help: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AppInfo:
+    """An application whose engine is ready, and the engine's sizes."""
+
+    name: str
+    inputs: tuple[TensorField, ...]
+    outputs: tuple[TensorField, ...]
+    cells: tuple[str, ...]
+    """The names of the cell types."""
+    devices: tuple[str, ...]
+    """One for each worker."""
+    capacity: int
+    started_in: float
+    """Seconds from the client's call until the engine was ready."""
+    stages: tuple[Stage, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CellTypeStats:
+    """One cell type of an application as it stands."""
+
+    cell: str
+    ready: int
+    """Nodes that could run now."""
+    tasks: int
+    """Tasks in flight."""
+    batches: dict[int, int]
+    """How many tasks of each size, without padding, have been planned since the start."""
+
+
+@dataclass(frozen=True, slots=True)
+class AppStats:
+    """The planner of an application as it stands."""
+
+    waiting: int
+    """Requests that have no rows yet."""
+    running: int
+    """Requests that have rows."""
+    rows_used: int
+    rows_total: int
+    cells: tuple[CellTypeStats, ...]
+
+
 class Message(msgspec.Struct, array_like=True):
     """The base of all messages."""
+
+
+class Tensor(Message):
+    """An array: its elements in row-major order and little-endian bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+
+class AppResult(Message):
+    """A request of an application that has ended."""
+
+    request_id: str
+    outputs: dict[str, Tensor]
+    scheduled_at: float
+    """When the first of its nodes was planned, on the clock that both processes share."""
 
 
 class Start(Message, tag="start"):
@@ -63,10 +135,27 @@ class Start(Message, tag="start"):
     """Measure the cost profile again, even if it is not needed or was kept from before."""
 
 
+class StartApp(Message, tag="start-app"):
+    """To the engine, after its Hello: build the workers of this application, one of `config.app`."""
+
+    app: str
+    config: AppConfig
+    began: float
+    threads: int | None = None
+
+
 class Submit(Message, tag="submit"):
     """To the engine: queue a request."""
 
     request: Request
+
+
+class Infer(Message, tag="infer"):
+    """To the engine of an application: unfold these inputs, which fit its fields, and run the graph."""
+
+    request_id: str
+    inputs: dict[str, Tensor]
+    arrival: float
 
 
 class Abort(Message, tag="abort"):
@@ -101,6 +190,12 @@ class Ready(Message, tag="ready"):
     info: EngineInfo
 
 
+class AppReady(Message, tag="app-ready"):
+    """From the engine of an application: it takes requests from now on."""
+
+    info: AppInfo
+
+
 class Outputs(Message, tag="outputs"):
     """From the engine: the outputs of one step, as one column for each field of SequenceOutput."""
 
@@ -117,6 +212,12 @@ class Outputs(Message, tag="outputs"):
         return Columns(SequenceOutput, **msgspec.structs.asdict(self))
 
 
+class Results(Message, tag="results"):
+    """From the engine of an application: requests that have ended."""
+
+    results: list[AppResult]
+
+
 class Refused(Message, tag="refused"):
     """From the engine: a request that it refuses, and why."""
 
@@ -124,11 +225,24 @@ class Refused(Message, tag="refused"):
     reason: str
 
 
+class Failed(Message, tag="failed"):
+    """From the engine of an application, whose code failed on this request. The trace is in the log."""
+
+    request_id: str
+
+
 class Stats(Message, tag="stats"):
     """From the engine: the answer to Ask."""
 
     number: int
     stats: SchedulerStats
+
+
+class AppAnswer(Message, tag="app-stats"):
+    """From the engine of an application: the answer to Ask."""
+
+    number: int
+    stats: AppStats
 
 
 class Failure(Message, tag="failure"):
@@ -156,11 +270,11 @@ class Submitted(Message, tag="submit"):
         return Submit(replace(self.request, prompt=array("I", data)))
 
 
-ToEngine = Start | Submit | Abort | Ask | Shutdown
-FromEngine = Hello | Progress | Ready | Outputs | Refused | Stats | Failure
+ToEngine = Start | StartApp | Submit | Infer | Abort | Ask | Shutdown
+FromEngine = Hello | Progress | Ready | AppReady | Outputs | Results | Refused | Failed | Stats | AppAnswer | Failure
 
 _encode = msgspec.msgpack.Encoder().encode
-_EncodedToEngine = Start | Submitted | Abort | Ask | Shutdown
+_EncodedToEngine = Start | StartApp | Submitted | Infer | Abort | Ask | Shutdown
 _to_engine: msgspec.msgpack.Decoder[_EncodedToEngine] = msgspec.msgpack.Decoder(_EncodedToEngine)
 _from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
 

@@ -148,6 +148,12 @@ class Parent:
         self._socket = self._context.socket(zmq.DEALER)
         limit_socket(self._socket)
         self._socket.connect(address)
+        self._woken, self._wake = os.pipe()
+        os.set_blocking(self._woken, False)
+        os.set_blocking(self._wake, False)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._woken, zmq.POLLIN)
 
     def send(self, message: messages.FromEngine) -> None:
         """Send a message without waiting for the client to read it."""
@@ -156,6 +162,17 @@ class Parent:
     def poll(self, seconds: float) -> bool:
         """Whether a message arrives within this time."""
         return bool(self._socket.poll(int(seconds * 1000)))
+
+    def wait(self) -> None:
+        """Wait for a message, or until another thread calls `wake`, now or since the last wait."""
+        self._poller.poll()
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._woken, 1 << 16)
+
+    def wake(self) -> None:
+        """End a wait. May be called in any thread, unlike all else."""
+        with contextlib.suppress(BlockingIOError):  # the pipe is full, so the wait ends anyway
+            os.write(self._wake, b".")
 
     def receive(self) -> messages.ToEngine:
         """Wait for the next message. Raises ValueError for an invalid one."""
@@ -171,9 +188,11 @@ class Parent:
             yield messages.decode_to_engine(data)
 
     def close(self) -> None:
-        """Let the last messages leave, then close the socket."""
+        """Let the last messages leave, then close the socket. No other thread may call `wake` any more."""
         self._socket.close(LINGER_MS)
         self._context.term()
+        os.close(self._woken)
+        os.close(self._wake)
 
 
 def limit_socket(socket: zmq.Socket[Any]) -> None:

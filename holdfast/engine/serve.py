@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import importlib
 import importlib.util
 import itertools
 import os
@@ -17,6 +18,7 @@ from pathlib import Path
 from holdfast.core.stages import Stage, Stages
 from holdfast.engine import messages
 from holdfast.engine.process import FAILED, Parent, await_address, die_with_parent, exit_at_end_of_input
+from holdfast.engine.spawn import BUILD
 from holdfast.lm.types import LanguageLoop
 
 STEPS_PER_COLLECTION = 64
@@ -25,18 +27,21 @@ QUIET_SECONDS = 1.0
 """All garbage is collected in a pause of this length. That takes as long as several steps."""
 
 
-def main(parent_pid: int, device: str) -> int:
+def main(parent_pid: int, device: str, builder: str) -> int:
     """Build the engine that the client asks for and run it until told to end. Returns the exit status."""
     die_with_parent(parent_pid)
-    loading = Loading(device)
+    loading = Loading(device, builder)
     parent = Parent(await_address())
     exit_at_end_of_input()
     try:
         parent.send(messages.Hello())
-        start = parent.receive()
-        if not isinstance(start, messages.Start):
-            raise RuntimeError(f"the first message was {type(start).__name__}, not Start")
-        run(start, parent, loading)
+        match start := parent.receive():
+            case messages.Start():
+                run(start, parent, loading)
+            case messages.StartApp():
+                run_app(start, parent, loading)
+            case _:
+                raise RuntimeError(f"the first message was {type(start).__name__}, not Start")
         return 0
     except Exception as error:
         if os.environ.get("HOLDFAST_DEBUG"):
@@ -50,11 +55,11 @@ def main(parent_pid: int, device: str) -> int:
 class Loading:
     """Imports PyTorch and what builds the engine, in a thread, while the client gets ready to say what it wants."""
 
-    def __init__(self, device: str) -> None:
-        """Begin. On a GPU, unless `device` is cpu, its context is made meanwhile."""
+    def __init__(self, device: str, builder: str = BUILD) -> None:
+        """Begin. `builder` is the module to load. On a GPU, unless `device` is cpu, its context is made meanwhile."""
         self.began = time.monotonic()
         self.ended = self.began
-        self._device = device
+        self._device, self._builder = device, builder
         self._error: BaseException | None = None
         if device != "cpu":
             threading.Thread(target=make_context, name="holdfast-make-context", daemon=True).start()
@@ -75,7 +80,7 @@ class Loading:
 
             if self._device != "cpu" and torch.cuda.is_available():
                 threading.Thread(target=wake_gpu, name="holdfast-wake-gpu", daemon=True).start()
-            import holdfast.engine.build  # noqa: F401
+            importlib.import_module(self._builder)
         except BaseException as error:
             self._error = error
         finally:
@@ -89,12 +94,7 @@ def run(start: messages.Start, parent: Parent, loading: Loading | None = None) -
 
     `loading` is what has begun to import PyTorch; by default it begins now.
     """
-    stages = Stages(start.began, time.monotonic)
-    stages.done.append(Stage("process", 0.0, stages.elapsed()))
-    parent.send(messages.Progress("loading PyTorch"))
-    loading = loading or Loading(start.config.device)
-    loading.wait()
-    stages.done.append(Stage("PyTorch", loading.began - start.began, loading.ended - start.began))
+    stages = begin(start.began, parent, loading or Loading(start.config.device))
     from holdfast.engine.build import build
 
     loop, info = build(
@@ -112,6 +112,33 @@ def run(start: messages.Start, parent: Parent, loading: Loading | None = None) -
         serve(loop, parent)
     finally:
         loop.close()
+
+
+def run_app(start: messages.StartApp, parent: Parent, loading: Loading) -> None:
+    """Build the engine of an application of cells and serve its client until told to end. Raises as `run` does."""
+    stages = begin(start.began, parent, loading)
+    from holdfast.engine import apps
+
+    with stages.stage("application"):
+        application = apps.find(start.app)
+    parent.send(messages.Progress("making cells ready"))
+    with stages.stage("cells"):
+        engine = apps.AppEngine(application, start.config, parent, threads=start.threads)
+    gc.collect()
+    gc.freeze()
+    parent.send(messages.AppReady(engine.info(stages)))
+    engine.serve()
+    engine.close()  # not after a failure, which must be told even if another worker hangs
+
+
+def begin(began: float, parent: Parent, loading: Loading) -> Stages:
+    """The stages of a start so far: those of the process and of `loading`, whose end it waits for."""
+    stages = Stages(began, time.monotonic)
+    stages.done.append(Stage("process", 0.0, stages.elapsed()))
+    parent.send(messages.Progress("loading PyTorch"))
+    loading.wait()
+    stages.done.append(Stage("PyTorch", loading.began - began, loading.ended - began))
+    return stages
 
 
 def make_context() -> None:
@@ -182,15 +209,18 @@ def handle(message: messages.ToEngine, loop: LanguageLoop, parent: Parent) -> bo
             return False
         case messages.Start():
             raise RuntimeError("the engine was told to start twice")
+        case _:
+            raise RuntimeError(f"the engine of a language model was sent {type(message).__name__}")
     return True
 
 
 def one_line(error: Exception) -> str:
     """An error as one line for people. Names the error's class unless its message is written for them."""
     text = " ".join(str(error).split())
-    expected = isinstance(error, (ValueError, MemoryError, OSError))
+    own = type(error).__module__.startswith("holdfast.")
+    expected = own or isinstance(error, (ValueError, MemoryError, OSError))
     return text if expected and text else f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), sys.argv[2]))
+    sys.exit(main(int(sys.argv[1]), sys.argv[2], sys.argv[3]))

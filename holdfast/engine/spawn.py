@@ -13,6 +13,9 @@ from typing import Self
 
 from holdfast.core.config import KEY_VARIABLE
 
+BUILD, APPS = "holdfast.engine.build", "holdfast.engine.apps"
+"""What builds the engine of a language model, and that of an application."""
+
 
 class EngineProcess:
     """A process that loads PyTorch at once, and waits for the address of its client's socket.
@@ -20,11 +23,14 @@ class EngineProcess:
     It ends with us, in whatever way we end. As a context manager it ends no later than the block.
     """
 
-    def __init__(self, device: str = "auto") -> None:
-        """Start the process, from the thread that lives longest. `device` is the config's. Raises OSError."""
+    def __init__(self, device: str = "auto", builder: str = BUILD) -> None:
+        """Start the process, from the thread that lives longest. `device` is the config's. Raises OSError.
+
+        `builder` is the module that it loads beside PyTorch.
+        """
         self.began = time.monotonic()
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "holdfast.engine.serve", str(os.getpid()), device],
+            [sys.executable, "-P", "-m", "holdfast.engine.serve", str(os.getpid()), device, builder],
             stdin=subprocess.PIPE,  # end of file tells the engine that we are gone
             stdout=2,  # what libraries print is not output of the program
             env=_environment(),

@@ -5,34 +5,42 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from fastapi import FastAPI, Request, Response
+from prometheus_client import CollectorRegistry
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from holdfast.core.version import __version__
+from holdfast.engine.app_client import AppClient
 from holdfast.engine.client import EngineClient
 from holdfast.server.config import ServerConfig
 from holdfast.server.conversations.protocol import ResponseRequest
 from holdfast.server.conversations.service import Responses
 from holdfast.server.conversations.store import AsyncStore, Store
-from holdfast.server.protocol import ApiError, ChatRequest, CompletionRequest
+from holdfast.server.inference.service import Applications
+from holdfast.server.protocol import ApiError, ChatRequest, CompletionRequest, is_inference
 from holdfast.server.routes.conversations import add_conversation_routes
 from holdfast.server.routes.generation import add_completion_routes, add_response_routes
 from holdfast.server.routes.http import JSON, BodyBudget
-from holdfast.server.routes.status import add_model_routes, add_status_routes
+from holdfast.server.routes.inference import LIVE, READY, add_inference_routes
+from holdfast.server.routes.status import add_model_routes, add_root_route, add_status_routes
 from holdfast.server.service import Service, internal
 
-OPEN_PATHS = ("/health",)
+OPEN_PATHS = ("/health", LIVE, READY)
 """Paths that need no API key."""
 
 
-def create_app(client: EngineClient, config: ServerConfig, store: Store) -> FastAPI:
-    """The HTTP application over a started engine and an open store. `app.state.responses.close()` closes the store."""
-    service = Service(client, config)
-    responses = Responses(service, AsyncStore(store, service.metrics))
+def create_app(
+    client: EngineClient | None, config: ServerConfig, store: Store | None, apps: Sequence[AppClient] = ()
+) -> FastAPI:
+    """The HTTP application over started engines: of a language model with an open store, of applications, or of both.
+
+    `app.state.responses.close()` closes the store. `app.state.admissions` count the requests in progress;
+    `app.state.clients` are those of all engines.
+    """
     app = FastAPI(
         title="Holdfast",
         version=__version__,
@@ -40,31 +48,45 @@ def create_app(client: EngineClient, config: ServerConfig, store: Store) -> Fast
         docs_url=None,  # its page comes from a CDN
         redoc_url=None,
     )
-    app.state.service = service
-    app.state.responses = responses
     app.state.bodies = BodyBudget(int(config.max_bodies_mb * 1e6))
     if config.api_key:
         app.add_middleware(KeyCheck, keys=config.api_key)
     else:
         app.add_middleware(BrowserCheck, hosts=(config.host, *config.allowed_host))
-    add_error_handlers(app, service)
-    add_model_routes(app, service)
-    add_completion_routes(app, service)
-    add_response_routes(app, responses)
-    add_conversation_routes(app, responses)
-    add_status_routes(app, service, responses.store)
+    service = Service(client, config) if client is not None else None
+    app.state.service = service
+    app.state.responses = None
+    app.state.admissions = []
+    app.state.clients = [*([] if client is None else [client]), *apps]
+    registry = CollectorRegistry()
+    if service is not None and store is not None:
+        registry = service.metrics.registry
+        responses = Responses(service, AsyncStore(store, service.metrics))
+        app.state.responses = responses
+        app.state.admissions.append(service.admission)
+        add_model_routes(app, service)
+        add_completion_routes(app, service)
+        add_response_routes(app, responses)
+        add_conversation_routes(app, responses)
+    applications = Applications(apps, config, registry)
+    app.state.admissions += [each.admission for each in applications.apps.values()]
+    if apps:
+        add_inference_routes(app, applications)
+    add_error_handlers(app, service.metrics.outcome if service is not None else lambda route, outcome: None)
+    add_root_route(app, service, applications)
+    add_status_routes(app, service, applications, registry)
     return app
 
 
-def add_error_handlers(app: FastAPI, service: Service) -> None:
-    """Send every error in OpenAI's shape, and count those of the generation routes."""
+def add_error_handlers(app: FastAPI, count: Callable[[str, str], None]) -> None:
+    """Send every error in the shape of the route's protocol. `count` gets route and outcome of generation routes."""
 
     def reply(request: Request, error: ApiError) -> Response:
         if request.method == "POST" and request.url.path in GENERATION:
             outcome = "refused" if error.status < 500 else "unavailable" if error.status == 503 else "failed"
-            service.metrics.outcome(request.url.path, outcome)
+            count(request.url.path, outcome)
         headers = {} if error.retry_after is None else {"retry-after": str(error.retry_after)}
-        return JSON(error.body(), error.status, headers)
+        return JSON(error.body_for(request.url.path), error.status, headers)
 
     @app.exception_handler(ApiError)
     async def refused(request: Request, error: ApiError) -> Response:
@@ -77,7 +99,8 @@ def add_error_handlers(app: FastAPI, service: Service) -> None:
             404: f"there is no {path}; GET / lists what there is",
             405: f"{path} does not take {request.method}",
         }.get(error.status_code, str(error.detail))
-        response = JSON(ApiError(message, code=NOT_ROUTED.get(error.status_code)).body(), error.status_code)
+        refusal = ApiError(message, code=NOT_ROUTED.get(error.status_code))
+        response = JSON(refusal.body_for(path), error.status_code)
         response.headers.update(error.headers or {})
         return response
 
@@ -110,7 +133,7 @@ class KeyCheck:
         tenant = self.tenant(scope)
         if tenant is None and scope["path"] not in OPEN_PATHS:
             error = ApiError("a valid API key is needed: Authorization: Bearer KEY", status=401, code="invalid_api_key")
-            await JSON(error.body(), 401, {"www-authenticate": "Bearer"})(scope, receive, send)
+            await JSON(error.body_for(scope["path"]), 401, {"www-authenticate": "Bearer"})(scope, receive, send)
             return
         scope.setdefault("state", {})["tenant"] = tenant or ""
         await self.app(scope, receive, send)
@@ -142,7 +165,7 @@ class BrowserCheck:
             return
         error = None if scope["path"] in OPEN_PATHS else self.refusal(scope)
         if error is not None:
-            await JSON(error.body(), error.status)(scope, receive, send)
+            await JSON(error.body_for(scope["path"]), error.status)(scope, receive, send)
             return
         scope.setdefault("state", {})["tenant"] = ""
         await self.app(scope, receive, send)
@@ -156,6 +179,10 @@ class BrowserCheck:
         headers = dict(scope["headers"])
         kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
         has_body = headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers
+        # A site must ask before it sends bytes (CORS), and a browser names the site that posts as the origin.
+        harmless = kind == b"application/octet-stream" or (not kind and b"origin" not in headers)
+        if is_inference(scope["path"]) and harmless:
+            return None
         if scope["method"] == "POST" and has_body and kind != b"application/json":
             reason = "the body must be JSON, with the header content-type: application/json"
             return ApiError(reason, status=415, code="unsupported_media_type")

@@ -27,7 +27,9 @@ class ServerConfig:
         0.5, "share of the waiting places that one API key may hold, where there are several; more is refused with 429"
     )
     max_body_mb: float = option(8.0, "largest request body in MB; larger ones are refused with 413")
-    max_bodies_mb: float = option(256.0, "most MB of request bodies being received at once; 503 beyond it")
+    max_bodies_mb: float = option(
+        256.0, "most MB of request bodies being received, and of applications' inputs in progress; 503 beyond it"
+    )
     max_connections: int = option(2048, "most open connections; fewer if the limit of open files is near")
     header_seconds: float = option(20.0, "time for a request's headers to arrive")
     body_seconds: float = option(120.0, "time for a request's body to arrive")

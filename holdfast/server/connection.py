@@ -251,7 +251,8 @@ class Connection(HttpToolsProtocol):
         if self.ending:
             return
         if not self.busy or (self.active is self.cycle and not self.cycle.response_started):
-            body = encode(error.body())
+            asked = "" if self.active is None or self.active.response_complete else self.active.scope["path"]
+            body = encode(error.body_for(asked))
             retry = b"" if error.retry_after is None else b"retry-after: %d\r\n" % error.retry_after
             head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n" % len(body)
             self.transport.write(STATUS_LINE[error.status] + head + retry + b"\r\n" + body)

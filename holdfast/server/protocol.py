@@ -55,6 +55,15 @@ class ApiError(Exception):
         type = "server_error" if self.status >= 500 else type
         return {"error": {"message": self.message, "type": type, "param": self.param, "code": self.code}}
 
+    def body_for(self, path: str) -> dict[str, Any]:
+        """The JSON object in the shape of the route's own protocol: OpenAI's, or the Open Inference Protocol's."""
+        return {"error": self.message} if is_inference(path) else self.body()
+
+
+def is_inference(path: str) -> bool:
+    """Whether a path belongs to the Open Inference Protocol."""
+    return path == "/v2" or path.startswith("/v2/")
+
 
 class StreamOptions(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """`stream_options`."""
@@ -220,6 +229,11 @@ class CompletionRequest(GenerationRequest, kw_only=True, frozen=True, forbid_unk
 
 def parse(body: bytes, shape: type[Body]) -> Body:
     """Parse a request body. Raises ApiError, which names the parameter at fault."""
+    return typed(read_object(body), shape)
+
+
+def read_object(body: bytes) -> dict[str, Any]:
+    """The JSON object that a body holds. Raises ApiError."""
     containers = body.count(b"[") + body.count(b"{")
     if containers > MAX_CONTAINERS:
         reason = f"the body holds {containers} brackets and braces; at most {MAX_CONTAINERS} are taken"
@@ -236,6 +250,11 @@ def parse(body: bytes, shape: type[Body]) -> Body:
         raise ApiError(f"the body is not JSON that can be read: {error}", code="invalid_json") from None
     if not isinstance(fields, dict):
         raise ApiError("the body must be a JSON object", code="invalid_json")
+    return fields
+
+
+def typed(fields: Mapping[str, Any], shape: type[Body]) -> Body:
+    """A JSON object as a request. Raises ApiError, which names the parameter at fault."""
     known = shape.__struct_fields__
     given = {}
     for name, value in fields.items():

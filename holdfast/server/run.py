@@ -8,14 +8,18 @@ import gc
 import logging
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from typing import Any
 
 import uvicorn
 
-from holdfast.core.config import EngineConfig
+from holdfast.core.config import AppConfig, EngineConfig
+from holdfast.engine.app_client import AppClient
 from holdfast.engine.client import EngineClient
+from holdfast.engine.connection import EngineConnection, EngineStartError
 from holdfast.engine.spawn import EngineProcess
 from holdfast.server.address import loopback, url_of
 from holdfast.server.config import ServerConfig
@@ -24,7 +28,7 @@ from holdfast.server.conversations.database import place
 from holdfast.server.conversations.service import Responses
 from holdfast.server.conversations.store import Store
 from holdfast.server.conversations.values import Bounds
-from holdfast.server.service import Service
+from holdfast.server.service import Admission
 
 CUT_SECONDS = 2.0
 """Time for streams to send their error event after the engine has ended."""
@@ -32,19 +36,36 @@ CUT_SECONDS = 2.0
 log = logging.getLogger("holdfast.server")
 
 
-async def run(
-    engine: EngineConfig,
-    config: ServerConfig,
-    listener: socket.socket,
-    process: EngineProcess,
-    *,
-    on_progress: Callable[[str], None],
-    on_ready: Callable[[EngineClient, str], None],
-) -> int:
-    """Serve on `listener` until a signal or the engine's death. Returns the process's exit code.
+@dataclass(frozen=True, slots=True)
+class Engines:
+    """The engines behind a server: of a language model, of applications, or of both."""
 
-    `on_ready` is called with the client and the base URL once the server takes requests. Raises StoreError if the store
-    cannot be opened, and EngineStartError if the engine cannot start in its `process`, which the caller ends.
+    model: EngineClient | None
+    apps: Sequence[AppClient] = ()
+
+    @property
+    def all(self) -> list[EngineConnection[Any, Any]]:
+        """Each of them."""
+        return [*([] if self.model is None else [self.model]), *self.apps]
+
+
+async def run(
+    engine: EngineConfig | None,
+    config: ServerConfig,
+    apps: AppConfig,
+    listener: socket.socket,
+    process: EngineProcess | None = None,
+    *,
+    threads: int | None = None,
+    on_progress: Callable[[str], None],
+    on_ready: Callable[[Engines, str], None],
+) -> int:
+    """Serve on `listener` until a signal or an engine's death. Returns the process's exit code.
+
+    Without `engine` there is no language model, and no store. `threads` is for the engines of applications. `on_ready`
+    is called with the engines and the base URL once the server takes requests. Raises StoreError if the store cannot be
+    opened, and EngineStartError if an engine cannot start, that of the language model in its `process`, which the
+    caller ends.
     """
     if not config.api_key and not loopback(config.host):
         log.warning(
@@ -53,15 +74,53 @@ async def run(
             config.host,
             config.port,
         )
-    with contextlib.closing(open_store(config)) as store:
+    with contextlib.ExitStack() as held:
+        store = None if engine is None else held.enter_context(contextlib.closing(open_store(config)))
         # FastAPI takes a second to import, and the engine takes longer to start.
         routes = asyncio.create_task(asyncio.to_thread(import_module, "holdfast.server.app"))
-        client = await EngineClient.start(engine, on_progress=on_progress, process=process)
+        engines = await start(engine, apps, process, threads=threads, on_progress=on_progress)
         try:
             await routes
-            return await serve(client, config, store, listener, on_ready=on_ready)
+            return await serve(engines.model, config, store, listener, apps=engines.apps, on_ready=on_ready)
         finally:
-            await client.close()
+            await asyncio.gather(*(client.close() for client in engines.all))
+
+
+async def start(
+    engine: EngineConfig | None,
+    apps: AppConfig,
+    process: EngineProcess | None,
+    *,
+    threads: int | None,
+    on_progress: Callable[[str], None],
+) -> Engines:
+    """Start all engines side by side. If one cannot start, all end. Raises EngineStartError."""
+    starts: list[Coroutine[Any, Any, EngineConnection[Any, Any]]] = []
+    if engine is not None:
+        starts.append(EngineClient.start(engine, on_progress=on_progress, process=process))
+    for app in apps.app:
+        starts.append(AppClient.start(app, apps, partial(tell, on_progress, app), threads))
+    tasks = [asyncio.create_task(each) for each in starts]
+    try:
+        clients = await asyncio.gather(*tasks)
+        names = [client.info.name for client in clients if isinstance(client, AppClient)]
+        twice = [name for name in names if names.count(name) > 1]
+        if twice:
+            raise EngineStartError(f"two applications are named {twice[0]}; serve one of them")
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        for ended in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(ended, EngineConnection):
+                await ended.close()
+        raise
+    model = next((client for client in clients if isinstance(client, EngineClient)), None)
+    return Engines(model, tuple(client for client in clients if isinstance(client, AppClient)))
+
+
+def tell(on_progress: Callable[[str], None], app: str, stage: str) -> None:
+    """Pass on the stage of an application's start."""
+    on_progress(f"{app}: {stage}")
 
 
 def open_store(config: ServerConfig) -> Store:
@@ -73,19 +132,21 @@ def open_store(config: ServerConfig) -> Store:
 
 
 async def serve(
-    client: EngineClient,
+    client: EngineClient | None,
     config: ServerConfig,
-    store: Store,
+    store: Store | None,
     listener: socket.socket,
     *,
-    on_ready: Callable[[EngineClient, str], None],
+    apps: Sequence[AppClient] = (),
+    on_ready: Callable[[Engines, str], None],
 ) -> int:
-    """Serve requests on `listener` until a signal or the engine's death. Returns the exit code."""
+    """Serve requests on `listener` until a signal or an engine's death. Returns the exit code."""
     from holdfast.server.app import create_app
 
-    app = create_app(client, config, store)
-    service: Service = app.state.service
-    responses: Responses = app.state.responses
+    app = create_app(client, config, store, apps)
+    engines = Engines(client, apps)
+    admissions: list[Admission] = app.state.admissions
+    responses: Responses | None = app.state.responses
     server = Server(
         uvicorn.Config(
             app, http=partial(Connection, shared=Connections(config)), ws="none",  # type: ignore[arg-type]
@@ -95,46 +156,64 @@ async def serve(
     )  # fmt: skip
     with signals() as received:
         serving = asyncio.create_task(server.serve(sockets=[listener]))
-        died = asyncio.create_task(client.dead.wait())
+        died = asyncio.create_task(first_death(engines.all))
         stop = asyncio.create_task(received.get())
         while not server.started and not serving.done():
             await asyncio.sleep(0.005)
         gc.collect()
         gc.freeze()  # a full collection over all modules would stop every stream for 50 to 100 ms
-        on_ready(client, url_of(listener))
+        on_ready(engines, url_of(listener))
         await asyncio.wait({died, stop, serving}, return_when=asyncio.FIRST_COMPLETED)
         if died.done():
-            log.error("the engine has ended, so the server ends: %s", client.reason)
+            log.error("the engine has ended, so the server ends: %s", died.result())
             code = 1
         else:
-            code = await drain(service, died, received)
-        service.admission.draining = True
-        await client.close()  # streams that still run end with an error event
+            code = await drain(admissions, config.drain_seconds, died, received)
+        for admission in admissions:
+            admission.draining = True
+        await asyncio.gather(*(each.close() for each in engines.all))  # streams that still run end with an error event
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(service.admission.idle.wait(), CUT_SECONDS)
+            await asyncio.wait_for(all_idle(admissions), CUT_SECONDS)
         server.should_exit = True
         for task in (died, stop):
             task.cancel()
         await asyncio.gather(serving, died, stop, return_exceptions=True)
-        await responses.close()
+        if responses is not None:
+            await responses.close()
     return code
 
 
-async def drain(service: Service, died: asyncio.Task[bool], received: asyncio.Queue[int]) -> int:
+async def first_death(clients: Sequence[EngineConnection[Any, Any]]) -> str:
+    """Wait until one of the engines ends; why it did."""
+    waits = [asyncio.create_task(client.dead.wait()) for client in clients]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        return next(client.reason for client in clients if client.dead.is_set())
+    finally:
+        for wait in waits:
+            wait.cancel()
+
+
+async def all_idle(admissions: Sequence[Admission]) -> None:
+    """Wait until no request is in progress."""
+    for admission in admissions:
+        await admission.idle.wait()
+
+
+async def drain(
+    admissions: Sequence[Admission], seconds: float, died: asyncio.Task[str], received: asyncio.Queue[int]
+) -> int:
     """Refuse new requests and let running ones finish, within the time limit. A second signal ends the wait at once."""
-    service.admission.draining = True
-    if service.admission.in_progress:
+    for admission in admissions:
+        admission.draining = True
+    if in_progress := sum(admission.in_progress for admission in admissions):
         log.warning(
-            "draining: %d requests in progress, at most %g s; a second signal ends at once",
-            service.admission.in_progress,
-            service.config.drain_seconds,
+            "draining: %d requests in progress, at most %g s; a second signal ends at once", in_progress, seconds
         )
     again = asyncio.create_task(received.get())
-    idle = asyncio.create_task(service.admission.idle.wait())
+    idle = asyncio.create_task(all_idle(admissions))
     try:
-        await asyncio.wait(
-            {again, idle, died}, timeout=service.config.drain_seconds, return_when=asyncio.FIRST_COMPLETED
-        )
+        await asyncio.wait({again, idle, died}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         return 128 + again.result() if again.done() else 1 if died.done() else 0
     finally:
         again.cancel()

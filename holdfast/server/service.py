@@ -9,10 +9,11 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, aclosing, contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from holdfast.core.types import SamplingParams
-from holdfast.engine.client import Delta, EngineClient, EngineDead, QueueFull
+from holdfast.engine.client import Delta, EngineClient
+from holdfast.engine.connection import EngineConnection, EngineDead, QueueFull
 from holdfast.lm.limits import CONTEXT_LENGTH_EXCEEDED, RequestRefused
 from holdfast.server.config import ServerConfig
 from holdfast.server.metrics import Metrics
@@ -34,7 +35,9 @@ Small chats have a thread of their own too: a chat template renders one at a tim
 class Admission:
     """Counts the choices in progress, and refuses new ones beyond the limit before any work is done for them."""
 
-    def __init__(self, limit: int, tenant_limit: int | None = None) -> None:
+    def __init__(self, limit: int, tenant_limit: int | None = None, unit: str = "choices") -> None:
+        """`unit` is what is counted, as refusals call it."""
+        self.unit = unit
         self.limit = limit
         """Most choices in progress: those that run and those that may wait."""
         self.tenant_limit = limit if tenant_limit is None else tenant_limit
@@ -59,8 +62,8 @@ class Admission:
             raise queue_full(self.limit)
         if self.by_tenant[tenant] + choices > self.tenant_limit:
             reason = (
-                f"this API key has {self.by_tenant[tenant]} choices in progress and asks for {choices} more; at most "
-                f"{self.tenant_limit} are taken; try again in a moment"
+                f"this API key has {self.by_tenant[tenant]} {self.unit} in progress and asks for {choices} more; "
+                f"at most {self.tenant_limit} are taken; try again in a moment"
             )
             raise ApiError(reason, status=429, code="rate_limit_exceeded", retry_after=1)
 
@@ -171,8 +174,7 @@ class Answer:
             except QueueFull:
                 raise queue_full(self.service.admission.limit) from None
             except EngineDead:
-                reason = "the engine has stopped; the server is going down"  # why stays in the server's log
-                raise ApiError(reason, status=503, code="engine_dead") from None
+                raise engine_dead() from None
             except RequestRefused as error:
                 raise refused(error, self.wanted) from None
 
@@ -302,6 +304,28 @@ def queue_full(limit: int) -> ApiError:
     """The refusal of a full queue."""
     reason = f"the queue is full ({limit} requests); try again in a moment"
     return ApiError(reason, status=503, code="queue_full", retry_after=1)
+
+
+async def trouble(
+    admissions: Sequence[Admission], clients: Sequence[EngineConnection[Any, Any]], seconds: float
+) -> str | None:
+    """Why requests are not taken now; None after a round trip through each engine, for which it has so many seconds."""
+    if any(admission.draining for admission in admissions):
+        return "draining"
+    for answer in await asyncio.gather(*(client.health(timeout=seconds) for client in clients), return_exceptions=True):
+        match answer:
+            case EngineDead():
+                return "engine dead"
+            case TimeoutError():
+                return "engine hangs"
+            case BaseException():
+                raise answer
+    return None
+
+
+def engine_dead() -> ApiError:
+    """The refusal of a server whose engine has ended. Why it has stays in the server's log."""
+    return ApiError("the engine has stopped; the server is going down", status=503, code="engine_dead")
 
 
 def internal(error: Exception) -> ApiError:

@@ -125,6 +125,12 @@ def test_an_invalid_file_is_refused_in_one_line(tmp_path: Path, text: str, messa
         (["chat", "--kv-cache-dtype", "e5m2"], "--kv-cache-dtype: invalid choice: 'e5m2' (choose from"),
         (["serve", "--block-size", "0"], "block_size is 0; it must lie between 1 and 1024"),
         (["serve", "--config", "/no/such/file"], "cannot read /no/such/file"),
+        (["serve", "--app", "a b"], "app is 'a b'; it must be a name, or look like module:object"),
+        (["serve", "--app", "x", "--app-device", "tpu"], "app_device is 'tpu'; it must be cpu, cuda, or cuda:N"),
+        (["serve", "--app", "x", "--app-capacity", "1"], "app_capacity is 1; it must lie between 2 and 16777216"),
+        (["serve", "--app", "x", "--app-max-tasks", "0"], "app_max_tasks is 0; it must lie between 1 and 1024"),
+        (["serve", "--app-device", "cpu"], "--app-device is for applications; name one with --app"),
+        (["serve", "--app", "x", "--cache-gb", "1"], "--cache-gb is for a language model; name MODEL to serve one"),
         (["profile", "--out", "/"], "/ cannot be written: it is a directory"),
         (["profile", "--out", "/no/such/place/p.json"], "/no/such/place is not a directory"),
         (["sing"], "invalid choice: 'sing'"),
@@ -140,6 +146,24 @@ def test_bad_usage_is_one_line_and_exit_code_2(
     assert message in err
     assert err.count("\n") == 1
     assert not out
+
+
+@pytest.mark.parametrize(
+    ("apps", "message"),
+    [
+        (["nobody"], "nobody"),
+        (["no_such_module:thing"], "no_such_module"),
+        (["tiny_apps:adding", "tiny_apps:adding"], "two applications are named adding; serve one of them"),
+    ],
+)
+def test_an_application_that_cannot_be_served_is_one_line_and_exit_code_2(
+    apps: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(Path(__file__).parents[1])
+    words = [word for app in apps for word in ("--app", app)]
+    assert main(["serve", "--port", "0", "--app-device", "cpu", "--threads", "1", *words]) == 2
+    err = capsys.readouterr().err
+    assert message in err and err.count("\n") == 1
 
 
 def test_a_model_that_is_not_there_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:

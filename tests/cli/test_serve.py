@@ -12,11 +12,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from fake_app import INFO
 from fake_engine import engine_info
 from rich.console import Console
 
 from holdfast.cli.command import main
-from holdfast.cli.serve import announce, curl_line, python_lines
+from holdfast.cli.serve import announce, announce_apps, curl_line, python_lines
 from holdfast.core.config import EngineConfig
 from holdfast.engine import spawn
 from holdfast.server.config import ServerConfig
@@ -79,6 +80,18 @@ def test_the_announced_examples_are_valid() -> None:
         compile(python_lines("http://h:1", "tiny", keyed), "try it", "exec")
 
 
+def test_the_announcement_of_applications_shows_what_they_take_and_give() -> None:
+    out = io.StringIO()
+    announce_apps(Console(file=out, width=160), [INFO], "http://127.0.0.1:8000", keyed=True)
+    shown = out.getvalue()
+    for part in (
+        "serves sums", "http://127.0.0.1:8000", "numbers int64[1 to 8], pairs float32[1 to 4, 2], flags bool[2]",
+        "→ sum float32[1], label string[1 to 8]", "cells sums-cell; 64 places for nodes on cpu",
+        'curl http://127.0.0.1:8000/v2/models/sums -H "authorization: Bearer $HOLDFAST_API_KEY"',
+    ):  # fmt: skip
+        assert part in shown
+
+
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The ids of the engine processes that the test starts."""
@@ -125,7 +138,7 @@ def test_a_store_that_cannot_be_opened_ends_the_engine_and_the_start_with_2(
 def test_ctrl_c_while_the_server_is_imported_ends_the_engine(
     started: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(*given: object) -> None:
+    def interrupted(*given: object, **more: object) -> None:
         assert runs(started[0])
         raise KeyboardInterrupt
 

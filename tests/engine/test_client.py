@@ -18,7 +18,8 @@ import pytest_asyncio
 from holdfast.core.config import EngineConfig
 from holdfast.core.types import FinishReason, SamplingParams
 from holdfast.engine import template
-from holdfast.engine.client import EngineClient, EngineDead, EngineStartError, QueueFull
+from holdfast.engine.client import EngineClient
+from holdfast.engine.connection import EngineDead, EngineStartError, QueueFull
 from holdfast.engine.messages import Abort, Start, Submit
 from holdfast.engine.process import Child
 from holdfast.lm.limits import RequestRefused
@@ -327,7 +328,7 @@ async def test_a_cancelled_start_ends_the_process(small, monkeypatch):
             super().__init__(on_end, process)
             children.append(self)
 
-    monkeypatch.setattr("holdfast.engine.client.Child", Noted)
+    monkeypatch.setattr("holdfast.engine.connection.Child", Noted)
     reached = asyncio.Event()
     starting = asyncio.create_task(EngineClient.start(small(), lambda stage: reached.set()))
     await reached.wait()

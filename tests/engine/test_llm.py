@@ -13,7 +13,7 @@ import pytest
 
 from holdfast import LLM, SamplingParams
 from holdfast.core.types import FinishReason
-from holdfast.engine.client import EngineStartError
+from holdfast.engine.connection import EngineStartError
 from holdfast.lm.limits import RequestRefused
 from tests.engine.conftest import SMALL, wait_for_end
 

@@ -7,9 +7,14 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from pathlib import Path
 
-from holdfast.engine.process import remove_stale_sockets
+import zmq
+
+from holdfast.engine.messages import Abort, encode
+from holdfast.engine.process import Parent, remove_stale_sockets
 from holdfast.engine.spawn import EngineProcess
 from tests.engine.conftest import wait_for_end
 
@@ -96,3 +101,27 @@ def test_neither_torch_nor_transformers_is_loaded_by_the_client():
     )
     done = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_wait_ends_with_a_message_or_a_wake_of_another_thread(tmp_path):
+    context = zmq.Context()
+    client = context.socket(zmq.DEALER)
+    client.bind(f"ipc://{tmp_path}/engine")
+    parent = Parent(f"ipc://{tmp_path}/engine")
+    waits = []
+    thread = threading.Thread(target=lambda: [waits.append(parent.wait()) for _ in range(2)])
+    thread.start()
+    parent.wake()
+    while not waits:
+        time.sleep(0.001)
+    time.sleep(0.05)
+    assert len(waits) == 1  # a wake ends one wait
+    client.send(encode(Abort("a")))
+    thread.join()
+    assert [message.request_id for message in parent.waiting()] == ["a"]
+    for _ in range(100_000):
+        parent.wake()  # a pipe that is full does not block
+    parent.wait()
+    parent.close()
+    client.close(0)
+    context.term()

@@ -19,7 +19,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from sqlalchemy.exc import DatabaseError
 from tokenizers_made import byte_level
 
-from holdfast.engine.client import Delta, QueueFull
+from holdfast.engine.client import Delta
+from holdfast.engine.connection import QueueFull
 from holdfast.engine.text import Text
 from holdfast.lm.limits import RequestRefused
 from holdfast.server import protocol
@@ -428,7 +429,7 @@ async def test_the_openapi_document_holds_all_that_it_refers_to(http: Http) -> N
 
 async def test_unknown_paths_and_methods_have_openais_shape_too(http: Http) -> None:
     async with http() as api:
-        nowhere = await api.get("/v2/nothing")
+        nowhere = await api.get("/v3/nothing")
         wrong = await api.get(CHAT)
     assert (nowhere.status_code, error_of(nowhere)["code"]) == (404, "not_found")
     assert (wrong.status_code, error_of(wrong)["code"]) == (405, "method_not_allowed")

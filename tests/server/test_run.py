@@ -17,7 +17,7 @@ import openai
 import pytest
 from fake_engine import WORDS, FakeClient
 
-from holdfast.core.config import EngineConfig
+from holdfast.core.config import AppConfig, EngineConfig
 from holdfast.engine.spawn import EngineProcess
 from holdfast.server.address import listen
 from holdfast.server.config import ServerConfig
@@ -169,7 +169,7 @@ async def test_an_address_beyond_this_machine_without_a_key_is_warned_of(
     config = ServerConfig(host=host, port=0, api_key=keys, store="/dev/null/not/a/store")
     listener, process = MagicMock(socket.socket), MagicMock(EngineProcess)
     with pytest.raises(StoreError):
-        await run(EngineConfig(), config, listener, process, on_progress=print, on_ready=print)
+        await run(EngineConfig(), config, AppConfig(), listener, process, on_progress=print, on_ready=print)
     assert ("ANYBODY" in caplog.text) == warned
 
 

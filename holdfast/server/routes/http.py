@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import zlib
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, NamedTuple, TypeVar
 
@@ -20,6 +21,11 @@ from holdfast.server.protocol import ApiError
 from holdfast.server.replies import encode
 
 T = TypeVar("T")
+
+ENCODINGS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
+"""Encodings of bodies, with zlib's number for each."""
+LEAST_COMPRESSED = 1024
+"""Bytes from which a body is compressed, if the client accepts that."""
 
 
 class JSON(Response):
@@ -85,30 +91,64 @@ class BodyBudget:
         self.held = 0
 
 
+def too_large(limit: int) -> ApiError:
+    """The refusal of a body of more bytes than the limit."""
+    reason = f"the body is larger than {limit} bytes; send less, or raise the server's --max-body-mb"
+    return ApiError(reason, status=413, code="body_too_large")
+
+
 async def read_body(request: Request, config: ServerConfig) -> bytes:
     """The request's body. Raises ApiError 413 as soon as it is too large, and 503 if all bodies together are."""
     body, limit = bytearray(), int(config.max_body_mb * 1e6)
     budget: BodyBudget = request.app.state.bodies
-    too_large = ApiError(
-        f"the body is larger than {limit} bytes; send less, or raise the server's --max-body-mb",
-        status=413,
-        code="body_too_large",
-    )
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared[:20]) > limit:
-        raise too_large
+        raise too_large(limit)
     try:
         async for chunk in request.stream():
             body += chunk
             budget.held += len(chunk)
             if len(body) > limit:
-                raise too_large
+                raise too_large(limit)
             if budget.held > budget.limit:
                 reason = f"more than {budget.limit} bytes of request bodies are being received; try again"
                 raise ApiError(reason, status=503, code="overloaded", retry_after=1)
         return bytes(body)
     finally:
         budget.held -= len(body)
+
+
+def decompress(body: bytes, encoding: str, config: ServerConfig) -> bytes:
+    """A body in the encoding that its header names. Raises ApiError: 413 as soon as it is too large, 415, 400."""
+    limit = int(config.max_body_mb * 1e6)
+    if encoding.lower() in ("", "identity"):
+        return body
+    if encoding.lower() not in ENCODINGS:
+        reason = f"content-encoding is {encoding[:32]!r}; use {', '.join(ENCODINGS)}, or none"
+        raise ApiError(reason, status=415, code="unsupported_encoding")
+    stream = zlib.decompressobj(ENCODINGS[encoding.lower()])
+    try:
+        found = stream.decompress(body, limit + 1)
+    except zlib.error:
+        raise ApiError(f"the body is not in the encoding {encoding.lower()}", code="invalid_encoding") from None
+    if len(found) > limit:
+        raise too_large(limit)
+    if not stream.eof or stream.unused_data:
+        raise ApiError(f"the body's {encoding.lower()} data end too early or too late", code="invalid_encoding")
+    return found
+
+
+def compress(body: bytes, accepted: str) -> tuple[bytes, dict[str, str]]:
+    """A body in the first encoding that the client accepts, and the header that names it. Small ones stay as they are.
+
+    `accepted` is the value of Accept-Encoding; an encoding with a weight of 0 is not accepted.
+    """
+    for part in accepted.lower().split(",") if len(body) >= LEAST_COMPRESSED else ():
+        name, _, weight = part.replace(" ", "").partition(";q=")
+        if (name in ENCODINGS and weight.strip("0.") != "") or (name in ENCODINGS and not weight):
+            stream = zlib.compressobj(1, zlib.DEFLATED, ENCODINGS[name])
+            return stream.compress(body) + stream.flush(), {"content-encoding": name}
+    return body, {}
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

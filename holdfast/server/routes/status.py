@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import FastAPI, Response
+from fastapi import FastAPI, Request, Response
+from prometheus_client import CollectorRegistry, generate_latest
 
-from holdfast.engine.client import EngineDead
-from holdfast.server.conversations.store import AsyncStore
+from holdfast.engine.connection import EngineDead
+from holdfast.lm.types import SchedulerStats
+from holdfast.server.inference.service import Applications
 from holdfast.server.metrics import CONTENT_TYPE
 from holdfast.server.routes.http import JSON
-from holdfast.server.service import Service, unknown_model
+from holdfast.server.service import Service, trouble, unknown_model
 
 
 def add_model_routes(app: FastAPI, service: Service) -> None:
-    """GET /, /v1/models and /v1/models/{id}."""
+    """GET /v1/models and /v1/models/{id}."""
     info = service.client.info
     card = {
         "id": info.model,
@@ -24,18 +26,6 @@ def add_model_routes(app: FastAPI, service: Service) -> None:
         "max_model_len": info.max_model_len,
         "stateful": True,
     }
-
-    @app.get("/")
-    async def root() -> dict[str, Any]:
-        """This server's name, model and main paths."""
-        return {
-            "name": "Holdfast",
-            "model": info.model,
-            "api": "OpenAI's: /v1/responses, /v1/conversations, /v1/chat/completions, /v1/completions, /v1/models",
-            "schema": "/openapi.json",
-            "health": "/health",
-            "metrics": "/metrics",
-        }
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -50,30 +40,59 @@ def add_model_routes(app: FastAPI, service: Service) -> None:
         return card
 
 
-def add_status_routes(app: FastAPI, service: Service, store: AsyncStore) -> None:
-    """GET /health and /metrics. Both ask the engine, within a time limit."""
+def add_root_route(app: FastAPI, service: Service | None, applications: Applications) -> None:
+    """GET /."""
+    served: dict[str, Any] = {}
+    apis = []
+    if service is not None:
+        served["model"] = service.client.info.model
+        apis.append("OpenAI's: /v1/responses, /v1/conversations, /v1/chat/completions, /v1/completions, /v1/models")
+    if applications.apps:
+        served["applications"] = list(applications.apps)
+        apis.append("Open Inference Protocol: /v2, /v2/models/{name}, /v2/models/{name}/infer")
+
+    @app.get("/")
+    async def root() -> dict[str, Any]:
+        """This server's name, what it serves, and its main paths."""
+        return {
+            "name": "Holdfast",
+            **served,
+            "api": "; ".join(apis),
+            "schema": "/openapi.json",
+            "health": "/health",
+            "metrics": "/metrics",
+        }
+
+
+def add_status_routes(
+    app: FastAPI, service: Service | None, applications: Applications, registry: CollectorRegistry
+) -> None:
+    """GET /health and /metrics. Both ask the engines, within a time limit."""
 
     @app.get("/health")
-    async def health() -> Response:
-        """200 after a round trip through the engine; 503 if it does not answer, or if the server drains.
+    async def health(request: Request) -> Response:
+        """200 after a round trip through each engine; 503 if one does not answer, or if the server drains.
 
         A store that fails is told, but is still a 200: requests that store nothing are served.
         """
-        if service.admission.draining:
-            return JSON({"status": "draining"}, 503)
-        try:
-            await service.client.health(timeout=service.config.health_seconds)
-        except EngineDead:
-            return JSON({"status": "engine dead"}, 503)
-        except TimeoutError:
-            return JSON({"status": "engine hangs"}, 503)
-        return JSON({"status": "ok" if store.up else "store fails"})
+        state = request.app.state
+        if (reason := await trouble(state.admissions, state.clients, applications.config.health_seconds)) is not None:
+            return JSON({"status": reason}, 503)
+        responses = state.responses
+        return JSON({"status": "ok" if responses is None or responses.store.up else "store fails"})
 
     @app.get("/metrics")
     async def metrics() -> Response:
         """Prometheus' text format."""
-        try:
-            stats = await service.client.health(timeout=service.config.health_seconds)
-        except (EngineDead, TimeoutError):
-            stats = None
-        return Response(service.metrics.exposition(stats), media_type=CONTENT_TYPE)
+        if service is not None:
+            service.metrics.stats = await stats_of(service)
+        await applications.scrape()
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE)
+
+
+async def stats_of(service: Service) -> SchedulerStats | None:
+    """The scheduler's state. None if the engine does not answer in time."""
+    try:
+        return await service.client.health(timeout=service.config.health_seconds)
+    except (EngineDead, TimeoutError):
+        return None

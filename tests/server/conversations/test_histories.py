@@ -37,7 +37,7 @@ from sqlalchemy import Row, select
 
 from holdfast.core.config import EngineConfig
 from holdfast.core.types import SamplingParams
-from holdfast.engine.client import EngineDead
+from holdfast.engine.connection import EngineDead
 from holdfast.engine.messages import EngineInfo
 from holdfast.engine.spelled import BREAK
 from holdfast.lm.execution.executor import PagedExecutor

@@ -14,7 +14,7 @@ import pytest
 from fake_engine import FakeClient, FakeText, engine_info
 from serving import listening
 
-from holdfast.engine.client import EngineDead
+from holdfast.engine.connection import EngineDead
 from holdfast.server.conversations.turn_store import TurnStore
 from holdfast.server.conversations.values import Turn
 

@@ -1,0 +1,132 @@
+"""Routes of the Open Inference Protocol over applications of cells, as KServe's and Triton's clients call them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from starlette.requests import ClientDisconnect
+
+from holdfast.core.version import __version__
+from holdfast.server.inference import protocol
+from holdfast.server.inference.protocol import JSON_LENGTH, VERSION, InferenceRequest
+from holdfast.server.inference.service import App, Applications
+from holdfast.server.protocol import RequestBody, parse
+from holdfast.server.routes.http import (
+    JSON,
+    compress,
+    decompress,
+    described,
+    read_body,
+    tenant_of,
+    while_connected,
+)
+from holdfast.server.service import LARGE, engine_dead, trouble
+
+LIVE, READY = "/v2/health/live", "/v2/health/ready"
+EXTENSIONS = ("binary_tensor_data", "model_configuration", "model_repository", "statistics")
+
+
+class IndexRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """The body of a request for the index. All models are always ready."""
+
+    ready: bool = False
+
+
+def add_inference_routes(app: FastAPI, applications: Applications) -> None:
+    """/v2 in full: server, health, models, inference, and Triton's index, configuration and statistics."""
+    config = applications.config
+
+    @app.get("/v2")
+    async def server() -> dict[str, Any]:
+        """This server's name, version and extensions."""
+        return {"name": "holdfast", "version": __version__, "extensions": list(EXTENSIONS)}
+
+    @app.get(LIVE)
+    async def live() -> dict[str, Any]:
+        """Whether the server answers."""
+        return {"live": True}
+
+    @app.get(READY)
+    async def ready() -> Response:
+        """200 if the server takes requests, after a round trip through each engine; else 503."""
+        if (reason := await trouble(app.state.admissions, app.state.clients, config.health_seconds)) is not None:
+            return JSON({"ready": False, "error": reason}, 503)
+        return JSON({"ready": True})
+
+    @app.post("/v2/repository/index")
+    async def index(request: Request) -> Response:
+        """All applications."""
+        body = decompress(await read_body(request, config), request.headers.get("content-encoding", ""), config)
+        if body:
+            parse(body, IndexRequest)
+        states = [
+            {"name": name, "version": VERSION, "state": "UNAVAILABLE" if each.client.dead.is_set() else "READY"}
+            for name, each in applications.apps.items()
+        ]
+        return JSON([{**state, "reason": ""} for state in states])
+
+    @app.get("/v2/models/stats")
+    async def statistics() -> Response:
+        """What each application has done since the start."""
+        return JSON({"model_stats": [await stats_of(each) for each in applications.apps.values()]})
+
+    async def stats_of(each: App) -> dict[str, Any]:
+        stats = await applications.stats(each)
+        if stats is None:
+            raise engine_dead()
+        return applications.metrics.statistics(each.info.name, VERSION, stats)
+
+    for prefix in ("/v2/models/{name}", "/v2/models/{name}/versions/{version}"):
+
+        @app.get(prefix, name=f"metadata {prefix}")
+        async def metadata(name: str, version: str | None = None) -> Response:
+            """An application's inputs and outputs."""
+            return JSON(protocol.metadata(applications.find(name, version).info))
+
+        @app.get(f"{prefix}/ready", name=f"ready {prefix}")
+        async def model_ready(name: str, version: str | None = None) -> Response:
+            """200 if the application takes requests, after a round trip through its engine; else 503."""
+            each = applications.find(name, version)
+            reason = await trouble([each.admission], [each.client], config.health_seconds)
+            if reason is not None:
+                return JSON({"name": name, "ready": False, "error": reason}, 503)
+            return JSON({"name": name, "ready": True})
+
+        @app.get(f"{prefix}/config", name=f"config {prefix}")
+        async def configuration(name: str, version: str | None = None) -> Response:
+            """An application's configuration, as Triton names things."""
+            return JSON(protocol.configuration(applications.find(name, version).info))
+
+        @app.get(f"{prefix}/stats", name=f"stats {prefix}")
+        async def model_statistics(name: str, version: str | None = None) -> Response:
+            """What an application has done since the start."""
+            return JSON({"model_stats": [await stats_of(applications.find(name, version))]})
+
+        @app.post(f"{prefix}/infer", name=f"infer {prefix}", openapi_extra=described(InferenceRequest))
+        async def infer(request: Request, name: str, version: str | None = None) -> Response:
+            """Run an application once."""
+            each = applications.find(name, version)
+            with applications.counted(each, ClientDisconnect):
+                return await answer(request, each, applications)
+
+
+async def answer(request: Request, app: App, applications: Applications) -> Response:
+    """Read a request, run it, and write its outputs as the client wants them. Raises ApiError."""
+    config, headers = applications.config, request.headers
+    body = await read_body(request, config)
+
+    encoding = headers.get("content-encoding", "")
+
+    def read() -> protocol.Wanted:
+        return protocol.read_request(decompress(body, encoding, config), headers.get(JSON_LENGTH), app.info)
+
+    wanted = await applications.off_loop(LARGE if encoding else len(body), read)
+    outputs = await while_connected(request.receive, applications.infer(app, wanted, tenant_of(request)))
+
+    def write() -> Response:
+        content, kind = protocol.reply(wanted, app.info, outputs)
+        content, encoding = compress(content, headers.get("accept-encoding", ""))
+        return Response(content, headers={**kind, **encoding})
+
+    return await applications.off_loop(sum(len(tensor.data) for tensor in outputs.values()), write)

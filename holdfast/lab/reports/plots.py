@@ -13,7 +13,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from holdfast.lab.reports.run_data import Distribution, Run
 
@@ -162,6 +162,54 @@ def bars(title: str, unit: str, rows: Sequence[tuple[str, float]], best: int | N
     return figure
 
 
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One named curve."""
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float]
+    accent: bool = False
+    """Whether it is what the plot is about; the others are drawn quieter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """Curves over one another, with a title and a unit."""
+
+    title: str
+    unit: str
+    lines: Sequence[Line]
+    log: bool = False
+    """Whether the vertical axis is logarithmic."""
+    log_x: bool = False
+
+
+def panels(shown: Sequence[Panel], columns: int, palette: Palette) -> Figure:
+    """Several panels of named curves, `columns` beside one another."""
+    rows = -(-len(shown) // columns)
+    figure, all_axes = canvas(palette, 5.0 * columns, 3.3 * rows, rows, columns)
+    for axes, panel in zip(all_axes, shown, strict=False):
+        quiet = iter((palette.second, palette.limit, palette.quiet, palette.ramp[1], palette.ink) * 4)
+        accents = iter((palette.accent, palette.ramp[4], palette.ramp[1]) * 4)
+        for line in panel.lines:
+            colour = next(accents) if line.accent else next(quiet)
+            marker = "o" if len(line.x) < 30 else ""
+            axes.plot(line.x, line.y, color=colour, marker=marker, markersize=3.5, linewidth=2 if line.accent else 1.3)
+        if panel.log:
+            axes.set_yscale("log")
+        if panel.log_x:
+            axes.set_xscale("log")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(FuncFormatter(readable))
+            axis.set_minor_formatter(NullFormatter())
+        heading(axes, palette, panel.title, panel.unit)
+        legend(axes, palette, [line.name for line in panel.lines], "right")
+    for axes in all_axes[len(shown) :]:
+        axes.set_visible(False)
+    return figure
+
+
 def canvas(palette: Palette, width: float, height: float, rows: int, columns: int = 1) -> tuple[Figure, list[Axes]]:
     """A figure of `width` by `height` inches with plain axes, `rows` by `columns`."""
     spaced = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08, wspace=0.06, hspace=0.06)
@@ -191,10 +239,15 @@ def heading(axes: Axes, palette: Palette, title: str, unit: str) -> None:
     units.set_in_layout(False)  # may overlap the neighbour's margin
 
 
-def legend(axes: Axes, palette: Palette, names: Sequence[str], place: Literal["lower right", "upper right"]) -> None:
-    """Name the first lines. "upper right" puts the names above the plot, "lower right" inside it, over the lines."""
-    above: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "ncols": len(names)}
-    where = above if place == "upper right" else {"loc": place}
+def legend(
+    axes: Axes, palette: Palette, names: Sequence[str], place: Literal["lower right", "upper right", "right"]
+) -> None:
+    """Name the first lines: "upper right" above the plot, "right" beside it, "lower right" inside, over the lines."""
+    outside: dict[str, dict[str, Any]] = {
+        "upper right": {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "ncols": len(names)},
+        "right": {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)},
+    }
+    where = outside.get(place, {"loc": place})
     shown = axes.legend(
         axes.get_lines()[: len(names)], names, fontsize=9, handlelength=1.4, borderaxespad=0.2,
         facecolor=palette.card, edgecolor="none", framealpha=1.0, **where,

@@ -1,0 +1,86 @@
+"""All systems of the comparison answer alike, and its ratios are those of the figures."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from cells_serve import Bench, CudnnEngine, compare, crossing, peak_of, ratios, row_of, serve
+
+
+def options(**changed: Any) -> argparse.Namespace:
+    plain = dict(
+        device=["cpu"], only=["lstm"], seconds=0.2, patience=5.0, hidden=8, vocabulary=50, dtype="float32",
+        tree_sizes=[16], clients=20, max_tasks=5, seed=1,
+    )  # fmt: skip
+    return argparse.Namespace(**plain | changed)
+
+
+@pytest.mark.parametrize("name", ["lstm", "equal-lstm", "seq2seq", "tree", "equal-tree"])
+def test_every_system_answers_a_sample_alike(name: str) -> None:
+    run = options(only=[name])
+    (model,) = Bench(run).models()
+    assert len(model.systems) >= 2
+    assert compare(model, run) == {system.name: 1.0 for system in model.systems}
+
+
+def test_two_workers_answer_like_one() -> None:
+    run = options(only=["seq2seq"], device=["cpu", "cpu"])
+    (model,) = Bench(run).models()
+    assert set(compare(model, run).values()) == {1.0}
+
+
+@pytest.mark.parametrize("width", [None, 10])
+def test_torchs_lstm_over_whole_batches_gives_the_same_labels(width: int | None) -> None:
+    bench = Bench(options())
+    (model,) = bench.models()
+    w = bench.weights
+    given = {"x": w.lstm.w[:, :8], "h": w.lstm.w[:, 8:], "w": w.lstm.w, "b": w.lstm.b, "embedding": w.embedding}
+    given |= {"label_w": w.label.w, "label_b": w.label.b}
+    engine = CudnnEngine(given, "cpu", 16, width)
+    some, arrivals = model.samples[:40], np.zeros(40)
+    ours = serve(model.systems[0].engine(), some, seconds=30.0, arrivals=arrivals, keep=True).results
+    theirs = serve(engine, some, seconds=30.0, arrivals=arrivals, keep=True).results
+    assert {key: int(each["label"][-1]) for key, each in ours.items()} == {
+        key: int(each["label"][-1]) for key, each in theirs.items()
+    }
+    assert len(theirs) == 40
+
+
+def test_a_rate_and_a_peak_are_measured() -> None:
+    torch.set_num_threads(1)
+    run = options()
+    (model,) = Bench(run).models()
+    row = row_of(model.systems[0], model, 100.0, run)
+    assert row["answered"] == 1.0
+    assert 0 < row["p50_ms"] <= row["p90_ms"] <= row["p99_ms"]
+    assert len(row["queuing_ms"]) == len(row["computation_ms"]) == 101
+    assert peak_of(model.systems[0], model, run) > 10
+
+
+def system(name: str, role: str, peak: float, *p90: float | None) -> dict[str, Any]:
+    rows = [dict(rate=rate, p90_ms=at) for rate, at in zip((10.0, 50.0, 90.0), p90, strict=True)]
+    return dict(system=name, role=role, peak=peak, rows=rows)
+
+
+def test_ratios_take_the_best_baseline_of_each_figure() -> None:
+    ours = system("ours", "ours", 150.0, 2.0, 4.0, 6.0)
+    peaked, quick = system("a", "baseline", 100.0, 20.0, 40.0, None), system("b", "baseline", 60.0, 5.0, 16.0, None)
+    assert ratios([ours, peaked, quick]) == (
+        "Peak 1.50 times the best baseline's. p90 at 50/s: 4.0 ms, the best baseline's 16.0 ms (-75%)."
+    )
+
+
+def test_the_crossing_with_an_outside_system_is_named() -> None:
+    ours = system("ours", "ours", 100.0, 2.0, 4.0, None)
+    outside = system("cuDNN", "outside", 200.0, 3.0, 5.0, 9.0)
+    assert crossing(ours, outside) == ("cuDNN: peak 0.50 times its own; its p90 is lower at 90/s, ours at 10, 50/s.")
+    assert "lower at all 3 rates" in crossing(system("ours", "ours", 1.0, 1.0, 1.0, 1.0), outside)

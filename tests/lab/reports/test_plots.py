@@ -1,0 +1,28 @@
+"""Panels of named curves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("matplotlib")
+
+from holdfast.lab.reports import plots
+
+CURVES = [plots.Line("ours", [1.0, 2.0], [3.0, 30.0], accent=True), plots.Line("theirs", [1.0, 2.0], [5.0, 500.0])]
+
+
+def test_panels_draw_every_curve_with_its_name() -> None:
+    figure = plots.panels([plots.Panel("first", "ms", CURVES, log=True), plots.Panel("second", "ms", CURVES[:1])], 3, plots.PRINT)  # fmt: skip # noqa: E501
+    first, second, unused = figure.get_axes()
+    assert [list(line.get_ydata()) for line in first.get_lines()] == [[3.0, 30.0], [5.0, 500.0]]
+    assert [text.get_text() for text in first.get_legend().get_texts()] == ["ours", "theirs"]
+    assert (first.get_yscale(), second.get_yscale()) == ("log", "linear")
+    assert not unused.get_visible()
+
+
+def test_a_plot_is_written_as_png(tmp_path: Path) -> None:
+    shown = [plots.Panel("first", "ms", CURVES, log_x=True)]
+    plots.png(lambda palette: plots.panels(shown, 1, palette), tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")

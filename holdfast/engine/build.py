@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from holdfast.core.config import EngineConfig
+from holdfast.core.config import PADDED_OPTIONS, EngineConfig
 from holdfast.core.stages import Stages
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.in_service import in_service
@@ -19,14 +19,21 @@ from holdfast.engine.messages import EngineInfo
 from holdfast.engine.profiles import CostProfile, cached_profile_path
 from holdfast.engine.trace import TracedExecutor
 from holdfast.lm.execution.cost_profile import estimate_cost, measure_cost
-from holdfast.lm.execution.host_memory import HostMemory
 from holdfast.lm.execution.paged_device import PagedDevice, resolve_device
 from holdfast.lm.kernels.attention import backends as attention
 from holdfast.lm.models.loader import load
 from holdfast.lm.scheduler.choice import capacity_of, choose_policy, make_scheduler
 from holdfast.lm.scheduler.policies import LatencyTarget, StallFree
 from holdfast.lm.scheduler.scheduler import Scheduler
-from holdfast.lm.types import DEFAULT_TOKEN_BUDGET, EngineShape, LanguageExecutor, LanguageLoop, MemoryMeasurement
+from holdfast.lm.types import (
+    DEFAULT_TOKEN_BUDGET,
+    EngineShape,
+    HostTier,
+    LanguageDevice,
+    LanguageExecutor,
+    LanguageLoop,
+    MemoryMeasurement,
+)
 from holdfast.loop.loop import Loop
 
 clock = time.monotonic
@@ -73,7 +80,7 @@ def build(
     keep, grow = nothing, nothing
     if profile is not None and not profile.measured and isinstance(policy, LatencyTarget):
         keep = partial(keep_corrected, profile, policy, path)
-    if (host := device.memory.host) is not None:  # it becomes usable bit by bit, beside the first requests
+    if (host := device.host) is not None:  # it becomes usable bit by bit, beside the first requests
         host.begin()
         grow = partial(grow_host_tier, scheduler, host)
     loop: LanguageLoop = Loop(scheduler, executor, config.steps_in_flight, clock, grow, keep, device.executor.prepare)
@@ -96,13 +103,18 @@ def build(
     return loop, info
 
 
-def grow_host_tier(scheduler: Scheduler, host: HostMemory) -> None:
+def grow_host_tier(scheduler: Scheduler, host: HostTier) -> None:
     """Tell the scheduler how much of the host tier can be used by now."""
     scheduler.resize_host_tier(host.ready, host.blocks)
 
 
 def make_device(config: EngineConfig, checkpoint: Checkpoint, stages: Stages) -> PagedDevice:
     """The model on its device, before there is a cache. Raises ValueError, MemoryError."""
+    if config.executor == "padded":
+        raise ValueError("executor is padded, and models run on the paged executor only; choose auto or paged")
+    for name in PADDED_OPTIONS:
+        if getattr(config, name) != getattr(EngineConfig, name):
+            raise ValueError(f"{name} is {getattr(config, name)}, which is for the padded executor; leave it out")
     device = resolve_device(config.device)
     if device.type == "cuda" and config.cuda_graphs:
         from holdfast.lm.kernels.compilation import prepare  # a CPU installation has no Triton
@@ -128,7 +140,7 @@ def make_device(config: EngineConfig, checkpoint: Checkpoint, stages: Stages) ->
 
 
 def allocate(
-    device: PagedDevice, stages: Stages, on_progress: Callable[[str], None]
+    device: LanguageDevice, stages: Stages, on_progress: Callable[[str], None]
 ) -> tuple[MemoryMeasurement, EngineShape]:
     """Measure what a step takes, and allocate the cache of both tiers and the graphs of steps in what is left."""
     if device.captures:

@@ -26,6 +26,8 @@ from holdfast.core.config import EngineConfig
         ("host_cache_gb", float("inf")),
         ("chunk_size", 0),
         ("swap_threshold", 1.5),
+        ("prefill_ahead", -1),
+        ("shrink_threshold", 0.0),
     ],
 )
 def test_an_error_names_the_field_and_value_out_of_range(field, value):
@@ -49,6 +51,25 @@ def test_vllm_flash_attn_with_an_fp8_cache_is_refused():
         EngineConfig(attention_backend="vllm-flash-attn", kv_cache_dtype="fp8")
     for backend in ("auto", "holdfast", "torch"):
         EngineConfig(attention_backend=backend, kv_cache_dtype="fp8")
+
+
+@pytest.mark.parametrize(
+    ("executor", "options", "owner"),
+    [
+        ("paged", {"trust_remote_code": True}, "padded"),
+        ("paged", {"prefill_ahead": 0}, "padded"),
+        ("paged", {"shrink_threshold": 0.5}, "padded"),
+        ("padded", {"quantization": "fp8"}, "paged"),
+        ("padded", {"kv_cache_dtype": "fp8"}, "paged"),
+        ("padded", {"attention_backend": "torch"}, "paged"),
+    ],
+)
+def test_an_option_of_the_other_executor_is_refused(executor, options, owner):
+    ((name, value),) = options.items()
+    with pytest.raises(ValueError, match=f"{name} is {value}, which is for the {owner} executor, and executor is"):
+        EngineConfig(executor=executor, **options)
+    EngineConfig(executor=owner, **options)
+    EngineConfig(executor="auto", **options)
 
 
 def test_every_field_has_a_help_text():

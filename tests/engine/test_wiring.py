@@ -16,6 +16,7 @@ from holdfast.engine.build import build, make_device
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.trace import TracedExecutor
 from holdfast.lm.execution import paged_device
+from holdfast.lm.execution.executor import PagedExecutor
 from holdfast.lm.kernels.attention.protocol import CapturableAttention
 from tests.built import SCHEDULING, check, settings_of
 from tests.engine.conftest import SMALL
@@ -38,7 +39,7 @@ REPORTED = {
 """For each option that the engine reports: what sets it, the field of EngineInfo, and its value."""
 OTHERS = {
     "model", "device", "load_format", "memory_fraction", "steps_in_flight", "cuda_graphs", "attention_backend", "trace",
-    "threads",
+    "threads", "executor", "trust_remote_code", "prefill_ahead", "shrink_threshold",
 }  # fmt: skip
 """Options with a test of their own below."""
 
@@ -65,6 +66,20 @@ def test_every_option_of_the_sizes_shows_in_what_the_engine_reports(name, small,
     options, field, expected = REPORTED[name]
     assert getattr(built[1], field) != expected
     assert getattr(build(small(**options))[1], field) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("executor", "padded"), ("trust_remote_code", True), ("prefill_ahead", 2), ("shrink_threshold", 0.5)],
+)
+def test_an_option_that_no_executor_reads_is_refused(name, value, small):
+    with pytest.raises(ValueError, match=f"{name} is {value}"):
+        build(small(**{name: value}))
+
+
+def test_the_paged_executor_runs_where_it_is_asked_for(small):
+    loop, _ = build(small(executor="paged"))
+    assert isinstance(loop.executor, PagedExecutor)
 
 
 def test_the_model_is_read_from_its_directory(small, checkpoint, tmp_path):

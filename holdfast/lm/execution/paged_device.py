@@ -118,6 +118,11 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         """The executor over the allocated memory."""
         return PagedExecutor(self.model, self.attention, self.memory)
 
+    @property
+    def host(self) -> HostMemory | None:
+        """The host tier, where it has to be locked. Raises RuntimeError before `allocate`."""
+        return self.memory.host
+
     def compile(self) -> None:
         """Compile the kernels of captured steps, several at a time, then run each kind of step once.
 

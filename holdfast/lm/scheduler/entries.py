@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import attrgetter
 
-from holdfast.lm.memory.sequence_cache import SequenceCache
+from holdfast.lm.memory.protocol import AnyState
 from holdfast.lm.types import Sampling, Sequence
 
 Rank = tuple[float, ...]
@@ -26,7 +26,8 @@ class Entry:
     sequence: Sequence
     id: str
     rank: Rank
-    cache: SequenceCache
+    cache: AnyState
+    """Which of its positions are resident."""
     sampling: Sampling
     limit: int
     """The sequence ends at this length."""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections import abc, deque
+from collections.abc import Callable
 from itertools import islice
+from typing import Any
 
 from holdfast.core.columns import Columns
 from holdfast.core.tokens import VOCABULARY_LIMIT
 from holdfast.core.types import MAX_SEED, FinishReason, Identity, Request, SequenceOutput
 from holdfast.lm.limits import RequestLimits
-from holdfast.lm.memory.block_pool import BlockPool
+from holdfast.lm.memory.protocol import AnyMemory, AnyState
 from holdfast.lm.memory.sequence_cache import SequenceCache
 from holdfast.lm.scheduler.builder import Policy, StepBuilder
 from holdfast.lm.scheduler.entries import Entry
@@ -29,7 +31,7 @@ class Scheduler:
     def __init__(
         self,
         policy: Policy,
-        pool: BlockPool,
+        pool: AnyMemory,
         *,
         max_sequences: int,
         max_model_len: int,
@@ -41,6 +43,7 @@ class Scheduler:
         order: Order | None = None,
         seed: int = 0,
         micro_batches: int = 1,
+        make_state: Callable[[Any, bytes | None], AnyState] = SequenceCache,
     ) -> None:
         """`sharing` lets requests of one identity share the state of equal prefixes. `served` names the model, adapter
         and dtype of the executor; `add` refuses any other. None refuses nothing.
@@ -48,11 +51,15 @@ class Scheduler:
         `headroom` is the share of the blocks that admission leaves to running sequences. `order` ranks requests, by
         default by priority class. `seed` makes seeds for requests that bring none. With `micro_batches` above 1, steps
         in flight share no sequence whose token is being sampled, and each takes its share of the decodes.
+
+        `make_state` makes the state of one sequence, given the pool and the root of its chain of digests
+        (`Identity.root`), or None where it shares nothing. It goes with the kind of pool.
         """
         self._limits = RequestLimits(max_model_len, vocab_size, pool.num_blocks * pool.block_size, served)
         self._policy = policy
         self._order = order or Priority()
         self._sharing = sharing
+        self._make_state = make_state
         self._eos = frozenset(eos_token_ids)
         self._seed = seed
         self._queues = Queues(pool, max_sequences, headroom, self._order, micro_batches)
@@ -80,7 +87,7 @@ class Scheduler:
             sequence=Sequence(request, seed),
             id=request.id,
             rank=self._order.rank(request, self._requests),
-            cache=SequenceCache(pool, request.identity.root() if self._sharing else None),
+            cache=self._make_state(pool, request.identity.root() if self._sharing else None),
             sampling=Sampling.of(params, seed),
             limit=limit,
             ends=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos),

@@ -12,7 +12,7 @@ import torch
 
 from holdfast.core.config import EngineConfig
 from holdfast.core.stages import Stages
-from holdfast.engine.build import build, make_device
+from holdfast.engine.build import build, choose_device
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.trace import TracedExecutor
 from holdfast.lm.execution import paged_device
@@ -68,15 +68,6 @@ def test_every_option_of_the_sizes_shows_in_what_the_engine_reports(name, small,
     assert getattr(build(small(**options))[1], field) == expected
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("executor", "padded"), ("trust_remote_code", True), ("prefill_ahead", 2), ("shrink_threshold", 0.5)],
-)
-def test_an_option_that_no_executor_reads_is_refused(name, value, small):
-    with pytest.raises(ValueError, match=f"{name} is {value}"):
-        build(small(**{name: value}))
-
-
 def test_the_paged_executor_runs_where_it_is_asked_for(small):
     loop, _ = build(small(executor="paged"))
     assert isinstance(loop.executor, PagedExecutor)
@@ -125,7 +116,7 @@ def on_a_gpu(small, checkpoint, monkeypatch):
     """Makes the engine's device, which then takes itself for a GPU."""
 
     def make(**options):
-        device = make_device(small(**options), Checkpoint.find(str(checkpoint)), Stages(0.0, time.monotonic))
+        device, _ = choose_device(small(**options), Checkpoint.find(str(checkpoint)), Stages(0.0, time.monotonic))
         monkeypatch.setattr(device, "device", torch.device("cuda"))
         device.attention = create_autospec(CapturableAttention, instance=True)
         return device

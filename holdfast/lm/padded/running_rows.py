@@ -145,7 +145,7 @@ class RunningRows:
             last, mask, lengths = self._on_device()
             running, added = len(self.rows), len(newcomers)
             for place in range(running, running + added):
-                self.state = self.layout.embed(self.state, self.width, place, self.layout.extract(self.state, 0, 0), 0)
+                self.state = self.layout.blank(self.state, self.width, place)
             last, mask, lengths = (
                 torch.cat((each, each.new_zeros(added, *each.shape[1:]))) for each in (last, mask, lengths)
             )

@@ -45,7 +45,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "random-bloom": ("Bloom", {"n_head": 4, "n_layer": 2}),
     "random-mamba": ("Mamba", {"num_hidden_layers": 2, "state_size": 16}),
 }
-POLICIES: tuple[SchedulerName, ...] = ("stall-free", "run-to-completion", "prefill-apart", "shaping", "embedding", "orca")
+POLICIES: tuple[SchedulerName, ...] = (
+    "stall-free",
+    "run-to-completion",
+    "prefill-apart",
+    "shaping",
+    "embedding",
+    "orca",
+)
 REQUESTS, BATCH = 20, 4
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 OPENING = "Hi! My name is Ada. I live in Lisbon, and I have three cats who like to sleep on my desk."

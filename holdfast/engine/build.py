@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,7 +24,7 @@ from holdfast.lm.execution.cost_profile import estimate_cost, measure_cost
 from holdfast.lm.execution.paged_device import PagedDevice, resolve_device
 from holdfast.lm.kernels.attention import backends as attention
 from holdfast.lm.models.base import UnsupportedCheckpoint
-from holdfast.lm.models.hf import TransformersModel
+from holdfast.lm.models.hf import NotPaged, TransformersModel
 from holdfast.lm.models.loader import load
 from holdfast.lm.padded.device import PaddedDevice
 from holdfast.lm.padded.loading import load_unmodified
@@ -145,12 +145,13 @@ def choose_device(config: EngineConfig, checkpoint: Checkpoint, stages: Stages, 
     except UnsupportedCheckpoint as error:
         if config.executor == "paged":
             raise
-        refusal = error
+        refusal = error.with_traceback(None)  # its frames hold tensors
     for name in PAGED_OPTIONS:
         if (value := getattr(config, name)) != getattr(EngineConfig, name):
             raise UnsupportedCheckpoint(f"{refusal}; padded rows cannot run it with {name} {value}") from None
     try:
-        device = make_padded_device(config, checkpoint, stages, measure=measure)
+        module = refusal.module if isinstance(refusal, NotPaged) else None
+        device = make_padded_device(config, checkpoint, stages, measure=measure, module=module)
     except UnsupportedCheckpoint as error:
         if str(error) == str(refusal):
             raise
@@ -199,8 +200,9 @@ def make_padded_device(
     stages: Stages,
     *,
     measure: bool = False,
+    module: Any = None,
 ) -> PaddedDevice:
-    """The model as Transformers has it, for padded rows."""
+    """The model as Transformers has it, for padded rows. `module` is one that was loaded for a paged cache."""
     if config.tbt_target is not None:
         raise ValueError(f"tbt_target is {config.tbt_target:g}, which takes a cost profile; padded rows have none")
     if measure:
@@ -212,7 +214,10 @@ def make_padded_device(
         max_model_len=config.max_model_len,
         load_format=config.load_format,
         trust_remote_code=config.trust_remote_code,
+        module=module,
     )
+    if model.is_encoder_decoder:
+        raise UnsupportedCheckpoint(f"{model.architecture} is an encoder-decoder; only causal decoders are served")
     return PaddedDevice(model, config, name=checkpoint.name, stages=stages)
 
 

@@ -170,4 +170,3 @@ def test_another_key_finds_nothing_of_the_first(served: Served) -> None:
             answer = each.completions.create(model=model, temperature=0, **asked)
             assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
             assert answer.usage.prompt_tokens_details.cached_tokens == 0
-

@@ -111,7 +111,8 @@ class PaddedExecutor:
         """By row with a state, the sequence that computed it."""
         self._lost: dict[int, bool] = {}
         """Rows whose state is gone for lack of memory; whether `StepResult.lost` has said so."""
-        self._lost_slots: set[int] = set()
+        self._lost_slots: dict[int, bool] = {}
+        """The same of slots."""
         self._in_flight: deque[Future[StepResult] | _CudaFlight] = deque()
         on_cpu = self._device.type == "cpu"
         self._worker = ThreadPoolExecutor(1, "holdfast-step") if on_cpu else None
@@ -234,13 +235,11 @@ class PaddedExecutor:
                 if not self._fits(lambda: self._embed(move)):
                     self._lose(touched)
             case "keep" | "store":
-                self._lost_slots.discard(slot)
-                if row in self._lost:
-                    self._lost_slots.add(slot)
-                elif not self._fits(lambda: self._keep(step, move)):
+                self._lost_slots.pop(slot, None)
+                if row not in self._lost and not self._fits(lambda: self._keep(step, move)):
                     self._lose([row])
-                    self._lost_slots.add(slot)
-                self._lost.pop(row, None)
+                if row in self._lost:
+                    self._lost_slots[slot] = self._lost.pop(row)
                 self._names.pop(row, None)
             case "offload" if slot not in self._lost_slots:
                 state, length = self._slot(slot)
@@ -250,10 +249,12 @@ class PaddedExecutor:
                 self._lost.pop(row, None)
                 if row in self._apart or self.rows.place(row) is not None:
                     raise ValueError(f"{move}: the row has a state already")
-                if slot in self._lost_slots or not self._fits(lambda: self._load(step, move)):
+                if slot in self._lost_slots:
+                    self._lost[row] = self._lost_slots[slot]
+                elif not self._fits(lambda: self._load(step, move)):
                     self._lose([row])
             case "forget":
-                self._lost_slots.discard(slot)
+                self._lost_slots.pop(slot, None)
                 self._slots.pop(slot, None)
                 if self.host is not None:
                     self.host.forget(slot)

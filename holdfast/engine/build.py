@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -13,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from holdfast.core.config import PADDED_OPTIONS, PAGED_OPTIONS, EngineConfig
+from holdfast.core.config import PADDED_OPTIONS, PAGED_OPTIONS, ROW_SCHEDULERS, EngineConfig
 from holdfast.core.stages import Stages
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.in_service import in_service
@@ -45,8 +44,6 @@ from holdfast.loop.loop import Loop
 clock = time.monotonic
 log = logging.getLogger("holdfast.engine")
 
-ROW_SCHEDULERS = ("run-to-completion", "prefill-apart", "shaping", "embedding", "padded-batches")
-"""Policies that only padded rows have."""
 LARGE_STEP = 16
 """Steps of many whole prompts hold at most this many default token budgets, unless the budget is configured.
 
@@ -103,7 +100,6 @@ def build(
         num_blocks=shape.num_blocks,
         num_host_blocks=shape.num_host_blocks,
         block_size=config.block_size if shape.rows is None else 1,
-        sequence_positions=sequence_positions(shape),
         token_budget=shape.max_step_tokens,
         max_model_len=shape.max_model_len,
         max_sequences=config.max_sequences,
@@ -219,14 +215,6 @@ def make_padded_device(
     if model.is_encoder_decoder:
         raise UnsupportedCheckpoint(f"{model.architecture} is an encoder-decoder; only causal decoders are served")
     return PaddedDevice(model, config, name=checkpoint.name, stages=stages)
-
-
-def sequence_positions(shape: EngineShape) -> int:
-    """The most positions that one sequence can have on padded rows when it is alone; 0 for a paged cache: all."""
-    if (rows := shape.rows) is None:
-        return 0
-    steps = range(rows.quantum, shape.max_model_len + rows.quantum, rows.quantum)
-    return rows.quantum * bisect_right(steps, rows.memory, key=rows.bytes.of)
 
 
 def allocate(

@@ -43,8 +43,6 @@ class EngineInfo:
     """Why it is this executor, and what it does with this model, for people."""
     num_host_blocks: int = 0
     """Blocks of the host tier."""
-    sequence_positions: int = 0
-    """The most positions that one sequence can have in the cache; 0: all of its blocks."""
     profile_path: str = ""
     """The file with the device's cost profile; empty if the engine needed none."""
     stages: tuple[Stage, ...] = ()
@@ -54,7 +52,8 @@ class EngineInfo:
     def limits(self) -> RequestLimits:
         """The sizes that bound a request."""
         served = Identity(self.model, dtype=self.precision)
-        positions = self.sequence_positions or self.num_blocks * self.block_size
+        # On padded rows the longest sequence is one that fits.
+        positions = self.num_blocks * self.block_size if self.executor == "paged" else self.max_model_len
         return RequestLimits(self.max_model_len, self.vocab_size, positions, served)
 
 

@@ -10,18 +10,15 @@ import pytest
 import transformers
 
 from holdfast.core.config import EngineConfig
-from holdfast.engine.build import build, sequence_positions
+from holdfast.engine.build import build
 from holdfast.engine.trace import TracedExecutor
 from holdfast.lm.execution.executor import PagedExecutor
 from holdfast.lm.padded.executor import PaddedExecutor
-from holdfast.lm.types import Abilities, EngineShape, RowBytes, RowShape
 from tests.checkpoints import make
 from tests.engine.conftest import SMALL
 from tests.engine.test_build import run_to_the_end
 from tests.padded_checks import draw_prompts, generate_alone, write_tiny
 from tests.scheduling import create_requests
-
-ABILITIES = Abilities(chunks=True, left_padding=True, batched_decode=True, shaping=True, croppable=True)
 
 
 @pytest.fixture(scope="session")
@@ -206,37 +203,25 @@ def test_a_trace_of_padded_rows_shows_the_forwards_of_each_step(bloom, tmp_path)
     assert sum(bar["args"]["rows"] * bar["args"]["longest"] for bar in forwards) >= 5 + 9 + 2 * 2
 
 
-def shape(memory, sizes, longest):
-    rows = RowShape(memory=memory, bytes=sizes, abilities=ABILITIES)
-    return EngineShape(
-        model="m",
-        precision="float32",
-        num_blocks=8,
-        token_budget=8,
-        max_step_tokens=8,
-        max_model_len=longest,
-        vocab_size=9,
-        tile=1,
-        executor="padded",
-        rows=rows,
-    )
+def test_the_longest_sequence_is_one_that_fits_the_memory_of_a_row(bloom):
+    position = 2 * 2 * 64 * 4
+    loop, info = build(config(bloom[0], max_model_len=2048, cache_gb=600 * position / 1e9))
+    assert info.max_model_len == 512
+    with pytest.raises(ValueError, match="at most 512|limit of 512"):
+        info.limits.check(range(512), create_requests((1,), max_tokens=600)[0].params)
+    (prompt,) = draw_prompts(200)
+    assert tokens_of(loop, [prompt], 400) == [generate_alone(bloom[1], prompt, 312)]
+    loop.close()
 
 
-def test_one_sequence_may_take_what_a_row_alone_takes_in_whole_quanta():
-    growing, window = RowBytes(growing=((8, None),)), RowBytes(fixed=100, growing=((8, 300),))
-    assert sequence_positions(shape(8 * 1000, growing, 5000)) == 3 * 256
-    assert sequence_positions(shape(8 * 256, growing, 5000)) == 256
-    assert sequence_positions(shape(8 * 255, growing, 5000)) == 0
-    assert sequence_positions(shape(8 * 100_000, growing, 700)) == 3 * 256
-    assert sequence_positions(shape(2500, window, 5000)) >= 5000, "a window bounds what a row takes"
-
-
-def test_a_request_longer_than_the_memory_of_a_row_is_refused_with_the_numbers(bloom):
-    bytes_per_position = 2 * 2 * 64 * 4
-    loop, info = build(config(bloom[0], max_model_len=2048, cache_gb=600 * bytes_per_position / 1e9))
-    assert info.limits.cache_tokens == 512
-    with pytest.raises(ValueError, match="which has 512"):
-        info.limits.check(range(90), create_requests((1,), max_tokens=600)[0].params)
+@pytest.mark.parametrize("family", ["mamba2", "rwkv"])
+def test_a_state_that_does_not_grow_bounds_no_prompt(family, tmp_path):
+    module = write_tiny(tmp_path / family, family)
+    loop, info = build(config(tmp_path / family, cache_gb=0.0002))
+    (prompt,) = draw_prompts(100)
+    assert info.num_blocks < len(prompt)
+    info.limits.check(prompt, create_requests((1,), max_tokens=5)[0].params)
+    assert tokens_of(loop, [prompt], 5) == [generate_alone(module, prompt, 5)]
     loop.close()
 
 

@@ -161,7 +161,12 @@ def make_scheduler(
             raise ValueError(f"a pipeline has {micro_batches} stages; padded rows run on one")
         return RowScheduler(
             policy,
-            RowPool(shape.rows, threshold=config.shrink_threshold),
+            RowPool(
+                shape.rows,
+                threshold=config.shrink_threshold,
+                rule=RetentionRule.of(config, retention_cost(config, shape, cost)),
+                keeps=config.prefix_sharing,
+            ),
             max_sequences=config.max_sequences,
             max_model_len=shape.max_model_len,
             vocab_size=shape.vocab_size,

@@ -8,6 +8,7 @@ from functools import partial
 
 from holdfast.core.columns import Columns
 from holdfast.core.types import FinishReason, Identity, SequenceOutput
+from holdfast.lm.limits import RequestLimits
 from holdfast.lm.memory.row_pool import RowPool, RowState
 from holdfast.lm.scheduler.builder import Policy
 from holdfast.lm.scheduler.entries import Entry
@@ -63,6 +64,8 @@ class RowScheduler(Scheduler):
             make_queues=make_queues,
             make_builder=partial(RowBuilder, longest=max_model_len),
         )
+        # The device has cut the longest sequence to what one row may have, so there is no other bound.
+        self._limits = RequestLimits(max_model_len, vocab_size, max_model_len, served)
         self._pool = pool
         self._forwards = self._idle_tokens = 0
 
@@ -107,7 +110,7 @@ class RowScheduler(Scheduler):
             suspensions=queues.suspensions,
             host_blocks_total=pool.shape.host_memory // pool.shape.bytes.position,
             host_blocks_ready=pool.shape.host_memory // pool.shape.bytes.position,
-            host_blocks_cached=pool.host_used // pool.shape.bytes.position,
+            host_blocks_cached=(pool.host_used + pool.kept.host_bytes) // pool.shape.bytes.position,
             idle_tokens=self._idle_tokens,
             forwards=self._forwards,
             rows_wide=pool.width,

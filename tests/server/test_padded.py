@@ -81,14 +81,18 @@ def test_a_stream_and_an_answer_are_what_the_model_gives_alone(served: Served) -
 
 
 def test_a_stop_string_ends_the_answer_before_it(served: Served) -> None:
-    prompt = "Once upon a time"
-    text = served.alone(prompt, 40)
-    at = next(index for index in range(12, len(text) - 2) if "\ufffd" not in text[index : index + 2])
-    stop = text[at : at + 2]
+    prompts = [f"Once upon a time, {number}" for number in range(9)]
+    prompt, text, at = next(
+        (prompt, text, at)
+        for prompt in prompts
+        for text in [served.alone(prompt, 40)]
+        for at in range(6, len(text))
+        if text[at].isascii() and text.index(text[at]) == at
+    )
     with served.serving.client() as client:
         model = client.models.list().data[0].id
-        answer = client.completions.create(model=model, prompt=prompt, temperature=0, max_tokens=40, stop=[stop])
-    assert answer.choices[0].text == text[: text.index(stop)]
+        answer = client.completions.create(model=model, prompt=prompt, temperature=0, max_tokens=40, stop=[text[at]])
+    assert answer.choices[0].text == text[:at]
     assert answer.choices[0].finish_reason == "stop"
 
 
@@ -156,10 +160,22 @@ def test_the_next_turn_of_a_conversation_finds_the_state_of_the_last(served: Ser
     cached = again.usage.input_tokens_details.cached_tokens
     # All of the turn before but its last token, which was sampled and never computed.
     assert first.usage.total_tokens - 2 <= cached < again.usage.input_tokens
-    prompt = f"<user>{opening}<assistant>{first.output_text}"
     assert other.output_text == first.output_text == served.alone(f"<user>{opening}<assistant>", 24)
-    if "\ufffd" not in first.output_text:
-        assert again.output_text == served.alone(f"{prompt}<user>And then?<assistant>", 8)
+
+
+def test_a_prompt_that_goes_on_from_an_answer_is_computed_from_its_state(served: Served) -> None:
+    prompt = served.tokenizer.encode("Of a town by the sea, and of those who live there and fish.").ids
+    with served.serving.client() as client:
+        model = client.models.list().data[0].id
+        known = 0
+        for length in (12, 9, 15):
+            answer = client.completions.create(model=model, prompt=prompt, max_tokens=length, temperature=0)
+            tokens = generate_alone(served.module, prompt, length)
+            assert answer.choices[0].text == served.tokenizer.decode(list(tokens))
+            found = answer.usage.prompt_tokens_details.cached_tokens  # type: ignore[union-attr]
+            assert found == known, "all that the answer before has computed"
+            known = len(prompt) + length - 1
+            prompt = [*prompt, *tokens, *served.tokenizer.encode(" Then?").ids]
 
 
 def test_another_key_finds_nothing_of_the_first(served: Served) -> None:

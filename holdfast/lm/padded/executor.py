@@ -237,6 +237,8 @@ class PaddedExecutor:
             case "keep" | "store":
                 self._lost_slots.pop(slot, None)
                 if row not in self._lost and not self._fits(lambda: self._keep(step, move)):
+                    if not self._fits(lambda: self._drop([row])):  # the batch is as it was; without the row it is fine
+                        self._lose(self.rows.rows)
                     self._lose([row])
                 if row in self._lost:
                     self._lost_slots[slot] = self._lost.pop(row)
@@ -295,18 +297,17 @@ class PaddedExecutor:
 
     def _leave(self, move: RowMove) -> tuple[State, int]:
         """The state of a row and its length; the row is empty then."""
-        place = self.rows.place(move.row)
-        if place is not None:
-            length, state = self.rows.lengths[place], self.rows.extract(move.row)
-            self.rows.drop(move.row)
-        elif move.row in self._apart:
-            apart = self._apart.pop(move.row)
-            self._joined.discard(move.row)
-            length, state = apart.length, self._enter(apart)
-        else:
+        row, place = move.row, self.rows.place(move.row)
+        if place is None and row not in self._apart:
             raise ValueError(f"{move}: the row has no state")
+        length = self._apart[row].length if place is None else self.rows.lengths[place]
         if not 0 < move.length <= length:
             raise ValueError(f"{move}: the state has {length} positions")
+        if place is None:
+            self._joined.discard(row)
+            return self._enter(self._apart.pop(row)), length
+        state = self.rows.extract(row)
+        self.rows.drop(row)
         return state, length
 
     def _cut(self, state: State, length: int) -> State:
@@ -552,6 +553,9 @@ class PaddedExecutor:
 
         With an `outcome` their sequences are named there; otherwise once a segment of theirs is planned.
         """
+        if any(self.rows.place(row) is not None for row in rows):
+            rows = [*rows, *(row for row in self.rows.rows if row not in rows)]
+            self.rows.clear()
         for row in rows:
             self._apart.pop(row, None)
             self._joined.discard(row)
@@ -559,8 +563,6 @@ class PaddedExecutor:
             self._lost[row] = outcome is not None and name is not None
             if outcome is not None and name is not None:
                 outcome.lost.append(name)
-        if any(self.rows.place(row) is not None for row in rows):
-            self.rows.clear()
 
     # Streams
 

@@ -61,6 +61,8 @@ OPENING = "Hi! My name is Ada. I live in Lisbon, and I have three cats who like 
 def main() -> int:
     """Serve, converse, count. Returns the exit code."""
     console = Console(highlight=False)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     console.print(Panel.fit("Models that only Transformers' own code runs, on padded rows", style="cyan"))
     try:
         with tempfile.TemporaryDirectory() as scratch:
@@ -97,11 +99,13 @@ def server(console: Console, directory: Path) -> Iterator[str]:
     command += ["--max-model-len", "2048", "--cache-gb", "0.2"]
     console.print(Text(f"\n$ holdfast serve {directory.name} --port {port}", style="dim"))
     began = time.monotonic()
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    errors = directory.with_suffix(".log")
+    with errors.open("w") as log:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
     try:
         assert process.stdout is not None
         if not any("address" in line for line in process.stdout):
-            raise RuntimeError(f"the server ended with exit code {process.wait()}")
+            raise RuntimeError(f"the server ended with exit code {process.wait()}: {errors.read_text()}")
         lines = list(takewhile(str.strip, process.stdout))
         first = next(index for index, line in enumerate(lines) if line.split()[0] == "executor")
         rest = takewhile(lambda line: line.startswith("      "), lines[first + 1 :])

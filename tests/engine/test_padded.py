@@ -156,7 +156,8 @@ def test_conversations_with_aborts_in_little_memory_get_the_tokens_of_the_model_
             assert tuple(tokens) == generate_alone(module, each.prompt, 5)
             talk += [*tokens, *draw_prompts(choose.randint(1, 4), seed=choose.randrange(99))[0]]
         check_empty(loop)
-    assert loop.stats().prefix_hits > 0
+    # Rows that stay until their batch ends have gone on by then, so no state of them is of use.
+    assert (loop.stats().prefix_hits > 0) != loop.planner._queues.to_completion
     loop.close()
 
 

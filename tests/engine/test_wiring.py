@@ -18,6 +18,7 @@ from holdfast.engine.trace import TracedExecutor
 from holdfast.lm.execution import paged_device
 from holdfast.lm.execution.executor import PagedExecutor
 from holdfast.lm.kernels.attention.protocol import CapturableAttention
+from holdfast.lm.memory.retention import EVICTIONS
 from tests.built import SCHEDULING, check, settings_of
 from tests.engine.conftest import SMALL
 
@@ -66,6 +67,18 @@ def test_every_option_of_the_sizes_shows_in_what_the_engine_reports(name, small,
     options, field, expected = REPORTED[name]
     assert getattr(built[1], field) != expected
     assert getattr(build(small(**options))[1], field) == expected
+
+
+def test_the_options_of_padded_rows_reach_the_pool_and_the_queues(small):
+    loop, _ = build(small(executor="padded", scheduler="embedding", shrink_threshold=0.5, prefill_ahead=3))
+    queues = loop.planner._queues
+    assert queues.pool._threshold == 0.5
+    assert (queues.prefill_ahead, queues.max_sequences, len(queues.free_rows)) == (3, 8, 11)
+    loop.close()
+    loop, _ = build(small(executor="padded", eviction="lru", prefix_sharing=False))
+    pool = loop.planner._queues.pool
+    assert pool.kept._rule.eviction == EVICTIONS["lru"] and not pool.keeps
+    loop.close()
 
 
 def test_the_paged_executor_runs_where_it_is_asked_for(small):

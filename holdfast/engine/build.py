@@ -212,8 +212,6 @@ def make_padded_device(
         trust_remote_code=config.trust_remote_code,
         module=module,
     )
-    if model.is_encoder_decoder:
-        raise UnsupportedCheckpoint(f"{model.architecture} is an encoder-decoder; only causal decoders are served")
     return PaddedDevice(model, config, name=checkpoint.name, stages=stages)
 
 

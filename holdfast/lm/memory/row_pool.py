@@ -285,8 +285,8 @@ class RowPool:
         `rule` ranks the states that ended sequences left; `keeps` False leaves none.
         """
         self.shape = shape
-        self.keeps = keeps and shape.abilities.keeps_state
-        """Whether states of ended sequences stay. Not where a model gives none out."""
+        self.keeps = keeps and shape.abilities.keeps_state and shape.abilities.continues
+        """Whether states of ended sequences stay. Not where a model gives none out, or they serve no other prompt."""
         self.kept = KeptRows(shape.bytes.of, rule or RetentionRule(), croppable=shape.abilities.croppable)
         """Those that others find."""
         self._leaving: dict[int, int] = {}

@@ -1,6 +1,6 @@
 """Encoder-decoders on padded rows: the prompt goes through the encoder, and the decoder answers (the T5 class).
 
-A position of such a row is a token of the prompt, or one that the decoder was given behind its first ones. So a state of
+A position of such a row is a token of the prompt, or one that the decoder was given behind its first ones. A state of
 `length` positions has the keys and values of the whole prompt (cross attention) and of the decoder's tokens.
 """
 
@@ -68,7 +68,8 @@ class EncodedLayout(StateLayout):
         )
 
     def width(self, state: State) -> int:
-        return max(source + target - self._first for source, target in zip(state.sources, state.targets, strict=True))
+        own: EncodedState = state
+        return max(source + target - self._first for source, target in zip(own.sources, own.targets, strict=True))
 
     def merge(self, states: Sequence[State], lengths: Sequence[int]) -> State:
         sources, targets = ([each for state in states for each in part(state)] for part in (_sources, _targets))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import abc
 from dataclasses import replace
 from functools import partial
 
 from holdfast.core.columns import Columns
 from holdfast.core.types import FinishReason, Identity, SequenceOutput
-from holdfast.lm.limits import RequestLimits
 from holdfast.lm.memory.row_pool import RowPool, RowState
 from holdfast.lm.scheduler.builder import Policy
 from holdfast.lm.scheduler.entries import Entry
@@ -64,8 +64,10 @@ class RowScheduler(Scheduler):
             make_queues=make_queues,
             make_builder=partial(RowBuilder, longest=max_model_len),
         )
-        # The device has cut the longest sequence to what one row may have, so there is no other bound.
-        self._limits = RequestLimits(max_model_len, vocab_size, max_model_len, served)
+        rows = pool.shape
+        widths = range(rows.quantum, max_model_len + rows.quantum, rows.quantum)
+        longest = rows.quantum * bisect_right(widths, rows.memory, key=rows.bytes.of)
+        self._limits = replace(self._limits, cache_tokens=longest)  # of a row that is alone
         self._pool = pool
         self._forwards = self._idle_tokens = 0
 

@@ -20,6 +20,7 @@ from holdfast.lm.scheduler.order import Deadline, Fair, Fcfs, Priority
 from holdfast.lm.scheduler.policies import LatencyTarget
 from holdfast.lm.types import RowBytes
 from tests.lm.scheduler.test_histories import COST
+from tests.padded_checks import StatePlaces
 from tests.padded_rows import ABLE, POSITION, FakeRows, check_rows, create_row_scheduler, shape_of_rows
 from tests.scheduling import EOS, VOCABULARY, run_alone, sampled
 
@@ -64,6 +65,8 @@ class RowHistory:
         self.device = FakeRows(
             self.shape, most_rows=self.max_sequences, lose=lambda: bool(rate) and choose.random() < rate
         )
+        self.places = StatePlaces()
+        """Follows every plan where no state is lost."""
         self.plans = deque()
         self.requests, self.outputs, self.finished = {}, {}, {}
         self.aborted = set()
@@ -133,6 +136,8 @@ class RowHistory:
             self.seen["idle"] += plan.idle_tokens
             names = [segment.sequence_id for segment in sampled(plan)]
             self.seen["twice"] += len(names) - len({*names})
+            if not self.losing:
+                self.places.apply(plan)
             self.device.submit(plan)
             self.plans.append(plan)
             self.steps += 1

@@ -1,4 +1,4 @@
-"""CellGraph: one request as nodes and the edges between them, and how graphs are split into subgraphs. Pure.
+"""CellGraph: one request as nodes and the edges between them. Pure.
 
 graph = CellGraph()
 leaves = graph.add(leaf, 3, token=[4, 8, 15])
@@ -9,7 +9,7 @@ graph.result("label", steps, "label")
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -77,14 +77,6 @@ class Block:
         return Block(self.cell, self.first, self.count, self.values, False, None, columns, reads)
 
 
-class Result(NamedTuple):
-    """A named result of a request: one output of each of these rows, all steps one after the other."""
-
-    name: str
-    output: str
-    rows: list[int]
-
-
 class CellGraph:
     """The nodes of one request. Nodes are numbered in the order in which they are added.
 
@@ -142,12 +134,6 @@ class CellGraph:
     def constant(self, name: str, value: np.ndarray) -> None:
         """Name a result that is known already, such as the words of a sentence; it passes to `finish` as it is."""
         self.constants[name] = value
-
-    def partition(self, types: Mapping[Cell, int]) -> Partition:
-        """Split this graph into rows and subgraphs. Raises ValueError for cells and results that do not fit."""
-        splitter = Splitter(types)
-        splitter.check(self)
-        return splitter.split([self])
 
     def _add(self, cell: Cell, count: int, inputs: dict[str, Any], chain: bool, stop: tuple[str, int] | None) -> range:
         if count < 1:
@@ -262,202 +248,3 @@ def _misfit(cell: Cell, name: str, wanted: Spec, producer: Cell, output: str) ->
         f"input {name} of cell {cell.name} is {wanted.dtype}{list(wanted.shape)}, and output {output} of "
         f"cell {producer.name} is {given.dtype}{list(given.shape)}"
     )
-
-
-@dataclass(slots=True)
-class Partition:
-    """Graphs as rows, numbered one graph after the other, and subgraphs (BatchMaker, section 2.4.3).
-
-    A row is a node, or a whole chain. A subgraph is known by its first row. Arrays are of intp.
-    """
-
-    first: np.ndarray
-    """[graphs]: the first row of each graph."""
-    types: np.ndarray
-    """[rows]"""
-    steps: np.ndarray
-    """[rows]: nodes of each row."""
-    subgraph: np.ndarray
-    """[rows]: the first row of its subgraph."""
-    reader: np.ndarray
-    """[edges]: a row that reads outputs of another. There may be several edges between the same two."""
-    producer: np.ndarray
-    """[edges]: the row that it reads."""
-    inputs: np.ndarray
-    """[4, State inputs that are not zeros]: the row, the row it reads, which State input of its cell, which output.
-
-    Outputs are numbered by the Splitter's `outputs`. For a chain these are the inputs of its first step."""
-
-
-class Splitter:
-    """Checks and splits the graphs of one application."""
-
-    def __init__(self, types: Mapping[Cell, int]) -> None:
-        """`types` numbers the cells from 0; cells that are equal have one number."""
-        self._types = types
-        self._circles: dict[tuple[int, ...], bool] = {}
-        names = dict.fromkeys(name for cell in types for name in cell.outputs)
-        self.outputs = {name: number for number, name in enumerate(names)}
-        """The number of each output name."""
-        self._input = {cell: {name: number for number, name in enumerate(cell.states)} for cell in types}
-
-    def check(self, graph: CellGraph) -> list[Result]:
-        """The results that a graph names, by rows. Raises ValueError for cells and results that do not fit."""
-        for block in graph.blocks:
-            if block.cell not in self._types:
-                raise ValueError(f"cell {block.cell.name} is not one of the application's cells")
-        results = [Result(name, output, _rows_of(graph, name, output, nodes)) for name, output, nodes in graph.results]
-        if len(results) > 1 and len({result.name for result in results}) < len(results):
-            raise ValueError(f"two results have one name: {', '.join(result.name for result in results)}")
-        return results
-
-    def split(self, graphs: Sequence[CellGraph]) -> Partition:
-        """Split graphs, which were checked, into rows and subgraphs.
-
-        A subgraph is a set of connected nodes of one type. If in a graph types read one another in a circle, nodes of
-        it are connected only where as many changes of type lie on the longest paths that lead to them: then no two
-        subgraphs wait for each other.
-        """
-        first: list[int] = []
-        blocks: list[int] = []  # of each: type, rows, nodes of each row
-        columns: list[np.ndarray] = []
-        of_column: list[int] = []  # of each: rows, the first of them, the first node of the graph
-        reads: list[int] = []  # of each: column, State input, output
-        row = node = 0
-        for graph in graphs:
-            first.append(row)
-            for block in graph.blocks:
-                if block.chain and not block.whole:
-                    block = block.unrolled()
-                rows = block.rows
-                blocks += self._types[block.cell], rows, block.count if block.whole else 1
-                if block.reads:
-                    numbers, begin = self._input[block.cell], len(columns)
-                    for name, output, column in block.reads:
-                        reads += begin + column, numbers[name], self.outputs[output]
-                    for nodes in block.columns:
-                        columns.append(nodes)
-                        of_column += rows, row, node
-                row += rows
-            node += graph.nodes
-        type_of, rows_of, steps_of = _threes(blocks)
-        types, steps = type_of.repeat(rows_of), steps_of.repeat(rows_of)
-        if not columns:
-            none = np.zeros(0, np.intp)
-            return Partition(np.array(first), types, steps, np.arange(row), none, none, np.zeros((4, 0), np.intp))
-        lengths, begins, bases = _threes(of_column)
-        ends = lengths.cumsum()
-        starts = ends - lengths
-        producer = np.concatenate(columns)
-        real = producer >= 0
-        producer += bases.repeat(lengths)
-        if node != row:
-            producer = np.arange(row).repeat(steps)[producer]
-        reader = np.arange(ends[-1]) + (begins - starts).repeat(lengths)
-        column, number, output_of = _threes(reads)
-        lengths = lengths[column]
-        ends = lengths.cumsum()
-        edge = np.arange(ends[-1]) + (starts[column] - ends + lengths).repeat(lengths)
-        inputs = np.empty((4, len(edge)), np.intp)
-        reader.take(edge, out=inputs[0])
-        producer.take(edge, out=inputs[1])
-        inputs[2], inputs[3] = number.repeat(lengths), output_of.repeat(lengths)
-        if np.count_nonzero(real) < len(real):
-            inputs = inputs[:, real[edge]]
-            reader, producer = reader[real], producer[real]
-        found = Partition(np.array(first), types, steps, types, reader, producer, inputs)
-        found.subgraph = self._subgraphs(found)
-        return found
-
-    def _subgraphs(self, found: Partition) -> np.ndarray:
-        types, reader, producer = found.types, found.reader, found.producer
-        from_type, to_type = types[producer], types[reader]
-        same = from_type == to_type
-        if self._in_a_circle(from_type, to_type):
-            graph = np.searchsorted(found.first, reader, side="right")
-            for number in np.unique(graph):
-                mine = np.flatnonzero(graph == number)
-                if self._in_a_circle(from_type[mine], to_type[mine]):
-                    same[mine] &= _level(reader[mine], producer[mine], same[mine])
-        return _connected(len(types), reader[same], producer[same])
-
-    def _in_a_circle(self, from_type: np.ndarray, to_type: np.ndarray) -> bool:
-        """Whether types read one another in a circle of more than one."""
-        count = len(self._input)
-        seen = np.zeros(count * count, bool)
-        seen[from_type * count + to_type] = True
-        pairs = tuple(np.flatnonzero(seen).tolist())
-        if pairs not in self._circles:
-            left = {divmod(pair, count) for pair in pairs if pair // count != pair % count}
-            while left and (ends := {given for given, _ in left} - {reads for _, reads in left}):
-                left = {pair for pair in left if pair[0] not in ends}
-            self._circles[pairs] = bool(left)
-        return self._circles[pairs]
-
-
-def _threes(numbers: list[int]) -> np.ndarray:
-    """[3, numbers // 3]: the first of each three, the second, and the third."""
-    return np.array(numbers, np.intp).reshape(-1, 3).T
-
-
-def _level(reader: np.ndarray, producer: np.ndarray, same: np.ndarray) -> np.ndarray:
-    """Which edges of a graph join rows with as many changes of type on the longest paths to them."""
-    changes: dict[int, int] = {}
-    order = np.argsort(reader, kind="stable")
-    for to, given, alike in zip(reader[order].tolist(), producer[order].tolist(), same[order].tolist(), strict=True):
-        changes[to] = max(changes.get(to, 0), changes.get(given, 0) + (not alike))
-    level = [changes[to] == changes.get(given, 0) for to, given in zip(reader.tolist(), producer.tolist(), strict=True)]
-    return np.array(level, bool)
-
-
-def _connected(rows: int, one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """The smallest row that each row is connected with, by these edges."""
-    # Each set is known by its greatest row until the end: in a tree, where one row reads each, one round finds it.
-    own = np.arange(rows)
-    greatest = own
-    while True:
-        high, low = greatest[one], greatest[other]
-        apart = high != low
-        if not np.count_nonzero(apart):
-            break
-        high, low = high[apart], low[apart]
-        greatest = greatest.copy()
-        np.maximum.at(greatest, np.minimum(high, low), np.maximum(high, low))
-        while np.count_nonzero((further := greatest[greatest]) != greatest):
-            greatest = further
-    least = own.copy()
-    np.minimum.at(least, greatest, own)
-    found: np.ndarray = least[greatest]
-    return found
-
-
-def _rows_of(graph: CellGraph, name: str, output: str, nodes: Sequence[int]) -> list[int]:
-    """The rows of a result. Raises ValueError if they do not return such an output, or are part of a longer row."""
-    blocks = graph.blocks
-    whole = len(blocks) == 1 and blocks[0].whole and isinstance(nodes, range) and nodes == range(blocks[0].count)
-    if whole and output in blocks[0].cell.returned:
-        return [0]
-    if not len(nodes):
-        raise ValueError(f"result {name} names no nodes; it needs at least 1")
-    chosen = []
-    at = 0
-    while at < len(nodes):
-        node = int(nodes[at])
-        if not 0 <= node < graph.nodes:
-            raise ValueError(f"result {name} names node {node}; there are {graph.nodes}")
-        row = graph.rows
-        for block in reversed(blocks):
-            row -= block.rows
-            if node >= block.first:
-                break
-        if output not in block.cell.returned:
-            raise ValueError(f"result {name}: cell {block.cell.name} does not return an output {output}")
-        if block.whole:
-            if node != block.first or list(nodes[at : at + block.count]) != list(range(node, node + block.count)):
-                raise ValueError(f"result {name} names a part of a chain of {block.count} steps; name all of it")
-            chosen.append(row)
-            at += block.count
-        else:
-            chosen.append(row + node - block.first)
-            at += 1
-    return chosen

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -66,8 +66,7 @@ class CellOutput(NamedTuple):
     """When the first of its nodes was planned."""
 
 
-@dataclass(frozen=True, slots=True)
-class Task:
+class Task(NamedTuple):
     """Nodes of one type, one for each row, that run as one batch."""
 
     rows: np.ndarray
@@ -82,8 +81,7 @@ class Task:
     """The supported size that the executor pads it to."""
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
+class Move(NamedTuple):
     """Rows whose state another worker computed, to be copied before the tasks of the round."""
 
     worker: int
@@ -91,14 +89,13 @@ class Move:
     """int32: the same rows here and there. Their tasks have completed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Round:
+class Round(NamedTuple):
     """What one call of Schedule submits to a worker: tasks of one type, run in order (Algorithm 1)."""
 
     worker: int
     type: int
     tasks: list[Task]
-    moves: list[Move] = field(default_factory=list)
+    moves: Sequence[Move] = ()
 
 
 Returned = list[tuple[np.ndarray, ...]]

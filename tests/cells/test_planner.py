@@ -177,13 +177,12 @@ def check_nothing_is_held(planner: CellPlanner) -> None:
     stats = planner.stats()
     assert stats.waiting == stats.running == stats.rows_used == 0
     assert set(stats.ready) == set(stats.tasks) == {0}
-    table = planner._table
-    assert sorted(table.numbers.take(table.numbers.free).tolist()) == list(range(1, planner._capacity))
-    lists = [table.after, table.starts, table.readers]
+    table, numbers = planner._table, planner._numbers
+    assert sorted(numbers.take(numbers.free).tolist()) == list(range(1, planner._capacity))
     assert [ranges.held for ranges in (kind.ranges for kind in planner._kinds)] == [0] * len(planner._kinds)
-    assert [each.ranges.held for each in lists] == [0] * 3
+    assert planner._links.held == 0
     assert not planner._by_row and not planner._retired and not any(planner._sent)
-    assert not table.lost.any() and (table.pinned == -1).all()
+    assert not table["lost"].any() and (table["pinned"] == -1).all()
 
 
 @pytest.mark.parametrize("first", range(0, 200, 20))

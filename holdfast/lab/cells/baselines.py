@@ -21,7 +21,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from holdfast.cells.cell import Cell
-from holdfast.cells.graph import CellGraph, Result, Splitter
+from holdfast.cells.graph import CellGraph
+from holdfast.cells.partition import Result, Splitter
 from holdfast.cells.plan import FIRST_ROW, CellOutput, CellRequest, Layout, Returned, Round, Task
 from holdfast.cells.planner import MAX_TASKS, CellStats
 from holdfast.cells.table import NOBODY, Numbers
@@ -231,7 +232,7 @@ class Batch:
     def _read_inputs(self, inputs: np.ndarray) -> None:
         """Find where State inputs lie; `inputs` as in a Partition."""
         planner = self._planner
-        reader, producer, position, output = inputs
+        reader, producer, position, output = inputs.T
         for name, number in planner.splitter.outputs.items():
             for kind, cell in enumerate(planner.cells):
                 if name in cell.outputs:

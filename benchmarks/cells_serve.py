@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import sys
 import threading
 import time
 from collections import deque
@@ -68,6 +69,8 @@ FILLING = 0.2
 LABELS = 5
 CAPACITY = 65536
 LSTM_SIZES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
+SWITCH_SECONDS = 1e-4
+"""As in an engine process: how long a thread may keep another from running Python."""
 ROUNDS_IN_FLIGHT = {"cpu": 1, "cuda": 2}
 
 
@@ -624,6 +627,7 @@ def compare(model: Model, run: argparse.Namespace) -> dict[str, float]:
 def measure(run: argparse.Namespace) -> None:
     """Run every system of every model."""
     torch.set_num_threads(run.threads)
+    sys.setswitchinterval(SWITCH_SECONDS)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = run.tf32
     path = run.out / "cells-serve.json"
     run.out.mkdir(parents=True, exist_ok=True)

@@ -94,8 +94,8 @@ def enter(
         if table[found[at]]["order"] < table[found[at - 1]]["order"]:
             found = found[np.argsort(table["order"][found])]
             break
-    for row_number in found:
-        _append(ready, bounds, table[row_number]["type"], row_number)
+    for at in range(count):
+        _append(ready, bounds, table[found[at]]["type"], found[at])
 
 
 @compiled

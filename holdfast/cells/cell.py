@@ -115,6 +115,16 @@ class Cell:
         return tuple(name for name, spec in self.inputs.items() if isinstance(spec, State))
 
     @cached_property
+    def takes(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """By State input: its shape and type."""
+        return {name: (self.inputs[name].shape, self.inputs[name].dtype) for name in self.states}
+
+    @cached_property
+    def gives(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """By output: its shape and type."""
+        return {name: (output.shape, output.dtype) for name, output in self.outputs.items()}
+
+    @cached_property
     def values(self) -> tuple[str, ...]:
         """The names of the Value inputs, in order."""
         return tuple(name for name, spec in self.inputs.items() if isinstance(spec, Value))

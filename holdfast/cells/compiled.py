@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import numba
 
@@ -12,5 +12,4 @@ Function = TypeVar("Function", bound=Callable[..., object])
 
 def compiled(function: Function) -> Function:
     """Compile a function at its first call, and keep the code on disk. Other threads run while it runs."""
-    made: Function = numba.njit(cache=True, nogil=True)(function)
-    return made
+    return cast(Function, numba.njit(cache=True, nogil=True)(function))

@@ -11,23 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from holdfast.cells.cell import Cell, Spec
+from holdfast.cells.cell import Cell
+from holdfast.cells.compiled import compiled
 
 ZEROS = -1
 """In place of a node: a State input of zeros."""
 
 
-class Read(NamedTuple):
-    """A State input of a block: whose outputs it reads."""
-
-    input: str
-    output: str
-    column: int
-    """Which of the block's columns names the nodes."""
+Read = tuple[str, str, int]
+"""A State input of a block, the output that it reads, and which of the block's columns names the nodes."""
 
 
 @dataclass(slots=True)
@@ -56,23 +52,18 @@ class Block:
         """A chain as a block of single nodes, each of which reads the one before."""
         before = np.arange(self.first - 1, self.first + self.count - 1)
         columns = [np.full(self.count, column[0]) for column in self.columns]
-        reads = [read for read in self.reads if read.input not in self.cell.carried]
-        begin = {read.input: read for read in self.reads if read.input in self.cell.carried}
+        reads = [read for read in self.reads if read[0] not in self.cell.carried]
+        begin = {name: (output, self.columns[column][0]) for name, output, column in self.reads}
         for name in self.cell.carried:
-            if name in begin:
-                begun = before.copy()
-                begun[0] = self.columns[begin[name].column][0]
-                # The first step may read another output than the later ones.
-                same = begin[name].output == name or begun[0] == ZEROS
-                if not same:
-                    first = np.full(self.count, ZEROS)
-                    first[0], begun[0] = begun[0], ZEROS
-                    reads.append(Read(name, begin[name].output, len(columns)))
-                    columns.append(first)
-            else:
-                begun = before.copy()
-                begun[0] = ZEROS
-            reads.append(Read(name, name, len(columns)))
+            begun = before.copy()
+            output, begun[0] = begin.get(name, (name, ZEROS))
+            if output != name and begun[0] != ZEROS:
+                # The first step reads another output than the later ones.
+                first = np.full(self.count, ZEROS)
+                first[0], begun[0] = begun[0], ZEROS
+                reads.append((name, output, len(columns)))
+                columns.append(first)
+            reads.append((name, name, len(columns)))
             columns.append(begun)
         return Block(self.cell, self.first, self.count, self.values, False, None, columns, reads)
 
@@ -83,7 +74,7 @@ class CellGraph:
     Arrays that it is given are not copied: do not change them later.
     """
 
-    __slots__ = ("_chains", "blocks", "constants", "nodes", "results", "rows")
+    __slots__ = ("_cells", "_chains", "_common", "blocks", "constants", "nodes", "results", "rows")
 
     def __init__(self) -> None:
         self.blocks: list[Block] = []
@@ -95,6 +86,9 @@ class CellGraph:
         """Name, output, and nodes of each."""
         self.constants: dict[str, np.ndarray] = {}
         """Results that are known without any node, by name."""
+        self._cells: set[Cell] = set()
+        self._common: dict[str, tuple[tuple[int, ...], str]] = {}
+        """Outputs that all cells of the graph give, of the same shape and type."""
         self._chains: list[Block] = []
 
     def add(self, cell: Cell, count: int = 1, /, **inputs: Any) -> range:
@@ -143,55 +137,62 @@ class CellGraph:
             if name not in inputs:
                 raise ValueError(f"cell {cell.name} needs the value {name}")
             values.append(_value(cell, name, inputs.pop(name), count))
-        block = Block(cell, self.nodes, count, values, chain, stop, whole=chain)
-        if inputs:
-            self._read(block, inputs)
-        self.blocks.append(block)
+        first = self.nodes
+        block = Block(cell, first, count, values, chain, stop, whole=chain)
         if chain:
+            if inputs:
+                self._read(block, inputs)
+            self._note_outputs(cell)
             self._chains.append(block)
-        self.nodes += count
-        self.rows += 1 if chain else count
-        return range(block.first, block.first + count)
+            self.rows += 1
+        else:
+            self._note_outputs(cell)
+            if inputs:
+                self._read(block, inputs)
+            self.rows += count
+        self.blocks.append(block)
+        self.nodes = first + count
+        return range(first, first + count)
+
+    def _note_outputs(self, cell: Cell) -> None:
+        """Keep in `_common` what all cells of the graph give alike."""
+        if cell not in self._cells:
+            gives = cell.gives
+            self._common = (
+                {name: kind for name, kind in self._common.items() if gives.get(name) == kind} if self._cells else gives
+            )
+            self._cells.add(cell)
 
     def _read(self, block: Block, inputs: dict[str, Any]) -> None:
         """Note what a block's State inputs read, once it is known to fit."""
-        cell = block.cell
-        end = np.arange(block.first, block.first + (1 if block.chain else block.count))
-        others = {other.cell for other in self.blocks}
-        if not block.chain:
-            others.add(cell)
+        takes, columns, common = block.cell.takes, block.columns, self._common
         found: dict[int, int] = {}
         for name, given in inputs.items():
-            if name not in cell.states:
-                raise ValueError(f"cell {cell.name} has no input {name}; it has {', '.join(cell.inputs)}")
+            if name not in takes:
+                raise ValueError(f"cell {block.cell.name} has no input {name}; it has {', '.join(block.cell.inputs)}")
             if not isinstance(given, (tuple, list)) or len(given) != 2:
-                raise ValueError(f"input {name} of cell {cell.name} must be a pair: nodes, and their output")
+                raise ValueError(f"input {name} of cell {block.cell.name} must be a pair: nodes, and their output")
             nodes, output = given
             column = found.get(id(nodes))
             if column is None:
-                column = found[id(nodes)] = len(block.columns)
-                block.columns.append(_column(block, name, nodes, end))
-            wanted = cell.inputs[name]
-            for other in others:
-                made = other.outputs.get(output)
-                if made is None or made.shape != wanted.shape or made.dtype != wanted.dtype:
-                    self._check_output(block, name, output, block.columns[column])
-                    break
-            block.reads.append(Read(name, output, column))
+                column = found[id(nodes)] = len(columns)
+                columns.append(_column(block, name, nodes))
+            if common.get(output) != takes[name]:
+                self._check_output(block, name, output, columns[column])
+            block.reads.append((name, output, column))
         for chain in self._chains:
             if chain.whole:
                 self._cut_if_read_inside(chain, block)
 
     def _check_output(self, block: Block, name: str, output: str, column: np.ndarray) -> None:
         """Raise ValueError if a node of the column does not give such an output, or one that the input cannot take."""
-        wanted = block.cell.inputs[name]
+        wanted = block.cell.takes[name]
         candidates = self.blocks if block.chain else [*self.blocks, block]
         for other in candidates:
-            given = other.cell.outputs.get(output)
-            if given is not None and given.shape == wanted.shape and given.dtype == wanted.dtype:
+            if other.cell.gives.get(output) == wanted:
                 continue
             if ((column >= other.first) & (column < other.first + other.count)).any():
-                raise ValueError(_misfit(block.cell, name, wanted, other.cell, output))
+                raise ValueError(_misfit(block.cell, name, other.cell, output))
 
     def _cut_if_read_inside(self, chain: Block, block: Block) -> None:
         """Make a chain single nodes if a block reads any but its last."""
@@ -223,25 +224,36 @@ def _value(cell: Cell, name: str, given: Any, count: int) -> np.ndarray:
     return array
 
 
-def _column(block: Block, name: str, nodes: Any, end: np.ndarray) -> np.ndarray:
-    """The nodes that an input names, each of which must be below its `end`."""
-    column = np.asarray(nodes, dtype=np.intp)
+def _column(block: Block, name: str, nodes: Any) -> np.ndarray:
+    """The nodes that an input names, each of which must come before the one that reads it."""
+    column = np.ascontiguousarray(nodes, dtype=np.intp)
     if column.ndim != 1:
         column = column.reshape(-1)
-    if len(column) != len(end):
-        raise ValueError(f"input {name} of cell {block.cell.name} names {len(column)} nodes; it needs {len(end)}")
-    if len(column) == 1:
-        fits = ZEROS <= column.item() < block.first
+    count = 1 if block.chain else block.count
+    if len(column) != count:
+        raise ValueError(f"input {name} of cell {block.cell.name} names {len(column)} nodes; it needs {count}")
+    if count == 1:
+        misplaced = -1 if ZEROS <= column.item() < block.first else 0
     else:
-        fits = not np.count_nonzero((column < ZEROS) | (column >= end))
-    if not fits:
-        node = column[(column < ZEROS) | (column >= end)][0]
-        raise ValueError(f"input {name} of cell {block.cell.name} names node {node}, which does not come before it")
+        misplaced = _first_misplaced(column if column.flags.writeable else column.copy(), block.first)
+    if misplaced >= 0:
+        raise ValueError(
+            f"input {name} of cell {block.cell.name} names node {column[misplaced]}, which does not come before it"
+        )
     return column
 
 
-def _misfit(cell: Cell, name: str, wanted: Spec, producer: Cell, output: str) -> str:
-    given = producer.outputs.get(output)
+@compiled
+def _first_misplaced(column: np.ndarray, first: int) -> int:
+    """Where a column names a node that does not come before the reader, from node `first` on; -1 if nowhere."""
+    for place in range(len(column)):
+        if column[place] < ZEROS or column[place] >= first + place:
+            return place
+    return -1
+
+
+def _misfit(cell: Cell, name: str, producer: Cell, output: str) -> str:
+    wanted, given = cell.inputs[name], producer.outputs.get(output)
     if given is None:
         return f"cell {producer.name} has no output {output}; it has {', '.join(producer.outputs)}"
     return (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -9,15 +10,23 @@ import numpy as np
 
 from holdfast.cells.cell import Cell
 from holdfast.cells.compiled import compiled
-from holdfast.cells.graph import CellGraph
+from holdfast.cells.graph import Block, CellGraph
+
+
+class Part(NamedTuple):
+    """Nodes of one block that follow one another: `begin` to `end`, counted in the block."""
+
+    block: int
+    begin: int
+    end: int
 
 
 class Result(NamedTuple):
-    """A named result of a request: one output of each of these rows, all steps one after the other."""
+    """A named result of a request: one output of these nodes, one part after the other."""
 
     name: str
     output: str
-    rows: list[int]
+    parts: list[Part]
 
 
 class Partition(NamedTuple):
@@ -56,11 +65,11 @@ class Splitter:
         self._input = {cell: {name: number for number, name in enumerate(cell.states)} for cell in types}
 
     def check(self, graph: CellGraph) -> list[Result]:
-        """The results that a graph names, by rows. Raises ValueError for cells and results that do not fit."""
+        """The results that a graph names. Raises ValueError for cells and results that do not fit."""
         for block in graph.blocks:
             if block.cell not in self._types:
                 raise ValueError(f"cell {block.cell.name} is not one of the application's cells")
-        results = [Result(name, output, _rows_of(graph, name, output, nodes)) for name, output, nodes in graph.results]
+        results = [Result(name, output, _parts_of(graph, name, output, nodes)) for name, output, nodes in graph.results]
         if len(results) > 1 and len({result.name for result in results}) < len(results):
             raise ValueError(f"two results have one name: {', '.join(result.name for result in results)}")
         return results
@@ -241,33 +250,35 @@ def _part_by_level(first: int, end: int, reader: np.ndarray, producer: np.ndarra
         same[edge] &= changes[reader[edge] - first] == changes[producer[edge] - first]
 
 
-def _rows_of(graph: CellGraph, name: str, output: str, nodes: Sequence[int]) -> list[int]:
-    """The rows of a result. Raises ValueError if they do not return such an output, or are part of a longer row."""
-    blocks = graph.blocks
-    whole = len(blocks) == 1 and blocks[0].whole and isinstance(nodes, range) and nodes == range(blocks[0].count)
-    if whole and output in blocks[0].cell.returned:
-        return [0]
-    if not len(nodes):
+def _parts_of(graph: CellGraph, name: str, output: str, nodes: Sequence[int]) -> list[Part]:
+    """The nodes of a result. Raises ValueError if they do not return such an output, or are a part of a whole chain."""
+    blocks, count = graph.blocks, len(nodes)
+    if not count:
         raise ValueError(f"result {name} names no nodes; it needs at least 1")
-    chosen = []
+    in_turn = isinstance(nodes, range) and nodes.step == 1
+    parts: list[Part] = []
     at = 0
-    while at < len(nodes):
+    while at < count:
         node = int(nodes[at])
         if not 0 <= node < graph.nodes:
             raise ValueError(f"result {name} names node {node}; there are {graph.nodes}")
-        row = graph.rows
-        for block in reversed(blocks):
-            row -= block.rows
-            if node >= block.first:
-                break
+        number = bisect_right(blocks, node, key=_first) - 1 if len(blocks) > 1 else 0
+        block = blocks[number]
         if output not in block.cell.returned:
             raise ValueError(f"result {name}: cell {block.cell.name} does not return an output {output}")
-        if block.whole:
-            if node != block.first or list(nodes[at : at + block.count]) != list(range(node, node + block.count)):
-                raise ValueError(f"result {name} names a part of a chain of {block.count} steps; name all of it")
-            chosen.append(row)
-            at += block.count
-        else:
-            chosen.append(row + node - block.first)
-            at += 1
-    return chosen
+        begin, end = node - block.first, node - block.first + 1
+        if in_turn:
+            end = min(begin + count - at, block.count)
+        elif block.whole:
+            end = block.count if list(nodes[at : at + block.count]) == list(range(node, node + block.count)) else end
+        if block.whole and (begin or end < block.count):
+            raise ValueError(f"result {name} names a part of a chain of {block.count} steps; name all of it")
+        at += end - begin
+        if parts and parts[-1].block == number and parts[-1].end == begin:
+            begin = parts.pop().begin
+        parts.append(Part(number, begin, end))
+    return parts
+
+
+def _first(block: Block) -> int:
+    return block.first

@@ -98,5 +98,5 @@ class Round(NamedTuple):
     moves: Sequence[Move] = ()
 
 
-Returned = list[tuple[np.ndarray, ...]]
+Returned = Sequence[tuple[np.ndarray, ...]]
 """What a round gave: for each task its returned outputs, [nodes, *shape] each."""

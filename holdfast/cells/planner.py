@@ -23,9 +23,9 @@ from typing import NamedTuple
 import numpy as np
 
 from holdfast.cells import algorithm
-from holdfast.cells.cell import Cell
-from holdfast.cells.graph import CellGraph
-from holdfast.cells.partition import Result, Splitter
+from holdfast.cells.cell import Cell, Output, State, Value
+from holdfast.cells.graph import ZEROS, CellGraph
+from holdfast.cells.partition import Part, Result, Splitter
 from holdfast.cells.plan import FIRST_ROW, CellOutput, CellRequest, Layout, Move, Returned, Round, Task
 from holdfast.cells.table import NOBODY, Numbers, Queues, Ranges, empty_table
 
@@ -33,8 +33,6 @@ MAX_TASKS = 5
 """MaxTasksToSubmit (Algorithm 1, line 3)."""
 CAPACITY = 16384
 MOST_WORKERS = 62
-FIRST = [0]
-"""The places of a result that is the graph's first row."""
 NO_STOPS = np.zeros(0, np.bool_)
 
 
@@ -246,7 +244,7 @@ class CellPlanner:
             request.batch, request.rows = batch, rows[begin:end]
             begin = end
         self._by_row.update(zip(rows[found.first].tolist(), admitted, strict=True))
-        offsets, stops = self._make_room(admitted, batch)
+        stops = self._make_room(admitted, batch)
         link = batch.hold(self._links, len(rows) + len(found.reader)) if len(found.reader) else 0
         algorithm.enter(
             self._table,
@@ -257,36 +255,38 @@ class CellPlanner:
             self._counts,
             rows,
             *found,
-            offsets,
+            np.array(batch.offsets),
             link,
             stops,
             self._widths,
             self._places,
         )
 
-    def _make_room(self, requests: Sequence[_Request], batch: _Batch) -> tuple[np.ndarray, np.ndarray]:
-        """Store the values of these requests: where those of each type begin, and which chains may stop, by what."""
+    def _make_room(self, requests: Sequence[_Request], batch: _Batch) -> np.ndarray:
+        """Store the values of these requests, which come together; the chains that may stop, as `enter` takes them."""
         nodes = [0] * len(self._kinds)
         values: list[list[list[np.ndarray]]] = [[] for _ in self._kinds]
         stops: list[tuple[int, int, int]] = []
         row = 0
         for request in requests:
+            request.offsets = places = []
             for block in request.graph.blocks:
                 number = self.types[block.cell]
+                places.append(nodes[number])
                 nodes[number] += block.count
                 values[number].append(block.values)
                 if block.stop is not None:
                     stops.append((row, block.cell.returned.index(block.stop[0]), block.stop[1]))
                     self._kinds[number].stops = True
                 row += block.rows
-        offsets = np.zeros(len(self._kinds), np.int64)
+        batch.offsets = [0] * len(self._kinds)
         for kind, total, given in zip(self._kinds, nodes, values, strict=True):
             if total:
-                offsets[kind.number] = offset = batch.hold(kind.ranges, total)
+                batch.offsets[kind.number] = offset = batch.hold(kind.ranges, total)
                 for position in range(len(kind.cell.values)):
                     items = kind.ranges.items[position][offset : offset + total]
                     np.concatenate([each[position] for each in given], out=items)
-        return offsets, np.array(stops, np.int64).reshape(-1, 3)
+        return np.array(stops, np.int64).reshape(-1, 3)
 
     # Algorithm 1.
 
@@ -359,28 +359,21 @@ class CellPlanner:
 
     def _finish(self, firsts: np.ndarray) -> list[CellOutput]:
         """End the requests that have these first rows."""
-        table = self._table
         early: list[_Request] = []
         done: list[_Request] = []
         ended = []
-        found = table[firsts]
-        for first, kind, begin, end, started, stopped in zip(
+        for first, started, stopped in zip(
             firsts.tolist(),
-            found["type"].tolist(),
-            found["begin"].tolist(),
-            found["end"].tolist(),
-            found["started"].tolist(),
-            found["stopped"].tolist(),
+            self._table["started"][firsts].tolist(),
+            self._table["stopped"][firsts].tolist(),
             strict=True,
         ):
             request = self._by_row.pop(first)
             del self._running[request.id]
             results = dict(request.graph.constants)
-            for name, output, places in request.results:
-                if places == FIRST:
-                    results[name] = self._kinds[kind].returned(output)[begin:end].copy()
-                else:
-                    results[name] = self._read(request.rows[places], output)
+            for name, output, parts in request.results:
+                found = [self._read(request, output, part) for part in parts]
+                results[name] = found[0].copy() if len(found) == 1 else np.concatenate(found)
             ended.append(CellOutput(request.id, results, started))
             (early if stopped else done).append(request)
         if early:
@@ -389,16 +382,16 @@ class CellPlanner:
             self._free(done)
         return ended
 
-    def _read(self, rows: np.ndarray, output: str) -> np.ndarray:
-        """An output of rows that have ended: [nodes, *shape]."""
-        found = self._table[rows]
-        parts = [
-            self._kinds[kind].returned(output)[begin:end]
-            for kind, begin, end in zip(
-                found["type"].tolist(), found["begin"].tolist(), found["end"].tolist(), strict=True
-            )
-        ]
-        return parts[0].copy() if len(parts) == 1 else np.concatenate(parts)
+    def _read(self, request: _Request, output: str, part: Part) -> np.ndarray:
+        """An output of nodes of a request that has ended: [nodes, *shape], which is used again later."""
+        number, begin, end = part
+        block = request.graph.blocks[number]
+        kind = self._kinds[self.types[block.cell]]
+        offset = request.batch.offsets[kind.number] + request.offsets[number]
+        if block.stop is not None:
+            row = sum(before.rows for before in request.graph.blocks[:number])
+            end = int(self._table["end"][request.rows[row]]) - offset
+        return kind.returned(output)[offset + begin : offset + end]
 
     def _retire(self, requests: list[_Request]) -> None:
         """Free requests that ended early once no task of theirs can be in flight."""
@@ -515,6 +508,8 @@ class _Batch:
     left: int
     held: list[tuple[Ranges, int, int]] = field(default_factory=list)
     """Offset and length of each."""
+    offsets: list[int] = field(default_factory=list)
+    """By type: where the values and results of their nodes begin."""
 
     def hold(self, ranges: Ranges, length: int) -> int:
         """Take a range; its offset."""
@@ -532,8 +527,10 @@ class _Batch:
 class _Request:
     """A request that has not ended."""
 
-    __slots__ = ("batch", "graph", "id", "results", "rows")
+    __slots__ = ("batch", "graph", "id", "offsets", "results", "rows")
     batch: _Batch
+    offsets: list[int]
+    """Where the values and results of each block lie, counted from where those of its type in the batch begin."""
     rows: np.ndarray
     """The table's rows of its graph, once it has any."""
 
@@ -541,3 +538,20 @@ class _Request:
         self.id = id
         self.graph = graph
         self.results = results
+
+
+def prepare() -> None:
+    """Compile what plans, so that no request waits for it: seconds on a machine's first start, then much less."""
+    outputs = {"state": Output(), "word": Output((), "int32", returned=True), "score": Output(returned=True)}
+    step = Cell("step", dict, {"token": Value((), "int32"), "state": State()}, outputs)
+    planner = CellPlanner([step], workers=2, capacity=8)
+    for stop in (("word", 1), ("score", 1)):
+        graph = CellGraph()
+        graph.chain(step, 2, token=[0, 0], stop=stop)
+        graph.add(step, 2, token=[0, 0], state=([ZEROS, ZEROS], "state"))
+        planner.add(CellRequest(stop[0], graph))
+    plan = planner.schedule(0, 0.0)
+    planner.abort("score")
+    if plan is not None:
+        sizes = [len(task.rows) for task in plan.tasks]
+        planner.update(plan, [(np.ones(size, np.int32), np.ones(size, np.float32)) for size in sizes])

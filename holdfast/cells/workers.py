@@ -11,7 +11,7 @@ from holdfast.cells.application import Application
 from holdfast.cells.cell import Cell
 from holdfast.cells.executor import CellExecutor, Copies, CpuExecutor
 from holdfast.cells.plan import CellOutput, CellRequest, Returned, Round
-from holdfast.cells.planner import CAPACITY, MAX_TASKS, CellPlanner, CellStats, CellWorker
+from holdfast.cells.planner import CAPACITY, MAX_TASKS, CellPlanner, CellStats, CellWorker, prepare
 from holdfast.cells.types import number
 from holdfast.loop.contracts import Clock
 from holdfast.loop.loop import Loop
@@ -60,6 +60,7 @@ class Workers:
         self._torch_threads = max(1, torch.get_num_threads() // len(devices))
         self._ended: str | None = None
         """Why nothing runs any more."""
+        prepare()
         types = number(application.cells)
         self._planner = CellPlanner(
             application.cells, types, workers=len(devices), max_tasks=max_tasks, capacity=capacity

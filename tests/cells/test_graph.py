@@ -144,7 +144,7 @@ def test_results_name_nodes_that_return_the_output() -> None:
     graph.results.clear()
     graph.result("r", np.array([2, 3, 4]), "y")
     graph.result("leaf", leaves[1], "h")
-    assert [result.rows for result in Splitter(TYPES).check(graph)] == [[2], [1]]
+    assert [result.parts for result in Splitter(TYPES).check(graph)] == [[(1, 0, 3)], [(0, 1, 2)]]
     graph.result("r", steps, "y")
     with pytest.raises(ValueError, match="two results have one name: r, leaf, r"):
         Splitter(TYPES).check(graph)
@@ -155,7 +155,7 @@ def test_any_step_of_a_cut_chain_may_be_a_result() -> None:
     steps = recipe.chain(LSTM, 3, {})
     recipe.add(INNER, 1, {"left": ([steps[1]], "h")})
     recipe.graph.result("second", steps[1], "y")
-    assert [result.rows for result in Splitter(TYPES).check(recipe.graph)] == [[1]]
+    assert [result.parts for result in Splitter(TYPES).check(recipe.graph)] == [[(0, 1, 2)]]
 
 
 def test_cells_must_be_the_application_s() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from collections import Counter, deque
 from collections.abc import Sequence
 
@@ -524,3 +526,22 @@ def test_bad_arguments_and_requests_are_refused() -> None:
         with pytest.raises(ValueError, match="request id a is already in use"):
             planner.add(CellRequest("a", chain(lstm, 0, 4)))
         planner.schedule(0, 0.0)
+
+
+COMPILED_ONCE = """
+from holdfast.cells import algorithm, graph, partition
+from holdfast.cells.planner import prepare
+
+rooms = (algorithm, graph, partition)
+functions = [each for room in rooms for each in vars(room).values() if hasattr(each, "signatures")]
+prepare()
+before = [len(each.signatures) for each in functions]
+from tests.cells.test_planner import History
+for seed in range(6):
+    History(seed, with_oracle=False).play(6)
+assert sum(before) > 10 and [len(each.signatures) for each in functions] == before
+"""
+
+
+def test_nothing_is_compiled_once_requests_run() -> None:
+    subprocess.run([sys.executable, "-c", COMPILED_ONCE], check=True, timeout=120)

@@ -16,6 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -281,33 +282,23 @@ class Batch:
     def read(self) -> Iterator[CellOutput]:
         """The results of each request, a chain that ends by its `stop` cut there."""
         for first, (request, results) in zip(self.first, self.taken, strict=False):
-            stops = _stops(request.graph)
+            before = [0, *accumulate(block.rows for block in request.graph.blocks)]
             found = {}
             for result in results:
                 parts = []
-                for number in result.rows:
-                    index = int(first) + number
+                for number, start, end in result.parts:
+                    index = int(first) + before[number] + (0 if request.graph.blocks[number].whole else start)
                     kind, begin = int(self.kind[index]), int(self.offset[index])
                     names = self._planner.cells[kind].returned
-                    span = slice(begin, begin + int(self.steps[index]))
+                    span = slice(begin, begin + end - start)
                     part = self.results[kind][names.index(result.output)][span]
-                    if number in stops:
-                        by, value = stops[number]
+                    if (stop := request.graph.blocks[number].stop) is not None:
+                        by, value = stop
                         at = np.flatnonzero(self.results[kind][names.index(by)][span] == value)
                         part = part[: at[0] + 1] if len(at) else part
                     parts.append(part)
                 found[result.name] = np.concatenate(parts)
             yield CellOutput(request.id, found, self._now)
-
-
-def _stops(graph: CellGraph) -> dict[int, tuple[str, int]]:
-    """By row: the output and value that end its chain early."""
-    found, row = {}, 0
-    for block in graph.blocks:
-        if block.stop is not None:
-            found[row] = block.stop
-        row += block.rows
-    return found
 
 
 class Padding(FixedBatches):

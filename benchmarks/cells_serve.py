@@ -126,21 +126,17 @@ class CellEngine:
             for at, executor in enumerate(executors)
         ]
         self._unfold = unfold
-        self._open: set[str] = set()
+        self._added: list[str] = []
 
     def add(self, request: str, sample: Sample) -> None:
-        graph = self._unfold(sample)
-        self._open.add(request)
-        self.loops[0].add(CellRequest(request, graph, time.perf_counter()))
+        self._added.append(request)
+        self.loops[0].add(CellRequest(request, self._unfold(sample)))
 
     def step(self, worker: int) -> Sequence[CellOutput] | None:
-        outputs = self.loops[worker].step()
-        for output in outputs or ():
-            self._open.discard(output.request_id)
-        return outputs
+        return self.loops[worker].step()
 
     def drain(self) -> None:
-        for request in list(self._open):
+        for request in self._added:
             self.loops[0].abort(request)
         for loop in self.loops:
             while loop.step() is not None:

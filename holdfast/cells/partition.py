@@ -255,7 +255,7 @@ def _parts_of(graph: CellGraph, name: str, output: str, nodes: Sequence[int]) ->
     blocks, count = graph.blocks, len(nodes)
     if not count:
         raise ValueError(f"result {name} names no nodes; it needs at least 1")
-    in_turn = isinstance(nodes, range) and nodes.step == 1
+    in_turn = count == 1 or (isinstance(nodes, range) and nodes.step == 1)
     parts: list[Part] = []
     at = 0
     while at < count:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -46,8 +45,7 @@ class Layout:
         return self.widths.get(Spec(spec.shape, spec.dtype), 1)
 
 
-@dataclass(frozen=True, slots=True)
-class CellRequest:
+class CellRequest(NamedTuple):
     """One request, unfolded."""
 
     id: str

@@ -25,7 +25,7 @@ import numpy as np
 from holdfast.cells import algorithm
 from holdfast.cells.cell import Cell, Output, State, Value
 from holdfast.cells.graph import ZEROS, CellGraph
-from holdfast.cells.partition import Part, Result, Splitter
+from holdfast.cells.partition import Result, Splitter
 from holdfast.cells.plan import FIRST_ROW, CellOutput, CellRequest, Layout, Move, Returned, Round, Task
 from holdfast.cells.table import NOBODY, Numbers, Queues, Ranges, empty_table
 
@@ -89,7 +89,7 @@ class CellPlanner:
         self._splitter = Splitter(self.types)
         self._widths, self._places = self._arenas(layout)
         self._workers, self._max_tasks, self._capacity = workers, max_tasks, capacity
-        self._waiting: dict[str, _Request] = {}
+        self._waiting: dict[str, tuple[CellGraph, list[Result]]] = {}
         self._running: dict[str, _Request] = {}
         self._by_row: dict[int, _Request] = {}
         """Running requests by their first row."""
@@ -125,7 +125,7 @@ class CellPlanner:
                 f"the graph has {graph.rows} nodes, where a chain counts as one; "
                 f"at most {self._capacity - FIRST_ROW} fit"
             )
-        self._waiting[request.id] = _Request(request.id, graph, results)
+        self._waiting[request.id] = graph, results
 
     def abort(self, request_id: str) -> None:
         """End a request at once. Ignores one that has ended. Its nodes in flight run on, and their results are lost."""
@@ -221,30 +221,24 @@ class CellPlanner:
     def _admit(self) -> None:
         """Give rows to waiting requests, first come, first served, while there are enough for a whole graph."""
         free = self._numbers.free
-        admitted: list[_Request] = []
-        for request in self._waiting.values():
-            free -= request.graph.rows
+        ids: list[str] = []
+        for id, (graph, _) in self._waiting.items():
+            free -= graph.rows
             if free < 0:
                 break
-            admitted.append(request)
-        if not admitted:
+            ids.append(id)
+        if not ids:
             return
-        if len(admitted) == len(self._waiting):
-            self._running.update(self._waiting)
-            self._waiting.clear()
-        else:
-            for request in admitted:
-                self._running[request.id] = self._waiting.pop(request.id)
-        found = self._splitter.split([request.graph for request in admitted])
+        graphs, results = zip(*[self._waiting.pop(id) for id in ids], strict=True)
+        found = self._splitter.split(graphs)
         rows = self._numbers.take(len(found.types))
-        batch = _Batch(len(admitted))
+        batch = _Batch(len(ids))
+        stops, places = self._make_room(graphs, results, rows, batch)
         begin = 0
-        for request in admitted:
-            end = begin + request.graph.rows
-            request.batch, request.rows = batch, rows[begin:end]
-            begin = end
-        self._by_row.update(zip(rows[found.first].tolist(), admitted, strict=True))
-        stops = self._make_room(admitted, batch)
+        for id, graph, lie in zip(ids, graphs, places, strict=True):
+            request = _Request(id, rows[begin : begin + graph.rows], batch, graph.constants, lie)
+            self._running[id] = self._by_row[int(rows[begin])] = request
+            begin += graph.rows
         link = batch.hold(self._links, len(rows) + len(found.reader)) if len(found.reader) else 0
         algorithm.enter(
             self._table,
@@ -262,23 +256,40 @@ class CellPlanner:
             self._places,
         )
 
-    def _make_room(self, requests: Sequence[_Request], batch: _Batch) -> np.ndarray:
-        """Store the values of these requests, which come together; the chains that may stop, as `enter` takes them."""
-        nodes = [0] * len(self._kinds)
-        values: list[list[list[np.ndarray]]] = [[] for _ in self._kinds]
+    def _make_room(
+        self,
+        graphs: Sequence[CellGraph],
+        results: Sequence[list[Result]],
+        rows: np.ndarray,
+        batch: _Batch,
+    ) -> tuple[np.ndarray, list[list[tuple[str, list[_Place]]]]]:
+        """Store the values of these graphs: the chains that may stop, as `enter` takes them, and where results lie."""
+        types, kinds = self.types, self._kinds
+        nodes = [0] * len(kinds)
+        values: list[list[list[np.ndarray]]] = [[] for _ in kinds]
         stops: list[tuple[int, int, int]] = []
+        places = []
         row = 0
-        for request in requests:
-            request.offsets = places = []
-            for block in request.graph.blocks:
-                number = self.types[block.cell]
-                places.append(nodes[number])
+        for graph, named in zip(graphs, results, strict=True):
+            of_block = []
+            for block in graph.blocks:
+                number, chain = types[block.cell], NOBODY
+                if block.stop is not None:
+                    chain = int(rows[row])
+                    stops.append((row, block.cell.returned.index(block.stop[0]), block.stop[1]))
+                    kinds[number].stops = True
+                of_block.append((number, nodes[number], chain))
                 nodes[number] += block.count
                 values[number].append(block.values)
-                if block.stop is not None:
-                    stops.append((row, block.cell.returned.index(block.stop[0]), block.stop[1]))
-                    self._kinds[number].stops = True
                 row += block.rows
+            found = []
+            for name, output, parts in named:
+                lie = []
+                for at, begin, end in parts:
+                    number, offset, chain = of_block[at]
+                    lie.append(_Place(number, kinds[number].position[output], offset + begin, offset + end, chain))
+                found.append((name, lie))
+            places.append(found)
         batch.offsets = [0] * len(self._kinds)
         for kind, total, given in zip(self._kinds, nodes, values, strict=True):
             if total:
@@ -286,7 +297,7 @@ class CellPlanner:
                 for position in range(len(kind.cell.values)):
                     items = kind.ranges.items[position][offset : offset + total]
                     np.concatenate([each[position] for each in given], out=items)
-        return np.array(stops, np.int64).reshape(-1, 3)
+        return np.array(stops, np.int64).reshape(-1, 3), places
 
     # Algorithm 1.
 
@@ -370,9 +381,9 @@ class CellPlanner:
         ):
             request = self._by_row.pop(first)
             del self._running[request.id]
-            results = dict(request.graph.constants)
-            for name, output, parts in request.results:
-                found = [self._read(request, output, part) for part in parts]
+            results = dict(request.constants)
+            for name, places in request.places:
+                found = [self._read(request.batch, place) for place in places]
                 results[name] = found[0].copy() if len(found) == 1 else np.concatenate(found)
             ended.append(CellOutput(request.id, results, started))
             (early if stopped else done).append(request)
@@ -382,16 +393,12 @@ class CellPlanner:
             self._free(done)
         return ended
 
-    def _read(self, request: _Request, output: str, part: Part) -> np.ndarray:
-        """An output of nodes of a request that has ended: [nodes, *shape], which is used again later."""
-        number, begin, end = part
-        block = request.graph.blocks[number]
-        kind = self._kinds[self.types[block.cell]]
-        offset = request.batch.offsets[kind.number] + request.offsets[number]
-        if block.stop is not None:
-            row = sum(before.rows for before in request.graph.blocks[:number])
-            end = int(self._table["end"][request.rows[row]]) - offset
-        return kind.returned(output)[offset + begin : offset + end]
+    def _read(self, batch: _Batch, place: _Place) -> np.ndarray:
+        """Results of a request that has ended: [nodes, *shape]. They lie where other results will lie later."""
+        kind, position, begin, end, stop = place
+        offset = batch.offsets[kind]
+        end = offset + end if stop == NOBODY else self._table["end"].item(stop)
+        return self._kinds[kind].ranges.items[position][offset + begin : end]
 
     def _retire(self, requests: list[_Request]) -> None:
         """Free requests that ended early once no task of theirs can be in flight."""
@@ -484,7 +491,8 @@ class _Kind:
         held = [cell.inputs[name] for name in cell.values] + [cell.outputs[name] for name in cell.returned]
         self.ranges = Ranges([(spec.shape, spec.dtype) for spec in held])
         """The values and then the returned outputs of each node."""
-        self._position = {name: len(cell.values) + number for number, name in enumerate(cell.returned)}
+        self.position = {name: len(cell.values) + number for number, name in enumerate(cell.returned)}
+        """Where a returned output is among them."""
         self.tasks = 0
         """Tasks in flight."""
         self.batches: Counter[int] = Counter()
@@ -495,10 +503,6 @@ class _Kind:
     def size_of(self, nodes: int) -> int:
         """The supported size that a task of so many nodes is padded to."""
         return self._sizes[bisect_left(self._sizes, nodes)]
-
-    def returned(self, output: str) -> np.ndarray:
-        """A returned output of all nodes."""
-        return self.ranges.items[self._position[output]]
 
 
 @dataclass(slots=True)
@@ -524,20 +528,29 @@ class _Batch:
                 ranges.give(offset, length)
 
 
+class _Place(NamedTuple):
+    """Where results of some nodes lie."""
+
+    kind: int
+    position: int
+    """Of the output, among the values and returned outputs of its type."""
+    begin: int
+    """Counted, as `end`, from where those of the batch begin."""
+    end: int
+    chain: int
+    """The row of a chain that may have stopped before `end`; NOBODY for other nodes."""
+
+
+@dataclass(slots=True, eq=False)
 class _Request:
-    """A request that has not ended."""
+    """A request that has rows."""
 
-    __slots__ = ("batch", "graph", "id", "offsets", "results", "rows")
-    batch: _Batch
-    offsets: list[int]
-    """Where the values and results of each block lie, counted from where those of its type in the batch begin."""
+    id: str
     rows: np.ndarray
-    """The table's rows of its graph, once it has any."""
-
-    def __init__(self, id: str, graph: CellGraph, results: list[Result]) -> None:
-        self.id = id
-        self.graph = graph
-        self.results = results
+    batch: _Batch
+    constants: Mapping[str, np.ndarray]
+    places: list[tuple[str, list[_Place]]]
+    """By result."""
 
 
 def prepare() -> None:

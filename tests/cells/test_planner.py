@@ -539,7 +539,7 @@ before = [len(each.signatures) for each in functions]
 from tests.cells.test_planner import History
 for seed in range(6):
     History(seed, with_oracle=False).play(6)
-assert sum(before) > 10 and [len(each.signatures) for each in functions] == before
+assert sum(before) >= 8 and [len(each.signatures) for each in functions] == before
 """
 
 

@@ -174,7 +174,7 @@ def test_rounds_beyond_the_ring_reuse_it_and_come_back_in_order(on: str) -> None
             for found, expected in zip(run.collect(), waiting[:2], strict=True):
                 assert found[4].tolist() == (2 * expected.values[1]).tolist()
             waiting = waiting[2:]
-    assert run._signals.done.item() in (38, 40)
+    assert 38 <= run._signals.done.item() <= 40  # the last round may be running yet
 
 
 def test_more_rounds_or_tasks_than_there_is_room_for_are_refused() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from math import inf
 from typing import Any, Literal
 
@@ -184,6 +185,8 @@ class AppConfig:
             value = getattr(self, name)
             if not low <= value <= high:
                 raise ValueError(f"{name} is {value}; it must lie between {low} and {high}")
+        if self.app and find_spec("numba") is None:
+            raise ValueError("app needs Numba, which is not installed: pip install 'holdfast[cells]'")
         for name in self.app:
             if not re.fullmatch(r"[\w.-]+(:[\w.]+)?", name):
                 raise ValueError(f"app is {name!r}; it must be a name, or look like module:object")

@@ -107,24 +107,25 @@ class CudaExecutor:
         device: str,
         *,
         capacity: int,
+        sizes: Sequence[tuple[int, ...]] | None = None,
         max_tasks: int = MAX_TASKS,
         rounds_in_flight: int = 2,
     ) -> None:
         """Allocate arenas of `capacity` rows and capture every cell at each of its sizes.
 
-        Rounds have at most `max_tasks` tasks, and at most `rounds_in_flight` may be in flight. Raises ValueError for a
-        cell that does not do what it declares.
+        `sizes` are by type number, by default those of the cells. Rounds have at most `max_tasks` tasks, and at most
+        `rounds_in_flight` may be in flight. Raises ValueError for a cell that does not do what it declares.
         """
         self.device = torch.device(device)
         self._max_tasks, self._rounds_in_flight = max_tasks, rounds_in_flight
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
         with self._on_stream():
             self.arenas = Arenas(cells, self.device, capacity)
-            self._kinds = kinds_of(cells, types, self.arenas)
-            self._words = [{size: TaskWords(kind.cell, size) for size in kind.cell.sizes} for kind in self._kinds]
+            self._kinds = kinds_of(cells, types, self.arenas, sizes)
+            self._words = [{size: TaskWords(kind.cell, size) for size in kind.sizes} for kind in self._kinds]
             most = [max(each.values(), key=lambda words: words.words) for each in self._words]
             states = max(len(kind.cell.states) for kind in self._kinds)
-            largest = max(kind.cell.sizes[-1] for kind in self._kinds)
+            largest = max(kind.sizes[-1] for kind in self._kinds)
             self._most_moved = states * largest * max_tasks
             """Rows that a round can move: no more than its tasks read."""
             self._round_words = _aligned(max_tasks * max(words.words for words in most) + self._most_moved)
@@ -266,7 +267,7 @@ class CudaExecutor:
         for number, kind in enumerate(self._kinds):
             buffers = _Buffers(kind, self._words[number], self.arenas, self._signals)
             runs: dict[int, Callable[[], None]] = {}
-            for size in reversed(kind.cell.sizes):
+            for size in reversed(kind.sizes):
                 kind.try_out(size, self.device)
                 body = buffers.body(size)
                 self._bodies.append(body)
@@ -324,7 +325,7 @@ class _Buffers:
         self._kind, self._cell, self._words = kind, kind.cell, words
         self._arenas, self._signals, self._device = arenas, signals, arenas.device
         self._gated = kind.cell.gated if "c" not in kind.returned else None
-        largest = self._cell.sizes[-1]
+        largest = kind.sizes[-1]
         kind.weights = {name: weight.contiguous() for name, weight in kind.weights.items()}
         if self._gated is None:
             self._inputs = {name: example(spec, largest, self._device) for name, spec in self._cell.inputs.items()}

@@ -130,10 +130,6 @@ class Cell:
         """The State inputs that a chain of this cell takes from the step before: those that are outputs, too."""
         return tuple(name for name in self.states if name in self.outputs)
 
-    def size_of(self, nodes: int) -> int:
-        """The supported size that a task of so many nodes is padded to."""
-        return self.sizes[bisect_left(self.sizes, nodes)]
-
 
 def sizes_by_type(
     types: Mapping[Cell, int], sizes: Sequence[tuple[int, ...]] | None = None

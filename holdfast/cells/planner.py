@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from holdfast.cells.cell import Cell
+from holdfast.cells.cell import Cell, padded_size, sizes_by_type
 from holdfast.cells.graph import Block, CellGraph, Partition, Result, Splitter
 from holdfast.cells.plan import FIRST_ROW, CellOutput, CellRequest, Layout, Move, Returned, Round, Task
 from holdfast.cells.table import NOBODY, Ranges, Table, distinct
@@ -64,12 +64,14 @@ class CellPlanner:
         cells: Sequence[Cell],
         types: Mapping[Cell, int] | None = None,
         *,
+        sizes: Sequence[tuple[int, ...]] | None = None,
         workers: int = 1,
         max_tasks: int = MAX_TASKS,
         capacity: int = CAPACITY,
     ) -> None:
         """`types` numbers the cells from 0, equal ones alike; by default each is its own type. `capacity` is in rows.
 
+        `sizes` are batch sizes by type number, by default those of the cells.
         Raises ValueError for what is out of range.
         """
         for name, value, least in (("workers", workers, 1), ("max_tasks", max_tasks, 1), ("capacity", capacity, 2)):
@@ -80,7 +82,10 @@ class CellPlanner:
         self.types = dict(types) if types is not None else {cell: number for number, cell in enumerate(cells)}
         self._layout = Layout(cells)
         first_of = {number: cell for cell, number in reversed(self.types.items())}
-        self._kinds = [_Kind(number, first_of[number], self._layout) for number in sorted(first_of)]
+        self._kinds = [
+            _Kind(number, first_of[number], self._layout, some)
+            for number, some in enumerate(sizes_by_type(self.types, sizes))
+        ]
         self._splitter = Splitter(self.types)
         self._widths, self._places = self._arenas()
         self._workers, self._max_tasks, self._capacity = workers, max_tasks, capacity
@@ -441,7 +446,7 @@ class CellPlanner:
             requests = table.request[fresh]
             table.started[requests[table.started[requests] == NOT_STARTED]] = now
         kind.batches[len(rows)] += 1
-        task = Task(rows.astype(np.int32), sources, values, kind.cell.size_of(len(rows)))
+        task = Task(rows.astype(np.int32), sources, values, padded_size(kind.sizes, len(rows)))
         return task, at, following == table.end.take(rows)
 
     def _open_readers(self, kind: _Kind, last: np.ndarray) -> None:
@@ -654,10 +659,10 @@ class _Sent(NamedTuple):
 class _Kind:
     """A cell type: its queue, and what of its cell the planner looks up often."""
 
-    def __init__(self, number: int, cell: Cell, layout: Layout) -> None:
+    def __init__(self, number: int, cell: Cell, layout: Layout, sizes: tuple[int, ...]) -> None:
         self.number = number
-        self.cell = cell
-        self.most, self.least = cell.sizes[-1], cell.sizes[0]
+        self.cell, self.sizes = cell, sizes
+        self.most, self.least = sizes[-1], sizes[0]
         widths = [layout.width_of(cell.inputs[name]) for name in cell.states]
         self.widths = np.array(widths, np.int32).reshape(-1, 1)
         """Of the arena of each State input: [State inputs, 1]."""

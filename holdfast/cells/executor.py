@@ -6,6 +6,7 @@ index, runs its cell, and scatters the outputs into the arenas by row.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -41,6 +42,10 @@ class CellExecutor(Executor[Round, Returned], Protocol):
 
     def connect(self, executors: Sequence[CellExecutor]) -> None:
         """Say which executor each worker has, so that rows can be copied from it. Needed where there are several."""
+        ...
+
+    def timed(self, plan: Round) -> float:
+        """Run a round while no other is in flight. The seconds that its tasks took."""
         ...
 
     def copies(self) -> Copies:
@@ -213,6 +218,13 @@ class CpuExecutor:
             for move in plan.moves:
                 self._move(move)
             return [self._run(plan.type, task) for task in plan.tasks]
+
+    def timed(self, plan: Round) -> float:
+        """Run a round while no other is in flight. The seconds that it took."""
+        began = time.perf_counter()
+        self.submit(plan)
+        self.collect()
+        return time.perf_counter() - began
 
     def copies(self) -> Copies:
         """How inputs were read so far."""

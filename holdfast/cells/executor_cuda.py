@@ -36,6 +36,8 @@ SLEEP_SECONDS = 20e-6
 SLEEPS_PER_CHECK = 1000
 """How often `collect` asks whether the device has failed."""
 PR_SET_TIMERSLACK = 29
+HELD_CYCLES, MOST_HELD_CYCLES = 1 << 20, 1 << 31
+"""How long the device waits before a round that is timed: half a millisecond at first, up to a second."""
 NO_SOURCE = -1
 
 
@@ -150,6 +152,7 @@ class CudaExecutor:
         self._in_flight: deque[_Flight] = deque()
         self._peers: list[tuple[dict[int, torch.Tensor], int] | None] = []
         self._moved = 0
+        self._held_cycles = HELD_CYCLES
 
     def connect(self, executors: Sequence[CellExecutor]) -> None:
         """Say which executor each worker has. Raises ValueError if this device cannot read another's memory."""
@@ -208,6 +211,33 @@ class CudaExecutor:
                 outputs.append(raw.view(dtype).reshape(nodes, *shape))
             found.append(tuple(outputs))
         return found
+
+    def timed(self, plan: Round) -> float:
+        """Run a round while no other is in flight. The seconds that the device took, once all was queued.
+
+        Raises RuntimeError if queuing a round takes the host longer than a second.
+        """
+        if self._stream is None:
+            began = time.perf_counter()
+            self.submit(plan)
+            self.collect()
+            return time.perf_counter() - began
+        while True:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            with self._on_stream():
+                # The device waits until the host has queued all.
+                torch.cuda._sleep(self._held_cycles)  # type: ignore[no-untyped-call]
+                begin.record()
+                self.submit(plan)
+                end.record()
+                queued = not begin.query()  # type: ignore[no-untyped-call]
+            self.collect()
+            end.synchronize()
+            if queued:
+                return float(begin.elapsed_time(end)) / 1e3
+            if self._held_cycles > MOST_HELD_CYCLES:
+                raise RuntimeError("the host cannot queue a round within a second, so its tasks cannot be timed")
+            self._held_cycles *= 2
 
     def copies(self) -> Copies:
         """How many rows were moved. Inputs are read by the kernels that need them, so they are not counted."""

@@ -73,7 +73,15 @@ class Workers:
         self._workers: list[_Worker] = []
         for place, device in enumerate(devices):
             in_flight = steps_in_flight or (CPU_ROUNDS if device == "cpu" else GPU_ROUNDS)
-            executor = _executor(application, types, sizes, device, capacity, max_tasks, in_flight)
+            executor = make_executor(
+                application.cells,
+                types,
+                device,
+                capacity=capacity,
+                sizes=sizes,
+                max_tasks=max_tasks,
+                rounds_in_flight=in_flight,
+            )
             self._executors.append(executor)
             worker = _Worker(self, self._planner.worker(place))
             self._workers.append(worker)
@@ -191,18 +199,19 @@ class _Worker:
         return self._workers.stats()
 
 
-def _executor(
-    application: Application,
+def make_executor(
+    cells: Sequence[Cell],
     types: Mapping[Cell, int],
-    sizes: Sequence[tuple[int, ...]],
     device: str,
+    *,
     capacity: int,
+    sizes: Sequence[tuple[int, ...]],
     max_tasks: int,
-    in_flight: int,
+    rounds_in_flight: int,
 ) -> CellExecutor:
-    """The executor of a device. Raises ValueError if there is no such device."""
+    """The executor of a device, "cpu" or "cuda:N". Raises ValueError if there is no such device."""
     if device == "cpu":
-        return CpuExecutor(application.cells, types, capacity=capacity, sizes=sizes)
+        return CpuExecutor(cells, types, capacity=capacity, sizes=sizes)
     number = device.removeprefix("cuda:")
     if number == device or not number.isdecimal():
         raise ValueError(f"device is {device!r}; it must be cpu, or cuda and a number, such as cuda:0")
@@ -211,11 +220,11 @@ def _executor(
     from holdfast.cells.executor_cuda import CudaExecutor  # here, so that CPUs need no Triton
 
     return CudaExecutor(
-        application.cells,
+        cells,
         types,
         device,
         capacity=capacity,
         sizes=sizes,
         max_tasks=max_tasks,
-        rounds_in_flight=in_flight,
+        rounds_in_flight=rounds_in_flight,
     )

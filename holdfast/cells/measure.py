@@ -25,7 +25,7 @@ MOST = 16384
 HALVES_FROM = 64
 """From here on, sizes halfway between powers of two are measured, too: padding from one power to the next would cost
 up to half of a large task."""
-PASSES = 4
+PASSES = 6
 """Passes over all sizes, in turn by falling and by rising size. The one that was least disturbed counts."""
 POINT_SECONDS = 0.03
 """How long the rounds of one size are repeated in a pass, at least LEAST_ROUNDS of them. Their median counts."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
@@ -66,6 +67,20 @@ def trace(cell: Cell) -> tuple[Hashable, list[torch.Tensor]]:
     return _canonical(graph, weights)
 
 
+def fingerprint(cell: Cell) -> str:
+    """A digest that equal cells share: those with the same operations, on inputs, outputs and weights of equal shapes.
+
+    What the weights hold does not count. Of a cell that cannot be traced, the operations do not count either.
+    """
+    inputs, outputs, *_ = _signature(cell)
+    try:
+        operations, _ = trace(cell)
+    except ValueError:
+        operations = ()
+    shapes = _shapes(map(torch.as_tensor, cell.weights.values()))
+    return hashlib.sha256(repr((inputs, outputs, operations, shapes, cell.gated)).encode()).hexdigest()[:16]
+
+
 def example(spec: Spec, size: int, device: torch.device) -> torch.Tensor:
     """A batch of zeros."""
     return torch.zeros(size, *spec.shape, dtype=dtype(spec), device=device)
@@ -77,7 +92,7 @@ def dtype(spec: Spec) -> torch.dtype:
     return found
 
 
-def _signature(cell: Cell) -> Hashable:
+def _signature(cell: Cell) -> tuple[Hashable, ...]:
     """What two cells of one type have in common before any operation is looked at."""
     inputs = tuple((name, type(spec), spec.shape, spec.dtype) for name, spec in cell.inputs.items())
     outputs = tuple((name, spec.shape, spec.dtype, spec.returned) for name, spec in cell.outputs.items())

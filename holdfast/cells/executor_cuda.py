@@ -25,6 +25,7 @@ from holdfast.cells import kernels
 from holdfast.cells.cell import Cell, Spec, State
 from holdfast.cells.executor import Arenas, CellExecutor, Copies, Kind, Tensors, kinds_of
 from holdfast.cells.gated import Gated
+from holdfast.cells.gated_check import check_gated
 from holdfast.cells.kernels import HEADER, RETURNED_UNIT, Signals, Source, unit_of
 from holdfast.cells.plan import SCRATCH, Move, Returned, Round, Task
 from holdfast.cells.planner import MAX_TASKS
@@ -116,7 +117,8 @@ class CudaExecutor:
         """Allocate arenas of `capacity` rows and capture every cell at each of its sizes.
 
         `sizes` are by type number, by default those of the cells. Rounds have at most `max_tasks` tasks, and at most
-        `rounds_in_flight` may be in flight. Raises ValueError for a cell that does not do what it declares.
+        `rounds_in_flight` may be in flight. Raises ValueError for a cell that does not do what it declares,
+        or whose gated form does not give what its `run` gives.
         """
         self.device = torch.device(device)
         self._max_tasks, self._rounds_in_flight = max_tasks, rounds_in_flight
@@ -153,6 +155,10 @@ class CudaExecutor:
         self._peers: list[tuple[dict[int, torch.Tensor], int] | None] = []
         self._moved = 0
         self._held_cycles = HELD_CYCLES
+        for number, kind in enumerate(self._kinds):
+            if (gated := _gated_of(kind)) is not None:
+                with self._on_stream():
+                    check_gated(self, number, kind, gated)
 
     def connect(self, executors: Sequence[CellExecutor]) -> None:
         """Say which executor each worker has. Raises ValueError if this device cannot read another's memory."""
@@ -348,13 +354,18 @@ class CudaExecutor:
         self._moved += len(move.rows)
 
 
+def _gated_of(kind: Kind) -> Gated | None:
+    """The gated form in which tasks of a type run; None if they run as the cell's `run` does."""
+    return kind.cell.gated if "c" not in kind.returned else None
+
+
 class _Buffers:
     """The fixed memory of one type's tasks, and the kernels of a task of each size."""
 
     def __init__(self, kind: Kind, words: Mapping[int, TaskWords], arenas: Arenas, signals: Signals) -> None:
         self._kind, self._cell, self._words = kind, kind.cell, words
         self._arenas, self._signals, self._device = arenas, signals, arenas.device
-        self._gated = kind.cell.gated if "c" not in kind.returned else None
+        self._gated = _gated_of(kind)
         largest = kind.sizes[-1]
         kind.weights = {name: weight.contiguous() for name, weight in kind.weights.items()}
         if self._gated is None:

@@ -94,11 +94,11 @@ def test_the_announcement_of_applications_shows_what_they_take_and_give() -> Non
         assert part in shown
 
 
-def test_the_announcement_of_an_application_says_which_profile_picked_its_sizes() -> None:
+def test_the_announcement_of_an_application_says_that_a_profile_picked_its_sizes() -> None:
     out = io.StringIO()
     measured = replace(INFO, sizes=((1, 4096),), profile_path="/cache/sums.json")
     announce_apps(Console(file=out, width=160), [measured], "http://127.0.0.1:8000", keyed=False)
-    assert "at most 4,096 sums-cell in a task (as measured: /cache/sums.json)" in out.getvalue()
+    assert "at most 4,096 sums-cell in a task (as holdfast profile measured)" in out.getvalue()
 
 
 @pytest.fixture

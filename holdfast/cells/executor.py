@@ -6,6 +6,7 @@ index, runs its cell, and scatters the outputs into the arenas by row.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from holdfast.cells.cell import Cell, Spec
+from holdfast.cells.cell import Cell, Spec, sizes_by_type
 from holdfast.cells.plan import Layout, Move, Returned, Round, Task
 from holdfast.cells.types import dtype, example
 from holdfast.loop.contracts import Executor
@@ -41,6 +42,10 @@ class CellExecutor(Executor[Round, Returned], Protocol):
 
     def connect(self, executors: Sequence[CellExecutor]) -> None:
         """Say which executor each worker has, so that rows can be copied from it. Needed where there are several."""
+        ...
+
+    def timed(self, plan: Round) -> float:
+        """Run a round while no other is in flight. The seconds that its tasks took."""
         ...
 
     def copies(self) -> Copies:
@@ -73,10 +78,10 @@ class Arenas:
 
 
 class Kind:
-    """A cell type on one device: its cell, its weights there, and where its State inputs and outputs lie."""
+    """A cell type on one device: its cell and sizes, its weights there, and where its states and outputs lie."""
 
-    def __init__(self, cell: Cell, arenas: Arenas, weights: Tensors) -> None:
-        self.cell, self.weights = cell, weights
+    def __init__(self, cell: Cell, arenas: Arenas, weights: Tensors, sizes: tuple[int, ...]) -> None:
+        self.cell, self.weights, self.sizes = cell, weights, sizes
         self.states = [(name, arenas.of(cell.inputs[name])) for name in cell.states]
         self.values, self.returned = cell.values, cell.returned
         self.outputs: list[tuple[str, torch.Tensor, int, int]] = []
@@ -110,8 +115,13 @@ class Kind:
         self.aliases |= any(tensor.untyped_storage().data_ptr() in memory for tensor in outputs.values())
 
 
-def kinds_of(cells: Sequence[Cell], types: Mapping[Cell, int], arenas: Arenas) -> list[Kind]:
-    """The types in the order of their numbers. Each has the first of its cells. Shared weights are copied once."""
+def kinds_of(
+    cells: Sequence[Cell], types: Mapping[Cell, int], arenas: Arenas, sizes: Sequence[tuple[int, ...]] | None = None
+) -> list[Kind]:
+    """The types in the order of their numbers. Each has the first of its cells. Shared weights are copied once.
+
+    `sizes` are by type number, by default those of the cells. Raises ValueError for sizes that do not fit.
+    """
     copied: dict[tuple[object, ...], torch.Tensor] = {}
 
     def on_device(weight: object) -> torch.Tensor:
@@ -123,8 +133,8 @@ def kinds_of(cells: Sequence[Cell], types: Mapping[Cell, int], arenas: Arenas) -
     for cell in cells:
         first.setdefault(types[cell], cell)
     return [
-        Kind(first[number], arenas, {name: on_device(weight) for name, weight in first[number].weights.items()})
-        for number in sorted(first)
+        Kind(first[number], arenas, {name: on_device(weight) for name, weight in first[number].weights.items()}, some)
+        for number, some in zip(sorted(first), sizes_by_type(types, sizes), strict=True)
     ]
 
 
@@ -157,23 +167,33 @@ class CpuExecutor:
     nodes as it has; on a CPU, padding would only add work. Buffers for gathered inputs are allocated once.
     """
 
-    def __init__(self, cells: Sequence[Cell], types: Mapping[Cell, int], *, capacity: int) -> None:
-        """Allocate arenas of `capacity` rows and try every cell at each of its sizes. Raises ValueError."""
+    def __init__(
+        self,
+        cells: Sequence[Cell],
+        types: Mapping[Cell, int],
+        *,
+        capacity: int,
+        sizes: Sequence[tuple[int, ...]] | None = None,
+    ) -> None:
+        """Allocate arenas of `capacity` rows and try every cell at each of its sizes. Raises ValueError.
+
+        `sizes` are by type number, by default those of the cells.
+        """
         self.arenas = Arenas(cells, torch.device("cpu"), capacity)
-        self._kinds = kinds_of(cells, types, self.arenas)
+        self._kinds = kinds_of(cells, types, self.arenas, sizes)
         for kind in self._kinds:
-            for size in kind.cell.sizes:
+            for size in kind.sizes:
                 kind.try_out(size, self.arenas.device)
         largest: dict[Spec, int] = {}
         for kind in self._kinds:
             for name in kind.cell.states:
                 spec = Spec(kind.cell.inputs[name].shape, kind.cell.inputs[name].dtype)
-                largest[spec] = max(largest.get(spec, 0), kind.cell.sizes[-1])
+                largest[spec] = max(largest.get(spec, 0), kind.sizes[-1])
         self._zeros = {
             id(self.arenas.of(spec)): example(spec, size, self.arenas.device) for spec, size in largest.items()
         }
         self._buffers = [
-            [example(kind.cell.inputs[name], kind.cell.sizes[-1], self.arenas.device) for name, _ in kind.states]
+            [example(kind.cell.inputs[name], kind.sizes[-1], self.arenas.device) for name, _ in kind.states]
             for kind in self._kinds
         ]
         self._peers: Sequence[CellExecutor] = ()
@@ -198,6 +218,13 @@ class CpuExecutor:
             for move in plan.moves:
                 self._move(move)
             return [self._run(plan.type, task) for task in plan.tasks]
+
+    def timed(self, plan: Round) -> float:
+        """Run a round while no other is in flight. The seconds that it took."""
+        began = time.perf_counter()
+        self.submit(plan)
+        self.collect()
+        return time.perf_counter() - began
 
     def copies(self) -> Copies:
         """How inputs were read so far."""

@@ -9,8 +9,10 @@ graph.result("label", steps, "label")
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,9 @@ from holdfast.cells.compiled import compiled
 
 ZEROS = -1
 """In place of a node: a State input of zeros."""
+FEW = 16
+"""Nodes are looked up one by one among more than so many blocks for each."""
+_FIRST = attrgetter("first")
 
 
 Read = tuple[str, str, int]
@@ -187,12 +192,22 @@ class CellGraph:
     def _check_output(self, block: Block, name: str, output: str, column: np.ndarray) -> None:
         """Raise ValueError if a node of the column does not give such an output, or one that the input cannot take."""
         wanted = block.cell.takes[name]
-        candidates = self.blocks if block.chain else [*self.blocks, block]
-        for other in candidates:
-            if other.cell.gives.get(output) == wanted:
-                continue
-            if ((column >= other.first) & (column < other.first + other.count)).any():
+        for other in self._named(block, column):
+            if other.cell.gives.get(output) != wanted:
                 raise ValueError(_misfit(block.cell, name, other.cell, output))
+
+    def _named(self, block: Block, column: np.ndarray) -> list[Block]:
+        """The blocks of which a column of a new block names nodes, in order. The graph has them in that order, too."""
+        blocks = self.blocks
+        if len(column) == 1 or FEW * len(column) < len(blocks):
+            own = len(blocks)
+            numbers = {
+                bisect_right(blocks, node, key=_FIRST) - 1 if node < block.first else own for node in column.tolist()
+            }
+        else:
+            firsts = np.array([*map(_FIRST, blocks), block.first])
+            numbers = set((np.searchsorted(firsts, column, side="right") - 1).tolist())
+        return [block if number == len(blocks) else blocks[number] for number in sorted(numbers - {ZEROS})]
 
     def _cut_if_read_inside(self, chain: Block, block: Block) -> None:
         """Make a chain single nodes if a block reads any but its last."""

@@ -14,7 +14,6 @@ early, because it was aborted or a chain of it stopped, are free once the rounds
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from holdfast.cells import algorithm
-from holdfast.cells.cell import Cell, Output, State, Value
+from holdfast.cells.cell import Cell, Output, State, Value, padded_size, sizes_by_type
 from holdfast.cells.graph import ZEROS, CellGraph
 from holdfast.cells.partition import Result, Splitter
 from holdfast.cells.plan import FIRST_ROW, CellOutput, CellRequest, Layout, Move, Returned, Round, Task
@@ -71,8 +70,8 @@ class CellPlanner:
     ) -> None:
         """`types` numbers the cells from 0, equal ones alike; by default each is its own type. `capacity` is in rows.
 
-        `sizes` are the batch sizes of each type, by default those of its first cell. Raises ValueError for what is out
-        of range.
+        `sizes` are batch sizes by type number, by default those of the cells.
+        Raises ValueError for what is out of range.
         """
         for name, value, least in (("workers", workers, 1), ("max_tasks", max_tasks, 1), ("capacity", capacity, 2)):
             if value < least:
@@ -83,8 +82,8 @@ class CellPlanner:
         layout = Layout(cells)
         first_of = {number: cell for cell, number in reversed(self.types.items())}
         self._kinds = [
-            _Kind(number, first_of[number], sizes[number] if sizes else first_of[number].sizes, layout)
-            for number in sorted(first_of)
+            _Kind(number, first_of[number], some, layout)
+            for number, some in enumerate(sizes_by_type(self.types, sizes))
         ]
         self._splitter = Splitter(self.types)
         self._widths, self._places = self._arenas(layout)
@@ -360,7 +359,7 @@ class CellPlanner:
                     rows[begin:end],
                     read[begin * states : end * states].reshape(states, nodes),
                     tuple([each[begin:end] for each in values]),
-                    kind.size_of(nodes),
+                    padded_size(kind.sizes, nodes),
                 )
             )
             begin = end
@@ -480,9 +479,8 @@ class _Kind:
 
     def __init__(self, number: int, cell: Cell, sizes: tuple[int, ...], layout: Layout) -> None:
         self.number = number
-        self.cell = cell
+        self.cell, self.sizes = cell, sizes
         self.most, self.least = sizes[-1], sizes[0]
-        self._sizes = sizes
         self.widths = np.array([layout.width_of(cell.inputs[name]) for name in cell.states], np.int64)
         """Of the arena of each State input."""
         carried = [(cell.states.index(name), *layout.within(cell, name)) for name in cell.carried]
@@ -499,10 +497,6 @@ class _Kind:
         """Tasks so far by their number of nodes."""
         self.stops = False
         """Whether any chain of it may end early."""
-
-    def size_of(self, nodes: int) -> int:
-        """The supported size that a task of so many nodes is padded to."""
-        return self._sizes[bisect_left(self._sizes, nodes)]
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from holdfast.cells.application import Application
-from holdfast.cells.cell import Cell
+from holdfast.cells.cell import Cell, sizes_by_type
 from holdfast.cells.executor import CellExecutor, Copies, CpuExecutor
 from holdfast.cells.plan import CellOutput, CellRequest, Returned, Round
 from holdfast.cells.planner import CAPACITY, MAX_TASKS, CellPlanner, CellStats, CellWorker, prepare
@@ -34,6 +34,8 @@ class Workers:
         application: Application,
         devices: Sequence[str],
         *,
+        types: Mapping[Cell, int] | None = None,
+        sizes: Sequence[tuple[int, ...]] | None = None,
         max_tasks: int = MAX_TASKS,
         capacity: int = CAPACITY,
         steps_in_flight: int | None = None,
@@ -43,8 +45,9 @@ class Workers:
     ) -> None:
         """Make every cell ready at every size on each of the devices, "cpu" or "cuda:N", and start the threads.
 
-        `capacity` is in rows, on each device. `steps_in_flight` is in rounds; by default it is 2 on GPUs, and 1 on
-        CPUs, which compute a round only when it is waited for.
+        `types` numbers the cells as `types.number` does, which is asked if it is left out. `sizes` are batch sizes by
+        type number, by default those of the cells. `capacity` is in rows, on each device. `steps_in_flight` is in
+        rounds; by default it is 2 on GPUs, and 1 on CPUs, which compute a round only when it is waited for.
         `on_outputs` gets the requests that have ended, in a worker's thread. `on_failure` gets the reason, once, if an
         executor or `on_outputs` raises; nothing runs after that.
         Raises ValueError for what is out of range, and for a cell that does not do what it declares.
@@ -61,15 +64,25 @@ class Workers:
         self._ended: str | None = None
         """Why nothing runs any more."""
         prepare()
-        types = number(application.cells)
+        if types is None:
+            types = number(application.cells)
+        sizes = sizes_by_type(types, sizes)
         self._planner = CellPlanner(
-            application.cells, types, workers=len(devices), max_tasks=max_tasks, capacity=capacity
+            application.cells, types, sizes=sizes, workers=len(devices), max_tasks=max_tasks, capacity=capacity
         )
         self._executors: list[CellExecutor] = []
         self._workers: list[_Worker] = []
         for place, device in enumerate(devices):
             in_flight = steps_in_flight or (CPU_ROUNDS if device == "cpu" else GPU_ROUNDS)
-            executor = _executor(application, types, device, capacity, max_tasks, in_flight)
+            executor = make_executor(
+                application.cells,
+                types,
+                device,
+                capacity=capacity,
+                sizes=sizes,
+                max_tasks=max_tasks,
+                rounds_in_flight=in_flight,
+            )
             self._executors.append(executor)
             worker = _Worker(self, self._planner.worker(place))
             self._workers.append(worker)
@@ -187,12 +200,19 @@ class _Worker:
         return self._workers.stats()
 
 
-def _executor(
-    application: Application, types: Mapping[Cell, int], device: str, capacity: int, max_tasks: int, in_flight: int
+def make_executor(
+    cells: Sequence[Cell],
+    types: Mapping[Cell, int],
+    device: str,
+    *,
+    capacity: int,
+    sizes: Sequence[tuple[int, ...]],
+    max_tasks: int,
+    rounds_in_flight: int,
 ) -> CellExecutor:
-    """The executor of a device. Raises ValueError if there is no such device."""
+    """The executor of a device, "cpu" or "cuda:N". Raises ValueError if there is no such device."""
     if device == "cpu":
-        return CpuExecutor(application.cells, types, capacity=capacity)
+        return CpuExecutor(cells, types, capacity=capacity, sizes=sizes)
     number = device.removeprefix("cuda:")
     if number == device or not number.isdecimal():
         raise ValueError(f"device is {device!r}; it must be cpu, or cuda and a number, such as cuda:0")
@@ -201,5 +221,11 @@ def _executor(
     from holdfast.cells.executor_cuda import CudaExecutor  # here, so that CPUs need no Triton
 
     return CudaExecutor(
-        application.cells, types, device, capacity=capacity, max_tasks=max_tasks, rounds_in_flight=in_flight
+        cells,
+        types,
+        device,
+        capacity=capacity,
+        sizes=sizes,
+        max_tasks=max_tasks,
+        rounds_in_flight=rounds_in_flight,
     )

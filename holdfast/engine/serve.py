@@ -124,9 +124,8 @@ def run_app(start: messages.StartApp, parent: Parent, loading: Loading) -> None:
     sys.setswitchinterval(SWITCH_SECONDS)
     with stages.stage("application"):
         application = apps.find(start.app)
-    parent.send(messages.Progress("making cells ready"))
     with stages.stage("cells"):
-        engine = apps.AppEngine(application, start.config, parent, threads=start.threads)
+        engine = apps.AppEngine(start, application, parent)
     gc.collect()
     gc.freeze()
     parent.send(messages.AppReady(engine.info(stages)))

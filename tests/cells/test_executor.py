@@ -51,6 +51,20 @@ def test_state_is_read_from_the_rows_that_sources_name() -> None:
     assert run(on, task([5, 6, 7], [4, 1, -1], [1, -1, 2])) == [[20001, 10000, 1]]
 
 
+def test_sizes_given_by_type_are_tried_and_have_buffers() -> None:
+    tried = []
+
+    def note(weights: Tensors, x: torch.Tensor, **states: torch.Tensor) -> Tensors:
+        tried.append(len(x))
+        return add(weights, x, **states)
+
+    noted = cell(note)
+    on = CpuExecutor((noted,), {noted: 0}, capacity=20, sizes=((3, 16),))
+    assert set(tried) == {3, 16}
+    rows = list(range(1, 16))
+    assert run(on, task(rows, [-1] * 15, [-1] * 15), task(rows, rows[::-1], rows)) == [[0] * 15, [10001] * 15]
+
+
 def test_a_chain_writes_its_row_in_place() -> None:
     on = executor(cell())
     first = task([3, 9, 4], [-1] * 3, [-1] * 3)

@@ -36,13 +36,8 @@ class Interpreted(CudaExecutor):
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """A device whose workers have executors for CUDA."""
 
-    def make(application: Any, types: Any, device: str, capacity: int, max_tasks: int, in_flight: int) -> CudaExecutor:
-        return Interpreted(
-            application.cells, types, device, capacity=capacity, max_tasks=max_tasks, rounds_in_flight=in_flight
-        )
-
     if request.param == "cpu":
-        monkeypatch.setattr(workers_module, "_executor", make)
+        monkeypatch.setattr(workers_module, "make_executor", Interpreted)
     return str(request.param)
 
 

@@ -358,6 +358,17 @@ def test_a_task_below_the_smallest_size_is_submitted_only_as_the_first() -> None
     assert driver.rounds[0][1].tasks[0].size == 2
 
 
+def test_sizes_given_by_type_win_over_those_of_the_cells() -> None:
+    lstm = integer_cell(*LSTM, sizes=(1, 2))
+    planner = CellPlanner([lstm], sizes=((2, 3, 8),))
+    for number, steps in enumerate((3, 1, 1, 1)):
+        planner.add(CellRequest(str(number), chain(lstm, 10 * number, steps)))
+    plan = planner.schedule(0, 0.0)
+    assert plan is not None and [(len(task.rows), task.size) for task in plan.tasks] == [(4, 8)], "the next has one"
+    with pytest.raises(ValueError, match="sizes are given for 2 types of cell; there are 1"):
+        CellPlanner([lstm], sizes=((1,), (1,)))
+
+
 def test_a_subgraph_stays_on_its_worker_while_it_is_in_flight_and_may_move_then() -> None:
     lstm = integer_cell(*LSTM)
     driver = Driver([lstm], workers=2, max_tasks=2)

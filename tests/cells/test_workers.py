@@ -93,6 +93,29 @@ def test_batch_sizes_do_not_change_results(name: str, sizes: tuple[int, ...]) ->
         run_all(workers, outcomes, ask(model, 25, seed=1))
 
 
+def test_sizes_given_by_type_win_over_those_of_the_cells() -> None:
+    model = MODELS["tree"](sizes=(1, 2))
+    with running(model, sizes=((1, 8), (1, 3))) as (workers, outcomes):
+        run_all(workers, outcomes, ask(model, 60, seed=1))
+        leaves, inner = (max(batches) for batches in workers.stats().batches)
+    assert 3 < leaves <= 8 and inner == 3
+
+
+@pytest.mark.parametrize("sizes", [((1, 2),), ((1, 2), (1,), (1,))])
+def test_sizes_for_more_or_fewer_types_than_there_are_are_refused(sizes: tuple[tuple[int, ...], ...]) -> None:
+    with (
+        pytest.raises(ValueError, match=rf"given for {len(sizes)} types of cell; there are 2"),
+        running(MODELS["tree"](), sizes=sizes),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("wrong", [(), (0, 1), (2, 1), (1, 1)])
+def test_sizes_that_do_not_rise_from_1_are_refused(wrong: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="sizes of cell internal are"), running(MODELS["tree"](), sizes=((1,), wrong)):
+        pass
+
+
 @pytest.mark.parametrize("steps_in_flight", [1, 2, 3])
 @pytest.mark.parametrize("max_tasks", [1, 5])
 def test_rounds_in_flight_do_not_change_where_a_decoder_stops(max_tasks: int, steps_in_flight: int) -> None:

@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from holdfast.cells.cell import Cell
+from holdfast.cells.cell import Cell, padded_size, sizes_by_type
 from holdfast.cells.graph import CellGraph
 from holdfast.cells.partition import Result, Splitter
 from holdfast.cells.plan import FIRST_ROW, CellOutput, CellRequest, Layout, Returned, Round, Task
@@ -51,11 +51,12 @@ class FixedBatches(ABC):
         types: Mapping[Cell, int] | None = None,
         *,
         most: int,
+        sizes: Sequence[tuple[int, ...]] | None = None,
         workers: int = 1,
         max_tasks: int = MAX_TASKS,
         capacity: int = CAPACITY,
     ) -> None:
-        """`most` bounds the requests of a batch, `capacity` the rows.
+        """`most` bounds the requests of a batch, `capacity` the rows. `sizes` are by type number, else the cells' own.
 
         `max_tasks` bounds the tasks of a round. A batch's rounds follow one another on its worker, so it changes only
         their number. Raises ValueError for what is out of range.
@@ -64,6 +65,7 @@ class FixedBatches(ABC):
             if value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
         self.types = dict(types) if types is not None else {cell: number for number, cell in enumerate(cells)}
+        self.sizes = sizes_by_type(self.types, sizes)
         self.most, self.max_tasks = most, max_tasks
         first_of = {number: cell for cell, number in reversed(self.types.items())}
         self.cells = [first_of[number] for number in sorted(first_of)]
@@ -265,7 +267,7 @@ class Batch:
             np.where(inside, self.at[rows], self.spill[rows]).astype(np.int32),
             np.ascontiguousarray(source[: len(cell.states)], np.int32),
             tuple(values[offsets] for values in self.values[kind]),
-            cell.size_of(len(rows)),
+            padded_size(self._planner.sizes[kind], len(rows)),
         )
         return made, np.where(inside, offsets, NOBODY)
 
@@ -323,15 +325,16 @@ class Padding(FixedBatches):
         width: int,
         most: int,
         whole_turns: bool = True,
+        sizes: Sequence[tuple[int, ...]] | None = None,
         workers: int = 1,
         max_tasks: int = MAX_TASKS,
         capacity: int = CAPACITY,
     ) -> None:
         """As `FixedBatches`, and the buckets' `width` in steps. `most` is at most the smallest of the largest sizes."""
-        super().__init__(cells, types, most=most, workers=workers, max_tasks=max_tasks, capacity=capacity)
+        super().__init__(cells, types, most=most, sizes=sizes, workers=workers, max_tasks=max_tasks, capacity=capacity)
         if width < 1:
             raise ValueError(f"width is {width}; it must be at least 1")
-        largest = min(cell.sizes[-1] for cell in self.cells)
+        largest = min(some[-1] for some in self.sizes)
         if most > largest:
             raise ValueError(f"most is {most}; the cells have sizes up to {largest}")
         self._width = width
@@ -431,12 +434,13 @@ class Merging(FixedBatches):
         *,
         by: Literal["depth", "agenda"],
         most: int,
+        sizes: Sequence[tuple[int, ...]] | None = None,
         workers: int = 1,
         max_tasks: int = MAX_TASKS,
         capacity: int = CAPACITY,
     ) -> None:
         """As `FixedBatches`."""
-        super().__init__(cells, types, most=most, workers=workers, max_tasks=max_tasks, capacity=capacity)
+        super().__init__(cells, types, most=most, sizes=sizes, workers=workers, max_tasks=max_tasks, capacity=capacity)
         self._by = by
 
     def take(self) -> list[Taken]:
@@ -456,7 +460,7 @@ class Merging(FixedBatches):
 
     def _rounds(self, batch: Batch, worker: int, kind: int, rows: np.ndarray, steps: np.ndarray) -> Iterator[Round]:
         """One node of each of these rows, in tasks of at most the cell's largest size."""
-        most = self.cells[kind].sizes[-1]
+        most = self.sizes[kind][-1]
         begins = range(0, len(rows), most)
         for first in range(0, len(begins), self.max_tasks):
             some = begins[first : first + self.max_tasks]

@@ -286,7 +286,7 @@ class _Linear:
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor) -> None:
         self._weight, self._bias = weight, bias
-        self._packed = torch.backends.mkldnn.is_available() and len(weight) >= LEAST_PACKED
+        self._packed = torch.backends.mkldnn.is_available() and len(weight) >= LEAST_PACKED  # type: ignore[no-untyped-call]
         if self._packed:
             with torch.inference_mode():
                 self._weight = torch.ops.mkldnn._reorder_linear_weight(weight)

@@ -573,8 +573,8 @@ def compared(every: Mapping[str, Any]) -> tuple[list[Compared], list[Ordered]]:
 
 STEPS = "5 steps of 27 nodes, 232 us each; the paper's 5 of 64 take 250 us each"
 TURNS_PEAK = "turns, and the share of long sentences (see the note)"
-ROUGH = "rough: in a run of 2.8 s each bucket has few turns"
-PAIRS = "a run of 0.7 s ends before the queue of four GPUs has settled"
+ROUGH = "padding's turns (see the note)"
+PAIRS = "the run ends before the queue of the GPUs has settled"
 TREES = "no time of a TreeLSTM cell is given; the paper's peak implies 550 us a task of 64, its p90 half of that"
 FOLD_HOST = "Fold's host time, which dominates in the paper, is not known and not simulated"
 EQUAL = "see the note"

@@ -47,6 +47,7 @@ from holdfast.cells.executor import CpuExecutor
 from holdfast.cells.graph import CellGraph
 from holdfast.cells.plan import CellOutput, CellRequest
 from holdfast.cells.planner import MAX_TASKS, CellPlanner
+from holdfast.cells.workers import ROUNDS, tasks_of_a_round
 from holdfast.lab.cells import models
 from holdfast.lab.cells.baselines import Merging, Padding
 from holdfast.lab.cells.models import Operators
@@ -71,7 +72,6 @@ CAPACITY = 65536
 LSTM_SIZES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
 SWITCH_SECONDS = 1e-4
 """As in an engine process: how long a thread may keep another from running Python."""
-ROUNDS_IN_FLIGHT = {"cpu": 1, "cuda": 2}
 
 
 @dataclass(frozen=True)
@@ -117,12 +117,10 @@ class Locked:
 class CellEngine:
     """A planner over executors, one for each device."""
 
-    def __init__(
-        self, planner: ManyWorkers, executors: Sequence[Any], unfold: Callable[[Sample], CellGraph], in_flight: int
-    ) -> None:
+    def __init__(self, planner: ManyWorkers, executors: Sequence[Any], unfold: Callable[[Sample], CellGraph]) -> None:
         lock: Any = threading.Lock() if len(executors) > 1 else nullcontext()
         self.loops: list[Loop[Any, Any, Any, Any, Any]] = [
-            Loop(Locked(planner.worker(at), lock), executor, in_flight, time.perf_counter)
+            Loop(Locked(planner.worker(at), lock), executor, ROUNDS, time.perf_counter)
             for at, executor in enumerate(executors)
         ]
         self._unfold = unfold
@@ -384,7 +382,7 @@ class Bench:
 
     def __init__(self, run: argparse.Namespace) -> None:
         self.run, self.weights = run, Weights(run)
-        self.in_flight = ROUNDS_IN_FLIGHT[run.device[0].partition(":")[0]]
+        self.max_tasks = tasks_of_a_round(run.max_tasks, run.device, ROUNDS)
 
     def executors(self, cells: Sequence[Cell]) -> list[Any]:
         """One for each device, with every cell ready at every size."""
@@ -402,8 +400,8 @@ class Bench:
                         types,
                         device,
                         capacity=CAPACITY if self.run.hidden <= 1024 else CAPACITY // 4,
-                        max_tasks=self.run.max_tasks,
-                        rounds_in_flight=self.in_flight,
+                        max_tasks=self.max_tasks,
+                        rounds_in_flight=ROUNDS,
                     )
                 )
         if len(made) > 1:
@@ -423,8 +421,8 @@ class Bench:
         workers = len(executors)
 
         def engine() -> Engine:
-            planner = plan(cells, workers=workers, capacity=CAPACITY, max_tasks=self.run.max_tasks)
-            return CellEngine(planner, executors, unfold, self.in_flight)
+            planner = plan(cells, workers=workers, capacity=CAPACITY, max_tasks=self.max_tasks)
+            return CellEngine(planner, executors, unfold)
 
         return System(name, engine, role)
 

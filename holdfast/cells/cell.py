@@ -94,7 +94,7 @@ class Cell:
 
     A task between two sizes is padded up to the larger one."""
     gated: Gated | None = None
-    """A form of `run` that GPUs compute with fewer kernels. It must give what `run` gives."""
+    """A form of `run` that executors compute with fewer passes over memory. It must give what `run` gives."""
 
     def __post_init__(self) -> None:
         if not self.outputs:

@@ -27,6 +27,7 @@ from holdfast.cells.graph import ZEROS, CellGraph
 from holdfast.cells.partition import Result, Splitter
 from holdfast.cells.plan import FIRST_ROW, CellOutput, CellRequest, Layout, Move, Returned, Round, Task
 from holdfast.cells.table import NOBODY, Numbers, Queues, Ranges, empty_table
+from holdfast.cells.worker_view import WorkerView
 
 MAX_TASKS = 5
 """MaxTasksToSubmit (Algorithm 1, line 3)."""
@@ -426,36 +427,7 @@ def _moves(moved: np.ndarray) -> list[Move]:
     return [Move(home, rows[homes == home]) for home in np.unique(homes).tolist()]
 
 
-class CellWorker:
-    """One worker's Planner: its rounds come from the planner that all workers share."""
-
-    def __init__(self, planner: CellPlanner, number: int) -> None:
-        self._planner = planner
-        self._number = number
-
-    def add(self, request: CellRequest) -> None:
-        """Queue a request. Raises ValueError, with the reason, if it can never run."""
-        self._planner.add(request)
-
-    def abort(self, request_id: str) -> None:
-        """End a request at once. Ignores a request that has ended."""
-        self._planner.abort(request_id)
-
-    def schedule(self, now: float) -> Round | None:
-        """The next round of this worker. None if nothing can be formed before a round in flight ends."""
-        return self._planner.schedule(self._number, now)
-
-    def update(self, plan: Round, result: Returned, now: float) -> list[CellOutput]:
-        """Apply the result of the oldest round in flight; the requests that it ends."""
-        return self._planner.update(plan, result)
-
-    def has_work(self) -> bool:
-        """Whether any request has not ended."""
-        return self._planner.has_work()
-
-    def stats(self) -> CellStats:
-        """Queues and rows as they stand."""
-        return self._planner.stats()
+CellWorker = WorkerView[CellStats]
 
 
 class _Sent(NamedTuple):

@@ -25,7 +25,7 @@ from holdfast.cells.cell import Cell, padded_size, sizes_by_type
 from holdfast.cells.graph import CellGraph
 from holdfast.cells.partition import Result, Splitter
 from holdfast.cells.plan import FIRST_ROW, CellOutput, CellRequest, Layout, Returned, Round, Task
-from holdfast.cells.planner import MAX_TASKS, CellStats
+from holdfast.cells.planner import MAX_TASKS, CellStats, CellWorker
 from holdfast.cells.table import NOBODY, Numbers
 
 CAPACITY = 65536
@@ -81,9 +81,9 @@ class FixedBatches(ABC):
         """Ids of requests in batches that run on, and whose results are lost."""
         self._batches: list[Batch | None] = [None] * workers
 
-    def worker(self, number: int) -> BatchWorker:
+    def worker(self, number: int) -> CellWorker:
         """The planner of one worker."""
-        return BatchWorker(self, number)
+        return CellWorker(self, number)
 
     def add(self, request: CellRequest) -> None:
         """Queue a request. Raises ValueError, with the reason, if it can never run."""
@@ -520,35 +520,3 @@ def _depths(batch: Batch) -> np.ndarray:
         if np.array_equal(later, begins):
             return begins
         begins = later
-
-
-class BatchWorker:
-    """One worker's Planner."""
-
-    def __init__(self, planner: FixedBatches, number: int) -> None:
-        self._planner = planner
-        self._number = number
-
-    def add(self, request: CellRequest) -> None:
-        """Queue a request. Raises ValueError, with the reason, if it can never run."""
-        self._planner.add(request)
-
-    def abort(self, request_id: str) -> None:
-        """End a request at once."""
-        self._planner.abort(request_id)
-
-    def schedule(self, now: float) -> Round | None:
-        """The next round of this worker. None if there is none before one in flight ends."""
-        return self._planner.schedule(self._number, now)
-
-    def update(self, plan: Round, result: Returned, now: float) -> list[CellOutput]:
-        """Apply the result of the oldest round in flight; the requests of a batch that it ends."""
-        return self._planner.update(plan, result)
-
-    def has_work(self) -> bool:
-        """Whether any request has not ended."""
-        return self._planner.has_work()
-
-    def stats(self) -> CellStats:
-        """Queues and rows as they stand."""
-        return self._planner.stats()

@@ -199,6 +199,15 @@ class _Worker:
         return self._workers.stats()
 
 
+def require_device(device: str) -> None:
+    """Raises ValueError unless this is "cpu", or "cuda:N" of this machine."""
+    number = device.removeprefix("cuda:")
+    if device != "cpu" and (number == device or not number.isdecimal()):
+        raise ValueError(f"device is {device!r}; it must be cpu, or cuda and a number, such as cuda:0")
+    if device != "cpu" and int(number) >= torch.cuda.device_count():
+        raise ValueError(f"device is {device}; this machine has {torch.cuda.device_count()} CUDA devices")
+
+
 def make_executor(
     cells: Sequence[Cell],
     types: Mapping[Cell, int],
@@ -212,11 +221,7 @@ def make_executor(
     """The executor of a device, "cpu" or "cuda:N". Raises ValueError if there is no such device."""
     if device == "cpu":
         return CpuExecutor(cells, types, capacity=capacity, sizes=sizes)
-    number = device.removeprefix("cuda:")
-    if number == device or not number.isdecimal():
-        raise ValueError(f"device is {device!r}; it must be cpu, or cuda and a number, such as cuda:0")
-    if int(number) >= torch.cuda.device_count():
-        raise ValueError(f"device is {device}; this machine has {torch.cuda.device_count()} CUDA devices")
+    require_device(device)
     from holdfast.cells.executor_cuda import CudaExecutor  # here, so that CPUs need no Triton
 
     return CudaExecutor(

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from holdfast.cells.cell import Cell, Spec, sizes_by_type
+from holdfast.cells.gated import Gated
 from holdfast.cells.plan import Layout, Move, Returned, Round, Task
 from holdfast.cells.types import dtype, example
 from holdfast.loop.contracts import Executor
@@ -39,6 +40,8 @@ class CellExecutor(Executor[Round, Returned], Protocol):
     """The executor of one worker."""
 
     arenas: Arenas
+    gated: dict[int, tuple[Kind, Gated]]
+    """The types that it runs in their gated form."""
 
     def connect(self, executors: Sequence[CellExecutor]) -> None:
         """Say which executor each worker has, so that rows can be copied from it. Needed where there are several."""
@@ -196,6 +199,7 @@ class CpuExecutor:
             [example(kind.cell.inputs[name], kind.sizes[-1], self.arenas.device) for name, _ in kind.states]
             for kind in self._kinds
         ]
+        self.gated: dict[int, tuple[Kind, Gated]] = {}
         self._peers: Sequence[CellExecutor] = ()
         self._rounds: deque[Round] = deque()
         self._last_rows = np.zeros(0, np.int64)

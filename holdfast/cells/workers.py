@@ -10,6 +10,7 @@ import torch
 from holdfast.cells.application import Application
 from holdfast.cells.cell import Cell, sizes_by_type
 from holdfast.cells.executor import CellExecutor, Copies, CpuExecutor
+from holdfast.cells.gated_check import check_gated
 from holdfast.cells.plan import CellOutput, CellRequest, Returned, Round
 from holdfast.cells.planner import CAPACITY, MAX_TASKS, CellPlanner, CellStats, CellWorker
 from holdfast.cells.types import number
@@ -50,7 +51,8 @@ class Workers:
         rounds; by default it is 2 on GPUs, and 1 on CPUs, which compute a round only when it is waited for.
         `on_outputs` gets the requests that have ended, in a worker's thread. `on_failure` gets the reason, once, if an
         executor or `on_outputs` raises; nothing runs after that.
-        Raises ValueError for what is out of range, and for a cell that does not do what it declares.
+        Raises ValueError for what is out of range, for a cell that does not do what it declares, and for a gated form
+        that does not give what the cell's `run` gives.
         """
         if not devices:
             raise ValueError("devices is empty; there must be at least one")
@@ -82,6 +84,7 @@ class Workers:
                 max_tasks=max_tasks,
                 rounds_in_flight=in_flight,
             )
+            check_gated(executor)
             self._executors.append(executor)
             worker = _Worker(self, self._planner.worker(place))
             self._workers.append(worker)

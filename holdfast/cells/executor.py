@@ -46,6 +46,8 @@ class CellExecutor(Executor[Round, Returned], Protocol):
     """The executor of one worker."""
 
     arenas: Arenas
+    gated: dict[int, tuple[Kind, Gated]]
+    """The types that it runs in their gated form."""
 
     def connect(self, executors: Sequence[CellExecutor]) -> None:
         """Say which executor each worker has, so that rows can be copied from it. Needed where there are several."""
@@ -205,6 +207,11 @@ class CpuExecutor:
             for kind in self._kinds
         ]
         self._gated = [_GatedOnCpu.of(kind, self.arenas) for kind in self._kinds]
+        self.gated = {
+            number: (kind, kind.cell.gated)
+            for number, (kind, gated) in enumerate(zip(self._kinds, self._gated, strict=True))
+            if gated is not None and kind.cell.gated is not None
+        }
         self._peers: Sequence[CellExecutor] = ()
         self._rounds: deque[Round] = deque()
         self._last_rows = np.zeros(0, np.int64)
@@ -340,7 +347,7 @@ class _GatedOnCpu:
 
     def __init__(self, kind: Kind, gated: Gated, arenas: Arenas) -> None:
         """Allocate the buffers, and compile the kernels by a task of one node."""
-        cell, matrix, most = kind.cell, kind.weights["w"], kind.cell.sizes[-1]
+        cell, matrix, most = kind.cell, kind.weights["w"], kind.sizes[-1]
         hidden = len(matrix) // len(gated.gates)
         self._cell, self._linear = cell, _Linear(matrix, kind.weights["b"])
         self._x = torch.zeros(self._linear.rows(most), matrix.shape[1])

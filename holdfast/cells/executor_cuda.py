@@ -25,7 +25,6 @@ from holdfast.cells import kernels
 from holdfast.cells.cell import Cell, Spec, State
 from holdfast.cells.executor import Arenas, CellExecutor, Copies, Kind, Tensors, kinds_of
 from holdfast.cells.gated import Gated
-from holdfast.cells.gated_check import check_gated
 from holdfast.cells.kernels import HEADER, RETURNED_UNIT, Signals, Source, unit_of
 from holdfast.cells.plan import SCRATCH, Move, Returned, Round, Task
 from holdfast.cells.planner import MAX_TASKS
@@ -117,8 +116,7 @@ class CudaExecutor:
         """Allocate arenas of `capacity` rows and capture every cell at each of its sizes.
 
         `sizes` are by type number, by default those of the cells. Rounds have at most `max_tasks` tasks, and at most
-        `rounds_in_flight` may be in flight. Raises ValueError for a cell that does not do what it declares,
-        or whose gated form does not give what its `run` gives.
+        `rounds_in_flight` may be in flight. Raises ValueError for a cell that does not do what it declares.
         """
         self.device = torch.device(device)
         self._max_tasks, self._rounds_in_flight = max_tasks, rounds_in_flight
@@ -126,6 +124,11 @@ class CudaExecutor:
         with self._on_stream():
             self.arenas = Arenas(cells, self.device, capacity)
             self._kinds = kinds_of(cells, types, self.arenas, sizes)
+            self.gated = {
+                number: (kind, gated)
+                for number, kind in enumerate(self._kinds)
+                if (gated := _gated_of(kind)) is not None
+            }
             self._words = [{size: TaskWords(kind.cell, size) for size in kind.sizes} for kind in self._kinds]
             most = [max(each.values(), key=lambda words: words.words) for each in self._words]
             states = max(len(kind.cell.states) for kind in self._kinds)
@@ -155,10 +158,6 @@ class CudaExecutor:
         self._peers: list[tuple[dict[int, torch.Tensor], int] | None] = []
         self._moved = 0
         self._held_cycles = HELD_CYCLES
-        for number, kind in enumerate(self._kinds):
-            if (gated := _gated_of(kind)) is not None:
-                with self._on_stream():
-                    check_gated(self, number, kind, gated)
 
     def connect(self, executors: Sequence[CellExecutor]) -> None:
         """Say which executor each worker has. Raises ValueError if this device cannot read another's memory."""

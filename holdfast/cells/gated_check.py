@@ -22,14 +22,15 @@ SEED = 0
 
 
 @torch.inference_mode()
-def check_gated(executor: CellExecutor, number: int, kind: Kind, gated: Gated) -> None:
-    """Run tasks of random inputs, at the smallest and the largest size. Leaves zeros in all rows that they use.
+def check_gated(executor: CellExecutor) -> None:
+    """Run tasks of random inputs of each gated type, at its smallest and largest size. Leaves zeros in their rows.
 
-    Call it while no round is in flight, on the executor's stream. Raises ValueError, which names the cell, the output,
-    the largest difference and the limit, if an output differs from that of `run` by more than rounding explains.
+    Call it while no round is in flight. Raises ValueError, which names the cell, the output, the largest difference and
+    the limit, if an output differs from that of `run` by more than rounding explains.
     """
-    for size in sorted({kind.sizes[0], kind.sizes[-1]}):
-        _check(executor, number, kind, gated, size)
+    for number, (kind, gated) in executor.gated.items():
+        for size in sorted({kind.sizes[0], kind.sizes[-1]}):
+            _check(executor, number, kind, gated, size)
 
 
 def _check(executor: CellExecutor, number: int, kind: Kind, gated: Gated, size: int) -> None:
@@ -60,6 +61,8 @@ def _check(executor: CellExecutor, number: int, kind: Kind, gated: Gated, size: 
     for source, (name, items) in zip(sources, kind.states, strict=True):
         inputs[name] = items[torch.from_numpy(source.astype(np.int64)).to(device)]  # the last item is zeros
     expected = kind.run(inputs)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # rounds run on another stream
     executor.submit(Round(0, number, [Task(rows, sources, values, size)]))
     (returned,) = executor.collect()
     at = torch.from_numpy(rows.astype(np.int64)).to(device)
@@ -72,6 +75,8 @@ def _check(executor: CellExecutor, number: int, kind: Kind, gated: Gated, size: 
             _compare(kind, gated, size, name, output, expected)
     for spec, items in arenas.items.items():
         items[: end * layout.widths.get(spec, 0)].zero_()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _random(random: np.random.Generator, shape: tuple[int, ...], kind: torch.dtype, bound: int) -> torch.Tensor:

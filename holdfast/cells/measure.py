@@ -14,10 +14,10 @@ from holdfast.cells.executor import CellExecutor
 from holdfast.cells.graph import ZEROS
 from holdfast.cells.plan import FIRST_ROW, Layout, Round, Task
 from holdfast.cells.planner import MAX_TASKS
-from holdfast.cells.workers import make_executor
+from holdfast.cells.workers import make_executor, require_device
 from holdfast.core.cell_cost import CellCost
 
-MEASURED = 1
+MEASURED = 2
 """Version of the measurement. Costs of another version are not used."""
 LARGEST = 2048
 """The largest size that is measured by default, as in Figure 2.3."""
@@ -88,7 +88,11 @@ def measure_cells(
 
 
 def device_name(device: str, workers: int = 1) -> str:
-    """A worker's device in words. `workers` on a CPU share the threads that the calling thread may use."""
+    """A worker's device in words. `workers` on a CPU share the threads that the calling thread may use.
+
+    Raises ValueError if there is no such device.
+    """
+    require_device(device)
     if device != "cpu":
         return str(torch.cuda.get_device_name(device))
     threads = max(1, torch.get_num_threads() // workers)

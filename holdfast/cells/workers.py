@@ -10,6 +10,7 @@ import torch
 from holdfast.cells.application import Application
 from holdfast.cells.cell import Cell, sizes_by_type
 from holdfast.cells.executor import CellExecutor, Copies, CpuExecutor
+from holdfast.cells.gated_check import check_gated
 from holdfast.cells.plan import CellOutput, CellRequest, Returned, Round
 from holdfast.cells.planner import CAPACITY, MAX_TASKS, CellPlanner, CellStats, CellWorker, prepare
 from holdfast.cells.types import number
@@ -53,7 +54,8 @@ class Workers:
         is waited for, it bounds all tasks in flight, so that a request does not wait twice as long until it joins.
         `on_outputs` gets the requests that have ended, in a worker's thread. `on_failure` gets the reason, once, if an
         executor or `on_outputs` raises; nothing runs after that.
-        Raises ValueError for what is out of range, and for a cell that does not do what it declares.
+        Raises ValueError for what is out of range, for a cell that does not do what it declares, and for a gated form
+        that does not give what the cell's `run` gives.
         """
         if not devices:
             raise ValueError("devices is empty; there must be at least one")
@@ -88,6 +90,7 @@ class Workers:
                 max_tasks=of_a_round,
                 rounds_in_flight=steps_in_flight,
             )
+            check_gated(executor)
             self._executors.append(executor)
             worker = _Worker(self, self._planner.worker(place))
             self._workers.append(worker)
@@ -210,6 +213,15 @@ def tasks_of_a_round(max_tasks: int, devices: Sequence[str], steps_in_flight: in
     return max(1, max_tasks // steps_in_flight) if "cpu" in devices else max_tasks
 
 
+def require_device(device: str) -> None:
+    """Raises ValueError unless this is "cpu", or "cuda:N" of this machine."""
+    number = device.removeprefix("cuda:")
+    if device != "cpu" and (number == device or not number.isdecimal()):
+        raise ValueError(f"device is {device!r}; it must be cpu, or cuda and a number, such as cuda:0")
+    if device != "cpu" and int(number) >= torch.cuda.device_count():
+        raise ValueError(f"device is {device}; this machine has {torch.cuda.device_count()} CUDA devices")
+
+
 def make_executor(
     cells: Sequence[Cell],
     types: Mapping[Cell, int],
@@ -223,11 +235,7 @@ def make_executor(
     """The executor of a device, "cpu" or "cuda:N". Raises ValueError if there is no such device."""
     if device == "cpu":
         return CpuExecutor(cells, types, capacity=capacity, sizes=sizes)
-    number = device.removeprefix("cuda:")
-    if number == device or not number.isdecimal():
-        raise ValueError(f"device is {device!r}; it must be cpu, or cuda and a number, such as cuda:0")
-    if int(number) >= torch.cuda.device_count():
-        raise ValueError(f"device is {device}; this machine has {torch.cuda.device_count()} CUDA devices")
+    require_device(device)
     from holdfast.cells.executor_cuda import CudaExecutor  # here, so that CPUs need no Triton
 
     return CudaExecutor(

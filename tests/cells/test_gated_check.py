@@ -10,18 +10,23 @@ import pytest
 import torch
 from torch.nn import functional
 
+from holdfast.cells import workers
 from holdfast.cells.cell import Cell, Output
 from holdfast.cells.executor_cuda import CudaExecutor
+from holdfast.cells.gated_check import check_gated
 from holdfast.cells.nn import LSTMWeights, ReadOut, lstm_cell
 from tests.cells.models import MODELS, Seq2Seq, Tagger, Tree
+from tests.cells.test_workers import running
 
 DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)]
 
 
 def executor(cells: tuple[Cell, ...], device: str = "cpu", capacity: int = 20, **options: Any) -> CudaExecutor:
-    return CudaExecutor(
-        cells, {cell: number for number, cell in enumerate(cells)}, device, capacity=capacity, **options
-    )
+    """An executor whose gated forms were checked."""
+    types = {cell: number for number, cell in enumerate(cells)}
+    made = CudaExecutor(cells, types, device, capacity=capacity, **options)
+    check_gated(made)
+    return made
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -126,3 +131,11 @@ def test_words_of_the_check_lie_within_the_smallest_embedding() -> None:
 
     executor((note(encoder, "token"), note(decoder, "word")), capacity=40)
     assert min(seen) == 0 and max(seen) < 20 and len(set(seen)) > 5
+
+
+def test_workers_do_not_start_with_a_wrong_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "make_executor", CudaExecutor)
+    model = Tree(sizes=(4,))
+    model.cells = (model.cells[0], wrong(model.cells[1], parts=("right_h", "left_h")))
+    with pytest.raises(ValueError, match="cell internal has a gated form that differs from run"), running(model):
+        pass

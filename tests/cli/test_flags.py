@@ -9,6 +9,7 @@ from importlib.abc import MetaPathFinder
 from pathlib import Path
 
 import pytest
+import torch
 
 import holdfast.cli
 from holdfast.cli.command import main, make_parser
@@ -193,6 +194,13 @@ def test_cells_that_cannot_be_measured_are_one_line_and_exit_code_2(
     assert main(["profile", "--app", app, "--device", "cpu", "--threads", "1", "--largest", "2"]) == 2
     err = capsys.readouterr().err
     assert message in err and err.count("\n") == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_cells_cannot_be_measured_on_a_device_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", "--app", "listops", "--device", "cuda", "--largest", "2"]) == 2
+    err = capsys.readouterr().err
+    assert "device is cuda:0; this machine has 0 CUDA devices" in err and err.count("\n") == 1
 
 
 def test_a_model_that_is_not_there_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,18 @@ from typing import Any, Literal
 BUILTIN_MODEL = "holdfast-tiny"
 
 SchedulerName = Literal[
-    "stall-free", "request-level", "orca", "prefill-first", "chunked-only", "hybrid-only", "unified"
+    "stall-free",
+    "request-level",
+    "orca",
+    "prefill-first",
+    "chunked-only",
+    "hybrid-only",
+    "unified",
+    "run-to-completion",
+    "prefill-apart",
+    "shaping",
+    "embedding",
+    "padded-batches",
 ]
 AttentionBackendName = Literal["auto", "holdfast", "torch", "vllm-flash-attn"]
 OrderName = Literal["fcfs", "priority", "deadline", "fair"]
@@ -19,6 +30,12 @@ QuantizationName = Literal["none", "fp8"]
 CacheTypeName = Literal["auto", "fp8"]
 ExecutorName = Literal["paged", "padded"]
 
+ROW_SCHEDULERS: tuple[SchedulerName, ...] = (
+    "run-to-completion", "prefill-apart", "shaping", "embedding", "padded-batches",
+)  # fmt: skip
+"""Schedulers that plan padded rows only."""
+AHEAD_SCHEDULERS: tuple[SchedulerName, ...] = ("prefill-apart", "embedding")
+"""Schedulers that prefill prompts before there is a row for them in the batch."""
 PADDED_OPTIONS = ("trust_remote_code", "prefill_ahead", "shrink_threshold")
 """Options that only the padded executor reads."""
 PAGED_OPTIONS = ("quantization", "kv_cache_dtype", "attention_backend")
@@ -178,8 +195,21 @@ class EngineConfig:
             )
         if self.executor == "paged":
             self._refuse_set(PADDED_OPTIONS, "the padded executor")
+            if self.scheduler in ROW_SCHEDULERS:
+                raise ValueError(
+                    f"scheduler is {self.scheduler}, which plans padded rows, and executor is paged; choose another "
+                    "scheduler, or the padded executor"
+                )
         elif self.executor == "padded":
             self._refuse_set(PAGED_OPTIONS, "the paged executor")
+        if self.scheduler in AHEAD_SCHEDULERS:
+            if self.prefill_ahead == 0:
+                raise ValueError(f"prefill_ahead is 0, and scheduler is {self.scheduler}, which needs at least 1")
+        elif self.prefill_ahead:
+            raise ValueError(
+                f"prefill_ahead is {self.prefill_ahead}, which is for {' and '.join(AHEAD_SCHEDULERS)}, and scheduler "
+                f"is {self.scheduler}; drop one"
+            )
         if self.tbt_target is not None and self.fixed_token_budget is not None:
             raise ValueError("token_budget and tbt_target both set the step's size; give one of them")
         if self.tbt_target is None and self.token_budget == "auto":
@@ -194,6 +224,18 @@ class EngineConfig:
             value = getattr(self, name)
             if value != default[name]:
                 raise ValueError(f"{name} is {value}, which is for {owner}, and executor is {self.executor}; drop one")
+
+    @property
+    def states_ahead(self) -> int:
+        """Most prompts that are computed before there is a row for them in the batch, on padded rows."""
+        if self.scheduler not in AHEAD_SCHEDULERS:
+            return 0
+        return self.max_sequences if self.prefill_ahead is None else self.prefill_ahead
+
+    @property
+    def plan_rows(self) -> int:
+        """Rows that a plan may name: those of the batch, and of states that wait for a place in it."""
+        return self.max_sequences + self.states_ahead
 
     @property
     def fixed_token_budget(self) -> int | None:

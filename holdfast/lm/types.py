@@ -301,6 +301,16 @@ class SchedulerStats:
     """Of `preemptions`, those of sequences whose state went to the host tier."""
     tokens_dropped: int = 0
     """Tokens whose state was given up in every tier."""
+    forwards: int = 0
+    """Of padded rows, as are all below: runs of the model so far."""
+    idle_tokens: int = 0
+    """Tokens computed so far that belong to no request (`StepPlan.idle_tokens`)."""
+    rows_wide: int = 0
+    """Positions that memory is counted for in each row of the batch, before it is rounded up."""
+    rows_prefilled: int = 0
+    """Of `running`, those that were prefilled ahead and wait for a place in the batch."""
+    shrinks: int = 0
+    """Steps in which the device ran out of memory. The batch was made smaller each time."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,6 +109,10 @@ class BlockPool:
         """Blocks that hold this many positions."""
         return -(-positions // self.block_size)
 
+    def holds(self, count: int, blocks: int, longest: int) -> bool:
+        """Whether sequences that take `blocks` in all fit the pool; how many and how long they are does not matter."""
+        return blocks <= self.num_blocks
+
     def allocate(self, count: int, now: float) -> list[int]:
         """Give `count` blocks to one owner. The state of idle ones among them is dropped."""
         missing = count - len(self._free)

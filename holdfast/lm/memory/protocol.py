@@ -135,6 +135,13 @@ class SequenceMemory(Protocol[FoundT]):
         """Blocks that hold this many positions of one sequence, alone."""
         ...
 
+    def holds(self, count: int, blocks: int, longest: int) -> bool:
+        """Whether `count` sequences of at most `longest` positions fit, which take `blocks` in all if each is alone.
+
+        For policies that reserve a request's longest length.
+        """
+        ...
+
     def admits(self, found: FoundT, length: int, reserved: int) -> bool:
         """Whether a waiting sequence of `length` positions may start and leave `reserved` blocks available.
 

@@ -47,6 +47,8 @@ class Entry:
     A step that plans it sets this to the number of the following step, or to AWAITED: after a segment with drafted
     tokens, whose outcome is uncertain, and after any sampling segment where steps in flight are micro-batches.
     """
+    lost_before: int = 0
+    """Plans of a lower number may give it no token: its state was lost."""
     swap_in_step: int = -1
     """Number of the plan that copies in its state from the host; -1 once it is there or the next plan waits for it."""
 

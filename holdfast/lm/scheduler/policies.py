@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import inf
 
-from holdfast.core.cost import CostModel, Predictor
+from holdfast.core.cost import CostModel
 from holdfast.lm.scheduler.builder import Policy, StepBuilder
 from holdfast.lm.types import StepPlan, StepResult
 
@@ -87,7 +87,9 @@ class LatencyTarget(Policy):
         self.tile = tile
         self.ceiling = ceiling
         self.correction = Correction(cost.deviation)
-        self._cost, self._predictor = cost, Predictor(cost)
+        self._cost, self._predictor = cost, cost.predictor()
+        self._decodes = 0
+        """Decodes of the step under construction."""
         self._attention = 0.0
         """Predicted seconds of attention in the step under construction."""
         self._bound = inf
@@ -99,7 +101,7 @@ class LatencyTarget(Policy):
         step.budget = self.ceiling
         step.displace()
         step.decode()
-        decodes = step.num_tokens
+        decodes = self._decodes = step.num_tokens
         # A stream that sits this step out, for lack of a block or of its last token, waits for it as well.
         self._bound = self.target if any(entry.decoding for entry in step.running) else inf
         step.budget = self.prefill_budget(step)
@@ -107,7 +109,7 @@ class LatencyTarget(Policy):
         step.pace = lambda start, stop: self._take(step.num_tokens, start, stop, first=step.num_tokens == decodes)
         step.prefill()
         step.admit(lambda entry: step.num_tokens == decodes or self._room(step.num_tokens, entry.sequence.length))
-        seconds = self.planned(step, self._predictor.linear(step.num_tokens) + self._attention)
+        seconds = self.planned(step, self._predictor.mixed(decodes, step.num_tokens - decodes) + self._attention)
         if step.num_tokens > decodes:
             self._predicted[step.number] = seconds
 
@@ -163,7 +165,8 @@ class LatencyTarget(Policy):
     def _fits(self, total: int, start: int, stop: int) -> bool:
         """Whether a step of `total` tokens that ends with the chunk [start, stop) is predicted to meet the target."""
         predictor = self._predictor
-        seconds = predictor.linear(total) + self._attention + predictor.chunk(start, stop)
+        rest = predictor.mixed(self._decodes, total - self._decodes)
+        seconds = rest + self._attention + predictor.chunk(start, stop)
         return self.wait(seconds * self.correction.factor) <= self._bound
 
 

@@ -37,8 +37,8 @@ def probe(driver: Driver, layout: StateLayout) -> Abilities:
         alone = histories.alone()
         if not alone < (AGREES[torch.float32] if raised else AGREES_IN_HALF):
             raise UnsupportedCheckpoint(
-                f"{driver.model.architecture} gives logits that differ by {alone:.1%} between one forward and a prefill "
-                "with decodes of the same prompt: it is no causal decoder"
+                f"{driver.model.architecture} gives logits that differ by {alone:.1%} between one forward and a "
+                "prefill with decodes of the same prompt: it is no causal decoder"
             )
         if driver.keyword is None:
             return Abilities(
@@ -53,15 +53,14 @@ def probe(driver: Driver, layout: StateLayout) -> Abilities:
             most = max(TOLERANCE, min(4 * alone, NOISY))
         else:
             most = min(4 * max(alone, histories.equal()), AGREES_IN_HALF / 2)
-        right = lambda history: _right(history, most)  # noqa: E731
         neighbours = not _depends_on_neighbours(driver)
-        together = neighbours and layout.batches and right(histories.merged)
+        together = neighbours and layout.batches and _right(histories.merged, most)
         return Abilities(
-            chunks=neighbours and right(histories.chunked),
-            left_padding=neighbours and right(histories.left_padded),
+            chunks=neighbours and _right(histories.chunked, most),
+            left_padding=neighbours and _right(histories.left_padded, most),
             batched_decode=together,
-            shaping=together and right(histories.shaped),
-            croppable=neighbours and layout.croppable and right(histories.cropped),
+            shaping=together and _right(histories.shaped, most),
+            croppable=neighbours and layout.croppable and _right(histories.cropped, most),
         )
 
 
@@ -147,7 +146,9 @@ class _Histories:
         lengths = [self.lengths[row] for row in rows]
         wide = max(lengths)
         mask = self._mask(lengths, wide)
-        ids = torch.stack([self.text[row].roll(wide - length)[:wide] for row, length in zip(rows, lengths, strict=True)])
+        ids = torch.stack(
+            [self.text[row].roll(wide - length)[:wide] for row, length in zip(rows, lengths, strict=True)]
+        )
         logits, state = self.driver.forward(Inputs(ids * mask, mask, (mask.cumsum(1) - 1).clamp(min=0)), None)
         worst = difference(logits, torch.stack([self.right[row][0] for row in rows]))
         if not self.layout.batches:
@@ -177,7 +178,7 @@ class _Histories:
         return max(worst, some)
 
     def shaped(self) -> float:
-        """A prompt beside a decode in one forward, and what the executor does then: the junk is cut, the row embedded."""
+        """A prompt beside a decode in one forward. Then, as the executor does, the junk is cut and the row embedded."""
         worst = 0.0
         for running, newcomer in ((0, 2), (1, 3)):  # shorter than the newcomer, longer
             layout, has, new = self.layout, self.lengths[running], self.lengths[newcomer]
@@ -202,7 +203,9 @@ class _Histories:
         row = 2
         length = self.lengths[row]
         state = self.layout.cut(self._prefill(row)[1], length - 3)
-        logits, state = self.driver.forward(self.driver.inputs(self.text[row : row + 1, length - 3 : length], length - 3), state)
+        logits, state = self.driver.forward(
+            self.driver.inputs(self.text[row : row + 1, length - 3 : length], length - 3), state
+        )
         return max(difference(logits[0], self.right[row][0]), self._compared([row], [length], state))
 
     def _whole(self, row: int, length: int) -> torch.Tensor:
@@ -260,8 +263,10 @@ def _sizes(config: Any) -> Iterator[int]:
     entries: dict[str, Any] = config if isinstance(config, dict) else vars(config)
     for name, value in entries.items():
         if hasattr(value, "to_dict") or isinstance(value, dict):
-            yield from _sizes(value) if hasattr(value, "to_dict") else (
-                int(size) for size in value.values() if _is_size(size) and any(part in name for part in _SIZES)
+            yield from (
+                _sizes(value)
+                if hasattr(value, "to_dict")
+                else (int(size) for size in value.values() if _is_size(size) and any(part in name for part in _SIZES))
             )
         elif _is_size(value) and any(part in name for part in _SIZES):
             yield int(value)

@@ -71,7 +71,8 @@ class Driver:
         """
         with torch.inference_mode():
             rows, tokens = inputs.ids.shape
-            keep, columns = {}, inputs.columns
+            columns = inputs.columns
+            keep: dict[str, Any] = {}
             if columns is None:
                 if self._keeps != "nothing":
                     keep = {"logits_to_keep": 1}
@@ -179,7 +180,8 @@ class Driver:
         texts = [self.text(2, 12)[row : row + 1, : 9 + 3 * row] for row in range(2)]
         whole = [self._call(self.inputs(text), None)[0] for text in texts]
         least = AGREES.get(whole[0].dtype, AGREES_IN_HALF)
-        for self.mask_style in STYLES if "attention_mask" in self._names else ("none",):
+        for style in STYLES if "attention_mask" in self._names else STYLES[2:]:
+            self.mask_style = style
             try:
                 if self._by_turns(texts, whole) < least:
                     return
@@ -226,12 +228,14 @@ def in_float32(module: Any) -> Iterator[bool]:
         yield not half
         return
     try:
-        for tensor, _ in half:
-            tensor.data = tensor.data.float()
+        with torch.inference_mode(False):  # parameters stay ordinary tensors
+            for tensor, _ in half:
+                tensor.data = tensor.data.float()
         yield True
     finally:
-        for tensor, dtype in half:
-            tensor.data = tensor.data.to(dtype)
+        with torch.inference_mode(False):
+            for tensor, dtype in half:
+                tensor.data = tensor.data.to(dtype)
 
 
 def _free_bytes(device: torch.device) -> int:

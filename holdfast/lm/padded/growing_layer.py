@@ -54,9 +54,11 @@ class _Buffers:
         return keys, values
 
 
-class _Grows(DynamicLayer):
+class _Grows(DynamicLayer):  # type: ignore[misc]
     """`keys` and `values` are views of buffers: [rows, heads, positions, size] from `begin` to `end`."""
 
+    keys: torch.Tensor
+    values: torch.Tensor
     _buffers: _Buffers | None = None
 
     def __copy__(self) -> _Grows:
@@ -67,7 +69,7 @@ class _Grows(DynamicLayer):
 
     @property
     def _is_empty(self) -> bool:
-        return not self.is_initialized or self.keys is None or self.keys.numel() == 0
+        return not self.is_initialized or self.keys.numel() == 0
 
     def _own(self) -> _Buffers | None:
         """The buffers, if keys and values are views of them still."""
@@ -77,10 +79,11 @@ class _Grows(DynamicLayer):
     def _append(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Write keys and values behind the others; views of all."""
         rows, more = keys.shape[0], keys.shape[-2]
+        own = self._own()
         if self._is_empty:
             self._buffers = own = _Buffers(keys, values, rows, more)
         else:
-            own, width = self._own(), self.keys.shape[-2] + more
+            width = self.keys.shape[-2] + more
             if own is None or own.end + more > own.keys.shape[-2] or own.size > WASTE * rows * rounded(width):
                 self._buffers = own = _Buffers(self.keys, self.values, rows, width)
             for buffer, new in ((own.keys, keys), (own.values, values)):
@@ -123,7 +126,7 @@ class GrowingLayer(_Grows):
     """A `DynamicLayer` that grows in place."""
 
 
-class GrowingWindowLayer(_Grows, DynamicSlidingWindowLayer):
+class GrowingWindowLayer(_Grows, DynamicSlidingWindowLayer):  # type: ignore[misc]
     """A `DynamicSlidingWindowLayer` that grows in place.
 
     After a forward it still has all columns that the forward saw, so that the last ones can be cut. The next forward

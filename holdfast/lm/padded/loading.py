@@ -13,13 +13,19 @@ import torch
 from holdfast.lm.models import hf
 from holdfast.lm.models.base import UnsupportedCheckpoint, limited
 from holdfast.lm.models.loader import (
-    DTYPES, architecture_of, eos_token_ids, files_of, own_dtype, read_json, refuse_quantized,
-)  # fmt: skip
+    DTYPES,
+    architecture_of,
+    eos_token_ids,
+    files_of,
+    own_dtype,
+    read_json,
+    refuse_quantized,
+)
 
 log = logging.getLogger("holdfast.engine")
 
 WITHOUT_LIMIT = 8192
-"""Longest sequence in tokens of a model whose config names none, such as a recurrent one, unless max_model_len is given."""
+"""Longest sequence of a model whose config names none, such as a recurrent one; max_model_len may say so."""
 LIMITS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "context_length", "n_ctx")
 """Where configs say what a model was made for, in tokens."""
 CANNOT_GENERATE = {

@@ -42,7 +42,8 @@ class Leaf:
     """Of one position for a time leaf, of one row for a row leaf."""
 
 
-Path = tuple[str | int, ...]
+Path = tuple[Any, ...]
+"""Attributes, keys and indices."""
 _OPAQUE = (
     str, bytes, bool, float, complex, type, FunctionType, MethodType,
     torch.dtype, torch.device, torch.Generator, torch.nn.Module, PreTrainedConfig,
@@ -50,7 +51,7 @@ _OPAQUE = (
 """What may stand in a state and holds nothing of it."""
 
 
-def _children(holder: Any) -> Iterator[tuple[str | int, Any]]:
+def _children(holder: Any) -> Iterator[tuple[Any, Any]]:
     """The parts of a container or of a plain object, by key, index or attribute."""
     if isinstance(holder, dict):
         yield from holder.items()
@@ -78,10 +79,7 @@ def _leaves(state: State) -> dict[Path, torch.Tensor | int]:
 def _part(state: State, path: Path) -> Any:
     """What stands at a path."""
     for name in path:
-        if isinstance(state, (dict, list, tuple)):
-            state = state[name]  # type: ignore[index]
-        else:
-            state = vars(state)[name]
+        state = state[name] if isinstance(state, (dict, list, tuple)) else getattr(state, str(name))
     return state
 
 
@@ -92,12 +90,12 @@ def _put(state: State, path: Path, value: Any) -> State:
     name, rest = path[0], path[1:]
     if isinstance(state, tuple):
         items = list(state)
-        items[name] = _put(items[name], rest, value)  # type: ignore[index, call-overload]
+        items[name] = _put(items[name], rest, value)
         return type(state)(*items) if hasattr(state, "_fields") else type(state)(items)
     if isinstance(state, (dict, list)):
-        state[name] = _put(state[name], rest, value)  # type: ignore[index, call-overload]
+        state[name] = _put(state[name], rest, value)
     else:
-        setattr(state, str(name), _put(vars(state)[name], rest, value))
+        setattr(state, str(name), _put(getattr(state, str(name)), rest, value))
     return state
 
 
@@ -116,7 +114,7 @@ def _twin(state: State) -> State:
         made[id(part)] = new = copy.copy(part)
         for name, child in list(_children(part)):
             if isinstance(new, (dict, list)):
-                new[name] = twin(child)  # type: ignore[index, call-overload]
+                new[name] = twin(child)
             elif not isinstance(child, (torch.Tensor, int)):
                 new.__dict__[name] = twin(child) if vars(new).get(name) is not None else None
         return new
@@ -360,9 +358,10 @@ class StateLayout:
             holder = _part(state, path)
             for leaf in leaves:
                 part = _part(state, leaf.path)
-                wide, end = capped(width, leaf.window), part.shape[leaf.time_axis] - behind  # type: ignore[index]
+                axis, time = leaf.batch_axis or 0, leaf.time_axis or 0
+                wide, end = capped(width, leaf.window), part.shape[time] - behind
                 begin = end - wide
-                number = rows if rows is not None else part.shape[leaf.batch_axis]  # type: ignore[index]
+                number = rows if rows is not None else part.shape[axis]
                 if hasattr(holder, "reframe"):  # a layer that grows in place: all its leaves at once
                     holder.reframe(number, begin, end)
                     break
@@ -459,8 +458,7 @@ def _leaf(path: Path, parts: Sequence[torch.Tensor | int | None], window: int | 
     assert isinstance(two_rows, torch.Tensor) and isinstance(longer, torch.Tensor) and isinstance(longest, torch.Tensor)
     if len({part.ndim for part in (first, two_rows, longer, longest)}) > 1:
         return Leaf(path, "other")
-    differ = lambda other: [axis for axis in range(first.ndim) if first.shape[axis] != other.shape[axis]]  # noqa: E731
-    rows, times = differ(two_rows), sorted({*differ(longer), *differ(longest)})
+    rows, times = _axes_that_differ(first, two_rows), _axes_that_differ(first, longer, longest)
     if not rows:
         if times:
             return Leaf(path, "other")
@@ -481,6 +479,10 @@ def _leaf(path: Path, parts: Sequence[torch.Tensor | int | None], window: int | 
     if len(times) > 1 or sizes[:2] != [5, 6] or not 6 <= sizes[2] <= 21:
         return Leaf(path, "other")
     return Leaf(path, "time", axis, time, None if sizes[2] == 21 else sizes[2], first.nbytes // 5)
+
+
+def _axes_that_differ(first: torch.Tensor, *others: torch.Tensor) -> list[int]:
+    return [axis for axis in range(first.ndim) if {other.shape[axis] for other in others} != {first.shape[axis]}]
 
 
 def _kind_of_numbers(values: Sequence[int]) -> LeafKind:

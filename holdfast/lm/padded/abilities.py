@@ -18,7 +18,7 @@ NOISY = 2e-2
 """The same for a model whose own logits differ in float32 between one forward and a prefill with decodes. Wrong
 histories were seen to differ by 5e-2 and more."""
 MOST_PROBED = 512
-"""Longest probe in tokens. It reaches beyond the smallest window, chunk or compression rate of the model's config."""
+"""Longest probe in tokens. It reaches beyond the largest window, chunk or compression rate of the config, if it can."""
 DECODES = 4
 """Tokens that are decoded in each history."""
 _SIZES = ("window", "chunk", "rate", "conv", "stride")
@@ -32,36 +32,46 @@ def probe(driver: Driver, layout: StateLayout) -> Abilities:
     differs by at most four times the noise of a batch of equal lengths. Raises UnsupportedCheckpoint if even a prompt
     alone gives logits that are not finite, or other logits in one forward than in a prefill and decodes.
     """
-    with torch.inference_mode(), in_float32(driver.model.module) as raised:
-        histories = _Histories(driver, layout)
+    with torch.inference_mode():
+        try:
+            with in_float32(driver.model.module) as raised:
+                return _probed(driver, layout, exact=raised)
+        except UnsupportedCheckpoint:
+            if driver.model.dtype == torch.float32:
+                raise
+        return _probed(driver, layout, exact=False)  # code of its own may not run in float32
+
+
+def _probed(driver: Driver, layout: StateLayout, *, exact: bool) -> Abilities:
+    """What the model can do, in the precision that it is in."""
+    histories = _Histories(driver, layout)
+    try:
         alone = histories.alone()
-        if not alone < (AGREES[torch.float32] if raised else AGREES_IN_HALF):
-            raise UnsupportedCheckpoint(
-                f"{driver.model.architecture} gives logits that differ by {alone:.1%} between one forward and a "
-                "prefill with decodes of the same prompt: it is no causal decoder"
-            )
-        if driver.keyword is None:
-            return Abilities(
-                chunks=False,
-                left_padding=False,
-                batched_decode=False,
-                shaping=False,
-                croppable=False,
-                keeps_state=False,
-            )
-        if raised:
-            most = max(TOLERANCE, min(4 * alone, NOISY))
-        else:
-            most = min(4 * max(alone, histories.equal()), AGREES_IN_HALF / 2)
-        neighbours = not _depends_on_neighbours(driver)
-        together = neighbours and layout.batches and _right(histories.merged, most)
-        return Abilities(
-            chunks=neighbours and _right(histories.chunked, most),
-            left_padding=neighbours and _right(histories.left_padded, most),
-            batched_decode=together,
-            shaping=together and _right(histories.shaped, most),
-            croppable=neighbours and layout.croppable and _right(histories.cropped, most),
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # a model's own code may raise anything
+        raise UnsupportedCheckpoint(f"{driver.model.architecture} fails on a short prompt: {error}") from error
+    if not alone < (AGREES[torch.float32] if exact else AGREES_IN_HALF):
+        raise UnsupportedCheckpoint(
+            f"{driver.model.architecture} gives logits that differ by {alone:.1%} between one forward and a prefill "
+            "with decodes of the same prompt: it is no causal decoder"
         )
+    if driver.keyword is None:
+        no: dict[str, bool] = dict(chunks=False, left_padding=False, batched_decode=False, shaping=False)
+        return Abilities(**no, croppable=False, keeps_state=False)
+    if exact:
+        most = max(TOLERANCE, min(4 * alone, NOISY))
+    else:
+        most = min(4 * max(alone, histories.equal()), AGREES_IN_HALF / 2)
+    neighbours = not _depends_on_neighbours(driver)
+    together = neighbours and layout.batches and _right(histories.merged, most)
+    return Abilities(
+        chunks=neighbours and _right(histories.chunked, most),
+        left_padding=neighbours and layout.batches and _right(histories.left_padded, most),
+        batched_decode=together,
+        shaping=together and _right(histories.shaped, most),
+        croppable=neighbours and layout.croppable and _right(histories.cropped, most),
+    )
 
 
 def _right(history: Callable[[], float], most: float) -> bool:
@@ -100,7 +110,7 @@ class _Histories:
         self.driver, self.layout = driver, layout
         most = min(MOST_PROBED, driver.model.max_model_len - DECODES)
         sizes = sorted(size for size in _sizes(driver.model.module.config) if 2 < size + 2 <= most)
-        beyond = sizes[0] + 2 if sizes else 0
+        beyond = sizes[-1] + 2 if sizes else 0
         self.lengths = [min(length, max(most, 1)) for length in (3, 9, max(14, beyond), 6)]
         self.text = driver.text(len(self.lengths), max(self.lengths) + DECODES)
         self.device = self.text.device
@@ -151,8 +161,6 @@ class _Histories:
         )
         logits, state = self.driver.forward(Inputs(ids * mask, mask, (mask.cumsum(1) - 1).clamp(min=0)), None)
         worst = difference(logits, torch.stack([self.right[row][0] for row in rows]))
-        if not self.layout.batches:
-            return float("inf")  # the rows could not be told apart afterwards
         for place, (row, length) in enumerate(zip(rows, lengths, strict=True)):
             worst = max(worst, self._compared([row], [length], self.layout.extract(state, place, length)))
         return worst

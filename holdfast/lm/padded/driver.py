@@ -56,12 +56,14 @@ class Driver:
         self._names = frozenset(parameters)
         self._keeps: Literal["nothing", "last", "columns"] = "nothing"
         """Which logits the model can be told to compute alone."""
-        if "attention_mask" not in self._names:
-            self.mask_style = "none"
-        with torch.inference_mode(), in_float32(model.module):
-            self._find_keyword()
-            self._find_what_is_kept()
-            self._find_mask_style()
+        with torch.inference_mode():
+            try:
+                with in_float32(model.module):
+                    self._find_out()
+            except UnsupportedCheckpoint:
+                if model.dtype == torch.float32:
+                    raise
+                self._find_out()  # code of its own may not run in float32
 
     def forward(self, inputs: Inputs, state: State | None) -> tuple[torch.Tensor, State | None]:
         """Logits [B, vocab_size] at the columns asked for, and the state afterwards, of width L + q.
@@ -124,6 +126,13 @@ class Driver:
             return logits, None
         new = output[1] if isinstance(output, tuple) else output[self.keyword]
         return logits, let_grow(new) if self.growing and state is None else new
+
+    def _find_out(self) -> None:
+        """How the model is called. Raises UnsupportedCheckpoint."""
+        self.mask_style = "all columns" if "attention_mask" in self._names else "none"
+        self._find_keyword()
+        self._find_what_is_kept()
+        self._find_mask_style()
 
     def _find_keyword(self) -> None:
         """Run a short prompt, and look for what comes out and can be given in again."""

@@ -20,10 +20,9 @@ MaskStyle = Literal["all columns", "this forward's", "none"]
 STYLES: tuple[MaskStyle, ...] = ("all columns", "this forward's", "none")
 KEYWORDS = ("past_key_values", "cache_params", "state", "past_key_value", "mems")
 """Arguments of Transformers' models that take a state. A model's own code may have others."""
-AGREES = {torch.float32: 5e-3}
+AGREES, AGREES_IN_HALF = 5e-3, 0.1
 """Largest difference of logits between one forward and a prefill with decodes, as a share of the largest logit. A scan
-in chunks and one in steps sum in different orders; recurrent states carry that on."""
-AGREES_IN_HALF = 0.1
+in chunks and one in steps sum in different orders; recurrent states carry that on. The second is for half precision."""
 
 
 class Inputs(NamedTuple):
@@ -58,12 +57,12 @@ class Driver:
         """Which logits the model can be told to compute alone."""
         with torch.inference_mode():
             try:
-                with in_float32(model.module):
-                    self._find_out()
+                with in_float32(model.module) as exact:
+                    self._find_out(exact=exact)
             except UnsupportedCheckpoint:
                 if model.dtype == torch.float32:
                     raise
-                self._find_out()  # code of its own may not run in float32
+                self._find_out(exact=False)  # code of its own may not run in float32
 
     def forward(self, inputs: Inputs, state: State | None) -> tuple[torch.Tensor, State | None]:
         """Logits [B, vocab_size] at the columns asked for, and the state afterwards, of width L + q.
@@ -127,12 +126,12 @@ class Driver:
         new = output[1] if isinstance(output, tuple) else output[self.keyword]
         return logits, let_grow(new) if self.growing and state is None else new
 
-    def _find_out(self) -> None:
+    def _find_out(self, *, exact: bool) -> None:
         """How the model is called. Raises UnsupportedCheckpoint."""
         self.mask_style = "all columns" if "attention_mask" in self._names else "none"
         self._find_keyword()
         self._find_what_is_kept()
-        self._find_mask_style()
+        self._find_mask_style(AGREES if exact else AGREES_IN_HALF)
 
     def _find_keyword(self) -> None:
         """Run a short prompt, and look for what comes out and can be given in again."""
@@ -182,17 +181,16 @@ class Driver:
                 return
             self._keeps = kind
 
-    def _find_mask_style(self) -> None:
+    def _find_mask_style(self, most: float) -> None:
         """Decode two prompts by turns in each style. Where none is right, rows are computed whole each time."""
         if self.keyword is None:
             return
         texts = [self.text(2, 12)[row : row + 1, : 9 + 3 * row] for row in range(2)]
         whole = [self._call(self.inputs(text), None)[0] for text in texts]
-        least = AGREES.get(whole[0].dtype, AGREES_IN_HALF)
         for style in STYLES if "attention_mask" in self._names else STYLES[2:]:
             self.mask_style = style
             try:
-                if self._by_turns(texts, whole) < least:
+                if self._by_turns(texts, whole) <= most:
                     return
             except torch.OutOfMemoryError:
                 raise

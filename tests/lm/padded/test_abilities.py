@@ -163,7 +163,7 @@ def test_the_probe_reaches_beyond_the_window():
     module = tiny("mistral-sliding", sliding_window=40)
     seen = []
     module.register_forward_pre_hook(
-        lambda _, args, kwargs: seen.append(kwargs["attention_mask"].shape[1]), with_kwargs=True
+        lambda _, args, kwargs: seen.append(kwargs["input_ids"].shape[1]), with_kwargs=True
     )
     able(module)
     assert max(seen) > 42

@@ -12,6 +12,7 @@ from holdfast.core.stages import Stages
 from holdfast.lm.devices import describe_device, memory_of, taken_memory
 from holdfast.lm.padded.abilities import probe
 from holdfast.lm.padded.driver import Driver
+from holdfast.lm.padded.encoder_decoder import EncoderDecoderDriver
 from holdfast.lm.padded.executor import PaddedExecutor
 from holdfast.lm.padded.growing_layer import QUANTUM, rounded
 from holdfast.lm.padded.host_rows import HostRows
@@ -57,9 +58,14 @@ class PaddedDevice(LanguageDevice):
         self._stages = stages or Stages(0.0, time.monotonic)
         self._sizes: MemoryMeasurement | None = None
         with self._stages.stage("probes"):
-            self.driver = Driver(model)
-            self.layout = StateLayout(()) if self.driver.keyword is None else StateLayout.discover(self.driver.run)
-            self.abilities: Abilities = probe(self.driver, self.layout)
+            if model.is_encoder_decoder:
+                self.driver: Driver = (encoder_decoder := EncoderDecoderDriver(model))
+                self.layout: StateLayout = encoder_decoder.layout
+                self.abilities: Abilities = encoder_decoder.probe()
+            else:
+                self.driver = Driver(model)
+                self.layout = StateLayout(()) if self.driver.keyword is None else StateLayout.discover(self.driver.run)
+                self.abilities = probe(self.driver, self.layout)
         self.token_budget = config.fixed_token_budget or DEFAULT_TOKEN_BUDGET[self.kind]
 
     @property

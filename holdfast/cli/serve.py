@@ -97,6 +97,9 @@ def announce_apps(console: Console, apps: Sequence[AppInfo], url: str, *, keyed:
     for app in apps:
         takes, gives = (", ".join(map(field, fields)) for fields in (app.inputs, app.outputs))
         rows.append((app.name, f"{takes} → {gives}"))
+        most = ", ".join(f"{sizes[-1]:,} {cell}" for cell, sizes in zip(app.cells, app.sizes, strict=True))
+        why = "as holdfast profile measured" if app.profile_path else "not measured, see holdfast profile --app"
+        rows.append(("", f"at most {most} in a task ({why})"))
         rows.append(
             ("", f"cells {', '.join(app.cells)}; {app.capacity:,} places for nodes on {', '.join(app.devices)}")
         )

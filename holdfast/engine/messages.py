@@ -78,12 +78,16 @@ class AppInfo:
     outputs: tuple[TensorField, ...]
     cells: tuple[str, ...]
     """The names of the cell types."""
+    sizes: tuple[tuple[int, ...], ...]
+    """The batch sizes of each."""
     devices: tuple[str, ...]
     """One for each worker."""
     capacity: int
     started_in: float
     """Seconds from the client's call until the engine was ready."""
     stages: tuple[Stage, ...] = ()
+    profile_path: str = ""
+    """The file with the measured times that picked the sizes; empty if the sizes are the cells' own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +153,8 @@ class StartApp(Message, tag="start-app"):
     config: AppConfig
     began: float
     threads: int | None = None
+    measure: int = 0
+    """Measure the cells first, at sizes up to this one, and store their times. 0 measures nothing."""
 
 
 class Submit(Message, tag="submit"):

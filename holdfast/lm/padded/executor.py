@@ -251,8 +251,9 @@ class PaddedExecutor:
                 self._names.pop(row, None)
             case "offload" if slot not in self._lost_slots:
                 state, length = self._slot(slot)
-                del self._slots[slot]
-                self._to_host(slot, state, length, step)
+                if self.abilities.keeps_state:  # tokens alone stay where they are
+                    del self._slots[slot]
+                    self._to_host(slot, state, length, step)
             case "load":
                 self._lost.pop(row, None)
                 if row in self._apart or self.rows.place(row) is not None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from holdfast.lm.padded.abilities import probe
-from holdfast.lm.padded.driver import Driver
+from holdfast.lm.padded.driver import Driver, Inputs
 from holdfast.lm.padded.loading import as_unmodified
 from holdfast.lm.padded.state_layout import StateLayout
 from tests.checkpoints import FAMILIES, tiny
@@ -69,7 +69,7 @@ def rows_together(family: str, prompts: list[tuple[int, ...]], steps: int) -> li
             mask = (torch.arange(width) >= width - torch.tensor(lengths)[:, None]).long()
             mask = torch.nn.functional.pad(mask, (0, 1), value=1)
             ids = torch.tensor([[tokens[-1]] for tokens in said])
-            inputs = driver.inputs(ids)._replace(mask=mask, positions=torch.tensor(lengths)[:, None])
+            inputs = Inputs(ids, mask, torch.tensor(lengths)[:, None])
             logits, batch = driver.forward(inputs, batch)
             lengths = [length + 1 for length in lengths]
             for tokens, token in zip(said, logits.argmax(1).tolist(), strict=True):

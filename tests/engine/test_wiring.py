@@ -75,9 +75,9 @@ def test_the_options_of_padded_rows_reach_the_pool_and_the_queues(small):
     assert queues.pool._threshold == 0.5
     assert (queues.prefill_ahead, queues.max_sequences, len(queues.free_rows)) == (3, 8, 11)
     loop.close()
-    loop, _ = build(small(executor="padded", eviction="lru", prefix_sharing=False))
+    loop, _ = build(small(executor="padded", eviction="lru", prefix_sharing=False, swap_threshold=0.5))
     pool = loop.planner._queues.pool
-    assert pool.kept._rule.eviction == EVICTIONS["lru"] and not pool.keeps
+    assert pool.kept._rule.eviction == EVICTIONS["lru"] and not pool.keeps and pool._low_water == 0.5
     loop.close()
 
 

@@ -278,9 +278,16 @@ class RowPool:
     """
 
     def __init__(
-        self, shape: RowShape, *, threshold: float = 0.95, rule: RetentionRule | None = None, keeps: bool = True
+        self,
+        shape: RowShape,
+        *,
+        threshold: float = 0.95,
+        rule: RetentionRule | None = None,
+        keeps: bool = True,
+        low_water: float = 0.25,
     ) -> None:
-        """`threshold` is the share of the memory above which rows leave.
+        """`threshold` is the share of the memory above which rows leave. While less than the share `low_water` is free,
+        states of ended sequences are copied to the host.
 
         `rule` ranks the states that ended sequences left; `keeps` False leaves none.
         """
@@ -314,6 +321,7 @@ class RowPool:
         self.host_used = 0
         """Bytes of states on the host."""
         self._threshold = threshold
+        self._low_water = low_water
         self._shares = 1.0
         self._steps_since_loss = 0
         self._moves: list[RowMove] = []
@@ -490,7 +498,7 @@ class RowPool:
     def take_moves(self, before: int) -> list[RowMove]:
         """The moves noted since the last call, all before the forward of this index.
 
-        What ended sequences left goes before that, as far as the rows of the batch need its memory.
+        What ended sequences left goes before that, as far as rows need its memory.
         """
         self._trim()
         moves = [move._replace(before=before) for move in self._moves]
@@ -553,19 +561,29 @@ class RowPool:
         return True
 
     def _trim(self) -> None:
-        """Let states that ended sequences left go to the host, or be given up, the least valuable first."""
-        if self.in_use + self.kept.device_bytes <= self.memory:
-            return
-        for slot in self.kept.victims(self._now, on_host=False):
-            size, length = self.kept.size(slot), self.kept.length(slot)
-            if self.make_host_room(size):
-                self.kept.offload(slot)
-                self._stored.append(size)
-                self.swapped_out += length
-                self.move("offload", slot=slot, length=length)
-            else:
+        """Let states that ended sequences left go, the least valuable first.
+
+        What rows need now is given up. Where there is a host, states go there before rows need their memory.
+        """
+        kept = self.kept
+        if self.in_use + kept.device_bytes > self.memory:
+            for slot in kept.victims(self._now, on_host=False):
                 self.give_up(slot)
-            if self.in_use + self.kept.device_bytes <= self.memory:
+                if self.in_use + kept.device_bytes <= self.memory:
+                    break
+        most = int(self.memory * (1 - self._low_water))
+        resident = self._batch_bytes() + self.beside
+        if not self.shape.host_memory or resident + kept.device_bytes <= most:
+            return
+        for slot in kept.victims(self._now, on_host=False):
+            size, length = kept.size(slot), kept.length(slot)
+            if not self.make_host_room(size):
+                continue
+            kept.offload(slot)
+            self._stored.append(size)
+            self.swapped_out += length
+            self.move("offload", slot=slot, length=length)
+            if resident + kept.device_bytes <= most:
                 return
 
     def forget(self, slot: int, *, lost: bool = False) -> None:

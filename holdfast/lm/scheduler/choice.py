@@ -173,7 +173,13 @@ def make_scheduler(
             raise ValueError(f"a pipeline has {micro_batches} stages; padded rows run on one")
         return RowScheduler(
             policy,
-            RowPool(shape.rows, threshold=config.shrink_threshold, rule=rule, keeps=config.prefix_sharing),
+            RowPool(
+                shape.rows,
+                threshold=config.shrink_threshold,
+                rule=rule,
+                keeps=config.prefix_sharing,
+                low_water=config.swap_threshold,
+            ),
             **settings,
             prefill_ahead=config.states_ahead,
             to_completion=isinstance(policy, RowPolicy) and policy.to_completion,

@@ -63,6 +63,7 @@ def test_a_longer_state_that_can_be_cut_replaces_those_that_it_begins_with():
     whole = kept_rows(croppable=False)
     assert whole.add(0, ROOT, numbers(20), 0.0) == whole.add(1, ROOT, numbers(40), 0.0) == ()
     assert whole.add(2, ROOT, numbers(20), 5.0) == (2,), "equal states are kept once"
+    assert whole.add(3, ROOT, numbers(16), 5.0) == (), "a longer one that cannot be cut does not stand in for it"
 
 
 def test_an_equal_state_counts_as_used_in_place_of_the_second_one():

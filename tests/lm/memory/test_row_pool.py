@@ -1,10 +1,12 @@
 """RowPool: rows × longest by hand, what fits, where states go, and what a lost step changes."""
 
+from dataclasses import replace
+
 import pytest
 
 from holdfast.lm.memory.row_pool import RECOVERY, FoundRow, RowPool, RowState
 from holdfast.lm.types import RowBytes, RowMove
-from tests.padded_rows import shape_of_rows
+from tests.padded_rows import ABLE, shape_of_rows
 
 
 def pool_of(memory=1000, threshold=1.0, **options):
@@ -169,3 +171,91 @@ def test_memory_shrinks_when_a_step_is_lost_and_grows_again():
 def test_a_row_verifies_no_drafts():
     with pytest.raises(RuntimeError, match="verify no drafts"):
         running(pool_of(), 0, 5).rollback(3)
+
+
+ROOT = b"r" * 32
+
+
+def kept_state(pool, row, tokens, known=None):
+    """A sequence of these tokens ends, and its state stays; the state."""
+    state = RowState(pool, ROOT)
+    state.allocate(FoundRow(), len(tokens), 0.0)
+    state.occupy(row)
+    state.plan(0, len(tokens))
+    state.keep(known)
+    return state
+
+
+def test_the_state_of_an_ended_sequence_is_found_once_its_tokens_are_known():
+    pool, tokens = pool_of(), list(range(40))
+    state = kept_state(pool, 0, tokens)
+    assert not pool.find(ROOT, [*tokens, 7]).length, "its tokens are not known yet"
+    assert pool.in_use == pool.bytes(40)
+    state.settle(tokens, 1.0)
+    assert pool.find(ROOT, [*tokens, 7]) == FoundRow(40, 0, on_host=False)
+    assert (pool.in_use, pool.cached) == (0, 40)
+    assert pool.take_moves(0) == [RowMove(0, "keep", 0, 0, 40)]
+
+
+def test_a_state_whose_tokens_never_become_known_is_given_up():
+    pool, tokens = pool_of(), list(range(40))
+    kept_state(pool, 0, tokens).settle(tokens[:39], 1.0)
+    assert not pool.find(ROOT, [*tokens, 7]).length
+    assert [move.kind for move in pool.take_moves(0)] == ["keep", "forget"] and pool.in_use == 0
+
+
+@pytest.mark.parametrize("croppable", [True, False])
+def test_a_state_that_went_beyond_the_known_tokens_is_cut_or_given_up(croppable):
+    pool, tokens = pool_of(abilities=replace(ABLE, croppable=croppable)), list(range(40))
+    kept_state(pool, 0, tokens, known=36).settle(tokens[:36], 1.0)
+    assert pool.find(ROOT, [*tokens, 7]).length == (36 if croppable else 0)
+    assert pool.take_moves(0) == [RowMove(0, "keep", 0, 0, 36) if croppable else RowMove(0, "drop", 0)]
+
+
+def test_states_go_to_the_host_before_rows_need_their_memory():
+    pool, first, second = pool_of(100, host=50), list(range(30)), list(range(100, 130))
+    kept_state(pool, 0, first).settle(first, 1.0)
+    kept_state(pool, 0, second).settle(second, 2.0)
+    pool.take_moves(0)
+    running(pool, 0, 20)
+    assert pool.take_moves(0) == [RowMove(0, "offload", -1, 0, 30)], "less than a quarter is free"
+    assert pool.find(ROOT, [*first, 7]) == FoundRow(30, 0, on_host=True)
+    assert (pool.in_use, pool.host_free) == (21 + 30, 20), "the copy is not complete"
+    pool.swap_out(5, 0, 3.0)
+    pool.finish_swap_out(5)
+    assert pool.in_use == 21
+    running(pool, 1, 29)
+    assert pool.take_moves(0) == [RowMove(0, "forget", -1, 0), RowMove(0, "offload", -1, 1, 30)]
+    assert not pool.find(ROOT, [*first, 7]).length and pool.find(ROOT, [*second, 7]).on_host
+
+
+def test_states_are_given_up_where_rows_need_their_memory_now():
+    pool, first, second = pool_of(100), list(range(30)), list(range(100, 130))
+    kept_state(pool, 0, first).settle(first, 1.0)
+    kept_state(pool, 0, second).settle(second, 2.0)
+    pool.take_moves(0)
+    running(pool, 0, 34)
+    assert pool.take_moves(0) == []
+    running(pool, 1, 10)
+    assert pool.take_moves(0) == [RowMove(0, "forget", -1, 0)] and pool.dropped == 30
+    running(pool, 2, 5)
+    assert pool.take_moves(0) == [RowMove(0, "forget", -1, 1)] and pool.cached == 0
+
+
+def test_a_state_that_a_lost_sequence_began_with_is_given_up():
+    pool, tokens = pool_of(), list(range(40))
+    kept_state(pool, 0, tokens).settle(tokens, 1.0)
+    state = RowState(pool, ROOT)
+    state.allocate(state.match([*tokens, 7, 8]), 42, 2.0)
+    state.occupy(1)
+    assert (state.planned, state.place) == (40, "apart")
+    state.lose()
+    assert not state.match([*tokens, 7, 8]).length
+    assert [move.kind for move in pool.take_moves(0)] == ["keep", "load", "forget"]
+
+
+def test_without_chunks_a_state_serves_only_where_little_is_left_to_compute():
+    pool, tokens = pool_of(abilities=replace(ABLE, chunks=False)), list(range(40))
+    kept_state(pool, 0, tokens).settle(tokens, 1.0)
+    assert pool.find(ROOT, [*tokens, *range(20)]).length == 40
+    assert not pool.find(ROOT, [*tokens, *range(21)]).length

@@ -161,7 +161,9 @@ class PaddedDevice(LanguageDevice):
             raise RuntimeError("the device has no memory for rows yet: call allocate first")
         device, room = self.model.device, self._sizes.host_cache
         host = HostRows(self.layout, room, device, row_bytes=self.row_bytes) if room else None
-        return PaddedExecutor(self.driver, self.abilities, RunningRows(self.layout, self.config.plan_rows, device), host)
+        return PaddedExecutor(
+            self.driver, self.abilities, RunningRows(self.layout, self.config.plan_rows, device), host
+        )
 
     def _max_step_tokens(self, sizes: MemoryMeasurement) -> int:
         """Most tokens of one step: above the budget where prompts are computed whole.

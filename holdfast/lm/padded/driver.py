@@ -64,21 +64,22 @@ class Driver:
                     raise
                 self._find_out(exact=False)  # code of its own may not run in float32
 
-    def forward(self, inputs: Inputs, state: State | None) -> tuple[torch.Tensor, State | None]:
+    def forward(self, inputs: Inputs, state: State | None, *, mask: Any = None) -> tuple[torch.Tensor, State | None]:
         """Logits [B, vocab_size] at the columns asked for, and the state afterwards, of width L + q.
 
         `state` None starts rows at position 0. The state given is consumed. Where `keyword` is None the state stays
-        None, and the rows must be whole each time. Waits for the device only where the model's own code does.
+        None, and the rows must be whole each time. Waits for the device only where the model's own code does. `mask` is
+        what the model is given for its mask, where that is to be another than `inputs.mask`.
         """
         with torch.inference_mode():
             rows, tokens = inputs.ids.shape
             columns = inputs.columns
-            keep: dict[str, Any] = {}
+            keep: dict[str, Any] = {} if mask is None else {"attention_mask": mask}
             if columns is None:
                 if self._keeps != "nothing":
-                    keep = {"logits_to_keep": 1}
+                    keep["logits_to_keep"] = 1
             elif self._keeps == "columns" and rows < tokens:  # [rows, rows, V] are fewer than [rows, tokens, V]
-                keep = {"logits_to_keep": columns}
+                keep["logits_to_keep"] = columns
                 columns = torch.arange(rows, device=columns.device)
             logits, new = self._call(inputs, state, **keep)
             if columns is None:
@@ -105,7 +106,9 @@ class Driver:
         """Logits of all columns, unless `more` says otherwise, and the state."""
         tokens, width = inputs.ids.shape[1], inputs.mask.shape[1]
         given: dict[str, Any] = dict(more)
-        if self.mask_style == "all columns":
+        if "attention_mask" in more:
+            pass
+        elif self.mask_style == "all columns":
             given["attention_mask"] = inputs.mask
         elif self.mask_style == "this forward's" and tokens > 1:
             given["attention_mask"] = inputs.mask[:, -tokens:]

@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 
-from holdfast.core.config import ROW_SCHEDULERS, EngineConfig
+from holdfast.core import config
+from holdfast.core.config import ROW_SCHEDULERS, AppConfig, EngineConfig
 
 
 @pytest.mark.parametrize(
@@ -91,6 +92,13 @@ def test_a_host_tier_without_prefix_sharing_is_refused():
     with pytest.raises(ValueError, match="prefix_sharing is off"):
         EngineConfig(host_cache_gb=1.0, prefix_sharing=False)
     EngineConfig(prefix_sharing=False)
+
+
+def test_an_application_of_cells_needs_numba(monkeypatch):
+    monkeypatch.setattr(config, "find_spec", lambda name: None)
+    AppConfig()
+    with pytest.raises(ValueError, match=r"pip install 'holdfast\[cells\]'"):
+        AppConfig(app=("dates",))
 
 
 @pytest.mark.parametrize("name", ROW_SCHEDULERS)

@@ -123,7 +123,7 @@ class DecodeGraphs:
         self._shape: Shape | None = None
         """Where the batch has settled."""
         self._decodes: OrderedDict[Shape, _Decode] = OrderedDict()
-        self._pool: Any = torch.cuda.graph_pool_handle() if self._capture else None  # type: ignore[no-untyped-call]
+        self._pool: Any = torch.cuda.graph_pool_handle() if self._capture else None
         self.refused: dict[Shape, str] = {}
         """Shapes that could not be captured, and why. They are launched kernel by kernel."""
 
@@ -131,6 +131,15 @@ class DecodeGraphs:
     def captured(self) -> tuple[Shape, ...]:
         """The shapes that have a graph."""
         return tuple(shape for shape, decode in self._decodes.items() if decode.graph is not None)
+
+    @torch.inference_mode()
+    def prepare(self) -> bool:
+        """Capture a shape that has run without a graph so far; whether there was one. Not while a step is in flight."""
+        for shape, decode in self._decodes.items():
+            if self._wants_capture(shape, decode):
+                self._capture_one(shape, decode)
+                return True
+        return False
 
     @torch.inference_mode()
     def decode(self, rows: RunningRows) -> torch.Tensor | None:
@@ -211,23 +220,26 @@ class DecodeGraphs:
             if len(self._decodes) > MOST_GRAPHS:
                 self._decodes.popitem(last=False)
         self._decodes.move_to_end(shape)
-        if decode.graph is None and decode.ran and self._capture and shape not in self.refused:
-            try:
-                self._capture_one(decode)
-            except Exception as error:  # it is computed without a graph, where the error comes again if it must
-                self.refused[shape] = _in_one_line(error)
+        if self._wants_capture(shape, decode):
+            self._capture_one(shape, decode)
         if decode.graph is None or decode.logits is None:
             decode.ran = True
             return decode.work()
         decode.graph.replay()
         return decode.logits
 
-    def _capture_one(self, decode: _Decode) -> None:
-        """Capture a decode. Raises what the model's code raises: what asks the device for a number cannot be."""
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            logits = decode.work()
-        decode.graph, decode.logits = graph, logits
+    def _wants_capture(self, shape: Shape, decode: _Decode) -> bool:
+        return self._capture and decode.ran and decode.graph is None and shape not in self.refused
+
+    def _capture_one(self, shape: Shape, decode: _Decode) -> None:
+        """Capture a decode, or note why it cannot be: what asks the device for a number cannot, for one."""
+        try:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                logits = decode.work()
+            decode.graph, decode.logits = graph, logits
+        except Exception as error:  # without a graph it is computed all the same, or its error comes again
+            self.refused[shape] = _in_one_line(error)
 
     def _launches(self, shape: Shape, last_token: torch.Tensor) -> Callable[[], torch.Tensor]:
         """What launches a decode of this shape, with no number of the host's in it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -11,7 +12,16 @@ from holdfast.core.config import EngineConfig
 from holdfast.core.stages import Stages
 from holdfast.lm.devices import describe_device, memory_of, taken_memory
 from holdfast.lm.padded.abilities import probe
+from holdfast.lm.padded.decode_graphs import (
+    DecodeGraphs,
+    MaskKind,
+    padded_columns,
+    padded_rows,
+    position_bytes,
+    probe_graphs,
+)
 from holdfast.lm.padded.driver import Driver
+from holdfast.lm.padded.encoder_decoder import EncoderDecoderDriver
 from holdfast.lm.padded.executor import PaddedExecutor
 from holdfast.lm.padded.growing_layer import QUANTUM, rounded
 from holdfast.lm.padded.host_rows import HostRows
@@ -33,6 +43,8 @@ CPU_STATE_BYTES = 4_000_000_000
 """The states of all rows on a CPU, unless the config says otherwise."""
 HOST_STATE_BYTES = 32_000_000_000
 """Most bytes of states on the host unless the config says otherwise: other processes need memory."""
+GRAPH_SHARE = 0.3
+"""Of the memory for states, the most that captured decodes get for the batch."""
 CHUNKED = ("stall-free", "chunked-only")
 """Schedulers that cut prompts into chunks, where the model can compute them so."""
 TOGETHER = ("run-to-completion", "request-level", "orca", "padded-batches")
@@ -57,9 +69,14 @@ class PaddedDevice(LanguageDevice):
         self._stages = stages or Stages(0.0, time.monotonic)
         self._sizes: MemoryMeasurement | None = None
         with self._stages.stage("probes"):
-            self.driver = Driver(model)
-            self.layout = StateLayout(()) if self.driver.keyword is None else StateLayout.discover(self.driver.run)
-            self.abilities: Abilities = probe(self.driver, self.layout)
+            if model.is_encoder_decoder:
+                self.driver: Driver = (encoder_decoder := EncoderDecoderDriver(model))
+                self.layout: StateLayout = encoder_decoder.layout
+                self.abilities: Abilities = encoder_decoder.probe()
+            else:
+                self.driver = Driver(model)
+                self.layout = StateLayout(()) if self.driver.keyword is None else StateLayout.discover(self.driver.run)
+                self.abilities = probe(self.driver, self.layout)
         self.token_budget = config.fixed_token_budget or DEFAULT_TOKEN_BUDGET[self.kind]
 
     @property
@@ -75,7 +92,7 @@ class PaddedDevice(LanguageDevice):
     @property
     def captures(self) -> bool:
         """Whether decodes run as captured CUDA graphs."""
-        return False
+        return self.abilities.graphs
 
     @property
     def host(self) -> None:
@@ -114,12 +131,14 @@ class PaddedDevice(LanguageDevice):
             self._prefill_bytes()
             activations, share = max(0, taken_memory(device) - before), 0.0
         free, total = memory_of(device)
+        cache = self._state_bytes(free, total, activations, share)
+        graphs = self._graph_bytes(cache)
         return MemoryMeasurement(
             device=describe_device(device),
             total=total,
             weights=self.model.weight_bytes,
-            activations=activations,
-            cache=self._state_bytes(free, total, activations, share),
+            activations=activations + graphs,
+            cache=cache - graphs,
             block=self.row_bytes.position,
             host_cache=self._host_bytes(),
         )
@@ -161,9 +180,11 @@ class PaddedDevice(LanguageDevice):
             raise RuntimeError("the device has no memory for rows yet: call allocate first")
         device, room = self.model.device, self._sizes.host_cache
         host = HostRows(self.layout, room, device, row_bytes=self.row_bytes) if room else None
-        return PaddedExecutor(
-            self.driver, self.abilities, RunningRows(self.layout, self.config.plan_rows, device), host
-        )
+        rows = RunningRows(self.layout, self.config.plan_rows, device)
+        graphs = None
+        if self._masks is not None and self._settled:
+            graphs = DecodeGraphs(self.driver, self.layout, self.config.max_sequences, self._settled, masks=self._masks)
+        return PaddedExecutor(self.driver, self.abilities, rows, host, graphs=graphs)
 
     def _max_step_tokens(self, sizes: MemoryMeasurement) -> int:
         """Most tokens of one step: above the budget where prompts are computed whole.
@@ -247,6 +268,21 @@ class PaddedDevice(LanguageDevice):
             raise MemoryError(f"cache_gb is {config.cache_gb}: {place}; lower it, or leave it out")
         self._check_one_row(size, f": {place} and a step takes {activations / 1e9:.2f}")
         return size
+
+    def _graph_bytes(self, cache: int) -> int:
+        """Bytes of the memory in which captured decodes have the batch, out of those for states.
+
+        States are counted without it: a batch that outgrows it, or is on its way in, is outside.
+        """
+        each = position_bytes(self.layout)
+        if self._masks is None or not each:
+            self._settled = 0 if self._masks is None else 1
+            return 0
+        most = padded_rows(self.config.max_sequences) * padded_columns(self.model.max_model_len, 1 << 60)
+        self._settled = min(int(cache * GRAPH_SHARE) // each, most)
+        if self._settled < padded_columns(1, self.model.max_model_len):
+            self._settled = 0
+        return self._settled * each
 
     def _check_one_row(self, size: int, why: str) -> None:
         least = self._row(1)

@@ -24,6 +24,9 @@ AGREES, AGREES_IN_HALF = 5e-3, 0.1
 """Largest difference of logits between one forward and a prefill with decodes, as a share of the largest logit. A scan
 in chunks and one in steps sum in different orders; recurrent states carry that on. The second is for half precision."""
 
+SAME, SAME_IN_HALF = 1e-4, 2e-2
+"""The same between two ways to say that nothing is masked: at most another kernel of attention."""
+
 
 class Inputs(NamedTuple):
     """The tensors of one forward of B rows, q tokens each, over a state of width L. On the device."""
@@ -32,6 +35,7 @@ class Inputs(NamedTuple):
     mask: torch.Tensor  # [B, L + q] int64: 1 for tokens, 0 for placeholders
     positions: torch.Tensor  # [B, q] int64: number of unmasked tokens before each; any number where masked
     columns: torch.Tensor | None = None  # [B] int64: the column of `ids` whose logits are needed; None: the last
+    padded: bool = True  # whether the mask may have zeros; if not, most models need none, and do not wait to look at it
 
 
 class Driver:
@@ -55,6 +59,8 @@ class Driver:
         self._names = frozenset(parameters)
         self._keeps: Literal["nothing", "last", "columns"] = "nothing"
         """Which logits the model can be told to compute alone."""
+        self._needs_mask = True
+        """Whether the model computes something else without a mask although nothing is masked."""
         with torch.inference_mode():
             try:
                 with in_float32(model.module) as exact:
@@ -100,13 +106,19 @@ class Driver:
         """Inputs of rows without placeholders: ids [B, q], from position `start`."""
         rows, tokens = ids.shape
         mask = torch.ones(rows, start + tokens, dtype=torch.int64, device=ids.device)
-        return Inputs(ids, mask, torch.arange(start, start + tokens, device=ids.device).expand(rows, tokens))
+        return Inputs(
+            ids, mask, torch.arange(start, start + tokens, device=ids.device).expand(rows, tokens), padded=False
+        )
 
     def _call(self, inputs: Inputs, state: State | None, **more: Any) -> tuple[torch.Tensor, State | None]:
         """Logits of all columns, unless `more` says otherwise, and the state."""
         tokens, width = inputs.ids.shape[1], inputs.mask.shape[1]
         given: dict[str, Any] = dict(more)
+<<<<<<< HEAD
         if "attention_mask" in more:
+=======
+        if not inputs.padded and not self._needs_mask:
+>>>>>>> padded-executor
             pass
         elif self.mask_style == "all columns":
             given["attention_mask"] = inputs.mask
@@ -132,9 +144,11 @@ class Driver:
     def _find_out(self, *, exact: bool) -> None:
         """How the model is called. Raises UnsupportedCheckpoint."""
         self.mask_style = "all columns" if "attention_mask" in self._names else "none"
+        self._needs_mask = True
         self._find_keyword()
         self._find_what_is_kept()
         self._find_mask_style(AGREES if exact else AGREES_IN_HALF)
+        self._find_whether_it_needs_a_mask(SAME if exact else SAME_IN_HALF)
 
     def _find_keyword(self) -> None:
         """Run a short prompt, and look for what comes out and can be given in again."""
@@ -200,6 +214,24 @@ class Driver:
             except Exception:  # a mask of another shape may raise anything
                 continue
         self.keyword, self.mask_style = None, "all columns" if "attention_mask" in self._names else "none"
+
+    def _find_whether_it_needs_a_mask(self, most: float) -> None:
+        """Give a prompt of two rows in two parts and a decode, with a mask and without."""
+        text, given = self.text(2, 9), list[list[torch.Tensor]]()
+        for needed in (True, False):
+            self._needs_mask = needed
+            state, logits = None, list[torch.Tensor]()
+            try:
+                for start, stop in ((0, 5), (5, 8), (8, 9)) if self.keyword is not None else ((0, 9),):
+                    own, state = self._call(self.inputs(text[:, start:stop], start), state)
+                    logits.append(own[:, -1])
+            except torch.OutOfMemoryError:
+                raise
+            except Exception:  # it may not know rows, or parts; then it gets a mask
+                self._needs_mask = True
+                return
+            given.append(logits)
+        self._needs_mask = max(map(difference, given[1], given[0])) > most
 
     def _by_turns(self, texts: list[torch.Tensor], whole: list[torch.Tensor]) -> float:
         """The largest difference of two prompts that are decoded by turns from their logits in one forward."""

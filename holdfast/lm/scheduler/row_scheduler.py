@@ -112,7 +112,7 @@ class RowScheduler(Scheduler):
             suspensions=queues.suspensions,
             host_blocks_total=pool.shape.host_memory // pool.shape.bytes.position,
             host_blocks_ready=pool.shape.host_memory // pool.shape.bytes.position,
-            host_blocks_cached=pool.host_used // pool.shape.bytes.position,
+            host_blocks_cached=(pool.host_used + pool.kept.host_bytes) // pool.shape.bytes.position,
             idle_tokens=self._idle_tokens,
             forwards=self._forwards,
             rows_wide=pool.width,

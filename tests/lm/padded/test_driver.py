@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
 from holdfast.lm.models.base import UnsupportedCheckpoint
 from holdfast.lm.padded import driver as module_under_test
@@ -53,15 +54,42 @@ def test_positions_count_unmasked_tokens_after_shaping():
     layout = StateLayout.discover(driver.run)
     calls = recorded(module)
     probe(driver, layout)
-    shaped = [
-        call for call in calls if call["attention_mask"].shape[0] == 2 and (call["attention_mask"] == 0).any(1).all()
-    ]
-    assert shaped, "one row has placeholders in front, the other behind its token"
-    for call in calls:
+    masked = [call for call in calls if "attention_mask" in call]
+    assert any((call["attention_mask"] == 0).any(1).all() for call in masked), (
+        "both rows of a shaped forward have zeros"
+    )
+    for call in masked:
         mask, positions = call["attention_mask"], call["position_ids"]
         own = mask[:, -positions.shape[1] :].bool()
         counted = (mask.cumsum(1) - 1)[:, -positions.shape[1] :]
         assert torch.equal(positions[own], counted[own])
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "bloom", "mamba2"])
+def test_rows_without_placeholders_need_no_mask(family):
+    driver = Driver(as_unmodified(tiny(family)))
+    calls, logits = recorded(driver.model.module), []
+    for padded in (False, True):
+        inputs = driver.inputs(driver.text(2, 12))
+        assert not inputs.padded
+        logits.append(driver.forward(inputs._replace(padded=padded), None)[0])
+    assert ["attention_mask" in call for call in calls] == [False, True]
+    assert difference(*logits) < 1e-5
+
+
+def test_a_model_that_needs_its_mask_gets_it_always(monkeypatch):
+    forward = LlamaForCausalLM.forward
+
+    def picky(self, input_ids, attention_mask=None, position_ids=None, past_key_values=None, use_cache=None):
+        if attention_mask is None and input_ids.shape[1] > 1 and past_key_values is not None:
+            raise ValueError("a chunk needs a mask")
+        return forward(self, input_ids, attention_mask, position_ids, past_key_values, use_cache=use_cache)
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", picky)
+    driver = Driver(as_unmodified(tiny("llama")))
+    calls = recorded(driver.model.module)
+    driver.forward(driver.inputs(driver.text(2, 12)), None)
+    assert "attention_mask" in calls[0]
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def change(directory, **entries):
 @pytest.mark.parametrize("family", ["falcon-alibi", "bloom", "mamba", "rwkv", "jamba"])
 def test_a_module_that_the_paged_cache_refused_is_taken_over_with_its_own_attention(tmp_path, family):
     module = write(tmp_path, family)
-    with pytest.raises(hf.NotPaged, match="never calls Transformers' attention|do not call") as refused:
+    with pytest.raises(hf.NotPaged, match=r"never calls Transformers' attention|do not call") as refused:
         loader.load(tmp_path, device=CPU)
     model = load_unmodified(tmp_path, device=CPU, module=refused.value.module)
     assert model.module is refused.value.module
@@ -179,7 +179,7 @@ def own_code(tmp_path, monkeypatch):
 
 def test_code_of_a_checkpoint_runs_only_when_it_is_trusted(own_code):
     for load in (loader.load, load_unmodified):
-        with pytest.raises(UnsupportedCheckpoint, match="needs the remote code .* trust_remote_code"):
+        with pytest.raises(UnsupportedCheckpoint, match=r"needs the remote code .* trust_remote_code"):
             load(own_code, device=CPU)
 
 

@@ -57,7 +57,7 @@ def _probed(driver: Driver, layout: StateLayout, *, exact: bool) -> Abilities:
             "with decodes of the same prompt: it is no causal decoder"
         )
     if driver.keyword is None:
-        no: dict[str, bool] = dict(chunks=False, left_padding=False, batched_decode=False, shaping=False)
+        no: dict[str, Any] = dict(chunks=False, left_padding=False, batched_decode=False, shaping=False)
         return Abilities(**no, croppable=False, keeps_state=False)
     if exact:
         most = max(TOLERANCE, min(4 * alone, NOISY))

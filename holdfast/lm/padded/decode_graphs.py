@@ -252,12 +252,10 @@ class DecodeGraphs:
         def work() -> torch.Tensor:
             ids = last_token.index_select(0, rows)[:, None]
             tokens = (columns <= column) & (columns >= column - lengths[:, None])
-            inputs = Inputs(ids, tokens.long(), lengths[:, None])
+            ready = None if self._masks == "columns" else self._ready_masks(tokens, columns, column)
+            inputs = Inputs(ids, tokens.long(), lengths[:, None], ready=ready)
             given = self._layout.twin(state)  # what the model notes in it is not there the next time
-            if self._masks == "columns":
-                logits, new = self._driver.forward(inputs, given)
-            else:
-                logits, new = self._driver.forward(inputs, given, mask=self._ready_masks(tokens, columns, column))
+            logits, new = self._driver.forward(inputs, given)
             for (_, part), place in zip(self._layout.parts(new, "row"), places, strict=True):
                 if isinstance(part, torch.Tensor) and part.data_ptr() != place.data_ptr():
                     place.copy_(part)

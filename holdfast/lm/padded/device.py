@@ -77,6 +77,13 @@ class PaddedDevice(LanguageDevice):
                 self.driver = Driver(model)
                 self.layout = StateLayout(()) if self.driver.keyword is None else StateLayout.discover(self.driver.run)
                 self.abilities = probe(self.driver, self.layout)
+            self._masks: MaskKind | None = None
+            alone = model.is_encoder_decoder or not self.abilities.batched_decode
+            if self.kind == "cuda" and config.cuda_graphs and not alone:
+                self._masks, why = probe_graphs(self.driver, self.layout)
+                self.abilities = replace(self.abilities, graphs=self._masks is not None, not_captured=why)
+        self._settled = 0
+        """Positions of the memory in which captured decodes have the batch, by `measure`."""
         self.token_budget = config.fixed_token_budget or DEFAULT_TOKEN_BUDGET[self.kind]
 
     @property

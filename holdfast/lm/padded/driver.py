@@ -36,6 +36,7 @@ class Inputs(NamedTuple):
     positions: torch.Tensor  # [B, q] int64: number of unmasked tokens before each; any number where masked
     columns: torch.Tensor | None = None  # [B] int64: the column of `ids` whose logits are needed; None: the last
     padded: bool = True  # whether the mask may have zeros; if not, most models need none, and do not wait to look at it
+    ready: Any = None  # what the model is given for its mask, where that is not `mask`
 
 
 class Driver:
@@ -70,22 +71,21 @@ class Driver:
                     raise
                 self._find_out(exact=False)  # code of its own may not run in float32
 
-    def forward(self, inputs: Inputs, state: State | None, *, mask: Any = None) -> tuple[torch.Tensor, State | None]:
+    def forward(self, inputs: Inputs, state: State | None) -> tuple[torch.Tensor, State | None]:
         """Logits [B, vocab_size] at the columns asked for, and the state afterwards, of width L + q.
 
         `state` None starts rows at position 0. The state given is consumed. Where `keyword` is None the state stays
-        None, and the rows must be whole each time. Waits for the device only where the model's own code does. `mask` is
-        what the model is given for its mask, where that is to be another than `inputs.mask`.
+        None, and the rows must be whole each time. Waits for the device only where the model's own code does.
         """
         with torch.inference_mode():
             rows, tokens = inputs.ids.shape
             columns = inputs.columns
-            keep: dict[str, Any] = {} if mask is None else {"attention_mask": mask}
+            keep: dict[str, Any] = {}
             if columns is None:
                 if self._keeps != "nothing":
-                    keep["logits_to_keep"] = 1
+                    keep = {"logits_to_keep": 1}
             elif self._keeps == "columns" and rows < tokens:  # [rows, rows, V] are fewer than [rows, tokens, V]
-                keep["logits_to_keep"] = columns
+                keep = {"logits_to_keep": columns}
                 columns = torch.arange(rows, device=columns.device)
             logits, new = self._call(inputs, state, **keep)
             if columns is None:
@@ -114,11 +114,9 @@ class Driver:
         """Logits of all columns, unless `more` says otherwise, and the state."""
         tokens, width = inputs.ids.shape[1], inputs.mask.shape[1]
         given: dict[str, Any] = dict(more)
-<<<<<<< HEAD
-        if "attention_mask" in more:
-=======
-        if not inputs.padded and not self._needs_mask:
->>>>>>> padded-executor
+        if inputs.ready is not None:
+            given["attention_mask"] = inputs.ready
+        elif not inputs.padded and not self._needs_mask:
             pass
         elif self.mask_style == "all columns":
             given["attention_mask"] = inputs.mask

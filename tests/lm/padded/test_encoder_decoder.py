@@ -62,7 +62,9 @@ def alone(module, prompt, max_tokens):
 
 
 def engine(directory, **options):
-    return build(EngineConfig(**{"model": str(directory), "threads": 1, "max_sequences": 3, "cache_gb": 0.01, **options}))
+    return build(
+        EngineConfig(**{"model": str(directory), "threads": 1, "max_sequences": 3, "cache_gb": 0.01, **options})
+    )
 
 
 def serve(loop, prompts, max_tokens, first=0):

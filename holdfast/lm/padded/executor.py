@@ -115,8 +115,8 @@ class PaddedExecutor:
         self._lost: dict[int, bool] = {}
         """Rows whose state is gone for lack of memory; whether `StepResult.lost` has said so."""
         self._sources: dict[str, int] | None = {} if driver.model.is_encoder_decoder else None
-        """Of an encoder-decoder, by id of a sequence the tokens of its prompt: its first segment from 0 has these alone.
-        Ids must not come again."""
+        """Of an encoder-decoder, by id of a sequence the tokens of its prompt: its first segment from 0 has these
+        alone. Ids must not come again."""
         self._lost_slots: dict[int, bool] = {}
         """The same of slots."""
         self._in_flight: deque[Future[StepResult] | _CudaFlight] = deque()

@@ -78,6 +78,7 @@ class FailingDriver:
 
     def __init__(self, driver: Driver, fails: Callable[[], bool]) -> None:
         self._driver, self.fails = driver, fails
+        self.model = driver.model
         self.failures = 0
 
     def forward(self, inputs: Any, state: Any) -> Any:

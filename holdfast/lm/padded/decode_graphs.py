@@ -66,14 +66,12 @@ class _Decode:
     """Launches it; the logits [rows, vocab_size]."""
     graph: Any = None
     """The CUDA graph, once it is captured."""
-    logits: torch.Tensor | None = None
-    """What the graph writes."""
     ran: bool = False
     """Whether `work` ran before, which loads its kernels."""
 
 
 class DecodeGraphs:
-    """Decodes batches over memory of its own, of a size that the caller chooses.
+    """Decodes one `RunningRows` over memory of its own, of a size that the caller chooses.
 
     The first decode of a shape is launched kernel by kernel, which loads the kernels. The second is captured. That
     takes the host as long as one decode without a graph, so it is done within the step and holds nobody up. On a CPU
@@ -123,6 +121,8 @@ class DecodeGraphs:
         self._shape: Shape | None = None
         """Where the batch has settled."""
         self._decodes: OrderedDict[Shape, _Decode] = OrderedDict()
+        self._logits: torch.Tensor | None = None
+        """[rows, vocab_size]: where all graphs write. It is not in their pool, so that they can share that."""
         self._pool: Any = torch.cuda.graph_pool_handle() if self._capture else None
         self.refused: dict[Shape, str] = {}
         """Shapes that could not be captured, and why. They are launched kernel by kernel."""
@@ -222,11 +222,13 @@ class DecodeGraphs:
         self._decodes.move_to_end(shape)
         if self._wants_capture(shape, decode):
             self._capture_one(shape, decode)
-        if decode.graph is None or decode.logits is None:
-            decode.ran = True
-            return decode.work()
+        if decode.graph is None or self._logits is None:
+            decode.ran, logits = True, decode.work()
+            if self._logits is None and self._capture:
+                self._logits = logits.new_zeros(padded_rows(self._rows), logits.shape[1])
+            return logits
         decode.graph.replay()
-        return decode.logits
+        return self._logits
 
     def _wants_capture(self, shape: Shape, decode: _Decode) -> bool:
         return self._capture and decode.ran and decode.graph is None and shape not in self.refused
@@ -237,7 +239,9 @@ class DecodeGraphs:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 logits = decode.work()
-            decode.graph, decode.logits = graph, logits
+                if self._logits is not None:
+                    self._logits[: shape.rows].copy_(logits)
+            decode.graph = graph
         except Exception as error:  # without a graph it is computed all the same, or its error comes again
             self.refused[shape] = _in_one_line(error)
 

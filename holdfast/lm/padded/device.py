@@ -133,7 +133,8 @@ class PaddedDevice(LanguageDevice):
         if on_gpu:
             prefill, (fixed, share) = self._prefill_bytes(), self._decode_shares()
             torch.cuda.empty_cache()
-            activations = max(prefill, fixed)
+            # What graphs compute with is theirs alone.
+            activations = max(prefill, fixed) + (fixed if self._masks else 0)
         else:
             self._prefill_bytes()
             activations, share = max(0, taken_memory(device) - before), 0.0

@@ -396,6 +396,8 @@ class Abilities:
     """A state may be cut to its first positions, so it can serve a prompt that has only these in common with it."""
     graphs: bool = False
     """A decode may be captured as a CUDA graph."""
+    not_captured: str = ""
+    """Why not, where there is a GPU and graphs are wanted."""
     continues: bool = True
     """A state serves any longer prompt that begins with its tokens. Not where an encoder reads the prompt whole."""
     keeps_state: bool = True
@@ -407,7 +409,11 @@ class Abilities:
         prompts = "prompts in chunks" if self.chunks else "whole prompts"
         if not self.keeps_state:
             return "each row computed again from its first token in every step"
-        return f"{prompts}, {'rows decoded together' if self.batched_decode else 'rows decoded one by one'}"
+        rows = "rows decoded together" if self.batched_decode else "rows decoded one by one"
+        graphs = ", decodes captured" if self.graphs else ""
+        if self.not_captured:
+            graphs = f", decodes not captured: {self.not_captured}"
+        return f"{prompts}, {rows}{graphs}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,5 +1,7 @@
 """The values of a plan: idle tokens by hand, bytes of rows, shapes that contradict themselves."""
 
+from dataclasses import replace
+
 import pytest
 
 from holdfast.lm.types import Abilities, EngineShape, Forward, RowBytes, RowShape, Segment, StepPlan
@@ -73,3 +75,12 @@ def test_the_line_at_start_says_how_prompts_and_rows_run():
     assert sentence(batched_decode=True) == "prompts in chunks, rows decoded together"
     assert sentence(batched_decode=False, chunks=False) == "whole prompts, rows decoded one by one"
     assert "computed again" in sentence(batched_decode=False, keeps_state=False)
+
+
+def test_abilities_say_whether_decodes_are_captured_and_why_not():
+    able = Abilities(chunks=True, left_padding=True, batched_decode=True, shaping=True, croppable=True)
+    assert able.sentence == "prompts in chunks, rows decoded together"
+    assert replace(able, graphs=True).sentence == "prompts in chunks, rows decoded together, decodes captured"
+    assert replace(able, not_captured="it waits").sentence.endswith(
+        "rows decoded together, decodes not captured: it waits"
+    )

@@ -57,7 +57,7 @@ def _probed(driver: Driver, layout: StateLayout, *, exact: bool) -> Abilities:
             "with decodes of the same prompt: it is no causal decoder"
         )
     if driver.keyword is None:
-        no: dict[str, bool] = dict(chunks=False, left_padding=False, batched_decode=False, shaping=False)
+        no: dict[str, Any] = dict(chunks=False, left_padding=False, batched_decode=False, shaping=False)
         return Abilities(**no, croppable=False, keeps_state=False)
     if exact:
         most = max(TOLERANCE, min(4 * alone, NOISY))
@@ -103,15 +103,20 @@ def _depends_on_neighbours(driver: Driver) -> bool:
     return False
 
 
+def probed_lengths(driver: Driver) -> list[int]:
+    """Lengths of four prompts. The third reaches beyond the largest window, chunk or compression rate, if it can."""
+    most = min(MOST_PROBED, driver.model.max_model_len - DECODES)
+    sizes = sorted(size for size in _sizes(driver.model.module.config) if 2 < size + 2 <= most)
+    beyond = sizes[-1] + 2 if sizes else 0
+    return [min(length, max(most, 1)) for length in (3, 9, max(14, beyond), 6)]
+
+
 class _Histories:
     """Four prompts, the logits of each alone, and histories of several of them. Each gives its largest difference."""
 
     def __init__(self, driver: Driver, layout: StateLayout) -> None:
         self.driver, self.layout = driver, layout
-        most = min(MOST_PROBED, driver.model.max_model_len - DECODES)
-        sizes = sorted(size for size in _sizes(driver.model.module.config) if 2 < size + 2 <= most)
-        beyond = sizes[-1] + 2 if sizes else 0
-        self.lengths = [min(length, max(most, 1)) for length in (3, 9, max(14, beyond), 6)]
+        self.lengths = probed_lengths(driver)
         self.text = driver.text(len(self.lengths), max(self.lengths) + DECODES)
         self.device = self.text.device
         self.right: list[torch.Tensor] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -11,6 +12,14 @@ from holdfast.core.config import EngineConfig
 from holdfast.core.stages import Stages
 from holdfast.lm.devices import describe_device, memory_of, taken_memory
 from holdfast.lm.padded.abilities import probe
+from holdfast.lm.padded.decode_graphs import (
+    DecodeGraphs,
+    MaskKind,
+    padded_columns,
+    padded_rows,
+    position_bytes,
+    probe_graphs,
+)
 from holdfast.lm.padded.driver import Driver
 from holdfast.lm.padded.encoder_decoder import EncoderDecoderDriver
 from holdfast.lm.padded.executor import PaddedExecutor
@@ -34,6 +43,8 @@ CPU_STATE_BYTES = 4_000_000_000
 """The states of all rows on a CPU, unless the config says otherwise."""
 HOST_STATE_BYTES = 32_000_000_000
 """Most bytes of states on the host unless the config says otherwise: other processes need memory."""
+GRAPH_SHARE = 0.3
+"""Of the memory for states, the most that captured decodes get for the batch."""
 CHUNKED = ("stall-free", "chunked-only")
 """Schedulers that cut prompts into chunks, where the model can compute them so."""
 TOGETHER = ("run-to-completion", "request-level", "orca", "padded-batches")
@@ -66,6 +77,13 @@ class PaddedDevice(LanguageDevice):
                 self.driver = Driver(model)
                 self.layout = StateLayout(()) if self.driver.keyword is None else StateLayout.discover(self.driver.run)
                 self.abilities = probe(self.driver, self.layout)
+            self._masks: MaskKind | None = None
+            alone = model.is_encoder_decoder or not self.abilities.batched_decode
+            if self.kind == "cuda" and config.cuda_graphs and not alone:
+                self._masks, why = probe_graphs(self.driver, self.layout)
+                self.abilities = replace(self.abilities, graphs=self._masks is not None, not_captured=why)
+        self._settled = 0
+        """Positions of the memory in which captured decodes have the batch, by `measure`."""
         self.token_budget = config.fixed_token_budget or DEFAULT_TOKEN_BUDGET[self.kind]
 
     @property
@@ -81,7 +99,7 @@ class PaddedDevice(LanguageDevice):
     @property
     def captures(self) -> bool:
         """Whether decodes run as captured CUDA graphs."""
-        return False
+        return self.abilities.graphs
 
     @property
     def host(self) -> None:
@@ -115,17 +133,20 @@ class PaddedDevice(LanguageDevice):
         if on_gpu:
             prefill, (fixed, share) = self._prefill_bytes(), self._decode_shares()
             torch.cuda.empty_cache()
-            activations = max(prefill, fixed)
+            # What graphs compute with is theirs alone.
+            activations = max(prefill, fixed) + (fixed if self._masks else 0)
         else:
             self._prefill_bytes()
             activations, share = max(0, taken_memory(device) - before), 0.0
         free, total = memory_of(device)
+        cache = self._state_bytes(free, total, activations, share)
+        graphs = self._graph_bytes(cache)
         return MemoryMeasurement(
             device=describe_device(device),
             total=total,
             weights=self.model.weight_bytes,
-            activations=activations,
-            cache=self._state_bytes(free, total, activations, share),
+            activations=activations + graphs,
+            cache=cache - graphs,
             block=self.row_bytes.position,
             host_cache=self._host_bytes(),
         )
@@ -168,7 +189,10 @@ class PaddedDevice(LanguageDevice):
         device, room = self.model.device, self._sizes.host_cache
         host = HostRows(self.layout, room, device, row_bytes=self.row_bytes) if room else None
         rows = RunningRows(self.layout, self.config.plan_rows, device)
-        return PaddedExecutor(self.driver, self.abilities, rows, host)
+        graphs = None
+        if self._masks is not None and self._settled:
+            graphs = DecodeGraphs(self.driver, self.layout, self.config.max_sequences, self._settled, masks=self._masks)
+        return PaddedExecutor(self.driver, self.abilities, rows, host, graphs=graphs)
 
     def _max_step_tokens(self, sizes: MemoryMeasurement) -> int:
         """Most tokens of one step: above the budget where prompts are computed whole.
@@ -252,6 +276,21 @@ class PaddedDevice(LanguageDevice):
             raise MemoryError(f"cache_gb is {config.cache_gb}: {place}; lower it, or leave it out")
         self._check_one_row(size, f": {place} and a step takes {activations / 1e9:.2f}")
         return size
+
+    def _graph_bytes(self, cache: int) -> int:
+        """Bytes of the memory in which captured decodes have the batch, out of those for states.
+
+        States are counted without it: a batch that outgrows it, or is on its way in, is outside.
+        """
+        each = position_bytes(self.layout)
+        if self._masks is None or not each:
+            self._settled = 0 if self._masks is None else 1
+            return 0
+        most = padded_rows(self.config.max_sequences) * padded_columns(self.model.max_model_len, 1 << 60)
+        self._settled = min(int(cache * GRAPH_SHARE) // each, most)
+        if self._settled < padded_columns(1, self.model.max_model_len):
+            self._settled = 0
+        return self._settled * each
 
     def _check_one_row(self, size: int, why: str) -> None:
         least = self._row(1)

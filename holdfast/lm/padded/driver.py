@@ -36,6 +36,7 @@ class Inputs(NamedTuple):
     positions: torch.Tensor  # [B, q] int64: number of unmasked tokens before each; any number where masked
     columns: torch.Tensor | None = None  # [B] int64: the column of `ids` whose logits are needed; None: the last
     padded: bool = True  # whether the mask may have zeros; if not, most models need none, and do not wait to look at it
+    ready: Any = None  # what the model is given for its mask, where that is not `mask`
 
 
 class Driver:
@@ -113,7 +114,9 @@ class Driver:
         """Logits of all columns, unless `more` says otherwise, and the state."""
         tokens, width = inputs.ids.shape[1], inputs.mask.shape[1]
         given: dict[str, Any] = dict(more)
-        if not inputs.padded and not self._needs_mask:
+        if inputs.ready is not None:
+            given["attention_mask"] = inputs.ready
+        elif not inputs.padded and not self._needs_mask:
             pass
         elif self.mask_style == "all columns":
             given["attention_mask"] = inputs.mask

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from holdfast.lm.kernels.sampling.sample import sample
+from holdfast.lm.padded.decode_graphs import DecodeGraphs
 from holdfast.lm.padded.driver import Driver, Inputs
 from holdfast.lm.padded.host_rows import HostRows, LoadingState
 from holdfast.lm.padded.running_rows import RunningRows
@@ -100,9 +101,14 @@ class PaddedExecutor:
         host: HostRows | None,
         *,
         second_stream: bool = True,
+        graphs: DecodeGraphs | None = None,
     ) -> None:
-        """`second_stream` False runs forwards apart in line with those of the batch, also on a GPU."""
+        """`second_stream` False runs forwards apart in line with those of the batch, also on a GPU.
+
+        `graphs` runs the decodes that fit into its memory. Without it each is launched kernel by kernel.
+        """
         self.driver, self.abilities, self.rows, self.host = driver, abilities, rows, host
+        self.graphs = graphs
         self._layout, self._device = rows.layout, rows.device
         self._together = abilities.batched_decode and abilities.keeps_state and rows.layout.batches
         """Whether rows share a state. If not, each has its own in `_apart`, and those in the batch are in `_joined`."""
@@ -150,7 +156,7 @@ class PaddedExecutor:
 
     def prepare(self) -> bool:
         """Use a pause to capture one more graph. Returns whether it did; not while a step is in flight."""
-        return False
+        return self.graphs is not None and not self._in_flight and self.graphs.prepare()
 
     def close(self) -> None:
         """Stop the worker, or wait for the device, and give back the host memory. Steps in flight are abandoned."""
@@ -164,6 +170,7 @@ class PaddedExecutor:
         self.rows.clear()
         self._apart.clear()
         self._slots.clear()
+        self.graphs = None
 
     def _check(self, plan: StepPlan) -> None:
         """Raise ValueError for forwards that do not cover the segments, or rows that there are not."""
@@ -410,11 +417,25 @@ class PaddedExecutor:
         newcomers = [(each.row, each.tokens) for each in joining]
         if not newcomers and not rows.rows:
             return self._draw(None, ())
-        inputs = rows.shaped_inputs(newcomers) if newcomers else rows.decode_inputs()
+        if newcomers:
+            inputs = rows.shaped_inputs(newcomers)
+            state, rows.state = rows.state, None
+            logits, state = self.driver.forward(inputs, state)
+            rows.advance(state, newcomers)
+        else:
+            logits = self._decode()
+        return self._draw(logits, segments, [rows.place(each.row) for each in segments])
+
+    def _decode(self) -> torch.Tensor:
+        """Decode every row of the batch once; the logits [B, vocab_size]."""
+        rows = self.rows
+        if self.graphs is not None and (logits := self.graphs.decode(rows)) is not None:
+            return logits
+        inputs = rows.decode_inputs()
         state, rows.state = rows.state, None
         logits, state = self.driver.forward(inputs, state)
-        rows.advance(state, newcomers)
-        return self._draw(logits, segments, [rows.place(each.row) for each in segments])
+        rows.advance(state)
+        return logits
 
     def _joins(self, joining: Sequence[Segment], beside: bool) -> bool:
         """Whether one forward can compute these prompts, and decodes beside them if there are any."""
@@ -428,10 +449,7 @@ class PaddedExecutor:
         """Decode what runs, compute the prompts apart, and embed them: what shaping gives where a model lacks it."""
         by_row: dict[int, torch.Tensor] = {}
         if self.rows.rows:
-            inputs = self.rows.decode_inputs()
-            state, self.rows.state = self.rows.state, None
-            logits, state = self.driver.forward(inputs, state)
-            self.rows.advance(state)
+            logits = self._decode()
             by_row = {row: logits[place] for place, row in enumerate(self.rows.rows)}
         for group in self._groups(joining):
             for segment, logits in zip(group, self._compute_group(group), strict=True):

@@ -41,7 +41,7 @@ class _Buffers:
 
     @property
     def size(self) -> int:
-        """Positions of all rows."""
+        """Positions of all rows that another buffer could save."""
         return self.keys.shape[0] * self.keys.shape[-2]
 
     def view(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -52,6 +52,22 @@ class _Buffers:
             keys, values = keys[:rows], values[:rows]
         self.seen = keys
         return keys, values
+
+
+class _FixedBuffers(_Buffers):
+    """Buffers whose memory belongs to somebody else and does not move. To leave them saves nothing."""
+
+    __slots__ = ()
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, end: int, width: int) -> None:
+        """Over these tensors, the columns in use being the last `width` before `end`."""
+        self.keys, self.values = keys, values
+        self.begin, self.end = end - width, end
+        self.seen = None
+
+    @property
+    def size(self) -> int:
+        return 0
 
 
 class _Grows(DynamicLayer):  # type: ignore[misc]
@@ -100,6 +116,39 @@ class _Grows(DynamicLayer):  # type: ignore[misc]
             self.lazy_initialization(key_states, value_states)
         return self._append(key_states, value_states)
 
+    def settle(self, keys: torch.Tensor, values: torch.Tensor, end: int) -> None:
+        """Move to these buffers [rows or more, heads, positions, size], so that the columns end at `end`.
+
+        The layer grows there as long as it has room. What else is in the buffers becomes 0. They may share memory with
+        those that the layer is in.
+        """
+        rows, width = self.keys.shape[0], self.keys.shape[-2]
+        for buffer, given in ((keys, self.keys), (values, self.values)):
+            shared = buffer.untyped_storage().data_ptr() == given.untyped_storage().data_ptr()
+            given = given.clone() if shared else given
+            buffer.zero_()
+            buffer[:rows].narrow(-2, end - width, width).copy_(given)
+        self._buffers = own = _FixedBuffers(keys, values, end, width)
+        self.keys, self.values = own.view(rows)
+
+    def settled(self, keys: torch.Tensor) -> int | None:
+        """The column behind the last one in use, if the layer is in these buffers."""
+        own = self._own()
+        if own is None or own.keys.data_ptr() != keys.data_ptr() or own.keys.shape != keys.shape:
+            return None
+        return own.end
+
+    def take_column(self) -> None:
+        """Take in the next column, which somebody else has written to the buffers that the layer has settled in.
+
+        A counter of positions is left as it is. Raises RuntimeError if there is no next column.
+        """
+        own = self._own()
+        if own is None or own.end == own.keys.shape[-2]:
+            raise RuntimeError("the layer has no next column that could have been written")
+        own.end += 1
+        self.keys, self.values = own.view(self.keys.shape[0])
+
     def reframe(self, rows: int, begin: int, end: int) -> None:
         """Keep the first `rows` rows and the columns from `begin` to `end`. What is new is 0.
 
@@ -138,12 +187,50 @@ class GrowingWindowLayer(_Grows, DynamicSlidingWindowLayer):  # type: ignore[mis
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        self._forget()
+        self.cumulative_length += key_states.shape[-2]
+        return self._append(key_states, value_states)
+
+    def take_column(self) -> None:
+        self._forget()
+        super().take_column()
+
+    def _forget(self) -> None:
+        """Give up the columns that the next forward does not see."""
         if not self._is_empty:
             width, visible = self.keys.shape[-2], min(self.cumulative_length, self.sliding_window - 1)
             if width > visible:
                 self.reframe(self.keys.shape[0], width - visible, width)
-        self.cumulative_length += key_states.shape[-2]
-        return self._append(key_states, value_states)
+
+
+class FixedLayer(DynamicLayer):  # type: ignore[misc]
+    """A layer of one decode over buffers that do not move: [rows, heads, columns, size] each, all of them given out.
+
+    The keys and values go to a column that a tensor names, so the same launches serve each decode. Models are told that
+    it is the last column: then causality hides nothing, and the mask alone says which columns are tokens.
+    """
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, column: torch.Tensor) -> None:
+        """`column` is int64 [1], on the device."""
+        super().__init__()
+        self.keys, self.values, self._column = keys, values, column
+        self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.keys.index_copy_(-2, self._column, key_states)
+        self.values.index_copy_(-2, self._column, value_states)
+        return self.keys, self.values
+
+    def get_seq_length(self) -> int:
+        return self.keys.shape[-2] - 1
+
+
+def growing(state: Any) -> list[_Grows]:
+    """The layers of a cache that grow in place and have positions."""
+    layers = getattr(state, "layers", None) if isinstance(state, Cache) else None
+    return [layer for layer in layers or () if isinstance(layer, _Grows) and layer.is_initialized]
 
 
 def let_grow(state: Any) -> Any:

@@ -319,6 +319,20 @@ class StateLayout:
         """A state that shares no memory with this one, which stays valid."""
         return self._copied(state, lambda part: part.clone(memory_format=torch.contiguous_format))
 
+    def parts(self, state: State, kind: LeafKind) -> list[tuple[Leaf, torch.Tensor | int]]:
+        """The leaves of a kind, and what stands there."""
+        return [(leaf, _part(state, leaf.path)) for leaf in self.leaves if leaf.kind == kind]
+
+    def put(self, state: State, parts: Sequence[tuple[Leaf, torch.Tensor | int]]) -> State:
+        """The state with other tensors or numbers at some leaves. Consumes it."""
+        for leaf, part in parts:
+            state = _put(state, leaf.path, part)
+        return state
+
+    def twin(self, state: State) -> State:
+        """A state of its own containers that shares the tensors."""
+        return _twin(state)
+
     def tensors(self, state: State) -> list[torch.Tensor]:
         """The tensors of its leaves, for tests and for events of other streams."""
         parts = [_part(state, leaf.path) for leaf in self.leaves if leaf.kind in ("time", "row", "counter")]

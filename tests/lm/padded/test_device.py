@@ -69,6 +69,35 @@ def test_the_executor_generates_what_the_model_does_alone(llama):
     assert tuple(tokens) == generate_alone(llama, prompt, 5)
 
 
+def test_captured_decodes_get_a_part_of_the_memory_for_states(llama, monkeypatch):
+    device = device_of(llama, cache_gb=0.01)
+    plain = device.measure()
+    monkeypatch.setattr(device, "_masks", "columns")  # as the probe finds on a GPU
+    sizes = device.measure()
+    assert sizes.cache == plain.cache - 4 * 256 * BYTES  # 3 rows are padded to 4, 128 columns to 256
+    shape = device.allocate(sizes)
+    assert shape.rows.memory == sizes.cache
+    (prompt,) = draw_prompts(9)
+    moves = (RowMove(1, "embed", 2, length=9),)
+    device.executor.submit(StepPlan(0, [segment(2, 0, prompt)], forwards=(Forward(1, apart=True),), row_moves=moves))
+    tokens = [*device.executor.collect().tokens]
+    for step in range(1, 5):
+        device.executor.submit(StepPlan(step, [segment(2, 8 + step, tokens[-1:])], forwards=(Forward(1),)))
+        tokens += device.executor.collect().tokens
+    assert device.executor.graphs is not None
+    device.executor.close()
+    assert tuple(tokens) == generate_alone(llama, prompt, 5)
+
+
+def test_too_little_memory_for_a_captured_decode_is_all_left_for_states(llama, monkeypatch):
+    device = device_of(llama, cache_gb=0.0002)
+    monkeypatch.setattr(device, "_masks", "columns")
+    sizes = device.measure()
+    device.allocate(sizes)
+    assert (sizes.cache, device.executor.graphs) == (200_000, None)
+    device.executor.close()
+
+
 @pytest.mark.parametrize(("options", "rows"), [({}, 3), ({"scheduler": "embedding"}, 6)])
 def test_there_are_rows_for_the_batch_and_for_states_ahead_of_it(llama, options, rows):
     device = device_of(llama, cache_gb=0.01, **options)

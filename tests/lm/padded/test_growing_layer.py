@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
-from holdfast.lm.padded.growing_layer import QUANTUM, GrowingLayer, GrowingWindowLayer, let_grow
+from holdfast.lm.padded.growing_layer import QUANTUM, FixedLayer, GrowingLayer, GrowingWindowLayer, growing, let_grow
 from tests.checkpoints import tiny
 
 HEADS, SIZE = 2, 4
@@ -139,3 +139,61 @@ def test_a_model_computes_the_same_with_layers_that_grow():
         state = output.past_key_values if own else let_grow(output.past_key_values)
         logits.append([module(input_ids=ids[:, at : at + 1], past_key_values=state).logits for at in range(12, 24)])
     assert all(torch.equal(mine, right) for mine, right in zip(*logits, strict=True))
+
+
+def buffers(rows, positions):
+    """Buffers with old numbers in them."""
+    return tuple(torch.full((rows, HEADS, positions, size), 9.0) for size in (SIZE, SIZE + 1))
+
+
+@pytest.mark.parametrize("make", [GrowingLayer, lambda: GrowingWindowLayer(sliding_window=4)])
+def test_a_settled_layer_takes_in_what_a_fixed_layer_writes(make):
+    torch.manual_seed(0)
+    settled, plain, (keys, values) = make(), make(), buffers(4, 32)
+    first, column = states(3, 5), torch.tensor([20])
+    for layer in (settled, plain):
+        layer.update(*first)
+    settled.settle(keys, values, 20)
+    fixed = FixedLayer(keys, values, column)
+    assert (fixed.get_seq_length(), fixed.get_mask_sizes(1)) == (31, (32, 0))
+    for at in range(20, 26):
+        assert settled.settled(keys) == at
+        new = states(3, 1)
+        padded = tuple(torch.cat((each, torch.zeros_like(each[:1]))) for each in new)
+        assert fixed.update(*padded)[0].data_ptr() == keys.data_ptr()
+        settled.take_column()
+        if isinstance(settled, GrowingWindowLayer):
+            settled.cumulative_length += 1
+        plain.update(*new)
+        column += 1
+        assert torch.equal(settled.keys, plain.keys) and torch.equal(settled.values, plain.values)
+    assert settled.keys.untyped_storage().data_ptr() == keys.untyped_storage().data_ptr()
+    assert not keys[3, :, :20].any() and not keys[:, :, 26:].any()
+
+
+def test_a_layer_settles_again_within_the_same_memory():
+    torch.manual_seed(0)
+    layer, first = GrowingLayer(), states(2, 5)
+    layer.update(*first)
+    memory = buffers(1, 400)
+    for rows, positions, end in ((4, 32, 20), (2, 64, 5), (2, 8, 8)):
+        views = [each.view(-1)[: rows * HEADS * positions * each.shape[-1]] for each in memory]
+        keys, values = (
+            view.view(rows, HEADS, positions, each.shape[-1]) for view, each in zip(views, memory, strict=True)
+        )
+        layer.settle(keys, values, end)
+        assert torch.equal(layer.keys, first[0]) and torch.equal(layer.values, first[1])
+        assert layer.settled(keys) == end
+    with pytest.raises(RuntimeError, match="no next column"):
+        layer.take_column()
+    layer.update(*states(2, 1))
+    assert layer.settled(keys) is None
+    assert torch.equal(layer.keys[:, :, :5], first[0])
+
+
+def test_layers_without_positions_are_not_among_those_that_grow():
+    cache = DynamicCache()
+    cache.update(*states(1, 3), 0)
+    cache.layers.append(LinearAttentionLayer())
+    assert growing(let_grow(cache)) == [cache.layers[0]]
+    assert growing(states(1, 1)) == []

@@ -130,6 +130,12 @@ def workload_of(target: str, batch: int, scale: float = 1.0) -> Workload:
     return workloads.baton_target_2(SEED, scale=scale)
 
 
+def longest_row(work: Workload) -> int:
+    """The longest row that a batch run to completion may have: the longest prompt and the longest answer together."""
+    turns = [turn for talk in work for turn in talk.turns]
+    return max(turn.prompt for turn in turns) + max(turn.output for turn in turns)
+
+
 def options_of(method: Method, batch: int, count: int) -> dict[str, Any]:
     """The engine's options; every prompt may be prefilled ahead where batches are drawn at random from all."""
     ahead = dict(prefill_ahead=count) if method.scheduler == "prefill-apart" else {}
@@ -149,7 +155,7 @@ def simulated(target: str, name: str, batch: int, device: str, *, paper_software
         forward_seconds=GENERATE if method.generate else OWN_LOOP,
         beside=True,
     )
-    longest = max(turn.prompt + turn.output for talk in work for turn in talk.turns)
+    longest = longest_row(work)
     config = EngineConfig(**options_of(method, batch, len(work)), max_model_len=longest, steps_in_flight=1)
     watched: list[Watched] = []
 
@@ -203,8 +209,9 @@ def compared(target: str, rows: Sequence[Ran], same_size: bool) -> list[str]:
         for name, row in at.items():
             theirs = said.get(METHODS[name].paper)
             off = f"{row.seconds / theirs - 1:+.0%}" if theirs and same_size else "–"
+            called = f"{name} ({METHODS[name].paper})" if METHODS[name].paper else name
             lines.append(
-                f"| {batch} | {name}{f' ({METHODS[name].paper})' if METHODS[name].paper else ''} | {row.seconds:,.1f} | "
+                f"| {batch} | {called} | {row.seconds:,.1f} | "
                 f"{f'{theirs:,}' if theirs else '–'} | {off} | {row.seconds / base - 1:+.1%} | "
                 f"{f'{theirs / base_said - 1:+.1%}' if theirs and base_said else '–'} | {row.steps:,} | "
                 f"{row.idle_tokens:,} | {row.widest:,} |"
@@ -257,6 +264,7 @@ def draw(rows: Sequence[Ran], path: Path) -> None:
 def keep(stem: Path, about: Mapping[str, Any], rows: Sequence[Ran], lines: Sequence[str], *, curves: bool) -> None:
     """Print the table, and write it, its rows and, with `curves`, the figures."""
     print("\n".join(lines))
+    stem.parent.mkdir(parents=True, exist_ok=True)
     kept = [{key: value for key, value in asdict(row).items() if key != "curves"} for row in rows]
     stem.with_suffix(".json").write_text(json.dumps({**about, "rows": kept}, indent=1) + "\n")
     head = ", ".join(f"{key} {value}" for key, value in about.items() if key not in ("command", "date") and value)

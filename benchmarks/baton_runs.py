@@ -55,7 +55,7 @@ def run_target(
 def run(model: UnmodifiedModel, target: str, name: str, batch: int, smaller: float) -> baton.Ran:
     """One method at one batch size."""
     work = baton.workload_of(target, batch, smaller)
-    longest = max(turn.prompt + turn.output for talk in work for turn in talk.turns)
+    longest = baton.longest_row(work)
     watched: list[baton.Watched] = []
     begin = 0.0
 

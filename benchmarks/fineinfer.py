@@ -84,7 +84,7 @@ def cache_tokens(design: str, prompts: int = 1, *, memory: float | None = None) 
 def simulated(dataset: str, design: str, rate: float | None, tokens: int) -> dict[str, Any]:
     """One design at one rate for `MINUTES`; with `rate` None at full load. Batch, latency, requests a second."""
     profile = replace(deploy(MODEL, DEVICE).profile, cache_tokens=tokens)
-    count = 150 if rate is None else max(20, min(3000, int(rate * 60 * MINUTES)))
+    count = 800 if rate is None else max(20, min(3000, int(rate * 60 * MINUTES)))
     work = requests(dataset, count)
     if rate is not None:
         work = workloads.gamma_arrivals(work, rate, seed=0)

@@ -74,6 +74,9 @@ def generated(model: Any, work: Workload, repeats: int, batch: bool) -> dict[str
     longest, tokens = max(turn.output for turn in turns), sum(turn.output for turn in turns)
     ids = torch.randint(16, model.vocab_size, (len(turns), turns[0].prompt), device=model.device)
 
+    if batch and model.device.type != "cuda":
+        raise ValueError("generate_batch is for a GPU")
+
     def once() -> float:
         begin = time.perf_counter()
         if batch:
@@ -129,8 +132,12 @@ def main() -> None:
     length, most = args.prompt + 2 * args.output, max(args.streams)
     shape = TINY if args.tiny else LLAMA_2_7B
 
+    device_name = "tiny" if args.tiny else about["device"].replace(" ", "-")
+    file = args.json or RESULTS / f"beside-transformers-{device_name}.json"
+
     def keep(name: str, row: dict[str, Any]) -> None:
         rows[name] = row
+        file.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
         print(json.dumps({name: row}), flush=True)
 
     model = load_rows(shape)
@@ -166,9 +173,6 @@ def main() -> None:
             for streams, work in workloads_of.items():
                 keep(f"paged, {streams}", measured(paged, work, info.vocab_size, args.repeats)[0])
             paged.close()
-    device_name = "tiny" if args.tiny else about["device"].replace(" ", "-")
-    file = args.json or RESULTS / f"beside-transformers-{device_name}.json"
-    file.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -10,10 +10,11 @@ READY := $(VENV)/.ready
 # gigabytes of CUDA libraries, which a CPU does not need. To serve on a GPU, install the build for your CUDA version.
 TORCH := torch==2.13.0
 
-.PHONY: help setup demo test lint types unit fuzz mutants gpu-test memcheck rooms clean
+.PHONY: help setup demo demo-padded test lint types unit fuzz mutants gpu-test memcheck rooms clean
 
 help:
 	@echo "make demo      serve the built-in model and hold a conversation with it"
+	@echo "make demo-padded  serve random models that only Transformers' own code runs; idle tokens by policy"
 	@echo "make test      style, types, architecture, tests"
 	@echo "make lint      style and architecture alone"
 	@echo "make types     types alone"
@@ -40,6 +41,9 @@ $(READY): pyproject.toml
 
 demo: $(READY)
 	@$(BIN)/python scripts/demo.py
+
+demo-padded: $(READY)
+	@$(BIN)/python -m scripts.padded_demo
 
 test: lint types unit
 

@@ -33,16 +33,17 @@ from holdfast.cells.cell import Cell
 from holdfast.cells.graph import CellGraph
 from holdfast.cells.plan import CellRequest
 from holdfast.cells.planner import CellPlanner
+from holdfast.core.cell_cost import CellCost
 from holdfast.core.version import __version__
 from holdfast.lab.cells import models
 from holdfast.lab.cells.baselines import Merging, Padding
-from holdfast.lab.cells.simulation import V100, Curve, Device, ManyWorkers, Ran, highest, simulate
+from holdfast.lab.cells.simulation import V100, Device, ManyWorkers, Ran, highest, simulate
 from holdfast.lab.cells.workloads import complete_tree, poisson_arrivals, random_trees, sentence_lengths
 
 STEM = RESULTS / "cells-simulated"
 CELLULAR = replace(V100, task_seconds=34e-6, gather_seconds=0.243e-6, move_seconds=0.33e-6, _cache={})
 """A row's h and c are 8 KiB; NVLink copies them at 25 GB/s."""
-UNIT = Curve((64,), (1.0,))
+UNIT = CellCost((64,), (1.0,))
 """One unit of time at any batch size up to 64."""
 FOLD = replace(V100, gather_seconds=0.243e-6, _cache={})
 DYNET = replace(FOLD, node_seconds=2.8e-6, _cache={})
@@ -572,8 +573,8 @@ def compared(every: Mapping[str, Any]) -> tuple[list[Compared], list[Ordered]]:
 
 STEPS = "5 steps of 27 nodes, 232 us each; the paper's 5 of 64 take 250 us each"
 TURNS_PEAK = "turns, and the share of long sentences (see the note)"
-ROUGH = "rough: in a run of 2.8 s each bucket has few turns"
-PAIRS = "a run of 0.7 s ends before the queue of four GPUs has settled"
+ROUGH = "padding's turns (see the note)"
+PAIRS = "the run ends before the queue of the GPUs has settled"
 TREES = "no time of a TreeLSTM cell is given; the paper's peak implies 550 us a task of 64, its p90 half of that"
 FOLD_HOST = "Fold's host time, which dominates in the paper, is not known and not simulated"
 EQUAL = "see the note"

@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import sys
 import threading
 import time
 from collections import deque
@@ -46,6 +47,7 @@ from holdfast.cells.executor import CpuExecutor
 from holdfast.cells.graph import CellGraph
 from holdfast.cells.plan import CellOutput, CellRequest
 from holdfast.cells.planner import MAX_TASKS, CellPlanner
+from holdfast.cells.workers import ROUNDS, tasks_of_a_round
 from holdfast.lab.cells import models
 from holdfast.lab.cells.baselines import Merging, Padding
 from holdfast.lab.cells.models import Operators
@@ -65,10 +67,13 @@ SHARES = (0.1, 0.25, 0.5, 0.75, 0.9)
 OWN_SHARES = (0.7, 0.9)
 """And over a system's own peak."""
 FILLING = 0.2
+BURST = 128
+"""Most requests that are unfolded between two steps of an engine, so that a device does not wait for more."""
 LABELS = 5
 CAPACITY = 65536
 LSTM_SIZES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
-ROUNDS_IN_FLIGHT = {"cpu": 1, "cuda": 2}
+SWITCH_SECONDS = 1e-4
+"""As in an engine process: how long a thread may keep another from running Python."""
 
 
 @dataclass(frozen=True)
@@ -114,30 +119,24 @@ class Locked:
 class CellEngine:
     """A planner over executors, one for each device."""
 
-    def __init__(
-        self, planner: ManyWorkers, executors: Sequence[Any], unfold: Callable[[Sample], CellGraph], in_flight: int
-    ) -> None:
+    def __init__(self, planner: ManyWorkers, executors: Sequence[Any], unfold: Callable[[Sample], CellGraph]) -> None:
         lock: Any = threading.Lock() if len(executors) > 1 else nullcontext()
         self.loops: list[Loop[Any, Any, Any, Any, Any]] = [
-            Loop(Locked(planner.worker(at), lock), executor, in_flight, time.perf_counter)
+            Loop(Locked(planner.worker(at), lock), executor, ROUNDS, time.perf_counter)
             for at, executor in enumerate(executors)
         ]
         self._unfold = unfold
-        self._open: set[str] = set()
+        self._added: list[str] = []
 
     def add(self, request: str, sample: Sample) -> None:
-        graph = self._unfold(sample)
-        self._open.add(request)
-        self.loops[0].add(CellRequest(request, graph, time.perf_counter()))
+        self._added.append(request)
+        self.loops[0].add(CellRequest(request, self._unfold(sample)))
 
     def step(self, worker: int) -> Sequence[CellOutput] | None:
-        outputs = self.loops[worker].step()
-        for output in outputs or ():
-            self._open.discard(output.request_id)
-        return outputs
+        return self.loops[worker].step()
 
     def drain(self) -> None:
-        for request in list(self._open):
+        for request in self._added:
             self.loops[0].abort(request)
         for loop in self.loops:
             while loop.step() is not None:
@@ -264,14 +263,14 @@ def serve(
         nonlocal added
         with lock:
             now = time.perf_counter() - begin
-            while added < count:
+            for _ in range(min(BURST, count - added)):
                 due = arrivals[added] if arrivals is not None else (now if added - ended < clients else np.inf)
                 if due > now:
                     return float(min(due - now, 1e-3))
                 arrival[added] = due
                 engine.add(str(added), samples[added])
                 added += 1
-        return 1e-3
+        return 0.0 if added < count else 1e-3
 
     def work(worker: int) -> None:
         nonlocal ended
@@ -385,7 +384,7 @@ class Bench:
 
     def __init__(self, run: argparse.Namespace) -> None:
         self.run, self.weights = run, Weights(run)
-        self.in_flight = ROUNDS_IN_FLIGHT[run.device[0].partition(":")[0]]
+        self.max_tasks = tasks_of_a_round(run.max_tasks, run.device, ROUNDS)
 
     def executors(self, cells: Sequence[Cell]) -> list[Any]:
         """One for each device, with every cell ready at every size."""
@@ -403,8 +402,8 @@ class Bench:
                         types,
                         device,
                         capacity=CAPACITY if self.run.hidden <= 1024 else CAPACITY // 4,
-                        max_tasks=self.run.max_tasks,
-                        rounds_in_flight=self.in_flight,
+                        max_tasks=self.max_tasks,
+                        rounds_in_flight=ROUNDS,
                     )
                 )
         if len(made) > 1:
@@ -424,8 +423,8 @@ class Bench:
         workers = len(executors)
 
         def engine() -> Engine:
-            planner = plan(cells, workers=workers, capacity=CAPACITY, max_tasks=self.run.max_tasks)
-            return CellEngine(planner, executors, unfold, self.in_flight)
+            planner = plan(cells, workers=workers, capacity=CAPACITY, max_tasks=self.max_tasks)
+            return CellEngine(planner, executors, unfold)
 
         return System(name, engine, role)
 
@@ -624,6 +623,7 @@ def compare(model: Model, run: argparse.Namespace) -> dict[str, float]:
 def measure(run: argparse.Namespace) -> None:
     """Run every system of every model."""
     torch.set_num_threads(run.threads)
+    sys.setswitchinterval(SWITCH_SECONDS)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = run.tf32
     path = run.out / "cells-serve.json"
     run.out.mkdir(parents=True, exist_ok=True)

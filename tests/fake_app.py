@@ -23,6 +23,7 @@ INFO = AppInfo(
     ),
     outputs=(TensorField("sum", "float32", (1,), 4096, ""), TensorField("label", "string", (-1,), 8, "")),
     cells=("sums-cell",),
+    sizes=((1, 2, 4),),
     devices=("cpu",),
     capacity=64,
     started_in=0.5,

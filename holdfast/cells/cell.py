@@ -8,7 +8,7 @@ the nodes.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -90,17 +90,18 @@ class Cell:
     priority: int = 0
     """Higher runs first. Later cells of a graph should have the higher: a decoder before an encoder."""
     sizes: tuple[int, ...] = DEFAULT_SIZES
-    """Batch sizes that are made ready at the start. A task between two sizes is padded up to the larger one."""
+    """Batch sizes that are made ready at the start, unless sizes are given by type there (`sizes_by_type`).
+
+    A task between two sizes is padded up to the larger one."""
     gated: Gated | None = None
-    """A form of `run` that GPUs compute with fewer kernels. It must give what `run` gives."""
+    """A form of `run` that executors compute with fewer passes over memory. It must give what `run` gives."""
 
     def __post_init__(self) -> None:
         if not self.outputs:
             raise ValueError(f"cell {self.name} has no outputs; it needs at least one")
         if not self.inputs:
             raise ValueError(f"cell {self.name} has no inputs; it needs at least one")
-        if not self.sizes or list(self.sizes) != sorted(set(self.sizes)) or self.sizes[0] < 1:
-            raise ValueError(f"sizes of cell {self.name} are {self.sizes}; they must rise from at least 1")
+        _check_sizes(self.name, self.sizes)
         for name in self.carried:
             carried, given = self.inputs[name], self.outputs[name]
             if (carried.shape, carried.dtype) != (given.shape, given.dtype):
@@ -113,6 +114,16 @@ class Cell:
     def states(self) -> tuple[str, ...]:
         """The names of the State inputs, in order."""
         return tuple(name for name, spec in self.inputs.items() if isinstance(spec, State))
+
+    @cached_property
+    def takes(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """By State input: its shape and type."""
+        return {name: (self.inputs[name].shape, self.inputs[name].dtype) for name in self.states}
+
+    @cached_property
+    def gives(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """By output: its shape and type."""
+        return {name: (output.shape, output.dtype) for name, output in self.outputs.items()}
 
     @cached_property
     def values(self) -> tuple[str, ...]:
@@ -129,9 +140,31 @@ class Cell:
         """The State inputs that a chain of this cell takes from the step before: those that are outputs, too."""
         return tuple(name for name in self.states if name in self.outputs)
 
-    def size_of(self, nodes: int) -> int:
-        """The supported size that a task of so many nodes is padded to."""
-        return self.sizes[bisect_left(self.sizes, nodes)]
+
+def sizes_by_type(
+    types: Mapping[Cell, int], sizes: Sequence[tuple[int, ...]] | None = None
+) -> tuple[tuple[int, ...], ...]:
+    """The batch sizes of each type, by its number: those given, or those of its first cell. Raises ValueError."""
+    first: dict[int, Cell] = {}
+    for cell, number in types.items():
+        first.setdefault(number, cell)
+    if sizes is None:
+        return tuple(first[number].sizes for number in sorted(first))
+    if len(sizes) != len(first):
+        raise ValueError(f"sizes are given for {len(sizes)} types of cell; there are {len(first)}")
+    for number, some in enumerate(sizes):
+        _check_sizes(first[number].name, some)
+    return tuple(map(tuple, sizes))
+
+
+def padded_size(sizes: tuple[int, ...], nodes: int) -> int:
+    """The supported size that a task of so many nodes is padded to."""
+    return sizes[bisect_left(sizes, nodes)]
+
+
+def _check_sizes(name: str, sizes: tuple[int, ...]) -> None:
+    if not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] < 1:
+        raise ValueError(f"sizes of cell {name} are {sizes}; they must rise from at least 1")
 
 
 @dataclass(frozen=True, slots=True)

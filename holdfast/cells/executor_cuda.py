@@ -36,6 +36,8 @@ SLEEP_SECONDS = 20e-6
 SLEEPS_PER_CHECK = 1000
 """How often `collect` asks whether the device has failed."""
 PR_SET_TIMERSLACK = 29
+HELD_CYCLES, MOST_HELD_CYCLES = 1 << 20, 1 << 31
+"""How long the device waits before a round that is timed: half a millisecond at first, up to a second."""
 NO_SOURCE = -1
 
 
@@ -107,24 +109,30 @@ class CudaExecutor:
         device: str,
         *,
         capacity: int,
+        sizes: Sequence[tuple[int, ...]] | None = None,
         max_tasks: int = MAX_TASKS,
         rounds_in_flight: int = 2,
     ) -> None:
         """Allocate arenas of `capacity` rows and capture every cell at each of its sizes.
 
-        Rounds have at most `max_tasks` tasks, and at most `rounds_in_flight` may be in flight. Raises ValueError for a
-        cell that does not do what it declares.
+        `sizes` are by type number, by default those of the cells. Rounds have at most `max_tasks` tasks, and at most
+        `rounds_in_flight` may be in flight. Raises ValueError for a cell that does not do what it declares.
         """
         self.device = torch.device(device)
         self._max_tasks, self._rounds_in_flight = max_tasks, rounds_in_flight
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
         with self._on_stream():
             self.arenas = Arenas(cells, self.device, capacity)
-            self._kinds = kinds_of(cells, types, self.arenas)
-            self._words = [{size: TaskWords(kind.cell, size) for size in kind.cell.sizes} for kind in self._kinds]
+            self._kinds = kinds_of(cells, types, self.arenas, sizes)
+            self.gated = {
+                number: (kind, gated)
+                for number, kind in enumerate(self._kinds)
+                if (gated := _gated_of(kind)) is not None
+            }
+            self._words = [{size: TaskWords(kind.cell, size) for size in kind.sizes} for kind in self._kinds]
             most = [max(each.values(), key=lambda words: words.words) for each in self._words]
             states = max(len(kind.cell.states) for kind in self._kinds)
-            largest = max(kind.cell.sizes[-1] for kind in self._kinds)
+            largest = max(kind.sizes[-1] for kind in self._kinds)
             self._most_moved = states * largest * max_tasks
             """Rows that a round can move: no more than its tasks read."""
             self._round_words = _aligned(max_tasks * max(words.words for words in most) + self._most_moved)
@@ -149,6 +157,7 @@ class CudaExecutor:
         self._in_flight: deque[_Flight] = deque()
         self._peers: list[tuple[dict[int, torch.Tensor], int] | None] = []
         self._moved = 0
+        self._held_cycles = HELD_CYCLES
 
     def connect(self, executors: Sequence[CellExecutor]) -> None:
         """Say which executor each worker has. Raises ValueError if this device cannot read another's memory."""
@@ -208,6 +217,33 @@ class CudaExecutor:
             found.append(tuple(outputs))
         return found
 
+    def timed(self, plan: Round) -> float:
+        """Run a round while no other is in flight. The seconds that the device took, once all was queued.
+
+        Raises RuntimeError if queuing a round takes the host longer than a second.
+        """
+        if self._stream is None:
+            began = time.perf_counter()
+            self.submit(plan)
+            self.collect()
+            return time.perf_counter() - began
+        while True:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            with self._on_stream():
+                # The device waits until the host has queued all.
+                torch.cuda._sleep(self._held_cycles)  # type: ignore[no-untyped-call]
+                begin.record()
+                self.submit(plan)
+                end.record()
+                queued = not begin.query()  # type: ignore[no-untyped-call]
+            self.collect()
+            end.synchronize()
+            if queued:
+                return float(begin.elapsed_time(end)) / 1e3
+            if self._held_cycles > MOST_HELD_CYCLES:
+                raise RuntimeError("the host cannot queue a round within a second, so its tasks cannot be timed")
+            self._held_cycles *= 2
+
     def copies(self) -> Copies:
         """How many rows were moved. Inputs are read by the kernels that need them, so they are not counted."""
         return Copies(moved=self._moved)
@@ -266,7 +302,7 @@ class CudaExecutor:
         for number, kind in enumerate(self._kinds):
             buffers = _Buffers(kind, self._words[number], self.arenas, self._signals)
             runs: dict[int, Callable[[], None]] = {}
-            for size in reversed(kind.cell.sizes):
+            for size in reversed(kind.sizes):
                 kind.try_out(size, self.device)
                 body = buffers.body(size)
                 self._bodies.append(body)
@@ -317,14 +353,19 @@ class CudaExecutor:
         self._moved += len(move.rows)
 
 
+def _gated_of(kind: Kind) -> Gated | None:
+    """The gated form in which tasks of a type run; None if they run as the cell's `run` does."""
+    return kind.cell.gated if "c" not in kind.returned else None
+
+
 class _Buffers:
     """The fixed memory of one type's tasks, and the kernels of a task of each size."""
 
     def __init__(self, kind: Kind, words: Mapping[int, TaskWords], arenas: Arenas, signals: Signals) -> None:
         self._kind, self._cell, self._words = kind, kind.cell, words
         self._arenas, self._signals, self._device = arenas, signals, arenas.device
-        self._gated = kind.cell.gated if "c" not in kind.returned else None
-        largest = self._cell.sizes[-1]
+        self._gated = _gated_of(kind)
+        largest = kind.sizes[-1]
         kind.weights = {name: weight.contiguous() for name, weight in kind.weights.items()}
         if self._gated is None:
             self._inputs = {name: example(spec, largest, self._device) for name, spec in self._cell.inputs.items()}

@@ -1,4 +1,4 @@
-"""Gated: the form that LSTM cells and binary TreeLSTM cells have in common, which GPUs run with few kernels. Pure."""
+"""Gated: the form that LSTM and binary TreeLSTM cells have in common, which executors run with few kernels. Pure."""
 
 from __future__ import annotations
 

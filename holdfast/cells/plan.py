@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -46,8 +45,7 @@ class Layout:
         return self.widths.get(Spec(spec.shape, spec.dtype), 1)
 
 
-@dataclass(frozen=True, slots=True)
-class CellRequest:
+class CellRequest(NamedTuple):
     """One request, unfolded."""
 
     id: str
@@ -66,8 +64,7 @@ class CellOutput(NamedTuple):
     """When the first of its nodes was planned."""
 
 
-@dataclass(frozen=True, slots=True)
-class Task:
+class Task(NamedTuple):
     """Nodes of one type, one for each row, that run as one batch."""
 
     rows: np.ndarray
@@ -82,8 +79,7 @@ class Task:
     """The supported size that the executor pads it to."""
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
+class Move(NamedTuple):
     """Rows whose state another worker computed, to be copied before the tasks of the round."""
 
     worker: int
@@ -91,15 +87,14 @@ class Move:
     """int32: the same rows here and there. Their tasks have completed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Round:
+class Round(NamedTuple):
     """What one call of Schedule submits to a worker: tasks of one type, run in order (Algorithm 1)."""
 
     worker: int
     type: int
     tasks: list[Task]
-    moves: list[Move] = field(default_factory=list)
+    moves: Sequence[Move] = ()
 
 
-Returned = list[tuple[np.ndarray, ...]]
+Returned = Sequence[tuple[np.ndarray, ...]]
 """What a round gave: for each task its returned outputs, [nodes, *shape] each."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
 
 from holdfast.cells.cell import Cell, Spec
 
@@ -64,6 +66,43 @@ def trace(cell: Cell) -> tuple[Hashable, list[torch.Tensor]]:
     except (RuntimeError, TypeError, KeyError, IndexError, AttributeError) as error:
         raise ValueError(f"cell {cell.name} cannot be traced: {error}") from error
     return _canonical(graph, weights)
+
+
+def fingerprint(cell: Cell) -> str:
+    """A digest that cells share if they take equal time: they call the same functions on tensors of equal shapes.
+
+    The calls are those for a batch of zeros; the cell is run once. Types count, too; what the weights hold does not.
+    """
+    weights = {name: torch.as_tensor(weight) for name, weight in cell.weights.items()}
+    device = next((weight.device for weight in weights.values()), torch.device("cpu"))
+    inputs = {name: example(spec, TRACED_SIZE, device) for name, spec in cell.inputs.items()}
+    with torch.no_grad(), _Operations() as done:
+        cell.run(weights, **inputs)
+    kinds = [(name, type(spec).__name__, spec) for name, spec in (*cell.inputs.items(), *cell.outputs.items())]
+    return hashlib.sha256(repr((kinds, _shapes(weights.values()), done.lines, cell.gated)).encode()).hexdigest()[:16]
+
+
+class _Operations(TorchFunctionMode):
+    """Notes which of PyTorch's functions are called while it is entered, and on what."""
+
+    def __init__(self) -> None:
+        self.lines: list[Hashable] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__qualname__", None) or repr(func)
+        self.lines.append((name, _described((args, kwargs or {}))))
+        return func(*args, **(kwargs or {}))
+
+
+def _described(value: Any) -> Hashable:
+    """An argument of an operation, where a tensor is its shape and type."""
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), str(value.dtype)
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_described, value))
+    if isinstance(value, dict):
+        return tuple((key, _described(each)) for key, each in value.items())
+    return repr(value)
 
 
 def example(spec: Spec, size: int, device: torch.device) -> torch.Tensor:

@@ -8,16 +8,17 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from holdfast.cells.application import Application
-from holdfast.cells.cell import Cell
+from holdfast.cells.cell import Cell, sizes_by_type
 from holdfast.cells.executor import CellExecutor, Copies, CpuExecutor
+from holdfast.cells.gated_check import check_gated
 from holdfast.cells.plan import CellOutput, CellRequest, Returned, Round
-from holdfast.cells.planner import CAPACITY, MAX_TASKS, CellPlanner, CellStats, CellWorker
+from holdfast.cells.planner import CAPACITY, MAX_TASKS, CellPlanner, CellStats, CellWorker, prepare
 from holdfast.cells.types import number
 from holdfast.loop.contracts import Clock
 from holdfast.loop.loop import Loop
 
-CPU_ROUNDS, GPU_ROUNDS = 1, 2
-"""Rounds in flight by default."""
+ROUNDS = 2
+"""In flight by default."""
 CellLoop = Loop[CellRequest, Round, Returned, list[CellOutput], CellStats]
 
 
@@ -34,25 +35,34 @@ class Workers:
         application: Application,
         devices: Sequence[str],
         *,
+        types: Mapping[Cell, int] | None = None,
+        sizes: Sequence[tuple[int, ...]] | None = None,
         max_tasks: int = MAX_TASKS,
         capacity: int = CAPACITY,
-        steps_in_flight: int | None = None,
+        steps_in_flight: int = ROUNDS,
         clock: Clock,
         on_outputs: Callable[[list[CellOutput]], None],
         on_failure: Callable[[str], None],
     ) -> None:
         """Make every cell ready at every size on each of the devices, "cpu" or "cuda:N", and start the threads.
 
-        `capacity` is in rows, on each device. `steps_in_flight` is in rounds; by default it is 2 on GPUs, and 1 on
-        CPUs, which compute a round only when it is waited for.
+        `types` numbers the cells as `types.number` does, which is asked if it is left out. `sizes` are batch sizes by
+        type number, by default those of the cells.
+        `capacity` is in rows, on each device. `steps_in_flight` is in rounds. With one, nothing runs when the next is
+        planned, so the type of the highest priority keeps the worker for as long as any node of it is ready; with two,
+        types take turns. `max_tasks` bounds the tasks of a round on GPUs. On CPUs, which compute a round only when it
+        is waited for, it bounds all tasks in flight, so that a request does not wait twice as long until it joins.
         `on_outputs` gets the requests that have ended, in a worker's thread. `on_failure` gets the reason, once, if an
         executor or `on_outputs` raises; nothing runs after that.
-        Raises ValueError for what is out of range, and for a cell that does not do what it declares.
+        Raises ValueError for what is out of range, for a cell that does not do what it declares, and for a gated form
+        that does not give what the cell's `run` gives.
         """
         if not devices:
             raise ValueError("devices is empty; there must be at least one")
-        if steps_in_flight is not None and steps_in_flight < 1:
+        if steps_in_flight < 1:
             raise ValueError(f"steps_in_flight is {steps_in_flight}; it must be at least 1")
+        if max_tasks < 1:
+            raise ValueError(f"max_tasks is {max_tasks}; it must be at least 1")
         self._on_outputs, self._on_failure = on_outputs, on_failure
         self._changed = threading.Condition()
         """Guards the planner and all that follows; notified when a sleeping worker may have something to do."""
@@ -60,19 +70,31 @@ class Workers:
         self._torch_threads = max(1, torch.get_num_threads() // len(devices))
         self._ended: str | None = None
         """Why nothing runs any more."""
-        types = number(application.cells)
+        prepare()
+        if types is None:
+            types = number(application.cells)
+        sizes = sizes_by_type(types, sizes)
+        of_a_round = tasks_of_a_round(max_tasks, devices, steps_in_flight)
         self._planner = CellPlanner(
-            application.cells, types, workers=len(devices), max_tasks=max_tasks, capacity=capacity
+            application.cells, types, sizes=sizes, workers=len(devices), max_tasks=of_a_round, capacity=capacity
         )
         self._executors: list[CellExecutor] = []
         self._workers: list[_Worker] = []
         for place, device in enumerate(devices):
-            in_flight = steps_in_flight or (CPU_ROUNDS if device == "cpu" else GPU_ROUNDS)
-            executor = _executor(application, types, device, capacity, max_tasks, in_flight)
+            executor = make_executor(
+                application.cells,
+                types,
+                device,
+                capacity=capacity,
+                sizes=sizes,
+                max_tasks=of_a_round,
+                rounds_in_flight=steps_in_flight,
+            )
+            check_gated(executor)
             self._executors.append(executor)
             worker = _Worker(self, self._planner.worker(place))
             self._workers.append(worker)
-            worker.loop = Loop(worker, executor, in_flight, clock)
+            worker.loop = Loop(worker, executor, steps_in_flight, clock)
         if len(devices) > 1:
             for executor in self._executors:
                 executor.connect(self._executors)
@@ -186,19 +208,42 @@ class _Worker:
         return self._workers.stats()
 
 
-def _executor(
-    application: Application, types: Mapping[Cell, int], device: str, capacity: int, max_tasks: int, in_flight: int
-) -> CellExecutor:
-    """The executor of a device. Raises ValueError if there is no such device."""
-    if device == "cpu":
-        return CpuExecutor(application.cells, types, capacity=capacity)
+def tasks_of_a_round(max_tasks: int, devices: Sequence[str], steps_in_flight: int) -> int:
+    """The most tasks of a round, where a worker gets `max_tasks` at a time and has so many rounds in flight."""
+    return max(1, max_tasks // steps_in_flight) if "cpu" in devices else max_tasks
+
+
+def require_device(device: str) -> None:
+    """Raises ValueError unless this is "cpu", or "cuda:N" of this machine."""
     number = device.removeprefix("cuda:")
-    if number == device or not number.isdecimal():
+    if device != "cpu" and (number == device or not number.isdecimal()):
         raise ValueError(f"device is {device!r}; it must be cpu, or cuda and a number, such as cuda:0")
-    if int(number) >= torch.cuda.device_count():
+    if device != "cpu" and int(number) >= torch.cuda.device_count():
         raise ValueError(f"device is {device}; this machine has {torch.cuda.device_count()} CUDA devices")
+
+
+def make_executor(
+    cells: Sequence[Cell],
+    types: Mapping[Cell, int],
+    device: str,
+    *,
+    capacity: int,
+    sizes: Sequence[tuple[int, ...]],
+    max_tasks: int,
+    rounds_in_flight: int,
+) -> CellExecutor:
+    """The executor of a device, "cpu" or "cuda:N". Raises ValueError if there is no such device."""
+    if device == "cpu":
+        return CpuExecutor(cells, types, capacity=capacity, sizes=sizes)
+    require_device(device)
     from holdfast.cells.executor_cuda import CudaExecutor  # here, so that CPUs need no Triton
 
     return CudaExecutor(
-        application.cells, types, device, capacity=capacity, max_tasks=max_tasks, rounds_in_flight=in_flight
+        cells,
+        types,
+        device,
+        capacity=capacity,
+        sizes=sizes,
+        max_tasks=max_tasks,
+        rounds_in_flight=rounds_in_flight,
     )

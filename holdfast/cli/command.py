@@ -253,12 +253,21 @@ def profile_command() -> Command:
     from holdfast.cli import profile
 
     def run(asked: Asked) -> int:
-        return run_in_loop(profile.run(asked.config(profile.ProfileConfig), asked.config(EngineConfig)))
+        config, engine = asked.config(profile.ProfileConfig), asked.config(EngineConfig)
+        if config.app is None:
+            if "largest" in asked.flags:
+                raise UsageError("--largest is for the cells of an application; name one with --app")
+            return run_in_loop(profile.run(config, engine))
+        refuse_engine_flags(asked.flags, "a language model; leave it out with --app", but=("device", "threads"))
+        with value_errors_as_usage():
+            apps = AppConfig(app=(config.app,), app_device=() if engine.device == "auto" else (engine.device,))
+        return run_in_loop(profile.run_app(config, apps, engine.threads))
 
     return Command(
         run=run,
         description="Measure how long the steps of a model take on this device, and keep the result for "
-        "`holdfast serve --tbt-target` and `holdfast bench --simulate`.",
+        "`holdfast serve --tbt-target` and `holdfast bench --simulate`. With --app, measure an application's cells by "
+        "batch size, which picks the batch sizes of `holdfast serve --app`.",
         groups={profile.ProfileConfig: "the profile", EngineConfig: "the engine"},
     )
 

@@ -1,4 +1,4 @@
-"""`holdfast profile`: measures the cost profile of a model on this device, caches it and prints it."""
+"""`holdfast profile`: measures the cost profile of a model or of cells on this device, caches it and prints it."""
 
 from __future__ import annotations
 
@@ -9,20 +9,33 @@ from rich.console import Console
 from rich.text import Text
 
 from holdfast.cli.output import require_writable, stage_printer
-from holdfast.core.config import EngineConfig, option
+from holdfast.core.config import AppConfig, EngineConfig, option
+from holdfast.engine.app_client import AppClient
 from holdfast.engine.client import EngineClient
-from holdfast.engine.profiles import CostProfile
+from holdfast.engine.profiles import CellProfile, CostProfile
 from holdfast.lab.reports.tables import table
+
+LARGEST = 16384
+"""The largest size of a task that can be measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileConfig:
-    """The options of `holdfast profile`. Raises ValueError for a file that cannot be written."""
+    """The options of `holdfast profile`. Raises ValueError for what is out of range or cannot be written."""
 
-    out: str | None = option(None, "write a copy of the profile to this file, for `holdfast bench --simulate`")
+    app: str | None = option(
+        None, "measure the cells of this application instead of a model: its name, or module:object"
+    )
+    largest: int = option(2048, "with --app: the most nodes of a task that is measured")
+    out: str | None = option(
+        None,
+        "write a copy of the profile to this file, for `holdfast bench --simulate` or `holdfast serve --app-profile`",
+    )
 
     def __post_init__(self) -> None:
         require_writable(self.out)
+        if not 2 <= self.largest <= LARGEST:
+            raise ValueError(f"largest is {self.largest}; it must lie between 2 and {LARGEST}")
 
 
 async def run(config: ProfileConfig, engine: EngineConfig) -> int:
@@ -41,6 +54,44 @@ async def run(config: ProfileConfig, engine: EngineConfig) -> int:
         console.print(f"and to {config.out}", soft_wrap=True)
     console.print(Text("holdfast serve --tbt-target MS uses it from now on", style="dim"))
     return 0
+
+
+async def run_app(config: ProfileConfig, apps: AppConfig, threads: int | None) -> int:
+    """Measure the cells of the one application of `apps`, cache and print it. As `run`."""
+    console = Console(highlight=False)
+    (app,) = apps.app
+    client = await AppClient.start(app, apps, stage_printer(console), threads, measure=config.largest)
+    await client.close()
+    cached = Path(client.info.profile_path)
+    profile = CellProfile.load(cached)
+    show_cells(console, profile)
+    console.print(f"\nsaved to {cached}", soft_wrap=True)
+    if config.out is not None:
+        profile.save(Path(config.out).absolute())
+        console.print(f"and to {config.out}", soft_wrap=True)
+    console.print(Text(f"holdfast serve --app {app} uses these sizes from now on", style="dim"))
+    return 0
+
+
+def show_cells(console: Console, profile: CellProfile) -> None:
+    """Print the time of each type of cell by batch size, and which sizes are chosen."""
+    console.print(Text.assemble("\n", (profile.app, "bold"), f" on {profile.device}, {profile.versions}"))
+    for each in profile.types:
+        cost, sizes = each.cost, each.sizes
+        best = max(map(cost.throughput, cost.sizes))
+        shown = table(f"a task of {each.name}", ("nodes", "us", "us a node", "nodes/s", "of the best", ""))
+        for size, seconds in zip(cost.sizes, cost.seconds, strict=True):
+            note = "knee" if size == sizes[-1] else "size" if size in sizes else ""
+            shown.add_row(
+                f"{size:,}",
+                f"{seconds * 1e6:,.1f}",
+                f"{seconds / size * 1e6:,.2f}",
+                f"{size / seconds:,.0f}",
+                f"{cost.throughput(size) / best:.0%}",
+                note,
+            )
+        console.print(shown)
+        console.print(f"batch sizes of {each.name}: {', '.join(map(str, sizes))}", soft_wrap=True)
 
 
 def show(console: Console, profile: CostProfile) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, fields
+from importlib.util import find_spec
 from math import inf
 from typing import Any, Literal
 
@@ -254,6 +255,9 @@ class AppConfig:
     )
     app_max_tasks: int = option(5, "most tasks that a worker gets at a time; fewer let new requests join sooner")
     app_capacity: int = option(16384, "nodes of one application that have a place on the device; further requests wait")
+    app_profile: str = option(
+        "auto", "batch sizes from what holdfast profile --app measured: auto (if it fits), off, or a file of it"
+    )
     app_max_requests: int = option(4096, "most requests of one application in progress; more are refused with 503")
 
     def __post_init__(self) -> None:
@@ -265,6 +269,14 @@ class AppConfig:
             value = getattr(self, name)
             if not low <= value <= high:
                 raise ValueError(f"{name} is {value}; it must lie between {low} and {high}")
+        if self.app and find_spec("numba") is None:
+            raise ValueError("app needs Numba, which is not installed: pip install 'holdfast[cells]'")
+        if self.app_profile not in ("auto", "off", "") and len(self.app) > 1:
+            raise ValueError(
+                f"app_profile is {self.app_profile}, and there are {len(self.app)} applications; a file is for one"
+            )
+        if not self.app_profile:
+            raise ValueError("app_profile is empty; it must be auto, off, or a file")
         for name in self.app:
             if not re.fullmatch(r"[\w.-]+(:[\w.]+)?", name):
                 raise ValueError(f"app is {name!r}; it must be a name, or look like module:object")

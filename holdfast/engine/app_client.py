@@ -33,26 +33,37 @@ class AppClient(EngineConnection[messages.AppInfo, messages.AppStats]):
     """The engine process of one application and its requests. Made by `start`, for one event loop."""
 
     def __init__(
-        self, app: str, config: AppConfig, on_progress: Callable[[str], None] | None = None, threads: int | None = None
+        self,
+        app: str,
+        config: AppConfig,
+        on_progress: Callable[[str], None] | None = None,
+        threads: int | None = None,
+        measure: int = 0,
     ) -> None:
         """Use `start` instead."""
         self.app, self.config = app, config
-        self._threads = threads
+        self._threads, self._measure = threads, measure
         self._running: dict[str, asyncio.Future[messages.AppResult]] = {}
         on_cpu = bool(config.app_device) and set(config.app_device) == {"cpu"}
         super().__init__(EngineProcess("cpu" if on_cpu else "auto", APPS), on_progress)
 
     @classmethod
     async def start(
-        cls, app: str, config: AppConfig, on_progress: Callable[[str], None] | None = None, threads: int | None = None
+        cls,
+        app: str,
+        config: AppConfig,
+        on_progress: Callable[[str], None] | None = None,
+        threads: int | None = None,
+        measure: int = 0,
     ) -> AppClient:
         """Start the engine process of an application and wait until it takes requests.
 
         `app` is a built-in application's name, or module:object. `on_progress` is called with the name of each stage,
-        `threads` is the number of CPU threads. Raises EngineStartError with the reason. If the wait ends early, for
-        whatever reason, so does the process.
+        `threads` is the number of CPU threads. With `measure` above 0, the engine measures how long tasks of each cell
+        type take, of up to so many nodes, and writes it to `info.profile_path`. Raises EngineStartError with the
+        reason. If the wait ends early, for whatever reason, so does the process.
         """
-        client = cls(app, config, on_progress, threads)
+        client = cls(app, config, on_progress, threads, measure)
         async with client._starting():
             client.info = await client._ready
         return client
@@ -78,7 +89,7 @@ class AppClient(EngineConnection[messages.AppInfo, messages.AppStats]):
         return Inference(result.outputs, arrival, result.scheduled_at, time.monotonic())
 
     def _start_message(self) -> messages.StartApp:
-        return messages.StartApp(self.app, self.config, self._began, self._threads)
+        return messages.StartApp(self.app, self.config, self._began, self._threads, self._measure)
 
     def _take_output(self, message: messages.FromEngine) -> None:
         match message:

@@ -18,12 +18,14 @@ import torch
 
 from holdfast.cells import applications
 from holdfast.cells.application import Application
-from holdfast.cells.cell import Field
+from holdfast.cells.cell import Field, sizes_by_type
 from holdfast.cells.plan import CellOutput, CellRequest
+from holdfast.cells.types import number
 from holdfast.cells.workers import Workers
 from holdfast.core.config import AppConfig
 from holdfast.core.stages import Stages
 from holdfast.engine import messages
+from holdfast.engine.app_profiles import Found, find_profile, measure_profile
 from holdfast.engine.process import Parent
 from holdfast.engine.tensors import pack, unpack
 
@@ -58,19 +60,35 @@ def devices_of(config: AppConfig) -> list[str]:
 class AppEngine:
     """An application's requests, from messages to its workers and back. All in one thread but `_note` and `_fail`."""
 
-    def __init__(
-        self, application: Application, config: AppConfig, parent: Parent, *, threads: int | None = None
-    ) -> None:
-        """Make the cells ready on their devices. Raises ValueError, MemoryError."""
-        if threads is not None:
-            torch.set_num_threads(threads)
+    def __init__(self, start: messages.StartApp, application: Application, parent: Parent) -> None:
+        """Measure the cells if that was asked for, and make them ready. Raises ValueError, MemoryError, OSError."""
+        config = start.config
+        if start.threads is not None:
+            torch.set_num_threads(start.threads)
         self._application, self._config, self._parent = application, config, parent
         self._devices = devices_of(config)
+        types = number(application.cells)
+        if start.measure:
+            found: Found | None = measure_profile(
+                start.app,
+                application,
+                types,
+                self._devices[0],
+                start.measure,
+                lambda stage: parent.send(messages.Progress(stage)),
+            )
+        else:
+            found = find_profile(start.app, types, self._devices, config.app_profile)
+        self._profile_path = "" if found is None else str(found.path)
+        self._sizes = sizes_by_type(types, None if found is None else found.profile.sizes)
+        parent.send(messages.Progress("making cells ready"))
         self._ended: SimpleQueue[list[CellOutput]] = SimpleQueue()
         self._failure = ""
         self._workers = Workers(
             application,
             self._devices,
+            types=types,
+            sizes=self._sizes,
             max_tasks=config.app_max_tasks,
             capacity=config.app_capacity,
             clock=time.monotonic,
@@ -86,6 +104,8 @@ class AppEngine:
             inputs=tuple(map(field_of, application.inputs)),
             outputs=tuple(map(field_of, application.outputs)),
             cells=self._workers.stats().types,
+            sizes=self._sizes,
+            profile_path=self._profile_path,
             devices=tuple(self._devices),
             capacity=self._config.app_capacity,
             started_in=stages.elapsed(),

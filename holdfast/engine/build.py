@@ -8,10 +8,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
-from holdfast.core.config import PADDED_OPTIONS, EngineConfig
+from holdfast.core.config import PADDED_OPTIONS, PAGED_OPTIONS, ROW_SCHEDULERS, EngineConfig
 from holdfast.core.stages import Stages
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.in_service import in_service
@@ -21,7 +22,11 @@ from holdfast.engine.trace import TracedExecutor
 from holdfast.lm.execution.cost_profile import estimate_cost, measure_cost
 from holdfast.lm.execution.paged_device import PagedDevice, resolve_device
 from holdfast.lm.kernels.attention import backends as attention
+from holdfast.lm.models.base import UnsupportedCheckpoint
+from holdfast.lm.models.hf import NotPaged, TransformersModel
 from holdfast.lm.models.loader import load
+from holdfast.lm.padded.device import PaddedDevice
+from holdfast.lm.padded.loading import load_unmodified
 from holdfast.lm.scheduler.choice import capacity_of, choose_policy, make_scheduler
 from holdfast.lm.scheduler.policies import LatencyTarget, StallFree
 from holdfast.lm.scheduler.scheduler import Scheduler
@@ -56,8 +61,8 @@ def build(
     """Load the model, measure the device, allocate its memory, and put the loop together.
 
     `stages` notes when each stage begins and ends; by default they count from this call. `on_progress` gets the name
-    of each stage, for people. A latency target and a host tier need the device's cost profile (`find_profile`). Raises
-    ValueError (UnsupportedCheckpoint among them) and MemoryError with a reason for people.
+    of each stage, for people. A latency target, and the host tier of a paged cache, need the device's cost profile
+    (`find_profile`). Raises ValueError (UnsupportedCheckpoint among them) and MemoryError with a reason for people.
     """
     stages = stages or Stages(clock(), clock)
     if config.threads is not None:
@@ -65,11 +70,13 @@ def build(
     checkpoint = Checkpoint.find(config.model)
     on_progress(f"loading {checkpoint.name}")
     with stages.stage("weights"):
-        device = make_device(config, checkpoint, stages)
+        device, reason = choose_device(config, checkpoint, stages, measure=measure)
     memory, shape = allocate(device, stages, on_progress)
     path = cached_profile_path(checkpoint.directory, device.precision, pace_of(config, device.kind, memory.device))
     profile = None
-    if measure or config.tbt_target is not None or (shape.num_host_blocks > 0 and config.eviction == "retention"):
+    if isinstance(device, PagedDevice) and (
+        measure or config.tbt_target is not None or (shape.num_host_blocks > 0 and config.eviction == "retention")
+    ):
         profile = find_profile(device, shape, path, stages, measure=measure, on_progress=on_progress)
     cost = profile.cost if profile is not None else None
     policy = choose_policy(config, shape, cost)
@@ -87,10 +94,12 @@ def build(
     info = EngineInfo(
         model=shape.model,
         precision=shape.precision,
+        executor=shape.executor,
+        executor_reason=reason if shape.rows is None else f"{reason}; {shape.rows.abilities.sentence}",
         memory=memory,
         num_blocks=shape.num_blocks,
         num_host_blocks=shape.num_host_blocks,
-        block_size=config.block_size,
+        block_size=config.block_size if shape.rows is None else 1,
         token_budget=shape.max_step_tokens,
         max_model_len=shape.max_model_len,
         max_sequences=config.max_sequences,
@@ -108,13 +117,46 @@ def grow_host_tier(scheduler: Scheduler, host: HostTier) -> None:
     scheduler.resize_host_tier(host.ready, host.blocks)
 
 
-def make_device(config: EngineConfig, checkpoint: Checkpoint, stages: Stages) -> PagedDevice:
-    """The model on its device, before there is a cache. Raises ValueError, MemoryError."""
+class Choice(NamedTuple):
+    """A model on the device that its executor needs."""
+
+    device: PagedDevice | PaddedDevice
+    reason: str
+    """Why it is this executor, in words that can follow "because"."""
+
+
+def choose_device(config: EngineConfig, checkpoint: Checkpoint, stages: Stages, *, measure: bool = False) -> Choice:
+    """The model on its device, before there is a cache: paged if it can be, else padded, or as `executor` says.
+
+    Raises UnsupportedCheckpoint with both reasons if neither can run it, ValueError for an option that the executor
+    does not read, and MemoryError.
+    """
     if config.executor == "padded":
-        raise ValueError("executor is padded, and models run on the paged executor only; choose auto or paged")
-    for name in PADDED_OPTIONS:
-        if getattr(config, name) != getattr(EngineConfig, name):
-            raise ValueError(f"{name} is {getattr(config, name)}, which is for the padded executor; leave it out")
+        return Choice(make_padded_device(config, checkpoint, stages, measure=measure), "executor is padded")
+    if config.executor == "auto" and config.scheduler in ROW_SCHEDULERS:
+        reason = f"scheduler is {config.scheduler}, which plans padded rows"
+        return Choice(make_padded_device(config, checkpoint, stages, measure=measure), reason)
+    try:
+        return make_paged_device(config, checkpoint, stages)
+    except UnsupportedCheckpoint as error:
+        if config.executor == "paged":
+            raise
+        refusal = error.with_traceback(None)  # its frames hold tensors
+    for name in PAGED_OPTIONS:
+        if (value := getattr(config, name)) != getattr(EngineConfig, name):
+            raise UnsupportedCheckpoint(f"{refusal}; padded rows cannot run it with {name} {value}") from None
+    try:
+        module = refusal.module if isinstance(refusal, NotPaged) else None
+        device = make_padded_device(config, checkpoint, stages, measure=measure, module=module)
+    except UnsupportedCheckpoint as error:
+        if str(error) == str(refusal):
+            raise
+        raise UnsupportedCheckpoint(f"{refusal}; on padded rows: {error}") from error
+    return Choice(device, str(refusal))
+
+
+def make_paged_device(config: EngineConfig, checkpoint: Checkpoint, stages: Stages) -> Choice:
+    """The model over a paged cache: a native decoder, or Transformers' code with its attention swapped."""
     device = resolve_device(config.device)
     if device.type == "cuda" and config.cuda_graphs:
         from holdfast.lm.kernels.compilation import prepare  # a CPU installation has no Triton
@@ -129,6 +171,12 @@ def make_device(config: EngineConfig, checkpoint: Checkpoint, stages: Stages) ->
         load_format=config.load_format,
         quantization=config.quantization,
     )
+    name = model.spec.architecture
+    swapped = isinstance(model, TransformersModel)
+    for option in PADDED_OPTIONS:
+        # Leave to run a checkpoint's code may be given to a model that needs none.
+        if option != "trust_remote_code" and (value := getattr(config, option)) != getattr(EngineConfig, option):
+            raise ValueError(f"{option} is {value}, which is for the padded executor, and {name} runs on the paged one")
     capacity = capacity_of(
         config.scheduler,
         token_budget=config.fixed_token_budget or DEFAULT_TOKEN_BUDGET[device.type],
@@ -136,7 +184,35 @@ def make_device(config: EngineConfig, checkpoint: Checkpoint, stages: Stages) ->
         max_sequences=config.max_sequences,
         limit=config.fixed_token_budget or LARGE_STEP * DEFAULT_TOKEN_BUDGET[device.type],
     )
-    return PagedDevice(model, config, name=checkpoint.name, max_step_tokens=capacity, stages=stages)
+    return Choice(
+        PagedDevice(model, config, name=checkpoint.name, max_step_tokens=capacity, stages=stages),
+        f"{name} lets Transformers swap its attention" if swapped else f"{name} has a native decoder",
+    )
+
+
+def make_padded_device(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    stages: Stages,
+    *,
+    measure: bool = False,
+    module: Any = None,
+) -> PaddedDevice:
+    """The model as Transformers has it, for padded rows. `module` is one that was loaded for a paged cache."""
+    if config.tbt_target is not None:
+        raise ValueError(f"tbt_target is {config.tbt_target:g}, which takes a cost profile; padded rows have none")
+    if measure:
+        raise ValueError("a cost profile is measured on the paged executor only, and this model runs on padded rows")
+    model = load_unmodified(
+        checkpoint.directory,
+        device=resolve_device(config.device),
+        dtype=config.dtype,
+        max_model_len=config.max_model_len,
+        load_format=config.load_format,
+        trust_remote_code=config.trust_remote_code,
+        module=module,
+    )
+    return PaddedDevice(model, config, name=checkpoint.name, stages=stages)
 
 
 def allocate(

@@ -1,4 +1,4 @@
-"""Cost profiles: a model's measured speed on a device, in one file per model, precision and device. No torch."""
+"""Cost profiles: the measured speed of a model, or of an application's cells, on a device, in a file each. No torch."""
 
 from __future__ import annotations
 
@@ -7,17 +7,22 @@ import json
 import os
 import re
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NoReturn, TypeVar
 
 import msgspec
 
+from holdfast.core.cell_cost import CellCost, choose_sizes
 from holdfast.core.config import CacheTypeName, EngineConfig, QuantizationName
 from holdfast.core.cost import CostModel
 from holdfast.engine.checkpoint import JSON_LIMIT, read_json, read_text
 from holdfast.lm.types import precision_of
 
 DTYPES = ("float32", "bfloat16", "float16")
+
+ProfileT = TypeVar("ProfileT", "CostProfile", "CellProfile")
 
 MEASURED = 4
 """Version of the measurement. A profile of an earlier version is not used."""
@@ -71,20 +76,93 @@ class CostProfile:
 
     def save(self, path: Path) -> None:
         """Write the file atomically. Raises OSError."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-            fresh = Path(scratch) / "profile.json"
-            fresh.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
-            fresh.replace(path)
+        _save(self, path)
 
     @classmethod
     def load(cls, path: Path) -> CostProfile:
         """Read what `save` wrote. Raises ValueError that names the file and the fault."""
-        data = read_json(path)
-        try:
-            return msgspec.convert(data, cls)
-        except msgspec.ValidationError as error:
-            raise ValueError(f"{path} is not a profile: {error}; measure again with `holdfast profile`") from None
+        return _load(path, cls, "holdfast profile")
+
+
+@dataclass(frozen=True, slots=True)
+class CellType:
+    """What was measured of one type of cell."""
+
+    name: str
+    """Of its first cell."""
+    fingerprint: str
+    """Equal for cells that take equal time: cells.types.fingerprint."""
+    cost: CellCost
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The batch sizes to support."""
+        return choose_sizes(self.cost)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellProfile:
+    """How long tasks of an application's cells take on a device, and what was measured."""
+
+    app: str
+    """As it was asked for: its name, or module:object."""
+    device: str
+    versions: str
+    """Of what computes, and of the measurement."""
+    types: tuple[CellType, ...]
+    """By number."""
+
+    @property
+    def sizes(self) -> tuple[tuple[int, ...], ...]:
+        """The batch sizes to support, by type number."""
+        return tuple(each.sizes for each in self.types)
+
+    def require(self, *, device: str, versions: str, types: Sequence[tuple[str, str]]) -> None:
+        """Raises ValueError, naming both values, unless it was measured on this device, with these versions and cells.
+
+        Each of `types` is the name and the fingerprint of a type of cell.
+        """
+        for what, measured, given in (("on", self.device, device), ("with", self.versions, versions)):
+            if measured != given:
+                self._refuse(f"was measured {what} {measured}, and this is {given}")
+        measured, given = (
+            ", ".join(names) for names in ((each.name for each in self.types), (name for name, _ in types))
+        )
+        if measured != given:
+            self._refuse(f"has the cells {measured}, and the application has {given}")
+        for each, (name, fingerprint) in zip(self.types, types, strict=True):
+            if each.fingerprint != fingerprint:
+                self._refuse(f"was measured with another cell {name}: its operations, shapes or gated form differ")
+
+    def _refuse(self, why: str) -> NoReturn:
+        raise ValueError(
+            f"the profile of application {self.app} {why}; measure again with `holdfast profile --app {self.app}`"
+        )
+
+    def save(self, path: Path) -> None:
+        """Write the file atomically. Raises OSError."""
+        _save(self, path)
+
+    @classmethod
+    def load(cls, path: Path) -> CellProfile:
+        """Read what `save` wrote. Raises ValueError that names the file and the fault."""
+        return _load(path, cls, "holdfast profile --app")
+
+
+def _save(profile: CostProfile | CellProfile, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        fresh = Path(scratch) / "profile.json"
+        fresh.write_text(json.dumps(asdict(profile), indent=1) + "\n", encoding="utf-8")
+        fresh.replace(path)
+
+
+def _load(path: Path, kind: type[ProfileT], command: str) -> ProfileT:
+    data = read_json(path)
+    try:
+        return msgspec.convert(data, kind)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{path} is not a profile: {error}; measure again with `{command}`") from None
 
 
 def cached_profile_path(directory: Path, precision: str, device: str) -> Path:
@@ -92,8 +170,17 @@ def cached_profile_path(directory: Path, precision: str, device: str) -> Path:
 
     Its name is readable and ends with a digest of config.json and the rest, which keeps models of one name apart.
     """
-    state = json.dumps([read_text(directory / "config.json", JSON_LIMIT), precision, device, MEASURED])
-    digest = hashlib.sha256(state.encode()).hexdigest()[:16]
-    name = re.sub(r"[^A-Za-z0-9.]+", "-", f"{directory.name} {precision} {device}").strip("-")
+    state = [read_text(directory / "config.json", JSON_LIMIT), precision, device, MEASURED]
+    return _cached(f"{directory.name} {precision} {device}", state)
+
+
+def cached_cell_profile_path(app: str, device: str) -> Path:
+    """The file of the profile of an application, which was asked for by this name, on this device."""
+    return _cached(f"cells {app} {device}", ["cells", app, device])
+
+
+def _cached(name: str, state: object) -> Path:
+    digest = hashlib.sha256(json.dumps(state).encode()).hexdigest()[:16]
+    name = re.sub(r"[^A-Za-z0-9.]+", "-", name).strip("-")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return cache / "holdfast" / "profiles" / f"{name}-{digest}.json"

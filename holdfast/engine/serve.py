@@ -23,6 +23,8 @@ from holdfast.lm.types import LanguageLoop
 
 STEPS_PER_COLLECTION = 64
 """Python's new garbage is collected after this many steps, and at each pause. What survives is not looked at again."""
+SWITCH_SECONDS = 1e-4
+"""In an engine of cells: how long one thread may keep another from running Python. Several threads plan and submit."""
 QUIET_SECONDS = 1.0
 """All garbage is collected in a pause of this length. That takes as long as several steps."""
 
@@ -119,11 +121,11 @@ def run_app(start: messages.StartApp, parent: Parent, loading: Loading) -> None:
     stages = begin(start.began, parent, loading)
     from holdfast.engine import apps
 
+    sys.setswitchinterval(SWITCH_SECONDS)
     with stages.stage("application"):
         application = apps.find(start.app)
-    parent.send(messages.Progress("making cells ready"))
     with stages.stage("cells"):
-        engine = apps.AppEngine(application, start.config, parent, threads=start.threads)
+        engine = apps.AppEngine(start, application, parent)
     gc.collect()
     gc.freeze()
     parent.send(messages.AppReady(engine.info(stages)))

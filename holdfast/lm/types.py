@@ -396,6 +396,8 @@ class Abilities:
     """A state may be cut to its first positions, so it can serve a prompt that has only these in common with it."""
     graphs: bool = False
     """A decode may be captured as a CUDA graph."""
+    continues: bool = True
+    """A state serves any longer prompt that begins with its tokens. Not where an encoder reads the prompt whole."""
     keeps_state: bool = True
     """The model gives its state out. If not, a row is computed from its first token in every step, alone."""
 

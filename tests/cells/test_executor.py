@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,8 @@ import pytest
 import torch
 
 from holdfast.cells.cell import Cell, Output, State, Value
-from holdfast.cells.executor import Arenas, Copies, CpuExecutor
+from holdfast.cells.executor import Arenas, Copies, CpuExecutor, _Linear
+from holdfast.cells.nn import LSTMWeights, ReadOut, lstm_cell
 from holdfast.cells.plan import Move, Round, Task
 
 Tensors = dict[str, torch.Tensor]
@@ -49,6 +51,20 @@ def test_state_is_read_from_the_rows_that_sources_name() -> None:
     on = executor(cell())
     assert run(on, task([1, 2, 3], [-1] * 3, [-1] * 3, x=10), task([4], [-1], [-1], x=20)) == [[0, 0, 0], [0]]
     assert run(on, task([5, 6, 7], [4, 1, -1], [1, -1, 2])) == [[20001, 10000, 1]]
+
+
+def test_sizes_given_by_type_are_tried_and_have_buffers() -> None:
+    tried = []
+
+    def note(weights: Tensors, x: torch.Tensor, **states: torch.Tensor) -> Tensors:
+        tried.append(len(x))
+        return add(weights, x, **states)
+
+    noted = cell(note)
+    on = CpuExecutor((noted,), {noted: 0}, capacity=20, sizes=((3, 16),))
+    assert set(tried) == {3, 16}
+    rows = list(range(1, 16))
+    assert run(on, task(rows, [-1] * 15, [-1] * 15), task(rows, rows[::-1], rows)) == [[0] * 15, [10001] * 15]
 
 
 def test_a_chain_writes_its_row_in_place() -> None:
@@ -160,6 +176,59 @@ def test_buffers_and_arenas_stay_where_they_are() -> None:
         rows = list(range(1, nodes + 1))
         run(on, task(rows, rows[::-1], [-1] * nodes))
     assert addresses() == before
+
+
+def lstm(sizes: tuple[int, ...] = (1, 64), words: int = 9) -> Cell:
+    weights = LSTMWeights.of_module(torch.nn.LSTMCell(6, 40))
+    out = ReadOut.of_module(torch.nn.Linear(40, 150))
+    return lstm_cell("lstm", weights, embedding=torch.randn(words, 6), read_out=out, returns_h=True, sizes=sizes)
+
+
+def lstm_task(rows: list[int], sources: list[int], tokens: list[int]) -> Task:
+    """A task of the LSTM, whose h and c come from these rows; -1 for zeros."""
+    place = [[2 * row + which if row >= 0 else -1 for row in sources] for which in (0, 1)]
+    return Task(np.array(rows, np.int32), np.array(place, np.int32), (np.array(tokens, np.int32),), 64)
+
+
+@pytest.mark.parametrize("nodes", [1, 7, 33, 50, 64])
+def test_a_gated_cell_gives_what_its_run_gives(nodes: int) -> None:
+    torch.manual_seed(0)
+    gated = lstm()
+    on, plain = executor(gated, capacity=80), executor(replace(gated, gated=None), capacity=80)
+    random = np.random.default_rng(nodes)
+    rows = random.permutation(np.arange(1, 80))[:nodes].tolist()
+    for sources in ([-1] * nodes, rows, rows[::-1], [-1, *rows[:-1]]):
+        task = lstm_task(rows, sources, random.integers(0, 9, nodes).tolist())
+        for each in (on, plain):
+            each.submit(Round(0, 0, [task, task]))
+        for found, expected in zip(on.collect(), plain.collect(), strict=True):
+            np.testing.assert_allclose(found[0], expected[0], rtol=0, atol=1e-5)
+            assert found[1].tolist() == expected[1].tolist()
+    for spec, arena in plain.arenas.items.items():
+        width = plain.arenas.layout.widths[spec]
+        torch.testing.assert_close(on.arenas.items[spec][width:], arena[width:], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("token", [-1, 9])
+def test_a_token_without_an_embedding_is_refused(token: int) -> None:
+    on = executor(lstm())
+    on.submit(Round(0, 0, [lstm_task([1, 2], [-1, -1], [8, token])]))
+    with pytest.raises(IndexError, match=f"token of cell lstm is {token}; it must be below 9"):
+        on.collect()
+
+
+def test_the_parts_of_a_gated_cell_that_are_zeros_are_not_counted_as_gathered() -> None:
+    on = executor(lstm())
+    on.submit(Round(0, 0, [lstm_task([1, 2], [-1, -1], [8, 0]), lstm_task([1, 2], [1, 2], [8, 0])]))
+    on.collect()
+    assert on.copies() == Copies(gathered=1)
+
+
+@pytest.mark.parametrize("largest", [1, 64, 512, 1000])
+def test_a_product_has_at_most_a_sixteenth_more_rows_than_nodes(largest: int) -> None:
+    rows = [_Linear.rows(nodes) for nodes in range(1, largest + 1)]
+    assert all(nodes <= each <= max(nodes, nodes * 17 / 16) for nodes, each in enumerate(rows, start=1))
+    assert len(set(rows)) <= 112
 
 
 def test_weights_that_cells_share_are_copied_once_and_keep_their_memory_on_a_cpu() -> None:

@@ -36,13 +36,8 @@ class Interpreted(CudaExecutor):
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """A device whose workers have executors for CUDA."""
 
-    def make(application: Any, types: Any, device: str, capacity: int, max_tasks: int, in_flight: int) -> CudaExecutor:
-        return Interpreted(
-            application.cells, types, device, capacity=capacity, max_tasks=max_tasks, rounds_in_flight=in_flight
-        )
-
     if request.param == "cpu":
-        monkeypatch.setattr(workers_module, "_executor", make)
+        monkeypatch.setattr(workers_module, "make_executor", Interpreted)
     return str(request.param)
 
 
@@ -174,7 +169,7 @@ def test_rounds_beyond_the_ring_reuse_it_and_come_back_in_order(on: str) -> None
             for found, expected in zip(run.collect(), waiting[:2], strict=True):
                 assert found[4].tolist() == (2 * expected.values[1]).tolist()
             waiting = waiting[2:]
-    assert run._signals.done.item() in (38, 40)
+    assert 38 <= run._signals.done.item() <= 40  # the last round may be running yet
 
 
 def test_more_rounds_or_tasks_than_there_is_room_for_are_refused() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from collections import Counter, deque
 from collections.abc import Sequence
 
@@ -177,13 +179,12 @@ def check_nothing_is_held(planner: CellPlanner) -> None:
     stats = planner.stats()
     assert stats.waiting == stats.running == stats.rows_used == 0
     assert set(stats.ready) == set(stats.tasks) == {0}
-    table = planner._table
-    assert sorted(table.numbers.take(table.numbers.free).tolist()) == list(range(1, planner._capacity))
-    lists = [table.after, table.starts, table.readers]
+    table, numbers = planner._table, planner._numbers
+    assert sorted(numbers.take(numbers.free).tolist()) == list(range(1, planner._capacity))
     assert [ranges.held for ranges in (kind.ranges for kind in planner._kinds)] == [0] * len(planner._kinds)
-    assert [each.ranges.held for each in lists] == [0] * 3
+    assert planner._links.held == 0
     assert not planner._by_row and not planner._retired and not any(planner._sent)
-    assert not table.lost.any() and (table.pinned == -1).all()
+    assert not table["lost"].any() and (table["pinned"] == -1).all()
 
 
 @pytest.mark.parametrize("first", range(0, 200, 20))
@@ -357,6 +358,17 @@ def test_a_task_below_the_smallest_size_is_submitted_only_as_the_first() -> None
     assert driver.rounds[0][1].tasks[0].size == 2
 
 
+def test_sizes_given_by_type_win_over_those_of_the_cells() -> None:
+    lstm = integer_cell(*LSTM, sizes=(1, 2))
+    planner = CellPlanner([lstm], sizes=((2, 3, 8),))
+    for number, steps in enumerate((3, 1, 1, 1)):
+        planner.add(CellRequest(str(number), chain(lstm, 10 * number, steps)))
+    plan = planner.schedule(0, 0.0)
+    assert plan is not None and [(len(task.rows), task.size) for task in plan.tasks] == [(4, 8)], "the next has one"
+    with pytest.raises(ValueError, match="sizes are given for 2 types of cell; there are 1"):
+        CellPlanner([lstm], sizes=((1,), (1,)))
+
+
 def test_a_subgraph_stays_on_its_worker_while_it_is_in_flight_and_may_move_then() -> None:
     lstm = integer_cell(*LSTM)
     driver = Driver([lstm], workers=2, max_tasks=2)
@@ -525,3 +537,22 @@ def test_bad_arguments_and_requests_are_refused() -> None:
         with pytest.raises(ValueError, match="request id a is already in use"):
             planner.add(CellRequest("a", chain(lstm, 0, 4)))
         planner.schedule(0, 0.0)
+
+
+COMPILED_ONCE = """
+from holdfast.cells import algorithm, graph, partition
+from holdfast.cells.planner import prepare
+
+rooms = (algorithm, graph, partition)
+functions = [each for room in rooms for each in vars(room).values() if hasattr(each, "signatures")]
+prepare()
+before = [len(each.signatures) for each in functions]
+from tests.cells.test_planner import History
+for seed in range(6):
+    History(seed, with_oracle=False).play(6)
+assert sum(before) >= 8 and [len(each.signatures) for each in functions] == before
+"""
+
+
+def test_nothing_is_compiled_once_requests_run() -> None:
+    subprocess.run([sys.executable, "-c", COMPILED_ONCE], check=True, timeout=120)

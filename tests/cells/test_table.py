@@ -1,12 +1,10 @@
-"""The planner's memory: numbers, ranges and lists."""
+"""The planner's memory: numbers and ranges."""
 
 from __future__ import annotations
 
 import random
 
-import numpy as np
-
-from holdfast.cells.table import Lists, Numbers, Ranges, distinct
+from holdfast.cells.table import Numbers, Ranges
 
 
 def test_numbers_that_follow_one_another_are_taken_together() -> None:
@@ -61,20 +59,3 @@ def test_freed_ranges_are_used_again_before_the_arrays_grow() -> None:
 def test_ranges_of_no_arrays_can_be_held() -> None:
     ranges = Ranges([])
     assert [ranges.take(3000), ranges.take(1)] == [0, 4096]
-
-
-def test_lists_give_the_members_of_each_number_in_the_order_written() -> None:
-    lists = Lists(10)
-    lists.write(np.array([3, 1, 3, 7]), np.array([30, 10, 31, 70]))
-    members, lengths = lists.of(np.array([7, 2, 3, 1]))
-    assert members.tolist() == [70, 30, 31, 10] and lengths.tolist() == [1, 0, 2, 1]
-    lists.clear(np.array([3]))
-    assert lists.of(np.array([3]))[0].tolist() == []
-    assert lists.of(np.zeros(0, np.intp))[0].tolist() == []
-    lists.write(np.array([3]), np.array([5]))
-    assert lists.of(np.array([3, 7]))[0].tolist() == [5, 70]
-
-
-def test_distinct_numbers_are_in_order() -> None:
-    for given in ([], [4], [4, 4], [9, 2, 9, 3, 2]):
-        assert distinct(np.array(given, np.int64)).tolist() == sorted(set(given))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,7 +11,8 @@ import pytest
 import torch
 
 from holdfast.cells.cell import Cell, Output, State, Value
-from holdfast.cells.types import number
+from holdfast.cells.gated import Gated
+from holdfast.cells.types import fingerprint, number
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -129,3 +132,48 @@ def test_a_cell_that_branches_by_values_is_refused_beside_one_that_looks_like_it
 def test_a_cell_named_twice_has_one_number() -> None:
     one, other = cell(weights(0)), cell(weights(1))
     assert number([one, other, one]) == {one: 0, other: 1}
+
+
+def test_equal_operations_on_other_weights_have_one_fingerprint() -> None:
+    prints = {fingerprint(each) for each in (cell(weights(0)), cell(weights(1)), cell(weights(), sizes=(1, 2)))}
+    assert len(prints) == 1
+
+
+def test_other_operations_shapes_and_gated_forms_have_other_fingerprints() -> None:
+    wide = {"w": torch.zeros(5, 4), "u": torch.zeros(4, 4)}
+    narrow = {name: weight.half() for name, weight in weights().items()}
+    halves = {"inputs": {"x": Value((3,), "float16"), "h": State((4,), "float16")}}
+    gated = Gated(("x", "h"), "ifuo", ("c",))
+    cells = [
+        cell(weights()),
+        cell(weights(), step_with_other_operations),
+        cell(wide, inputs={"x": Value((5,)), "h": State((4,))}),
+        cell(narrow, **halves, outputs={"h": Output((4,), "float16")}),
+        cell(weights(), gated=gated),
+        cell(weights(), outputs={"h": Output((4,), returned=True)}),
+    ]
+    assert len({fingerprint(each) for each in cells}) == len(cells)
+
+
+def test_a_cell_that_cannot_be_traced_has_a_fingerprint_of_what_it_does_to_zeros() -> None:
+    def branching(weights: Tensors, x: torch.Tensor, h: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"h": h.exp() if x.sum() > 0 else -h}
+
+    def other(weights: Tensors, x: torch.Tensor, h: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"h": h.exp() if x.sum() > 0 else h.sin()}
+
+    assert fingerprint(cell(weights(), branching)) == fingerprint(cell(weights(), branching))
+    assert fingerprint(cell(weights(), branching)) != fingerprint(cell(weights(), other))
+
+
+def test_fingerprints_are_equal_in_every_process() -> None:
+    """So none of them holds an address. And they import no compiler, which would take a second of a start."""
+    code = """
+import sys
+from holdfast.cells import applications
+from holdfast.cells.types import fingerprint
+print([fingerprint(cell) for name in applications.BUILT_IN for cell in applications.find(name).cells])
+assert "triton" not in sys.modules and "torch._dynamo" not in sys.modules
+"""
+    ran = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(2)]
+    assert ran[0].stdout == ran[1].stdout != ""

@@ -9,6 +9,7 @@ from importlib.abc import MetaPathFinder
 from pathlib import Path
 
 import pytest
+import torch
 
 import holdfast.cli
 from holdfast.cli.command import main, make_parser
@@ -131,6 +132,18 @@ def test_an_invalid_file_is_refused_in_one_line(tmp_path: Path, text: str, messa
         (["serve", "--app", "x", "--app-max-tasks", "0"], "app_max_tasks is 0; it must lie between 1 and 1024"),
         (["serve", "--app-device", "cpu"], "--app-device is for applications; name one with --app"),
         (["serve", "--app", "x", "--cache-gb", "1"], "--cache-gb is for a language model; name MODEL to serve one"),
+        (
+            ["serve", "--app", "x", "--app", "y", "--app-profile", "p.json"],
+            "there are 2 applications; a file is for one",
+        ),
+        (["serve", "--app", "x", "--app-profile", ""], "app_profile is empty; it must be auto, off, or a file"),
+        (["serve", "--app-profile", "off"], "--app-profile is for applications; name one with --app"),
+        (["profile", "--app", "a b"], "app is 'a b'; it must be a name, or look like module:object"),
+        (["profile", "--app", "x", "--largest", "1"], "largest is 1; it must lie between 2 and 16384"),
+        (["profile", "--app", "x", "--largest", "16385"], "largest is 16385; it must lie between 2 and 16384"),
+        (["profile", "--largest", "64"], "--largest is for the cells of an application; name one with --app"),
+        (["profile", "--app", "x", "--cache-gb", "1"], "--cache-gb is for a language model; leave it out with --app"),
+        (["profile", "--app", "x", "/model"], "MODEL is for a language model; leave it out with --app"),
         (["profile", "--out", "/"], "/ cannot be written: it is a directory"),
         (["profile", "--out", "/no/such/place/p.json"], "/no/such/place is not a directory"),
         (["sing"], "invalid choice: 'sing'"),
@@ -164,6 +177,30 @@ def test_an_application_that_cannot_be_served_is_one_line_and_exit_code_2(
     assert main(["serve", "--port", "0", "--app-device", "cpu", "--threads", "1", *words]) == 2
     err = capsys.readouterr().err
     assert message in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("app", "message"),
+    [
+        ("nobody", "application 'nobody' is not built in"),
+        ("no_such_module:thing", "there is no module no_such_module"),
+        ("tiny_apps:unrunnable", "cell unrunnable-cell gives"),
+    ],
+)
+def test_cells_that_cannot_be_measured_are_one_line_and_exit_code_2(
+    app: str, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(Path(__file__).parents[1])
+    assert main(["profile", "--app", app, "--device", "cpu", "--threads", "1", "--largest", "2"]) == 2
+    err = capsys.readouterr().err
+    assert message in err and err.count("\n") == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_cells_cannot_be_measured_on_a_device_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", "--app", "listops", "--device", "cuda", "--largest", "2"]) == 2
+    err = capsys.readouterr().err
+    assert "device is cuda:0; this machine has 0 CUDA devices" in err and err.count("\n") == 1
 
 
 def test_a_model_that_is_not_there_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:

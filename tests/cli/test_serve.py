@@ -9,6 +9,7 @@ import shlex
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -87,9 +88,17 @@ def test_the_announcement_of_applications_shows_what_they_take_and_give() -> Non
     for part in (
         "serves sums", "http://127.0.0.1:8000", "numbers int64[1 to 8], pairs float32[1 to 4, 2], flags bool[2]",
         "→ sum float32[1], label string[1 to 8]", "cells sums-cell; 64 places for nodes on cpu",
+        "at most 4 sums-cell in a task (not measured, see holdfast profile --app)",
         'curl http://127.0.0.1:8000/v2/models/sums -H "authorization: Bearer $HOLDFAST_API_KEY"',
     ):  # fmt: skip
         assert part in shown
+
+
+def test_the_announcement_of_an_application_says_that_a_profile_picked_its_sizes() -> None:
+    out = io.StringIO()
+    measured = replace(INFO, sizes=((1, 4096),), profile_path="/cache/sums.json")
+    announce_apps(Console(file=out, width=160), [measured], "http://127.0.0.1:8000", keyed=False)
+    assert "at most 4,096 sums-cell in a task (as holdfast profile measured)" in out.getvalue()
 
 
 @pytest.fixture

@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 
-from holdfast.core.config import EngineConfig
+from holdfast.core import config
+from holdfast.core.config import ROW_SCHEDULERS, AppConfig, EngineConfig
 
 
 @pytest.mark.parametrize(
@@ -91,3 +92,27 @@ def test_a_host_tier_without_prefix_sharing_is_refused():
     with pytest.raises(ValueError, match="prefix_sharing is off"):
         EngineConfig(host_cache_gb=1.0, prefix_sharing=False)
     EngineConfig(prefix_sharing=False)
+
+
+def test_an_application_of_cells_needs_numba(monkeypatch):
+    monkeypatch.setattr(config, "find_spec", lambda name: None)
+    AppConfig()
+    with pytest.raises(ValueError, match=r"pip install 'holdfast\[cells\]'"):
+        AppConfig(app=("dates",))
+
+
+@pytest.mark.parametrize("name", ROW_SCHEDULERS)
+def test_a_scheduler_of_padded_rows_is_refused_on_the_paged_executor(name):
+    assert EngineConfig(scheduler=name).scheduler == EngineConfig(scheduler=name, executor="padded").scheduler == name
+    with pytest.raises(ValueError, match=f"scheduler is {name}, which plans padded rows, and executor is paged"):
+        EngineConfig(scheduler=name, executor="paged")
+
+
+def test_prefilled_states_are_for_schedulers_that_prefill_ahead_of_a_row():
+    assert EngineConfig(scheduler="embedding", max_sequences=6).states_ahead == 6
+    assert EngineConfig(scheduler="prefill-apart", max_sequences=6, prefill_ahead=2).plan_rows == 8
+    assert EngineConfig(max_sequences=6).plan_rows == 6
+    with pytest.raises(ValueError, match="prefill_ahead is 2, which is for prefill-apart and embedding"):
+        EngineConfig(prefill_ahead=2, scheduler="shaping")
+    with pytest.raises(ValueError, match="prefill_ahead is 0, and scheduler is embedding"):
+        EngineConfig(prefill_ahead=0, scheduler="embedding")

@@ -5,8 +5,9 @@ from dataclasses import replace
 
 import pytest
 
+from holdfast.core.cell_cost import CellCost
 from holdfast.core.config import EngineConfig
-from holdfast.engine.profiles import CostProfile, cached_profile_path
+from holdfast.engine.profiles import CellProfile, CellType, CostProfile, cached_cell_profile_path, cached_profile_path
 from holdfast.lm.types import precision_of
 from tests.lab.simulator.simulation import PROFILE
 
@@ -89,3 +90,66 @@ def test_a_precision_names_the_parts_in_fp8():
     assert precision_of("bfloat16", "none", "auto") == "bfloat16"
     assert precision_of("bfloat16", "fp8", "auto") == "bfloat16, fp8 weights"
     assert replace(PROFILE, kv_cache_dtype="fp8", quantization="fp8").precision == "float32, fp8 weights and cache"
+
+
+CELLS = CellProfile(
+    app="dates",
+    device="NVIDIA H200",
+    versions="torch 1",
+    types=(
+        CellType("encoder", "e1", CellCost((1, 2, 4), (1.0, 1.9, 2.0))),
+        CellType("decoder", "d1", CellCost((1, 2, 4), (1.0, 2.0, 4.0))),
+    ),
+)
+FITTING = {"device": "NVIDIA H200", "versions": "torch 1", "types": [("encoder", "e1"), ("decoder", "d1")]}
+
+
+def test_a_profile_of_cells_survives_saving_and_loading_and_gives_sizes_by_type(tmp_path):
+    path = tmp_path / "new" / "profile.json"
+    CELLS.save(path)
+    assert CellProfile.load(path) == CELLS
+    assert CELLS.sizes == ((1, 4), (1,))
+    CELLS.require(**FITTING)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"device": "NVIDIA H100"}, "was measured on NVIDIA H200, and this is NVIDIA H100"),
+        ({"versions": "torch 2"}, "was measured with torch 1, and this is torch 2"),
+        ({"types": [("encoder", "e1")]}, "has the cells encoder, decoder, and the application has encoder"),
+        ({"types": [("decoder", "d1"), ("encoder", "e1")]}, "and the application has decoder, encoder"),
+        ({"types": [("encoder", "e1"), ("decoder", "d2")]}, "was measured with another cell decoder"),
+    ],
+)
+def test_a_profile_of_other_cells_versions_or_devices_is_refused_with_the_way_out(changed, message):
+    with pytest.raises(ValueError, match=f"application dates .*{message}.*holdfast profile --app dates"):
+        CELLS.require(**(FITTING | changed))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: data.pop("versions"),
+        lambda data: data["types"][0].pop("fingerprint"),
+        lambda data: data["types"][0]["cost"].update(sizes=[1, 2]),
+        lambda data: data["types"][0]["cost"].update(sizes=[4, 2, 1]),
+        lambda data: data["types"][1]["cost"]["seconds"].__setitem__(0, 0.0),
+        lambda data: data["types"][1]["cost"]["seconds"].__setitem__(0, "long"),
+    ],
+)
+def test_a_damaged_profile_of_cells_is_refused_with_its_file_and_the_way_out(tmp_path, damage):
+    path = tmp_path / "profile.json"
+    CELLS.save(path)
+    data = json.loads(path.read_text())
+    damage(data)
+    path.write_text(json.dumps(data))
+    with pytest.raises(ValueError, match=r"profile\.json is not a profile.*holdfast profile --app"):
+        CellProfile.load(path)
+
+
+def test_each_application_and_device_has_its_own_profile_path():
+    apps = ("dates", "my.module:dates", "my.module.dates", "my.module-dates")
+    places = {cached_cell_profile_path(app, device) for app in apps for device in ("CPU (x86_64, 1 thread)", "NVIDIA")}
+    assert len(places) == 8
+    assert all(" " not in place.name and "/" not in place.name and ":" not in place.name for place in places)

@@ -16,14 +16,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
 import numpy as np
 
-from holdfast.cells.cell import Cell
-from holdfast.cells.graph import CellGraph, Result, Splitter
+from holdfast.cells.cell import Cell, padded_size, sizes_by_type
+from holdfast.cells.graph import CellGraph
+from holdfast.cells.partition import Result, Splitter
 from holdfast.cells.plan import FIRST_ROW, CellOutput, CellRequest, Layout, Returned, Round, Task
-from holdfast.cells.planner import MAX_TASKS, CellStats
+from holdfast.cells.planner import MAX_TASKS, CellStats, CellWorker
 from holdfast.cells.table import NOBODY, Numbers
 
 CAPACITY = 65536
@@ -49,11 +51,12 @@ class FixedBatches(ABC):
         types: Mapping[Cell, int] | None = None,
         *,
         most: int,
+        sizes: Sequence[tuple[int, ...]] | None = None,
         workers: int = 1,
         max_tasks: int = MAX_TASKS,
         capacity: int = CAPACITY,
     ) -> None:
-        """`most` bounds the requests of a batch, `capacity` the rows.
+        """`most` bounds the requests of a batch, `capacity` the rows. `sizes` are by type number, else the cells' own.
 
         `max_tasks` bounds the tasks of a round. A batch's rounds follow one another on its worker, so it changes only
         their number. Raises ValueError for what is out of range.
@@ -62,6 +65,7 @@ class FixedBatches(ABC):
             if value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
         self.types = dict(types) if types is not None else {cell: number for number, cell in enumerate(cells)}
+        self.sizes = sizes_by_type(self.types, sizes)
         self.most, self.max_tasks = most, max_tasks
         first_of = {number: cell for cell, number in reversed(self.types.items())}
         self.cells = [first_of[number] for number in sorted(first_of)]
@@ -77,9 +81,9 @@ class FixedBatches(ABC):
         """Ids of requests in batches that run on, and whose results are lost."""
         self._batches: list[Batch | None] = [None] * workers
 
-    def worker(self, number: int) -> BatchWorker:
+    def worker(self, number: int) -> CellWorker:
         """The planner of one worker."""
-        return BatchWorker(self, number)
+        return CellWorker(self, number)
 
     def add(self, request: CellRequest) -> None:
         """Queue a request. Raises ValueError, with the reason, if it can never run."""
@@ -231,7 +235,7 @@ class Batch:
     def _read_inputs(self, inputs: np.ndarray) -> None:
         """Find where State inputs lie; `inputs` as in a Partition."""
         planner = self._planner
-        reader, producer, position, output = inputs
+        reader, producer, position, output = inputs.T
         for name, number in planner.splitter.outputs.items():
             for kind, cell in enumerate(planner.cells):
                 if name in cell.outputs:
@@ -263,7 +267,7 @@ class Batch:
             np.where(inside, self.at[rows], self.spill[rows]).astype(np.int32),
             np.ascontiguousarray(source[: len(cell.states)], np.int32),
             tuple(values[offsets] for values in self.values[kind]),
-            cell.size_of(len(rows)),
+            padded_size(self._planner.sizes[kind], len(rows)),
         )
         return made, np.where(inside, offsets, NOBODY)
 
@@ -280,33 +284,23 @@ class Batch:
     def read(self) -> Iterator[CellOutput]:
         """The results of each request, a chain that ends by its `stop` cut there."""
         for first, (request, results) in zip(self.first, self.taken, strict=False):
-            stops = _stops(request.graph)
+            before = [0, *accumulate(block.rows for block in request.graph.blocks)]
             found = {}
             for result in results:
                 parts = []
-                for number in result.rows:
-                    index = int(first) + number
+                for number, start, end in result.parts:
+                    index = int(first) + before[number] + (0 if request.graph.blocks[number].whole else start)
                     kind, begin = int(self.kind[index]), int(self.offset[index])
                     names = self._planner.cells[kind].returned
-                    span = slice(begin, begin + int(self.steps[index]))
+                    span = slice(begin, begin + end - start)
                     part = self.results[kind][names.index(result.output)][span]
-                    if number in stops:
-                        by, value = stops[number]
+                    if (stop := request.graph.blocks[number].stop) is not None:
+                        by, value = stop
                         at = np.flatnonzero(self.results[kind][names.index(by)][span] == value)
                         part = part[: at[0] + 1] if len(at) else part
                     parts.append(part)
                 found[result.name] = np.concatenate(parts)
             yield CellOutput(request.id, found, self._now)
-
-
-def _stops(graph: CellGraph) -> dict[int, tuple[str, int]]:
-    """By row: the output and value that end its chain early."""
-    found, row = {}, 0
-    for block in graph.blocks:
-        if block.stop is not None:
-            found[row] = block.stop
-        row += block.rows
-    return found
 
 
 class Padding(FixedBatches):
@@ -331,15 +325,16 @@ class Padding(FixedBatches):
         width: int,
         most: int,
         whole_turns: bool = True,
+        sizes: Sequence[tuple[int, ...]] | None = None,
         workers: int = 1,
         max_tasks: int = MAX_TASKS,
         capacity: int = CAPACITY,
     ) -> None:
         """As `FixedBatches`, and the buckets' `width` in steps. `most` is at most the smallest of the largest sizes."""
-        super().__init__(cells, types, most=most, workers=workers, max_tasks=max_tasks, capacity=capacity)
+        super().__init__(cells, types, most=most, sizes=sizes, workers=workers, max_tasks=max_tasks, capacity=capacity)
         if width < 1:
             raise ValueError(f"width is {width}; it must be at least 1")
-        largest = min(cell.sizes[-1] for cell in self.cells)
+        largest = min(some[-1] for some in self.sizes)
         if most > largest:
             raise ValueError(f"most is {most}; the cells have sizes up to {largest}")
         self._width = width
@@ -439,12 +434,13 @@ class Merging(FixedBatches):
         *,
         by: Literal["depth", "agenda"],
         most: int,
+        sizes: Sequence[tuple[int, ...]] | None = None,
         workers: int = 1,
         max_tasks: int = MAX_TASKS,
         capacity: int = CAPACITY,
     ) -> None:
         """As `FixedBatches`."""
-        super().__init__(cells, types, most=most, workers=workers, max_tasks=max_tasks, capacity=capacity)
+        super().__init__(cells, types, most=most, sizes=sizes, workers=workers, max_tasks=max_tasks, capacity=capacity)
         self._by = by
 
     def take(self) -> list[Taken]:
@@ -464,7 +460,7 @@ class Merging(FixedBatches):
 
     def _rounds(self, batch: Batch, worker: int, kind: int, rows: np.ndarray, steps: np.ndarray) -> Iterator[Round]:
         """One node of each of these rows, in tasks of at most the cell's largest size."""
-        most = self.cells[kind].sizes[-1]
+        most = self.sizes[kind][-1]
         begins = range(0, len(rows), most)
         for first in range(0, len(begins), self.max_tasks):
             some = begins[first : first + self.max_tasks]
@@ -524,35 +520,3 @@ def _depths(batch: Batch) -> np.ndarray:
         if np.array_equal(later, begins):
             return begins
         begins = later
-
-
-class BatchWorker:
-    """One worker's Planner."""
-
-    def __init__(self, planner: FixedBatches, number: int) -> None:
-        self._planner = planner
-        self._number = number
-
-    def add(self, request: CellRequest) -> None:
-        """Queue a request. Raises ValueError, with the reason, if it can never run."""
-        self._planner.add(request)
-
-    def abort(self, request_id: str) -> None:
-        """End a request at once."""
-        self._planner.abort(request_id)
-
-    def schedule(self, now: float) -> Round | None:
-        """The next round of this worker. None if there is none before one in flight ends."""
-        return self._planner.schedule(self._number, now)
-
-    def update(self, plan: Round, result: Returned, now: float) -> list[CellOutput]:
-        """Apply the result of the oldest round in flight; the requests of a batch that it ends."""
-        return self._planner.update(plan, result)
-
-    def has_work(self) -> bool:
-        """Whether any request has not ended."""
-        return self._planner.has_work()
-
-    def stats(self) -> CellStats:
-        """Queues and rows as they stand."""
-        return self._planner.stats()

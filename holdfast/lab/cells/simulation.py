@@ -9,13 +9,13 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import log
 from typing import Any, Protocol
 
 import numpy as np
 
 from holdfast.cells.cell import Cell
 from holdfast.cells.plan import CellOutput, CellRequest, Returned, Round, Task
+from holdfast.core.cell_cost import CellCost
 from holdfast.loop.contracts import Planner
 
 CellLoopPlanner = Planner[CellRequest, Round, Returned, list[CellOutput], Any]
@@ -29,30 +29,11 @@ class ManyWorkers(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Curve:
-    """Seconds of a cell by batch size: flat up to the first point, a power law up to the last, then linear."""
-
-    sizes: tuple[int, ...]
-    seconds: tuple[float, ...]
-
-    def at(self, size: int) -> float:
-        """Seconds of one batch."""
-        if size >= self.sizes[-1]:
-            return self.seconds[-1] * size / self.sizes[-1]
-        logs = np.log(self.sizes), np.log(self.seconds)
-        return float(np.exp(np.interp(log(size), *logs)))
-
-    def times(self, factor: float) -> Curve:
-        """The same curve, slower by a factor."""
-        return Curve(self.sizes, tuple(second * factor for second in self.seconds))
-
-
 @dataclass(frozen=True)
 class Device:
     """How long tasks take on a device and its host."""
 
-    curves: Mapping[str, Curve]
+    costs: Mapping[str, CellCost]
     """By the cell's name."""
     task_seconds: float = 0.0
     """Host time of each task, in which the device waits: scheduling and launching."""
@@ -69,17 +50,17 @@ class Device:
         nodes = len(task.rows)
         key = cell.name, task.size
         if key not in self._cache:
-            self._cache[key] = self.curves[cell.name].at(task.size)
+            self._cache[key] = self.costs[cell.name].at(task.size)
         gather = 0.0 if same else self.gather_seconds * nodes * len(cell.states)
         return self._cache[key] + self.task_seconds + gather + self.node_seconds * nodes
 
 
-LSTM_V100 = Curve((64, 256, 512), (185e-6, 470e-6, 784e-6))
+LSTM_V100 = CellCost((64, 256, 512), (185e-6, 470e-6, 784e-6))
 """One LSTM step, hidden 1,024: 185 us at 64 and 784 us at 512 (Figure 2.3), 20% less throughput at 256 than at 512
 (section 2.7.4), flat below 64 and linear above 512."""
 DECODER_TIMES = 3.0
 """A decoder cell over an encoder cell, so that decoding is 75% of the computation (section 2.7.4)."""
-DECODER_V100 = Curve((64, 256), (DECODER_TIMES * 185e-6, DECODER_TIMES * 470e-6))
+DECODER_V100 = CellCost((64, 256), (DECODER_TIMES * 185e-6, DECODER_TIMES * 470e-6))
 """Linear above 256, its best batch size."""
 INTERNAL_V100, LEAF_V100 = LSTM_V100.times(10 / 8), LSTM_V100.times(3 / 8)
 """The paper gives no time of a TreeLSTM cell. By its weights: 10 and 3 hidden^2, where an LSTM step has 8."""
@@ -94,8 +75,8 @@ V100 = Device(
         "leaf": LEAF_V100,
         "internal": INTERNAL_V100,
         **{
-            f"{cell}_{part}": curve.times(share)
-            for cell, curve in (("lstm", LSTM_V100), ("leaf", LEAF_V100), ("internal", INTERNAL_V100))
+            f"{cell}_{part}": cost.times(share)
+            for cell, cost in (("lstm", LSTM_V100), ("leaf", LEAF_V100), ("internal", INTERNAL_V100))
             for part, share in (("linear", LINEAR_SHARE), ("gates", 1 - LINEAR_SHARE))
         },
     }

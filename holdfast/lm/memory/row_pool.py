@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from holdfast.lm.memory.copy_ledger import CopyLedger
 from holdfast.lm.memory.host_pool import HostPool
+from holdfast.lm.memory.kept_rows import KeptRows
 from holdfast.lm.memory.protocol import SequenceState
+from holdfast.lm.memory.retention import RetentionRule
 from holdfast.lm.types import BlockCopy, RowMove, RowMoveKind, RowShape
 
 Place = Literal["nowhere", "apart", "batch"]
 
+Root = bytes
+"""Starts the chain of digests of one identity (`Identity.root`)."""
 LESS = 0.1
 """Share of the memory that is given up each time the device ran out of it."""
 RECOVERY = 256
@@ -23,10 +27,11 @@ RECOVERY = 256
 
 @dataclass(frozen=True, slots=True)
 class FoundRow:
-    """What is kept of a waiting sequence: the first `length` positions, in a slot on the host."""
+    """What is there of a waiting sequence: the first `length` positions, in a slot."""
 
     length: int = 0
     slot: int = -1
+    on_host: bool = False
 
     def __len__(self) -> int:
         """Positions that need not be computed."""
@@ -38,9 +43,9 @@ class FoundRow:
         return ()
 
     @property
-    def host(self) -> tuple[()]:
-        """No block copies: the state comes by a `RowMove`."""
-        return ()
+    def host(self) -> Sized:
+        """The positions that come from the host. They come by a `RowMove`, not by block copies."""
+        return range(self.length if self.on_host else 0)
 
 
 NOTHING_FOUND = FoundRow()
@@ -51,14 +56,15 @@ class RowState:
 
         nowhere ──plan──▶ apart ──embed──▶ batch          nowhere ──join──▶ batch
            ▲                └────leave, free, suspend───────┘                 (its prompt is computed in the batch)
-           └──occupy: a suspended state comes back from its slot, apart
+           └──occupy: its suspended state, or a copy of one that an ended sequence left, comes from a slot, apart
 
     The pool gives up its memory with `leave`, `free` and `suspend`. Plans run in the order in which they are made, so a
     move that is noted now happens before whatever is planned after it.
     """
 
     __slots__ = (
-        "_pool", "ahead", "capacity", "lost_alone", "next_full", "place", "planned", "resumed", "row", "since", "slot",
+        "_pool", "_root", "ahead", "capacity", "kept", "lost_alone", "next_full", "place", "planned", "resumed", "row",
+        "since", "slot", "source",
     )  # fmt: skip
 
     blocks: Sequence[int] = ()
@@ -66,6 +72,7 @@ class RowState:
     def __init__(self, pool: RowPool, root: bytes | None = None) -> None:
         """`root` starts the chain of digests (`Identity.root`); None: nothing of it may serve other requests."""
         self._pool = pool
+        self._root = root
         self.planned = 0
         """Positions [0, planned) are computed, or a plan already made computes them."""
         self.capacity = 0
@@ -78,6 +85,10 @@ class RowState:
         """It was computed before there was a place for it in the batch."""
         self.slot = -1
         """Where a suspended state is."""
+        self.source = -1
+        """The slot of an ended sequence whose state this one began with."""
+        self.kept = -1
+        """The slot to which its own state went when the sequence ended."""
         self.resumed = False
         """The row does not hold its last token: the next decode must give it."""
         self.since = -1
@@ -102,22 +113,38 @@ class RowState:
         raise RuntimeError(f"row {self.row} is rolled back to {length} positions; rows verify no drafts")
 
     def match(self, tokens: Sequence[int]) -> FoundRow:
-        """Find the suspended state of this sequence."""
-        return FoundRow(self.planned, self.slot) if self.slot >= 0 else NOTHING_FOUND
+        """Find the suspended state of this sequence, or the state of an ended one that saves most of its tokens."""
+        if self.slot >= 0:
+            return FoundRow(self.planned, self.slot, on_host=True)
+        return self._pool.find(self._root, tokens)
 
     def touch(self, tokens: Sequence[int], now: float) -> None:
-        """Nothing: a suspended state stays until its sequence comes back or ends."""
+        """Count a state that an ended sequence left as used now. A suspended one stays in any case."""
+        found = self._pool.find(self._root, tokens)
+        if found.slot >= 0:
+            self._pool.kept.touch(found.slot, now)
 
     def allocate(self, found: FoundRow, length: int, now: float) -> tuple[BlockCopy, ...]:
         """Count memory for a row of the batch of `length` positions and one more. Returns no block copies."""
         assert self.place == "nowhere" and self not in self._pool.members
+        if self.slot < 0 and found.slot >= 0:
+            self.source, self.since = found.slot, -1
+            self._pool.kept.touch(found.slot, now)
+            if found.on_host:
+                self._pool.swapped_in += found.length
         self.planned, self.capacity = found.length, length + 1
         self._pool.members[self] = None
         return ()
 
     def occupy(self, row: int) -> None:
-        """Take a row of the plans. A suspended state is loaded, and its slot is empty then."""
+        """Take a row of the plans. A suspended state is loaded, and its slot is empty then.
+
+        So is a copy of a state that an ended sequence left.
+        """
         self.row = row
+        if self.planned and self.slot < 0:
+            self._pool.move("load", row, self.source, self.planned)
+            self.place = "apart"
         if self.slot >= 0:
             self._pool.move("load", row, self.slot, self.planned)
             self._forget_slot()
@@ -165,6 +192,27 @@ class RowState:
             self._pool.move("drop", self.row)
         self._vanish()
 
+    def keep(self, known: int | None = None) -> None:
+        """Give up the row, whose sequence computes nothing more. Its state stays for others, if it can serve any.
+
+        `known` is how many tokens of the sequence there will ever be; None: at least as many as it has positions. A
+        state of more positions is cut, or given up.
+        """
+        length = self.planned if known is None else min(known, self.planned)
+        whole = length == self.planned or self._pool.shape.abilities.croppable
+        if self._root is None or not self._pool.keeps or self.place == "nowhere" or not length or not whole:
+            self.leave()
+            return
+        self.planned = length
+        self.kept = self._pool.keep(self)
+        self._vanish()
+
+    def settle(self, tokens: Sequence[int], now: float) -> None:
+        """Let others find what `keep` kept, now that the tokens of the sequence are known."""
+        if self.kept >= 0 and self._root is not None:
+            self._pool.settle(self.kept, self._root, tokens[: self.planned], self.planned, now)
+        self.kept = -1
+
     def free(self, now: float) -> None:
         """Give up the state, wherever it is, and count it as not computed."""
         self.leave()
@@ -176,7 +224,7 @@ class RowState:
         size, pool = self._pool.bytes(self.planned), self._pool
         if self.place == "nowhere":
             self._vanish()
-        elif size <= pool.host_free:
+        elif pool.make_host_room(size):
             self.slot = pool.store(self, size)
             self._vanish()
         else:
@@ -192,7 +240,13 @@ class RowState:
         self._vanish()
 
     def lose(self) -> None:
-        """The device has lost the state: nothing is computed, and nothing is to be moved."""
+        """The device has lost the state: nothing is computed, and nothing is to be moved.
+
+        If it began with what an ended sequence left, that may be what is lost, so it is given up, too.
+        """
+        if self.source in self._pool.kept:
+            self._pool.give_up(self.source)
+        self.source = -1
         self._vanish()
         self._forget_slot(lost=True)
         self.planned = 0
@@ -223,9 +277,27 @@ class RowPool:
     forward, so they happen before it.
     """
 
-    def __init__(self, shape: RowShape, *, threshold: float = 0.95) -> None:
-        """`threshold` is the share of the memory above which rows leave."""
+    def __init__(
+        self,
+        shape: RowShape,
+        *,
+        threshold: float = 0.95,
+        rule: RetentionRule | None = None,
+        keeps: bool = True,
+        low_water: float = 0.25,
+    ) -> None:
+        """`threshold` is the share of the memory above which rows leave. While less than the share `low_water` is free,
+        states of ended sequences are copied to the host.
+
+        `rule` ranks the states that ended sequences left; `keeps` False leaves none.
+        """
         self.shape = shape
+        self.keeps = keeps and shape.abilities.keeps_state and shape.abilities.continues
+        """Whether states of ended sequences stay. Not where a model gives none out, or they serve no other prompt."""
+        self.kept = KeptRows(shape.bytes.of, rule or RetentionRule(), croppable=shape.abilities.croppable)
+        """Those that others find."""
+        self._leaving: dict[int, int] = {}
+        """By slot, the bytes of states that stay and that others cannot find yet: not all of their tokens are known."""
         self.num_blocks = shape.positions
         self.block_size = 1
         self.max_copies = self.num_blocks
@@ -233,6 +305,8 @@ class RowPool:
         """Empty: there are no block copies."""
         self.host: HostPool | None = None
         """None: states on the host are not blocks."""
+        self._now = 0.0
+        """The latest time that any call gave."""
         self.swapped_in = 0
         self.swapped_out = 0
         self.dropped = 0
@@ -247,6 +321,7 @@ class RowPool:
         self.host_used = 0
         """Bytes of states on the host."""
         self._threshold = threshold
+        self._low_water = low_water
         self._shares = 1.0
         self._steps_since_loss = 0
         self._moves: list[RowMove] = []
@@ -293,12 +368,12 @@ class RowPool:
     def in_use(self) -> int:
         """Bytes in use, with those of rows that are about to leave for the host."""
         leaving = sum(self._stored) + sum(size for _, size in self._storing)
-        return self.rows * self.row_bytes(self.width) + self.beside + leaving
+        return self.rows * self.row_bytes(self.width) + self.beside + leaving + sum(self._leaving.values())
 
     @property
     def host_free(self) -> int:
         """Bytes that states on the host may still take."""
-        return self.shape.host_memory - self.host_used
+        return self.shape.host_memory - self.host_used - self.kept.host_bytes
 
     @property
     def _most(self) -> int:
@@ -326,8 +401,8 @@ class RowPool:
 
     @property
     def cached(self) -> int:
-        """0: no state stays without an owner."""
-        return 0
+        """Positions of the states that ended sequences left on the device, as far as rows do not need their memory."""
+        return min(self.kept.device_bytes // self.shape.bytes.position, self.num_blocks - self.used)
 
     @property
     def used(self) -> int:
@@ -404,6 +479,7 @@ class RowPool:
 
     def swap_out(self, step: int, num_tokens: int, now: float) -> tuple[BlockCopy, ...]:
         """No block copies. Stores noted so far belong to plan `step`."""
+        self._now = max(self._now, now)
         self._storing += [(step, size) for size in self._stored]
         self._stored.clear()
         return ()
@@ -420,7 +496,11 @@ class RowPool:
         self._moves.append(RowMove(-1, kind, row, slot, length))
 
     def take_moves(self, before: int) -> list[RowMove]:
-        """The moves noted since the last call, all before the forward of this index."""
+        """The moves noted since the last call, all before the forward of this index.
+
+        What ended sequences left goes before that, as far as rows need its memory.
+        """
+        self._trim()
         moves = [move._replace(before=before) for move in self._moves]
         self._moves.clear()
         return moves
@@ -434,6 +514,77 @@ class RowPool:
         self._stored.append(size)
         self.move("store", state.row, slot, state.planned)
         return slot
+
+    # States that ended sequences left.
+
+    def find(self, root: Root | None, tokens: Sequence[int]) -> FoundRow:
+        """The state that saves most of these tokens. `root` None finds nothing.
+
+        Where prompts cannot be computed in chunks, what a state does not save is computed token by token. Then it
+        serves only if that is at most half of what it saves.
+        """
+        found = None if root is None or not len(self.kept) else self.kept.find(root, tokens)
+        if found is None:
+            return NOTHING_FOUND
+        if not self.shape.abilities.chunks and 2 * (len(tokens) - found.length) > found.length:
+            return NOTHING_FOUND
+        return FoundRow(found.length, found.slot, found.on_host)
+
+    def keep(self, state: RowState) -> int:
+        """Note that the state of a row stays on the device when its sequence has ended; its slot."""
+        slot, self._next_slot = self._next_slot, self._next_slot + 1
+        self._leaving[slot] = self.bytes(state.planned)
+        self.move("keep", state.row, slot, state.planned)
+        return slot
+
+    def settle(self, slot: int, root: Root, tokens: Sequence[int], length: int, now: float) -> None:
+        """Let others find a state of `length` positions, if all of its tokens are known."""
+        self._now = max(self._now, now)
+        del self._leaving[slot]
+        useless = self.kept.add(slot, root, tokens, now) if len(tokens) == length else (slot,)
+        for each in useless:
+            self.move("forget", slot=each)
+
+    def give_up(self, slot: int) -> None:
+        """Note that a state that others find is given up."""
+        self.dropped += self.kept.length(slot)
+        self.kept.forget(slot)
+        self.move("forget", slot=slot)
+
+    def make_host_room(self, size: int) -> bool:
+        """Give up states that ended sequences left on the host until `size` bytes are free; whether they are."""
+        if size > self.shape.host_memory - self.host_used:
+            return False
+        victims = iter(self.kept.victims(self._now, on_host=True) if size > self.host_free else ())
+        while size > self.host_free:
+            self.give_up(next(victims))
+        return True
+
+    def _trim(self) -> None:
+        """Let states that ended sequences left go, the least valuable first.
+
+        What rows need now is given up. Where there is a host, states go there before rows need their memory.
+        """
+        kept = self.kept
+        if self.in_use + kept.device_bytes > self.memory:
+            for slot in kept.victims(self._now, on_host=False):
+                self.give_up(slot)
+                if self.in_use + kept.device_bytes <= self.memory:
+                    break
+        most = int(self.memory * (1 - self._low_water))
+        resident = self._batch_bytes() + self.beside
+        if not self.shape.host_memory or resident + kept.device_bytes <= most:
+            return
+        for slot in kept.victims(self._now, on_host=False):
+            size, length = kept.size(slot), kept.length(slot)
+            if not self.make_host_room(size):
+                continue
+            kept.offload(slot)
+            self._stored.append(size)
+            self.swapped_out += length
+            self.move("offload", slot=slot, length=length)
+            if resident + kept.device_bytes <= most:
+                return
 
     def forget(self, slot: int, *, lost: bool = False) -> None:
         """Note that a slot's state is given up; `lost`: it was never there."""

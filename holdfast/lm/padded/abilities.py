@@ -51,7 +51,7 @@ def _probed(driver: Driver, layout: StateLayout, *, exact: bool) -> Abilities:
         raise
     except Exception as error:  # a model's own code may raise anything
         raise UnsupportedCheckpoint(f"{driver.model.architecture} fails on a short prompt: {error}") from error
-    if not alone < (AGREES[torch.float32] if exact else AGREES_IN_HALF):
+    if not alone < (AGREES if exact else AGREES_IN_HALF):
         raise UnsupportedCheckpoint(
             f"{driver.model.architecture} gives logits that differ by {alone:.1%} between one forward and a prefill "
             "with decodes of the same prompt: it is no causal decoder"

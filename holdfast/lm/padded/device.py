@@ -12,6 +12,7 @@ from holdfast.core.stages import Stages
 from holdfast.lm.devices import describe_device, memory_of, taken_memory
 from holdfast.lm.padded.abilities import probe
 from holdfast.lm.padded.driver import Driver
+from holdfast.lm.padded.encoder_decoder import EncoderDecoderDriver
 from holdfast.lm.padded.executor import PaddedExecutor
 from holdfast.lm.padded.growing_layer import QUANTUM, rounded
 from holdfast.lm.padded.host_rows import HostRows
@@ -35,8 +36,8 @@ HOST_STATE_BYTES = 32_000_000_000
 """Most bytes of states on the host unless the config says otherwise: other processes need memory."""
 CHUNKED = ("stall-free", "chunked-only")
 """Schedulers that cut prompts into chunks, where the model can compute them so."""
-AHEAD = ("embedding", "prefill-apart")
-"""Schedulers that compute prompts before there is a row for them in the batch."""
+TOGETHER = ("run-to-completion", "request-level", "orca", "padded-batches")
+"""Schedulers that put any number of whole prompts into a step."""
 MEASURED_ROWS, MEASURED_WIDTH = 16, 256
 """Decodes are measured with so many rows, at this width and at twice it. What they take grows linearly in both."""
 MEASURED_PROMPT = 4096
@@ -57,9 +58,14 @@ class PaddedDevice(LanguageDevice):
         self._stages = stages or Stages(0.0, time.monotonic)
         self._sizes: MemoryMeasurement | None = None
         with self._stages.stage("probes"):
-            self.driver = Driver(model)
-            self.layout = StateLayout(()) if self.driver.keyword is None else StateLayout.discover(self.driver.run)
-            self.abilities: Abilities = probe(self.driver, self.layout)
+            if model.is_encoder_decoder:
+                self.driver: Driver = (encoder_decoder := EncoderDecoderDriver(model))
+                self.layout: StateLayout = encoder_decoder.layout
+                self.abilities: Abilities = encoder_decoder.probe()
+            else:
+                self.driver = Driver(model)
+                self.layout = StateLayout(()) if self.driver.keyword is None else StateLayout.discover(self.driver.run)
+                self.abilities = probe(self.driver, self.layout)
         self.token_budget = config.fixed_token_budget or DEFAULT_TOKEN_BUDGET[self.kind]
 
     @property
@@ -90,19 +96,9 @@ class PaddedDevice(LanguageDevice):
         return RowBytes(growing=((torch.int64.itemsize, None),))
 
     @property
-    def rows(self) -> int:
-        """Rows that plans may name: those of the batch, and those computed ahead of a place in it."""
-        ahead = self.config.prefill_ahead
-        if ahead is None:
-            ahead = self.config.max_sequences if self.config.scheduler in AHEAD else 0
-        return self.config.max_sequences + ahead
-
-    @property
-    def max_step_tokens(self) -> int:
-        """Most tokens of one step: above the budget where prompts are computed whole."""
-        if self.abilities.chunks and self.config.scheduler in CHUNKED:
-            return self.token_budget
-        return max(self.token_budget, self.model.max_model_len + self.config.max_sequences)
+    def chunked(self) -> bool:
+        """Whether prompts are cut into chunks, so that a step has at most the token budget."""
+        return self.abilities.chunks and self.config.scheduler in CHUNKED
 
     def compile(self) -> None:
         """Run each kind of forward once: kernels are loaded and compiled when they first run."""
@@ -155,7 +151,7 @@ class PaddedDevice(LanguageDevice):
             num_blocks=shape.positions,
             num_host_blocks=sizes.host_cache // self.row_bytes.position,
             token_budget=self.token_budget,
-            max_step_tokens=self.max_step_tokens,
+            max_step_tokens=self._max_step_tokens(sizes),
             max_model_len=longest,
             vocab_size=spec.vocab_size,
             eos_token_ids=spec.eos_token_ids,
@@ -171,7 +167,22 @@ class PaddedDevice(LanguageDevice):
             raise RuntimeError("the device has no memory for rows yet: call allocate first")
         device, room = self.model.device, self._sizes.host_cache
         host = HostRows(self.layout, room, device, row_bytes=self.row_bytes) if room else None
-        return PaddedExecutor(self.driver, self.abilities, RunningRows(self.layout, self.rows, device), host)
+        rows = RunningRows(self.layout, self.config.plan_rows, device)
+        return PaddedExecutor(self.driver, self.abilities, rows, host)
+
+    def _max_step_tokens(self, sizes: MemoryMeasurement) -> int:
+        """Most tokens of one step: above the budget where prompts are computed whole.
+
+        Where many are, their activations may take half of what the states have. Then fewer rows run beside them.
+        """
+        longest, most = self.model.max_model_len, self.config.max_sequences
+        if self.chunked:
+            return self.token_budget
+        least = max(self.token_budget, longest + most)
+        if self.config.scheduler not in TOGETHER:
+            return least
+        token = max(1, sizes.activations // longest)
+        return max(least, min(longest * most, sizes.cache // 2 // token))
 
     def _row(self, length: int) -> int:
         """Bytes of a row of the batch of this length."""
@@ -201,7 +212,7 @@ class PaddedDevice(LanguageDevice):
     def _prefill_bytes(self) -> int:
         """Bytes that the longest prefill takes for a while: measured at two lengths, with the line drawn on."""
         most = self.model.max_model_len
-        if self.max_step_tokens == self.token_budget:
+        if self.chunked:
             chunk = max(1, min(self.token_budget, most // 2))
             first, second, rest = self._forward_bytes(1, chunk), self._forward_bytes(1, chunk, chunk), most - 2 * chunk
         else:

@@ -20,10 +20,12 @@ MaskStyle = Literal["all columns", "this forward's", "none"]
 STYLES: tuple[MaskStyle, ...] = ("all columns", "this forward's", "none")
 KEYWORDS = ("past_key_values", "cache_params", "state", "past_key_value", "mems")
 """Arguments of Transformers' models that take a state. A model's own code may have others."""
-AGREES = {torch.float32: 5e-3}
+AGREES, AGREES_IN_HALF = 5e-3, 0.1
 """Largest difference of logits between one forward and a prefill with decodes, as a share of the largest logit. A scan
-in chunks and one in steps sum in different orders; recurrent states carry that on."""
-AGREES_IN_HALF = 0.1
+in chunks and one in steps sum in different orders; recurrent states carry that on. The second is for half precision."""
+
+SAME, SAME_IN_HALF = 1e-4, 2e-2
+"""The same between two ways to say that nothing is masked: at most another kernel of attention."""
 
 
 class Inputs(NamedTuple):
@@ -33,6 +35,7 @@ class Inputs(NamedTuple):
     mask: torch.Tensor  # [B, L + q] int64: 1 for tokens, 0 for placeholders
     positions: torch.Tensor  # [B, q] int64: number of unmasked tokens before each; any number where masked
     columns: torch.Tensor | None = None  # [B] int64: the column of `ids` whose logits are needed; None: the last
+    padded: bool = True  # whether the mask may have zeros; if not, most models need none, and do not wait to look at it
 
 
 class Driver:
@@ -56,14 +59,16 @@ class Driver:
         self._names = frozenset(parameters)
         self._keeps: Literal["nothing", "last", "columns"] = "nothing"
         """Which logits the model can be told to compute alone."""
+        self._needs_mask = True
+        """Whether the model computes something else without a mask although nothing is masked."""
         with torch.inference_mode():
             try:
-                with in_float32(model.module):
-                    self._find_out()
+                with in_float32(model.module) as exact:
+                    self._find_out(exact=exact)
             except UnsupportedCheckpoint:
                 if model.dtype == torch.float32:
                     raise
-                self._find_out()  # code of its own may not run in float32
+                self._find_out(exact=False)  # code of its own may not run in float32
 
     def forward(self, inputs: Inputs, state: State | None) -> tuple[torch.Tensor, State | None]:
         """Logits [B, vocab_size] at the columns asked for, and the state afterwards, of width L + q.
@@ -100,13 +105,17 @@ class Driver:
         """Inputs of rows without placeholders: ids [B, q], from position `start`."""
         rows, tokens = ids.shape
         mask = torch.ones(rows, start + tokens, dtype=torch.int64, device=ids.device)
-        return Inputs(ids, mask, torch.arange(start, start + tokens, device=ids.device).expand(rows, tokens))
+        return Inputs(
+            ids, mask, torch.arange(start, start + tokens, device=ids.device).expand(rows, tokens), padded=False
+        )
 
     def _call(self, inputs: Inputs, state: State | None, **more: Any) -> tuple[torch.Tensor, State | None]:
         """Logits of all columns, unless `more` says otherwise, and the state."""
         tokens, width = inputs.ids.shape[1], inputs.mask.shape[1]
         given: dict[str, Any] = dict(more)
-        if self.mask_style == "all columns":
+        if not inputs.padded and not self._needs_mask:
+            pass
+        elif self.mask_style == "all columns":
             given["attention_mask"] = inputs.mask
         elif self.mask_style == "this forward's" and tokens > 1:
             given["attention_mask"] = inputs.mask[:, -tokens:]
@@ -127,12 +136,14 @@ class Driver:
         new = output[1] if isinstance(output, tuple) else output[self.keyword]
         return logits, let_grow(new) if self.growing and state is None else new
 
-    def _find_out(self) -> None:
+    def _find_out(self, *, exact: bool) -> None:
         """How the model is called. Raises UnsupportedCheckpoint."""
         self.mask_style = "all columns" if "attention_mask" in self._names else "none"
+        self._needs_mask = True
         self._find_keyword()
         self._find_what_is_kept()
-        self._find_mask_style()
+        self._find_mask_style(AGREES if exact else AGREES_IN_HALF)
+        self._find_whether_it_needs_a_mask(SAME if exact else SAME_IN_HALF)
 
     def _find_keyword(self) -> None:
         """Run a short prompt, and look for what comes out and can be given in again."""
@@ -182,23 +193,40 @@ class Driver:
                 return
             self._keeps = kind
 
-    def _find_mask_style(self) -> None:
+    def _find_mask_style(self, most: float) -> None:
         """Decode two prompts by turns in each style. Where none is right, rows are computed whole each time."""
         if self.keyword is None:
             return
         texts = [self.text(2, 12)[row : row + 1, : 9 + 3 * row] for row in range(2)]
         whole = [self._call(self.inputs(text), None)[0] for text in texts]
-        least = AGREES.get(whole[0].dtype, AGREES_IN_HALF)
         for style in STYLES if "attention_mask" in self._names else STYLES[2:]:
             self.mask_style = style
             try:
-                if self._by_turns(texts, whole) < least:
+                if self._by_turns(texts, whole) <= most:
                     return
             except torch.OutOfMemoryError:
                 raise
             except Exception:  # a mask of another shape may raise anything
                 continue
         self.keyword, self.mask_style = None, "all columns" if "attention_mask" in self._names else "none"
+
+    def _find_whether_it_needs_a_mask(self, most: float) -> None:
+        """Give a prompt of two rows in two parts and a decode, with a mask and without."""
+        text, given = self.text(2, 9), list[list[torch.Tensor]]()
+        for needed in (True, False):
+            self._needs_mask = needed
+            state, logits = None, list[torch.Tensor]()
+            try:
+                for start, stop in ((0, 5), (5, 8), (8, 9)) if self.keyword is not None else ((0, 9),):
+                    own, state = self._call(self.inputs(text[:, start:stop], start), state)
+                    logits.append(own[:, -1])
+            except torch.OutOfMemoryError:
+                raise
+            except Exception:  # it may not know rows, or parts; then it gets a mask
+                self._needs_mask = True
+                return
+            given.append(logits)
+        self._needs_mask = max(map(difference, given[1], given[0])) > most
 
     def _by_turns(self, texts: list[torch.Tensor], whole: list[torch.Tensor]) -> float:
         """The largest difference of two prompts that are decoded by turns from their logits in one forward."""

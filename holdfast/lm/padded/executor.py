@@ -26,6 +26,9 @@ from holdfast.lm.types import PENDING, Abilities, Forward, RowMove, Sampling, Se
 OUT_OF_CPU_MEMORY = "DefaultCPUAllocator"
 """What PyTorch says where the host has no memory for a tensor; it has no type of its own for that error."""
 
+MOST_SOURCES = 1 << 16
+"""Sequences whose prompts' lengths are remembered, where an encoder reads them."""
+
 
 @dataclass(slots=True)
 class _Apart:
@@ -111,6 +114,9 @@ class PaddedExecutor:
         """By row with a state, the sequence that computed it."""
         self._lost: dict[int, bool] = {}
         """Rows whose state is gone for lack of memory; whether `StepResult.lost` has said so."""
+        self._sources: dict[str, int] | None = {} if driver.model.is_encoder_decoder else None
+        """Of an encoder-decoder, by the id of a sequence, which must be its own for good: the tokens of its prompt. Its
+        first segment from 0 has these alone."""
         self._lost_slots: dict[int, bool] = {}
         """The same of slots."""
         self._in_flight: deque[Future[StepResult] | _CudaFlight] = deque()
@@ -245,8 +251,9 @@ class PaddedExecutor:
                 self._names.pop(row, None)
             case "offload" if slot not in self._lost_slots:
                 state, length = self._slot(slot)
-                del self._slots[slot]
-                self._to_host(slot, state, length, step)
+                if self.abilities.keeps_state:  # tokens alone stay where they are
+                    del self._slots[slot]
+                    self._to_host(slot, state, length, step)
             case "load":
                 self._lost.pop(row, None)
                 if row in self._apart or self.rows.place(row) is not None:
@@ -356,7 +363,21 @@ class PaddedExecutor:
         if segment.start != length:
             raise ValueError(f"{segment.sequence_id} computes from {segment.start}, and row {row} has {length}")
         self._names[row] = segment.sequence_id
+        if self._sources is not None and not segment.start:
+            self._sources.setdefault(segment.sequence_id, segment.length)
+            if len(self._sources) > MOST_SOURCES:
+                del self._sources[next(iter(self._sources))]
         return True
+
+    def _source(self, segment: Segment) -> int:
+        """Of an encoder-decoder's segment that computes a prompt and tokens behind it, the length of the prompt; or 0.
+
+        The encoder reads the prompt alone, so such a segment takes two forwards.
+        """
+        if self._sources is None or segment.start:
+            return 0
+        source = self._sources[segment.sequence_id]
+        return source if source < segment.length else 0
 
     def _forward(self, forward: Forward, segments: Sequence[Segment], began: Any, outcome: _Outcome) -> None:
         """Run a forward over those of its segments whose state is there, and note the tokens."""
@@ -397,7 +418,7 @@ class PaddedExecutor:
 
     def _joins(self, joining: Sequence[Segment], beside: bool) -> bool:
         """Whether one forward can compute these prompts, and decodes beside them if there are any."""
-        if beside and not self.abilities.shaping:
+        if (beside and not self.abilities.shaping) or any(map(self._source, joining)):
             return False
         return self.abilities.left_padding or len({each.length for each in joining}) == 1
 
@@ -437,15 +458,19 @@ class PaddedExecutor:
 
     def _groups(self, segments: Sequence[Segment]) -> list[list[Segment]]:
         """Prompts that one forward can compute: all of them, or those of equal length."""
+        parted = [[segment] for segment in segments if self._source(segment)]
+        whole = [segment for segment in segments if not self._source(segment)]
         if self.abilities.left_padding:
-            return [list(segments)]
+            return [*([whole] if whole else []), *parted]
         by_length: dict[int, list[Segment]] = defaultdict(list)
-        for segment in segments:
+        for segment in whole:
             by_length[segment.length].append(segment)
-        return [*by_length.values()]
+        return [*by_length.values(), *parted]
 
     def _compute_group(self, segments: Sequence[Segment]) -> torch.Tensor:
         """Compute whole prompts in one forward, each to a state apart; their logits [n, vocab_size]."""
+        if self._source(segments[0]):
+            return self._compute_alone(segments[0])
         logits, state = self.driver.forward(left_padded([each.tokens for each in segments], self._device), None)
         alone = len(segments) == 1
         for index, segment in enumerate(segments):
@@ -462,6 +487,9 @@ class PaddedExecutor:
             whole = ids if state is None else torch.cat((state, ids), 1)
             logits, _ = self.driver.forward(self._inputs_alone(whole, 0), None)
             state = whole
+        elif source := self._source(segment):
+            _, state = self.driver.forward(self._inputs_alone(ids[:, :source], 0), None)
+            logits, state = self.driver.forward(self._inputs_alone(ids[:, source:], source), state)
         elif segment.start and segment.length > 1 and not self.abilities.chunks:
             for at in range(segment.length):  # a second forward of many tokens would forget the first
                 inputs = self._inputs_alone(ids[:, at : at + 1], segment.start + at)

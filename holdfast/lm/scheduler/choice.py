@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import get_args
+from typing import Any, get_args
 
 from holdfast.core.config import ROW_SCHEDULERS, EngineConfig, ExecutorName, SchedulerName
 from holdfast.core.cost import CostModel, PaddedCost
@@ -156,36 +156,7 @@ def make_scheduler(
     ValueError as `choose_policy`, and for padded rows in a pipeline.
     """
     policy = policy or choose_policy(config, shape, cost)
-    if shape.rows is not None:
-        if micro_batches > 1:
-            raise ValueError(f"a pipeline has {micro_batches} stages; padded rows run on one")
-        return RowScheduler(
-            policy,
-            RowPool(shape.rows, threshold=config.shrink_threshold),
-            max_sequences=config.max_sequences,
-            max_model_len=shape.max_model_len,
-            vocab_size=shape.vocab_size,
-            eos_token_ids=shape.eos_token_ids,
-            headroom=0.0 if config.scheduler in RESERVING else config.headroom,
-            sharing=config.prefix_sharing,
-            served=Identity(shape.model, dtype=shape.precision),
-            order=make_order(config),
-            seed=config.seed,
-            prefill_ahead=config.states_ahead,
-            to_completion=isinstance(policy, RowPolicy) and policy.to_completion,
-        )
-    pool = BlockPool(
-        shape.num_blocks,
-        config.block_size,
-        rule=RetentionRule.of(config, retention_cost(config, shape, cost)),
-        host_blocks=shape.num_host_blocks,
-        host_ready=shape.host_blocks_ready,
-        low_water=config.swap_threshold,
-        copies_ahead=shape.copies_ahead,
-    )
-    return Scheduler(
-        policy,
-        pool,
+    settings: dict[str, Any] = dict(
         max_sequences=config.max_sequences,
         max_model_len=shape.max_model_len,
         vocab_size=shape.vocab_size,
@@ -195,5 +166,31 @@ def make_scheduler(
         served=Identity(shape.model, dtype=shape.precision),
         order=make_order(config),
         seed=config.seed,
-        micro_batches=micro_batches,
     )
+    rule = RetentionRule.of(config, retention_cost(config, shape, cost))
+    if shape.rows is not None:
+        if micro_batches > 1:
+            raise ValueError(f"a pipeline has {micro_batches} stages; padded rows run on one")
+        return RowScheduler(
+            policy,
+            RowPool(
+                shape.rows,
+                threshold=config.shrink_threshold,
+                rule=rule,
+                keeps=config.prefix_sharing,
+                low_water=config.swap_threshold,
+            ),
+            **settings,
+            prefill_ahead=config.states_ahead,
+            to_completion=isinstance(policy, RowPolicy) and policy.to_completion,
+        )
+    pool = BlockPool(
+        shape.num_blocks,
+        config.block_size,
+        rule=rule,
+        host_blocks=shape.num_host_blocks,
+        host_ready=shape.host_blocks_ready,
+        low_water=config.swap_threshold,
+        copies_ahead=shape.copies_ahead,
+    )
+    return Scheduler(policy, pool, **settings, micro_batches=micro_batches)

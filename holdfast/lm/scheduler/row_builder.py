@@ -77,18 +77,22 @@ class RowQueues(Queues):
         state = state_of(entry)
         if entry.row == NO_ROW:
             self.waiting.remove(entry)
-        elif state.place == "batch":
-            self.end_row(entry)
+        else:
+            self.end_row(entry, len(entry.sequence.tokens))
+        state.settle(entry.sequence.tokens, now)
         state.free(now)
         self._vacate(entry)
 
-    def end_row(self, entry: Entry) -> None:
-        """Nothing more of an entry is computed: its row leaves the batch, or stays in it until the batch ends."""
+    def end_row(self, entry: Entry, known: int | None = None) -> None:
+        """Nothing more of an entry is computed: its row leaves, or stays in the batch until the batch ends.
+
+        The state of a row that leaves may serve the next turn of a conversation. `known` as in `RowState.keep`.
+        """
         if self.to_completion and state_of(entry).place == "batch":
             state_of(entry).run_on()
             self._ended[entry.row] = entry.id
         else:
-            state_of(entry).leave()
+            state_of(entry).keep(known)
 
     def preempt(self, entry: Entry, now: float) -> None:
         """Move a running or prefilled entry back to waiting. Its state goes to the host, or is computed again."""
@@ -402,6 +406,8 @@ class RowBuilder(StepBuilder):
         """
         sequence, state = entry.sequence, state_of(entry)
         start, length = state.planned, sequence.length
+        if not start or state.since < 0:
+            state.since = self.number
         if start and length - start == 1:
             entry.decoding = state.resumed = True
             return
@@ -415,8 +421,6 @@ class RowBuilder(StepBuilder):
         if stop <= start:
             return
         self._prompts += 1
-        if not start:
-            state.since = self.number
         if not start and stop == length:
             self._whole.append((entry, length))
             self._note(entry, start, stop)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import abc
 from dataclasses import replace
 from functools import partial
@@ -63,6 +64,10 @@ class RowScheduler(Scheduler):
             make_queues=make_queues,
             make_builder=partial(RowBuilder, longest=max_model_len),
         )
+        rows = pool.shape
+        widths = range(rows.quantum, max_model_len + rows.quantum, rows.quantum)
+        longest = rows.quantum * bisect_right(widths, rows.memory, key=rows.bytes.of)
+        self._limits = replace(self._limits, cache_tokens=longest)  # of a row that is alone
         self._pool = pool
         self._forwards = self._idle_tokens = 0
 
@@ -107,7 +112,7 @@ class RowScheduler(Scheduler):
             suspensions=queues.suspensions,
             host_blocks_total=pool.shape.host_memory // pool.shape.bytes.position,
             host_blocks_ready=pool.shape.host_memory // pool.shape.bytes.position,
-            host_blocks_cached=pool.host_used // pool.shape.bytes.position,
+            host_blocks_cached=(pool.host_used + pool.kept.host_bytes) // pool.shape.bytes.position,
             idle_tokens=self._idle_tokens,
             forwards=self._forwards,
             rows_wide=pool.width,

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from holdfast.cells.applications import dates
+from holdfast.cells.partition import Splitter
 from scripts import cell_data
 from scripts.train_cells import answers, run_together
 from tests.cells.applications.references import DatesReference, returning_h, text_of
@@ -69,7 +70,7 @@ def test_a_decoder_that_never_gives_eos_ends_at_its_limit() -> None:
 def test_the_decoder_goes_before_the_encoder_and_both_are_one_chain() -> None:
     application = dates.load()
     graph = application.unfold(text_of("3/3/84"))
-    partition = graph.partition({application.encoder: 0, application.decoder: 1})
+    partition = Splitter({application.encoder: 0, application.decoder: 1}).split([graph])
     assert partition.types.tolist() == [0, 1]
     assert partition.steps.tolist() == [6, 11]
     assert application.decoder.priority > application.encoder.priority

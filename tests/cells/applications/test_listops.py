@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from holdfast.cells.applications import listops
+from holdfast.cells.partition import Splitter
 from scripts import cell_data
 from scripts.train_cells import answers, run_together
 from tests.cells.applications.references import ListOpsReference, returning_h, text_of
@@ -79,7 +80,7 @@ def test_a_digit_is_an_expression_of_one_leaf() -> None:
 def test_internal_nodes_are_one_subgraph_and_each_leaf_is_its_own() -> None:
     application = listops.load()
     graph = application.unfold(text_of("[MAX 2 9 [MIN 4 7 ] 0 ]"))
-    partition = graph.partition({cell: place for place, cell in enumerate(application.cells)})
+    partition = Splitter({cell: place for place, cell in enumerate(application.cells)}).split([graph])
     _, sizes = np.unique(partition.subgraph, return_counts=True)
     assert sorted(sizes.tolist()) == [1] * 9 + [1, 8]
     assert application.leaf.priority < application.internal.priority < application.read.priority

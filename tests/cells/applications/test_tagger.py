@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from holdfast.cells.applications import tagger
+from holdfast.cells.partition import Splitter
 from scripts import cell_data
 from scripts.train_cells import answers, run_together
 from tests.cells.applications.references import TaggerReference, returning_h, text_of
@@ -130,7 +131,7 @@ def test_a_text_that_is_no_good_is_refused_with_the_reason(text: str, reason: st
 def test_the_longest_sentence_is_one_chain_of_330_nodes() -> None:
     application = tagger.load()
     graph = application.unfold(text_of("so " * 330))
-    partition = graph.partition({application.step: 0})
+    partition = Splitter({application.step: 0}).split([graph])
     assert partition.steps.tolist() == [330]
 
 

@@ -215,6 +215,17 @@ def test_an_aborted_request_gives_no_result_and_the_others_theirs() -> None:
     assert (stats.waiting, stats.running, stats.rows_used) == (0, 0, 0)
 
 
+def test_sizes_given_by_type_bound_the_tasks_and_say_what_they_are_padded_to() -> None:
+    cell = lstm_cell(sizes=SIZES)
+    planner = Merging([cell], by="depth", most=16, sizes=((6,),))
+    for number in range(10):
+        planner.add(CellRequest(str(number), sentence(cell, np.zeros(1, np.int64))))
+    plan = planner.schedule(0, 0.0)
+    assert plan is not None and [(len(task.rows), task.size) for task in plan.tasks] == [(6, 6), (4, 6)]
+    with pytest.raises(ValueError, match="most is 7; the cells have sizes up to 6"):
+        Padding([cell], width=1, most=7, sizes=((6,),))
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

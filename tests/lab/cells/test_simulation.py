@@ -8,11 +8,12 @@ import pytest
 
 from holdfast.cells.plan import CellRequest
 from holdfast.cells.planner import CellPlanner
+from holdfast.core.cell_cost import CellCost
 from holdfast.lab.cells.baselines import Merging, Padding
 from holdfast.lab.cells.models import decoder_cell, encoder_cell, lstm_cell, sentence, sentence_pair
-from holdfast.lab.cells.simulation import LSTM_V100, V100, Curve, Device, ManyWorkers, Ran, Served, highest, simulate
+from holdfast.lab.cells.simulation import LSTM_V100, V100, Device, ManyWorkers, Ran, Served, highest, simulate
 
-UNIT = Device({"lstm": Curve((64,), (1.0,)), "encoder": Curve((64,), (1.0,)), "decoder": Curve((64,), (1.0,))})
+UNIT = Device({"lstm": CellCost((64,), (1.0,)), "encoder": CellCost((64,), (1.0,)), "decoder": CellCost((64,), (1.0,))})
 """A cell takes one unit of time, at any batch size."""
 
 
@@ -72,21 +73,21 @@ def test_state_that_moves_between_workers_takes_time() -> None:
     requests = [CellRequest(str(at), sentence_pair(*cells, np.zeros(1, np.int64), 3), 0.0) for at in range(4)]
     ended = []
     for seconds in (0.0, 10.0):
-        device = Device(UNIT.curves, move_seconds=seconds)
+        device = Device(UNIT.costs, move_seconds=seconds)
         planner = CellPlanner(cells, workers=2, max_tasks=1)
         ended.append(simulate(planner, dict(enumerate(cells)), device, requests, workers=2).served.finished.max())
     assert ended[0] <= ended[1] <= ended[0] + 20
 
 
 def test_gather_is_free_while_a_batch_stays_the_same() -> None:
-    device = Device(UNIT.curves, gather_seconds=0.5)
+    device = Device(UNIT.costs, gather_seconds=0.5)
     ran = serve(CellPlanner([LSTM], max_tasks=1), [(3, 0.0), (3, 0.0)], device)
     assert ran.unchanged == 2
     assert ran.served.finished.tolist() == [3 + 0.5 * 2 * 2] * 2  # two states of two nodes, once
 
 
 def test_host_time_of_tasks_and_nodes_adds_up() -> None:
-    device = Device(UNIT.curves, task_seconds=0.25, node_seconds=0.125)
+    device = Device(UNIT.costs, task_seconds=0.25, node_seconds=0.125)
     ran = serve(CellPlanner([LSTM], max_tasks=1), [(3, 0.0), (3, 0.0)], device)
     assert ran.served.finished.tolist() == [3 * (1 + 0.25 + 2 * 0.125)] * 2
 
@@ -102,8 +103,8 @@ def test_the_v100s_curve_has_the_papers_points() -> None:
     assert LSTM_V100.at(2) == pytest.approx(185e-6)
     assert LSTM_V100.at(1024) == pytest.approx(2 * 784e-6)
     assert 512 / LSTM_V100.at(512) == pytest.approx(1.2 * 256 / LSTM_V100.at(256), rel=0.01)
-    decoding = V100.curves["decoder"].at(256)
-    assert decoding / (decoding + V100.curves["encoder"].at(256)) == pytest.approx(0.75)
+    decoding = V100.costs["decoder"].at(256)
+    assert decoding / (decoding + V100.costs["encoder"].at(256)) == pytest.approx(0.75)
 
 
 def test_the_highest_rate_is_found_from_either_side() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ class Echo:
 
     def __init__(self, vocab_size: int = 100) -> None:
         self.vocab_size = vocab_size
+        self.model = SimpleNamespace(is_encoder_decoder=False)
         self.seen: list[Inputs] = []
 
     def forward(self, inputs: Inputs, state: Any) -> tuple[torch.Tensor, Any]:

@@ -38,7 +38,7 @@ def model_of(module: Any) -> UnmodifiedModel:
         max_model_len=LONGEST,
         eos_token_ids=(),
         dtype=torch.float32,
-        device=CPU,
+        device=module.device,
         weight_bytes=0,
     )
 
@@ -65,10 +65,12 @@ class Made:
         compact: bool = True,
         make_queue: Callable[[], Any] | None = None,
         driver: Any = None,
+        second_stream: bool = True,
     ) -> PaddedExecutor:
-        host = HostRows(self.layout, host_bytes, CPU, make_queue=make_queue) if host_bytes else None
-        running = RunningRows(self.layout, rows, CPU, compact=compact)
-        return PaddedExecutor(driver or self.driver, abilities, running, host)
+        device = self.driver.model.device
+        host = HostRows(self.layout, host_bytes, device, make_queue=make_queue) if host_bytes else None
+        running = RunningRows(self.layout, rows, device, compact=compact)
+        return PaddedExecutor(driver or self.driver, abilities, running, host, second_stream=second_stream)
 
 
 class FailingDriver:
@@ -76,6 +78,7 @@ class FailingDriver:
 
     def __init__(self, driver: Driver, fails: Callable[[], bool]) -> None:
         self._driver, self.fails = driver, fails
+        self.model = driver.model
         self.failures = 0
 
     def forward(self, inputs: Any, state: Any) -> Any:
@@ -245,7 +248,7 @@ class History:
                     self.running_on[row.row] = row
                     row.place = "run on"
                     self.count("run_on")
-                elif not self.in_doubt(row) and self.may("keep", 0.5):
+                elif not self.in_doubt(row) and self.may("keep", 0.8):
                     self.slots += 1
                     self.keep(row, self.slots, row.computed)
                     self.kept[self.slots] = (row.tokens, row.computed)
@@ -285,7 +288,7 @@ class History:
             if slot not in self.on_host and self.draw.random() < 0.2:
                 self.move("offload", slot=slot)
                 self.on_host.add(slot)
-            elif self.draw.random() < 0.04:
+            elif self.draw.random() < 0.02:
                 self.move("forget", slot=slot)
                 del self.kept[slot]
 
@@ -344,7 +347,7 @@ class History:
 
     def reuse(self, row: Row) -> None:
         """Begin a row with the state of a finished sequence: its prompt becomes the old tokens and more."""
-        if not self.kept or row.known or not self.may("reuse", 0.6):
+        if not self.kept or row.known or not self.may("reuse", 0.9):
             return
         slot = self.draw.choice([*self.kept])
         tokens, length = self.kept[slot]

@@ -1,0 +1,284 @@
+"""How graphs are split into rows and subgraphs (BatchMaker, section 2.4.3). Pure."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from holdfast.cells.cell import Cell
+from holdfast.cells.compiled import compiled
+from holdfast.cells.graph import Block, CellGraph
+
+
+class Part(NamedTuple):
+    """Nodes of one block that follow one another: `begin` to `end`, counted in the block."""
+
+    block: int
+    begin: int
+    end: int
+
+
+class Result(NamedTuple):
+    """A named result of a request: one output of these nodes, one part after the other."""
+
+    name: str
+    output: str
+    parts: list[Part]
+
+
+class Partition(NamedTuple):
+    """Graphs as rows, numbered one graph after the other, and subgraphs (BatchMaker, section 2.4.3).
+
+    A row is a node, or a whole chain. A subgraph is known by its first row. Arrays are of intp.
+    """
+
+    first: np.ndarray
+    """[graphs]: the first row of each graph."""
+    types: np.ndarray
+    """[rows]"""
+    steps: np.ndarray
+    """[rows]: nodes of each row."""
+    subgraph: np.ndarray
+    """[rows]: the first row of its subgraph."""
+    reader: np.ndarray
+    """[edges]: a row that reads outputs of another. There may be several edges between the same two."""
+    producer: np.ndarray
+    """[edges]: the row that it reads."""
+    inputs: np.ndarray
+    """[State inputs that are not zeros, 4]: the row, the row it reads, which State input of its cell, which output.
+
+    Outputs are numbered by the Splitter's `outputs`. For a chain these are the inputs of its first step."""
+
+
+class Splitter:
+    """Checks and splits the graphs of one application."""
+
+    def __init__(self, types: Mapping[Cell, int]) -> None:
+        """`types` numbers the cells from 0; cells that are equal have one number."""
+        self._types = types
+        names = dict.fromkeys(name for cell in types for name in cell.outputs)
+        self.outputs = {name: number for number, name in enumerate(names)}
+        """The number of each output name."""
+        self._input = {cell: {name: number for number, name in enumerate(cell.states)} for cell in types}
+
+    def check(self, graph: CellGraph) -> list[Result]:
+        """The results that a graph names. Raises ValueError for cells and results that do not fit."""
+        for block in graph.blocks:
+            if block.cell not in self._types:
+                raise ValueError(f"cell {block.cell.name} is not one of the application's cells")
+        results = [Result(name, output, _parts_of(graph, name, output, nodes)) for name, output, nodes in graph.results]
+        if len(results) > 1 and len({result.name for result in results}) < len(results):
+            raise ValueError(f"two results have one name: {', '.join(result.name for result in results)}")
+        return results
+
+    def split(self, graphs: Sequence[CellGraph]) -> Partition:
+        """Split graphs, which were checked, into rows and subgraphs.
+
+        A subgraph is a set of connected nodes of one type. If in a graph types read one another in a circle, nodes of
+        it are connected only where as many changes of type lie on the longest paths that lead to them: then no two
+        subgraphs wait for each other.
+        """
+        types, inputs, outputs = self._types, self._input, self.outputs
+        counts: list[int] = []  # of each graph: rows, nodes
+        blocks: list[int] = []  # of each block: type, rows, nodes of each row
+        columns: list[np.ndarray] = []
+        of_column: list[int] = []  # of each column: the first row that reads by it, the first node of the graph
+        reads: list[int] = []  # of each read: column, State input, output
+        row = node = 0
+        for graph in graphs:
+            counts += graph.rows, graph.nodes
+            for block in graph.blocks:
+                if block.chain and not block.whole:
+                    block = block.unrolled()
+                cell, rows = block.cell, block.rows
+                blocks += types[cell], rows, block.count if block.whole else 1
+                if block.reads:
+                    numbers, begin = inputs[cell], len(columns)
+                    for name, output, column in block.reads:
+                        reads += begin + column, numbers[name], outputs[output]
+                    columns += block.columns
+                    of_column += (row, node) * len(block.columns)
+                row += rows
+            node += graph.nodes
+        none = np.zeros(0, np.intp)
+        return Partition(
+            *_split(
+                len(self._input),
+                np.array(counts, np.intp).reshape(-1, 2),
+                np.array(blocks, np.intp).reshape(-1, 3),
+                np.array([len(column) for column in columns], np.intp),
+                np.array(of_column, np.intp).reshape(-1, 2),
+                np.concatenate(columns) if columns else none,
+                np.array(reads, np.intp).reshape(-1, 3),
+            )
+        )
+
+
+@compiled
+def _split(
+    types_count: int,
+    counts: np.ndarray,
+    blocks: np.ndarray,
+    lengths: np.ndarray,
+    of_column: np.ndarray,
+    named: np.ndarray,
+    reads: np.ndarray,
+) -> tuple[np.ndarray, ...]:
+    """The arrays of a Partition. `lengths` are those of the columns, `named` all that they name."""
+    first = np.empty(len(counts), np.intp)
+    total = nodes = 0
+    for graph in range(len(counts)):
+        first[graph] = total
+        total += counts[graph, 0]
+        nodes += counts[graph, 1]
+    types, steps = np.empty(total, np.intp), np.empty(total, np.intp)
+    at = 0
+    for block in range(len(blocks)):
+        for _ in range(blocks[block, 1]):
+            types[at], steps[at] = blocks[block, 0], blocks[block, 2]
+            at += 1
+    row_of = np.empty(nodes if nodes != total else 0, np.intp)
+    if nodes != total:
+        at = 0
+        for row in range(total):
+            for _ in range(steps[row]):
+                row_of[at] = row
+                at += 1
+    columns = len(lengths)
+    begins = np.empty(columns, np.intp)
+    reader, producer = np.empty(len(named), np.intp), np.empty(len(named), np.intp)
+    edges = at = 0
+    for column in range(columns):
+        begins[column] = at
+        for place in range(lengths[column]):
+            if named[at] >= 0:
+                node = named[at] + of_column[column, 1]
+                producer[edges] = row_of[node] if nodes != total else node
+                reader[edges] = of_column[column, 0] + place
+                edges += 1
+            at += 1
+    reader, producer = reader[:edges], producer[:edges]
+    count = 0
+    for read in range(len(reads)):
+        count += lengths[reads[read, 0]]
+    inputs = np.empty((count, 4), np.intp)
+    count = 0
+    for read in range(len(reads)):
+        column = reads[read, 0]
+        for place in range(lengths[column]):
+            node = named[begins[column] + place]
+            if node >= 0:
+                node += of_column[column, 1]
+                inputs[count, 0] = of_column[column, 0] + place
+                inputs[count, 1] = row_of[node] if nodes != total else node
+                inputs[count, 2], inputs[count, 3] = reads[read, 1], reads[read, 2]
+                count += 1
+    subgraph = _subgraphs(types_count, first, types, reader, producer)
+    return first, types, steps, subgraph, reader, producer, inputs[:count]
+
+
+@compiled
+def _subgraphs(
+    types_count: int, first: np.ndarray, types: np.ndarray, reader: np.ndarray, producer: np.ndarray
+) -> np.ndarray:
+    """The smallest row of each row's subgraph."""
+    edges = len(reader)
+    same = types[reader] == types[producer]
+    if _in_a_circle(types_count, types, reader, producer, 0, edges):
+        # Edges of one graph follow one another.
+        begin = 0
+        for graph in range(len(first)):
+            beyond = first[graph + 1] if graph + 1 < len(first) else len(types)
+            end = begin
+            while end < edges and reader[end] < beyond:
+                end += 1
+            if _in_a_circle(types_count, types, reader, producer, begin, end):
+                _part_by_level(first[graph], beyond, reader[begin:end], producer[begin:end], same[begin:end])
+            begin = end
+    found = np.arange(len(types))
+    for edge in range(edges):
+        if same[edge]:
+            one, other = _root(found, reader[edge]), _root(found, producer[edge])
+            found[max(one, other)] = min(one, other)
+    for row in range(len(types)):
+        found[row] = found[found[row]]  # a row's root comes before it, so it is right already
+    return found
+
+
+@compiled
+def _root(parent: np.ndarray, row: int) -> int:
+    while parent[row] != row:
+        parent[row] = parent[parent[row]]
+        row = parent[row]
+    return row
+
+
+@compiled
+def _in_a_circle(
+    types_count: int, types: np.ndarray, reader: np.ndarray, producer: np.ndarray, begin: int, end: int
+) -> bool:
+    """Whether types read one another in a circle of more than one, by the edges from `begin` to `end`."""
+    reads = np.zeros((types_count, types_count), np.bool_)
+    for edge in range(begin, end):
+        reads[types[reader[edge]], types[producer[edge]]] = True
+    left = np.ones(types_count, np.bool_)
+    changed = True
+    while changed:
+        changed = False
+        for type_ in range(types_count):
+            if left[type_]:
+                waits = False
+                for other in range(types_count):
+                    waits |= other != type_ and left[other] and reads[type_, other]
+                if not waits:
+                    left[type_] = False
+                    changed = True
+    return bool(left.any())
+
+
+@compiled
+def _part_by_level(first: int, end: int, reader: np.ndarray, producer: np.ndarray, same: np.ndarray) -> None:
+    """Of a graph's edges, keep `same` only between rows with as many changes of type on the longest paths to them."""
+    changes = np.zeros(end - first, np.intp)
+    for edge in np.argsort(reader, kind="mergesort"):  # a row comes after all that it reads
+        to, given = reader[edge] - first, producer[edge] - first
+        changes[to] = max(changes[to], changes[given] + (0 if same[edge] else 1))
+    for edge in range(len(reader)):
+        same[edge] &= changes[reader[edge] - first] == changes[producer[edge] - first]
+
+
+def _parts_of(graph: CellGraph, name: str, output: str, nodes: Sequence[int]) -> list[Part]:
+    """The nodes of a result. Raises ValueError if they do not return such an output, or are a part of a whole chain."""
+    blocks, count = graph.blocks, len(nodes)
+    if not count:
+        raise ValueError(f"result {name} names no nodes; it needs at least 1")
+    in_turn = count == 1 or (isinstance(nodes, range) and nodes.step == 1)
+    parts: list[Part] = []
+    at = 0
+    while at < count:
+        node = int(nodes[at])
+        if not 0 <= node < graph.nodes:
+            raise ValueError(f"result {name} names node {node}; there are {graph.nodes}")
+        number = bisect_right(blocks, node, key=_first) - 1 if len(blocks) > 1 else 0
+        block = blocks[number]
+        if output not in block.cell.returned:
+            raise ValueError(f"result {name}: cell {block.cell.name} does not return an output {output}")
+        begin, end = node - block.first, node - block.first + 1
+        if in_turn:
+            end = min(begin + count - at, block.count)
+        elif block.whole:
+            end = block.count if list(nodes[at : at + block.count]) == list(range(node, node + block.count)) else end
+        if block.whole and (begin or end < block.count):
+            raise ValueError(f"result {name} names a part of a chain of {block.count} steps; name all of it")
+        at += end - begin
+        if parts and parts[-1].block == number and parts[-1].end == begin:
+            begin = parts.pop().begin
+        parts.append(Part(number, begin, end))
+    return parts
+
+
+def _first(block: Block) -> int:
+    return block.first

@@ -1,0 +1,74 @@
+"""The cost model of cells: how long one batch takes by its size, and the batch sizes that follow from it."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import exp, inf, log
+
+NEAR_BEST = 0.95
+"""The largest size gives at least this share of the most nodes a second."""
+LEAST_SAVING = 0.1
+"""A smaller size is kept if it saves at least this share of the time of the next larger one."""
+
+
+@dataclass(frozen=True, slots=True)
+class CellCost:
+    """Seconds of one batch of a type of cell by its size, as measured at some sizes.
+
+    Flat below the first of them, a power law between two, and in proportion to the size beyond the last. Raises
+    ValueError if sizes are missing or do not rise from at least 1, or if a time is not above 0 and finite.
+    """
+
+    sizes: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not self.sizes or len(self.sizes) != len(self.seconds):
+            raise ValueError(f"a cell's cost has {len(self.sizes)} sizes and {len(self.seconds)} times; give one each")
+        if self.sizes[0] < 1 or any(first >= then for first, then in pairwise(self.sizes)):
+            raise ValueError(f"sizes of a cell's cost are {self.sizes}; they must rise from at least 1")
+        for size, seconds in zip(self.sizes, self.seconds, strict=True):
+            if not 0 < seconds < inf:
+                raise ValueError(f"a cell's cost at {size} is {seconds} seconds; it must be above 0 and finite")
+
+    def at(self, size: int) -> float:
+        """Seconds of a batch of this size."""
+        right = bisect_left(self.sizes, size)
+        if right == len(self.sizes):
+            return self.seconds[-1] * size / self.sizes[-1]
+        if right == 0 or self.sizes[right] == size:
+            return self.seconds[right]
+        low, high = self.sizes[right - 1 : right + 1]
+        before, after = self.seconds[right - 1 : right + 1]
+        return before * exp(log(size / low) / log(high / low) * log(after / before))
+
+    def throughput(self, size: int) -> float:
+        """Nodes a second in batches of this size."""
+        return size / self.at(size)
+
+    def times(self, factor: float) -> CellCost:
+        """The same, slower by a factor."""
+        return CellCost(self.sizes, tuple(second * factor for second in self.seconds))
+
+
+def choose_sizes(cost: CellCost, candidates: Sequence[int] = ()) -> tuple[int, ...]:
+    """The batch sizes to support, out of some that rise; by default out of those that were measured.
+
+    The largest is the smallest of them whose throughput is at least NEAR_BEST of the best (BatchMaker, Figure 2.3: more
+    nodes a batch would only make each wait longer). From there down, a size is kept if it saves at least LEAST_SAVING
+    of the time of the next larger one that is kept. The smallest is always kept: tasks below it would run only as the
+    first of a round (Algorithm 1, line 16).
+    """
+    some = tuple(candidates) or cost.sizes
+    best = max(map(cost.throughput, some))
+    largest = next(size for size in some if cost.throughput(size) >= NEAR_BEST * best)
+    kept = [largest]
+    for size in reversed(some):
+        if size < largest and cost.at(size) <= (1 - LEAST_SAVING) * cost.at(kept[-1]):
+            kept.append(size)
+    if kept[-1] != some[0]:
+        kept.append(some[0])
+    return tuple(reversed(kept))

@@ -14,12 +14,22 @@ from holdfast.engine.profiles import CostProfile
 from holdfast.lab.metrics import Record
 from holdfast.lab.simulator.deployment import Pipeline
 from holdfast.lab.simulator.executor import SimulatedExecutor, StepTimes, VirtualClock
+from holdfast.lab.simulator.padded import ENGINE, PaddedStepTimes, RowSoftware
 from holdfast.lab.simulator.pipeline_policy import PipelineLatencyTarget
 from holdfast.lab.workloads import PromptTokens, Workload
 from holdfast.lm.scheduler.builder import Policy
 from holdfast.lm.scheduler.choice import capacity_of, make_scheduler
 from holdfast.lm.scheduler.policies import whole_tiles
-from holdfast.lm.types import COPIES_AHEAD_BYTES, EngineShape, LanguageExecutor, LanguageLoop, SchedulerStats
+from holdfast.lm.types import (
+    COPIES_AHEAD_BYTES,
+    Abilities,
+    EngineShape,
+    LanguageExecutor,
+    LanguageLoop,
+    RowBytes,
+    RowShape,
+    SchedulerStats,
+)
 from holdfast.loop.loop import Loop
 
 VOCAB_SIZE = 32_000
@@ -50,6 +60,7 @@ def simulate(
     pipeline: Pipeline | None = None,
     wrap: Callable[[LanguageExecutor, VirtualClock], LanguageExecutor] = lambda executor, clock: executor,
     on_progress: Callable[[int], None] = lambda done: None,
+    software: RowSoftware = ENGINE,
 ) -> Outcome:
     """Serve `workload` with the engine that `config` describes on the device that `profile` was measured on.
 
@@ -57,14 +68,20 @@ def simulate(
     is kept open (closed loop). `host_seconds` is the host's time for each step. `pace(t)` multiplies the duration of a
     step that starts at t. With a `pipeline`, as many steps are in flight as it has stages, and `profile.cost` must be
     its `whole()`. `wrap` may wrap the executor. `on_progress` receives the number of requests that have ended.
+    With the executor "padded" plans are of padded rows, which `software` runs.
 
     Deterministic: the same arguments give the same outcome. Raises ValueError for a request that this engine can never
     serve, and for a host tier if the profile has no cache size or copy rate.
     """
     clock = VirtualClock()
     stages = len(pipeline.stages) if pipeline else 1
-    host_blocks, copy_seconds = _host_tier(config, profile)
-    step_times = StepTimes(profile.cost, pipeline, copy_seconds, profile.token_bytes * config.block_size)
+    host_blocks, copy_seconds = (0, 0.0) if config.executor == "padded" else _host_tier(config, profile)
+    if config.executor == "padded":
+        step_times: StepTimes = PaddedStepTimes(
+            profile.cost, token_bytes=profile.token_bytes, copy_rate=profile.copy_rate, software=software
+        )
+    else:
+        step_times = StepTimes(profile.cost, pipeline, copy_seconds, profile.token_bytes * config.block_size)
     executor = SimulatedExecutor(step_times, clock, host_seconds, pace)
     shape = engine_shape(config, profile, host_blocks=host_blocks)
     policy = _pipeline_policy(config, shape, profile.cost, stages) if stages > 1 else None
@@ -98,11 +115,12 @@ def context_length(config: EngineConfig, profile: CostProfile) -> int:
 def engine_shape(config: EngineConfig, profile: CostProfile, *, host_blocks: int = 0) -> EngineShape:
     """The EngineShape that `config` gives on the device that `profile` was measured on."""
     max_model_len = context_length(config, profile)
+    padded = config.executor == "padded"
     budget = config.fixed_token_budget or profile.token_budget
     return EngineShape(
         model=profile.cost.model,
         precision=profile.precision,
-        num_blocks=profile.cache_tokens // config.block_size,
+        num_blocks=profile.cache_tokens if padded else profile.cache_tokens // config.block_size,
         num_host_blocks=host_blocks,
         copies_ahead=max(1, COPIES_AHEAD_BYTES // (profile.token_bytes * config.block_size)) if host_blocks else None,
         token_budget=budget,
@@ -116,6 +134,28 @@ def engine_shape(config: EngineConfig, profile: CostProfile, *, host_blocks: int
         max_model_len=max_model_len,
         vocab_size=VOCAB_SIZE,
         tile=profile.tile,
+        executor="padded" if padded else "paged",
+        rows=row_shape(config, profile) if padded else None,
+    )
+
+
+def row_shape(config: EngineConfig, profile: CostProfile) -> RowShape:
+    """Padded rows of a model with full attention, in the memory of the profile's cache. It has every ability.
+
+    A host tier is as large as `config` says; "auto" is none. Raises ValueError if the profile has no size of a
+    position.
+    """
+    if not profile.token_bytes:
+        cost = profile.cost
+        raise ValueError(
+            f"executor is padded, and the profile of {cost.model} on {cost.device} does not say the size of a position"
+        )
+    host = 0.0 if config.host_cache_gb == "auto" else config.host_cache_gb
+    return RowShape(
+        memory=profile.cache_tokens * profile.token_bytes,
+        bytes=RowBytes(growing=((profile.token_bytes, None),)),
+        abilities=Abilities(chunks=True, left_padding=True, batched_decode=True, shaping=True, croppable=True),
+        host_memory=int(host * 1e9),
     )
 
 
@@ -192,7 +232,7 @@ class Clients:
             times = request.record.token_times
             if not times:
                 request.record.scheduled, request.record.cached_tokens = scheduled, cached
-            times.append(now)
+            times.extend([now] * len(tokens))
             if request.continues:
                 request.answer.extend(tokens)
             if reason:

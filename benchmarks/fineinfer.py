@@ -1,0 +1,268 @@
+"""FineInfer's figures: its SimpleReqManager on padded rows beside a token-level manager on a paged cache.
+
+Run: python benchmarks/fineinfer.py sweep              # Figures 5 to 9 (F-42, F-43, F-45), simulated RTX 3090; minutes
+     python benchmarks/fineinfer.py memory             # §4.2: tokens that each design's cache holds (F-44)
+     python benchmarks/fineinfer.py load               # the same rates on this machine's device, three each
+     python benchmarks/fineinfer.py overhead [--tiny]  # Figures 3 and 4, Table 1 (F-46, F-47), on this machine
+
+`simple` is the scheduler `padded-batches` on the padded executor: rows × (longest + most new tokens) fit the cache
+(§3.3.3), and new requests are prefilled and decode within one step (Algorithm 1). `nopad` is `orca` on the paged
+executor: each request alone, its memory reserved (§3.4). Requests have the mean lengths of §4.1, lognormal, each at
+most 1,024 tokens in and out. Both designs reserve what a request will generate, which they know here. The paper's
+reserve the most that it may, so their batches are smaller and break down earlier.
+
+Simulated: a Llama-3-8B shape on an RTX 3090 by its data sheet. A forward through Transformers takes at least
+`FORWARD` seconds, which is what PEERS.md measured of it at batch 1; `nopad` has the same, as it runs Transformers' code
+too. `simple` copies its cache in every decode.
+
+Memory (F-44), derived: both have what weights leave of 24 GB. `simple` keeps logits in float32 of a whole prompt of
+1,024 tokens (0.5 GB beside 0.26 in 16 bits), and every cache twice, as concatenation makes a new one before the old one
+is freed. `nopad` keeps the logits of last tokens and one copy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from papers import RESULTS, save
+
+from holdfast.core.config import EngineConfig
+from holdfast.lab import workloads
+from holdfast.lab.metrics import Record
+from holdfast.lab.simulator.deployment import deploy
+from holdfast.lab.simulator.devices import DEVICES
+from holdfast.lab.simulator.padded import RowSoftware
+from holdfast.lab.simulator.run import simulate
+from holdfast.lab.simulator.shapes import MODELS
+from holdfast.lab.workloads import Conversation, Lengths, Turn
+
+MODEL, DEVICE = "llama-3-8b", "rtx-3090"
+FORWARD = 0.021
+"""Seconds: 47 tokens/s of an 8B model by `generate` at batch 1."""
+LONGEST = 1024
+DATASETS = {"ShareGPT": (161.31, 337.99, 4.7, 0.24, 2.0), "Alpaca": (19.31, 58.45, 4.5, 0.3, 4.0)}
+"""Mean tokens in and out; the paper's ratio of batches; the rates at which its Simple and its Nopad break down."""
+SIGMA = 1.0
+"""Standard deviation of the logarithm of lengths; the paper states none."""
+RATES = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 10.0)
+MINUTES = 5
+FREE = 0.95
+"""Share of the card that a process may use."""
+ACTIVATIONS = 5e8
+"""Bytes of a step of either design, logits aside."""
+PAPER_OVERHEAD = (
+    "Paper, (1024, 1024), cumulative: 0.788 s of overhead (Simple), 1.061 s (Nopad). `submit` launches the forwards "
+    "and `collect` waits for the device, so overhead is `schedule` + `update` + `other`."
+)
+BROKEN = 0.5
+"""Normalized latency in seconds a token from which a design has broken down."""
+
+
+def requests(dataset: str, count: int) -> list[Conversation]:
+    """Requests of these lengths, all at once."""
+    choose = random.Random(dataset)
+    prompt, output = (Lengths.of_mean(mean, SIGMA, 1, LONGEST) for mean in DATASETS[dataset][:2])
+    return [Conversation(0.0, (Turn(prompt.draw(choose), output.draw(choose)),)) for _ in range(count)]
+
+
+def cache_tokens(design: str, prompts: int = 1, *, memory: float | None = None) -> int:
+    """Positions that the cache of a design holds, if `prompts` of the longest prompts are computed at once."""
+    shape = MODELS[MODEL]
+    free = (memory or DEVICES[DEVICE].memory) * FREE - shape.weight_bytes - ACTIVATIONS
+    whole = 6 * LONGEST * prompts if design == "simple" else 6 * prompts
+    copies = 2 if design == "simple" else 1
+    return int((free - whole * shape.vocab) / (copies * shape.token_bytes))
+
+
+def simulated(dataset: str, design: str, rate: float | None, tokens: int) -> dict[str, Any]:
+    """One design at one rate for `MINUTES`; with `rate` None at full load. Batch, latency, requests a second."""
+    profile = replace(deploy(MODEL, DEVICE).profile, cache_tokens=tokens)
+    count = 800 if rate is None else max(20, min(3000, int(rate * 60 * MINUTES)))
+    work = requests(dataset, count)
+    if rate is not None:
+        work = workloads.gamma_arrivals(work, rate, seed=0)
+    common: dict[str, Any] = {"max_model_len": 2 * LONGEST, "prefix_sharing": False, "steps_in_flight": 1}
+    rate_of_copies = 0.8 * DEVICES[DEVICE].bandwidth
+    if design == "simple":
+        config = EngineConfig(executor="padded", scheduler="padded-batches", shrink_threshold=1.0, **common)
+        outcome = simulate(
+            config, profile, work, software=RowSoftware(cat_rate=rate_of_copies, forward_seconds=FORWARD)
+        )
+    else:
+        cost = profile.cost
+        slow = replace(cost, linear_seconds=tuple(max(FORWARD, seconds) for seconds in cost.linear_seconds))
+        config = EngineConfig(scheduler="orca", **common)
+        outcome = simulate(config, replace(profile, cost=slow), work)
+    return figures_of(outcome.records, outcome.seconds) | {"dataset": dataset, "design": design, "rate": rate}
+
+
+def figures_of(records: Sequence[Record], seconds: float) -> dict[str, Any]:
+    """Mean batch until the last request starts, mean normalized latency, and requests a second."""
+    full = max(record.token_times[0] for record in records)
+    times = [time for record in records for time in record.token_times if time <= full]
+    latency = statistics.fmean(
+        (record.token_times[-1] - record.arrival) / len(record.token_times) for record in records
+    )
+    return {
+        "batch": len(times) / max(1, len(set(times))),
+        "normalized_latency_ms": 1e3 * latency,
+        "requests_per_second": len(records) / seconds,
+    }
+
+
+def sweep(out: Path, datasets: Sequence[str]) -> None:
+    rows: list[dict[str, Any]] = []
+    lines = ["| lengths | design | " + " | ".join(f"{rate:g}/s" for rate in RATES) + " | breaks down at | paper |"]
+    lines.append("|---|---|" + "---|" * (len(RATES) + 2))
+    for dataset in datasets:
+        for at, design in enumerate(("simple", "nopad")):
+            tokens = cache_tokens(design)
+            own = []
+            for rate in RATES:
+                own.append(simulated(dataset, design, rate, tokens))
+                print(dataset, design, rate, round(own[-1]["normalized_latency_ms"]), flush=True)
+                if own[-1]["normalized_latency_ms"] > 4e3 * BROKEN:
+                    break
+            broken = next((row["rate"] for row in own if row["normalized_latency_ms"] > 1e3 * BROKEN), None)
+            said = [f"{row['normalized_latency_ms']:,.0f}" for row in own]
+            lines.append(
+                f"| {dataset} | {design} | " + " | ".join(said + ["–"] * (len(RATES) - len(said)))
+                + f" | {f'{broken:g}/s' if broken else f'above {RATES[-1]:g}/s'} | {DATASETS[dataset][3 + at]:g}/s |"
+            )  # fmt: skip
+            rows += own
+    lines += ["", "| lengths | batch at full load: simple | nopad | ratio | paper |", "|---|---|---|---|---|"]
+    for dataset in datasets:
+        full = [simulated(dataset, design, None, cache_tokens(design)) for design in ("simple", "nopad")]
+        few, many = (row["batch"] for row in full)
+        lines.append(f"| {dataset} | {few:.1f} | {many:.1f} | {many / few:.1f} | {DATASETS[dataset][2]} |")
+        rows += full
+    save(out / "fineinfer-sweep-simulated", rows, ["Normalized latency, ms a token:", "", *lines])
+
+
+def memory(out: Path) -> None:
+    """F-44, derived."""
+    rows = [
+        {"prompts": prompts, **{design: cache_tokens(design, prompts) for design in ("simple", "nopad")}}
+        for prompts in (1, 2, 4)
+    ]
+    lines = ["| longest prompts at once | tokens of cache: simple | nopad | ratio | paper |", "|---|---|---|---|---|"]
+    lines += [
+        f"| {row['prompts']} | {row['simple']:,} | {row['nopad']:,} | {row['nopad'] / row['simple']:.2f} | up to 2.9 |"
+        for row in rows
+    ]
+    save(out / "fineinfer-memory", rows, lines)
+
+
+def load(out: Path, *, tiny: bool, seconds: float) -> None:
+    """Three rates of each data set on this device: padded batches in 24 GB of it."""
+    from invocation import provenance
+    from row_engines import LLAMA_3_8B, TINY, load_rows, row_engine, serve
+
+    about = provenance()
+    model = load_rows(TINY if tiny else LLAMA_3_8B)
+    rows, scheduler = [], "padded-batches"
+    options: dict[str, Any] = {} if tiny else {"cache_gb": cache_tokens("simple") * MODELS[MODEL].token_bytes / 1e9}
+    for dataset in DATASETS:
+        for rate in (0.5, 1.0, 2.0):
+            count = max(4, int(rate * seconds))
+            work = workloads.gamma_arrivals(requests(dataset, count), rate, seed=0)
+            with row_engine(model, scheduler=scheduler, max_model_len=2 * LONGEST, max_sequences=64, **options) as (
+                loop, _, _,
+            ):  # fmt: skip
+                served = serve(loop, work, model.vocab_size)
+            rows.append(figures_of(served.records, served.seconds) | {"dataset": dataset, "rate": rate})
+            print(rows[-1], flush=True)
+    lines = ["| lengths | rate | normalized latency, ms a token | batch | requests/s |", "|---|---|---|---|---|"]
+    lines += [
+        f"| {row['dataset']} | {row['rate']:g}/s | {row['normalized_latency_ms']:,.0f} | {row['batch']:.1f} | "
+        f"{row['requests_per_second']:.2f} |"
+        for row in rows
+    ]
+    name = "fineinfer-load-tiny" if tiny else f"fineinfer-load-{about['device'].replace(' ', '-')}"
+    save(out / name, [about, *rows], lines)
+
+
+def overhead(out: Path, *, tiny: bool, repeats: int) -> None:
+    """Where the time of a batch of three copies goes, by the loop's parts: plan, submit, wait for the device, read."""
+    from invocation import provenance
+    from row_engines import LLAMA_3_8B, TINY, load_rows, row_engine, serve
+
+    about = provenance()
+    model = load_rows(TINY if tiny else LLAMA_3_8B)
+    rows: list[dict[str, Any]] = []
+    lengths = ((256, 32), (64, 16)) if tiny else ((1024, 1024), (256, 128))
+    for prompt, output in lengths:
+        with row_engine(
+            model, scheduler="padded-batches", max_model_len=prompt + output + 64, max_sequences=4, steps_in_flight=1
+        ) as (loop, _, _):
+            timed = {name: Timed(owner, name) for owner, name in (
+                (loop.planner, "schedule"), (loop.executor, "submit"), (loop.executor, "collect"),
+                (loop.planner, "update"),
+            )}  # fmt: skip
+            for repeat in range(repeats + 1):
+                for each in timed.values():
+                    each.seconds = 0.0
+                begin = time.perf_counter()
+                serve(loop, workloads.fixed(3, prompt, output), model.vocab_size)
+                total = time.perf_counter() - begin
+                if repeat:  # the first one loads kernels
+                    parts = {name: each.seconds for name, each in timed.items()}
+                    other = total - sum(parts.values())
+                    rows.append({"prompt": prompt, "output": output, "total": total, **parts, "other": other})
+    names = ("total", "schedule", "submit", "collect", "update", "other")
+    lines = ["| lengths | " + " | ".join(f"{name}, s" for name in names) + " |", "|---|" + "---|" * len(names)]
+    for prompt, output in lengths:
+        own = [row for row in rows if row["prompt"] == prompt]
+        middle = (f"{statistics.median(row[name] for row in own):.3f}" for name in names)
+        lines.append(f"| {prompt}, {output} | " + " | ".join(middle) + " |")
+    lines += ["", PAPER_OVERHEAD]
+    name = "fineinfer-overhead-tiny" if tiny else f"fineinfer-overhead-{about['device'].replace(' ', '-')}"
+    save(out / name, [about, *rows], lines)
+
+
+class Timed:
+    """Adds up the seconds that one method of an object takes, which it wraps."""
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self.seconds = 0.0
+        inner = getattr(owner, name)
+
+        def timed(*args: Any) -> Any:
+            begin = time.perf_counter()
+            try:
+                return inner(*args)
+            finally:
+                self.seconds += time.perf_counter() - begin
+
+        setattr(owner, name, timed)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("sweep", "memory", "load", "overhead"))
+    parser.add_argument("--datasets", nargs="+", choices=DATASETS, default=list(DATASETS))
+    parser.add_argument("--tiny", action="store_true", help="a model of two small layers: a trial on a CPU")
+    parser.add_argument("--repeats", type=int, default=10, help="repetitions of overhead; the paper: 50")
+    parser.add_argument("--seconds", type=float, default=60.0, help="arrivals of each run of load")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON and the table")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    if args.what == "sweep":
+        sweep(args.out, args.datasets)
+    elif args.what == "memory":
+        memory(args.out)
+    elif args.what == "load":
+        load(args.out, tiny=args.tiny, seconds=args.seconds)
+    else:
+        overhead(args.out, tiny=args.tiny, repeats=args.repeats)
+
+
+if __name__ == "__main__":
+    main()

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from holdfast.lm.padded.abilities import TOLERANCE, probed_lengths
 from holdfast.lm.padded.driver import AGREES_IN_HALF, Driver, Inputs, difference, in_float32
@@ -68,6 +70,29 @@ class _Decode:
     """The CUDA graph, once it is captured."""
     ran: bool = False
     """Whether `work` ran before, which loads its kernels."""
+
+
+FROM_HOST = (torch.tensor, torch.as_tensor, torch.scalar_tensor)
+
+
+class Constants(TorchFunctionMode):
+    """Keeps the tensors that a model makes of the host's numbers, such as ALiBi's slopes, and gives copies of them.
+
+    A capture may copy nothing from the host's memory, so in it they must be there already: from the launch before.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._kept: dict[tuple[Any, str, str], torch.Tensor] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = kwargs or {}
+        if func not in FROM_HOST or any(isinstance(each, torch.Tensor) for each in args):
+            return func(*args, **options)
+        key = func, repr(args), repr(options)
+        if key not in self._kept:
+            self._kept[key] = func(*args, **options)
+        return self._kept[key].clone()
 
 
 class DecodeGraphs:
@@ -124,6 +149,7 @@ class DecodeGraphs:
         self._logits: torch.Tensor | None = None
         """[rows, vocab_size]: where all graphs write. It is not in their pool, so that they can share that."""
         self._pool: Any = torch.cuda.graph_pool_handle() if self._capture else None
+        self._constants = Constants()
         self.refused: dict[Shape, str] = {}
         """Shapes that could not be captured, and why. They are launched kernel by kernel."""
 
@@ -223,7 +249,9 @@ class DecodeGraphs:
         if self._wants_capture(shape, decode):
             self._capture_one(shape, decode)
         if decode.graph is None or self._logits is None:
-            decode.ran, logits = True, decode.work()
+            with nullcontext() if decode.ran or not self._capture else self._constants:
+                logits = decode.work()
+            decode.ran = True
             if self._logits is None and self._capture:
                 self._logits = logits.new_zeros(padded_rows(self._rows), logits.shape[1])
             return logits
@@ -237,7 +265,7 @@ class DecodeGraphs:
         """Capture a decode, or note why it cannot be: what asks the device for a number cannot, for one."""
         try:
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"), self._constants:
                 logits = decode.work()
                 if self._logits is not None:
                     self._logits[: shape.rows].copy_(logits)

@@ -8,6 +8,7 @@ import torch
 
 from holdfast.lm.padded.abilities import probe
 from holdfast.lm.padded.decode_graphs import (
+    Constants,
     DecodeGraphs,
     Shape,
     padded_columns,
@@ -288,3 +289,16 @@ def test_a_model_that_asks_the_device_for_a_number_is_not_captured(monkeypatch):
     assert masks is None and why
     assert not torch.cuda.is_current_stream_capturing()
     driver.forward(driver.inputs(driver.text(1, 4)), None)
+
+
+def test_tensors_made_of_the_hosts_numbers_are_made_once_and_given_as_copies() -> None:
+    constants, made = Constants(), []
+    for _ in range(2):
+        with constants:
+            made.append((torch.tensor([0.5, 0.25]), torch.tensor([0.5], dtype=torch.float64), torch.as_tensor(3)))
+    first, again = made
+    for one, other in zip(first, again, strict=True):
+        assert torch.equal(one, other) and one.dtype == other.dtype and one.data_ptr() != other.data_ptr()
+    assert len(constants._kept) == 3
+    with constants:
+        assert torch.as_tensor(first[0]) is first[0], "a tensor is no number of the host's"

@@ -129,6 +129,68 @@ class RowMove(NamedTuple):
     """Positions of the state afterwards; 0 for drop and forget."""
 
 
+class AdapterLoad(NamedTuple):
+    """An adapter's weights copied from the host into a slot on the device."""
+
+    slot: int
+    """Nothing in flight reads it."""
+    adapter: str
+    """Its content id (`Identity.adapter`)."""
+
+
+class BlockMove(NamedTuple):
+    """The contents of one block copied to another of the same tier, before the plan's segments run."""
+
+    source: int
+    target: int
+
+
+TrainingAction = Literal["run", "release", "drop", "offload", "restore"]
+
+
+class TrainingSlice(NamedTuple):
+    """Work on one micro-batch of a job, computed after the plan's segments.
+
+    A micro-batch is a list of units: half a layer, attention or MLP, forward or backward, or a chunk of the head; the
+    last micro-batch of a step ends with the unit of the optimizer. The result does not depend on where slices are cut.
+
+    - run: compute units [first, stop).
+    - release: give up the activations that were kept. The backward computes them again.
+    - drop: give up the micro-batch. It begins again at unit 0.
+    - offload: move the job's vectors (parameters, gradients, moments) to the host.
+    - restore: move them back.
+    """
+
+    job: str
+    step: int
+    """Number of the optimizer step, from 0."""
+    micro_batch: int
+    """Index within the step."""
+    action: TrainingAction
+    first: int = 0
+    stop: int = 0
+    keep: bool = True
+    """Forward units keep the activations that backward needs; otherwise only the inputs of the halves."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingResult:
+    """What one slice took and gave."""
+
+    job: str
+    step: int
+    micro_batch: int
+    action: TrainingAction
+    first: int
+    stop: int
+    seconds: float
+    """Time that the device spent on it."""
+    tokens: int = 0
+    """Of the micro-batch, where the slice ended it."""
+    loss: float | None = None
+    """Mean over the step's tokens, where the slice ended the step."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step, decided and not yet applied. Plain data: it can be printed, asserted, simulated, replayed."""
@@ -161,6 +223,18 @@ class StepPlan:
     """The runs of the model that the segments make up, in order. Empty: a single one of packed tokens (paged)."""
     row_moves: tuple[RowMove, ...] = ()
     """Where states of rows go, in the order in which it happens."""
+
+    adapter_loads: tuple[AdapterLoad, ...] = ()
+    """Applied before the segments run. `StepResult.adapters_in` says when they are complete; until then no segment
+    reads their slots."""
+    adapter_slots: tuple[int, ...] = ()
+    """For each segment, the slot of its adapter, or -1. Empty: no segment has one."""
+    lent: int = 0
+    """The cache's last blocks, so many of them, belong to training from this plan on."""
+    block_moves: tuple[BlockMove, ...] = ()
+    """Applied before everything else of the plan; table writes name the new places."""
+    training: TrainingSlice | None = None
+    """Computed after the segments. A plan may have a slice and no segments."""
 
     @property
     def columns(self) -> Columns[Segment]:
@@ -227,6 +301,10 @@ class StepResult:
     lost: tuple[str, ...] = ()
     """Sequences whose state is gone because the device ran out of memory: nothing of them is computed. Their sampling
     segments in this plan and in those after it, up to the one that starts them again, give no token (`counts`)."""
+    training: TrainingResult | None = None
+    """Of the plan's slice. `seconds` above does not include it."""
+    adapters_in: int = -1
+    """Number of a plan: its adapter loads, and those of all plans before it, are complete."""
 
 
 @dataclass(slots=True, eq=False)
@@ -311,6 +389,8 @@ class SchedulerStats:
     """Of `running`, those that were prefilled ahead and wait for a place in the batch."""
     shrinks: int = 0
     """Steps in which the device ran out of memory. The batch was made smaller each time."""
+    blocks_training: int = 0
+    """Blocks lent to training: free + cached + used + training = total."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,8 @@ Run: python benchmarks/baton.py simulate target-1        # the paper's A6000; mi
      python benchmarks/baton.py simulate target-2        # the paper's RTX 4090; seconds
      python benchmarks/baton.py run target-1             # Llama-2-7B's shape, lengths / 16, here
      python benchmarks/baton.py run target-2             # full size, here
-     python benchmarks/baton.py run preempt | scale      # §4.3, which the paper leaves for later
+     python benchmarks/baton.py run preempt scale        # §4.3, which the paper leaves for later
+     python benchmarks/baton.py draw FILE.json           # the figures of a run
 
 Lengths: a word is one token. With 4/3 tokens a word, eight rows of a long prompt and a long answer (10,700 tokens, of
 0.5 MB each) would take 45 GB, beside 13.5 GB of weights on a card of 48. As tokens they take 34 GB.
@@ -79,6 +80,7 @@ PAPER_2 = {
     8: (50.07, None, 31.08, None), 10: (40.45, None, 30.99, None),
 }  # fmt: skip
 """Table 2, of Benchmark and Baton on an RTX 4090."""
+BATCHES = {"target-1": tuple(PAPER_1), "target-2": tuple(PAPER_2)}
 PAPER_NAMES = ("Benchmark", "PD", "Baton", "Baton-PD")
 
 
@@ -94,6 +96,10 @@ class Ran:
     preemptions: int
     widest: int
     """Most columns of the batch."""
+    ended: int = 0
+    """Queries that ended."""
+    cut: bool = False
+    """It took longer than allowed; seconds, steps and tokens are those until then."""
     curves: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     """By name, points of time and value: queries and tokens so far, and positions of the batch."""
 
@@ -169,7 +175,7 @@ def simulated(target: str, name: str, batch: int, device: str, *, paper_software
     stats = outcome.stats
     return Ran(
         name, batch, outcome.seconds, outcome.steps, stats.idle_tokens, stats.preemptions, watched[0].widest,
-        curves_of(outcome.records, watched[0].positions),
+        len(outcome.records), curves=curves_of(outcome.records, watched[0].positions),
     )  # fmt: skip
 
 
@@ -205,14 +211,18 @@ def compared(target: str, rows: Sequence[Ran], same_size: bool) -> list[str]:
     for batch in sorted({row.batch for row in rows}):
         at = {row.method: row for row in rows if row.batch == batch}
         said = dict(zip(PAPER_NAMES, paper[batch], strict=True)) if batch in paper else {}
-        base, base_said = at["run-to-completion"].seconds, said.get("Benchmark")
+        whole = at.get("run-to-completion")
+        base = whole.seconds if whole and not whole.cut else None
+        base_said = said.get("Benchmark")
         for name, row in at.items():
             theirs = said.get(METHODS[name].paper)
             off = f"{row.seconds / theirs - 1:+.0%}" if theirs and same_size else "–"
+            took = f"cut at {row.seconds:,.0f}, {row.ended} ended" if row.cut else f"{row.seconds:,.1f}"
             called = f"{name} ({METHODS[name].paper})" if METHODS[name].paper else name
             lines.append(
-                f"| {batch} | {called} | {row.seconds:,.1f} | "
-                f"{f'{theirs:,}' if theirs else '–'} | {off} | {row.seconds / base - 1:+.1%} | "
+                f"| {batch} | {called} | {took} | "
+                f"{f'{theirs:,}' if theirs else '–'} | {off} | "
+                f"{f'{row.seconds / base - 1:+.1%}' if base and not row.cut else '–'} | "
                 f"{f'{theirs / base_said - 1:+.1%}' if theirs and base_said else '–'} | {row.steps:,} | "
                 f"{row.idle_tokens:,} | {row.widest:,} |"
             )
@@ -224,7 +234,7 @@ def ratios(rows: Sequence[Ran]) -> list[str]:
     lines = ["", "| batch | run to completion / embedding: s | steps | shaping / embedding: s | literal shaping |"]
     lines.append("|---|---|---|---|---|")
     for batch in sorted({row.batch for row in rows}):
-        at = {row.method: row for row in rows if row.batch == batch}
+        at = {row.method: row for row in rows if row.batch == batch and not row.cut}
         if not {"run-to-completion", "shaping", "embedding"} <= at.keys():
             continue
         best, whole = at["embedding"], at["run-to-completion"]
@@ -234,7 +244,7 @@ def ratios(rows: Sequence[Ran]) -> list[str]:
             f"{at['shaping'].seconds / best.seconds:.2f} | "
             f"{f'{literal.seconds / best.seconds:.2f}' if literal else '–'} |"
         )
-    return lines
+    return lines if len(lines) > 3 else []
 
 
 def draw(rows: Sequence[Ran], path: Path) -> None:
@@ -262,15 +272,18 @@ def draw(rows: Sequence[Ran], path: Path) -> None:
 
 
 def keep(stem: Path, about: Mapping[str, Any], rows: Sequence[Ran], lines: Sequence[str], *, curves: bool) -> None:
-    """Print the table, and write it, its rows and, with `curves`, the figures."""
-    print("\n".join(lines))
+    """Write the table and its rows, with their curves if `curves`, for `draw`."""
     stem.parent.mkdir(parents=True, exist_ok=True)
-    kept = [{key: value for key, value in asdict(row).items() if key != "curves"} for row in rows]
-    stem.with_suffix(".json").write_text(json.dumps({**about, "rows": kept}, indent=1) + "\n")
+    kept = [{key: value for key, value in asdict(row).items() if curves or key != "curves"} for row in rows]
+    stem.with_suffix(".json").write_text(json.dumps({**about, "rows": kept}, indent=None if curves else 1) + "\n")
     head = ", ".join(f"{key} {value}" for key, value in about.items() if key not in ("command", "date") and value)
     stem.with_suffix(".md").write_text(f"`{about['command']}`, {about['date']}; {head}\n\n" + "\n".join(lines) + "\n")
-    if curves:
-        draw(rows, stem.with_suffix(".png"))
+
+
+def redraw(file: Path) -> None:
+    """The figures of a run, from its JSON."""
+    rows = [Ran(**row) for row in json.loads(file.read_text())["rows"]]
+    draw(rows, file.with_suffix(".png"))
 
 
 def simulate_target(target: str, batches: Sequence[int], names: Sequence[str], device: str, out: Path) -> None:
@@ -281,7 +294,10 @@ def simulate_target(target: str, batches: Sequence[int], names: Sequence[str], d
             print(f"{batch} {name}: {rows[-1].seconds:.1f} s", flush=True)
     about = origin(out) | {"holdfast": __version__, "device": f"{device}, derived from its data sheet"}
     lines = [*compared(target, rows, same_size=True), *ratios(rows)]
-    keep(out / f"baton-{target}-simulated", about, rows, lines, curves=True)
+    stem = out / f"baton-{target}-simulated"
+    keep(stem, about, rows, lines, curves=False)
+    print("\n".join(lines))
+    draw(rows, stem.with_suffix(".png"))
 
 
 def main() -> None:
@@ -293,23 +309,28 @@ def main() -> None:
         ("run", ("target-1", "target-2", "preempt", "scale")),
     ):
         each = kinds.add_parser(kind)
-        each.add_argument("target", choices=targets)
+        each.add_argument("targets", nargs="+", choices=targets)
         each.add_argument("--batch", type=int, nargs="+", help="default: the paper's")
         each.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
         if kind == "simulate":
             each.add_argument("--device", choices=DEVICES, help="default: the paper's")
         else:
             each.add_argument("--divide", type=float, default=16.0, help="divides the lengths of Target-1")
+            each.add_argument("--limit", type=float, default=300.0, help="most seconds of a row; a longer one is cut")
             each.add_argument("--tiny", action="store_true", help="a model of two small layers: a trial on a CPU")
+    kinds.add_parser("draw", help="the figures of a run").add_argument("file", type=Path, help="its JSON")
     args = parser.parse_args()
-    batches = args.batch or ((4, 8) if args.target == "target-1" else (2, 4, 6, 8, 10))
-    if args.kind == "simulate":
-        device = args.device or ("a6000" if args.target == "target-1" else "rtx-4090")
-        simulate_target(args.target, batches, args.methods, device, args.out)
+    if args.kind == "draw":
+        redraw(args.file)
+    elif args.kind == "simulate":
+        for target in args.targets:
+            device = args.device or ("a6000" if target == "target-1" else "rtx-4090")
+            simulate_target(target, args.batch or BATCHES[target], args.methods, device, args.out)
     else:
-        from baton_runs import run_target
+        from baton_runs import run_targets
 
-        run_target(args.target, batches, args.methods, divide=args.divide, tiny=args.tiny, out=args.out)
+        names = [name for name in args.methods if not METHODS[name].junk]  # this engine cuts the junk
+        run_targets(args.targets, args.batch, names, divide=args.divide, tiny=args.tiny, limit=args.limit, out=args.out)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from papers import RESULTS, save
 
@@ -42,6 +42,9 @@ from holdfast.lab.simulator.padded import RowSoftware
 from holdfast.lab.simulator.run import simulate
 from holdfast.lab.simulator.shapes import MODELS
 from holdfast.lab.workloads import Conversation, Lengths, Turn
+
+if TYPE_CHECKING:
+    from row_engines import RowEngines
 
 MODEL, DEVICE = "llama-3-8b", "rtx-3090"
 FORWARD = 0.021
@@ -160,71 +163,85 @@ def memory(out: Path) -> None:
     save(out / "fineinfer-memory", rows, lines)
 
 
-def load(out: Path, *, tiny: bool, seconds: float) -> None:
-    """Three rates of each data set on this device: padded batches in 24 GB of it."""
+def load(
+    engines: RowEngines,
+    out: Path,
+    *,
+    datasets: Sequence[str],
+    rates: Sequence[float],
+    tiny: bool,
+    seconds: float,
+    limit: float,
+) -> None:
+    """These rates of each data set on this device: padded batches in 24 GB of it."""
     from invocation import provenance
-    from row_engines import LLAMA_3_8B, TINY, load_rows, row_engine, serve
+    from row_engines import progress, serve, warm
 
     about = provenance()
-    model = load_rows(TINY if tiny else LLAMA_3_8B)
-    rows, scheduler = [], "padded-batches"
+    rows: list[dict[str, Any]] = []
     options: dict[str, Any] = {} if tiny else {"cache_gb": cache_tokens("simple") * MODELS[MODEL].token_bytes / 1e9}
-    for dataset in DATASETS:
-        for rate in (0.5, 1.0, 2.0):
-            count = max(4, int(rate * seconds))
-            work = workloads.gamma_arrivals(requests(dataset, count), rate, seed=0)
-            with row_engine(model, scheduler=scheduler, max_model_len=2 * LONGEST, max_sequences=64, **options) as (
-                loop, _, _,
-            ):  # fmt: skip
-                served = serve(loop, work, model.vocab_size)
-            rows.append(figures_of(served.records, served.seconds) | {"dataset": dataset, "rate": rate})
-            print(rows[-1], flush=True)
-    lines = ["| lengths | rate | normalized latency, ms a token | batch | requests/s |", "|---|---|---|---|---|"]
-    lines += [
-        f"| {row['dataset']} | {row['rate']:g}/s | {row['normalized_latency_ms']:,.0f} | {row['batch']:.1f} | "
-        f"{row['requests_per_second']:.2f} |"
-        for row in rows
+    lines = [
+        "| lengths | rate | normalized latency, ms a token | batch | requests/s | ended |",
+        "|---|---|---|---|---|---|",
     ]
     name = "fineinfer-load-tiny" if tiny else f"fineinfer-load-{about['device'].replace(' ', '-')}"
-    save(out / name, [about, *rows], lines)
+    with engines.engine(2 * LONGEST, scheduler="padded-batches", max_sequences=64, **options) as (loop, _, _):
+        warm(loop, 16, LONGEST // 2, engines.vocab_size, limit=limit)
+        for rate in rates:
+            for dataset in datasets:
+                count = max(4, int(rate * seconds))
+                work = workloads.gamma_arrivals(requests(dataset, count), rate, seed=0)
+                served = serve(loop, work, engines.vocab_size, limit=limit)
+                if not served.records:
+                    progress(f"{dataset} at {rate:g}/s: nothing ended in {served.seconds:.0f} s")
+                    continue
+                row = figures_of(served.records, served.seconds)
+                rows.append(row | {"dataset": dataset, "rate": rate, "cut": served.cut})
+                lines.append(
+                    f"| {dataset} | {rate:g}/s | {row['normalized_latency_ms']:,.0f} | {row['batch']:.1f} | "
+                    f"{row['requests_per_second']:.2f} | {len(served.records)} of {count}{', cut' * served.cut} |"
+                )
+                progress(f"{dataset} at {rate:g}/s: {served.seconds:.0f} s")
+                save(out / name, [about, *rows], lines)
 
 
-def overhead(out: Path, *, tiny: bool, repeats: int) -> None:
+def overhead(engines: RowEngines, out: Path, *, tiny: bool, repeats: int, limit: float) -> None:
     """Where the time of a batch of three copies goes, by the loop's parts: plan, submit, wait for the device, read."""
     from invocation import provenance
-    from row_engines import LLAMA_3_8B, TINY, load_rows, row_engine, serve
+    from row_engines import progress, serve
 
     about = provenance()
-    model = load_rows(TINY if tiny else LLAMA_3_8B)
     rows: list[dict[str, Any]] = []
-    lengths = ((256, 32), (64, 16)) if tiny else ((1024, 1024), (256, 128))
-    for prompt, output in lengths:
-        with row_engine(
-            model, scheduler="padded-batches", max_model_len=prompt + output + 64, max_sequences=4, steps_in_flight=1
-        ) as (loop, _, _):
+    name = "fineinfer-overhead-tiny" if tiny else f"fineinfer-overhead-{about['device'].replace(' ', '-')}"
+    names = ("total", "schedule", "submit", "collect", "update", "other")
+    lines = ["| lengths | " + " | ".join(f"{name}, s" for name in names) + " |", "|---|" + "---|" * len(names)]
+    for prompt, output in ((64, 16), (256, 32)) if tiny else ((256, 128), (1024, 1024)):
+        with engines.engine(
+            prompt + output + 64, scheduler="padded-batches", max_sequences=4, steps_in_flight=1
+        ) as (loop, _, _):  # fmt: skip
             timed = {name: Timed(owner, name) for owner, name in (
                 (loop.planner, "schedule"), (loop.executor, "submit"), (loop.executor, "collect"),
                 (loop.planner, "update"),
             )}  # fmt: skip
-            for repeat in range(repeats + 1):
+            own: list[dict[str, Any]] = []
+            began = time.perf_counter()
+            while len(own) <= repeats and time.perf_counter() - began < limit:
                 for each in timed.values():
                     each.seconds = 0.0
                 begin = time.perf_counter()
-                serve(loop, workloads.fixed(3, prompt, output), model.vocab_size)
+                serve(loop, workloads.fixed(3, prompt, output), engines.vocab_size, limit=limit)
                 total = time.perf_counter() - begin
-                if repeat:  # the first one loads kernels
-                    parts = {name: each.seconds for name, each in timed.items()}
-                    other = total - sum(parts.values())
-                    rows.append({"prompt": prompt, "output": output, "total": total, **parts, "other": other})
-    names = ("total", "schedule", "submit", "collect", "update", "other")
-    lines = ["| lengths | " + " | ".join(f"{name}, s" for name in names) + " |", "|---|" + "---|" * len(names)]
-    for prompt, output in lengths:
-        own = [row for row in rows if row["prompt"] == prompt]
+                parts = {name: each.seconds for name, each in timed.items()}
+                other = total - sum(parts.values())
+                own.append({"prompt": prompt, "output": output, "total": total, **parts, "other": other})
+                while loop.prepare():
+                    pass
+            own = own[1:] or own  # the first one loads kernels
+        rows += own
         middle = (f"{statistics.median(row[name] for row in own):.3f}" for name in names)
         lines.append(f"| {prompt}, {output} | " + " | ".join(middle) + " |")
-    lines += ["", PAPER_OVERHEAD]
-    name = "fineinfer-overhead-tiny" if tiny else f"fineinfer-overhead-{about['device'].replace(' ', '-')}"
-    save(out / name, [about, *rows], lines)
+        progress(f"{prompt}, {output}: {len(own)} repetitions")
+        save(out / name, [about, *rows], [*lines, "", PAPER_OVERHEAD])
 
 
 class Timed:
@@ -246,22 +263,34 @@ class Timed:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("sweep", "memory", "load", "overhead"))
+    parser.add_argument("what", nargs="+", choices=("sweep", "memory", "load", "overhead"))
     parser.add_argument("--datasets", nargs="+", choices=DATASETS, default=list(DATASETS))
     parser.add_argument("--tiny", action="store_true", help="a model of two small layers: a trial on a CPU")
     parser.add_argument("--repeats", type=int, default=10, help="repetitions of overhead; the paper: 50")
+    parser.add_argument("--rates", type=float, nargs="+", default=[0.5, 1.0, 2.0], help="requests a second of load")
     parser.add_argument("--seconds", type=float, default=60.0, help="arrivals of each run of load")
+    parser.add_argument("--limit", type=float, default=300.0, help="most seconds of a row on this device")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON and the table")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    if args.what == "sweep":
-        sweep(args.out, args.datasets)
-    elif args.what == "memory":
-        memory(args.out)
-    elif args.what == "load":
-        load(args.out, tiny=args.tiny, seconds=args.seconds)
-    else:
-        overhead(args.out, tiny=args.tiny, repeats=args.repeats)
+    engines: RowEngines | None = None
+    if {"load", "overhead"} & {*args.what}:
+        from row_engines import LLAMA_3_8B, TINY, RowEngines
+
+        engines = RowEngines(TINY if args.tiny else LLAMA_3_8B)
+    for what in args.what:
+        if what == "sweep":
+            sweep(args.out, args.datasets)
+        elif what == "memory":
+            memory(args.out)
+        elif what == "load" and engines is not None:
+            load(
+                engines,
+                args.out, datasets=args.datasets, rates=args.rates, tiny=args.tiny, seconds=args.seconds,
+                limit=args.limit,
+            )  # fmt: skip
+        elif engines is not None:
+            overhead(engines, args.out, tiny=args.tiny, repeats=args.repeats, limit=args.limit)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from dataclasses import replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
@@ -55,36 +57,61 @@ MEASURED_PROMPT = 4096
 """A whole prompt is measured up to this length, and at half of it. For a longer one the line is drawn on."""
 
 
+class Probed(NamedTuple):
+    """What a device has found out about its model: the same for every config over it."""
+
+    driver: Driver
+    layout: StateLayout
+    abilities: Abilities
+    masks: MaskKind | None
+    """How captured decodes are masked; None where decodes are not captured."""
+
+
 class PaddedDevice(LanguageDevice):
     """`lm.types.LanguageDevice` for a model of Transformers, unmodified, on padded rows."""
 
     def __init__(
-        self, model: UnmodifiedModel, config: EngineConfig, *, name: str = "", stages: Stages | None = None
+        self,
+        model: UnmodifiedModel,
+        config: EngineConfig,
+        *,
+        name: str = "",
+        stages: Stages | None = None,
+        probed: Probed | None = None,
     ) -> None:
         """`name` is the name under which the model is served. `stages` notes what probing and measuring take.
 
-        Raises UnsupportedCheckpoint for a model that gives no right logits even alone.
+        With `probed`, of another device over the same module, nothing is probed. Raises UnsupportedCheckpoint for a
+        model that gives no right logits even alone.
         """
         self.model, self.config, self.name = model, config, name
         self._stages = stages or Stages(0.0, time.monotonic)
         self._sizes: MemoryMeasurement | None = None
-        with self._stages.stage("probes"):
-            if model.is_encoder_decoder:
-                self.driver: Driver = (encoder_decoder := EncoderDecoderDriver(model))
-                self.layout: StateLayout = encoder_decoder.layout
-                self.abilities: Abilities = encoder_decoder.probe()
-            else:
-                self.driver = Driver(model)
-                self.layout = StateLayout(()) if self.driver.keyword is None else StateLayout.discover(self.driver.run)
-                self.abilities = probe(self.driver, self.layout)
-            self._masks: MaskKind | None = None
-            alone = model.is_encoder_decoder or not self.abilities.batched_decode
-            if self.kind == "cuda" and config.cuda_graphs and not alone:
-                self._masks, why = probe_graphs(self.driver, self.layout)
-                self.abilities = replace(self.abilities, graphs=self._masks is not None, not_captured=why)
+        if probed is None:
+            with self._stages.stage("probes"):
+                probed = self._probe()
+        self.driver, self.layout, self.abilities, self._masks = probed
+        self.probed = probed
+        """For other devices over this module."""
+        if self.driver.model is not model:
+            self.driver = copy.copy(self.driver)
+            self.driver.model = model
         self._settled = 0
         """Positions of the memory in which captured decodes have the batch, by `measure`."""
         self.token_budget = config.fixed_token_budget or DEFAULT_TOKEN_BUDGET[self.kind]
+
+    def _probe(self) -> Probed:
+        """Find out how the model is called, what its state is, and what it can do."""
+        if self.model.is_encoder_decoder:
+            encoder_decoder = EncoderDecoderDriver(self.model)
+            return Probed(encoder_decoder, encoder_decoder.layout, encoder_decoder.probe(), None)
+        driver = Driver(self.model)
+        layout = StateLayout(()) if driver.keyword is None else StateLayout.discover(driver.run)
+        abilities, masks = probe(driver, layout), None
+        if self.kind == "cuda" and self.config.cuda_graphs and abilities.batched_decode:
+            masks, why = probe_graphs(driver, layout)
+            abilities = replace(abilities, graphs=masks is not None, not_captured=why)
+        return Probed(driver, layout, abilities, masks)
 
     @property
     def kind(self) -> str:

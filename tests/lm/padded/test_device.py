@@ -1,5 +1,7 @@
 """The device of padded rows: what it probes and measures, and the engine that it allocates."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -48,6 +50,16 @@ def test_the_shape_says_what_planning_needs_to_know(llama):
     assert shape.rows.abilities == device.abilities
     assert device.abilities.chunks and device.abilities.shaping and device.abilities.croppable
     assert (device.kind, device.captures, device.host) == ("cpu", False, None)
+
+
+def test_a_second_device_takes_what_the_first_has_probed(llama, monkeypatch):
+    first = device_of(llama, cache_gb=0.01)
+    monkeypatch.setattr(padded_device, "probe", None)
+    shorter = replace(first.model, max_model_len=20)
+    second = PaddedDevice(shorter, first.config, probed=first.probed)
+    assert second.abilities == first.abilities
+    assert (second.driver.model, first.driver.model) == (shorter, first.model)
+    assert second.allocate(second.measure()).max_model_len == 20
 
 
 def test_the_executor_generates_what_the_model_does_alone(llama):

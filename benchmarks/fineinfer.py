@@ -27,7 +27,8 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,11 @@ from holdfast.lab.simulator.padded import RowSoftware
 from holdfast.lab.simulator.run import simulate
 from holdfast.lab.simulator.shapes import MODELS
 from holdfast.lab.workloads import Conversation, Lengths, Turn
+from holdfast.lm.scheduler.baselines import Orca, Reservation
+from holdfast.lm.scheduler.builder import StepBuilder
+from holdfast.lm.scheduler.entries import Entry
+from holdfast.lm.scheduler.row_builder import RowBuilder
+from holdfast.lm.scheduler.row_policies import PaddedBatches, PredictedLength
 
 if TYPE_CHECKING:
     from row_engines import RowEngines
@@ -54,8 +60,11 @@ DATASETS = {"ShareGPT": (161.31, 337.99, 4.7, 0.24, 2.0), "Alpaca": (19.31, 58.4
 """Mean tokens in and out; the paper's ratio of batches; the rates at which its Simple and its Nopad break down."""
 SIGMA = 1.0
 """Standard deviation of the logarithm of lengths; the paper states none."""
-RATES = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 10.0)
-MINUTES = 5
+RATES = (0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 10.0, 15.0)
+MINUTES = 15
+"""Of arrivals, as in §4.1."""
+FULL = 20_000
+"""Requests that wait from the beginning, at full load."""
 FREE = 0.95
 """Share of the card that a process may use."""
 ACTIVATIONS = 5e8
@@ -84,30 +93,116 @@ def cache_tokens(design: str, prompts: int = 1, *, memory: float | None = None) 
     return int((free - whole * shape.vocab) / (copies * shape.token_bytes))
 
 
-def simulated(dataset: str, design: str, rate: float | None, tokens: int) -> dict[str, Any]:
-    """One design at one rate for `MINUTES`; with `rate` None at full load. Batch, latency, requests a second."""
+class LongestNew(PredictedLength):
+    """Every request is expected to generate LONGEST tokens: the manager does not know what it will."""
+
+    def __init__(self, step: RowBuilder) -> None:
+        super().__init__(step)
+        self._new = LONGEST
+
+
+class SimpleReserving(PaddedBatches):
+    """SimpleReqManager as the paper runs it (§3.3.3)."""
+
+    def plan_rows(self, step: RowBuilder) -> None:
+        step.admit(LongestNew(step), whole=True)
+        step.decode(newcomers=True)
+
+
+class ReservingLongest(Reservation):
+    """Blocks for a prompt and LONGEST tokens, of each running request and of the one that asks."""
+
+    def _add(self, entry: Entry) -> None:
+        positions = len(entry.sequence.request.prompt) + LONGEST - 1
+        self._count += 1
+        self._blocks += self._step.pool.blocks_for(positions)
+        self._longest = max(self._longest, positions)
+
+
+class NopadReserving(Orca):
+    """A token-level manager that reserves as much."""
+
+    def plan(self, step: StepBuilder) -> None:
+        step.budget = self.token_budget
+        step.decode()
+        step.admit(ReservingLongest(step), whole=True)
+
+
+@dataclass(frozen=True)
+class Assumption:
+    """What a run assumes beside the set-up that the top of this file describes."""
+
+    about: str
+    reserve: bool = False
+    """Each request is admitted as if it would generate LONGEST tokens."""
+    to_longest: bool = False
+    """Each is computed to LONGEST tokens, whatever it should generate."""
+    forward: float = FORWARD
+    """Least seconds of a forward."""
+    alone: bool = False
+    """One request at a time."""
+    small: bool = False
+    """`nopad` has as many tokens of cache as `simple`."""
+    copies: bool = True
+    """`simple` copies its cache in each decode."""
+
+
+ASSUMPTIONS = {
+    "known": Assumption("lengths are known, and no more is reserved"),
+    "reserve": Assumption("1,024 new tokens are reserved for each (§3.3.3); answers end at their own length", True),
+    "longest": Assumption("1,024 are reserved and computed: no answer ends earlier", True, True),
+    "slow host": Assumption("as reserve, and a forward takes at least 50 ms", True, forward=0.05),
+    "no copies": Assumption("as reserve, and caches are not copied", True, copies=False),
+    "same memory": Assumption("as reserve, and nopad has no more memory than simple", True, small=True),
+    "alone": Assumption("one request at a time", alone=True),
+}
+SWEPT = ("known", "reserve")
+"""Assumptions under which every rate is run; the others only at full load."""
+
+
+def simulated(dataset: str, design: str, rate: float | None, name: str = "known") -> dict[str, Any]:
+    """One design under one assumption, with arrivals at a rate for `MINUTES`; with `rate` None `MINUTES` of full load.
+
+    Batch, normalized latency and requests a second.
+    """
+    assumed = ASSUMPTIONS[name]
+    tokens = cache_tokens("simple" if assumed.small else design)
     profile = replace(deploy(MODEL, DEVICE).profile, cache_tokens=tokens)
-    count = 800 if rate is None else max(20, min(3000, int(rate * 60 * MINUTES)))
-    work = requests(dataset, count)
+    work = requests(dataset, FULL if rate is None else max(20, int(rate * 60 * MINUTES)))
     if rate is not None:
         work = workloads.gamma_arrivals(work, rate, seed=0)
+    if assumed.to_longest:
+        work = [replace(talk, turns=(replace(talk.turns[0], output=LONGEST),)) for talk in work]
     common: dict[str, Any] = {"max_model_len": 2 * LONGEST, "prefix_sharing": False, "steps_in_flight": 1}
-    rate_of_copies = 0.8 * DEVICES[DEVICE].bandwidth
+    if assumed.alone:
+        common["max_sequences"] = 1
+    until = 60.0 * MINUTES if rate is None else inf
+    policy: Any = None
     if design == "simple":
+        if assumed.reserve:
+            policy = lambda shape: SimpleReserving(shape.max_step_tokens)  # noqa: E731
         config = EngineConfig(executor="padded", scheduler="padded-batches", shrink_threshold=1.0, **common)
-        outcome = simulate(
-            config, profile, work, software=RowSoftware(cat_rate=rate_of_copies, forward_seconds=FORWARD)
+        software = RowSoftware(
+            cat_rate=0.8 * DEVICES[DEVICE].bandwidth if assumed.copies else 0.0, forward_seconds=assumed.forward
         )
+        outcome = simulate(config, profile, work, software=software, make_policy=policy, until=until)
     else:
+        if assumed.reserve:
+            policy = lambda shape: NopadReserving(shape.max_step_tokens)  # noqa: E731
         cost = profile.cost
-        slow = replace(cost, linear_seconds=tuple(max(FORWARD, seconds) for seconds in cost.linear_seconds))
+        slow = replace(cost, linear_seconds=tuple(max(assumed.forward, seconds) for seconds in cost.linear_seconds))
         config = EngineConfig(scheduler="orca", **common)
-        outcome = simulate(config, replace(profile, cost=slow), work)
-    return figures_of(outcome.records, outcome.seconds) | {"dataset": dataset, "design": design, "rate": rate}
+        outcome = simulate(config, replace(profile, cost=slow), work, make_policy=policy, until=until)
+    about = {"dataset": dataset, "design": design, "rate": rate, "assumed": name}
+    return figures_of(outcome.records, outcome.seconds) | about
 
 
 def figures_of(records: Sequence[Record], seconds: float) -> dict[str, Any]:
-    """Mean batch until the last request starts, mean normalized latency, and requests a second."""
+    """Mean batch until the last request starts, mean normalized latency, and tokens and requests a second.
+
+    A request that was stopped in the middle counts like the others.
+    """
+    records = [record for record in records if record.token_times]
     full = max(record.token_times[0] for record in records)
     times = [time for record in records for time in record.token_times if time <= full]
     latency = statistics.fmean(
@@ -117,36 +212,85 @@ def figures_of(records: Sequence[Record], seconds: float) -> dict[str, Any]:
         "batch": len(times) / max(1, len(set(times))),
         "normalized_latency_ms": 1e3 * latency,
         "requests_per_second": len(records) / seconds,
+        "tokens_per_second": sum(len(record.token_times) for record in records) / seconds,
     }
 
 
+def broken_at(rows: Sequence[dict[str, Any]]) -> str:
+    """The first rate at which the latency is above `BROKEN`, in words."""
+    broken = next((row["rate"] for row in rows if row["normalized_latency_ms"] > 1e3 * BROKEN), None)
+    return f"{broken:g}/s" if broken else f"above {rows[-1]['rate']:g}/s"
+
+
 def sweep(out: Path, datasets: Sequence[str]) -> None:
+    """Figures 5 to 9: every rate, and the batch at full load. Written row by row."""
     rows: list[dict[str, Any]] = []
-    lines = ["| lengths | design | " + " | ".join(f"{rate:g}/s" for rate in RATES) + " | breaks down at | paper |"]
-    lines.append("|---|---|" + "---|" * (len(RATES) + 2))
+    lines = [
+        "| lengths | design | reserved | " + " | ".join(f"{rate:g}/s" for rate in RATES) + " | breaks down at | paper |"
+    ]
+    lines.append("|---|---|---|" + "---|" * (len(RATES) + 2))
     for dataset in datasets:
         for at, design in enumerate(("simple", "nopad")):
-            tokens = cache_tokens(design)
-            own = []
-            for rate in RATES:
-                own.append(simulated(dataset, design, rate, tokens))
-                print(dataset, design, rate, round(own[-1]["normalized_latency_ms"]), flush=True)
-                if own[-1]["normalized_latency_ms"] > 4e3 * BROKEN:
-                    break
-            broken = next((row["rate"] for row in own if row["normalized_latency_ms"] > 1e3 * BROKEN), None)
-            said = [f"{row['normalized_latency_ms']:,.0f}" for row in own]
-            lines.append(
-                f"| {dataset} | {design} | " + " | ".join(said + ["–"] * (len(RATES) - len(said)))
-                + f" | {f'{broken:g}/s' if broken else f'above {RATES[-1]:g}/s'} | {DATASETS[dataset][3 + at]:g}/s |"
-            )  # fmt: skip
-            rows += own
-    lines += ["", "| lengths | batch at full load: simple | nopad | ratio | paper |", "|---|---|---|---|---|"]
+            for name in SWEPT:
+                own: list[dict[str, Any]] = []
+                for rate in RATES:
+                    own.append(simulated(dataset, design, rate, name))
+                    print(dataset, design, name, rate, round(own[-1]["normalized_latency_ms"]), flush=True)
+                    if own[-1]["normalized_latency_ms"] > 4e3 * BROKEN:
+                        break
+                said = [f"{row['normalized_latency_ms']:,.0f}" for row in own]
+                reserved = "1,024" if ASSUMPTIONS[name].reserve else "what is generated"
+                lines.append(
+                    f"| {dataset} | {design} | {reserved} | " + " | ".join(said + ["–"] * (len(RATES) - len(said)))
+                    + f" | {broken_at(own)} | {DATASETS[dataset][3 + at]:g}/s |"
+                )  # fmt: skip
+                rows += own
+                save(out / "fineinfer-sweep-simulated", rows, ["Normalized latency, ms a token:", "", *lines])
+    draw(rows, out / "fineinfer-sweep-simulated.png")
+
+
+def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Figures 5 to 8: normalized latency over the rate."""
+    from holdfast.lab.reports import plots
+
+    shown = []
+    for dataset in {row["dataset"]: None for row in rows}:
+        lines = []
+        for design, name in (("simple", "known"), ("simple", "reserve"), ("nopad", "known"), ("nopad", "reserve")):
+            own = [row for row in rows if (row["dataset"], row["design"], row["assumed"]) == (dataset, design, name)]
+            own = [row for row in own if row["normalized_latency_ms"] < 4e3 * BROKEN]
+            label = f"{design}{', 1,024 reserved' if ASSUMPTIONS[name].reserve else ''}"
+            lines.append(plots.Line(
+                label, [row["rate"] for row in own], [row["normalized_latency_ms"] for row in own],
+                accent=design == "nopad",
+            ))  # fmt: skip
+        shown.append(plots.Panel(f"{dataset}, ms a token", "over requests a second", lines))
+    plots.png(lambda palette: plots.panels(shown, len(shown), palette), path)
+
+
+def why(out: Path, datasets: Sequence[str]) -> None:
+    """Requests a second and batches at full load, one assumption changed at a time (F-43, F-45)."""
+    rows: list[dict[str, Any]] = []
+    lines = [
+        "| lengths | assumed | requests/s: simple | nopad | ratio | batch: simple | nopad | ratio |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
     for dataset in datasets:
-        full = [simulated(dataset, design, None, cache_tokens(design)) for design in ("simple", "nopad")]
-        few, many = (row["batch"] for row in full)
-        lines.append(f"| {dataset} | {few:.1f} | {many:.1f} | {many / few:.1f} | {DATASETS[dataset][2]} |")
-        rows += full
-    save(out / "fineinfer-sweep-simulated", rows, ["Normalized latency, ms a token:", "", *lines])
+        _, _, ratio, *paper = DATASETS[dataset]
+        for name, assumed in ASSUMPTIONS.items():
+            both = [simulated(dataset, design, None, name) for design in ("simple", "nopad")]
+            rows += both
+            rates, batches = ([row[key] for row in both] for key in ("requests_per_second", "batch"))
+            lines.append(
+                f"| {dataset} | {assumed.about} | {rates[0]:.2f} | {rates[1]:.2f} | {rates[1] / rates[0]:.1f} | "
+                f"{batches[0]:.1f} | {batches[1]:.1f} | {batches[1] / batches[0]:.1f} |"
+            )
+            save(out / "fineinfer-why-simulated", rows, lines)
+        lines.append(
+            f"| {dataset} | the paper: breaks down at | {paper[0]:g} | {paper[1]:g} | {paper[1] / paper[0]:.1f} "
+            f"| – | – | {ratio} |"
+        )
+    save(out / "fineinfer-why-simulated", rows, lines)
 
 
 def memory(out: Path) -> None:
@@ -263,7 +407,7 @@ class Timed:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="+", choices=("sweep", "memory", "load", "overhead"))
+    parser.add_argument("what", nargs="+", choices=("sweep", "why", "memory", "load", "overhead"))
     parser.add_argument("--datasets", nargs="+", choices=DATASETS, default=list(DATASETS))
     parser.add_argument("--tiny", action="store_true", help="a model of two small layers: a trial on a CPU")
     parser.add_argument("--repeats", type=int, default=10, help="repetitions of overhead; the paper: 50")
@@ -281,6 +425,8 @@ def main() -> None:
     for what in args.what:
         if what == "sweep":
             sweep(args.out, args.datasets)
+        elif what == "why":
+            why(args.out, args.datasets)
         elif what == "memory":
             memory(args.out)
         elif what == "load" and engines is not None:

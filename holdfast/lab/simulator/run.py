@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 from typing import Protocol
 
 from holdfast.core.config import EngineConfig
@@ -61,6 +62,8 @@ def simulate(
     wrap: Callable[[LanguageExecutor, VirtualClock], LanguageExecutor] = lambda executor, clock: executor,
     on_progress: Callable[[int], None] = lambda done: None,
     software: RowSoftware = ENGINE,
+    make_policy: Callable[[EngineShape], Policy] | None = None,
+    until: float = inf,
 ) -> Outcome:
     """Serve `workload` with the engine that `config` describes on the device that `profile` was measured on.
 
@@ -68,7 +71,8 @@ def simulate(
     is kept open (closed loop). `host_seconds` is the host's time for each step. `pace(t)` multiplies the duration of a
     step that starts at t. With a `pipeline`, as many steps are in flight as it has stages, and `profile.cost` must be
     its `whole()`. `wrap` may wrap the executor. `on_progress` receives the number of requests that have ended.
-    With the executor "padded" plans are of padded rows, which `software` runs.
+    With the executor "padded" plans are of padded rows, which `software` runs. `make_policy` replaces the policy that
+    `config` asks for. After `until` virtual seconds the run ends with what is recorded by then.
 
     Deterministic: the same arguments give the same outcome. Raises ValueError for a request that this engine can never
     serve, and for a host tier if the profile has no cache size or copy rate.
@@ -84,11 +88,13 @@ def simulate(
         step_times = StepTimes(profile.cost, pipeline, copy_seconds, profile.token_bytes * config.block_size)
     executor = SimulatedExecutor(step_times, clock, host_seconds, pace)
     shape = engine_shape(config, profile, host_blocks=host_blocks)
-    policy = _pipeline_policy(config, shape, profile.cost, stages) if stages > 1 else None
+    policy = make_policy(shape) if make_policy else None
+    if stages > 1:
+        policy = policy or _pipeline_policy(config, shape, profile.cost, stages)
     scheduler = make_scheduler(config, shape, profile.cost, policy=policy, micro_batches=stages)
     loop = Loop(scheduler, wrap(executor, clock), stages if pipeline else config.steps_in_flight, clock)
     clients = Clients(workload, loop, clock, vocab_size=VOCAB_SIZE, concurrency=concurrency)
-    while clients.advance():
+    while clients.advance() and clock.now < until:
         on_progress(clients.ended)
     return Outcome(clients.records, clock.now, executor.busy, clients.steps, loop.stats())
 

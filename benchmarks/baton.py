@@ -2,6 +2,7 @@
 
 Run: python benchmarks/baton.py simulate target-1        # the paper's A6000; minutes
      python benchmarks/baton.py simulate target-2        # the paper's RTX 4090; seconds
+     python benchmarks/baton.py why                      # each cause of a difference alone; half an hour
      python benchmarks/baton.py run target-1             # Llama-2-7B's shape, lengths / 16, here
      python benchmarks/baton.py run target-2             # full size, here
      python benchmarks/baton.py run preempt scale        # §4.3, which the paper leaves for later
@@ -30,7 +31,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from papers import RESULTS, origin
+from papers import RESULTS, origin, save
 
 from holdfast.core.config import EngineConfig, SchedulerName
 from holdfast.core.version import __version__
@@ -38,8 +39,9 @@ from holdfast.lab import workloads
 from holdfast.lab.metrics import Record
 from holdfast.lab.simulator.deployment import deploy
 from holdfast.lab.simulator.devices import DEVICES
-from holdfast.lab.simulator.padded import Batch, RowSoftware
+from holdfast.lab.simulator.padded import ENGINE, Batch, RowSoftware
 from holdfast.lab.simulator.run import simulate
+from holdfast.lab.simulator.shapes import MODELS
 from holdfast.lab.workloads import Workload
 from holdfast.lm.types import LanguageExecutor, StepPlan, StepResult
 
@@ -65,6 +67,48 @@ class Method:
     junk: bool = False
 
 
+@dataclass(frozen=True)
+class Cause:
+    """One thing that may be otherwise in the paper's runs than in ours."""
+
+    about: str
+    words: float = 1.0
+    """Tokens of a word."""
+    seed: int = SEED
+    software: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of RowSoftware that differ, for the methods in Baton's own loop. Rates of copies are given in bytes/s."""
+    cat: float = 1.0
+    """Rate at which caches are copied, for every method; 0 for no copies."""
+    fills: float = 0.0
+    """Columns are released only where the batch fills this share of the card beside the weights."""
+
+
+PCIE = 25e9
+"""Bytes a second of a PCIe 4.0 link of 16 lanes, as it is reached."""
+CAUSES = {
+    "as is": Cause("as in the tables"),
+    "between": Cause("prompts are computed between decodes, not beside them", software={"beside": False}),
+    "from host": Cause("a prefilled state comes from the host when it joins (25 GB/s)", software={"embed_rate": PCIE}),
+    "as generate": Cause("a forward takes as long as in `generate` (66.7 ms)", software={"forward_seconds": GENERATE}),
+    "host adds": Cause(
+        "the host does not launch ahead: its 43.5 ms and the device add up", software={"host_adds": True}
+    ),
+    "joining": Cause(
+        "each insertion takes 0.15 s, a forward 41.2 ms", software={"joining_seconds": 0.15, "forward_seconds": 0.0412}
+    ),
+    "no copies": Cause("caches are not copied, of any method", cat=0.0),
+    "slow copies": Cause("caches are copied at half the rate, of any method", cat=0.5),
+    "words": Cause("a word is 4/3 tokens", words=4 / 3),
+    "order": Cause("the queries are drawn with seed 1", seed=1),
+    "order 2": Cause("the queries are drawn with seed 2", seed=2),
+    "late release": Cause("columns that all rows share are released only when the card is full", fills=1.0),
+}
+CELLS = (
+    ("target-1", 4, ("run-to-completion", "shaping, literal", "shaping", "embedding")),
+    ("target-1", 8, ("run-to-completion", "shaping, literal", "shaping", "embedding")),
+    ("target-2", 10, ("run-to-completion", "shaping, literal", "embedding")),
+)
+"""What is run for each cause: target, batch, methods."""
 METHODS = {
     "run-to-completion": Method("run-to-completion", "Benchmark", generate=True),
     "prefill-apart": Method("prefill-apart", "PD", generate=True),
@@ -81,6 +125,7 @@ PAPER_2 = {
 }  # fmt: skip
 """Table 2, of Benchmark and Baton on an RTX 4090."""
 BATCHES = {"target-1": tuple(PAPER_1), "target-2": tuple(PAPER_2)}
+DEVICE_OF = {"target-1": "a6000", "target-2": "rtx-4090"}
 PAPER_NAMES = ("Benchmark", "PD", "Baton", "Baton-PD")
 
 
@@ -107,9 +152,9 @@ class Ran:
 class Watched:
     """Wraps an executor of padded rows and notes how large the batch is when each step ends."""
 
-    def __init__(self, executor: LanguageExecutor, clock: Callable[[], float], *, junk: bool = False) -> None:
+    def __init__(self, executor: LanguageExecutor, clock: Callable[[], float], software: RowSoftware = ENGINE) -> None:
         self._executor, self._clock = executor, clock
-        self._batch = Batch(junk=junk)
+        self._batch = Batch(junk=software.junk, kept=software.kept_columns)
         self._sizes: deque[tuple[int, int]] = deque()
         self.positions: list[tuple[float, float]] = []
         self.widest = 0
@@ -129,11 +174,11 @@ class Watched:
         self._executor.close()
 
 
-def workload_of(target: str, batch: int, scale: float = 1.0) -> Workload:
+def workload_of(target: str, batch: int, scale: float = 1.0, seed: int = SEED) -> Workload:
     """The paper's queries. At a batch of 4, all lengths of Target-1 are doubled."""
     if target == "target-1":
-        return workloads.baton_target_1(SEED, scale=scale * (2 if batch == 4 else 1))
-    return workloads.baton_target_2(SEED, scale=scale)
+        return workloads.baton_target_1(seed, scale=scale * (2 if batch == 4 else 1))
+    return workloads.baton_target_2(seed, scale=scale)
 
 
 def longest_row(work: Workload) -> int:
@@ -151,27 +196,30 @@ def options_of(method: Method, batch: int, count: int) -> dict[str, Any]:
     )  # fmt: skip
 
 
-def simulated(target: str, name: str, batch: int, device: str, *, paper_software: bool = True) -> Ran:
+def simulated(target: str, name: str, batch: int, device: str, cause: Cause = CAUSES["as is"]) -> Ran:
     """One method on one derived device. Steps are run one at a time, as the paper's loop does."""
-    method, work = METHODS[name], workload_of(target, batch)
-    profile = replace(deploy(MODEL, device).profile, cache_tokens=ALWAYS_ROOM)
+    method, work = METHODS[name], workload_of(target, batch, cause.words, cause.seed)
+    deployed = deploy(MODEL, device).profile
+    profile, shape, card = replace(deployed, cache_tokens=ALWAYS_ROOM), MODELS[MODEL], DEVICES[device]
+    kept = int(cause.fills * (card.memory - shape.weight_bytes) / shape.token_bytes)
     software = RowSoftware(
         junk=method.junk,
-        cat_rate=CAT_SHARE * DEVICES[device].bandwidth,
+        cat_rate=cause.cat * CAT_SHARE * card.bandwidth,
         forward_seconds=GENERATE if method.generate else OWN_LOOP,
         beside=True,
+        kept_columns=0 if method.generate else kept,
     )
+    if not method.generate:
+        software = replace(software, **cause.software)
     longest = longest_row(work)
     config = EngineConfig(**options_of(method, batch, len(work)), max_model_len=longest, steps_in_flight=1)
     watched: list[Watched] = []
 
     def watch(executor: LanguageExecutor, clock: Callable[[], float]) -> LanguageExecutor:
-        watched.append(Watched(executor, clock, junk=method.junk))
+        watched.append(Watched(executor, clock, software))
         return watched[0]
 
-    outcome = simulate(
-        config, profile, work, software=software if paper_software else RowSoftware(junk=method.junk), wrap=watch
-    )
+    outcome = simulate(config, profile, work, software=software, wrap=watch)
     stats = outcome.stats
     return Ran(
         name, batch, outcome.seconds, outcome.steps, stats.idle_tokens, stats.preemptions, watched[0].widest,
@@ -300,6 +348,41 @@ def simulate_target(target: str, batches: Sequence[int], names: Sequence[str], d
     draw(rows, stem.with_suffix(".png"))
 
 
+def why(out: Path, names: Sequence[str]) -> None:
+    """Each cause alone, and how far the paper's seconds are from it then. Written cause by cause."""
+    rows: list[dict[str, Any]] = []
+    heads = [f"{target[-1]}, {batch}: {name}" for target, batch, methods in CELLS for name in methods]
+    theirs = [paper_seconds(target, batch, name) for target, batch, methods in CELLS for name in methods]
+    lines = [
+        "Seconds, and how far they are off the paper's; target, batch: method.",
+        "",
+        "| what differs | " + " | ".join(heads) + " |",
+        "|---|" + "---|" * len(heads),
+        "| the paper | " + " | ".join(f"{each:,}" if each else "–" for each in theirs) + " |",
+    ]
+    for name in names:
+        cause, said = CAUSES[name], []
+        for target, batch, methods in CELLS:
+            for method in methods:
+                ran = simulated(target, method, batch, DEVICE_OF[target], cause)
+                paper = paper_seconds(target, batch, method)
+                off = f" ({ran.seconds / paper - 1:+.0%})" if paper else ""
+                said.append(f"{ran.seconds:,.{0 if ran.seconds > 100 else 1}f}{off}")
+                kept = {key: value for key, value in asdict(ran).items() if key != "curves"}
+                rows.append({"cause": name, "target": target, **kept})
+                print(name, target, batch, method, said[-1], flush=True)
+        lines.append(f"| {cause.about} | " + " | ".join(said) + " |")
+        save(out / "baton-why-simulated", rows, lines)
+
+
+def paper_seconds(target: str, batch: int, name: str) -> float | None:
+    """The paper's figure of a method, where it has one. Its shaping is the literal one."""
+    if name == "shaping":
+        return None
+    table: Mapping[int, Sequence[float | None]] = PAPER_1 if target == "target-1" else PAPER_2
+    return dict(zip(PAPER_NAMES, table[batch], strict=True)).get(METHODS[name].paper)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON, the table and the figures")
@@ -318,13 +401,17 @@ def main() -> None:
             each.add_argument("--divide", type=float, default=16.0, help="divides the lengths of Target-1")
             each.add_argument("--limit", type=float, default=300.0, help="most seconds of a row; a longer one is cut")
             each.add_argument("--tiny", action="store_true", help="a model of two small layers: a trial on a CPU")
+    reasons = kinds.add_parser("why", help="simulate each cause that may explain a difference, one at a time")
+    reasons.add_argument("--causes", nargs="+", choices=CAUSES, default=list(CAUSES))
     kinds.add_parser("draw", help="the figures of a run").add_argument("file", type=Path, help="its JSON")
     args = parser.parse_args()
     if args.kind == "draw":
         redraw(args.file)
+    elif args.kind == "why":
+        why(args.out, args.causes)
     elif args.kind == "simulate":
         for target in args.targets:
-            device = args.device or ("a6000" if target == "target-1" else "rtx-4090")
+            device = args.device or DEVICE_OF[target]
             simulate_target(target, args.batch or BATCHES[target], args.methods, device, args.out)
     else:
         from baton_runs import run_targets

@@ -1,23 +1,28 @@
 """FineInfer's figures: its SimpleReqManager on padded rows beside a token-level manager on a paged cache.
 
-Run: python benchmarks/fineinfer.py sweep              # Figures 5 to 9 (F-42, F-43, F-45), simulated RTX 3090; minutes
-     python benchmarks/fineinfer.py memory             # §4.2: tokens that each design's cache holds (F-44)
-     python benchmarks/fineinfer.py load               # the same rates on this machine's device, three each
-     python benchmarks/fineinfer.py overhead [--tiny]  # Figures 3 and 4, Table 1 (F-46, F-47), on this machine
+Run: python benchmarks/fineinfer.py sweep     # Figures 5 to 8 (F-42, F-43), simulated RTX 3090; half an hour
+     python benchmarks/fineinfer.py why       # full load, one assumption changed at a time (F-43, F-45); minutes
+     python benchmarks/fineinfer.py memory    # §4.2: tokens that each design's cache holds (F-44)
+     python benchmarks/fineinfer.py load      # some rates on this machine's device
+     python benchmarks/fineinfer.py overhead  # Figures 3 and 4, Table 1 (F-46, F-47), on this machine; --tiny on a CPU
 
 `simple` is the scheduler `padded-batches` on the padded executor: rows × (longest + most new tokens) fit the cache
 (§3.3.3), and new requests are prefilled and decode within one step (Algorithm 1). `nopad` is `orca` on the paged
 executor: each request alone, its memory reserved (§3.4). Requests have the mean lengths of §4.1, lognormal, each at
-most 1,024 tokens in and out. Both designs reserve what a request will generate, which they know here. The paper's
-reserve the most that it may, so their batches are smaller and break down earlier.
+most 1,024 tokens in and out, and arrive for 15 minutes. `known`: both designs reserve what a request will generate,
+which they know here. `reserve`: they reserve 1,024 tokens, as the paper's manager, which does not know.
 
 Simulated: a Llama-3-8B shape on an RTX 3090 by its data sheet. A forward through Transformers takes at least
 `FORWARD` seconds, which is what PEERS.md measured of it at batch 1; `nopad` has the same, as it runs Transformers' code
-too. `simple` copies its cache in every decode.
+too. `simple` copies its cache in every decode. Logits of whole prompts take memory, and of time 2.4 ms for 161 tokens.
 
 Memory (F-44), derived: both have what weights leave of 24 GB. `simple` keeps logits in float32 of a whole prompt of
 1,024 tokens (0.5 GB beside 0.26 in 16 bits), and every cache twice, as concatenation makes a new one before the old one
 is freed. `nopad` keeps the logits of last tokens and one copy.
+
+Overhead: the latency of a batch of three copies less the time that the device computed; `engine` is the loop alone in
+this process, `server` the engine in its own process with messages and text, `cli` the client of `holdfast bench` by
+HTTP of `holdfast serve`.
 """
 
 from __future__ import annotations
@@ -25,12 +30,11 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from papers import RESULTS, save
 
@@ -49,12 +53,12 @@ from holdfast.lm.scheduler.entries import Entry
 from holdfast.lm.scheduler.row_builder import RowBuilder
 from holdfast.lm.scheduler.row_policies import PaddedBatches, PredictedLength
 
-if TYPE_CHECKING:
-    from row_engines import RowEngines
-
 MODEL, DEVICE = "llama-3-8b", "rtx-3090"
 FORWARD = 0.021
 """Seconds: 47 tokens/s of an 8B model by `generate` at batch 1."""
+SLOW = 0.061
+"""Seconds of an eager decode of 8 rows of a Llama-2-7B shape by Transformers' code beside an H200 (torch 2.11)."""
+LAYERS = ("engine", "server", "cli")
 LONGEST = 1024
 DATASETS = {"ShareGPT": (161.31, 337.99, 4.7, 0.24, 2.0), "Alpaca": (19.31, 58.45, 4.5, 0.3, 4.0)}
 """Mean tokens in and out; the paper's ratio of batches; the rates at which its Simple and its Nopad break down."""
@@ -69,10 +73,6 @@ FREE = 0.95
 """Share of the card that a process may use."""
 ACTIVATIONS = 5e8
 """Bytes of a step of either design, logits aside."""
-PAPER_OVERHEAD = (
-    "Paper, (1024, 1024), cumulative: 0.788 s of overhead (Simple), 1.061 s (Nopad). `submit` launches the forwards "
-    "and `collect` waits for the device, so overhead is `schedule` + `update` + `other`."
-)
 BROKEN = 0.5
 """Normalized latency in seconds a token from which a design has broken down."""
 
@@ -151,7 +151,8 @@ ASSUMPTIONS = {
     "known": Assumption("lengths are known, and no more is reserved"),
     "reserve": Assumption("1,024 new tokens are reserved for each (§3.3.3); answers end at their own length", True),
     "longest": Assumption("1,024 are reserved and computed: no answer ends earlier", True, True),
-    "slow host": Assumption("as reserve, and a forward takes at least 50 ms", True, forward=0.05),
+    "slow host": Assumption("as reserve, and a forward takes at least 61 ms", True, forward=SLOW),
+    "slow and longest": Assumption("both: 61 ms, and no answer ends earlier", True, True, forward=SLOW),
     "no copies": Assumption("as reserve, and caches are not copied", True, copies=False),
     "same memory": Assumption("as reserve, and nopad has no more memory than simple", True, small=True),
     "alone": Assumption("one request at a time", alone=True),
@@ -307,136 +308,43 @@ def memory(out: Path) -> None:
     save(out / "fineinfer-memory", rows, lines)
 
 
-def load(
-    engines: RowEngines,
-    out: Path,
-    *,
-    datasets: Sequence[str],
-    rates: Sequence[float],
-    tiny: bool,
-    seconds: float,
-    limit: float,
-) -> None:
-    """These rates of each data set on this device: padded batches in 24 GB of it."""
-    from invocation import provenance
-    from row_engines import progress, serve, warm
-
-    about = provenance()
-    rows: list[dict[str, Any]] = []
-    options: dict[str, Any] = {} if tiny else {"cache_gb": cache_tokens("simple") * MODELS[MODEL].token_bytes / 1e9}
-    lines = [
-        "| lengths | rate | normalized latency, ms a token | batch | requests/s | ended |",
-        "|---|---|---|---|---|---|",
-    ]
-    name = "fineinfer-load-tiny" if tiny else f"fineinfer-load-{about['device'].replace(' ', '-')}"
-    with engines.engine(2 * LONGEST, scheduler="padded-batches", max_sequences=64, **options) as (loop, _, _):
-        warm(loop, 16, LONGEST // 2, engines.vocab_size, limit=limit)
-        for rate in rates:
-            for dataset in datasets:
-                count = max(4, int(rate * seconds))
-                work = workloads.gamma_arrivals(requests(dataset, count), rate, seed=0)
-                served = serve(loop, work, engines.vocab_size, limit=limit)
-                if not served.records:
-                    progress(f"{dataset} at {rate:g}/s: nothing ended in {served.seconds:.0f} s")
-                    continue
-                row = figures_of(served.records, served.seconds)
-                rows.append(row | {"dataset": dataset, "rate": rate, "cut": served.cut})
-                lines.append(
-                    f"| {dataset} | {rate:g}/s | {row['normalized_latency_ms']:,.0f} | {row['batch']:.1f} | "
-                    f"{row['requests_per_second']:.2f} | {len(served.records)} of {count}{', cut' * served.cut} |"
-                )
-                progress(f"{dataset} at {rate:g}/s: {served.seconds:.0f} s")
-                save(out / name, [about, *rows], lines)
-
-
-def overhead(engines: RowEngines, out: Path, *, tiny: bool, repeats: int, limit: float) -> None:
-    """Where the time of a batch of three copies goes, by the loop's parts: plan, submit, wait for the device, read."""
-    from invocation import provenance
-    from row_engines import progress, serve
-
-    about = provenance()
-    rows: list[dict[str, Any]] = []
-    name = "fineinfer-overhead-tiny" if tiny else f"fineinfer-overhead-{about['device'].replace(' ', '-')}"
-    names = ("total", "schedule", "submit", "collect", "update", "other")
-    lines = ["| lengths | " + " | ".join(f"{name}, s" for name in names) + " |", "|---|" + "---|" * len(names)]
-    for prompt, output in ((64, 16), (256, 32)) if tiny else ((256, 128), (1024, 1024)):
-        with engines.engine(
-            prompt + output + 64, scheduler="padded-batches", max_sequences=4, steps_in_flight=1
-        ) as (loop, _, _):  # fmt: skip
-            timed = {name: Timed(owner, name) for owner, name in (
-                (loop.planner, "schedule"), (loop.executor, "submit"), (loop.executor, "collect"),
-                (loop.planner, "update"),
-            )}  # fmt: skip
-            own: list[dict[str, Any]] = []
-            began = time.perf_counter()
-            while len(own) <= repeats and time.perf_counter() - began < limit:
-                for each in timed.values():
-                    each.seconds = 0.0
-                begin = time.perf_counter()
-                serve(loop, workloads.fixed(3, prompt, output), engines.vocab_size, limit=limit)
-                total = time.perf_counter() - begin
-                parts = {name: each.seconds for name, each in timed.items()}
-                other = total - sum(parts.values())
-                own.append({"prompt": prompt, "output": output, "total": total, **parts, "other": other})
-                while loop.prepare():
-                    pass
-            own = own[1:] or own  # the first one loads kernels
-        rows += own
-        middle = (f"{statistics.median(row[name] for row in own):.3f}" for name in names)
-        lines.append(f"| {prompt}, {output} | " + " | ".join(middle) + " |")
-        progress(f"{prompt}, {output}: {len(own)} repetitions")
-        save(out / name, [about, *rows], [*lines, "", PAPER_OVERHEAD])
-
-
-class Timed:
-    """Adds up the seconds that one method of an object takes, which it wraps."""
-
-    def __init__(self, owner: Any, name: str) -> None:
-        self.seconds = 0.0
-        inner = getattr(owner, name)
-
-        def timed(*args: Any) -> Any:
-            begin = time.perf_counter()
-            try:
-                return inner(*args)
-            finally:
-                self.seconds += time.perf_counter() - begin
-
-        setattr(owner, name, timed)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="+", choices=("sweep", "why", "memory", "load", "overhead"))
     parser.add_argument("--datasets", nargs="+", choices=DATASETS, default=list(DATASETS))
-    parser.add_argument("--tiny", action="store_true", help="a model of two small layers: a trial on a CPU")
+    parser.add_argument("--tiny", action="store_true", help="the built-in model, for a CPU")
     parser.add_argument("--repeats", type=int, default=10, help="repetitions of overhead; the paper: 50")
+    parser.add_argument("--lengths", nargs="+", default=["256,128", "1024,1024"], help="of overhead: prompt,answer")
+    parser.add_argument("--layers", nargs="+", choices=LAYERS, default=list(LAYERS), help="of overhead")
     parser.add_argument("--rates", type=float, nargs="+", default=[0.5, 1.0, 2.0], help="requests a second of load")
     parser.add_argument("--seconds", type=float, default=60.0, help="arrivals of each run of load")
     parser.add_argument("--limit", type=float, default=300.0, help="most seconds of a row on this device")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON and the table")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    engines: RowEngines | None = None
-    if {"load", "overhead"} & {*args.what}:
-        from row_engines import LLAMA_3_8B, TINY, RowEngines
-
-        engines = RowEngines(TINY if args.tiny else LLAMA_3_8B)
     for what in args.what:
-        if what == "sweep":
-            sweep(args.out, args.datasets)
-        elif what == "why":
-            why(args.out, args.datasets)
-        elif what == "memory":
-            memory(args.out)
-        elif what == "load" and engines is not None:
-            load(
-                engines,
-                args.out, datasets=args.datasets, rates=args.rates, tiny=args.tiny, seconds=args.seconds,
-                limit=args.limit,
-            )  # fmt: skip
-        elif engines is not None:
-            overhead(engines, args.out, tiny=args.tiny, repeats=args.repeats, limit=args.limit)
+        match what:
+            case "sweep":
+                sweep(args.out, args.datasets)
+            case "why":
+                why(args.out, args.datasets)
+            case "memory":
+                memory(args.out)
+            case "load":
+                from fineinfer_runs import load
+
+                load(
+                    args.out, datasets=args.datasets, rates=args.rates, tiny=args.tiny, seconds=args.seconds,
+                    limit=args.limit,
+                )  # fmt: skip
+            case "overhead":
+                from fineinfer_runs import overhead
+
+                lengths = [(int(prompt), int(output)) for prompt, output in (each.split(",") for each in args.lengths)]
+                overhead(
+                    args.out, lengths=lengths, layers=args.layers, tiny=args.tiny, repeats=args.repeats,
+                    limit=args.limit,
+                )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -141,3 +141,37 @@ def test_unequal_answers_make_embedding_faster_than_run_to_completion_and_equal_
     assert fast < 0.7 * slow
     slow, fast = (padded(fixed(16, 32, 100), name).seconds for name in ("run-to-completion", "embedding"))
     assert fast == pytest.approx(slow, rel=0.1)
+
+
+def test_columns_that_are_kept_go_once_the_batch_would_be_too_large():
+    batch = Batch(kept=30)
+    batch.forward([(0, 10), (1, 3)])
+    batch.drop(0)
+    assert batch.width == 10
+    batch.embed(2, 2)
+    assert batch.width == 10
+    for _ in range(6):
+        batch.forward()
+    assert batch.width == 9  # 2 x 16 would be above 30; the longest row has 3 + 6 columns
+
+
+def test_the_host_adds_to_forwards_and_to_each_row_that_joins_a_running_batch():
+    first = plan([(0, 0, 8)], Forward(1))
+    joins = plan([(0, 8, 9), (1, 0, 4)], Forward(2), step=1)
+    plain, slow = (
+        PaddedStepTimes(COST, token_bytes=1000, software=software)
+        for software in (RowSoftware(), RowSoftware(forward_seconds=2.0, host_adds=True, joining_seconds=5.0))
+    )
+    for each, waits in ((first, 2.0), (joins, 7.0)):
+        assert slow.stages(each)[0] == pytest.approx(plain.stages(each)[0] + waits)
+
+
+def test_a_state_that_comes_from_the_host_delays_its_embedding():
+    apart = plan([(0, 0, 8)], Forward(1, apart=True))
+    decode = plan([(0, 8, 9)], Forward(1), moves=[RowMove(0, "embed", 0, length=8)], step=1)
+    near, far = (
+        PaddedStepTimes(COST, token_bytes=1000, software=RowSoftware(embed_rate=rate)) for rate in (0.0, 4000.0)
+    )
+    for times in (near, far):
+        times.stages(apart)
+    assert far.stages(decode)[0] == pytest.approx(near.stages(decode)[0] + 2.0)

@@ -20,7 +20,7 @@ import httpx
 from fineinfer import LONGEST, MODEL, cache_tokens, figures_of, requests
 from invocation import provenance
 from papers import save
-from row_engines import LLAMA_3_8B, TINY, RowEngines, progress, serve, warm
+from row_engines import GRACE, LLAMA_3_8B, TINY, RowEngines, progress, serve, warm
 
 from holdfast.core.config import BUILTIN_MODEL, EngineConfig
 from holdfast.core.types import SamplingParams
@@ -295,7 +295,12 @@ def beside_trace(
                 for repeat in limited(repeats, limit):
                     text = Timed(TextStream, "push")
                     begin = time.monotonic()
-                    await asyncio.wait_for(once(prompt, output, f"{repeat}/"), 2 * limit)
+                    try:
+                        await asyncio.wait_for(once(prompt, output, f"{repeat}/"), GRACE + limit)
+                    except TimeoutError:
+                        progress(f"{prompt}, {output}: cut after {GRACE + limit:.0f} s")
+                        text.undo()
+                        break
                     if repeat:
                         spans.append((prompt, output, begin, time.monotonic(), text.seconds))
                     text.undo()

@@ -165,12 +165,18 @@ class PaddedExecutor:
             self._worker.shutdown(wait=True, cancel_futures=True)
         else:
             torch.cuda.synchronize(self._device)
+        self.clear()
+        self.graphs = None
+
+    def clear(self) -> None:
+        """Give up every state, on the device and on the host, as if no plan had been run. Not with a step in flight."""
         if self.host is not None:
             self.host.close()
         self.rows.clear()
-        self._apart.clear()
-        self._slots.clear()
-        self.graphs = None
+        for each in (self._apart, self._joined, self._slots, self._names, self._lost, self._lost_slots):
+            each.clear()
+        if self._sources is not None:
+            self._sources.clear()
 
     def _check(self, plan: StepPlan) -> None:
         """Raise ValueError for forwards that do not cover the segments, or rows that there are not."""

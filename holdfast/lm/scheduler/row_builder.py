@@ -231,8 +231,8 @@ class RowBuilder(StepBuilder):
     ) -> None:
         """Start waiting sequences as `StepBuilder.admit` does; their prompts are computed apart.
 
-        Where the model cannot compute a prompt in chunks, prompts are whole, and the first of a step may exceed budget
-        and pace.
+        Where the model cannot compute a prompt in chunks, prompts are whole, and the first of a step may exceed the
+        budget.
         """
         queues, chunks = self.rows, self._pool.shape.abilities.chunks
         while (self.budget > 0 or beyond_budget) and queues.places > 0 and queues.free_rows:
@@ -240,10 +240,6 @@ class RowBuilder(StepBuilder):
             if entry is None or (allow is not None and not allow(entry)):
                 return
             most = self.budget if whole or (not chunks and self._prompts) else None
-            if not chunks and self._prompts and self.pace is not None:
-                length = entry.sequence.length
-                if self.pace(0, length) < length:
-                    return
             if not self._admission.start(entry, most=most, at_once=True):
                 return
             self._chunk(entry)

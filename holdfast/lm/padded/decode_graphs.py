@@ -24,6 +24,7 @@ from holdfast.lm.padded.growing_layer import QUANTUM, FixedLayer, growing
 from holdfast.lm.padded.running_rows import RunningRows
 from holdfast.lm.padded.shaping import upload
 from holdfast.lm.padded.state_layout import Leaf, State, StateLayout
+from holdfast.lm.types import padded_columns, padded_rows
 
 MaskKind = Literal["columns", "by layer", "window"]
 """How a model is told which columns are tokens: by a mask [rows, columns], as in any forward; by a ready mask for each
@@ -43,21 +44,6 @@ class Shape(NamedTuple):
 
     rows: int
     columns: int
-
-
-def padded_rows(rows: int) -> int:
-    """1, 2, 4, 8, 12, 16, then steps of at most a half of the power of two below: at most a third is padding."""
-    if rows <= 4:
-        return 1 << (rows - 1).bit_length()
-    step = 4 if rows <= 16 else 8 if rows <= 64 else 1 << (rows - 1).bit_length() - 3
-    return -(-rows // step) * step
-
-
-def padded_columns(columns: int, most: int) -> int:
-    """1, 2, 3, 4, 6, 8, 12, 16, 24 ... times 256, and at most `most`."""
-    quanta = -(-columns // QUANTUM)
-    step = 1 << max((quanta - 1).bit_length() - 2, 0)
-    return min(-(-quanta // step) * step * QUANTUM, most)
 
 
 @dataclass(slots=True)

@@ -15,8 +15,6 @@ from holdfast.lm.padded.abilities import probe
 from holdfast.lm.padded.decode_graphs import (
     DecodeGraphs,
     MaskKind,
-    padded_columns,
-    padded_rows,
     position_bytes,
     probe_graphs,
 )
@@ -37,6 +35,8 @@ from holdfast.lm.types import (
     MemoryMeasurement,
     RowBytes,
     RowShape,
+    padded_columns,
+    padded_rows,
 )
 
 CPU_STATE_BYTES = 4_000_000_000
@@ -159,6 +159,8 @@ class PaddedDevice(LanguageDevice):
             abilities=self.abilities,
             host_memory=sizes.host_cache,
             quantum=QUANTUM,
+            settled=self._settled,
+            longest=self.model.max_model_len,
         )
         self._check_one_row(sizes.cache, "")
         self._sizes = sizes
@@ -282,15 +284,20 @@ class PaddedDevice(LanguageDevice):
 
         States are counted without it: a batch that outgrows it, or is on its way in, is outside.
         """
-        each = position_bytes(self.layout)
-        if self._masks is None or not each:
-            self._settled = 0 if self._masks is None else 1
+        self._settled = 0
+        rows, each = padded_rows(self.config.max_sequences), position_bytes(self.layout)
+        fixed = rows * self.row_bytes.fixed
+        room = int(cache * GRAPH_SHARE) - fixed
+        if self._masks is None or room < 0:
             return 0
-        most = padded_rows(self.config.max_sequences) * padded_columns(self.model.max_model_len, 1 << 60)
-        self._settled = min(int(cache * GRAPH_SHARE) // each, most)
-        if self._settled < padded_columns(1, self.model.max_model_len):
-            self._settled = 0
-        return self._settled * each
+        if not each:
+            self._settled = 1
+            return fixed
+        positions = min(room // each, rows * padded_columns(self.model.max_model_len, 1 << 60))
+        if positions < padded_columns(1, self.model.max_model_len):
+            return 0
+        self._settled = positions
+        return positions * each + fixed
 
     def _check_one_row(self, size: int, why: str) -> None:
         least = self._row(1)

@@ -341,6 +341,7 @@ class RowBuilder(StepBuilder):
         ended, gone = self._pool.extend_ended(self._longest)
         self.rows.free_left(gone)
         self._forward(apart=False, ended=tuple(ended))
+        self._pool.note_decode(newcomers=bool(newcomers))
 
     def _make_room(self, decoding: list[Entry]) -> None:
         """Let rows leave until each of these can become one position longer; those that leave are not running then.

@@ -41,7 +41,6 @@ from holdfast.lm.types import (
     LanguageExecutor,
     LanguageLoop,
     MemoryMeasurement,
-    RowShape,
 )
 from holdfast.loop.loop import Loop
 
@@ -100,7 +99,7 @@ def build(
         model=shape.model,
         precision=shape.precision,
         executor=shape.executor,
-        executor_reason=reason if shape.rows is None else f"{reason}; {on_rows(config, shape.rows)}",
+        executor_reason=f"{reason}; {on_rows(config, device)}" if isinstance(device, PaddedDevice) else reason,
         memory=memory,
         num_blocks=shape.num_blocks,
         num_host_blocks=shape.num_host_blocks,
@@ -117,12 +116,12 @@ def build(
     return loop, info
 
 
-def on_rows(config: EngineConfig, rows: RowShape) -> str:
-    """What padded rows do with the model, in words, with what a time target cannot bind."""
-    sentence = rows.abilities.sentence
-    if config.tbt_target is None or rows.abilities.chunks:
-        return sentence
-    return f"{sentence}; the TBT target does not bind prompts, which the model cannot compute in chunks"
+def on_rows(config: EngineConfig, device: PaddedDevice) -> str:
+    """What padded rows do with the model, in words, and what they cannot do of what might be expected."""
+    said = [device.abilities.sentence]
+    if config.tbt_target is not None and not device.abilities.chunks:
+        said.append("the TBT target does not bind prompts, which the model cannot compute in chunks")
+    return "; ".join([*said, *([device.model.shortened] if device.model.shortened else [])])
 
 
 def grow_host_tier(scheduler: Scheduler, host: HostTier) -> None:

@@ -17,6 +17,7 @@ from holdfast.engine.profiles import CostProfile
 from holdfast.lm.padded.driver import Driver
 from tests.engine.conftest import SMALL
 from tests.engine.test_build import beside_a_stream
+from tests.lm.padded.test_abilities import phi3
 from tests.padded_checks import draw_prompts, generate_alone, write_tiny
 
 BLOOM_ROW = 256 * 2 * 2 * 64 * 4
@@ -279,3 +280,19 @@ def test_a_profile_measured_in_full_leaves_no_state_behind(tmp_path, own_cache, 
 def test_sequences_too_short_to_be_measured_are_refused_with_the_limit(bloom, own_cache):
     with pytest.raises(ValueError, match="max_model_len is 8; to measure decodes of up to 8 rows"):
         build(with_target(bloom[0], max_model_len=8))
+
+
+def test_sequences_of_longrope_go_on_past_the_change_of_frequencies_with_the_tokens_of_generate(tmp_path):
+    module = phi3()
+    module.save_pretrained(tmp_path)
+    prompts = draw_prompts(58, 20, 90)
+    loop, info = build(EngineConfig(model=str(tmp_path), **{**SMALL, "executor": "padded"}))
+    assert info.max_model_len == 64 and "sequences end at 64 tokens" in info.executor_reason
+    assert serve(loop, [request(0, prompts[1], 20)])["0"][0] == list(generate_alone(module, prompts[1], 20))
+    loop.close()
+    loop, info = build(EngineConfig(model=str(tmp_path), **{**SMALL, "executor": "padded", "max_model_len": 200}))
+    assert info.max_model_len == 200 and "computed again from its first token" in info.executor_reason
+    given = serve(loop, [request(n, prompt, 16) for n, prompt in enumerate(prompts)])
+    for number, prompt in enumerate(prompts):
+        assert tuple(given[str(number)][0]) == generate_alone(module, prompt, 16)
+    loop.close()

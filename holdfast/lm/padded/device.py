@@ -215,7 +215,10 @@ class PaddedDevice(LanguageDevice):
         return self.row_bytes.of(rounded(length))
 
     def _forward_bytes(self, rows: int, tokens: int, start: int = 0) -> int:
-        """Bytes that a forward of these rows takes for a while, behind `start` positions; 0 on a CPU."""
+        """Bytes that a forward of these rows takes for a while, behind `start` positions; 0 on a CPU.
+
+        Forwards of one token are those of decodes, whose rows differ in length, so the model looks at a mask.
+        """
         ids = self.driver.text(rows, start + tokens)
         on_gpu, device = self.kind == "cuda", self.model.device
         state = None
@@ -228,7 +231,8 @@ class PaddedDevice(LanguageDevice):
             torch.cuda.synchronize(device)
             torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device) if on_gpu else 0
-        logits, state = self.driver.forward(self.driver.inputs(ids, start), state)
+        inputs = self.driver.inputs(ids, start)._replace(padded=tokens == 1)
+        logits, state = self.driver.forward(inputs, state)
         logits.argmax(-1).tolist()
         if not on_gpu:
             return 0

@@ -89,6 +89,28 @@ def test_captured_decodes_get_a_part_of_the_memory_for_states(llama, monkeypatch
     assert tuple(tokens) == generate_alone(llama, prompt, 5)
 
 
+def test_decodes_are_measured_with_a_mask_and_prompts_without_as_they_run(llama, monkeypatch):
+    device, seen = device_of(llama, cache_gb=0.01), []
+    forward = device.driver.forward
+
+    def watched(inputs, state):
+        seen.append((inputs.ids.shape[1] > 1, inputs.padded))
+        return forward(inputs, state)
+
+    monkeypatch.setattr(device.driver, "forward", watched)
+    device.allocate(device.measure())
+    assert (False, True) in seen and (True, True) not in seen
+    seen.clear()
+    (prompt,) = draw_prompts(9)
+    moves = (RowMove(1, "embed", 2, length=9),)
+    device.executor.submit(StepPlan(0, [segment(2, 0, prompt)], forwards=(Forward(1, apart=True),), row_moves=moves))
+    (token,) = device.executor.collect().tokens
+    device.executor.submit(StepPlan(1, [segment(2, 9, (token,))], forwards=(Forward(1),)))
+    device.executor.collect()
+    device.executor.close()
+    assert seen[-1] == (False, True)
+
+
 def test_recurrent_states_of_captured_decodes_are_taken_out_of_the_memory_for_states(mamba, monkeypatch):
     device = device_of(mamba, cache_gb=0.01)
     plain = device.measure()

@@ -73,7 +73,9 @@ def _measure(
             f"max_model_len is {shape.max_model_len}; to measure decodes of up to {counts[-1]} rows it must be at "
             f"least {REPEATS * len(counts) + 2}"
         )
-    kept = [at for at in widths if at <= longest and rows.bytes.of(at + rows.quantum) <= rows.memory] or [longest]
+    widest = min(longest, widths[-1])
+    asked = [*(at for at in widths if at < widest), widest]
+    kept = [at for at in asked if rows.bytes.of(at + rows.quantum) <= rows.memory] or asked[:1]
     budget = min(shape.token_budget, shape.max_step_tokens) if able.chunks else shape.max_step_tokens
     steps = _Steps(executor, shape, budget)
     decodes = {width: steps.decodes(width, counts) for width in kept}

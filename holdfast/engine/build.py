@@ -20,7 +20,6 @@ from holdfast.engine.in_service import in_service
 from holdfast.engine.messages import EngineInfo
 from holdfast.engine.profiles import CostProfile, cached_profile_path
 from holdfast.engine.trace import TracedExecutor
-from holdfast.lm.devices import describe_device
 from holdfast.lm.execution.cost_profile import estimate_cost, measure_cost
 from holdfast.lm.execution.paged_device import PagedDevice, resolve_device
 from holdfast.lm.kernels.attention import backends as attention
@@ -308,8 +307,7 @@ def make_padded_profile(device: PaddedDevice, shape: EngineShape, *, in_full: bo
     """The same of padded rows, which are as they were afterwards: none has a state."""
     config, executor = device.config, device.executor
     measure = measure_padded_cost if in_full else estimate_padded_cost
-    name = describe_device(device.model.device)
-    cost: CostModel = measure(executor, shape, max_sequences=config.max_sequences, device=name)
+    cost: CostModel = measure(executor, shape, max_sequences=config.max_sequences, device=device.description)
     if in_full and device.kind == "cpu":
         cost = as_in_service(cost, replace(config, prefix_sharing=False, host_cache_gb=0.0), shape, executor)
         executor.clear()

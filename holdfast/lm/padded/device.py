@@ -92,6 +92,11 @@ class PaddedDevice(LanguageDevice):
         return self.model.device.type
 
     @property
+    def description(self) -> str:
+        """The device in words."""
+        return describe_device(self.model.device)
+
+    @property
     def precision(self) -> str:
         """The type of weights, activations and state, for people."""
         return str(self.model.dtype).removeprefix("torch.")

@@ -17,8 +17,6 @@ from holdfast.lm.padded.abilities import probe
 from holdfast.lm.padded.decode_graphs import (
     DecodeGraphs,
     MaskKind,
-    padded_columns,
-    padded_rows,
     position_bytes,
     probe_graphs,
 )
@@ -39,6 +37,8 @@ from holdfast.lm.types import (
     MemoryMeasurement,
     RowBytes,
     RowShape,
+    padded_columns,
+    padded_rows,
 )
 
 CPU_STATE_BYTES = 4_000_000_000
@@ -119,6 +119,11 @@ class PaddedDevice(LanguageDevice):
         return self.model.device.type
 
     @property
+    def description(self) -> str:
+        """The device in words."""
+        return describe_device(self.model.device)
+
+    @property
     def precision(self) -> str:
         """The type of weights, activations and state, for people."""
         return str(self.model.dtype).removeprefix("torch.")
@@ -186,6 +191,8 @@ class PaddedDevice(LanguageDevice):
             abilities=self.abilities,
             host_memory=sizes.host_cache,
             quantum=QUANTUM,
+            settled=self._settled,
+            longest=self.model.max_model_len,
         )
         self._check_one_row(sizes.cache, "")
         self._sizes = sizes
@@ -240,7 +247,10 @@ class PaddedDevice(LanguageDevice):
         return self.row_bytes.of(rounded(length))
 
     def _forward_bytes(self, rows: int, tokens: int, start: int = 0) -> int:
-        """Bytes that a forward of these rows takes for a while, behind `start` positions; 0 on a CPU."""
+        """Bytes that a forward of these rows takes for a while, behind `start` positions; 0 on a CPU.
+
+        Forwards of one token are those of decodes, whose rows differ in length, so the model looks at a mask.
+        """
         ids = self.driver.text(rows, start + tokens)
         on_gpu, device = self.kind == "cuda", self.model.device
         state = None
@@ -253,7 +263,8 @@ class PaddedDevice(LanguageDevice):
             torch.cuda.synchronize(device)
             torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device) if on_gpu else 0
-        logits, state = self.driver.forward(self.driver.inputs(ids, start), state)
+        inputs = self.driver.inputs(ids, start)._replace(padded=tokens == 1)
+        logits, state = self.driver.forward(inputs, state)
         logits.argmax(-1).tolist()
         if not on_gpu:
             return 0
@@ -309,15 +320,20 @@ class PaddedDevice(LanguageDevice):
 
         States are counted without it: a batch that outgrows it, or is on its way in, is outside.
         """
-        each = position_bytes(self.layout)
-        if self._masks is None or not each:
-            self._settled = 0 if self._masks is None else 1
+        self._settled = 0
+        rows, each = padded_rows(self.config.max_sequences), position_bytes(self.layout)
+        fixed = rows * self.row_bytes.fixed
+        room = int(cache * GRAPH_SHARE) - fixed
+        if self._masks is None or room < 0:
             return 0
-        most = padded_rows(self.config.max_sequences) * padded_columns(self.model.max_model_len, 1 << 60)
-        self._settled = min(int(cache * GRAPH_SHARE) // each, most)
-        if self._settled < padded_columns(1, self.model.max_model_len):
-            self._settled = 0
-        return self._settled * each
+        if not each:
+            self._settled = 1
+            return fixed
+        positions = min(room // each, rows * padded_columns(self.model.max_model_len, 1 << 60))
+        if positions < padded_columns(1, self.model.max_model_len):
+            return 0
+        self._settled = positions
+        return positions * each + fixed
 
     def _check_one_row(self, size: int, why: str) -> None:
         least = self._row(1)

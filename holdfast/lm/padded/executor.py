@@ -17,7 +17,7 @@ import torch
 
 from holdfast.lm.kernels.sampling.sample import sample
 from holdfast.lm.padded.decode_graphs import DecodeGraphs
-from holdfast.lm.padded.driver import Driver, Inputs
+from holdfast.lm.padded.driver import Driver
 from holdfast.lm.padded.host_rows import HostRows, LoadingState
 from holdfast.lm.padded.running_rows import RunningRows
 from holdfast.lm.padded.shaping import left_padded, upload
@@ -165,12 +165,18 @@ class PaddedExecutor:
             self._worker.shutdown(wait=True, cancel_futures=True)
         else:
             torch.cuda.synchronize(self._device)
+        self.clear()
+        self.graphs = None
+
+    def clear(self) -> None:
+        """Give up every state, on the device and on the host, as if no plan had been run. Not with a step in flight."""
         if self.host is not None:
             self.host.close()
         self.rows.clear()
-        self._apart.clear()
-        self._slots.clear()
-        self.graphs = None
+        for each in (self._apart, self._joined, self._slots, self._names, self._lost, self._lost_slots):
+            each.clear()
+        if self._sources is not None:
+            self._sources.clear()
 
     def _check(self, plan: StepPlan) -> None:
         """Raise ValueError for forwards that do not cover the segments, or rows that there are not."""
@@ -503,25 +509,19 @@ class PaddedExecutor:
         state = None if before is None else self._enter(before)
         if not self.abilities.keeps_state:
             whole = ids if state is None else torch.cat((state, ids), 1)
-            logits, _ = self.driver.forward(self._inputs_alone(whole, 0), None)
+            logits, _ = self.driver.forward(self.driver.inputs(whole), None)
             state = whole
         elif source := self._source(segment):
-            _, state = self.driver.forward(self._inputs_alone(ids[:, :source], 0), None)
-            logits, state = self.driver.forward(self._inputs_alone(ids[:, source:], source), state)
+            _, state = self.driver.forward(self.driver.inputs(ids[:, :source]), None)
+            logits, state = self.driver.forward(self.driver.inputs(ids[:, source:], source), state)
         elif segment.start and segment.length > 1 and not self.abilities.chunks:
             for at in range(segment.length):  # a second forward of many tokens would forget the first
-                inputs = self._inputs_alone(ids[:, at : at + 1], segment.start + at)
+                inputs = self.driver.inputs(ids[:, at : at + 1], segment.start + at)
                 logits, state = self.driver.forward(inputs, state)
         else:
-            logits, state = self.driver.forward(self._inputs_alone(ids, segment.start), state)
+            logits, state = self.driver.forward(self.driver.inputs(ids, segment.start), state)
         self._put_apart(segment.row, _Apart(segment.stop, state))
         return logits
-
-    def _inputs_alone(self, ids: torch.Tensor, start: int) -> Inputs:
-        """What a forward of one row [1, q] from this position takes."""
-        stop = start + ids.shape[1]
-        positions = torch.arange(start, stop, device=self._device)[None]
-        return Inputs(ids, torch.ones(1, stop, dtype=torch.int64, device=self._device), positions)
 
     def _ids(self, segment: Segment) -> torch.Tensor:
         """The tokens of a segment [1, q] on the device. A first one that is PENDING is what its row sampled last."""

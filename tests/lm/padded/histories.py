@@ -78,7 +78,7 @@ class FailingDriver:
 
     def __init__(self, driver: Driver, fails: Callable[[], bool]) -> None:
         self._driver, self.fails = driver, fails
-        self.model = driver.model
+        self.model, self.inputs = driver.model, driver.inputs
         self.failures = 0
 
     def forward(self, inputs: Any, state: Any) -> Any:

@@ -118,8 +118,10 @@ table, and a test compares it with what probing finds.
 """
 REFUSED = """
 Not served: XLNet and Reformer without `is_decoder`, because Transformers cannot generate with them, and checkpoints
-that are quantized. Models whose rotary frequencies change with the longest sequence (`longrope`, `dynamic`) are
-computed row by row where `--max-model-len` goes beyond the length that they were first trained for.
+that are quantized. Models whose rotary frequencies change for all positions once a sequence is longer than they were
+first trained for (`longrope`, as in Phi-3) end sequences at that length. Where `--max-model-len` goes beyond it, each
+row is computed from its first token in every step, which gives the tokens of `generate` and is slow. Dynamic NTK
+scaling changes nothing up to `max_position_embeddings`, where sequences end.
 """
 
 

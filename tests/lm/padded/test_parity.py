@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests import checkpoints
 from tests.lm.padded.parity import Case, device_of, serve
 from tests.padded_checks import FAMILIES, tiny
 
@@ -49,3 +50,14 @@ def test_tokens_are_equal_when_rows_are_displaced_by_more_urgent_ones(case: Case
     seen = watched.happened
     assert any(plan.preempted for plan in watched.plans)
     assert ("store" in seen) == ("load" in seen) == bool(host_rows)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "qwen2"])
+def test_tokens_are_equal_with_each_attention_of_transformers(family: str, attention: str) -> None:
+    module = checkpoints.tiny(family)
+    module.set_attn_implementation(attention)
+    case = Case(device_of(module), requests=6)
+    for scheduler in ("stall-free", "shaping"):
+        assert serve(case, scheduler=scheduler)[0] == case.expected
+    assert module.config._attn_implementation == attention

@@ -173,8 +173,9 @@ COMPARED = """
 
 Random requests (1 to {longest} prompt tokens, 1 to {most} generated, every second one ended by a token) arrive at
 random. At most 4 rows run at a time, with 1 to 3 steps in flight. Every request must get the tokens that `generate` of
-the unmodified model gives for it alone. A cell says how many requests were compared, in how many steps; "-" is what the
-model cannot do.
+the unmodified model gives for it alone. (Of a model that keeps its state inside, without a cache: RecurrentGemma begins
+a prompt of one token with the state that the call before has left.) A cell says how many requests were compared, in
+how many steps; "-" is what the model cannot do.
 
 - **embedding, whole**: `--scheduler embedding`; prompts are prefilled apart in groups.
 - **embedding, chunks**: `--scheduler stall-free --token-budget 12`; prompts are prefilled apart in chunks.

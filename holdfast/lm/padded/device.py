@@ -46,7 +46,7 @@ CPU_STATE_BYTES = 4_000_000_000
 HOST_STATE_BYTES = 32_000_000_000
 """Most bytes of states on the host unless the config says otherwise: other processes need memory."""
 GRAPH_SHARE = 0.45
-"""Of the memory for states, the most that captured decodes get for the batch. While a row joins, the batch is in the rest."""
+"""Of the memory for states, the most that captured decodes get for the batch. While a row joins, it is in the rest."""
 CHUNKED = ("stall-free", "chunked-only")
 """Schedulers that cut prompts into chunks, where the model can compute them so."""
 TOGETHER = ("run-to-completion", "request-level", "orca", "padded-batches")

@@ -40,7 +40,7 @@ class _Apart:
     """None while it is `loading`. The tokens [1, length] of a model that gives no state out."""
     loading: LoadingState | None = None
     written: Any = None
-    """The CUDA event after the work that wrote the state last, where that ran on another stream than the batch's."""
+    """The CUDA event after the work that wrote the state and the row's last token, where there are two streams."""
     stream: Any = None
     """The stream of that work; None: the batch's."""
 
@@ -397,9 +397,11 @@ class PaddedExecutor:
         if forward.apart:
             with self._on_second_stream(began, outcome):
                 outcome.tokens.append(self._compute_apart(segments))
+                self._mark_written(segments)
         else:
             ended = [row for row in forward.ended if row not in self._lost]
             outcome.tokens.append(self._compute_batch(segments, ended))
+            self._mark_written(segments)
 
     def _compute_batch(self, segments: Sequence[Segment], ended: Sequence[int]) -> torch.Tensor:
         """Run a forward of the batch; the tokens of its sampling segments."""
@@ -499,7 +501,7 @@ class PaddedExecutor:
         alone = len(segments) == 1
         for index, segment in enumerate(segments):
             own = state if alone else self._layout.extract(state, index, segment.length)
-            self._put_apart(segment.row, _Apart(segment.length, own))
+            self._apart[segment.row] = _Apart(segment.length, own)
         return logits
 
     def _compute_alone(self, segment: Segment) -> torch.Tensor:
@@ -520,7 +522,7 @@ class PaddedExecutor:
                 logits, state = self.driver.forward(inputs, state)
         else:
             logits, state = self.driver.forward(self.driver.inputs(ids, segment.start), state)
-        self._put_apart(segment.row, _Apart(segment.stop, state))
+        self._apart[segment.row] = _Apart(segment.stop, state)
         return logits
 
     def _ids(self, segment: Segment) -> torch.Tensor:
@@ -631,11 +633,13 @@ class PaddedExecutor:
             finally:
                 outcome.ends.append(self._event())
 
-    def _put_apart(self, row: int, apart: _Apart) -> None:
-        """Keep a state that the current stream has just written."""
-        if self._beside is not None:
-            apart.written, apart.stream = self._event(), torch.cuda.current_stream()
-        self._apart[row] = apart
+    def _mark_written(self, segments: Sequence[Segment]) -> None:
+        """Note that the current stream has just written the states apart of these rows, and their last tokens."""
+        apart = [self._apart[each.row] for each in segments if each.row in self._apart]
+        if self._beside is not None and apart:
+            written, stream = self._event(), torch.cuda.current_stream()
+            for each in apart:
+                each.written, each.stream = written, stream
 
     def _enter(self, apart: _Apart) -> State:
         """The state, for work on the current stream, which waits for what wrote it."""

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdfast.lm.kernels.sampling.sample import sample
+from holdfast.lm.padded import executor
 from holdfast.lm.padded.abilities import probe
 from holdfast.lm.types import Abilities
 from tests.late_streams import LateStream
@@ -99,6 +102,19 @@ def test_layers_that_do_not_grow_in_place_give_the_same() -> None:
 def test_each_row_gets_what_it_gets_alone_on_a_gpu(family: str, second_stream: bool) -> None:
     assert "lost" not in run(family, range(4 * HISTORIES), "cuda", second_stream=second_stream)
     assert "lost" in run(family, range(1000, 1000 + 4 * HISTORIES), "cuda", second_stream=second_stream, fails=0.05)
+
+
+@pytest.mark.gpu
+def test_a_token_that_is_drawn_late_beside_the_batch_is_the_one_that_its_row_goes_on_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def late(*args: Any, **options: Any) -> torch.Tensor:
+        if torch.cuda.current_stream() != torch.cuda.default_stream():
+            torch.cuda._sleep(20_000_000)
+        return sample(*args, **options)
+
+    monkeypatch.setattr(executor, "sample", late)
+    assert "embed" in run("llama", range(HISTORIES), "cuda", second_stream=True)
 
 
 @settings(max_examples=settings.default.max_examples // 4)  # each takes a fifth of a second

@@ -78,23 +78,23 @@ def generated(model: Any, work: Workload, repeats: int, batch: bool, limit: floa
     if batch and model.device.type != "cuda":
         raise ValueError("generate_batch is for a GPU")
 
-    def once(tokens: int = longest) -> float:
+    def once() -> float:
         begin = time.perf_counter()
         if batch:
             from transformers import GenerationConfig
 
-            config = GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=-1)
+            config = GenerationConfig(max_new_tokens=longest, do_sample=False, eos_token_id=-1)
             model.module.generate_batch(ids.tolist(), generation_config=config, progress_bar=False)
         else:
             model.module.generate(
-                ids, attention_mask=torch.ones_like(ids), do_sample=False, min_new_tokens=tokens,
-                max_new_tokens=tokens, pad_token_id=0,
+                ids, attention_mask=torch.ones_like(ids), do_sample=False, min_new_tokens=longest,
+                max_new_tokens=longest, pad_token_id=0,
             )  # fmt: skip
         if model.device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter() - begin
 
-    once(4)
+    once()  # the first run loads kernels
     return rate(tokens, repeated(once, repeats, limit))
 
 

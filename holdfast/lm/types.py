@@ -458,10 +458,14 @@ def padded_rows(rows: int) -> int:
 
 
 def padded_columns(columns: int, most: int, quantum: int = 256) -> int:
-    """Columns of a captured decode: 1, 2, 3, 4, 6, 8, 12, 16, 24 ... times the quantum, and at most `most`."""
-    quanta = -(-columns // quantum)
-    step = 1 << max((quanta - 1).bit_length() - 2, 0)
-    return min(-(-quanta // step) * step * quantum, most)
+    """Columns of a captured decode: 1, 2 ... 8, 10, 12, 14, 16, 20 ... times half the quantum, and at most `most`.
+
+    Beyond a quantum, at most a third is padding; beyond four, a fifth.
+    """
+    unit = max(1, quantum // 2)
+    units = -(-columns // unit)
+    step = 1 << max((units - 1).bit_length() - 3, 0)
+    return min(-(-units // step) * step * unit, most)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,7 +31,7 @@ MaskKind = Literal["columns", "by layer", "window"]
 type of layer; or by one ready mask for all layers, which have the same window."""
 ROOM = 64
 """Columns that a batch should be able to grow by before it has to be copied, where the memory has them."""
-MOST_GRAPHS = 96
+MOST_GRAPHS = 160
 """Graphs that are kept. The one that has not run for longest goes first."""
 MOST_TOO_LARGE = 2
 """A batch stays where it is as long as that computes at most so many times the columns of the smallest shape."""

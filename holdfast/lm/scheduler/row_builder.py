@@ -16,6 +16,8 @@ from holdfast.lm.types import Forward, RowMove, StepPlan
 
 WINDOW = 4
 """Prompts are grouped among the first waiting ones: this many times as many as a group may have."""
+SHORT_TAIL = 32
+"""A fixed budget is exceeded by up to 1/32 for the end of a prompt, which would take a forward of its own."""
 
 
 class RowQueues(Queues):
@@ -415,6 +417,8 @@ class RowBuilder(StepBuilder):
             most = start + self.pace(start, stop)
             if most < stop and not whole:
                 stop, self.budget = most, most - start
+        elif length - stop <= (self.num_tokens + stop - start) // SHORT_TAIL:
+            stop = length
         if stop <= start:
             return
         self._prompts += 1

@@ -10,7 +10,7 @@ READY := $(VENV)/.ready
 # gigabytes of CUDA libraries, which a CPU does not need. To serve on a GPU, install the build for your CUDA version.
 TORCH := torch==2.13.0
 
-.PHONY: help setup demo demo-padded test lint types unit fuzz mutants gpu-test memcheck rooms clean
+.PHONY: help setup demo demo-padded test lint types unit fuzz families mutants gpu-test memcheck rooms clean
 
 help:
 	@echo "make demo      serve the built-in model and hold a conversation with it"
@@ -20,6 +20,7 @@ help:
 	@echo "make types     types alone"
 	@echo "make unit      tests alone"
 	@echo "make fuzz      property tests over many fresh examples; SEED=N draws those of an earlier run, TESTS=FILE of one file"
+	@echo "make families  compare families of models on padded rows with Transformers alone, and write docs/families.md"
 	@echo "make mutants   put known bugs in, one at a time, and list which of them the tests catch"
 	@echo "make gpu-test  the tests that need a CUDA device"
 	@echo "make memcheck  every kernel's smallest tests under compute-sanitizer, on a CUDA device"
@@ -64,6 +65,10 @@ fuzz: $(READY)
 	@echo "make fuzz SEED=$(SEED)"
 	HOLDFAST_HISTORIES=500 $(BIN)/python -m pytest -m "hypothesis and not gpu" --timeout=3600 \
 		--hypothesis-profile=fuzz --hypothesis-seed=$(SEED) $(TESTS)
+	$(if $(TESTS),,$(BIN)/python -m tests.lm.padded.test_histories 10000 $(SEED))
+
+families: $(READY)
+	$(BIN)/python -m tests.lm.padded.test_families
 
 mutants: $(READY)
 	$(BIN)/python scripts/mutants.py

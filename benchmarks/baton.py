@@ -2,9 +2,11 @@
 
 Run: python benchmarks/baton.py simulate target-1        # the paper's A6000; minutes
      python benchmarks/baton.py simulate target-2        # the paper's RTX 4090; seconds
+     python benchmarks/baton.py why                      # each cause of a difference alone; half an hour
      python benchmarks/baton.py run target-1             # Llama-2-7B's shape, lengths / 16, here
      python benchmarks/baton.py run target-2             # full size, here
-     python benchmarks/baton.py run preempt | scale      # §4.3, which the paper leaves for later
+     python benchmarks/baton.py run preempt scale        # §4.3, which the paper leaves for later
+     python benchmarks/baton.py draw FILE.json           # the figures of a run
 
 Lengths: a word is one token. With 4/3 tokens a word, eight rows of a long prompt and a long answer (10,700 tokens, of
 0.5 MB each) would take 45 GB, beside 13.5 GB of weights on a card of 48. As tokens they take 34 GB.
@@ -29,7 +31,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from papers import RESULTS, origin
+from papers import RESULTS, origin, save
 
 from holdfast.core.config import EngineConfig, SchedulerName
 from holdfast.core.version import __version__
@@ -37,8 +39,9 @@ from holdfast.lab import workloads
 from holdfast.lab.metrics import Record
 from holdfast.lab.simulator.deployment import deploy
 from holdfast.lab.simulator.devices import DEVICES
-from holdfast.lab.simulator.padded import Batch, RowSoftware
+from holdfast.lab.simulator.padded import ENGINE, Batch, RowSoftware
 from holdfast.lab.simulator.run import simulate
+from holdfast.lab.simulator.shapes import MODELS
 from holdfast.lab.workloads import Workload
 from holdfast.lm.types import LanguageExecutor, StepPlan, StepResult
 
@@ -64,6 +67,48 @@ class Method:
     junk: bool = False
 
 
+@dataclass(frozen=True)
+class Cause:
+    """One thing that may be otherwise in the paper's runs than in ours."""
+
+    about: str
+    words: float = 1.0
+    """Tokens of a word."""
+    seed: int = SEED
+    software: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of RowSoftware that differ, for the methods in Baton's own loop. Rates of copies are given in bytes/s."""
+    cat: float = 1.0
+    """Rate at which caches are copied, for every method; 0 for no copies."""
+    fills: float = 0.0
+    """Columns are released only where the batch fills this share of the card beside the weights."""
+
+
+PCIE = 25e9
+"""Bytes a second of a PCIe 4.0 link of 16 lanes, as it is reached."""
+CAUSES = {
+    "as is": Cause("as in the tables"),
+    "between": Cause("prompts are computed between decodes, not beside them", software={"beside": False}),
+    "from host": Cause("a prefilled state comes from the host when it joins (25 GB/s)", software={"embed_rate": PCIE}),
+    "as generate": Cause("a forward takes as long as in `generate` (66.7 ms)", software={"forward_seconds": GENERATE}),
+    "host adds": Cause(
+        "the host does not launch ahead: its 43.5 ms and the device add up", software={"host_adds": True}
+    ),
+    "joining": Cause(
+        "each insertion takes 0.15 s, a forward 41.2 ms", software={"joining_seconds": 0.15, "forward_seconds": 0.0412}
+    ),
+    "late release": Cause("columns that all rows share are released only when the card is full", fills=1.0),
+    "slow copies": Cause("caches are copied at half the rate, of any method", cat=0.5),
+    "words": Cause("a word is 4/3 tokens", words=4 / 3),
+    "order": Cause("the queries are drawn with seed 1", seed=1),
+    "order 2": Cause("the queries are drawn with seed 2", seed=2),
+    "no copies": Cause("caches are not copied, of any method", cat=0.0),
+}
+CELLS = (
+    ("target-1", 4, ("run-to-completion", "shaping, literal", "shaping", "embedding")),
+    ("target-1", 8, ("run-to-completion", "shaping, literal", "shaping", "embedding")),
+    ("target-2", 10, ("run-to-completion", "shaping, literal", "embedding")),
+)
+"""What is run for each cause: target, batch, methods."""
 METHODS = {
     "run-to-completion": Method("run-to-completion", "Benchmark", generate=True),
     "prefill-apart": Method("prefill-apart", "PD", generate=True),
@@ -79,6 +124,8 @@ PAPER_2 = {
     8: (50.07, None, 31.08, None), 10: (40.45, None, 30.99, None),
 }  # fmt: skip
 """Table 2, of Benchmark and Baton on an RTX 4090."""
+BATCHES = {"target-1": tuple(PAPER_1), "target-2": tuple(PAPER_2)}
+DEVICE_OF = {"target-1": "a6000", "target-2": "rtx-4090"}
 PAPER_NAMES = ("Benchmark", "PD", "Baton", "Baton-PD")
 
 
@@ -94,6 +141,10 @@ class Ran:
     preemptions: int
     widest: int
     """Most columns of the batch."""
+    ended: int = 0
+    """Queries that ended."""
+    cut: bool = False
+    """It took longer than allowed; seconds, steps and tokens are those until then."""
     curves: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     """By name, points of time and value: queries and tokens so far, and positions of the batch."""
 
@@ -101,9 +152,9 @@ class Ran:
 class Watched:
     """Wraps an executor of padded rows and notes how large the batch is when each step ends."""
 
-    def __init__(self, executor: LanguageExecutor, clock: Callable[[], float], *, junk: bool = False) -> None:
+    def __init__(self, executor: LanguageExecutor, clock: Callable[[], float], software: RowSoftware = ENGINE) -> None:
         self._executor, self._clock = executor, clock
-        self._batch = Batch(junk=junk)
+        self._batch = Batch(junk=software.junk, kept=software.kept_columns)
         self._sizes: deque[tuple[int, int]] = deque()
         self.positions: list[tuple[float, float]] = []
         self.widest = 0
@@ -123,11 +174,11 @@ class Watched:
         self._executor.close()
 
 
-def workload_of(target: str, batch: int, scale: float = 1.0) -> Workload:
+def workload_of(target: str, batch: int, scale: float = 1.0, seed: int = SEED) -> Workload:
     """The paper's queries. At a batch of 4, all lengths of Target-1 are doubled."""
     if target == "target-1":
-        return workloads.baton_target_1(SEED, scale=scale * (2 if batch == 4 else 1))
-    return workloads.baton_target_2(SEED, scale=scale)
+        return workloads.baton_target_1(seed, scale=scale * (2 if batch == 4 else 1))
+    return workloads.baton_target_2(seed, scale=scale)
 
 
 def longest_row(work: Workload) -> int:
@@ -145,31 +196,34 @@ def options_of(method: Method, batch: int, count: int) -> dict[str, Any]:
     )  # fmt: skip
 
 
-def simulated(target: str, name: str, batch: int, device: str, *, paper_software: bool = True) -> Ran:
+def simulated(target: str, name: str, batch: int, device: str, cause: Cause = CAUSES["as is"]) -> Ran:
     """One method on one derived device. Steps are run one at a time, as the paper's loop does."""
-    method, work = METHODS[name], workload_of(target, batch)
-    profile = replace(deploy(MODEL, device).profile, cache_tokens=ALWAYS_ROOM)
+    method, work = METHODS[name], workload_of(target, batch, cause.words, cause.seed)
+    deployed = deploy(MODEL, device).profile
+    profile, shape, card = replace(deployed, cache_tokens=ALWAYS_ROOM), MODELS[MODEL], DEVICES[device]
+    kept = int(cause.fills * (card.memory - shape.weight_bytes) / shape.token_bytes)
     software = RowSoftware(
         junk=method.junk,
-        cat_rate=CAT_SHARE * DEVICES[device].bandwidth,
+        cat_rate=cause.cat * CAT_SHARE * card.bandwidth,
         forward_seconds=GENERATE if method.generate else OWN_LOOP,
         beside=True,
+        kept_columns=0 if method.generate else kept,
     )
+    if not method.generate:
+        software = replace(software, **cause.software)
     longest = longest_row(work)
     config = EngineConfig(**options_of(method, batch, len(work)), max_model_len=longest, steps_in_flight=1)
     watched: list[Watched] = []
 
     def watch(executor: LanguageExecutor, clock: Callable[[], float]) -> LanguageExecutor:
-        watched.append(Watched(executor, clock, junk=method.junk))
+        watched.append(Watched(executor, clock, software))
         return watched[0]
 
-    outcome = simulate(
-        config, profile, work, software=software if paper_software else RowSoftware(junk=method.junk), wrap=watch
-    )
+    outcome = simulate(config, profile, work, software=software, wrap=watch)
     stats = outcome.stats
     return Ran(
         name, batch, outcome.seconds, outcome.steps, stats.idle_tokens, stats.preemptions, watched[0].widest,
-        curves_of(outcome.records, watched[0].positions),
+        len(outcome.records), curves=curves_of(outcome.records, watched[0].positions),
     )  # fmt: skip
 
 
@@ -205,14 +259,18 @@ def compared(target: str, rows: Sequence[Ran], same_size: bool) -> list[str]:
     for batch in sorted({row.batch for row in rows}):
         at = {row.method: row for row in rows if row.batch == batch}
         said = dict(zip(PAPER_NAMES, paper[batch], strict=True)) if batch in paper else {}
-        base, base_said = at["run-to-completion"].seconds, said.get("Benchmark")
+        whole = at.get("run-to-completion")
+        base = whole.seconds if whole and not whole.cut else None
+        base_said = said.get("Benchmark")
         for name, row in at.items():
             theirs = said.get(METHODS[name].paper)
             off = f"{row.seconds / theirs - 1:+.0%}" if theirs and same_size else "–"
+            took = f"cut at {row.seconds:,.0f}, {row.ended} ended" if row.cut else f"{row.seconds:,.1f}"
             called = f"{name} ({METHODS[name].paper})" if METHODS[name].paper else name
             lines.append(
-                f"| {batch} | {called} | {row.seconds:,.1f} | "
-                f"{f'{theirs:,}' if theirs else '–'} | {off} | {row.seconds / base - 1:+.1%} | "
+                f"| {batch} | {called} | {took} | "
+                f"{f'{theirs:,}' if theirs else '–'} | {off} | "
+                f"{f'{row.seconds / base - 1:+.1%}' if base and not row.cut else '–'} | "
                 f"{f'{theirs / base_said - 1:+.1%}' if theirs and base_said else '–'} | {row.steps:,} | "
                 f"{row.idle_tokens:,} | {row.widest:,} |"
             )
@@ -224,7 +282,7 @@ def ratios(rows: Sequence[Ran]) -> list[str]:
     lines = ["", "| batch | run to completion / embedding: s | steps | shaping / embedding: s | literal shaping |"]
     lines.append("|---|---|---|---|---|")
     for batch in sorted({row.batch for row in rows}):
-        at = {row.method: row for row in rows if row.batch == batch}
+        at = {row.method: row for row in rows if row.batch == batch and not row.cut}
         if not {"run-to-completion", "shaping", "embedding"} <= at.keys():
             continue
         best, whole = at["embedding"], at["run-to-completion"]
@@ -234,7 +292,7 @@ def ratios(rows: Sequence[Ran]) -> list[str]:
             f"{at['shaping'].seconds / best.seconds:.2f} | "
             f"{f'{literal.seconds / best.seconds:.2f}' if literal else '–'} |"
         )
-    return lines
+    return lines if len(lines) > 3 else []
 
 
 def draw(rows: Sequence[Ran], path: Path) -> None:
@@ -262,26 +320,76 @@ def draw(rows: Sequence[Ran], path: Path) -> None:
 
 
 def keep(stem: Path, about: Mapping[str, Any], rows: Sequence[Ran], lines: Sequence[str], *, curves: bool) -> None:
-    """Print the table, and write it, its rows and, with `curves`, the figures."""
-    print("\n".join(lines))
+    """Write the table and its rows, with their curves if `curves`, for `draw`."""
     stem.parent.mkdir(parents=True, exist_ok=True)
-    kept = [{key: value for key, value in asdict(row).items() if key != "curves"} for row in rows]
-    stem.with_suffix(".json").write_text(json.dumps({**about, "rows": kept}, indent=1) + "\n")
+    kept = [{key: value for key, value in asdict(row).items() if curves or key != "curves"} for row in rows]
+    stem.with_suffix(".json").write_text(json.dumps({**about, "rows": kept}, indent=None if curves else 1) + "\n")
     head = ", ".join(f"{key} {value}" for key, value in about.items() if key not in ("command", "date") and value)
     stem.with_suffix(".md").write_text(f"`{about['command']}`, {about['date']}; {head}\n\n" + "\n".join(lines) + "\n")
-    if curves:
-        draw(rows, stem.with_suffix(".png"))
 
 
-def simulate_target(target: str, batches: Sequence[int], names: Sequence[str], device: str, out: Path) -> None:
+def redraw(file: Path) -> None:
+    """The figures of a run, from its JSON."""
+    rows = [Ran(**row) for row in json.loads(file.read_text())["rows"]]
+    draw(rows, file.with_suffix(".png"))
+
+
+def simulate_target(
+    target: str, batches: Sequence[int], names: Sequence[str], device: str, cause: str, out: Path
+) -> None:
     rows = []
     for batch in batches:
         for name in names:
-            rows.append(simulated(target, name, batch, device))
+            rows.append(simulated(target, name, batch, device, CAUSES[cause]))
             print(f"{batch} {name}: {rows[-1].seconds:.1f} s", flush=True)
     about = origin(out) | {"holdfast": __version__, "device": f"{device}, derived from its data sheet"}
+    if cause != "as is":
+        about["differs"] = CAUSES[cause].about
     lines = [*compared(target, rows, same_size=True), *ratios(rows)]
-    keep(out / f"baton-{target}-simulated", about, rows, lines, curves=True)
+    stem = out / f"baton-{target}-simulated{'' if cause == 'as is' else '-' + cause.replace(' ', '-')}"
+    keep(stem, about, rows, lines, curves=False)
+    print("\n".join(lines))
+    draw(rows, stem.with_suffix(".png"))
+
+
+def why(out: Path, names: Sequence[str]) -> None:
+    """Each cause alone, and how far the paper's seconds are from it then. Written cause by cause."""
+    rows: list[dict[str, Any]] = []
+    heads = [f"{target[-1]}, {batch}: {name}" for target, batch, methods in CELLS for name in methods]
+    theirs = [paper_seconds(target, batch, name) for target, batch, methods in CELLS for name in methods]
+    lines = [
+        "Seconds, and how far they are off the paper's; target, batch: method.",
+        "",
+        "| what differs | " + " | ".join(heads) + " |",
+        "|---|" + "---|" * len(heads),
+        "| the paper | " + " | ".join(f"{each:,}" if each else "–" for each in theirs) + " |",
+    ]
+    known: dict[Any, Ran] = {}
+    for name in names:
+        cause, said = CAUSES[name], []
+        for target, batch, methods in CELLS:
+            for method in methods:
+                own = None if METHODS[method].generate else name  # of Baton's loop alone, so `generate` stays as it is
+                key = target, method, batch, cause.words, cause.seed, cause.cat, own
+                if key not in known:
+                    known[key] = simulated(target, method, batch, DEVICE_OF[target], cause)
+                ran = known[key]
+                paper = paper_seconds(target, batch, method)
+                off = f" ({ran.seconds / paper - 1:+.0%})" if paper else ""
+                said.append(f"{ran.seconds:,.{0 if ran.seconds > 100 else 1}f}{off}")
+                kept = {key: value for key, value in asdict(ran).items() if key != "curves"}
+                rows.append({"cause": name, "target": target, **kept})
+                print(name, target, batch, method, said[-1], flush=True)
+        lines.append(f"| {cause.about} | " + " | ".join(said) + " |")
+        save(out / "baton-why-simulated", rows, lines)
+
+
+def paper_seconds(target: str, batch: int, name: str) -> float | None:
+    """The paper's figure of a method, where it has one. Its shaping is the literal one."""
+    if name == "shaping":
+        return None
+    table: Mapping[int, Sequence[float | None]] = PAPER_1 if target == "target-1" else PAPER_2
+    return dict(zip(PAPER_NAMES, table[batch], strict=True)).get(METHODS[name].paper)
 
 
 def main() -> None:
@@ -293,23 +401,33 @@ def main() -> None:
         ("run", ("target-1", "target-2", "preempt", "scale")),
     ):
         each = kinds.add_parser(kind)
-        each.add_argument("target", choices=targets)
+        each.add_argument("targets", nargs="+", choices=targets)
         each.add_argument("--batch", type=int, nargs="+", help="default: the paper's")
         each.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
         if kind == "simulate":
             each.add_argument("--device", choices=DEVICES, help="default: the paper's")
+            each.add_argument("--cause", choices=CAUSES, default="as is", help="what differs, as in `why`")
         else:
             each.add_argument("--divide", type=float, default=16.0, help="divides the lengths of Target-1")
+            each.add_argument("--limit", type=float, default=300.0, help="most seconds of a row; a longer one is cut")
             each.add_argument("--tiny", action="store_true", help="a model of two small layers: a trial on a CPU")
+    reasons = kinds.add_parser("why", help="simulate each cause that may explain a difference, one at a time")
+    reasons.add_argument("--causes", nargs="+", choices=CAUSES, default=list(CAUSES))
+    kinds.add_parser("draw", help="the figures of a run").add_argument("file", type=Path, help="its JSON")
     args = parser.parse_args()
-    batches = args.batch or ((4, 8) if args.target == "target-1" else (2, 4, 6, 8, 10))
-    if args.kind == "simulate":
-        device = args.device or ("a6000" if args.target == "target-1" else "rtx-4090")
-        simulate_target(args.target, batches, args.methods, device, args.out)
+    if args.kind == "draw":
+        redraw(args.file)
+    elif args.kind == "why":
+        why(args.out, args.causes)
+    elif args.kind == "simulate":
+        for target in args.targets:
+            device = args.device or DEVICE_OF[target]
+            simulate_target(target, args.batch or BATCHES[target], args.methods, device, args.cause, args.out)
     else:
-        from baton_runs import run_target
+        from baton_runs import run_targets
 
-        run_target(args.target, batches, args.methods, divide=args.divide, tiny=args.tiny, out=args.out)
+        names = [name for name in args.methods if not METHODS[name].junk]  # this engine cuts the junk
+        run_targets(args.targets, args.batch, names, divide=args.divide, tiny=args.tiny, limit=args.limit, out=args.out)
 
 
 if __name__ == "__main__":

@@ -3,59 +3,67 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import baton
 import torch
 from invocation import provenance
-from row_engines import LLAMA_2_7B, TINY, load_rows, row_engine, serve
+from row_engines import LLAMA_2_7B, TINY, RowEngines, progress, serve, warm
 
 from holdfast.core.types import Request, SamplingParams
-from holdfast.lab.workloads import Conversation, Turn, fixed, num_requests
-from holdfast.lm.padded.loading import UnmodifiedModel
-from holdfast.lm.types import EngineShape, LanguageLoop
+from holdfast.lab.workloads import Conversation, Turn
 
 IN_FLIGHT = 2
-WARM = fixed(8, 40, 8)
-"""Served before each measurement: kernels are loaded and graphs captured when they first run."""
+SCALED = 220
+"""Tokens of each answer in `scale`: with its prompt more than 256 columns, so that a row grows to 512."""
+POINTS = 100
+"""Most points of a curve that is kept."""
 
 
-def run_target(
-    target: str, batches: Sequence[int], names: Sequence[str], *, divide: float, tiny: bool, out: Path
+def run_targets(
+    targets: Sequence[str],
+    batches: Sequence[int] | None,
+    names: Sequence[str],
+    *,
+    divide: float,
+    tiny: bool,
+    limit: float,
+    out: Path,
 ) -> None:
-    """Load the shape once, run what was asked, and keep the table under the device's name."""
+    """Load the shape once and run what was asked. Each table is kept under the device's name, row by row."""
     import transformers
 
-    model = load_rows(TINY if tiny else LLAMA_2_7B)
-    about: dict[str, Any] = provenance() | {"transformers": transformers.__version__, "model": model.architecture}
-    stem = out / f"baton-{target}-{'tiny' if tiny else about['device'].replace(' ', '-')}"
-    if target == "preempt":
-        save_lines(stem, about, preempt(model))
-        return
-    if target == "scale":
-        save_lines(stem, about, scale(model))
-        return
-    smaller = 1.0 if target == "target-2" else 1 / divide
-    if tiny:
-        smaller /= 4
-    rows = []
-    for batch in batches:
-        for name in names:
-            if baton.METHODS[name].junk:
-                continue  # this engine cuts the junk
-            rows.append(run(model, target, name, batch, smaller))
-            print(f"{batch} {name}: {rows[-1].seconds:.1f} s", flush=True)
-    lines = [*baton.compared(target, rows, same_size=False), *baton.ratios(rows)]
-    baton.keep(stem, about | {"lengths": f"x {smaller:g}"}, rows, lines, curves=True)
+    engines = RowEngines(TINY if tiny else LLAMA_2_7B)
+    about: dict[str, Any] = provenance() | {
+        "transformers": transformers.__version__, "model": engines.model.architecture, "limit": limit,
+    }  # fmt: skip
+    for target in targets:
+        stem = out / f"baton-{target}-{'tiny' if tiny else about['device'].replace(' ', '-')}"
+        if target in ("preempt", "scale"):
+            lines: list[str] = []
+            for line in (preempt if target == "preempt" else scale)(engines, limit):
+                lines.append(line)
+                baton.keep(stem, about, (), lines, curves=False)
+                progress(line)
+            continue
+        smaller = (1.0 if target == "target-2" else 1 / divide) / (4 if tiny else 1)
+        rows: list[baton.Ran] = []
+        for batch in batches or baton.BATCHES[target]:
+            for name in names:
+                rows.append(run(engines, target, name, batch, smaller, limit))
+                lines = [*baton.compared(target, rows, same_size=False), *baton.ratios(rows)]
+                baton.keep(stem, about | {"lengths": f"x {smaller:g}"}, rows, lines, curves=True)
+                row = rows[-1]
+                progress(f"{target}, {batch} {name}: {'cut at ' * row.cut}{row.seconds:.1f} s, {row.steps} steps")
+        print("\n".join(lines), flush=True)
 
 
-def run(model: UnmodifiedModel, target: str, name: str, batch: int, smaller: float) -> baton.Ran:
+def run(engines: RowEngines, target: str, name: str, batch: int, smaller: float, limit: float) -> baton.Ran:
     """One method at one batch size."""
     work = baton.workload_of(target, batch, smaller)
-    longest = baton.longest_row(work)
+    longest = max(baton.longest_row(work), 64)
     watched: list[baton.Watched] = []
     begin = 0.0
 
@@ -64,18 +72,19 @@ def run(model: UnmodifiedModel, target: str, name: str, batch: int, smaller: flo
         return watched[0]
 
     options = baton.options_of(baton.METHODS[name], batch, len(work))
-    capped = replace(model, max_model_len=max(longest, 64))
-    with row_engine(capped, wrap=watch, steps_in_flight=IN_FLIGHT, **options) as (loop, _, _):
-        serve(loop, WARM, model.vocab_size)
+    with engines.engine(longest, wrap=watch, steps_in_flight=IN_FLIGHT, **options) as (loop, _, _):
+        warm(loop, batch, longest, engines.vocab_size, limit=limit)
         before = loop.stats()
         watched[0].positions.clear()
         watched[0].widest = 0
         begin = time.monotonic()
-        served = serve(loop, work, model.vocab_size)
-    assert len(served.records) == num_requests(work)
+        served = serve(loop, work, engines.vocab_size, limit=limit)
+    stats, curves = served.stats, {}
+    if not served.cut:
+        curves = baton.curves_of(served.records, watched[0].positions, POINTS)
     return baton.Ran(
-        name, batch, served.seconds, served.steps, served.stats.idle_tokens - before.idle_tokens,
-        served.stats.preemptions, watched[0].widest, baton.curves_of(served.records, watched[0].positions),
+        name, batch, served.seconds, served.steps, stats.idle_tokens - before.idle_tokens,
+        stats.preemptions - before.preemptions, watched[0].widest, len(served.records), served.cut, curves,
     )  # fmt: skip
 
 
@@ -86,75 +95,54 @@ def request(name: str, prompt: int, output: int, vocabulary: int, priority: int 
     return Request(name, tuple(tokens.tolist()), params, priority=priority, arrival=time.monotonic())
 
 
-def finish(loop: LanguageLoop) -> dict[str, list[int]]:
-    """Run until nothing is left; by request, the tokens."""
-    answers: dict[str, list[int]] = {}
-    while loop.has_work():
-        for output in loop.step() or ():
-            answers.setdefault(output.request_id, []).extend(output.tokens)
-    return answers
-
-
-def preempt(model: UnmodifiedModel) -> list[str]:
+def preempt(engines: RowEngines, limit: float) -> Iterator[str]:
     """Four rows decode and an urgent request arrives (§4.3): how long it waits, with and without a host tier."""
-    lines = ["| state of the interrupted row | steps until the urgent one's first token | ms | same answers |"]
-    lines.append("|---|---|---|---|")
+    yield "| state of the interrupted row | steps until the urgent one's first token | ms | answers in full |"
+    yield "|---|---|---|---|"
     for host in (0.0, 4.0):
-        answers = []
-        for urgent in (False, True):
-            with row_engine(
-                model, scheduler="embedding", max_sequences=4, host_cache_gb=host, prefix_sharing=host > 0,
-                max_model_len=1024, steps_in_flight=IN_FLIGHT,
-            ) as (loop, _, _):  # fmt: skip
-                for at in range(4):
-                    loop.add(request(f"low-{at}", 64 + at, 200, model.vocab_size, priority=1))
-                got: dict[str, list[int]] = {}
-                steps = waited = 0
-                begin = took = 0.0
-                while loop.has_work():
-                    if steps == 40 and urgent:
-                        begin = time.perf_counter()
-                        loop.add(request("urgent", 64, 20, model.vocab_size, priority=-1))
-                    for output in loop.step() or ():
-                        if output.request_id == "urgent" and "urgent" not in got:
-                            waited, took = steps - 40 + 1, time.perf_counter() - begin
-                        got.setdefault(output.request_id, []).extend(output.tokens)
-                    steps += 1
-                got.pop("urgent", None)
-                answers.append(got)
-        same = sum(answers[0][name] == answers[1][name] for name in answers[0])
-        lines.append(f"| {'on the host' if host else 'computed again'} | {waited} | {1e3 * took:.1f} | {same} of 4 |")
-    return lines
+        with engines.engine(
+            1024, scheduler="embedding", max_sequences=4, host_cache_gb=host, prefix_sharing=host > 0,
+            steps_in_flight=IN_FLIGHT,
+        ) as (loop, _, _):  # fmt: skip
+            warm(loop, 4, 512, engines.vocab_size, limit=limit)
+            for at in range(4):
+                loop.add(request(f"low-{at}", 64 + at, 200, engines.vocab_size, priority=1))
+            got: dict[str, list[int]] = {}
+            steps = waited = 0
+            asked = took = 0.0
+            began = time.perf_counter()
+            while loop.has_work() and time.perf_counter() - began < limit:
+                if steps == 40:
+                    asked = time.perf_counter()
+                    loop.add(request("urgent", 64, 20, engines.vocab_size, priority=-1))
+                for output in loop.step() or ():
+                    if output.request_id == "urgent" and "urgent" not in got:
+                        waited, took = steps - 40 + 1, time.perf_counter() - asked
+                    got.setdefault(output.request_id, []).extend(output.tokens)
+                steps += 1
+        got.pop("urgent", None)
+        where, full = "on the host" if host else "computed again", sum(len(tokens) == 200 for tokens in got.values())
+        yield f"| {where} | {waited} | {1e3 * took:.1f} | {full} of 4 |"
 
 
-def scale(model: UnmodifiedModel) -> list[str]:
+def scale(engines: RowEngines, limit: float) -> Iterator[str]:
     """Sixteen requests grow beyond the memory: rows leave and come back, and nobody fails (§4.3)."""
-    lines = ["| memory | s | rows that left | of these to the host | answers in full |", "|---|---|---|---|---|"]
-    work = [Conversation(0.0, (Turn(64, 400),))] * 16
+    yield "| memory | s | rows that left | of these to the host | answers in full |"
+    yield "|---|---|---|---|---|"
+    work = [Conversation(0.0, (Turn(64, SCALED),))] * 16
+    enough = 0
     for share, host in ((1.0, 0.0), (0.4, 0.0), (0.4, 8.0)):
-
-        def options(shape: EngineShape | None, share: float = share, host: float = host) -> dict[str, Any]:
-            sizes = {} if shape is None or shape.rows is None else dict(
-                cache_gb=share * 16 * shape.rows.bytes.of(512) * 1.1 / 1e9
-            )  # fmt: skip
-            return dict(
-                scheduler="stall-free", max_sequences=16, max_model_len=512, host_cache_gb=host,
-                prefix_sharing=host > 0, steps_in_flight=IN_FLIGHT, **sizes,
-            )  # fmt: skip
-
-        with row_engine(model, **options(None)) as (_, shape, _):
-            pass
-        with row_engine(model, **options(shape)) as (loop, _, _):
-            served = serve(loop, work, model.vocab_size)
-        full = sum(len(record.token_times) == 400 for record in served.records)
-        stats = served.stats
-        lines.append(
-            f"| {share:.0%}{f', {host:g} GB of host' if host else ''} | {served.seconds:.1f} | {stats.preemptions} | "
-            f"{stats.suspensions} | {full} of 16 |"
+        sizes = dict(cache_gb=share * enough / 1e9) if share < 1 else {}
+        with engines.engine(
+            512, scheduler="stall-free", max_sequences=16, host_cache_gb=host, prefix_sharing=host > 0,
+            steps_in_flight=IN_FLIGHT, **sizes,
+        ) as (loop, shape, _):  # fmt: skip
+            if shape.rows is not None:
+                enough = enough or int(16 * shape.rows.bytes.of(512) * 1.1)
+            served = serve(loop, work, engines.vocab_size, limit=limit)
+        full = sum(len(record.token_times) == SCALED for record in served.records)
+        memory = "as much as there is" if share == 1 else f"{share:.0%} of 16 rows of 512"
+        yield (
+            f"| {memory}{f', {host:g} GB of host' if host else ''} | {'cut at ' * served.cut}{served.seconds:.1f} | "
+            f"{served.stats.preemptions} | {served.stats.suspensions} | {full} of 16 |"
         )
-    return lines
-
-
-def save_lines(stem: Path, about: dict[str, Any], lines: Sequence[str]) -> None:
-    """Print the table and write it with where it came from."""
-    baton.keep(stem, about, (), lines, curves=False)

@@ -2,7 +2,7 @@
 
 Run: python benchmarks/beside_transformers.py [--streams 8 32] [--prompt 512] [--output 128] [--tiny]
 
-A Llama-2-7B shape in float16 with random weights; all requests at once, each with its own prompt and --output forced
+A Llama-3-8B shape in bfloat16 with random weights; all requests at once, each with its own prompt and --output forced
 tokens. `generate` gets them as one batch of equal lengths, its best case. With --unequal, answers have 1/4 to 7/4 of
 --output tokens; `generate` then runs until the longest has ended, and only the tokens asked for count. The padded
 engine runs captured decodes where the model allows it. The paged engine has the model to itself: it loads its own.
@@ -14,6 +14,7 @@ not waiting for the device.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import gc
 import json
 import random
@@ -26,7 +27,7 @@ from typing import Any
 
 import torch
 from invocation import provenance, settle
-from row_engines import LLAMA_2_7B, TINY, Served, directory_of, load_rows, row_engine, serve
+from row_engines import GRACE, LLAMA_3_8B, TINY, RowEngines, directory_of, progress, serve
 
 from holdfast.core.config import EngineConfig
 from holdfast.engine.build import build
@@ -68,7 +69,7 @@ def rate(tokens: int, seconds: Sequence[float]) -> dict[str, Any]:
     return {"seconds": [round(each, 3) for each in seconds], "tokens_per_second": round(tokens / middle, 1)}
 
 
-def generated(model: Any, work: Workload, repeats: int, batch: bool) -> dict[str, Any]:
+def generated(model: Any, work: Workload, repeats: int, batch: bool, limit: float) -> dict[str, Any]:
     """Transformers' `generate`, or its `generate_batch`, of random prompts of these lengths."""
     turns = [talk.turns[0] for talk in work]
     longest, tokens = max(turn.output for turn in turns), sum(turn.output for turn in turns)
@@ -93,24 +94,40 @@ def generated(model: Any, work: Workload, repeats: int, batch: bool) -> dict[str
             torch.cuda.synchronize()
         return time.perf_counter() - begin
 
-    once()
-    return rate(tokens, [once() for _ in range(repeats)])
+    once()  # the first run loads kernels
+    return rate(tokens, repeated(once, repeats, limit))
 
 
-def measured(loop: Any, work: Workload, vocab_size: int, repeats: int) -> tuple[dict[str, Any], Served]:
+def repeated(once: Callable[[], float], repeats: int, limit: float) -> list[float]:
+    """Seconds of up to so many runs; no new one begins after `limit` seconds."""
+    begin, took = time.perf_counter(), [once()]
+    while len(took) < repeats and time.perf_counter() - begin + took[-1] < limit:
+        took.append(once())
+    return took
+
+
+def measured(loop: Any, work: Workload, vocab_size: int, repeats: int, limit: float) -> dict[str, Any]:
     """Our engine at this workload, after one run that does not count."""
-    serve(loop, work, vocab_size)
-    runs = [serve(loop, work, vocab_size) for _ in range(repeats)]
+    while loop.prepare():
+        pass
+    first = serve(loop, work, vocab_size, limit=limit)
+    while loop.prepare():
+        pass
     tokens = sum(turn.output for talk in work for turn in talk.turns)
-    return rate(tokens, [run.seconds for run in runs]), runs[-1]
+    if first.cut:
+        return {"cut_after_seconds": round(first.seconds, 1), "ended": len(first.records)}
+    return rate(tokens, repeated(lambda: serve(loop, work, vocab_size, limit=limit).seconds, repeats, limit))
 
 
-def tried(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The figures, or the reason why there are none."""
+def tried(run: Callable[[], dict[str, Any]], limit: float) -> dict[str, Any]:
+    """The figures, or the reason why there are none. A call that does not return ends the process."""
+    faulthandler.dump_traceback_later(limit + GRACE, exit=True)
     try:
         return run()
     except Exception as error:  # of Transformers, whatever it raises
         return {"error": f"{type(error).__name__}: {error}"[:300]}
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def main() -> None:
@@ -122,6 +139,7 @@ def main() -> None:
     parser.add_argument("--output", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--unequal", action="store_true", help="answers of unequal length")
+    parser.add_argument("--limit", type=float, default=120.0, help="most seconds of a row")
     parser.add_argument("--tiny", action="store_true", help="a model of two small layers: a trial on a CPU")
     parser.add_argument("--without", nargs="+", default=[], choices=("generate", "generate_batch", "padded", "paged"))
     parser.add_argument("--json", type=Path, help="file for the results; default: by device, beside the others")
@@ -130,7 +148,7 @@ def main() -> None:
     about = provenance() | {"transformers": transformers.__version__}
     rows: dict[str, dict[str, Any]] = {}
     length, most = args.prompt + 2 * args.output, max(args.streams)
-    shape = TINY if args.tiny else LLAMA_2_7B
+    shape = TINY if args.tiny else LLAMA_3_8B
 
     device_name = "tiny" if args.tiny else about["device"].replace(" ", "-")
     file = args.json or RESULTS / f"beside-transformers-{device_name}.json"
@@ -138,9 +156,9 @@ def main() -> None:
     def keep(name: str, row: dict[str, Any]) -> None:
         rows[name] = row
         file.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
-        print(json.dumps({name: row}), flush=True)
+        progress(json.dumps({name: row}))
 
-    model = load_rows(shape)
+    engines = RowEngines(shape)
     if "padded" not in args.without:
         waiting: list[Waiting] = []
 
@@ -148,17 +166,19 @@ def main() -> None:
             waiting.append(Waiting(executor))
             return waiting[0]
 
-        with row_engine(model, wrap=watch, max_sequences=most, max_model_len=length) as (loop, _, device):
+        with engines.engine(length, wrap=watch, max_sequences=most) as (loop, _, device):
             for streams, work in workloads_of.items():
-                row, last = measured(loop, work, model.vocab_size, args.repeats)
+                row = measured(loop, work, engines.vocab_size, args.repeats, args.limit)
                 waiting[0].seconds = 0.0
-                last = serve(loop, work, model.vocab_size)
+                last = serve(loop, work, engines.vocab_size, limit=args.limit)
                 row["host_share"] = round(1 - waiting[0].seconds / last.seconds, 3)
                 keep(f"padded, {streams}", row | {"captured": device.captures, "steps": last.steps})
+            del device
     for name, batch in (("generate", False), ("generate_batch", True)):
         for streams, work in workloads_of.items() if name not in args.without else ():
-            keep(f"{name}, {streams}", tried(partial(generated, model, work, args.repeats, batch)))
-    del model
+            run = partial(generated, engines.model, work, args.repeats, batch, args.limit)
+            keep(f"{name}, {streams}", tried(run, args.limit * args.repeats))
+    del engines
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -171,7 +191,7 @@ def main() -> None:
             paged, info = build(config)
             settle(paged)
             for streams, work in workloads_of.items():
-                keep(f"paged, {streams}", measured(paged, work, info.vocab_size, args.repeats)[0])
+                keep(f"paged, {streams}", measured(paged, work, info.vocab_size, args.repeats, args.limit))
             paged.close()
 
 

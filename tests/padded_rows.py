@@ -14,8 +14,8 @@ POSITION = RowBytes(growing=((1, None),))
 """One byte a position."""
 
 
-def shape_of_rows(memory=1000, *, host=0, quantum=1, abilities=ABLE, size=POSITION):
-    return RowShape(memory=memory, bytes=size, abilities=abilities, host_memory=host, quantum=quantum)
+def shape_of_rows(memory=1000, *, host=0, quantum=1, abilities=ABLE, size=POSITION, settled=0):
+    return RowShape(memory=memory, bytes=size, abilities=abilities, host_memory=host, quantum=quantum, settled=settled)
 
 
 def create_row_scheduler(
@@ -55,7 +55,8 @@ class FakeRows:
 
     A row of the batch is in exactly one segment of each forward of the batch, or in `ended`; each segment follows its
     own state; a state has one place; a pending token is the one that the row sampled last; no more memory is used than
-    there is, unless one sequence alone takes it. `lose` draws whether a forward runs out of memory: its states are gone
+    there is, unless one sequence alone takes it. A decode leaves the batch in the memory of captured decodes, if it
+    fits there; rows that join take it out. `lose` draws whether a forward runs out of memory: its states are gone
     then, and what later plans say of them is passed over until they begin again.
     """
 
@@ -70,6 +71,7 @@ class FakeRows:
         """Tokens computed, padding and ended rows included."""
         self.losses = 0
         self.widest = 0
+        self.settled, self.settled_decodes = False, 0
 
     def expect(self, request):
         self.streams[request.id] = list(request.prompt)
@@ -113,6 +115,7 @@ class FakeRows:
                 self.names[segment.row] = segment.sequence_id
             lost += dict.fromkeys(self.names[row] for row in [*(segment.row for segment in live), *ended])
             return [None for segment in segments if segment.sampling is not None]
+        joining = not forward.apart and any(segment.row not in self.batch for segment in live)
         states = self.apart if forward.apart else self.batch
         if forward.apart:
             assert segments and not ended
@@ -132,7 +135,12 @@ class FakeRows:
             self.batch[row] = [*self.batch[row], PENDING]
         longest = max((segment.length for segment in live), default=1)
         self.computed += (len(live) + len(ended)) * longest
+        fits = self.shape.settles(len(self.batch), max(map(len, self.batch.values()), default=0))
+        self.settled = self.settled and not joining and fits
         self._check_memory()
+        if not forward.apart:
+            self.settled = fits and not joining
+            self.settled_decodes += self.settled
         return [
             None if segment not in live else self._sample(segment)
             for segment in segments
@@ -161,9 +169,8 @@ class FakeRows:
         width = max(map(len, self.batch.values()), default=0)
         self.widest = max(self.widest, width)
         rounded = -(-width // self.shape.quantum) * self.shape.quantum
-        used = len(self.batch) * self.shape.bytes.of(rounded) + sum(
-            self.shape.bytes.of(len(state)) for state in self.apart.values()
-        )
+        used = 0 if self.settled else len(self.batch) * self.shape.bytes.of(rounded)
+        used += sum(self.shape.bytes.of(len(state)) for state in self.apart.values())
         if len(self.batch) + len(self.apart) > 1:
             assert used <= self.shape.memory, f"{used} bytes are used of {self.shape.memory}"
         assert sum(self.shape.bytes.of(len(state)) for state in self.slots.values()) <= self.shape.host_memory
@@ -193,6 +200,7 @@ class FakeRows:
         elif move.kind == "embed":
             assert row not in self.batch and len(self.apart[row]) == move.length
             self.batch[row] = self.apart.pop(row)
+            self.settled = False
         else:
             assert move.kind in ("drop", "store") and (row in self.batch) != (row in self.apart)
             state = (self.batch if row in self.batch else self.apart).pop(row)

@@ -508,11 +508,44 @@ class RowShape:
     """Bytes for states on the host."""
     quantum: int = 256
     """The batch has room for a multiple of this many positions in each row."""
+    settled: int = 0
+    """Positions of the memory in which captured decodes have the batch, beside `memory`. 0: there is none."""
+    longest: int = 1 << 24
+    """Most positions of a row."""
 
     @property
     def positions(self) -> int:
         """Positions that the memory holds, for stats; rows where a state does not grow."""
         return self.memory // self.bytes.position
+
+    def settles(self, rows: int, width: int) -> bool:
+        """Whether a decode leaves a batch of this size, with the new column, in the memory of captured decodes."""
+        if not self.settled or not self.bytes.growing:
+            return self.settled > 0
+        columns = padded_columns(width, self.longest, self.quantum)
+        return width <= columns and padded_rows(rows) * columns <= self.settled
+
+
+def padded_rows(rows: int) -> int:
+    """Rows of a captured decode: 1, 2, 4, 8, 12, 16, then steps of at most a half of the power of two below.
+
+    At most a third is padding.
+    """
+    if rows <= 4:
+        return 1 << (rows - 1).bit_length()
+    step = 4 if rows <= 16 else 8 if rows <= 64 else 1 << (rows - 1).bit_length() - 3
+    return -(-rows // step) * step
+
+
+def padded_columns(columns: int, most: int, quantum: int = 256) -> int:
+    """Columns of a captured decode: 1, 2 ... 8, 10, 12, 14, 16, 20 ... times half the quantum, and at most `most`.
+
+    Beyond a quantum, at most a third is padding; beyond four, a fifth.
+    """
+    unit = max(1, quantum // 2)
+    units = -(-columns // unit)
+    step = 1 << max((units - 1).bit_length() - 3, 0)
+    return min(-(-units // step) * step * unit, most)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

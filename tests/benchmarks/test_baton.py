@@ -1,13 +1,14 @@
 """Baton's simulated figures: what is fitted is met, idle tokens are those of the policy, tables name the paper's."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-from benchmarks import baton, fineinfer
+from benchmarks import baton
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +56,26 @@ def test_the_table_has_the_papers_figures_only_where_the_size_is_the_papers(at_t
     assert "| 161.77 | – |" in scaled[2]
 
 
-def test_padded_designs_hold_fewer_tokens_the_more_prompts_are_computed_at_once():
-    nopad = fineinfer.cache_tokens("nopad")
-    assert nopad > fineinfer.cache_tokens("simple") > fineinfer.cache_tokens("simple", 4) > 0
-    assert 2 < nopad / fineinfer.cache_tokens("simple") < 3
+def test_a_row_that_was_cut_says_so_and_is_compared_with_nothing(at_two):
+    whole, shaped = at_two["run-to-completion"], at_two["shaping"]
+    cut = replace(whole, cut=True, ended=7)
+    lines = baton.compared("target-2", [cut, shaped], same_size=False)
+    assert "cut at 162, 7 ended" in lines[2] and "%" not in lines[2].replace("+0.0%", "")
+    assert f"| {shaped.seconds:,.1f} |" in lines[3]
+    assert baton.ratios([cut, shaped, at_two["embedding"]]) == []
+
+
+def test_a_cause_changes_the_methods_that_it_is_about(at_two):
+    def seconds(name, cause):
+        return baton.simulated("target-2", name, 2, "rtx-4090", baton.CAUSES[cause]).seconds
+
+    slower = seconds("embedding", "as generate")
+    assert slower > 1.4 * at_two["embedding"].seconds
+    assert seconds("run-to-completion", "as generate") == at_two["run-to-completion"].seconds
+    assert seconds("run-to-completion", "words") > 1.2 * at_two["run-to-completion"].seconds
+
+
+def test_the_paper_gives_no_seconds_for_compacted_shaping():
+    assert baton.paper_seconds("target-1", 8, "shaping, literal") == 3424
+    assert baton.paper_seconds("target-1", 8, "shaping") is None
+    assert baton.paper_seconds("target-2", 10, "embedding") is None

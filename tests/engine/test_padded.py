@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from holdfast.core.config import EngineConfig
+from holdfast.core.cost import PaddedCost
 from holdfast.core.types import Request, SamplingParams
-from holdfast.engine.build import build
+from holdfast.engine.build import build, pace_of
+from holdfast.engine.profiles import CostProfile
 from holdfast.lm.padded.driver import Driver
 from tests.engine.conftest import SMALL
+from tests.engine.test_build import beside_a_stream
+from tests.lm.padded.test_abilities import phi3
 from tests.padded_checks import draw_prompts, generate_alone, write_tiny
 
 BLOOM_ROW = 256 * 2 * 2 * 64 * 4
@@ -188,4 +193,106 @@ def test_a_loop_closes_with_steps_in_flight(bloom):
     loop.add(request(0, draw_prompts(60)[0], 50))
     for _ in range(4):
         loop.step()
+    loop.close()
+
+
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch):
+    """Profiles are stored in the test's own directory."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def with_target(directory, **options):
+    defaults = {**SMALL, "executor": "padded", "token_budget": None, "steps_in_flight": 1, "tbt_target": 60_000.0}
+    return EngineConfig(model=str(directory), **{**defaults, **options})
+
+
+def start(config, *, measure=False):
+    """An engine, what it says of itself, its profile, and whether it took the device's pace."""
+    stages = []
+    loop, info = build(config, on_progress=stages.append, measure=measure)
+    return loop, info, CostProfile.load(Path(info.profile_path)), [each for each in stages if "pace" in each]
+
+
+def test_a_tbt_target_cuts_prompts_beside_a_stream_on_rows(bloom, own_cache):
+    assert beside_a_stream(with_target(bloom[0])) == 61
+    assert beside_a_stream(with_target(bloom[0], tbt_target=0.001)) == 17, "a tile beside a decode"
+    assert beside_a_stream(with_target(bloom[0], tbt_target=0.001, token_budget="auto")) == 8 + 16
+
+
+def test_no_stream_waits_for_a_long_prompt_and_all_get_the_tokens_of_the_model_alone(bloom, own_cache):
+    directory, module = bloom
+    loop = build(with_target(directory, tbt_target=0.001))[0]
+    stream, prompt = draw_prompts(6, 90)
+    given, taken = {}, []
+    loop.add(request(0, stream, 30))
+    while "0" not in given:
+        take(loop, given)
+    loop.add(request(1, prompt, 3))
+    while "1" not in given:
+        before, computed = len(given["0"][0]), loop.stats().tokens_computed
+        take(loop, given)
+        taken.append((len(given["0"][0]) - before, loop.stats().tokens_computed - computed))
+    assert len(taken) >= 6 and all(tokens == 1 and computed <= 17 for tokens, computed in taken)
+    serve(loop, [], given)
+    assert tuple(given["0"][0]) == generate_alone(module, stream, 30)
+    assert tuple(given["1"][0]) == generate_alone(module, prompt, 3)
+    loop.close()
+
+
+def test_a_profile_of_rows_is_estimated_corrected_in_service_and_used_by_the_next_start(bloom, own_cache):
+    directory, _ = bloom
+    loop, _, estimate, stages = start(with_target(directory, tbt_target=50.0))
+    assert stages == ["estimating the device's pace"] and not estimate.measured
+    assert isinstance(estimate.cost, PaddedCost) and estimate.rows == loop.planner._pool.shape
+    stream, *prompts = draw_prompts(5, *([70] * 6))
+    serve(loop, [request(0, stream, 40), *(request(n, each, 2) for n, each in enumerate(prompts, 1))])
+    policy = loop.planner._policy
+    loop.close()
+    loop, _, corrected, stages = start(with_target(directory, tbt_target=50.0))
+    loop.close()
+    assert not stages and corrected.cost == policy.corrected != estimate.cost
+    loop, paged, _, _ = start(replace(with_target(directory, tbt_target=50.0), model="holdfast-tiny", executor="paged"))
+    loop.close()
+    loop, rows, _, _ = start(replace(with_target(directory, tbt_target=50.0), model="holdfast-tiny"))
+    loop.close()
+    assert paged.profile_path != rows.profile_path, "each executor has its own"
+    assert pace_of(EngineConfig(), "cuda", "H200", "padded") == "H200, padded rows"
+
+
+@pytest.mark.parametrize("name", ["bloom", "mamba", "rwkv"])
+def test_a_profile_measured_in_full_leaves_no_state_behind(tmp_path, own_cache, monkeypatch, name):
+    monkeypatch.setattr("holdfast.engine.in_service.SECONDS", 0.3)
+    directory = tmp_path / name
+    module = write_tiny(directory, name)
+    loop, info, profile, stages = start(with_target(directory), measure=True)
+    assert stages == ["measuring the device's pace"] and profile.measured
+    assert all(seconds > 0 for seconds in (*profile.cost.linear_seconds, *profile.cost.decode_seconds))
+    whole = "the TBT target does not bind prompts, which the model cannot compute in chunks"
+    assert (whole in info.executor_reason) != profile.rows.abilities.chunks
+    prompts = draw_prompts(9, 30, 4)
+    given = serve(loop, [request(n, prompt, 5) for n, prompt in enumerate(prompts)])
+    for number, prompt in enumerate(prompts):
+        assert tuple(given[str(number)][0]) == generate_alone(module, prompt, 5)
+    loop.close()
+
+
+def test_sequences_too_short_to_be_measured_are_refused_with_the_limit(bloom, own_cache):
+    with pytest.raises(ValueError, match="max_model_len is 8; to measure decodes of up to 8 rows"):
+        build(with_target(bloom[0], max_model_len=8))
+
+
+def test_sequences_of_longrope_go_on_past_the_change_of_frequencies_with_the_tokens_of_generate(tmp_path):
+    module = phi3()
+    module.save_pretrained(tmp_path)
+    prompts = draw_prompts(58, 20, 90)
+    loop, info = build(EngineConfig(model=str(tmp_path), **{**SMALL, "executor": "padded"}))
+    assert info.max_model_len == 64 and "sequences end at 64 tokens" in info.executor_reason
+    assert serve(loop, [request(0, prompts[1], 20)])["0"][0] == list(generate_alone(module, prompts[1], 20))
+    loop.close()
+    loop, info = build(EngineConfig(model=str(tmp_path), **{**SMALL, "executor": "padded", "max_model_len": 200}))
+    assert info.max_model_len == 200 and "computed again from its first token" in info.executor_reason
+    given = serve(loop, [request(n, prompt, 16) for n, prompt in enumerate(prompts)])
+    for number, prompt in enumerate(prompts):
+        assert tuple(given[str(number)][0]) == generate_alone(module, prompt, 16)
     loop.close()

@@ -126,13 +126,6 @@ def test_leave_to_run_remote_code_changes_nothing_for_a_model_that_needs_none(sm
     loop.close()
 
 
-def test_a_time_target_and_a_profile_are_refused_on_padded_rows(bloom):
-    with pytest.raises(ValueError, match="tbt_target is 50, which takes a cost profile; padded rows have none"):
-        build(config(bloom[0], token_budget=None, tbt_target=50.0))
-    with pytest.raises(ValueError, match="a cost profile is measured on the paged executor only"):
-        build(config(bloom[0]), measure=True)
-
-
 def test_a_checkpoint_that_neither_can_run_is_refused_with_both_reasons(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["NoSuchModel"], "model_type": "nothing"}))
     with pytest.raises(ValueError, match=r"NoSuchModel .*no causal decoder.*") as refused:

@@ -24,9 +24,17 @@ class RowSoftware:
     """Least seconds of a forward: the host launches its kernels one by one."""
     beside: bool = False
     """Forwards apart run beside those of the batch (Baton §3.2): a step takes the longer of the two, not their sum."""
+    host_adds: bool = False
+    """The host does not launch ahead of the device: a forward takes `forward_seconds` and the device's time."""
+    joining_seconds: float = 0.0
+    """What the batch waits for each row that joins it while others run: the host changes every layer's state."""
+    embed_rate: float = 0.0
+    """Bytes a second at which a state that is embedded comes from the host. 0: it is on the device already."""
+    kept_columns: int = 0
+    """Placeholders that all rows share stay until the batch has more positions than this (rows × width)."""
 
     def __post_init__(self) -> None:
-        for name in ("cat_rate", "forward_seconds"):
+        for name in ("cat_rate", "forward_seconds", "joining_seconds", "embed_rate", "kept_columns"):
             value = getattr(self, name)
             if not 0 <= value < inf:
                 raise ValueError(f"{name} is {value}; it must be at least 0 and finite")
@@ -39,13 +47,15 @@ class Batch:
     """The rows of the running batch, as far as its size depends on them: a row is placeholders, then its own columns.
 
     `junk` keeps the columns that shaping adds to the other rows. Then the batch is cut only before an insertion, by the
-    placeholders that all its rows have in common (Baton §4.1, resources releasing).
+    placeholders that all its rows have in common (Baton §4.1, resources releasing); with `kept` even then only where it
+    would have more positions than that.
     """
 
-    def __init__(self, *, junk: bool = False) -> None:
+    def __init__(self, *, junk: bool = False, kept: int = 0) -> None:
         self.width = 0
         """Columns of each row."""
         self._junk = junk
+        self._kept = kept
         self._columns: dict[int, int] = {}
         """By row, its columns behind the placeholders, with junk among them."""
 
@@ -74,6 +84,8 @@ class Batch:
 
     def release(self) -> None:
         """Cut the placeholders that all rows have in common."""
+        if self._columns and self.positions <= self._kept:
+            return
         self.width = max(self._columns.values(), default=0)
 
     def forward(self, newcomers: Sequence[tuple[int, int]] = ()) -> tuple[int, int, int]:
@@ -138,7 +150,8 @@ class PaddedStepTimes(StepTimes):
         self._load = token_bytes / copy_rate if copy_rate else 0.0
         self._cat = 2 * token_bytes / software.cat_rate if software.cat_rate else 0.0
         self._software = software
-        self.batch = Batch(junk=software.junk)
+        self._embed = token_bytes / software.embed_rate if software.embed_rate else 0.0
+        self.batch = Batch(junk=software.junk, kept=software.kept_columns)
         """The batch after the last plan."""
         self._known: dict[tuple[int, int, int, bool], float] = {}
 
@@ -162,15 +175,18 @@ class PaddedStepTimes(StepTimes):
         return [max(in_batch, apart) if self._software.beside else in_batch + apart]
 
     def _batch(self, segments: Sequence[Segment]) -> float:
+        running = len(self.batch)
         rows, longest, width = self.batch.run(segments)
-        return self._forward(rows, longest, width, cat=True)
+        waited = self._software.joining_seconds * (rows - running) if running else 0.0
+        return waited + self._forward(rows, longest, width, cat=True)
 
     def _forward(self, rows: int, query: int, context: int, *, cat: bool) -> float:
         key = (rows, query, context, cat)
         seconds = self._known.get(key)
         if seconds is None:
             device = self._cost.forward(rows, query, context) + (self._cat * rows * context if cat else 0.0)
-            seconds = self._known[key] = max(self._software.forward_seconds, device)
+            host = self._software.forward_seconds
+            seconds = self._known[key] = host + device if self._software.host_adds else max(host, device)
         return seconds
 
     def _move(self, moves: list[RowMove], before: int) -> float:
@@ -178,6 +194,8 @@ class PaddedStepTimes(StepTimes):
         seconds = 0.0
         while moves and moves[0].before <= before:
             move = moves.pop(0)
+            if move.kind == "embed":
+                seconds += move.length * self._embed + self._software.joining_seconds * bool(len(self.batch))
             self.batch.move(move)
             if move.kind == "load":
                 seconds += move.length * self._load

@@ -162,6 +162,7 @@ class RowState:
         self.claim_place()
         self._pool.move("embed", self.row, length=self.planned)
         self.place = "batch"
+        self._pool._settled = False
 
     def claim_place(self) -> None:
         """Count a state that was computed ahead as a row of the batch."""
@@ -174,6 +175,7 @@ class RowState:
         """Join the batch in the forward that computes its whole prompt."""
         assert self.place == "nowhere"
         self.place = "batch"
+        self._pool._settled = False
 
     def grow(self, now: float) -> None:
         """Count memory for one more position."""
@@ -273,6 +275,9 @@ class RowPool:
     Running rows grow up to the threshold, and admission leaves the headroom below it: above the one rows leave, below
     the other they come back (Baton §4.3, batch size scaling). The first sequence in rank may use all the memory.
 
+    Where captured decodes have memory of their own (`RowShape.settled`), a batch that fits there takes nothing of this
+    one, once it has been decoded. What joins it may take it out, so it counts in full while a row is on its way in.
+
     Moves of states are noted in order (`move`); the builder of plans takes them (`take_moves`) each time it begins a
     forward, so they happen before it.
     """
@@ -320,6 +325,8 @@ class RowPool:
         """How often the device ran out of memory."""
         self.host_used = 0
         """Bytes of states on the host."""
+        self._settled = False
+        """Whether the batch is in the memory of captured decodes, since the last forward that is planned of it."""
         self._threshold = threshold
         self._low_water = low_water
         self._shares = 1.0
@@ -368,7 +375,7 @@ class RowPool:
     def in_use(self) -> int:
         """Bytes in use, with those of rows that are about to leave for the host."""
         leaving = sum(self._stored) + sum(size for _, size in self._storing)
-        return self.rows * self.row_bytes(self.width) + self.beside + leaving + sum(self._leaving.values())
+        return self._batch_bytes() + self.beside + leaving + sum(self._leaving.values())
 
     @property
     def host_free(self) -> int:
@@ -402,11 +409,12 @@ class RowPool:
     @property
     def cached(self) -> int:
         """Positions of the states that ended sequences left on the device, as far as rows do not need their memory."""
-        return min(self.kept.device_bytes // self.shape.bytes.position, self.num_blocks - self.used)
+        free = max(0, self.shape.memory - self._batch_bytes() - self.beside)
+        return min(self.kept.device_bytes, free) // self.shape.bytes.position
 
     @property
     def used(self) -> int:
-        """Positions in use, of all rows as wide as the longest, rounded up."""
+        """Positions in use, of all rows as wide as the longest, rounded up; also where the batch has settled."""
         used = self.rows * self.row_bytes(self.width) + self.beside
         return min(self.num_blocks, -(-used // self.shape.bytes.position))
 
@@ -462,20 +470,21 @@ class RowPool:
 
     def can_grow(self, state: SequenceState[Any]) -> bool:
         """Whether this row may become one position longer."""
-        width = max(self.width, state.capacity + 1)
-        return self.rows * self.row_bytes(width) + self.beside <= self._most
+        return self._grown_bytes(state.capacity + 1) + self.beside <= self._most
 
     def can_decode(self, states: Iterable[RowState]) -> bool:
         """Whether each of these rows, and each that has ended, may become one position longer.
 
         States on their way to the host do not count: their room is there as soon as the copy is complete.
         """
-        width = max(
-            self.width,
-            max((state.planned + 1 for state in states), default=0),
-            max(self.ended.values(), default=-1) + 1,
-        )
-        return self.rows * self.row_bytes(width) + self.beside <= self._most
+        longest = max((state.planned + 1 for state in states), default=0)
+        longest = max(longest, max(self.ended.values(), default=-1) + 1)
+        return self._grown_bytes(longest) + self.beside <= self._most
+
+    def note_decode(self, *, newcomers: bool = False) -> None:
+        """A forward of the batch is planned. Afterwards the batch has settled if it fits, but for `newcomers` to it."""
+        lengths = [*(state.capacity for state in self.members if state.place == "batch"), *self.ended.values()]
+        self._settled = not newcomers and self.shape.settles(len(lengths), max(lengths, default=0))
 
     def swap_out(self, step: int, num_tokens: int, now: float) -> tuple[BlockCopy, ...]:
         """No block copies. Stores noted so far belong to plan `step`."""
@@ -625,4 +634,12 @@ class RowPool:
                 self._shares = min(1.0, self._shares / (1 - LESS))
 
     def _batch_bytes(self) -> int:
-        return self.rows * self.row_bytes(self.width)
+        """Bytes of the batch, with those of rows on their way in."""
+        return self._grown_bytes(0)
+
+    def _grown_bytes(self, longest: int) -> int:
+        """The same, once its longest row has at least `longest` positions."""
+        rows, width = self.rows, max(self.width, longest)
+        if self._settled and self.shape.settles(rows, width) and all(each.place == "batch" for each in self.members):
+            return 0
+        return rows * self.row_bytes(width)

@@ -9,6 +9,7 @@ import torch
 
 from holdfast.lm.models.base import UnsupportedCheckpoint
 from holdfast.lm.padded.driver import AGREES, AGREES_IN_HALF, Driver, Inputs, difference, in_float32
+from holdfast.lm.padded.loading import switches_at
 from holdfast.lm.padded.state_layout import State, StateLayout
 from holdfast.lm.types import Abilities
 
@@ -56,21 +57,20 @@ def _probed(driver: Driver, layout: StateLayout, *, exact: bool) -> Abilities:
             f"{driver.model.architecture} gives logits that differ by {alone:.1%} between one forward and a prefill "
             "with decodes of the same prompt: it is no causal decoder"
         )
-    if driver.keyword is None:
+    if driver.keyword is None or _switches(driver):
         no: dict[str, Any] = dict(chunks=False, left_padding=False, batched_decode=False, shaping=False)
         return Abilities(**no, croppable=False, keeps_state=False)
     if exact:
         most = max(TOLERANCE, min(4 * alone, NOISY))
     else:
         most = min(4 * max(alone, histories.equal()), AGREES_IN_HALF / 2)
-    neighbours = not _depends_on_neighbours(driver)
-    together = neighbours and layout.batches and _right(histories.merged, most)
+    together = layout.batches and _right(histories.merged, most)
     return Abilities(
-        chunks=neighbours and _right(histories.chunked, most),
-        left_padding=neighbours and layout.batches and _right(histories.left_padded, most),
+        chunks=_right(histories.chunked, most),
+        left_padding=layout.batches and _right(histories.left_padded, most),
         batched_decode=together,
         shaping=together and _right(histories.shaped, most),
-        croppable=neighbours and layout.croppable and _right(histories.cropped, most),
+        croppable=layout.croppable and _right(histories.cropped, most),
     )
 
 
@@ -84,23 +84,10 @@ def _right(history: Callable[[], float], most: float) -> bool:
         return False
 
 
-def _depends_on_neighbours(driver: Driver) -> bool:
-    """Whether the frequencies of positions change with the longest sequence of a forward, in the lengths served.
-
-    Then a row has the logits that it has alone only where each forward has its tokens alone, from the first.
-    """
-    config = driver.model.module.config.get_text_config()
-    given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    for rope in (given, *(value for value in given.values() if isinstance(value, dict))):
-        kind = rope.get("rope_type", rope.get("type"))
-        original = rope.get("original_max_position_embeddings") or getattr(
-            config, "original_max_position_embeddings", None
-        )
-        if kind == "dynamic" and not original:
-            original = config.max_position_embeddings
-        if kind in ("longrope", "dynamic") and driver.model.max_model_len > (original or 0):
-            return True
-    return False
+def _switches(driver: Driver) -> bool:
+    """Whether the longest sequences served have other rotary frequencies than shorter ones (`switches_at`)."""
+    switch = switches_at(driver.model.module.config.get_text_config())
+    return switch is not None and driver.model.max_model_len > switch
 
 
 def probed_lengths(driver: Driver) -> list[int]:

@@ -1,8 +1,9 @@
 """Measures what forwards of padded rows take, as the points of a `core.cost.PaddedCost`.
 
 Plans run through the executor that serves, so captured decodes and copies of states are in what is measured. For each
-width a batch of equal rows is prefilled and embedded. Its decode is timed, half of the rows leave, and so on. Then one
-prompt is computed in chunks of each length, so each chunk is timed at several contexts.
+width one prompt is computed, and its state is copied to all rows of a batch. Its decode is timed, half of the rows
+leave, and so on. Then one prompt is computed for each length of chunks, and the chunks that end at several contexts are
+timed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from holdfast.lm.types import (
     Forward,
     LanguageExecutor,
     RowMove,
-    RowShape,
     Sampling,
     Segment,
     StepPlan,
@@ -26,13 +26,13 @@ CHUNKS = (16, 64, 256, 1024, 4096)
 """Widths of rows and lengths of chunks that are measured, as far as the engine has room for them."""
 FEW_WIDTHS, FEW_CHUNKS = (64, 512), (64, 512)
 """The same for an estimate."""
-MOST_ROWS = 64
-"""Most rows of a measured decode; more rows are extrapolated."""
+MOST_ROWS, MOST_ALONE = 64, 4
+"""Most rows of a measured decode, and the same where each row takes a forward of its own. More are extrapolated."""
 REPEATS = 3
-"""Decodes of which the fastest counts. The first of them may load kernels."""
+"""Decodes of which the fastest counts. The first copies states and loads kernels, the second may be captured."""
 GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 TOKEN = 17
-"""What every position holds. Time does not depend on it, and most vocabularies have it."""
+"""What every position holds, in a vocabulary that has it. Time does not depend on it."""
 
 
 def measure_padded_cost(
@@ -41,7 +41,7 @@ def measure_padded_cost(
     """Measure decodes by rows and width, and chunks by length and context. `device` is its name in words.
 
     Nothing may be in flight, and no row may have a state; so it is again afterwards. Raises ValueError for an engine of
-    packed tokens, and RuntimeError if the device runs out of memory.
+    packed tokens or for sequences too short to be measured, and RuntimeError if the device runs out of memory.
     """
     return _measure(executor, shape, max_sequences, device, WIDTHS, CHUNKS)
 
@@ -64,17 +64,24 @@ def _measure(
     rows = shape.rows
     if rows is None:
         raise ValueError(f"executor is {shape.executor}; a cost of padded rows takes the padded one")
-    longest = shape.max_model_len - REPEATS - 2
-    kept = [at for at in widths if at <= longest and rows.bytes.of(at + rows.quantum) <= rows.memory] or [longest]
-    most = min(max_sequences, MOST_ROWS)
-    counts = [1 << power for power in range(most.bit_length()) if 1 << power <= most]
-    steps = _Steps(executor, min(shape.max_step_tokens, max(shape.token_budget, 1)), rows)
+    able = rows.abilities
+    most = min(max_sequences, MOST_ROWS if able.batched_decode and able.keeps_state else MOST_ALONE)
+    counts = [1 << power for power in range(most.bit_length())]
+    longest = shape.max_model_len - REPEATS * len(counts)
+    if longest < 2:
+        raise ValueError(
+            f"max_model_len is {shape.max_model_len}; to measure decodes of up to {counts[-1]} rows it must be at "
+            f"least {REPEATS * len(counts) + 2}"
+        )
+    widest = min(longest, widths[-1])
+    asked = [*(at for at in widths if at < widest), widest]
+    kept = [at for at in asked if rows.bytes.of(at + rows.quantum) <= rows.memory] or asked[:1]
+    budget = min(shape.token_budget, shape.max_step_tokens) if able.chunks else shape.max_step_tokens
+    steps = _Steps(executor, shape, budget)
     decodes = {width: steps.decodes(width, counts) for width in kept}
-    lengths = [at for at in chunks if at <= min(shape.token_budget, longest)] or [min(shape.token_budget, longest)]
-    if not rows.abilities.chunks:
-        alone = {length: {length: steps.chunks(length, length)[length]} for length in lengths}
-    else:
-        alone = {length: steps.chunks(length, max(length, kept[-1])) for length in lengths}
+    largest = min(budget, longest, chunks[-1])
+    lengths = [*(at for at in chunks if at < largest), largest]
+    alone = {length: steps.chunks(length, kept if able.chunks else ()) for length in lengths}
     contexts = kept
     first = kept[0]
     return PaddedCost(
@@ -114,57 +121,78 @@ def _known(decodes: dict[int, dict[int, float]], width: int, count: int) -> floa
 class _Steps:
     """Runs plans made for measuring, one at a time."""
 
-    def __init__(self, executor: LanguageExecutor, budget: int, rows: RowShape) -> None:
-        self._executor, self._budget, self._shape = executor, budget, rows
-        self._number = 0
+    def __init__(self, executor: LanguageExecutor, shape: EngineShape, budget: int) -> None:
+        """`budget` is the most tokens of a chunk. Raises ValueError for an engine of packed tokens."""
+        if shape.rows is None:
+            raise ValueError(f"executor is {shape.executor}; steps of padded rows take the padded one")
+        self._executor, self._budget, self._rows = executor, budget, shape.rows
+        self._token = min(TOKEN, shape.vocab_size - 1)
+        self._number = self._prompts = 0
 
     def decodes(self, width: int, counts: Sequence[int]) -> dict[int, float]:
-        """By number of rows, the seconds of a decode of rows that are `width` long afterwards, where they fit."""
-        room = self._shape.memory // (2 * self._shape.bytes.of(width + self._shape.quantum))
-        rows = max((count for count in counts if count <= room), default=1)
-        for row in range(rows):
-            for start, stop in self._pieces(width - 1):
-                self._run([self._segment(row, start, stop, stop == width - 1)], Forward(1, apart=True))
-        moves = tuple(RowMove(0, "embed", row, length=width - 1) for row in range(rows))
-        seconds, length = {}, width - 1
+        """By number of rows, the seconds of a decode of rows that are `width` long in the first, where they fit."""
+        room = self._rows.memory // (2 * self._rows.bytes.of(width + self._rows.quantum))
+        rows = max((count for count in counts if count < room), default=1)
+        length = width - 1
+        self._prompts += 1
+        for start, stop in self._pieces(0, length):
+            self._run([self._segment(0, start, stop, stop == length)], Forward(1, apart=True))
+        moves = [RowMove(0, "embed", 0, length=length)]
+        if rows > 1:
+            moves = [RowMove(0, "keep", 0, 0, length)]
+            for row in range(rows):
+                moves += [RowMove(0, "load", row, 0, length), RowMove(0, "embed", row, length=length)]
+            moves.append(RowMove(0, "forget", slot=0))
+        seconds: dict[int, float] = {}
         while rows:
             times = []
             for _ in range(REPEATS):
                 segments = [self._segment(row, length, length + 1, True) for row in range(rows)]
                 times.append(self._run(segments, Forward(rows), moves))
-                moves, length = (), length + 1
+                moves, length = [], length + 1
             seconds[rows] = min(times)
             left = rows // 2
-            moves = tuple(RowMove(0, "drop", row) for row in range(left, rows))
+            moves = [RowMove(0, "drop", row) for row in range(left, rows)]
             rows = left
         self._drop(moves)
         return seconds
 
-    def chunks(self, length: int, until: int) -> dict[int, float]:
-        """By the position where it ends, the seconds of each chunk of this length of one prompt."""
+    def chunks(self, length: int, contexts: Sequence[int]) -> dict[int, float]:
+        """By the position where it ends, the seconds of a chunk of this length of one prompt.
+
+        It ends at `length`, and at those of `contexts` that leave room for it behind the one before.
+        """
         seconds: dict[int, float] = {}
         for _ in range(2):  # the first time loads kernels
-            for stop in range(length, until + 1, length):
-                taken = self._run([self._segment(0, stop - length, stop, True)], Forward(1, apart=True))
-                seconds[stop] = min(taken, seconds.get(stop, taken))
-            self._drop((RowMove(0, "drop", 0),))
+            self._prompts += 1
+            at = 0
+            for end in (length, *contexts):
+                if end - length < at:
+                    continue
+                for start, stop in self._pieces(at, end - length):
+                    self._run([self._segment(0, start, stop, False)], Forward(1, apart=True))
+                taken = self._run([self._segment(0, end - length, end, True)], Forward(1, apart=True))
+                seconds[end] = min(taken, seconds.get(end, taken))
+                at = end
+            self._drop([RowMove(0, "drop", 0)])
         return seconds
 
-    def _pieces(self, length: int) -> Iterator[tuple[int, int]]:
-        """[start, stop) of the chunks of a prompt, or all of it where the model takes no chunks."""
-        size = self._budget if self._shape.abilities.chunks else length
-        return ((start, min(length, start + size)) for start in range(0, length, max(1, size)))
+    def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """[start, stop) in chunks, or whole where the model takes no chunks."""
+        size = self._budget if self._rows.abilities.chunks else max(1, stop - start)
+        return ((at, min(stop, at + size)) for at in range(start, stop, size))
 
     def _segment(self, row: int, start: int, stop: int, samples: bool) -> Segment:
-        return Segment(f"measured-{row}", row, start, stop, (TOKEN,) * (stop - start), GREEDY if samples else None)
+        name = f"measured-{self._prompts}-{row}"
+        return Segment(name, row, start, stop, (self._token,) * (stop - start), GREEDY if samples else None)
 
-    def _drop(self, moves: tuple[RowMove, ...]) -> None:
-        """Give up what is left: beside a short prompt of another row, as a plan has segments."""
-        spare = max((move.row for move in moves), default=0) + 1
-        self._run([self._segment(spare, 0, 1, True)], Forward(1, apart=True), (*moves, RowMove(1, "drop", spare)))
+    def _drop(self, moves: Sequence[RowMove]) -> None:
+        """Give up what is left, row 0 among it. As a plan has segments, a prompt of one token takes that row."""
+        self._prompts += 1
+        self._run([self._segment(0, 0, 1, True)], Forward(1, apart=True), [*moves, RowMove(1, "drop", 0)])
 
-    def _run(self, segments: Sequence[Segment], forward: Forward, moves: tuple[RowMove, ...] = ()) -> float:
-        plan = StepPlan(self._number, tuple(segments), forwards=(forward,), row_moves=moves)
+    def _run(self, segments: Sequence[Segment], forward: Forward, moves: Sequence[RowMove] = ()) -> float:
+        plan = StepPlan(self._number, tuple(segments), forwards=(forward,), row_moves=tuple(moves))
         self._number += 1
         self._executor.submit(plan)
         result = self._executor.collect()

@@ -10,7 +10,7 @@ copy before the next decode.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -24,13 +24,14 @@ from holdfast.lm.padded.growing_layer import QUANTUM, FixedLayer, growing
 from holdfast.lm.padded.running_rows import RunningRows
 from holdfast.lm.padded.shaping import upload
 from holdfast.lm.padded.state_layout import Leaf, State, StateLayout
+from holdfast.lm.types import padded_columns, padded_rows
 
 MaskKind = Literal["columns", "by layer", "window"]
 """How a model is told which columns are tokens: by a mask [rows, columns], as in any forward; by a ready mask for each
 type of layer; or by one ready mask for all layers, which have the same window."""
 ROOM = 64
 """Columns that a batch should be able to grow by before it has to be copied, where the memory has them."""
-MOST_GRAPHS = 96
+MOST_GRAPHS = 160
 """Graphs that are kept. The one that has not run for longest goes first."""
 MOST_TOO_LARGE = 2
 """A batch stays where it is as long as that computes at most so many times the columns of the smallest shape."""
@@ -43,21 +44,6 @@ class Shape(NamedTuple):
 
     rows: int
     columns: int
-
-
-def padded_rows(rows: int) -> int:
-    """1, 2, 4, 8, 12, 16, then steps of at most a half of the power of two below: at most a third is padding."""
-    if rows <= 4:
-        return 1 << (rows - 1).bit_length()
-    step = 4 if rows <= 16 else 8 if rows <= 64 else 1 << (rows - 1).bit_length() - 3
-    return -(-rows // step) * step
-
-
-def padded_columns(columns: int, most: int) -> int:
-    """1, 2, 3, 4, 6, 8, 12, 16, 24 ... times 256, and at most `most`."""
-    quanta = -(-columns // QUANTUM)
-    step = 1 << max((quanta - 1).bit_length() - 2, 0)
-    return min(-(-quanta // step) * step * QUANTUM, most)
 
 
 @dataclass(slots=True)
@@ -73,26 +59,85 @@ class _Decode:
 
 
 FROM_HOST = (torch.tensor, torch.as_tensor, torch.scalar_tensor)
+"""What makes a tensor of numbers."""
+TO_DEVICE = (torch.Tensor.to, torch.Tensor.cuda)
+"""What copies a tensor to a device."""
+INDEXED = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
+"""What takes places in a tensor; a list of places is copied to its device."""
+MOST_KEPT = 1 << 16
+"""Most elements of a host's tensor whose copy is kept."""
 
 
 class Constants(TorchFunctionMode):
     """Keeps the tensors that a model makes of the host's numbers, such as ALiBi's slopes, and gives copies of them.
 
     A capture may copy nothing from the host's memory, so in it they must be there already: from the launch before.
+    These are tensors of numbers, copies of the host's tensors, and lists of places in a tensor (`keys[..., [-1], :]`).
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._kept: dict[tuple[Any, str, str], torch.Tensor] = {}
+        self._kept: dict[tuple[Any, ...], torch.Tensor] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
+
+        def made() -> torch.Tensor:
+            tensor: torch.Tensor = func(*args, **options)
+            return tensor
+
+        if func in INDEXED:
+            return func(args[0], self._places(args[0], args[1]), *args[2:], **options)
+        if func in TO_DEVICE and _on_host(args[0]) and (func is torch.Tensor.cuda or _leaves_host(args[1:], options)):
+            return self._keep((func, *_content(args[0]), repr(args[1:]), repr(options)), made).clone()
+        if func is torch.Tensor.new_tensor and not isinstance(args[1], torch.Tensor):
+            given = args[0].dtype, args[0].device
+            return self._keep((func, *given, repr(args[1:]), repr(options)), made).clone()
         if func not in FROM_HOST or any(isinstance(each, torch.Tensor) for each in args):
-            return func(*args, **options)
-        key = func, repr(args), repr(options)
+            return made()
+        return self._keep((func, repr(args), repr(options)), made).clone()
+
+    def _keep(self, key: tuple[Any, ...], make: Callable[[], torch.Tensor]) -> torch.Tensor:
         if key not in self._kept:
-            self._kept[key] = func(*args, **options)
-        return self._kept[key].clone()
+            self._kept[key] = make()
+        return self._kept[key]
+
+    def _places(self, tensor: torch.Tensor, index: Any) -> Any:
+        """An index into a tensor, with the lists and the host's tensors in it as tensors of its own device."""
+        if isinstance(index, tuple):
+            return tuple(self._place(tensor.device, each) for each in index)
+        return self._place(tensor.device, index)
+
+    def _place(self, device: torch.device, index: Any) -> Any:
+        if isinstance(index, list) and index and all(type(each) is int for each in index):
+            return self._keep((device, *index), lambda: torch.tensor(index, device=device))
+        if isinstance(index, torch.Tensor) and index.dim() and index.device != device and _on_host(index):
+            return self._keep((device, *_content(index)), lambda: index.to(device))
+        return index
+
+
+def _leaves_host(args: Sequence[Any], options: dict[str, Any]) -> bool:
+    """Whether `Tensor.to` with these arguments copies a host's tensor to a device."""
+    for each in (*args[:1], options.get("device"), options.get("other")):
+        if isinstance(each, torch.Tensor):
+            return each.device.type != "cpu"
+        if isinstance(each, (str, int, torch.device)):
+            return torch.device(each).type != "cpu"
+    return False
+
+
+def _on_host(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is in the host's memory, and small."""
+    return tensor.device.type == "cpu" and tensor.numel() <= MOST_KEPT
+
+
+def _content(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What tells a host's tensor from others: its type, shape and bytes."""
+    return (
+        tensor.dtype,
+        tuple(tensor.shape),
+        tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(),
+    )
 
 
 class DecodeGraphs:

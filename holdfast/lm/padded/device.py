@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from dataclasses import replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
@@ -15,8 +17,6 @@ from holdfast.lm.padded.abilities import probe
 from holdfast.lm.padded.decode_graphs import (
     DecodeGraphs,
     MaskKind,
-    padded_columns,
-    padded_rows,
     position_bytes,
     probe_graphs,
 )
@@ -37,14 +37,16 @@ from holdfast.lm.types import (
     MemoryMeasurement,
     RowBytes,
     RowShape,
+    padded_columns,
+    padded_rows,
 )
 
 CPU_STATE_BYTES = 4_000_000_000
 """The states of all rows on a CPU, unless the config says otherwise."""
 HOST_STATE_BYTES = 32_000_000_000
 """Most bytes of states on the host unless the config says otherwise: other processes need memory."""
-GRAPH_SHARE = 0.3
-"""Of the memory for states, the most that captured decodes get for the batch."""
+GRAPH_SHARE = 0.45
+"""Of the memory for states, the most that captured decodes get for the batch. While a row joins, it is in the rest."""
 CHUNKED = ("stall-free", "chunked-only")
 """Schedulers that cut prompts into chunks, where the model can compute them so."""
 TOGETHER = ("run-to-completion", "request-level", "orca", "padded-batches")
@@ -55,41 +57,71 @@ MEASURED_PROMPT = 4096
 """A whole prompt is measured up to this length, and at half of it. For a longer one the line is drawn on."""
 
 
+class Probed(NamedTuple):
+    """What a device has found out about its model: the same for every config over it."""
+
+    driver: Driver
+    layout: StateLayout
+    abilities: Abilities
+    masks: MaskKind | None
+    """How captured decodes are masked; None where decodes are not captured."""
+
+
 class PaddedDevice(LanguageDevice):
     """`lm.types.LanguageDevice` for a model of Transformers, unmodified, on padded rows."""
 
     def __init__(
-        self, model: UnmodifiedModel, config: EngineConfig, *, name: str = "", stages: Stages | None = None
+        self,
+        model: UnmodifiedModel,
+        config: EngineConfig,
+        *,
+        name: str = "",
+        stages: Stages | None = None,
+        probed: Probed | None = None,
     ) -> None:
         """`name` is the name under which the model is served. `stages` notes what probing and measuring take.
 
-        Raises UnsupportedCheckpoint for a model that gives no right logits even alone.
+        With `probed`, of another device over the same module, nothing is probed. Raises UnsupportedCheckpoint for a
+        model that gives no right logits even alone.
         """
         self.model, self.config, self.name = model, config, name
         self._stages = stages or Stages(0.0, time.monotonic)
         self._sizes: MemoryMeasurement | None = None
-        with self._stages.stage("probes"):
-            if model.is_encoder_decoder:
-                self.driver: Driver = (encoder_decoder := EncoderDecoderDriver(model))
-                self.layout: StateLayout = encoder_decoder.layout
-                self.abilities: Abilities = encoder_decoder.probe()
-            else:
-                self.driver = Driver(model)
-                self.layout = StateLayout(()) if self.driver.keyword is None else StateLayout.discover(self.driver.run)
-                self.abilities = probe(self.driver, self.layout)
-            self._masks: MaskKind | None = None
-            alone = model.is_encoder_decoder or not self.abilities.batched_decode
-            if self.kind == "cuda" and config.cuda_graphs and not alone:
-                self._masks, why = probe_graphs(self.driver, self.layout)
-                self.abilities = replace(self.abilities, graphs=self._masks is not None, not_captured=why)
+        if probed is None:
+            with self._stages.stage("probes"):
+                probed = self._probe()
+        self.driver, self.layout, self.abilities, self._masks = probed
+        self.probed = probed
+        """For other devices over this module."""
+        if self.driver.model is not model:
+            self.driver = copy.copy(self.driver)
+            self.driver.model = model
         self._settled = 0
         """Positions of the memory in which captured decodes have the batch, by `measure`."""
         self.token_budget = config.fixed_token_budget or DEFAULT_TOKEN_BUDGET[self.kind]
+
+    def _probe(self) -> Probed:
+        """Find out how the model is called, what its state is, and what it can do."""
+        if self.model.is_encoder_decoder:
+            encoder_decoder = EncoderDecoderDriver(self.model)
+            return Probed(encoder_decoder, encoder_decoder.layout, encoder_decoder.probe(), None)
+        driver = Driver(self.model)
+        layout = StateLayout(()) if driver.keyword is None else StateLayout.discover(driver.run)
+        abilities, masks = probe(driver, layout), None
+        if self.kind == "cuda" and self.config.cuda_graphs and abilities.batched_decode:
+            masks, why = probe_graphs(driver, layout)
+            abilities = replace(abilities, graphs=masks is not None, not_captured=why)
+        return Probed(driver, layout, abilities, masks)
 
     @property
     def kind(self) -> str:
         """cuda or cpu."""
         return self.model.device.type
+
+    @property
+    def description(self) -> str:
+        """The device in words."""
+        return describe_device(self.model.device)
 
     @property
     def precision(self) -> str:
@@ -159,6 +191,8 @@ class PaddedDevice(LanguageDevice):
             abilities=self.abilities,
             host_memory=sizes.host_cache,
             quantum=QUANTUM,
+            settled=self._settled,
+            longest=self.model.max_model_len,
         )
         self._check_one_row(sizes.cache, "")
         self._sizes = sizes
@@ -213,7 +247,10 @@ class PaddedDevice(LanguageDevice):
         return self.row_bytes.of(rounded(length))
 
     def _forward_bytes(self, rows: int, tokens: int, start: int = 0) -> int:
-        """Bytes that a forward of these rows takes for a while, behind `start` positions; 0 on a CPU."""
+        """Bytes that a forward of these rows takes for a while, behind `start` positions; 0 on a CPU.
+
+        Forwards of one token are those of decodes, whose rows differ in length, so the model looks at a mask.
+        """
         ids = self.driver.text(rows, start + tokens)
         on_gpu, device = self.kind == "cuda", self.model.device
         state = None
@@ -226,7 +263,8 @@ class PaddedDevice(LanguageDevice):
             torch.cuda.synchronize(device)
             torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device) if on_gpu else 0
-        logits, state = self.driver.forward(self.driver.inputs(ids, start), state)
+        inputs = self.driver.inputs(ids, start)._replace(padded=tokens == 1)
+        logits, state = self.driver.forward(inputs, state)
         logits.argmax(-1).tolist()
         if not on_gpu:
             return 0
@@ -282,15 +320,20 @@ class PaddedDevice(LanguageDevice):
 
         States are counted without it: a batch that outgrows it, or is on its way in, is outside.
         """
-        each = position_bytes(self.layout)
-        if self._masks is None or not each:
-            self._settled = 0 if self._masks is None else 1
+        self._settled = 0
+        rows, each = padded_rows(self.config.max_sequences), position_bytes(self.layout)
+        fixed = rows * self.row_bytes.fixed
+        room = int(cache * GRAPH_SHARE) - fixed
+        if self._masks is None or room < 0:
             return 0
-        most = padded_rows(self.config.max_sequences) * padded_columns(self.model.max_model_len, 1 << 60)
-        self._settled = min(int(cache * GRAPH_SHARE) // each, most)
-        if self._settled < padded_columns(1, self.model.max_model_len):
-            self._settled = 0
-        return self._settled * each
+        if not each:
+            self._settled = 1
+            return fixed
+        positions = min(room // each, rows * padded_columns(self.model.max_model_len, 1 << 60))
+        if positions < padded_columns(1, self.model.max_model_len):
+            return 0
+        self._settled = positions
+        return positions * each + fixed
 
     def _check_one_row(self, size: int, why: str) -> None:
         least = self._row(1)

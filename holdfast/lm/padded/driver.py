@@ -35,7 +35,7 @@ class Inputs(NamedTuple):
     mask: torch.Tensor  # [B, L + q] int64: 1 for tokens, 0 for placeholders
     positions: torch.Tensor  # [B, q] int64: number of unmasked tokens before each; any number where masked
     columns: torch.Tensor | None = None  # [B] int64: the column of `ids` whose logits are needed; None: the last
-    padded: bool = True  # whether the mask may have zeros; if not, most models need none, and do not wait to look at it
+    padded: bool = True  # whether the mask may have zeros; if it has none, only models that need one get it
     ready: Any = None  # what the model is given for its mask, where that is not `mask`
 
 
@@ -102,8 +102,13 @@ class Driver:
         numbers = torch.arange(rows)[:, None] * 31 + torch.arange(tokens) * 7 + (torch.arange(tokens) ** 2) % 11 + 3
         return (1 + numbers % most).to(self.model.device)
 
-    def inputs(self, ids: torch.Tensor, start: int = 0) -> Inputs:
-        """Inputs of rows without placeholders: ids [B, q], from position `start`."""
+    @staticmethod
+    def inputs(ids: torch.Tensor, start: int = 0) -> Inputs:
+        """Inputs of rows without placeholders: ids [B, q], from position `start`.
+
+        Most models get no mask then. So they neither make one of their own of it nor wait for the device to see whether
+        they need it.
+        """
         rows, tokens = ids.shape
         mask = torch.ones(rows, start + tokens, dtype=torch.int64, device=ids.device)
         return Inputs(

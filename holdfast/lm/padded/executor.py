@@ -17,7 +17,7 @@ import torch
 
 from holdfast.lm.kernels.sampling.sample import sample
 from holdfast.lm.padded.decode_graphs import DecodeGraphs
-from holdfast.lm.padded.driver import Driver, Inputs
+from holdfast.lm.padded.driver import Driver
 from holdfast.lm.padded.host_rows import HostRows, LoadingState
 from holdfast.lm.padded.running_rows import RunningRows
 from holdfast.lm.padded.shaping import left_padded, upload
@@ -40,7 +40,7 @@ class _Apart:
     """None while it is `loading`. The tokens [1, length] of a model that gives no state out."""
     loading: LoadingState | None = None
     written: Any = None
-    """The CUDA event after the work that wrote the state last, where that ran on another stream than the batch's."""
+    """The CUDA event after the work that wrote the state and the row's last token, where there are two streams."""
     stream: Any = None
     """The stream of that work; None: the batch's."""
 
@@ -165,12 +165,18 @@ class PaddedExecutor:
             self._worker.shutdown(wait=True, cancel_futures=True)
         else:
             torch.cuda.synchronize(self._device)
+        self.clear()
+        self.graphs = None
+
+    def clear(self) -> None:
+        """Give up every state, on the device and on the host, as if no plan had been run. Not with a step in flight."""
         if self.host is not None:
             self.host.close()
         self.rows.clear()
-        self._apart.clear()
-        self._slots.clear()
-        self.graphs = None
+        for each in (self._apart, self._joined, self._slots, self._names, self._lost, self._lost_slots):
+            each.clear()
+        if self._sources is not None:
+            self._sources.clear()
 
     def _check(self, plan: StepPlan) -> None:
         """Raise ValueError for forwards that do not cover the segments, or rows that there are not."""
@@ -391,9 +397,11 @@ class PaddedExecutor:
         if forward.apart:
             with self._on_second_stream(began, outcome):
                 outcome.tokens.append(self._compute_apart(segments))
+                self._mark_written(segments)
         else:
             ended = [row for row in forward.ended if row not in self._lost]
             outcome.tokens.append(self._compute_batch(segments, ended))
+            self._mark_written(segments)
 
     def _compute_batch(self, segments: Sequence[Segment], ended: Sequence[int]) -> torch.Tensor:
         """Run a forward of the batch; the tokens of its sampling segments."""
@@ -493,7 +501,7 @@ class PaddedExecutor:
         alone = len(segments) == 1
         for index, segment in enumerate(segments):
             own = state if alone else self._layout.extract(state, index, segment.length)
-            self._put_apart(segment.row, _Apart(segment.length, own))
+            self._apart[segment.row] = _Apart(segment.length, own)
         return logits
 
     def _compute_alone(self, segment: Segment) -> torch.Tensor:
@@ -503,25 +511,19 @@ class PaddedExecutor:
         state = None if before is None else self._enter(before)
         if not self.abilities.keeps_state:
             whole = ids if state is None else torch.cat((state, ids), 1)
-            logits, _ = self.driver.forward(self._inputs_alone(whole, 0), None)
+            logits, _ = self.driver.forward(self.driver.inputs(whole), None)
             state = whole
         elif source := self._source(segment):
-            _, state = self.driver.forward(self._inputs_alone(ids[:, :source], 0), None)
-            logits, state = self.driver.forward(self._inputs_alone(ids[:, source:], source), state)
+            _, state = self.driver.forward(self.driver.inputs(ids[:, :source]), None)
+            logits, state = self.driver.forward(self.driver.inputs(ids[:, source:], source), state)
         elif segment.start and segment.length > 1 and not self.abilities.chunks:
             for at in range(segment.length):  # a second forward of many tokens would forget the first
-                inputs = self._inputs_alone(ids[:, at : at + 1], segment.start + at)
+                inputs = self.driver.inputs(ids[:, at : at + 1], segment.start + at)
                 logits, state = self.driver.forward(inputs, state)
         else:
-            logits, state = self.driver.forward(self._inputs_alone(ids, segment.start), state)
-        self._put_apart(segment.row, _Apart(segment.stop, state))
+            logits, state = self.driver.forward(self.driver.inputs(ids, segment.start), state)
+        self._apart[segment.row] = _Apart(segment.stop, state)
         return logits
-
-    def _inputs_alone(self, ids: torch.Tensor, start: int) -> Inputs:
-        """What a forward of one row [1, q] from this position takes."""
-        stop = start + ids.shape[1]
-        positions = torch.arange(start, stop, device=self._device)[None]
-        return Inputs(ids, torch.ones(1, stop, dtype=torch.int64, device=self._device), positions)
 
     def _ids(self, segment: Segment) -> torch.Tensor:
         """The tokens of a segment [1, q] on the device. A first one that is PENDING is what its row sampled last."""
@@ -631,11 +633,13 @@ class PaddedExecutor:
             finally:
                 outcome.ends.append(self._event())
 
-    def _put_apart(self, row: int, apart: _Apart) -> None:
-        """Keep a state that the current stream has just written."""
-        if self._beside is not None:
-            apart.written, apart.stream = self._event(), torch.cuda.current_stream()
-        self._apart[row] = apart
+    def _mark_written(self, segments: Sequence[Segment]) -> None:
+        """Note that the current stream has just written the states apart of these rows, and their last tokens."""
+        apart = [self._apart[each.row] for each in segments if each.row in self._apart]
+        if self._beside is not None and apart:
+            written, stream = self._event(), torch.cuda.current_stream()
+            for each in apart:
+                each.written, each.stream = written, stream
 
     def _enter(self, apart: _Apart) -> State:
         """The state, for work on the current stream, which waits for what wrote it."""

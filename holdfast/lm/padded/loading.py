@@ -44,7 +44,7 @@ class UnmodifiedModel:
     architecture: str
     vocab_size: int
     max_model_len: int
-    """Longest sequence in tokens."""
+    """Longest sequence in tokens. By default all of them have the same rotary frequencies (`switches_at`)."""
     eos_token_ids: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
@@ -52,6 +52,8 @@ class UnmodifiedModel:
     is_encoder_decoder: bool = False
     pad_token_id: int = 0
     """The id of placeholders. They are masked, so any id of the vocabulary is right."""
+    shortened: str = ""
+    """Why sequences are shorter than the model was made for, if they are and nobody has asked for it."""
 
 
 def load_unmodified(
@@ -107,19 +109,44 @@ def as_unmodified(
     config = module.config.get_text_config()
     named = [getattr(config, name, None) for name in LIMITS]
     made_for = next((int(length) for length in named if isinstance(length, int) and length > 0), None)
+    longest = limited(max_model_len, made_for) if made_for is not None else max_model_len or WITHOUT_LIMIT
+    shortened, switch = "", switches_at(config)
+    if max_model_len is None and switch is not None and switch < longest:
+        shortened = (
+            f"sequences end at {switch} tokens, beyond which a model of longrope has other frequencies for all "
+            f"positions: max_model_len up to {longest} lets them go on, computed from the first token in every step"
+        )
+        longest = switch
     vocab_size, pad = int(config.vocab_size), getattr(config, "pad_token_id", None)
     return UnmodifiedModel(
         module=module,
         architecture=architecture or type(module).__name__,
         vocab_size=vocab_size,
-        max_model_len=limited(max_model_len, made_for) if made_for is not None else max_model_len or WITHOUT_LIMIT,
+        max_model_len=longest,
         eos_token_ids=eos_token_ids,
         dtype=module.dtype,
         device=module.device,
         weight_bytes=sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers())),
         is_encoder_decoder=bool(getattr(module.config, "is_encoder_decoder", False)),
         pad_token_id=pad if isinstance(pad, int) and 0 <= pad < vocab_size else 0,
+        shortened=shortened,
     )
+
+
+def switches_at(config: Any) -> int | None:
+    """The length in tokens beyond which a model has other rotary frequencies for all of its positions; None: none.
+
+    That is longrope (LongRoPE, arXiv 2402.13753), as in Phi-3: keys that were computed before a sequence became longer
+    are of no use then, so a prompt is right in one forward only, and Transformers' `generate` computes the sequence
+    again. Frequencies of the type dynamic change beyond `max_position_embeddings`, which no sequence exceeds.
+    """
+    given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    found = []
+    for rope in (given, *(value for value in given.values() if isinstance(value, dict))):
+        if rope.get("rope_type", rope.get("type")) == "longrope":
+            length = rope.get("original_max_position_embeddings")
+            found.append(length or getattr(config, "original_max_position_embeddings", None) or 0)
+    return max(1, min(found)) if found else None
 
 
 def _check_auto_map(directory: Path, config: Mapping[str, Any]) -> None:

@@ -39,16 +39,24 @@ RESERVING = ("request-level", "orca", "padded-batches")
 """Policies that reserve room for a request's longest length. They need no headroom."""
 
 
-def capacity_of(name: SchedulerName, *, token_budget: int, max_model_len: int, max_sequences: int, limit: int) -> int:
+def capacity_of(
+    name: SchedulerName,
+    *,
+    token_budget: int,
+    max_model_len: int,
+    max_sequences: int,
+    limit: int,
+    chunks: bool = True,
+) -> int:
     """The most tokens of one step.
 
-    Policies that cut prompts fill a step up to `token_budget`. The others need room for the longest prompt beside all
-    decodes. `orca`, `request-level`, `run-to-completion` and `padded-batches` put any number of whole prompts into a
-    step, up to max_model_len tokens of each of max_sequences (Sarathi-Serve §2.4, §5.1); for these `limit` bounds the
-    capacity above that room. On a device it should bound the activation memory, which grows with the capacity; in a
-    simulation the size of the cache is one.
+    Policies that cut prompts fill a step up to `token_budget`, if the model takes `chunks`. The others need room for
+    the longest prompt beside all decodes. `orca`, `request-level`, `run-to-completion` and `padded-batches` put any
+    number of whole prompts into a step, up to max_model_len tokens of each of max_sequences (Sarathi-Serve §2.4, §5.1);
+    for these `limit` bounds the capacity above that room. On a device it should bound the activation memory, which
+    grows with the capacity; in a simulation the size of the cache is one.
     """
-    if name in CHUNKED:
+    if name in CHUNKED and chunks:
         return token_budget
     least = max(token_budget, max_model_len + max_sequences)
     return max(least, min(limit, max_model_len * max_sequences)) if name in (*RESERVING, "run-to-completion") else least
@@ -113,10 +121,13 @@ def choose_policy(config: EngineConfig, shape: EngineShape, cost: CostModel | No
         raise ValueError(f"tbt_target is {config.tbt_target}, which takes a profile of the device")
     target, tile, ceiling = config.tbt_target / 1000, min(shape.tile, capacity), whole_tiles(capacity, shape.tile)
     if config.token_budget != "auto":
-        return LatencyTarget(cost, target, tile=tile, ceiling=ceiling)
+        whole = shape.rows is not None and not shape.rows.abilities.chunks
+        return LatencyTarget(cost, target, tile=tile, ceiling=ceiling, whole=whole)
     budget = compute_token_budget(
         cost, target, tile=tile, ceiling=ceiling, max_sequences=config.max_sequences, max_model_len=shape.max_model_len
     )
+    if shape.rows is not None:  # no row can be left out of a forward of the batch, so a tile comes on top of all rows
+        budget = max(budget, min(ceiling, config.max_sequences + tile))
     return StallFree(budget)
 
 

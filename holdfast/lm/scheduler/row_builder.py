@@ -16,6 +16,8 @@ from holdfast.lm.types import Forward, RowMove, StepPlan
 
 WINDOW = 4
 """Prompts are grouped among the first waiting ones: this many times as many as a group may have."""
+SHORT_TAIL = 32
+"""A fixed budget is exceeded by up to 1/32 for the end of a prompt, which would take a forward of its own."""
 
 
 class RowQueues(Queues):
@@ -231,8 +233,8 @@ class RowBuilder(StepBuilder):
     ) -> None:
         """Start waiting sequences as `StepBuilder.admit` does; their prompts are computed apart.
 
-        Where the model cannot compute a prompt in chunks, prompts are whole, and the first of a step may exceed budget
-        and pace.
+        Where the model cannot compute a prompt in chunks, prompts are whole, and the first of a step may exceed the
+        budget.
         """
         queues, chunks = self.rows, self._pool.shape.abilities.chunks
         while (self.budget > 0 or beyond_budget) and queues.places > 0 and queues.free_rows:
@@ -240,10 +242,6 @@ class RowBuilder(StepBuilder):
             if entry is None or (allow is not None and not allow(entry)):
                 return
             most = self.budget if whole or (not chunks and self._prompts) else None
-            if not chunks and self._prompts and self.pace is not None:
-                length = entry.sequence.length
-                if self.pace(0, length) < length:
-                    return
             if not self._admission.start(entry, most=most, at_once=True):
                 return
             self._chunk(entry)
@@ -345,6 +343,7 @@ class RowBuilder(StepBuilder):
         ended, gone = self._pool.extend_ended(self._longest)
         self.rows.free_left(gone)
         self._forward(apart=False, ended=tuple(ended))
+        self._pool.note_decode(newcomers=bool(newcomers))
 
     def _make_room(self, decoding: list[Entry]) -> None:
         """Let rows leave until each of these can become one position longer; those that leave are not running then.
@@ -418,6 +417,8 @@ class RowBuilder(StepBuilder):
             most = start + self.pace(start, stop)
             if most < stop and not whole:
                 stop, self.budget = most, most - start
+        elif length - stop <= (self.num_tokens + stop - start) // SHORT_TAIL:
+            stop = length
         if stop <= start:
             return
         self._prompts += 1

@@ -6,11 +6,13 @@ import pytest
 
 from holdfast.core.config import EngineConfig
 from holdfast.core.cost import PaddedCost
+from holdfast.engine.profiles import CostProfile
 from holdfast.lab.simulator.padded import Batch, PaddedStepTimes, RowSoftware
-from holdfast.lab.simulator.run import engine_shape
+from holdfast.lab.simulator.run import context_length, engine_shape
 from holdfast.lab.workloads import Conversation, Turn, fixed
-from holdfast.lm.types import Forward, RowMove, Sampling, Segment, StepPlan
+from holdfast.lm.types import Forward, RowBytes, RowMove, RowShape, Sampling, Segment, StepPlan
 from tests.lab.simulator.simulation import COST, PROFILE, run
+from tests.padded_rows import ABLE
 
 ROWS = replace(PROFILE, token_bytes=1000, copy_rate=1e6)
 GREEDY = Sampling(0.0, 0, 1.0, 0)
@@ -141,3 +143,121 @@ def test_unequal_answers_make_embedding_faster_than_run_to_completion_and_equal_
     assert fast < 0.7 * slow
     slow, fast = (padded(fixed(16, 32, 100), name).seconds for name in ("run-to-completion", "embedding"))
     assert fast == pytest.approx(slow, rel=0.1)
+
+
+def test_columns_that_are_kept_go_once_the_batch_would_be_too_large():
+    batch = Batch(kept=30)
+    batch.forward([(0, 10), (1, 3)])
+    batch.drop(0)
+    assert batch.width == 10
+    batch.embed(2, 2)
+    assert batch.width == 10
+    for _ in range(6):
+        batch.forward()
+    assert batch.width == 9  # 2 x 16 would be above 30; the longest row has 3 + 6 columns
+
+
+def test_the_host_adds_to_forwards_and_to_each_row_that_joins_a_running_batch():
+    first = plan([(0, 0, 8)], Forward(1))
+    joins = plan([(0, 8, 9), (1, 0, 4)], Forward(2), step=1)
+    plain, slow = (
+        PaddedStepTimes(COST, token_bytes=1000, software=software)
+        for software in (RowSoftware(), RowSoftware(forward_seconds=2.0, host_adds=True, joining_seconds=5.0))
+    )
+    for each, waits in ((first, 2.0), (joins, 7.0)):
+        assert slow.stages(each)[0] == pytest.approx(plain.stages(each)[0] + waits)
+
+
+def test_a_state_that_comes_from_the_host_delays_its_embedding():
+    apart = plan([(0, 0, 8)], Forward(1, apart=True))
+    decode = plan([(0, 8, 9)], Forward(1), moves=[RowMove(0, "embed", 0, length=8)], step=1)
+    near, far = (
+        PaddedStepTimes(COST, token_bytes=1000, software=RowSoftware(embed_rate=rate)) for rate in (0.0, 4000.0)
+    )
+    for times in (near, far):
+        times.stages(apart)
+    assert far.stages(decode)[0] == pytest.approx(near.stages(decode)[0] + 2.0)
+
+
+FULL = RowBytes(growing=((1000, None),))
+
+
+def measured(*, chunks=True, size=FULL):
+    """A profile of padded rows, as a device of that model would store it."""
+    able = replace(ABLE, chunks=chunks)
+    rows = RowShape(memory=65_536 * 1000, bytes=size, abilities=able)
+    exact = replace(COST, deviation=0.0)
+    sizes = {"cache_tokens": rows.positions, "token_bytes": size.position, "token_budget": 1024}
+    return replace(PROFILE, cost=exact, **sizes, rows=rows)
+
+
+class Watched:
+    """Notes the seconds of each step, whether a stream waited for it, and its prompts' lengths."""
+
+    def __init__(self, inner):
+        self.inner, self.plans, self.steps = inner, [], []
+
+    def submit(self, plan):
+        self.plans.append(plan)
+        self.inner.submit(plan)
+
+    def collect(self):
+        result, plan = self.inner.collect(), self.plans.pop(0)
+        prompts = [each.length for each in plan.segments if each.length > 1]
+        self.steps.append((result.seconds, len(prompts) < len(list(plan.segments)), prompts))
+        return result
+
+    def close(self):
+        self.inner.close()
+
+
+STREAMS = [Conversation(0.0, (Turn(20, 200),)) for _ in range(6)]
+
+
+def steps_beside_streams(prompts, profile, target):
+    """The steps in which prompts that arrive later are computed beside streams: seconds, and lengths."""
+    seen = []
+    late = [Conversation(0.4, (Turn(length, 4),)) for length in prompts]
+
+    def wrap(executor, clock):
+        seen.append(Watched(executor))
+        return seen[0]
+
+    config = {"tbt_target": target, "max_sequences": 16}
+    outcome = run([*STREAMS, *late], config=config, profile=profile, wrap=wrap)
+    assert all(len(record.token_times) for record in outcome.records)
+    return [(seconds, prompts) for seconds, decodes, prompts in seen[0].steps if decodes and prompts]
+
+
+def test_a_tbt_target_holds_on_rows_whether_prompts_are_long_or_many():
+    for prompts in ([1900] * 4, [40, 31, 35] * 8, [300, 17, 900, 60, 3] * 3):
+        steps = steps_beside_streams(prompts, measured(), 20.0)
+        assert len(steps) > 3
+        assert max(seconds for seconds, _ in steps) <= 0.0205
+        assert max(seconds for seconds, _ in steps) > (0.018 if max(prompts) > 100 else 0.01), "it is made use of"
+
+
+def test_where_prompts_are_whole_a_step_has_one_that_exceeds_the_target_or_several_that_fit():
+    steps = steps_beside_streams([1500, 1500, 40, 31, 35, 28] * 2, measured(chunks=False), 20.0)
+    assert all(len(prompts) == 1 for seconds, prompts in steps if seconds > 0.0205)
+    assert any(prompts == [1500] for _, prompts in steps), "long prompts are served"
+    assert any(len(prompts) > 1 for _, prompts in steps)
+
+
+def test_a_profile_of_rows_gives_the_rows_it_was_measured_on():
+    config = EngineConfig(max_sequences=4)
+    shape = engine_shape(config, measured())
+    assert (shape.executor, shape.rows) == ("padded", measured().rows)
+    whole = engine_shape(config, measured(chunks=False))
+    assert whole.max_step_tokens == 2048 + 4, "a step has room for the longest prompt"
+    recurrent = measured(size=RowBytes(fixed=1_000_000))
+    assert context_length(config, recurrent) == 2048, "its memory holds 65 rows of any length"
+    assert context_length(config, replace(measured(), cache_tokens=700)) == 512
+
+
+def test_a_profile_of_rows_is_read_as_it_was_stored(tmp_path):
+    path = tmp_path / "rows.json"
+    profile = measured(chunks=False, size=RowBytes(fixed=7, growing=((1000, None), (8, 128))))
+    profile.save(path)
+    assert CostProfile.load(path) == profile
+    assert isinstance(CostProfile.load(path).cost, PaddedCost)

@@ -3,6 +3,8 @@
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from holdfast.lm.memory.row_pool import RECOVERY, FoundRow, RowPool, RowState
 from holdfast.lm.types import RowBytes, RowMove
@@ -259,3 +261,135 @@ def test_without_chunks_a_state_serves_only_where_little_is_left_to_compute():
     kept_state(pool, 0, tokens).settle(tokens, 1.0)
     assert pool.find(ROOT, [*tokens, *range(20)]).length == 40
     assert not pool.find(ROOT, [*tokens, *range(21)]).length
+
+
+def decode(pool, states):
+    """Plan a forward of the batch, which these rows are in afterwards."""
+    assert pool.can_decode(states)
+    for state in states:
+        state.claim(state.planned + 1)
+    for state in states:
+        if state.place == "apart":
+            state.embed()
+        state.plan(state.planned, state.planned + 1)
+    moves = pool.take_moves(0)
+    pool.note_decode()
+    return moves
+
+
+def test_a_batch_in_the_memory_of_captured_decodes_takes_nothing_of_the_other():
+    pool = pool_of(1000, settled=4 * 64, quantum=16)
+    states = [running(pool, row, 20, place="apart") for row in range(3)]
+    assert pool.in_use == 3 * 32, "on their way in they count in full"
+    decode(pool, states)
+    assert (pool.in_use, pool.used, pool.available) == (0, 3 * 32, 1000)
+    late = running(pool, 3, 10, place="apart")
+    assert pool.in_use == 4 * 32, "it may take the others out when it joins"
+    decode(pool, [*states, late])
+    assert pool.in_use == 0
+    late.leave()
+    assert pool.in_use == 0
+
+
+def test_a_batch_that_outgrows_the_memory_of_captured_decodes_counts_in_full_until_it_fits_again():
+    pool = pool_of(300, settled=2 * 32, quantum=16)
+    states = [running(pool, row, 20, place="apart") for row in range(2)]
+    decode(pool, states)
+    for _ in range(11):
+        decode(pool, states)
+        assert pool.in_use == 0
+    assert states[0].planned == 32
+    decode(pool, states)
+    assert pool.in_use == 2 * 48
+    states[0].leave()
+    assert pool.in_use == 48, "it settles when it is decoded"
+    decode(pool, states[1:])
+    assert pool.in_use == 0
+
+
+def test_rows_grow_in_the_memory_of_captured_decodes_where_the_other_is_full():
+    for settled, fits in ((0, False), (4 * 128, True)):
+        pool = pool_of(100, settled=settled, quantum=1)
+        states = [running(pool, row, 30, place="apart") for row in range(3)]
+        decode(pool, states)
+        decode(pool, states)
+        decode(pool, states)
+        assert pool.can_decode(states) == pool.can_grow(states[0]) == fits
+        assert not pool.admits(FoundRow(), 30, 0), "to join they would have to be outside for a while"
+
+
+def test_recurrent_rows_settle_however_many_there_are():
+    pool = pool_of(1000, settled=1, size=RowBytes(fixed=100))
+    decode(pool, [running(pool, row, 20, place="apart") for row in range(7)])
+    assert pool.in_use == 0
+
+
+class Device:
+    """What the states take on a device, by the moves and forwards that it is given."""
+
+    def __init__(self, shape):
+        self.shape, self.settled = shape, False
+        self.batch, self.apart, self.slots = {}, {}, {}
+
+    def follow(self, moves):
+        for kind, row, slot, length in ((each.kind, each.row, each.slot, each.length) for each in moves):
+            place = self.batch if row in self.batch else self.apart
+            if kind == "embed":
+                self.batch[row] = self.apart.pop(row)
+                self.settled = False
+            elif kind in ("drop", "keep"):
+                del place[row]
+                self.slots.update({slot: length} if kind == "keep" else {})
+            else:
+                assert kind == "forget"
+                del self.slots[slot]
+
+    def check(self):
+        size, quantum = self.shape.bytes.of, self.shape.quantum
+        width = -(-max(self.batch.values(), default=0) // quantum) * quantum
+        fits = self.shape.settles(len(self.batch), max(self.batch.values(), default=0))
+        used = 0 if self.settled and fits else len(self.batch) * size(width)
+        used += sum(map(size, (*self.apart.values(), *self.slots.values())))
+        assert used <= self.shape.memory or (len(self.batch) + len(self.apart) == 1 and not self.slots)
+        self.settled = self.settled and fits
+
+    def decode(self):
+        self.batch = {row: length + 1 for row, length in self.batch.items()}
+        self.check()
+        self.settled = self.shape.settles(len(self.batch), max(self.batch.values(), default=0))
+
+
+@given(
+    settled=st.sampled_from((0, 32, 200, 2000)),
+    quantum=st.sampled_from((1, 8)),
+    size=st.sampled_from((RowBytes(growing=((1, None),)), RowBytes(fixed=9, growing=((1, None), (1, 6))))),
+    work=st.lists(st.tuples(st.sampled_from(("start", "decode", "decode", "end", "abort")), st.integers(1, 60))),
+)
+def test_states_never_take_more_bytes_than_there_are(settled, quantum, size, work):
+    pool = pool_of(300, settled=settled, quantum=quantum, size=size)
+    device, states = Device(pool.shape), {}
+    for step, (what, number) in enumerate(work, start=1):
+        if what == "start" and pool.admits(FoundRow(), number, 0):
+            row = next(row for row in range(99) if row not in states)
+            states[row] = state = RowState(pool, ROOT)
+            state.allocate(FoundRow(), number, float(step))
+            state.occupy(row)
+            state.plan(0, number)
+            device.follow(pool.take_moves(0))
+            device.apart[row] = number
+            device.check()
+        elif what == "decode" and states:
+            while len(states) > 1 and not pool.can_decode(states.values()):
+                states.pop(max(states, key=lambda row: states[row].planned)).leave()
+            if pool.can_decode(states.values()):
+                device.follow(decode(pool, states.values()))
+                device.decode()
+        elif what in ("end", "abort") and states:
+            state = states.pop(sorted(states)[number % len(states)])
+            if what == "end":
+                tokens = [step, *range(state.planned - 1)]
+                state.keep()
+                state.settle(tokens, float(step))
+            state.leave()
+        pool.swap_out(step, 0, float(step))
+        assert pool.in_use <= pool.shape.memory or len(pool.members) == 1

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from holdfast.lm.padded.driver import Inputs
+from holdfast.lm.padded.driver import Driver, Inputs
 from holdfast.lm.padded.running_rows import RunningRows
 from holdfast.lm.padded.state_layout import StateLayout
 
@@ -17,6 +17,8 @@ CPU = torch.device("cpu")
 
 class Echo:
     """A driver over no model. Its state has one leaf, `keys` [B, L, 1]. Its logits [B, V] name the token asked for."""
+
+    inputs = staticmethod(Driver.inputs)
 
     def __init__(self, vocab_size: int = 100) -> None:
         self.vocab_size = vocab_size

@@ -27,6 +27,8 @@ CPU = torch.device("cpu")
 ALL = Abilities(chunks=True, left_padding=True, batched_decode=True, shaping=True, croppable=True)
 KINDS = ("shape", "chunk", "group", "preempt", "abort", "keep", "reuse", "run_on", "again")
 """What may happen to a row beside joining by embedding, decoding and ending."""
+PROMPTS = 64
+"""Histories of a model draw from so many prompts, so that most of what it generates alone is known."""
 
 
 def model_of(module: Any) -> UnmodifiedModel:
@@ -78,7 +80,7 @@ class FailingDriver:
 
     def __init__(self, driver: Driver, fails: Callable[[], bool]) -> None:
         self._driver, self.fails = driver, fails
-        self.model = driver.model
+        self.model, self.inputs = driver.model, driver.inputs
         self.failures = 0
 
     def forward(self, inputs: Any, state: Any) -> Any:
@@ -168,8 +170,8 @@ class History:
         self.draw_failure = random.Random(seed + 1)
         self.executor = made.executor(abilities, rows=rows, driver=self.driver, **options)
         for number in range(requests):
-            length = self.draw.randint(1, self.longest)
-            self.add(f"r{number}", [self.draw.randrange(1, VOCAB) for _ in range(length)])
+            words = random.Random(self.draw.randrange(PROMPTS))
+            self.add(f"r{number}", [words.randrange(1, VOCAB) for _ in range(words.randint(1, self.longest))])
         self.arriving = [self.waiting.pop() for _ in range(requests // 2)]
 
     def add(self, name: str, prompt: list[int]) -> None:
@@ -222,6 +224,7 @@ class History:
             self.compute_apart()
         plan = StepPlan(self.step, self.segments, forwards=tuple(self.forwards), row_moves=tuple(self.moves))
         self.step += 1
+        self.count("step")
         self.in_check.apply(plan)
         self.flights.append((plan, self.sampling))
         self.executor.submit(plan)
@@ -412,6 +415,7 @@ class History:
                     f"alone it gives {row.expected}"
                 )
                 assert index == len(row.known)
+                self.count("token")
                 row.known.append(token)
         self.lose({*result.lost})
 

@@ -10,8 +10,8 @@ from transformers.models.llama.modeling_llama import LlamaModel
 from holdfast.lm.models.base import UnsupportedCheckpoint
 from holdfast.lm.padded import driver as driver_module
 from holdfast.lm.padded.abilities import probe
-from holdfast.lm.padded.driver import Driver
-from holdfast.lm.padded.loading import as_unmodified
+from holdfast.lm.padded.driver import Driver, difference
+from holdfast.lm.padded.loading import as_unmodified, switches_at
 from holdfast.lm.padded.state_layout import StateLayout
 from tests.checkpoints import tiny
 
@@ -122,21 +122,50 @@ def test_a_state_that_mixes_rows_is_found(monkeypatch):
     assert able(tiny("llama")) == {"chunks", "croppable", "keeps_state"}
 
 
-@pytest.mark.parametrize(
-    ("rope", "served", "expected"),
-    [
-        ({"rope_type": "dynamic", "factor": 4.0}, 256, {"keeps_state"}),
-        ({"rope_type": "dynamic", "factor": 4.0}, 64, ALL),
-        ({"rope_type": "default"}, 256, ALL),
-    ],
-)
-def test_frequencies_that_change_with_the_longest_row_keep_rows_alone(rope, served, expected):
-    module = tiny(
-        "llama",
-        rope_parameters={"rope_theta": 1e4, "original_max_position_embeddings": 64, **rope},
-        max_position_embeddings=256,
-    )
-    assert able(module, max_model_len=served) == expected
+FACTORS = {"short_factor": [1.0] * 8, "long_factor": [1.0 + number for number in range(8)]}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64, **FACTORS}
+
+
+def phi3():
+    """A tiny Phi-3 whose frequencies are others in sequences of more than 64 tokens."""
+    sizes = {"max_position_embeddings": 256, "original_max_position_embeddings": 64}
+    return tiny("phi3", rope_parameters=LONGROPE, **sizes)
+
+
+def test_sequences_end_where_the_frequencies_of_all_positions_change_unless_asked_to_go_on():
+    module = phi3()
+    model = as_unmodified(module)
+    assert model.max_model_len == switches_at(module.config) == 64
+    assert model.shortened.startswith("sequences end at 64 tokens") and "up to 256" in model.shortened
+    assert able(module) == able(module, max_model_len=32) == ALL
+    assert as_unmodified(module, max_model_len=256).shortened == ""
+    assert able(module, max_model_len=65) == set(), "each row is computed anew in every step"
+    with pytest.raises(ValueError, match="max_model_len is 257; the model was made for 256"):
+        as_unmodified(module, max_model_len=257)
+
+
+def test_keys_from_before_the_frequencies_changed_are_of_no_use():
+    module = phi3()
+    driver = Driver(as_unmodified(module, max_model_len=256))
+    text = driver.text(1, 100)
+    whole, _ = driver.forward(driver.inputs(text), None)
+    for cut, right in ((70, True), (50, False)):
+        _, state = driver.forward(driver.inputs(text[:, :cut]), None)
+        logits, _ = driver.forward(driver.inputs(text[:, cut:], cut), state)
+        assert (difference(logits, whole) < 1e-4) == right
+
+
+def test_frequencies_of_the_type_dynamic_stay_up_to_the_longest_sequence():
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 64}
+    module = tiny("llama", rope_parameters=rope, max_position_embeddings=256)
+    assert switches_at(module.config) is None and able(module) == ALL
+    driver = Driver(as_unmodified(module))
+    text = driver.text(1, 256)
+    whole, _ = driver.forward(driver.inputs(text), None)
+    state = None
+    for start, stop in ((0, 40), (40, 70), (70, 255), (255, 256)):
+        logits, state = driver.forward(driver.inputs(text[:, start:stop], start), state)
+    assert difference(logits, whole) < 1e-4
 
 
 def test_a_model_that_sees_what_comes_is_refused():

@@ -1,5 +1,7 @@
 """The measured cost of padded rows predicts what the device took."""
 
+from dataclasses import replace
+
 import pytest
 
 from holdfast.core.config import EngineConfig
@@ -9,6 +11,8 @@ from holdfast.lab.simulator.executor import SimulatedExecutor, VirtualClock
 from holdfast.lab.simulator.padded import PaddedStepTimes
 from holdfast.lab.simulator.run import engine_shape
 from holdfast.lm.padded.cost_profile import estimate_padded_cost, measure_padded_cost
+from tests.padded_checks import StatePlaces
+from tests.padded_rows import ABLE
 
 COST = CostModel(
     model="m",
@@ -25,9 +29,9 @@ PROFILE = CostProfile(
 CONFIG = EngineConfig(executor="padded", max_sequences=8)
 
 
-def simulated():
+def simulated(profile=PROFILE):
     times = PaddedStepTimes(COST)
-    return times, SimulatedExecutor(times, VirtualClock()), engine_shape(CONFIG, PROFILE)
+    return times, SimulatedExecutor(times, VirtualClock()), engine_shape(CONFIG, profile)
 
 
 def test_predicted_decodes_and_chunks_are_what_the_device_took():
@@ -57,3 +61,21 @@ def test_an_engine_of_packed_tokens_is_refused():
     packed = engine_shape(EngineConfig(), PROFILE)
     with pytest.raises(ValueError, match="executor is paged"):
         measure_padded_cost(executor, packed, max_sequences=8, device="d")
+
+
+@pytest.mark.parametrize("chunks", [True, False])
+@pytest.mark.parametrize(("longest", "rows"), [(26, 8), (60, 1), (300, 5)])
+def test_plans_stay_within_rows_positions_and_budget_and_leave_nothing(longest, rows, chunks):
+    able = replace(engine_shape(CONFIG, PROFILE).rows, abilities=replace(ABLE, chunks=chunks))
+    times, executor, shape = simulated(replace(PROFILE, max_model_len=longest, token_budget=64, rows=able))
+    submit, plans = executor.submit, []
+    executor.submit = lambda plan: (plans.append(plan), submit(plan))
+    measure_padded_cost(executor, shape, max_sequences=rows, device="d")
+    places = StatePlaces()
+    for plan in plans:
+        places.apply(plan)
+        assert all(segment.row < rows and segment.stop <= longest for segment in plan.segments)
+        assert plan.num_tokens <= shape.max_step_tokens
+    starts = [segment.sequence_id for plan in plans for segment in plan.segments if not segment.start]
+    assert len({*starts}) == len(starts), "each prompt is a sequence of its own"
+    assert len(times.batch) == 0 and not places.apart and not places.slots

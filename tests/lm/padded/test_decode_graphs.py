@@ -1,10 +1,14 @@
 """Decodes over columns that do not move give what plain decodes give, whatever rows do meanwhile."""
 
 import dataclasses
+import inspect
 import re
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+from transformers import DynamicCache
 
 from holdfast.lm.padded.abilities import probe
 from holdfast.lm.padded.decode_graphs import (
@@ -18,7 +22,7 @@ from holdfast.lm.padded.decode_graphs import (
 )
 from holdfast.lm.padded.driver import Driver
 from holdfast.lm.padded.executor import PaddedExecutor
-from holdfast.lm.padded.growing_layer import growing
+from holdfast.lm.padded.growing_layer import FixedLayer, growing
 from holdfast.lm.padded.loading import UnmodifiedModel
 from holdfast.lm.padded.running_rows import RunningRows
 from holdfast.lm.padded.state_layout import StateLayout
@@ -93,11 +97,11 @@ def test_rows_are_padded_by_less_than_a_half():
 def test_sizes_are_few():
     assert [*dict.fromkeys(map(padded_rows, range(1, 41)))] == [1, 2, 4, 8, 12, 16, 24, 32, 40]
     columns = [*dict.fromkeys(padded_columns(each, 1 << 20) for each in range(1, 8193))]
-    assert columns == [256 * each for each in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)]
+    assert columns == [128 * each for each in (*range(1, 9), 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64)]
 
 
 def test_no_shape_has_more_columns_than_the_model_has_positions():
-    assert padded_columns(300, 400) == 400
+    assert padded_columns(390, 400) == 400
 
 
 @pytest.mark.parametrize("family", MASKS)
@@ -154,7 +158,7 @@ def test_a_batch_that_outgrows_its_columns_moves_to_more(made):
     settled, plain = batch_of(model, 180, 4)
     for _ in range(90):
         check_decode(model, graphs, settled, plain)
-    assert {shape.columns for shape in graphs._decodes} == {256, 512}
+    assert {shape.columns for shape in graphs._decodes} == {256, 384}
     assert max(layer.keys.shape[-2] for layer in growing(settled.state)) == 270
 
 
@@ -302,3 +306,83 @@ def test_tensors_made_of_the_hosts_numbers_are_made_once_and_given_as_copies() -
     assert len(constants._kept) == 3
     with constants:
         assert torch.as_tensor(first[0]) is first[0], "a tensor is no number of the host's"
+
+
+class FromHost(TorchFunctionMode):
+    """Notes the calls that copy numbers of the host to a device, which a capture cannot."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        given = func(*args, **(kwargs or {}))
+        made = func in (torch.tensor, torch.as_tensor, torch.Tensor.new_tensor)
+        indexed = func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
+        listed = indexed and any(isinstance(each, list) for each in (args[1], *parts_of(args[1])))
+        tensors = [each for each in tree_leaves((args, kwargs, given)) if isinstance(each, torch.Tensor)]
+        if made or listed or len({each.device for each in tensors}) > 1:
+            self.seen.append(str(func))
+        return given
+
+
+def parts_of(index):
+    """The parts of an index into several dimensions."""
+    return index if isinstance(index, tuple) else ()
+
+
+def test_lists_of_places_and_copies_of_host_tensors_are_on_the_device_before_a_capture() -> None:
+    constants, states = Constants(), torch.empty(2, 6, 4, device="meta")
+
+    def work():
+        slopes = torch.tensor([0.5, 0.25]).to(states.device, torch.float16)
+        moved = torch.arange(3).to("meta"), torch.tensor([1.0]).to(device="meta"), torch.ones(2).to(states)
+        taken = states[..., [-2], :], states[[1]], states[:, torch.tensor([4, 0])], states.new_tensor([3, 4])
+        states[:, [0, 2]] = 1.0
+        return [each.shape for each in (slopes, *moved, *taken)], slopes.dtype
+
+    right = work()
+    with FromHost() as plain:
+        work()
+    assert plain.seen
+    with constants:
+        assert work() == right
+    with FromHost() as again, constants:
+        assert work() == right
+    assert not again.seen
+
+
+def test_what_is_kept_of_the_hosts_tensors_goes_by_what_is_in_them() -> None:
+    constants, values = Constants(), torch.arange(5.0)
+    with constants:
+        assert values[[-2, 0]].tolist() == [3.0, 0.0] and values[[1]].tolist() == [1.0]
+        assert values[[True, False, False, False, True]].tolist() == [0.0, 4.0]
+        for number in (1.0, 2.0, 1.0):
+            assert torch.tensor([number]).to(torch.float64).tolist() == [number]
+            torch.full((2,), number).to("meta")
+    assert sum(key[0] is torch.Tensor.to for key in constants._kept) == 2
+
+
+@pytest.mark.parametrize("family", ["llama", "falcon-alibi", "bloom", "mpt"])
+def test_a_decode_touches_no_tensor_of_the_host_once_it_has_run(family, monkeypatch):
+    """On a device without memory. What would copy from the host is seen without a GPU."""
+    monkeypatch.setattr("transformers.masking_utils.is_tracing", lambda *tensor: True)  # as in a capture
+    module, constants, column = tiny(family).to("meta"), Constants(), torch.zeros(1, dtype=torch.int64, device="meta")
+    driver = Made.of(tiny(family)).driver
+    prototype = driver.run(2, 2)
+    cache = DynamicCache()
+    cache.layers = [
+        FixedLayer(*(torch.empty(2, each.keys.shape[1], 128, each.keys.shape[3], device="meta") for _ in "kv"), column)
+        for each in growing(prototype)
+    ]
+    ids = torch.zeros(2, 1, dtype=torch.int64, device="meta")
+    given = {"input_ids": ids, "attention_mask": torch.ones(2, 128, dtype=torch.int64, device="meta")}
+    if "position_ids" in inspect.signature(module.forward).parameters:
+        given["position_ids"] = ids
+    seen = []
+    for _ in range(2):
+        with torch.inference_mode(), FromHost() as watched, constants:
+            module(**given, past_key_values=cache, use_cache=True, return_dict=True)
+        seen.append(watched.seen)
+    assert not seen[1]
+    assert seen[0] or family != "falcon-alibi", "it takes keys and values by lists of places"

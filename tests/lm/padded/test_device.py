@@ -1,5 +1,7 @@
 """The device of padded rows: what it probes and measures, and the engine that it allocates."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -50,6 +52,16 @@ def test_the_shape_says_what_planning_needs_to_know(llama):
     assert (device.kind, device.captures, device.host) == ("cpu", False, None)
 
 
+def test_a_second_device_takes_what_the_first_has_probed(llama, monkeypatch):
+    first = device_of(llama, cache_gb=0.01)
+    monkeypatch.setattr(padded_device, "probe", None)
+    shorter = replace(first.model, max_model_len=20)
+    second = PaddedDevice(shorter, first.config, probed=first.probed)
+    assert second.abilities == first.abilities
+    assert (second.driver.model, first.driver.model) == (shorter, first.model)
+    assert second.allocate(second.measure()).max_model_len == 20
+
+
 def test_the_executor_generates_what_the_model_does_alone(llama):
     device = device_of(llama, cache_gb=0.01)
     with pytest.raises(RuntimeError, match="call allocate first"):
@@ -76,7 +88,7 @@ def test_captured_decodes_get_a_part_of_the_memory_for_states(llama, monkeypatch
     sizes = device.measure()
     assert sizes.cache == plain.cache - 4 * 256 * BYTES  # 3 rows are padded to 4, 128 columns to 256
     shape = device.allocate(sizes)
-    assert shape.rows.memory == sizes.cache
+    assert (shape.rows.memory, shape.rows.settled, shape.rows.longest) == (sizes.cache, 4 * 256, LONGEST)
     (prompt,) = draw_prompts(9)
     moves = (RowMove(1, "embed", 2, length=9),)
     device.executor.submit(StepPlan(0, [segment(2, 0, prompt)], forwards=(Forward(1, apart=True),), row_moves=moves))
@@ -89,12 +101,44 @@ def test_captured_decodes_get_a_part_of_the_memory_for_states(llama, monkeypatch
     assert tuple(tokens) == generate_alone(llama, prompt, 5)
 
 
+def test_decodes_are_measured_with_a_mask_and_prompts_without_as_they_run(llama, monkeypatch):
+    device, seen = device_of(llama, cache_gb=0.01), []
+    forward = device.driver.forward
+
+    def watched(inputs, state):
+        seen.append((inputs.ids.shape[1] > 1, inputs.padded))
+        return forward(inputs, state)
+
+    monkeypatch.setattr(device.driver, "forward", watched)
+    device.allocate(device.measure())
+    assert (False, True) in seen and (True, True) not in seen
+    seen.clear()
+    (prompt,) = draw_prompts(9)
+    moves = (RowMove(1, "embed", 2, length=9),)
+    device.executor.submit(StepPlan(0, [segment(2, 0, prompt)], forwards=(Forward(1, apart=True),), row_moves=moves))
+    (token,) = device.executor.collect().tokens
+    device.executor.submit(StepPlan(1, [segment(2, 9, (token,))], forwards=(Forward(1),)))
+    device.executor.collect()
+    device.executor.close()
+    assert seen[-1] == (False, True)
+
+
+def test_recurrent_states_of_captured_decodes_are_taken_out_of_the_memory_for_states(mamba, monkeypatch):
+    device = device_of(mamba, cache_gb=0.01)
+    plain = device.measure()
+    monkeypatch.setattr(device, "_masks", "columns")
+    sizes = device.measure()
+    assert plain.cache - sizes.cache == 4 * device.row_bytes.fixed > 0  # 3 rows are padded to 4
+    assert device.allocate(sizes).rows.settles(3, 100)
+    device.executor.close()
+
+
 def test_too_little_memory_for_a_captured_decode_is_all_left_for_states(llama, monkeypatch):
-    device = device_of(llama, cache_gb=0.0002)
+    device = device_of(llama, cache_gb=0.00014)
     monkeypatch.setattr(device, "_masks", "columns")
     sizes = device.measure()
     device.allocate(sizes)
-    assert (sizes.cache, device.executor.graphs) == (200_000, None)
+    assert (sizes.cache, device.executor.graphs) == (140_000, None)
     device.executor.close()
 
 

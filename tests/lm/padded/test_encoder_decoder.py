@@ -62,7 +62,7 @@ def alone(module, prompt, max_tokens):
 
 
 def engine(directory, **options):
-    defaults = {"threads": 1, "max_sequences": 3, "cache_gb": 0.01}
+    defaults = {"threads": 1, "max_sequences": 3, "cache_gb": 0.01, "max_model_len": 128}
     return build(EngineConfig(model=str(directory), **defaults | options))
 
 

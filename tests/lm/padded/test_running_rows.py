@@ -73,6 +73,18 @@ def test_a_row_with_holes_cannot_be_taken_out():
     assert keys_of(batch.extract(1)) == [[3, 4, 5]]
 
 
+@pytest.mark.parametrize("prompt", [(60,), (60, 61, 62), (60, 61, 62, 63, 64, 65)])
+def test_a_prompt_computed_beside_others_leaves_no_junk_behind_their_tokens(prompt):
+    echo, batch = embedded(2, 3)
+    batch.set_last([0, 1], [12, 23])
+    shape(echo, batch, (5, prompt))
+    width = max(4, len(prompt))
+    rows = ([10, 11, 12], [20, 21, 22, 23], [*prompt])
+    assert keys_of(batch.state) == [[*[0] * (width - len(row)), *row] for row in rows]
+    assert batch.width == width
+    batch.check()
+
+
 @pytest.mark.parametrize("compact", [True, False])
 def test_the_width_stays_bounded_over_a_thousand_insertions(compact):
     draw, longest = random.Random(3), 0

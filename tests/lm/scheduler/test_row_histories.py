@@ -10,7 +10,7 @@ from collections import Counter, deque
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.core.cost import PaddedCost
@@ -47,7 +47,12 @@ class RowHistory:
         self.order = order or Priority(aging=choose.choice((0.5, 20.0, 1e6)))
         abilities = replace(ABLE, chunks=choose.random() < 0.7, left_padding=choose.random() < 0.7)
         self.shape = shape_of_rows(
-            memory, host=choose.choice((0, 0, alone, 4 * alone)), quantum=quantum, abilities=abilities, size=size
+            memory,
+            host=choose.choice((0, 0, alone, 4 * alone)),
+            quantum=quantum,
+            abilities=abilities,
+            size=size,
+            settled=random.Random(-seed).choice((0, 0, 16, 4 * MAX_MODEL_LEN, 1000)),
         )
         self.name = name
         self.scheduler = create_row_scheduler(
@@ -78,7 +83,8 @@ class RowHistory:
         if name == "latency-target":
             tile = self.random.choice((1, 4, 16))
             target = self.random.choice((0.5, 3.0, 8.0))
-            return LatencyTarget(PaddedCost.of(COST), target, tile=tile, ceiling=max(budget, tile))
+            whole = not self.shape.abilities.chunks
+            return LatencyTarget(PaddedCost.of(COST), target, tile=tile, ceiling=max(budget, tile), whole=whole)
         capacity = capacity_of(
             name,
             token_budget=budget,
@@ -177,6 +183,7 @@ def play(seed, name, order=None, losing=False):
         history.step()
     history.drain()
     history.seen["lost"] = history.device.losses
+    history.seen["settled"] = history.device.settled_decodes
     return history
 
 
@@ -220,6 +227,7 @@ def test_every_request_gets_the_tokens_it_gets_alone_under_every_order(name, see
     check(play(seed, name, order()))
 
 
+@settings(max_examples=settings.default.max_examples // 4)  # each is a whole history
 @given(
     seed=st.integers(0, 1 << 32),
     name=st.sampled_from(POLICIES),
@@ -235,5 +243,18 @@ def test_random_histories_exercise_every_move_and_ended_rows():
     for name in POLICIES:
         for seed in range(6):
             seen += play(seed, name, losing=seed > 3).seen
-    for what in ("embed", "drop", "store", "load", "forget", "preempted", "ended", "groups", "idle", "twice", "lost"):
+    for what in (
+        "embed",
+        "drop",
+        "store",
+        "load",
+        "forget",
+        "preempted",
+        "ended",
+        "groups",
+        "idle",
+        "twice",
+        "lost",
+        "settled",
+    ):
         assert seen[what] > 20, what

@@ -45,6 +45,19 @@ def test_stall_free_decodes_the_batch_and_computes_chunks_apart():
     ]
 
 
+def test_a_short_end_of_a_prompt_is_computed_beyond_the_budget_and_not_apart():
+    scheduler = start(StallFree(64), 34, 32)
+    assert steps(scheduler, 1) == [[("apart", [("0", 0, 34), ("1", 0, 32)], ())]]
+
+
+def test_a_longer_end_of_a_prompt_waits_for_the_next_step():
+    scheduler = start(StallFree(64), 34, 33)
+    assert steps(scheduler, 2) == [
+        [("apart", [("1", 0, 30)], ()), ("apart", [("0", 0, 34)], ())],
+        [("batch", [("0", 34, 35)], ()), ("apart", [("1", 30, 33)], ())],
+    ]
+
+
 def test_a_finished_prompt_is_embedded_before_the_next_decode():
     scheduler = start(StallFree(64), 3, 12)
     plan = scheduler.schedule(0.0)

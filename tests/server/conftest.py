@@ -14,7 +14,6 @@ from fake_engine import FakeClient
 from holdfast.server.app import create_app
 from holdfast.server.config import ServerConfig
 from holdfast.server.conversations.database import MEMORY
-from holdfast.server.conversations.store import AsyncStore
 from holdfast.server.run import open_store
 
 KIND = {"content-type": "application/json"}
@@ -28,18 +27,19 @@ def client() -> FakeClient:
 @pytest.fixture
 def http(client: FakeClient) -> Iterator[Callable[..., httpx.AsyncClient]]:
     """A client of the app, in process: `async with http(api_key=...) as api`."""
-    stores: list[AsyncStore] = []
+    servers: list[Any] = []
 
     def make(headers: dict[str, str] | None = None, **config: Any) -> httpx.AsyncClient:
         settings = ServerConfig(**{"store": MEMORY, **config})
         app = create_app(client, settings, open_store(settings))  # type: ignore[arg-type]
-        stores.append(app.state.responses.store)
+        servers.append(app.state)
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         return httpx.AsyncClient(transport=transport, base_url="http://localhost", headers={**KIND, **(headers or {})})
 
     yield make
-    for store in stores:
-        store.close()
+    for state in servers:
+        state.batches.files.close()
+        state.responses.store.close()
 
 
 @pytest.fixture

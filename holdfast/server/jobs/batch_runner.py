@@ -38,6 +38,8 @@ RETRY_SECONDS = (0.25, 10.0)
 BREATH = 0.001
 """Seconds that reading works, and then rests, while an input is checked: the event loop shares the interpreter."""
 ANSWERS_AT_ONCE = 256
+REST_SECONDS = 0.05
+"""Pause between two transactions that clean up."""
 SPACE = uuid.UUID("7f0c2a9c-6b0e-4c58-9d5e-0b6f3a1f4a52")
 """Names output files by their batch, so that one that is written anew takes the place of the unfinished one."""
 
@@ -167,6 +169,8 @@ class BatchRunner:
                 await self._answer_lines(running)
             if not running.batch.ended:
                 await self._finish(running)
+            while await self._store.run(lambda store: _table(store).forget_answers()):
+                await asyncio.sleep(REST_SECONDS)
         except Exception:
             log.exception("batch %s stopped; it is tried again when the server starts", running.batch.id)
         finally:

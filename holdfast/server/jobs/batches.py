@@ -13,7 +13,7 @@ from typing import Any
 from holdfast.server.conversations.protocol import event_bytes
 from holdfast.server.conversations.service import Responses
 from holdfast.server.conversations.store import Store
-from holdfast.server.jobs.batch_runner import BatchRunner, updated
+from holdfast.server.jobs.batch_runner import REST_SECONDS, BatchRunner, updated
 from holdfast.server.jobs.feed import Feed
 from holdfast.server.jobs.files import DAYS_30, Files, check_expiry
 from holdfast.server.jobs.lines import REQUESTS
@@ -31,8 +31,6 @@ KEPT_SECONDS = DAYS_30
 TICK_SECONDS = 2.0
 """Batches whose time is over, that were cancelled at another server, or whose server has ended are seen so soon."""
 CLEAN_SECONDS = 3600.0
-REST_SECONDS = 0.05
-"""Pause between two transactions that clean up."""
 
 log = logging.getLogger("holdfast.server")
 

@@ -170,7 +170,8 @@ class Files:
         """A new file in the directory, which only its owner can read. It is deleted unless it is given an id."""
         descriptor, name = tempfile.mkstemp(dir=self.directory, prefix=UNFINISHED)
         try:
-            with os.fdopen(descriptor, "wb") as file:
+            os.close(descriptor)
+            with Path(name).open("wb") as file:
                 yield file
         finally:
             Path(name).unlink(missing_ok=True)

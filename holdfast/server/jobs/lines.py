@@ -19,6 +19,8 @@ MAX_FAULTS = 100
 MAX_CUSTOM_ID = 512
 AHEAD = 32
 """Lines that are read at once."""
+MARGIN = 5
+"""Bytes of a line that do not count: a byte order mark, and the line's end."""
 REQUESTS: dict[str, type[SampledRequest]] = {
     each.route: each for each in (ChatRequest, CompletionRequest, ResponseRequest)
 }
@@ -49,9 +51,9 @@ class Line:
         return self.wanted.n * (len(self.wanted.prompts()) if isinstance(self.wanted, CompletionRequest) else 1)
 
 
-def split(file: IO[bytes], limit: int = sys.maxsize - 2, number: int = 0) -> Iterator[tuple[int, bytes]]:
+def split(file: IO[bytes], limit: int = sys.maxsize - MARGIN, number: int = 0) -> Iterator[tuple[int, bytes]]:
     """Number and text of each line behind line `number` that is not blank. Raises BadLine beyond `limit` bytes."""
-    while text := file.readline(limit + 2):
+    while text := file.readline(limit + MARGIN):
         number += 1
         if number == 1:
             text = text.removeprefix(b"\xef\xbb\xbf")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 from typing import Any
@@ -124,10 +125,8 @@ def test_lines_are_read_again_without_those_answered_also_after_a_failed_read(
     reader = LineReader(file, CHAT, {3, 5})
     found = []
     for _ in range(12):
-        try:
+        with contextlib.suppress(OSError):
             reader.read()
-        except OSError:
-            pass
         found += [each for each in reader.ahead if isinstance(each, Line)]
         reader.ahead.clear()
     assert [(each.number, each.custom_id) for each in found] == [(1, "0"), (7, "3"), (9, "4"), (11, "5")]

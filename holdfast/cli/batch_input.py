@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from json import JSONDecodeError
-from json.decoder import scanstring
+from json import JSONDecodeError, JSONDecoder
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -92,7 +91,7 @@ class _Scanner:
             raise self._error('a prompt must be in double quotes, like "this"')
         begin = self.at
         try:
-            prompt, self.at = scanstring(self.text, begin + 1, True)
+            prompt, self.at = JSONDecoder().raw_decode(self.text, begin)
         except JSONDecodeError as error:
             if error.msg.startswith("Unterminated"):
                 raise self._error("the quotes of this prompt are not closed") from None
@@ -100,7 +99,7 @@ class _Scanner:
             raise self._error(f"{error.msg[:1].lower()}{error.msg[1:].rstrip(' at')} in a prompt") from None
         if not prompt.strip():
             raise InputError(f"column {begin + 1}: the prompt is empty")
-        return prompt
+        return str(prompt)
 
     def _length(self, longest: int) -> int:
         self._ended()

@@ -31,14 +31,14 @@ class Feed:
                 listener.add(data)
 
     async def listen(self, tenant: str) -> AsyncGenerator[bytes, None]:
-        """Server-sent events: a comment at once, then what happens from there on. Raises ApiError 429."""
+        """Server-sent events: `batch.listening` at once, then all that happens from there on. Raises ApiError 429."""
         if len(self._listeners[tenant]) >= MOST_LISTENERS:
             reason = f"{MOST_LISTENERS} clients of this API key listen to its batches; close one of them"
             raise ApiError(reason, status=429, code="rate_limit_exceeded", retry_after=5)
         listener = _Listener(closed=self._closed)
         self._listeners[tenant].add(listener)
         try:
-            yield b": listening\n\n"
+            yield event_bytes({"type": "batch.listening"})
             while (data := await listener.next()) is not None:
                 yield data
         finally:

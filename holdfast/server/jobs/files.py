@@ -122,16 +122,11 @@ class Files:
             if not self._uploading[tenant]:
                 del self._uploading[tenant]
 
-    async def copy(self, tenant: str, purpose: str, source: Path) -> StoredFile:
-        """Keep a copy of a file of this machine, within no limit. Raises ApiError, OSError."""
-
-        def fill(file: IO[bytes]) -> None:
-            with source.open("rb") as original:
-                shutil.copyfileobj(original, file)
-
+    async def copy(self, tenant: str, purpose: str, name: str, source: IO[bytes]) -> StoredFile:
+        """Keep a copy of what is read from `source`, within no limit. Raises ApiError, OSError."""
         with self.new() as file:
-            await self.on_disk(lambda: fill(file))
-            return await self._keep(file, tenant, purpose, base_name(source.name), None)
+            await self.on_disk(lambda: shutil.copyfileobj(source, file))
+            return await self._keep(file, tenant, purpose, base_name(name), None)
 
     async def get(self, tenant: str, id: str) -> StoredFile:
         """A file. Raises ApiError 404."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import io
 import json
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
@@ -53,12 +54,9 @@ class Server:
         self.files = Files(self.store, settings, lambda: self.now)
         responses = Responses(self.service, self.store)
         self.batches = Batches(responses, self.files, lambda: self.now, tick=0.01)
-        self.directory = directory
 
     async def submit(self, given: list[Any], tenant: str = "", **wanted: Any) -> str:
-        source = self.directory / "in.jsonl"
-        source.write_bytes(jsonl(given))
-        file = await self.files.copy(tenant, "batch", source)
+        file = await self.files.copy(tenant, "batch", "in.jsonl", io.BytesIO(jsonl(given)))
         request = BatchRequest(**{"input_file_id": file.id, "endpoint": CHAT, "completion_window": "24h"} | wanted)
         return (await self.batches.create(request, tenant)).id
 
@@ -534,8 +532,8 @@ async def test_one_stream_serves_all_batches_of_a_key(listening: Listening, clie
             for task in following:
                 task.cancel()
             await asyncio.gather(*following, return_exceptions=True)
-    assert found["two"] == []
-    assert found["one"][0]["batch"]["id"] == early
+    assert found["two"] == [{"type": "batch.listening"}]
+    assert found["one"][1]["batch"]["id"] == early
     answers = [each for each in found["one"] if each["type"] == "batch.line"]
     assert Counter(each["batch_id"] for each in answers) == {early: 1, ids[0]: 3, ids[1]: 3}
     assert sorted(each["line"]["custom_id"] for each in answers if each["batch_id"] == ids[1]) == ["1/0", "1/1", "1/2"]
@@ -551,7 +549,7 @@ async def test_a_listener_far_behind_is_dropped_and_an_idle_one_hears_a_comment(
     monkeypatch.setattr(feed, "MOST_LISTENERS", 1)
     it = feed.Feed()
     stream = it.listen("a")
-    assert (await anext(stream)).startswith(b":")
+    assert await anext(stream) == b'event: batch.listening\ndata: {"type":"batch.listening"}\n\n'
     with pytest.raises(ApiError) as refused:
         await anext(it.listen("a"))
     assert refused.value.status == 429

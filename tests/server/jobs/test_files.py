@@ -270,14 +270,12 @@ async def test_expired_files_and_abandoned_uploads_are_deleted(tmp_path: Path) -
     config = ServerConfig(store="memory", files=str(tmp_path / "files"))
     store = AsyncStore(open_store(config))
     files = Files(store, config, lambda: now[0])
-    source = tmp_path / "in.jsonl"
-    source.write_bytes(b"kept")
 
     async def pieces() -> AsyncIterator[bytes]:
         yield form(part("purpose", b"batch"), FILE)
 
     made = await files.receive("", "multipart/form-data; boundary=B", None, pieces())
-    kept = await files.copy("", "batch", source)
+    kept = await files.copy("", "batch", "in.jsonl", io.BytesIO(b"kept"))
     old = files.directory / "upload-old"
     for path in (old, files.directory / "upload-new"):
         path.write_bytes(b"x")

@@ -32,9 +32,7 @@ def test_a_server_killed_in_mid_batch_answers_every_line_once(checkpoint: Path, 
     counts = []
     with serve(checkpoint, *options) as server, server.client() as client:
         file = client.files.create(file=("in.jsonl", jsonl(given)), purpose="batch")
-        id = client.batches.create(
-            input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
-        ).id
+        id = client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h").id
         while (count := completed(client, id)[1]) < LINES // 6:
             time.sleep(0.01)
         counts.append(count)

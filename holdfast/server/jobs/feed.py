@@ -77,7 +77,8 @@ class _Listener:
         if not self._unread and not self._closed:
             self._changed.clear()
             try:
-                await asyncio.wait_for(self._changed.wait(), HEARTBEAT_SECONDS)
+                async with asyncio.timeout(HEARTBEAT_SECONDS):
+                    await self._changed.wait()
             except TimeoutError:
                 return b": still here\n\n"
         if self._size > MOST_BEHIND or not self._unread:

@@ -24,7 +24,7 @@ from holdfast.server.jobs.lines import BadLine, Line, LineReader, check, custom_
 from holdfast.server.jobs.tables import BatchTable
 from holdfast.server.jobs.values import AnsweredLine, Batch, Ending, Status, StoredFile, Usage
 from holdfast.server.protocol import ApiError, ChatRequest, CompletionRequest
-from holdfast.server.replies import ChatShape, RequestUsage, Shape, TextShape, encode
+from holdfast.server.replies import ChatShape, RequestUsage, TextShape, encode
 from holdfast.server.service import Service, internal
 
 T = TypeVar("T")
@@ -123,6 +123,11 @@ class BatchRunner:
         metrics.batch_lines.labels("running").set_function(lambda: sum(len(each.in_flight) for each in self._batches()))
         answered = metrics.batch_lines_answered
         self._counted = {True: answered.labels("completed"), False: answered.labels("failed")}
+
+    @property
+    def model(self) -> str:
+        """The model that answers the lines."""
+        return self._service.client.info.model
 
     def begin(self, batch: Batch, ending: Ending | None = None) -> None:
         """Run a batch from its present state to its end, which is `ending` if that is decided. Does not wait."""
@@ -419,10 +424,9 @@ class BatchRunner:
             writing = self._responses.write(wanted, tenant, self._lane, name)
             return await writing.whole(), writing.answer.usage
         assert isinstance(wanted, ChatRequest | CompletionRequest)
-        model = self._service.client.info.model
-        shape: Shape = ChatShape(model, wanted) if isinstance(wanted, ChatRequest) else TextShape(model, wanted)
+        kind = ChatShape if isinstance(wanted, ChatRequest) else TextShape
         answer = self._service.answer(wanted, tenant, self._lane, name)
-        return await answer.whole(shape), answer.usage
+        return await answer.whole(kind(self.model, wanted)), answer.usage
 
     async def _store_answers(self) -> None:
         """Store answers as they come, a few at a time."""

@@ -111,7 +111,7 @@ class Batches:
             tenant=tenant,
             endpoint=endpoint,
             input_file=input_file,
-            model=self._service.client.info.model,
+            model=self.runner.model,
             created=now,
             expires=None if seconds is None else now + seconds,
             output_seconds=output_seconds,
@@ -207,7 +207,7 @@ class Batches:
         gone = [owner for owner in owners - {self.owner.id} if self.owner.gone(owner)]
         if not gone:
             return
-        model, now = self._service.client.info.model, self._now()
+        model, now = self.runner.model, self._now()
         found: dict[str, tuple[Batch, Ending | None]] = {}
         for batch, cancelled in await self._store.read(lambda store: BatchTable(store.database).orphans(gone)):
             late = batch.expires is not None and batch.expires <= now

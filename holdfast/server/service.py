@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, aclosing, contextmanager
 from typing import Any, TypeVar
 
-from holdfast.core.types import MAX_DEADLINE, SamplingParams
+from holdfast.core.types import BATCH_CLASS, MAX_DEADLINE, SamplingParams
 from holdfast.engine.client import Delta, EngineClient
 from holdfast.engine.connection import EngineConnection, EngineDead, QueueFull
 from holdfast.lm.limits import CONTEXT_LENGTH_EXCEEDED, RequestRefused
@@ -26,8 +26,6 @@ T = TypeVar("T")
 
 LARGE = 1 << 18
 """Characters or bytes from which work on a text is large. Tokenizing 8 MB can take 10 s and 1.5 GB."""
-BATCH_CLASS = 100
-"""Priority class of a batch's lines. Waiting lifts a request by one class an hour, so none reaches a chat in a day."""
 SMALL_WORKERS = 2
 """Threads for small texts. Large ones share one other thread, which bounds their memory and holds up no small one.
 

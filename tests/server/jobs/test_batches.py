@@ -20,7 +20,7 @@ from batch_lines import CHAT, jsonl, line
 from fake_engine import FakeClient, engine_info
 
 from holdfast.core.config import EngineConfig
-from holdfast.core.types import FinishReason
+from holdfast.core.types import BATCH_CLASS, FinishReason
 from holdfast.engine.client import Delta, Usage
 from holdfast.engine.connection import QueueFull
 from holdfast.server.config import ServerConfig
@@ -35,7 +35,7 @@ from holdfast.server.jobs.tables import BatchTable
 from holdfast.server.jobs.values import Batch
 from holdfast.server.protocol import ApiError
 from holdfast.server.run import open_store
-from holdfast.server.service import BATCH_CLASS, Service
+from holdfast.server.service import Service
 
 Listening = Callable[..., Any]
 WINDOW = {"completion_window": "24h"}

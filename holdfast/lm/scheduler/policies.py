@@ -69,10 +69,11 @@ def compute_token_budget(
 class LatencyTarget(Policy):
     """Sarathi-Serve, Algorithm 3, with a budget in seconds, computed for each step.
 
-    All running decodes come first, those of batches as far as they fit the target beside a stream. Then comes as much prefill work as the cost model predicts to end within `target`,
-    given the contexts of these decodes and the place of each chunk in its prompt. A step cut by this bound is a
-    multiple of the tile size (Sarathi-Serve §4.3). A step may always fill the tile it has begun, so prefills go on
-    however tight the target is. While no request streams, a step delays nobody and is bounded by the ceiling alone.
+    All running decodes come first, those of batches as far as they fit the target beside a stream. Then comes as much
+    prefill work as the cost model predicts to end within `target`, given the contexts of these decodes and the place of
+    each chunk in its prompt. A step cut by this bound is a multiple of the tile size (Sarathi-Serve §4.3). A step may
+    always fill the tile it has begun, so prefills go on however tight the target is. While no request streams, a step
+    delays nobody and is bounded by the ceiling alone.
 
     The prediction is corrected by the measured times of steps with prefill work, so that nearly all steps meet the
     target and not just the average one (`Correction`).

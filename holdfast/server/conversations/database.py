@@ -131,16 +131,16 @@ def _by_tenant(db: Connection) -> None:
     by_tenant.create(db, checkfirst=True)  # a new table comes with it
 
 
-Step = Callable[[Connection], None]
+MigrationStep = Callable[[Connection], None]
 """A migration step, run within a transaction."""
-STEPS: tuple[Step, ...] = (_turns, _conversations, _by_tenant)
+STEPS: tuple[MigrationStep, ...] = (_turns, _conversations, _by_tenant)
 """Step i takes a database from version i to i + 1. When a table changes later, its old step keeps the old form.
 
 The steps of files and batches come behind these (`server.jobs.tables`); a later step of either goes to their end.
 """
 
 
-def migrate(db: Connection, more: Sequence[Step] = ()) -> None:
+def migrate(db: Connection, more: Sequence[MigrationStep] = ()) -> None:
     """Apply the missing steps, and `more` steps behind them, within the caller's transaction: all or none.
 
     Raises ValueError for a database that a newer Holdfast wrote.

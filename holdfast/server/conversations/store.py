@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from holdfast.server.conversations.conversation_store import ConversationStore
-from holdfast.server.conversations.database import FAILURES, Database, Step, migrate
+from holdfast.server.conversations.database import FAILURES, Database, MigrationStep, migrate
 from holdfast.server.conversations.space import Space
 from holdfast.server.conversations.turn_store import TurnStore
 from holdfast.server.conversations.values import Bounds, Conflict, NotFound, StoreError, ThreadTooLarge
@@ -42,7 +42,7 @@ class Store:
         where: str,
         bounds: Bounds,
         now: Callable[[], float] = time.time,
-        more: Sequence[Step] = (),
+        more: Sequence[MigrationStep] = (),
     ) -> Store:
         """Open or create the store at `where`: a file for SQLite, a database's URL, or `memory`.
 

@@ -29,7 +29,7 @@ from sqlalchemy import (
     update,
 )
 
-from holdfast.server.conversations.database import NAME, Database, Step, tables
+from holdfast.server.conversations.database import NAME, Database, MigrationStep, tables
 from holdfast.server.conversations.values import Conflict, NotFound
 from holdfast.server.jobs.values import AnsweredLine, Batch, StoredFile
 from holdfast.server.replies import encode
@@ -80,7 +80,7 @@ def _files_and_batches(db: Connection) -> None:
         table.create(db)
 
 
-STEPS: tuple[Step, ...] = (_files_and_batches,)
+STEPS: tuple[MigrationStep, ...] = (_files_and_batches,)
 """The store's migration steps behind those of `conversations.database`. A later step of either goes to this end."""
 
 _read_batch = msgspec.json.Decoder(Batch).decode

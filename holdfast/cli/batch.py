@@ -72,10 +72,10 @@ class Place:
     def of(cls, file: str, config: BatchConfig) -> Place:
         """Raises UsageError if FILE cannot be read, or its answers cannot be written."""
         source = Path(file)
-        out = Path(config.out) if config.out is not None else source.with_name(f"{source.stem}.output.jsonl")
         try:
             with source.open("rb") as opened:
                 digest = hashlib.file_digest(opened, "sha256").hexdigest()
+            out = Path(config.out) if config.out is not None else source.with_name(f"{source.stem}.output.jsonl")
             require_writable(str(out))
             if out.exists() and out.samefile(source):
                 raise UsageError(f"{out} is the file to read; choose another --out")

@@ -298,3 +298,24 @@ def test_a_directory_that_cannot_be_used_is_told(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="cannot be used"):
         Files(store, config)
     store.close()
+
+
+@pytest.mark.parametrize(("pause", "status"), [(0.05, b"200"), (0.6, b"408")])
+async def test_a_long_upload_has_time_by_its_length_and_a_stalled_one_ends(
+    listening: Callable[..., Any], pause: float, status: bytes
+) -> None:
+    """128 KiB have half a second more than other bodies."""
+    body = form(part("purpose", b"batch"), part("file", b"x" * (128 << 10), b'; filename="f"'))
+    head = b"POST /v1/files HTTP/1.1\r\nhost: localhost\r\ncontent-type: multipart/form-data; boundary=B\r\n"
+    async with listening(body_seconds=0.1) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(head + b"content-length: %d\r\n\r\n" % len(body))
+        for at in range(0, len(body), 20_000):
+            writer.write(body[at : at + 20_000])
+            await writer.drain()
+            await asyncio.sleep(pause if at else 0)
+            if pause > 0.5 and at:
+                break
+        assert (await asyncio.wait_for(reader.readline(), 10)).split()[1] == status
+        writer.close()

@@ -29,21 +29,13 @@ def test_a_server_killed_in_mid_batch_answers_every_line_once(checkpoint: Path, 
     options = ["--store", str(tmp_path / "store.sqlite"), "--files", str(tmp_path / "files"), "--max-sequences", "4"]
     body: dict[str, Any] = {"model": "bytes", "temperature": 0, "max_tokens": 48}
     given = [line(f"r{n}", f"Say {n}.", **body) for n in range(LINES)]
-    counts = []
     with serve(checkpoint, *options) as server, server.client() as client:
         file = client.files.create(file=("in.jsonl", jsonl(given)), purpose="batch")
         id = client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h").id
         while (count := completed(client, id)[1]) < LINES // 6:
             time.sleep(0.01)
-        counts.append(count)
         server.process.kill()
         server.process.wait()
-    with serve(checkpoint, *options) as server, server.client() as client:
-        counts.append(completed(client, id)[1])
-        while completed(client, id)[1] < LINES // 2:
-            time.sleep(0.01)
-        server.process.terminate()  # does not wait for the batch
-        assert server.process.wait(timeout=20) == 0
     with serve(checkpoint, *options) as server, server.client() as client:
         while completed(client, id)[0] != "completed":
             time.sleep(0.01)
@@ -54,4 +46,4 @@ def test_a_server_killed_in_mid_batch_answers_every_line_once(checkpoint: Path, 
         assert [each["custom_id"] for each in answers] == [f"r{n}" for n in range(LINES)]
         direct = client.chat.completions.create(**given[7]["body"])
         assert answers[7]["response"]["body"]["choices"][0]["message"]["content"] == direct.choices[0].message.content
-    assert LINES > counts[1] >= counts[0] > 0
+    assert count < LINES

@@ -48,7 +48,8 @@ class Server:
     def __init__(self, directory: Path, client: FakeClient, **config: Any) -> None:
         self.client = client
         self.now = 1000.0
-        settings = ServerConfig(store=str(directory / "store.sqlite"), files=str(directory / "files"), **config)
+        places = {"store": str(directory / "store.sqlite"), "files": str(directory / "files")}
+        settings = ServerConfig(**places | config)
         self.store = AsyncStore(open_store(settings))
         self.service = Service(client, settings)  # type: ignore[arg-type]
         self.files = Files(self.store, settings, lambda: self.now)
@@ -267,7 +268,11 @@ async def test_a_batch_whose_time_is_over_expires_and_tells_which_lines_were_not
         ]
 
 
-async def test_a_restart_goes_on_with_the_lines_that_have_no_answer(tmp_path: Path) -> None:
+@pytest.mark.parametrize("database", ["sqlite", "postgresql"])
+async def test_a_restart_goes_on_with_the_lines_that_have_no_answer(
+    tmp_path: Path, database: str, request: pytest.FixtureRequest
+) -> None:
+    config = {} if database == "sqlite" else {"store": request.getfixturevalue("postgresql_schema")}
     first = FakeClient()
     stream = first.stream
 
@@ -277,16 +282,22 @@ async def test_a_restart_goes_on_with_the_lines_that_have_no_answer(tmp_path: Pa
             yield delta
 
     first.stream = five  # type: ignore[method-assign]
-    async with server(tmp_path, first) as here:
+    async with server(tmp_path, first, **config) as here:
         id = await here.submit([line(f"r{n}", f"say {n}") for n in range(20)])
         while (await here.batches.retrieve("", id)).completed < 5:
             await asyncio.sleep(0.01)
-    async with server(tmp_path) as here:
+    async with server(tmp_path, **config) as here:
         batch = await here.ended(id)
         assert (batch.status, batch.completed) == ("completed", 20)
         answers = here.read(batch.output_file)
         assert [each["custom_id"] for each in answers] == [f"r{n}" for n in range(20)]
         assert len(here.client.asked) == 15
+        while await here.store.read(lambda store: BatchTable(store.database).answered(id)):
+            await asyncio.sleep(0.01)
+        await here.batches._clean()
+        with pytest.raises(ApiError):
+            await here.files.delete("", "file-nul\0")
+        await here.files.delete("", batch.input_file)
 
 
 async def test_a_server_goes_on_with_no_batch_of_a_server_that_runs_or_of_another_model(tmp_path: Path) -> None:

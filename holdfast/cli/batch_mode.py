@@ -23,7 +23,6 @@ SOURCE = {"source": "holdfast chat"}
 """Metadata of the batches that are made here."""
 AGAIN_SECONDS = 1.0
 """Pause before the stream of events is opened again."""
-FOUND_SECONDS = 5.0
 
 Event = dict[str, Any]
 

@@ -22,7 +22,7 @@ from holdfast.server.jobs.feed import Feed
 from holdfast.server.jobs.files import Files
 from holdfast.server.jobs.lines import BadLine, Line, LineReader, check, custom_id_of, split
 from holdfast.server.jobs.tables import BatchTable
-from holdfast.server.jobs.values import AnsweredLine, Batch, Ending, Status, StoredFile, Usage
+from holdfast.server.jobs.values import AnsweredLine, Batch, Ending, LineFault, Status, StoredFile, Usage
 from holdfast.server.protocol import ApiError, ChatRequest, CompletionRequest
 from holdfast.server.replies import ChatShape, RequestUsage, TextShape, encode
 from holdfast.server.service import Service, internal
@@ -133,6 +133,8 @@ class BatchRunner:
         """Run a batch from its present state to its end, which is `ending` if that is decided. Does not wait."""
         if not self._loops:
             self._loops = [asyncio.create_task(each()) for each in (self._dispatch, self._store_answers)]
+            for task in self._loops:
+                task.add_done_callback(log_failure)
         running = RunningBatch(batch)
         running.ending = running.ending or ending
         self.running[batch.id] = running
@@ -176,6 +178,10 @@ class BatchRunner:
                 await self._finish(running)
             while await self._store.run(lambda store: _table(store).forget_answers()):
                 await asyncio.sleep(REST_SECONDS)
+        except FileNotFoundError:
+            log.error("the input of batch %s is gone", running.batch.id)
+            gone = LineFault(code="input_file_missing", message="the bytes of the input file are gone")
+            await self._change(running, "failed", faults=[gone])
         except Exception:
             log.exception("batch %s stopped; it is tried again when the server starts", running.batch.id)
         finally:
@@ -312,7 +318,7 @@ class BatchRunner:
         self._feed.publish(running.batch.tenant, updated(running.batch))
 
     async def _persist(self, work: Callable[[], Awaitable[T]]) -> T:
-        """The result of work on the store or the disk, tried until they can do it."""
+        """The result of work on the store or the disk, tried until they can do it. Raises FileNotFoundError at once."""
         wait, longest = RETRY_SECONDS
         while True:
             try:
@@ -320,6 +326,8 @@ class BatchRunner:
             except ApiError as error:
                 if error.status != 503:
                     raise
+            except FileNotFoundError:
+                raise
             except OSError as error:
                 log.error("a batch waits for the directory of files: %s", error.strerror or error)
             await asyncio.sleep(wait)
@@ -379,8 +387,7 @@ class BatchRunner:
         self._choices -= line.choices
         self._wake.set()
         running.changed.set()
-        if not task.cancelled() and task.exception() is not None:
-            log.error("a line of batch %s failed", running.batch.id, exc_info=task.exception())
+        log_failure(task)
 
     def _take_fault(self, running: RunningBatch, line: BadLine) -> None:
         """Answer a line that this server does not read any more: it was checked by one with other limits."""
@@ -461,6 +468,12 @@ class BatchRunner:
         self._feed.publish(batch.tenant, updated(batch))
         self._wake.set()
         running.changed.set()
+
+
+def log_failure(task: asyncio.Task[None]) -> None:
+    """Tell of a task that ended by an error that nobody foresaw."""
+    if not task.cancelled() and task.exception() is not None:
+        log.error("running batches failed", exc_info=task.exception())
 
 
 def output_line(

@@ -92,7 +92,7 @@ class Files:
             reason = f"{MOST_UPLOADS} files are being received; try again in a moment"
             raise ApiError(reason, status=503, code="overloaded", retry_after=1)
         form = FormReader(content_type)
-        all_bytes, own_bytes = await self.store.read(lambda store: FileTable(store.database).held(tenant))
+        held_bytes = await self._held(tenant)
         self._uploads += 1
         size, held = 0, bytearray()
         try:
@@ -103,7 +103,7 @@ class Files:
                     self._uploading[tenant] += len(found)
                     if size > self.largest:
                         raise self._too_large()
-                    self._check_space(tenant, all_bytes, own_bytes)
+                    self._check_space(tenant, *held_bytes)
                     if len(held) >= PIECE:
                         await self.on_disk(partial(file.write, bytes(held)))
                         held.clear()
@@ -113,6 +113,7 @@ class Files:
                 purpose = read_purpose(form.fields)
                 seconds = read_expiry(form.fields) or (DAYS_30 if purpose == "batch" else None)
                 await self.on_disk(partial(file.write, bytes(held)))
+                self._check_space(tenant, *await self._held(tenant))  # others may have come in meanwhile
                 return await self._keep(file, tenant, purpose, form.filename or "file", seconds)
         except OSError as error:
             raise unavailable(error) from None
@@ -205,6 +206,10 @@ class Files:
             self.path(id).unlink(missing_ok=True)
             raise
         return stored
+
+    async def _held(self, tenant: str) -> tuple[int, int]:
+        """Bytes of all files, and of one tenant's. Raises ApiError."""
+        return await self.store.read(lambda store: FileTable(store.database).held(tenant))
 
     def _check_space(self, tenant: str, all_bytes: int, own_bytes: int) -> None:
         """Raises ApiError if the files, with those being received, take more than their limits."""

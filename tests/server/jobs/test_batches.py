@@ -423,6 +423,30 @@ async def test_a_server_killed_while_it_writes_the_output_writes_it_anew(
             await asyncio.sleep(0.01)
 
 
+@pytest.mark.parametrize("when", ["validating", "in_progress"])
+async def test_a_batch_whose_input_is_gone_fails(tmp_path: Path, when: str) -> None:
+    client = FakeClient(hold=asyncio.Event())
+    async with server(tmp_path, client) as here:
+        if when == "validating":
+            copy = here.files.copy
+
+            async def without_bytes(*arguments: Any) -> Any:
+                file = await copy(*arguments)
+                here.files.path(file.id).unlink()
+                return file
+
+            here.files.copy = without_bytes  # type: ignore[method-assign]
+            id = await here.submit([line("a")])
+        else:
+            id = await here.submit([line("a")])
+            while not client.asked:
+                await asyncio.sleep(0.01)
+            here.files.path((await here.batches.retrieve("", id)).input_file).unlink()
+            here.now += 86400
+        batch = await here.ended(id)
+        assert batch.status == "failed" and batch.faults[0].code == "input_file_missing"
+
+
 async def test_lines_are_bounded_and_chats_find_their_places_free(tmp_path: Path) -> None:
     """More lines than the server has places for; still the chat is admitted, and is not behind them in the queue."""
     client = FakeClient(hold=asyncio.Event(), info=engine_info(max_sequences=2, max_waiting=4))

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from holdfast.core.config import EngineConfig
 from holdfast.core.types import FinishReason, SamplingParams
 from holdfast.engine.client import Delta, Timings, Usage
 from holdfast.engine.connection import EngineDead
@@ -86,6 +87,7 @@ class Asked:
     priority: int
     tenant: str
     deadline: float | None
+    request_id: str | None = None
     ended: str = "running"
 
 
@@ -94,6 +96,7 @@ class FakeClient:
     """Answers every request with `words`, one per token. `hold` pauses each stream after its first word until set."""
 
     info: EngineInfo = field(default_factory=engine_info)
+    config: EngineConfig = field(default_factory=EngineConfig)
     text: FakeText = field(default_factory=FakeText)
     words: Sequence[str] = WORDS
     ends: bool = False
@@ -119,7 +122,7 @@ class FakeClient:
     ) -> AsyncGenerator[Delta, None]:
         if self.refuse is not None:
             raise self.refuse
-        asked = Asked(list(prompt), params, priority, tenant, deadline)
+        asked = Asked(list(prompt), params, priority, tenant, deadline, request_id)
         self.asked.append(asked)
         words = self.words[: params.max_tokens]
         try:

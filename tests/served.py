@@ -39,7 +39,8 @@ CONFIG = {
 
 
 def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "default"}
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "PYTHONPATH": path, "PYTHONWARNINGS": "default"}
 
 
 def eventually(condition: Callable[[], bool]) -> None:

@@ -9,7 +9,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,17 +18,22 @@ import httpx
 import msgspec
 from prompt_toolkit import PromptSession
 from prompt_toolkit.formatted_text import FormattedText
+from prompt_toolkit.patch_stdout import patch_stdout
 from rich.console import Console
 from rich.text import Text
 
+from holdfast.cli.batch_input import InputError
+from holdfast.cli.batch_mode import Batching, BatchPlace, LocalPlace, RemotePlace
 from holdfast.cli.flags import check_url, require_at_least_1
-from holdfast.cli.talkers import ChatError, Head, LocalTalker, Settings, Talker, connect
+from holdfast.cli.talkers import ChatError, Head, LocalTalker, Settings, StatefulTalker, Talker, connect
 from holdfast.core.config import EngineConfig, option
 from holdfast.engine.client import EngineClient, Usage
 from holdfast.server.config import ServerConfig
 from holdfast.server.conversations.database import data_directory
 from holdfast.server.conversations.service import Responses
 from holdfast.server.conversations.store import AsyncStore
+from holdfast.server.jobs.batches import Batches
+from holdfast.server.jobs.files import Files
 from holdfast.server.run import open_store
 from holdfast.server.service import Service
 
@@ -42,6 +47,10 @@ HELP = """\
 /conversations  list the saved conversations
 /system TEXT    tell the model how to behave (without TEXT: show it); begins a new conversation
 /stats          token counts of this conversation
+/batch          batching mode: a line is a batch, as ["Prompt 1", "Prompt 2"] [32, 64]; finished ones are shown
+/batch [...]    submit a batch; answers of at most 128 tokens, or of the lengths in the second list
+/batches        list the batches in progress
+/chat           back to the conversation; batches go on, and wait for batching mode when they have ended
 /exit           end (Ctrl-D does as well)
 Ctrl-C during an answer stops it and takes the turn back."""
 
@@ -78,51 +87,69 @@ async def run(config: ChatConfig, engine: EngineConfig, model: str | None) -> in
     piped = not sys.stdin.isatty()
     console = Console(highlight=False)
     notes = Console(highlight=False, stderr=True) if piped else console
-    async with open_talker(config, engine, model, notes) as talker:
+    async with open_talker(config, engine, model, notes) as (talker, place):
         notes.print(Text.assemble("talking to ", (talker.name, "bold"), ("  /help lists the commands", "dim")))
         bookmarks = Bookmarks(data_directory() / "chats.json", config.url or "here")
         conversation = Conversation(talker, config.system, console, notes, bookmarks)
+        if place is not None:
+            settings = Settings(temperature=config.temperature, max_tokens=config.max_tokens)
+            conversation.batching = Batching(place, settings, lambda text: console.print(Text(CONTROL.sub("", text))))
         if config.load is not None:
             await conversation.load(config.load)
         failed = False
-        async for line in lines(piped):
-            if not line.strip():
-                continue
-            if line.startswith("/"):
-                if not await conversation.command(line.strip()):
-                    break
-            elif not await conversation.turn(line.strip()):
-                failed = True
+        try:
+            async for line in lines(piped, conversation.mark):
+                if not line.strip():
+                    continue
+                if line.startswith("/"):
+                    if not await conversation.command(line.rstrip()):
+                        break
+                elif conversation.batches_shown:
+                    failed |= not await conversation.submit(line)
+                elif not await conversation.turn(line.strip()):
+                    failed = True
+            await conversation.end(wait=piped)
+        finally:
+            if conversation.batching is not None:
+                await conversation.batching.close()
         return int(piped and failed)
 
 
 @asynccontextmanager
 async def open_talker(
     config: ChatConfig, engine: EngineConfig, model: str | None, notes: Console
-) -> AsyncIterator[Talker]:
-    """The talker that answers, open for the whole conversation."""
+) -> AsyncIterator[tuple[Talker, BatchPlace | None]]:
+    """The talker that answers, open for the whole conversation, and where batches run, if they do."""
     settings = Settings(temperature=config.temperature, max_tokens=config.max_tokens)
     if config.url is not None:
         base = config.url.rstrip("/").removesuffix("/v1") + "/v1"
         headers = {"authorization": f"Bearer {config.api_key}"} if config.api_key else {}
         async with httpx.AsyncClient(base_url=base, headers=headers, timeout=httpx.Timeout(10, read=None)) as http:
-            yield await connect(http, model, settings)
+            talker = await connect(http, model, settings)
+            context = talker.context if isinstance(talker, StatefulTalker) else None
+            yield talker, None if context is None else RemotePlace(http, context - 1)
         return
-    server = ServerConfig(store=str(data_directory() / "chat.sqlite"))
+    server = ServerConfig(store=str(data_directory() / "chat.sqlite"), files=str(data_directory() / "chat-files"))
     store = AsyncStore(open_store(server))
     try:
         with notes.status("starting") if notes.is_terminal else nullcontext() as status:
             client = await EngineClient.start(engine, on_progress=status.update if status else None)
         try:
-            yield LocalTalker(Responses(Service(client, server), store), settings)
+            responses = Responses(Service(client, server), store)
+            batches = Batches(responses, Files(store, server))
+            try:
+                await batches.start()
+                yield LocalTalker(responses, settings), LocalPlace(batches, client.info.max_model_len - 1)
+            finally:
+                await batches.close()
         finally:
             await client.close()
     finally:
         store.close()
 
 
-async def lines(piped: bool) -> AsyncIterator[str]:
-    """The user's lines, until the end of input."""
+async def lines(piped: bool, mark: Callable[[], str]) -> AsyncIterator[str]:
+    """The user's lines, until the end of input. `mark` is shown where the next one is typed."""
     if piped:
         while line := await asyncio.to_thread(sys.stdin.readline):
             yield line
@@ -130,9 +157,11 @@ async def lines(piped: bool) -> AsyncIterator[str]:
     session: PromptSession[str] = PromptSession(reserve_space_for_menu=0)
     while True:
         try:
-            yield await session.prompt_async(FormattedText([("bold", "> ")]))
+            with patch_stdout(raw=True):  # a batch that ends is printed above the line that is typed
+                line = await session.prompt_async(FormattedText([("bold", mark())]))
         except EOFError:
             return
+        yield line
 
 
 @dataclass
@@ -150,14 +179,28 @@ class Conversation:
     """The name under which each turn is saved, besides `last`."""
     used: list[Usage] = field(default_factory=list)
     """Token counts of the turns since it was begun or loaded."""
+    batching: Batching | None = None
+    """Batches beside the conversation, if they can run."""
+
+    @property
+    def batches_shown(self) -> bool:
+        """Whether it is in batching mode."""
+        return self.batching is not None and self.batching.shown
+
+    def mark(self) -> str:
+        """What stands before the line that is typed."""
+        return "batch> " if self.batches_shown else "> "
 
     async def command(self, line: str) -> bool:
         """Run a line that begins with a slash. Returns False if it ends the conversation."""
-        name, _, rest = line.partition(" ")
+        name = re.split(r"[\s\[]", line, maxsplit=1)[0]
         if name in ("/exit", "/quit"):
             return False
+        if name == "/batch":
+            await self.batch(line, len(name))
+            return True
         try:
-            await self._obey(name, rest.strip())
+            await self._obey(name, line[len(name) :].strip())
         except ChatError as error:
             self.notes.print(Text(str(error), style="red"))
         return True
@@ -202,8 +245,52 @@ class Conversation:
                     f"turns: {len(self.used)}; {prompt} prompt tokens of which {cached} came from the cache, "
                     f"{generated} generated"
                 )
+            case "/chat":
+                if self.batching is not None:
+                    self.batching.hide()
+                self.note(self._unfinished() or "chatting")
+            case "/batches":
+                self.note(self._unfinished() or "no batch is in progress")
             case _:
                 self.note(f"there is no {name}; /help lists what there is")
+
+    async def batch(self, line: str, begin: int) -> bool:
+        """Go to batching mode, and submit what the line holds from `begin` on. Returns whether it did that."""
+        if self.batching is None:
+            self.notes.print(Text("this server takes no batches; a Holdfast server does", style="red"))
+            return False
+        submitted = not line[begin:].strip() or await self.submit(line, begin)
+        if not self.batching.shown:
+            if not line[begin:].strip():
+                self.note('a line is now a batch, as ["Prompt 1", "Prompt 2"] [32, 64]; /chat goes back')
+            self.batching.show()
+        return submitted
+
+    async def submit(self, line: str, begin: int = 0) -> bool:
+        """Submit the batch that a line holds from `begin` on. Returns whether it is one."""
+        assert self.batching is not None
+        try:
+            id = await self.batching.submit(line.rstrip(), begin, self.talker.name, self.system)
+        except (ChatError, InputError) as error:
+            self.notes.print(Text(str(error), style="red"))
+            return False
+        self.note(f"submitted as {id}")
+        return True
+
+    async def end(self, *, wait: bool) -> None:
+        """Say what goes on after the end. With `wait`, in batching mode, wait for it and show it instead."""
+        if wait and self.batching is not None and self.batching.shown:
+            await self.batching.finished()
+        elif unfinished := self._unfinished():
+            self.note(f"{unfinished}\nthese go on at the server, or at your next `holdfast chat` of this model")
+
+    def _unfinished(self) -> str:
+        """The batches in progress, a line each."""
+        found = self.batching.unfinished if self.batching is not None else {}
+        return "\n".join(
+            f"{id}  ·  {each.status}  ·  {len(each.answers)} of {len(each.prompts)} answered"
+            for id, each in found.items()
+        )
 
     async def load(self, name: str) -> None:
         """Continue a saved conversation. Raises ChatError if it no longer exists."""

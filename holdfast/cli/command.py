@@ -26,6 +26,7 @@ examples:
   holdfast serve --app dates                  serve an application of cells
   holdfast chat                               talk to the built-in model, right here
   holdfast chat --url http://127.0.0.1:8000   talk to a server that runs
+  holdfast batch requests.jsonl               answer a file of requests
   holdfast profile                            measure the device, for serve --tbt-target
   holdfast bench --url http://127.0.0.1:8000  measure a server under load
   holdfast plan mistral-7b --device h200      how to serve it, and what it sustains
@@ -100,6 +101,8 @@ class Command:
     """Fields of EngineConfig that are no options of the command, or that it takes in another way."""
     model: str = MODEL_HELP
     """Help text of MODEL."""
+    operand: str = "MODEL"
+    """What the command is given besides its options. Where it is not a model, `model` is its help all the same."""
 
     @property
     def flags(self) -> list[str]:
@@ -127,7 +130,9 @@ def make_parser(command: str | None) -> argparse.ArgumentParser:
     parsers = parser.add_subparsers(metavar="COMMAND", dest="command")
     for name, (help, load) in COMMANDS.items():
         # The usage line does not list the options: the help below it does.
-        added = parsers.add_parser(name, usage=f"holdfast {name} [MODEL] [OPTION ...]", help=help, allow_abbrev=False)
+        operand = OPERANDS.get(name, "[MODEL]")
+        usage = f"holdfast {name} {operand} [OPTION ...]"
+        added = parsers.add_parser(name, usage=usage, help=help, allow_abbrev=False)
         if name == command:
             add_options(added, load())
     return parser
@@ -136,7 +141,8 @@ def make_parser(command: str | None) -> argparse.ArgumentParser:
 def add_options(parser: argparse.ArgumentParser, command: Command) -> None:
     """Add MODEL, --config, and a flag for every field of the command's configs."""
     parser.description = command.description
-    parser.add_argument("model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help=command.model)
+    name = command.operand
+    parser.add_argument(name.lower(), nargs="?", default=argparse.SUPPRESS, metavar=name, help=command.model)
     parser.add_argument(
         "--config",
         metavar="FILE",
@@ -149,7 +155,7 @@ def add_options(parser: argparse.ArgumentParser, command: Command) -> None:
 def unknown_flag(given: str, command: str) -> str:
     """The message for an unknown flag, or for a second MODEL."""
     if not given.startswith("-"):
-        return f"{command} takes one MODEL, and there is {given} besides"
+        return f"{command} takes one {load_command(command).operand}, and there is {given} besides"
     asked = given.partition("=")[0]
     of_another = any(asked in load().flags for _, load in COMMANDS.values())
     near = [] if of_another else difflib.get_close_matches(asked, load_command(command).flags, n=1)
@@ -248,6 +254,29 @@ def chat_command() -> Command:
     )
 
 
+def batch_command() -> Command:
+    """`holdfast batch`."""
+    from holdfast.cli import batch
+
+    def run(asked: Asked) -> int:
+        config = asked.config(batch.BatchConfig, client_key())
+        if "file" not in asked.flags:
+            raise UsageError("name the FILE whose lines are to be answered")
+        if config.url is not None:
+            refuse_engine_flags(asked.flags, "a model that runs here; leave it out with --url", but=())
+        return run_in_loop(batch.run(config, asked.config(EngineConfig), asked.flags["file"]))
+
+    return Command(
+        run=run,
+        description="Answer the requests in a file, in OpenAI's format for batches: one JSON object a line. The model "
+        "runs here, or behind the URL of a server. A run that was stopped goes on with the same command.",
+        groups={batch.BatchConfig: "the batch", EngineConfig: "the engine, when the model runs here"},
+        engine_without=(),
+        model="the requests: JSON lines with custom_id, method, url and body",
+        operand="FILE",
+    )
+
+
 def profile_command() -> Command:
     """`holdfast profile`."""
     from holdfast.cli import profile
@@ -330,11 +359,16 @@ def plan_command() -> Command:
 COMMANDS: Mapping[str, tuple[str, Callable[[], Command]]] = {
     "serve": ("serve a model over HTTP, with OpenAI's API", serve_command),
     "chat": ("talk to a model in the terminal", chat_command),
+    "batch": ("answer a file of requests, here or at a server", batch_command),
     "profile": ("measure a model's pace on this device, for --tbt-target and simulations", profile_command),
     "bench": ("measure a model or a server under load, or simulate one", bench_command),
     "plan": ("find out how to serve a model on which devices, by simulation", plan_command),
 }
 """Each command by its name: its line in the help, and the function that imports it."""
+
+
+OPERANDS = {"batch": "FILE"}
+"""What a command's usage names in place of [MODEL]."""
 
 
 def load_command(name: str) -> Command:

@@ -106,6 +106,8 @@ class StatefulTalker:
     http: httpx.AsyncClient
     name: str
     settings: Settings
+    context: int | None = None
+    """Longest sequence in tokens, if the server tells it."""
 
     async def answer(self, said: str, system: str | None, head: Head) -> AsyncGenerator[Piece, None]:
         body = response_body(self.name, self.settings, said, system, head)
@@ -168,7 +170,10 @@ async def connect(http: httpx.AsyncClient, model: str | None, settings: Settings
         card = {}
     except (LookupError, TypeError):
         raise ChatError(f"{http.base_url} answers, but not as a server with OpenAI's API does") from None
-    return (StatefulTalker if card.get("stateful") is True else RemoteTalker)(http, model, settings)
+    if card.get("stateful") is not True:
+        return RemoteTalker(http, model, settings)
+    context = card.get("max_model_len")
+    return StatefulTalker(http, model, settings, context if isinstance(context, int) else None)
 
 
 async def fetched(http: httpx.AsyncClient, path: str) -> dict[str, Any]:
@@ -187,11 +192,14 @@ async def fetched(http: httpx.AsyncClient, path: str) -> dict[str, Any]:
 
 
 async def server_events(
-    http: httpx.AsyncClient, path: str, body: dict[str, Any]
+    http: httpx.AsyncClient, path: str, body: dict[str, Any] | None
 ) -> AsyncGenerator[dict[str, Any], None]:
-    """A stream's events. Raises ChatError for a refusal, a broken connection or an invalid event."""
+    """The events that a POST answers with, or a GET where there is no body.
+
+    Raises ChatError for a refusal, a broken connection or an invalid event.
+    """
     try:
-        async with http.stream("POST", path, json=body) as response:
+        async with http.stream("GET" if body is None else "POST", path, json=body) as response:
             if response.status_code != 200:
                 raise ChatError(reason_of(response.status_code, await response.aread()))
             async for line in response.aiter_lines():

@@ -12,6 +12,9 @@ from typing import NamedTuple
 MAX_SEED = 2**63 - 1
 MAX_DEADLINE = 86_400
 """Seconds from arrival."""
+BATCH_CLASS = 100
+"""Priority class from which on nobody watches a stream: lines of batches. Waiting lifts a request by one class an hour,
+so none of them reaches a chat in a day."""
 
 
 class FinishReason(enum.StrEnum):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from fastapi import FastAPI, Request, Response
 from prometheus_client import CollectorRegistry
@@ -16,13 +16,18 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from holdfast.core.version import __version__
 from holdfast.engine.app_client import AppClient
 from holdfast.engine.client import EngineClient
+from holdfast.server.address import loopback
 from holdfast.server.config import ServerConfig
 from holdfast.server.conversations.protocol import ResponseRequest
 from holdfast.server.conversations.service import Responses
 from holdfast.server.conversations.store import AsyncStore, Store
 from holdfast.server.inference.service import Applications
+from holdfast.server.jobs.batches import Batches
+from holdfast.server.jobs.files import Files
 from holdfast.server.protocol import ApiError, ChatRequest, CompletionRequest, is_inference
+from holdfast.server.routes.batches import add_batch_routes
 from holdfast.server.routes.conversations import add_conversation_routes
+from holdfast.server.routes.files import UPLOAD, add_file_routes
 from holdfast.server.routes.generation import add_completion_routes, add_response_routes
 from holdfast.server.routes.http import JSON, BodyBudget
 from holdfast.server.routes.inference import LIVE, READY, add_inference_routes
@@ -38,8 +43,8 @@ def create_app(
 ) -> FastAPI:
     """The HTTP application over started engines: of a language model with an open store, of applications, or of both.
 
-    `app.state.responses.close()` closes the store. `app.state.admissions` count the requests in progress;
-    `app.state.clients` are those of all engines.
+    `app.state.batches` runs batches between its `start` and `close`; `app.state.responses.close()` closes the store.
+    `app.state.admissions` count the requests in progress; `app.state.clients` are those of all engines.
     """
     app = FastAPI(
         title="Holdfast",
@@ -56,6 +61,7 @@ def create_app(
     service = Service(client, config) if client is not None else None
     app.state.service = service
     app.state.responses = None
+    app.state.batches = None
     app.state.admissions = []
     app.state.clients = [*([] if client is None else [client]), *apps]
     registry = CollectorRegistry()
@@ -68,6 +74,11 @@ def create_app(
         add_completion_routes(app, service)
         add_response_routes(app, responses)
         add_conversation_routes(app, responses)
+        files = Files(responses.store, config)
+        batches = Batches(responses, files)
+        app.state.batches = batches
+        add_file_routes(app, files, config)
+        add_batch_routes(app, batches, config)
     applications = Applications(apps, config, registry)
     app.state.admissions += [each.admission for each in applications.apps.values()]
     if apps:
@@ -183,10 +194,27 @@ class BrowserCheck:
         harmless = kind == b"application/octet-stream" or (not kind and b"origin" not in headers)
         if is_inference(scope["path"]) and harmless:
             return None
+        if (scope["method"], scope["path"]) == ("POST", UPLOAD) and kind == b"multipart/form-data":
+            return self.foreign(headers)
         if scope["method"] == "POST" and has_body and kind != b"application/json":
             reason = "the body must be JSON, with the header content-type: application/json"
             return ApiError(reason, status=415, code="unsupported_media_type")
         return None
+
+    def foreign(self, headers: Mapping[bytes, bytes]) -> ApiError | None:
+        """The refusal of a form that a web site sends, which needs no permission for it (CORS).
+
+        A browser names the site as the origin. It must be this server, or a program on this machine or an allowed host.
+        """
+        if b"origin" not in headers:
+            return None
+        place = headers[b"origin"].decode("latin-1").lower().partition("://")[2]
+        name = place[1:].partition("]")[0] if place.startswith("[") else place.partition(":")[0]
+        same = bool(place) and place == headers.get(b"host", b"").decode("latin-1").lower()
+        if same or name in self.hosts or name.endswith(".localhost") or (name and loopback(name)):
+            return None
+        reason = "files are not taken from another web site; add its host with --allowed-host to allow it"
+        return ApiError(reason, status=403, code="origin_not_allowed")
 
     def known(self, host: str) -> bool:
         """Whether a Host header names this server. An address does: only names can be bound anew."""

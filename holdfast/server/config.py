@@ -24,7 +24,9 @@ class ServerConfig:
     )
     max_choices: int = option(64, "most choices of one request: n times its prompts")
     tenant_share: float = option(
-        0.5, "share of the waiting places that one API key may hold, where there are several; more is refused with 429"
+        0.5,
+        "share of the waiting places, files and open batches that one API key may hold, where there are several; more "
+        "is refused with 429",
     )
     max_body_mb: float = option(8.0, "largest request body in MB; larger ones are refused with 413")
     max_bodies_mb: float = option(
@@ -43,6 +45,13 @@ class ServerConfig:
     store_days: float = option(30.0, "days after its last turn that a conversation is kept")
     store_conversations: int = option(100_000, "most conversations kept; the longest idle are dropped beyond it")
     store_gb: float = option(8.0, "most GB of tokens and items kept; the longest idle are dropped beyond it")
+    files: str | None = option(
+        None,
+        "directory of uploaded files and batches' output; default: holdfast/files in the user's data directory, or a "
+        "temporary one if the store is `memory`",
+    )
+    max_file_mb: float = option(512.0, "largest uploaded file in MB; larger ones are refused with 413")
+    files_gb: float = option(16.0, "most GB of files kept; further uploads are refused with 429")
     health_seconds: float = option(5.0, "time the engine has to answer /health before it counts as hanging")
     drain_seconds: float = option(30.0, "time that running streams have to finish after SIGTERM or Ctrl-C")
 
@@ -61,6 +70,8 @@ class ServerConfig:
             ("store_days", 0.001, 36500),
             ("store_conversations", 1, 1 << 31),
             ("store_gb", 0.001, 1 << 20),
+            ("max_file_mb", 0.001, 1 << 20),
+            ("files_gb", 0.001, 1 << 20),
             ("health_seconds", 0.05, 600),
             ("drain_seconds", 0, 86400),
         ):

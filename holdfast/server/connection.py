@@ -15,6 +15,11 @@ from holdfast.server.protocol import ApiError
 from holdfast.server.replies import encode
 
 MAX_HEADER_BYTES = 64 * 1024
+UPLOAD_RATE = 256 * 1024
+"""Bytes a second that a client must send of a long body, on average, besides the time that every body has.
+
+Routes that take no files refuse a long body by its declared length, before any of it is awaited.
+"""
 PIECE_BYTES = 1024
 """Most bytes that the parser gets at once outside of declared bodies, so that few requests are parsed ahead."""
 READ_BYTES = 16 * 1024
@@ -221,7 +226,9 @@ class Connection(HttpToolsProtocol):
             self.reading.cancel()
         if awaited is not None:
             config = self.shared.config
-            seconds = config.body_seconds if awaited == "body" else config.header_seconds
+            seconds = config.header_seconds
+            if awaited == "body":
+                seconds = config.body_seconds + self.declared / UPLOAD_RATE
             self.reading = self.loop.call_later(seconds, self.late, awaited, seconds)
 
     def late(self, awaited: str, seconds: float) -> None:

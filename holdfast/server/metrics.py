@@ -73,6 +73,18 @@ class Metrics(Collector):
         self.store_seconds = self._histogram(
             "store_seconds", "Time that an operation on the conversation store waited and ran", SHORT
         )
+        self.batch_lines = Gauge(
+            "holdfast_batch_lines",
+            "Lines of batches in progress by state: waiting, running",
+            ["state"],
+            registry=self.registry,
+        )
+        self.batch_lines_answered = Counter(
+            "holdfast_batch_lines_answered",
+            "Answered lines of batches by outcome: completed, failed",
+            ["outcome"],
+            registry=self.registry,
+        )
         self.ttft = self._histogram("ttft_seconds", "Time from a request's arrival to its first token", LONG)
         self.tbt = self._histogram("tbt_seconds", "Time between tokens of one choice", SHORT)
         self.e2e = self._histogram("e2e_seconds", "Time from a request's arrival to its last token", LONG)

@@ -232,24 +232,24 @@ def parse(body: bytes, shape: type[Body]) -> Body:
     return typed(read_object(body), shape)
 
 
-def read_object(body: bytes) -> dict[str, Any]:
-    """The JSON object that a body holds. Raises ApiError."""
+def read_object(body: bytes, what: str = "the body") -> dict[str, Any]:
+    """The JSON object that a body holds. Raises ApiError, which calls the body `what`."""
     containers = body.count(b"[") + body.count(b"{")
     if containers > MAX_CONTAINERS:
-        reason = f"the body holds {containers} brackets and braces; at most {MAX_CONTAINERS} are taken"
+        reason = f"{what} holds {containers} brackets and braces; at most {MAX_CONTAINERS} are taken"
         raise ApiError(reason, code="invalid_value")
     # A quote in a text has a backslash before it. A string that ends in backslashes counts half.
     strings = (body.count(b'"') - body.count(b'\\"')) // 2
     if strings > MAX_STRINGS:
-        raise ApiError(f"the body holds {strings} strings; at most {MAX_STRINGS} are taken", code="invalid_value")
+        raise ApiError(f"{what} holds {strings} strings; at most {MAX_STRINGS} are taken", code="invalid_value")
     try:
         fields = msgspec.json.decode(body)
     except RecursionError:
-        raise ApiError("the body nests too deeply", code="invalid_json") from None
+        raise ApiError(f"{what} nests too deeply", code="invalid_json") from None
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ApiError(f"the body is not JSON that can be read: {error}", code="invalid_json") from None
+        raise ApiError(f"{what} is not JSON that can be read: {error}", code="invalid_json") from None
     if not isinstance(fields, dict):
-        raise ApiError("the body must be a JSON object", code="invalid_json")
+        raise ApiError(f"{what} must be a JSON object", code="invalid_json")
     return fields
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 from collections import Counter
@@ -11,14 +12,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, aclosing, contextmanager
 from typing import Any, TypeVar
 
-from holdfast.core.types import SamplingParams
+from holdfast.core.types import BATCH_CLASS, MAX_DEADLINE, SamplingParams
 from holdfast.engine.client import Delta, EngineClient
 from holdfast.engine.connection import EngineConnection, EngineDead, QueueFull
 from holdfast.lm.limits import CONTEXT_LENGTH_EXCEEDED, RequestRefused
 from holdfast.server.config import ServerConfig
 from holdfast.server.metrics import Metrics
 from holdfast.server.protocol import ApiError, ChatRequest, CompletionRequest, SampledRequest
-from holdfast.server.replies import RequestUsage
+from holdfast.server.replies import Reply, RequestUsage, Shape
 
 log = logging.getLogger("holdfast.server")
 T = TypeVar("T")
@@ -85,6 +86,32 @@ class Admission:
                 self.idle.set()
 
 
+class Lane:
+    """What requests of one kind share: the count of those in progress, places in the engine's queue, and a class."""
+
+    def __init__(
+        self,
+        admission: Admission,
+        places: Sequence[asyncio.Semaphore],
+        *,
+        priority: int | None = None,
+        deadline: float | None = None,
+        workers: ThreadPoolExecutor | None = None,
+        timed: bool = True,
+    ) -> None:
+        """Without `priority` and `deadline` each request has its own. Only `timed` requests count in the latencies.
+
+        `workers` tokenize in place of the service's own.
+        """
+        self.admission = admission
+        self.places = places
+        """A choice holds one of each until its first output."""
+        self.priority = priority
+        self.deadline = deadline
+        self.workers = workers
+        self.timed = timed
+
+
 class Service:
     """The state that all routes share. One for each server."""
 
@@ -97,23 +124,47 @@ class Service:
         self.admission = Admission(sequences + waiting, sequences + int(share * waiting))
         self.unstarted = asyncio.Semaphore(waiting)
         """Choices sent to the engine that have no output yet; it refuses more than may wait, even while it is idle."""
+        self.lane = Lane(self.admission, [self.unstarted])
+        """Requests over HTTP."""
+        most = max(2 * sequences, config.max_choices)
+        places = asyncio.Semaphore(max(1, min(sequences, waiting // 2)))
+        self.batch_lane = Lane(
+            Admission(most),
+            [places, self.unstarted],
+            priority=BATCH_CLASS,
+            deadline=MAX_DEADLINE,
+            workers=ThreadPoolExecutor(1, "holdfast-batch-text"),
+            timed=False,
+        )
+        """Lines of batches. They have an admission and a thread of their own, so none of them takes a place that a chat
+        would get, or has it wait for its text; and they hold at most half of the engine's queue."""
         self.started_at = int(time.time())
         self._small = ThreadPoolExecutor(SMALL_WORKERS, "holdfast-text")
         self._chats = ThreadPoolExecutor(1, "holdfast-chat-text")
         self._large = ThreadPoolExecutor(1, "holdfast-large-text")
 
-    async def off_loop(self, size: int, work: Callable[[], T], *, renders: bool = False) -> T:
+    async def off_loop(self, size: int, work: Callable[[], T], *, renders: bool = False, lane: Lane | None = None) -> T:
         """Run work on a text of this size, in characters or bytes, while the event loop goes on.
 
         `renders` says that the work calls the chat template.
         """
         workers = self._large if size >= LARGE else self._chats if renders else self._small
-        return await asyncio.get_running_loop().run_in_executor(workers, work)
+        chosen = (lane and lane.workers) or workers
+        return await asyncio.get_running_loop().run_in_executor(chosen, work)
 
-    def answer(self, wanted: ChatRequest | CompletionRequest, tenant: str) -> Answer:
-        """Prepare an answer; it runs when it is iterated. Raises ApiError for an error that is visible at once."""
-        if wanted.model != self.client.info.model:
-            raise unknown_model(wanted.model, self.client.info.model)
+    def check_model(self, name: str) -> None:
+        """Raises ApiError 404 for a model that is not served."""
+        if name != self.client.info.model:
+            raise unknown_model(name, self.client.info.model)
+
+    def answer(
+        self, wanted: ChatRequest | CompletionRequest, tenant: str, lane: Lane | None = None, name: str | None = None
+    ) -> Answer:
+        """Prepare an answer; it runs when it is iterated. Raises ApiError for an error that is visible at once.
+
+        `name` begins the ids of its requests in the engine.
+        """
+        self.check_model(wanted.model)
         # Prompts are checked now and tokenized after admission, off the event loop.
         text, most = self.client.text, self.client.info.max_model_len
         if isinstance(wanted, ChatRequest):
@@ -123,14 +174,16 @@ class Service:
             def render() -> list[list[int]]:
                 return [text.encode_chat(messages, most=most)]
 
-            return Answer(self, wanted, tenant, lambda: self.off_loop(size, render, renders=True))
+            return Answer(
+                self, wanted, tenant, lambda: self.off_loop(size, render, renders=True, lane=lane), 1, lane, name
+            )
         prompts = wanted.prompts()
         size = sum(map(len, prompts))
 
         def encode() -> list[list[int]]:
             return [text.encode(prompt, most=most) if isinstance(prompt, str) else prompt for prompt in prompts]
 
-        return Answer(self, wanted, tenant, lambda: self.off_loop(size, encode), num_prompts=len(prompts))
+        return Answer(self, wanted, tenant, lambda: self.off_loop(size, encode, lane=lane), len(prompts), lane, name)
 
 
 class Answer:
@@ -143,9 +196,14 @@ class Answer:
         tenant: str,
         encode: Callable[[], Awaitable[Sequence[Sequence[int]]]],
         num_prompts: int = 1,
+        lane: Lane | None = None,
+        name: str | None = None,
     ) -> None:
         """`encode` returns the prompts' tokens; it is called after admission."""
         self.service = service
+        self.lane = lane or service.lane
+        self.name = name
+        self._numbers = itertools.count()
         self.wanted = wanted
         self.tenant = tenant
         self.encode = encode
@@ -157,26 +215,41 @@ class Answer:
 
     async def deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
         """(choice, delta) as they arrive. Closing the generator aborts the running choices. Raises ApiError."""
-        config, metrics = self.service.config, self.service.metrics
+        config = self.service.config
         if self.num_choices > config.max_choices:
             reason = f"the request asks for {self.num_choices} choices (n times prompts); at most {config.max_choices}"
             raise ApiError(reason, param="n", code="invalid_value")
-        with self.service.admission.admit(self.num_choices, self.tenant):
+        with self.lane.admission.admit(self.num_choices, self.tenant):
             prompts = await self._prompts()
             try:
                 async with aclosing(side_by_side([self._choices(prompt) for prompt in prompts])) as merged:
                     async for choice, delta in merged:
                         yield choice, delta
-                metrics.outcome(self.wanted.route, "ok")
+                self.ended("ok")
             except (asyncio.CancelledError, GeneratorExit):
-                metrics.outcome(self.wanted.route, "left")
+                self.ended("left")
                 raise
             except QueueFull:
-                raise queue_full(self.service.admission.limit) from None
+                raise queue_full(self.lane.admission.limit) from None
             except EngineDead:
                 raise engine_dead() from None
             except RequestRefused as error:
                 raise refused(error, self.wanted) from None
+
+    async def whole(self, shape: Shape) -> Reply:
+        """All choices as one completion. Raises ApiError."""
+        texts: list[list[str]] = [[] for _ in range(self.num_choices)]
+        reasons = [""] * self.num_choices
+        async with aclosing(self.deltas()) as deltas:
+            async for choice, delta in deltas:
+                texts[choice].append(delta.text)
+                reasons[choice] = delta.finish_reason or reasons[choice]
+        return shape.whole(["".join(parts) for parts in texts], reasons, self.usage)
+
+    def ended(self, outcome: str) -> None:
+        """Count how an HTTP request ended. Lines of a batch are counted by their batch."""
+        if self.lane.timed:
+            self.service.metrics.outcome(self.wanted.route, outcome)
 
     async def _prompts(self) -> Sequence[Sequence[int]]:
         try:
@@ -192,24 +265,23 @@ class Answer:
 
     def _choices(self, prompt: Sequence[int]) -> list[AsyncGenerator[Delta, None]]:
         most = self.most_tokens or self.service.client.info.max_model_len - len(prompt)
-        return [
-            self._choice(prompt, self.wanted.sampling(choice, most), first=choice == 0)
-            for choice in range(self.wanted.n)
-        ]
+        return [self._choice(prompt, self.wanted.sampling(choice, most), choice) for choice in range(self.wanted.n)]
 
-    async def _choice(self, prompt: Sequence[int], params: SamplingParams, first: bool) -> AsyncGenerator[Delta, None]:
-        """One choice's deltas. Records its metrics."""
-        metrics, unstarted = self.service.metrics, self.service.unstarted
+    async def _choice(self, prompt: Sequence[int], params: SamplingParams, number: int) -> AsyncGenerator[Delta, None]:
+        """The deltas of a prompt's choice of this number. Records its metrics."""
+        metrics, wanted, lane = self.service.metrics, self.wanted, self.lane
         last: float | None = None
-        wanted = self.wanted
+        own = None if wanted.deadline_ms is None else wanted.deadline_ms / 1000
         async with AsyncExitStack() as started:
-            await started.enter_async_context(unstarted)
+            for place in lane.places:
+                await started.enter_async_context(place)
             stream = self.service.client.stream(
                 prompt,
                 params,
-                priority=wanted.priority,
+                request_id=self._request_id(),
+                priority=wanted.priority if lane.priority is None else lane.priority,
                 tenant=self.tenant,
-                deadline=None if wanted.deadline_ms is None else wanted.deadline_ms / 1000,
+                deadline=own if lane.deadline is None else lane.deadline,
             )
             async with aclosing(stream) as deltas:
                 async for delta in deltas:
@@ -217,19 +289,27 @@ class Answer:
                         await started.aclose()
                     now = time.monotonic()
                     if delta.tokens:
-                        (metrics.ttft.observe(now - self.arrival) if last is None else metrics.tbt.observe(now - last))
+                        if lane.timed:
+                            wait, since = (metrics.ttft, self.arrival) if last is None else (metrics.tbt, last)
+                            wait.observe(now - since)
                         last = now
                         metrics.generated_tokens.inc(len(delta.tokens))
                     if delta.usage is not None:
                         self.usage.completion_tokens += delta.usage.completion_tokens
-                        if first:
+                        if number == 0:
                             self.usage.cached_tokens += delta.usage.cached_tokens
                         metrics.prompt_tokens.inc(len(prompt))
                         metrics.cached_tokens.inc(delta.usage.cached_tokens)
-                        if delta.timings is not None:
-                            metrics.queue.observe(delta.timings.queued)
-                        metrics.e2e.observe(now - self.arrival)
+                        if lane.timed:
+                            if delta.timings is not None:
+                                metrics.queue.observe(delta.timings.queued)
+                            metrics.e2e.observe(now - self.arrival)
                     yield delta
+
+    def _request_id(self) -> str | None:
+        """The next request's id in the engine, if the answer has a name."""
+        number = next(self._numbers)
+        return self.name and (f"{self.name}/{number}" if number else self.name)
 
 
 async def side_by_side(

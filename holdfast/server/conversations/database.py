@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -131,22 +131,28 @@ def _by_tenant(db: Connection) -> None:
     by_tenant.create(db, checkfirst=True)  # a new table comes with it
 
 
-STEPS: tuple[Callable[[Connection], None], ...] = (_turns, _conversations, _by_tenant)
-"""Step i takes a database from version i to i + 1. When a table changes later, its old step keeps the old form."""
+MigrationStep = Callable[[Connection], None]
+"""A migration step, run within a transaction."""
+STEPS: tuple[MigrationStep, ...] = (_turns, _conversations, _by_tenant)
+"""Step i takes a database from version i to i + 1. When a table changes later, its old step keeps the old form.
+
+The steps of files and batches come behind these (`server.jobs.tables`); a later step of either goes to their end.
+"""
 
 
-def migrate(db: Connection) -> None:
-    """Apply the missing steps within the caller's transaction: all or none.
+def migrate(db: Connection, more: Sequence[MigrationStep] = ()) -> None:
+    """Apply the missing steps, and `more` steps behind them, within the caller's transaction: all or none.
 
     Raises ValueError for a database that a newer Holdfast wrote.
     """
+    steps = (*STEPS, *more)
     versions.create(db, checkfirst=True)
     version = db.execute(select(func.max(versions.c.version))).scalar() or 0
-    if version > len(STEPS):
+    if version > len(steps):
         raise ValueError(
-            f"its schema has version {version} and this Holdfast knows up to {len(STEPS)}; use a newer Holdfast"
+            f"its schema has version {version} and this Holdfast knows up to {len(steps)}; use a newer Holdfast"
         )
-    for number, step in enumerate(STEPS[version:], version + 1):
+    for number, step in enumerate(steps[version:], version + 1):
         step(db)
         db.execute(insert(versions).values(version=number))
 

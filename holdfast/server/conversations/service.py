@@ -15,7 +15,7 @@ from holdfast.server.conversations.protocol import Event, Response, ResponseRequ
 from holdfast.server.conversations.store import AsyncStore
 from holdfast.server.conversations.values import GOOD, Context, Item, Turn
 from holdfast.server.protocol import ApiError
-from holdfast.server.service import Answer, Service, check_length, internal, refused, unknown_model
+from holdfast.server.service import Answer, Lane, Service, check_length, internal, refused
 
 RUNNING = ("queued", "in_progress")
 
@@ -29,9 +29,12 @@ class Responses:
         self._locked: set[tuple[str, str]] = set()
         self._background: dict[str, Background] = {}
 
-    def write(self, wanted: ResponseRequest, tenant: str) -> Writing:
-        """Prepare a response; it runs when its events are iterated. Raises ApiError for errors visible at once."""
-        return Writing(self, wanted, tenant)
+    def write(self, wanted: ResponseRequest, tenant: str, lane: Lane | None = None, name: str | None = None) -> Writing:
+        """Prepare a response; it runs when its events are iterated. Raises ApiError for errors visible at once.
+
+        `name` begins the ids of its requests in the engine.
+        """
+        return Writing(self, wanted, tenant, lane, name)
 
     async def start(self, wanted: ResponseRequest, tenant: str) -> Background:
         """Begin a background response. Returns once it is sure to be served. Raises ApiError."""
@@ -104,19 +107,20 @@ class Responses:
 class Writing:
     """One response in progress. It is stored at its end, so a client that leaves earlier leaves no trace."""
 
-    def __init__(self, responses: Responses, wanted: ResponseRequest, tenant: str) -> None:
+    def __init__(
+        self, responses: Responses, wanted: ResponseRequest, tenant: str, lane: Lane | None, name: str | None
+    ) -> None:
         service = responses.service
-        if wanted.model != service.client.info.model:
-            raise unknown_model(wanted.model, service.client.info.model)
+        service.check_model(wanted.model)
         self.input: list[Item] = wanted.items()
-        service.admission.check(1, tenant)
+        (lane or service.lane).admission.check(1, tenant)
         self.responses = responses
         self.wanted = wanted
         self.tenant = tenant
         self.shape = ResponseShape(wanted, service.client.info.model)
         self.context = Context()
         self.prompt = Prompt("", array("I"), 0)
-        self.answer = Answer(service, wanted, tenant, self._prepare)
+        self.answer = Answer(service, wanted, tenant, self._prepare, 1, lane, name)
         self.prepared = asyncio.Event()
         """Set once the response is sure to be served."""
         self.begun = False
@@ -152,6 +156,13 @@ class Writing:
             for event in self.shape.closing():
                 yield event
 
+    async def whole(self) -> Response:
+        """The response at its end. Raises ApiError."""
+        async with aclosing(self.events()) as events:
+            async for _ in events:
+                pass
+        return self.shape.response
+
     async def _prepare(self) -> list[Sequence[int]]:
         """Find the context that the response builds on, and compose its prompt. Returns the prompt's tokens."""
         service = self.responses.service
@@ -162,7 +173,9 @@ class Writing:
         try:
             text, most = service.client.text, service.client.info.max_model_len
             size = sum(len(message["content"]) for message in said)
-            self.prompt = await service.off_loop(size, lambda: compose(text, said, self.context, most), renders=True)
+            self.prompt = await service.off_loop(
+                size, lambda: compose(text, said, self.context, most), renders=True, lane=self.answer.lane
+            )
         except RequestRefused as error:
             raise refused(error, self.wanted) from None
         except ValueError as error:  # the chat template refuses these messages

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from holdfast.server.conversations.conversation_store import ConversationStore
-from holdfast.server.conversations.database import FAILURES, Database, migrate
+from holdfast.server.conversations.database import FAILURES, Database, MigrationStep, migrate
 from holdfast.server.conversations.space import Space
 from holdfast.server.conversations.turn_store import TurnStore
 from holdfast.server.conversations.values import Bounds, Conflict, NotFound, StoreError, ThreadTooLarge
@@ -37,17 +37,23 @@ class Store:
         self.conversations = ConversationStore(database, self.space, self.turns.chain)
 
     @classmethod
-    def open(cls, where: str, bounds: Bounds, now: Callable[[], float] = time.time) -> Store:
+    def open(
+        cls,
+        where: str,
+        bounds: Bounds,
+        now: Callable[[], float] = time.time,
+        more: Sequence[MigrationStep] = (),
+    ) -> Store:
         """Open or create the store at `where`: a file for SQLite, a database's URL, or `memory`.
 
-        Checks that a file is whole, and migrates an older schema. Raises StoreError.
+        Checks that a file is whole, and migrates an older schema, by `more` steps, too. Raises StoreError.
         """
         shown = where if "://" not in where else where.partition("://")[0] + " database"
         try:
             store = cls(Database(where), bounds, now)
             store.database.check()
             with store.database.write() as db:
-                migrate(db)
+                migrate(db, more)
             with store.database.write() as db:
                 store.space.drop_old(db)
         except ModuleNotFoundError as error:

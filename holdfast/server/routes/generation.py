@@ -11,7 +11,7 @@ from fastapi import FastAPI, Request, Response
 from holdfast.server.conversations.protocol import Event, ResponseRequest, event_bytes
 from holdfast.server.conversations.service import Responses, Writing
 from holdfast.server.protocol import ApiError, Body, ChatRequest, CompletionRequest, parse
-from holdfast.server.replies import DONE, ChatShape, Reply, Shape, TextShape, event
+from holdfast.server.replies import DONE, ChatShape, Shape, TextShape, event
 from holdfast.server.routes.http import (
     JSON,
     described,
@@ -51,19 +51,8 @@ async def read_request(request: Request, service: Service, shape: type[Body]) ->
 async def respond(request: Request, answer: Answer, shape: Shape) -> Response:
     """The whole answer, or a stream."""
     if not answer.wanted.stream:
-        return JSON(await while_connected(request.receive, whole_answer(answer, shape)))
+        return JSON(await while_connected(request.receive, answer.whole(shape)))
     return await start_stream(request, answer_events(answer, shape), lambda error: event(failure(answer, error).body()))
-
-
-async def whole_answer(answer: Answer, shape: Shape) -> Reply:
-    """Collect all choices of an answer into one completion."""
-    texts: list[list[str]] = [[] for _ in range(answer.num_choices)]
-    reasons = [""] * answer.num_choices
-    async with aclosing(answer.deltas()) as deltas:
-        async for choice, delta in deltas:
-            texts[choice].append(delta.text)
-            reasons[choice] = delta.finish_reason or reasons[choice]
-    return shape.whole(["".join(parts) for parts in texts], reasons, answer.usage)
 
 
 async def answer_events(answer: Answer, shape: Shape) -> AsyncGenerator[bytes, None]:
@@ -79,7 +68,7 @@ async def answer_events(answer: Answer, shape: Shape) -> AsyncGenerator[bytes, N
 
 def failure(answer: Answer, error: Exception) -> ApiError:
     """The error that ends a stream after its first event. Counts the request as failed."""
-    answer.service.metrics.outcome(answer.wanted.route, "failed")
+    answer.ended("failed")
     return error if isinstance(error, ApiError) else internal(error)
 
 
@@ -98,7 +87,7 @@ def add_response_routes(app: FastAPI, responses: Responses) -> None:
         writing = responses.write(wanted, tenant_of(request))
         if wanted.stream:
             return await stream(request, writing, writing.events())
-        return JSON(await while_connected(request.receive, whole_response(writing)))
+        return JSON(await while_connected(request.receive, writing.whole()))
 
     @app.get("/v1/responses/{response_id}")
     async def retrieve(request: Request, response_id: str) -> Response:
@@ -130,14 +119,6 @@ def add_response_routes(app: FastAPI, responses: Responses) -> None:
         tenant = tenant_of(request)
         found = await responses.store.read(lambda store: store.turns.input(tenant, response_id))
         return JSON(page(request, found))
-
-
-async def whole_response(writing: Writing) -> dict[str, Any]:
-    """The response at its end."""
-    async with aclosing(writing.events()) as events:
-        async for _ in events:
-            pass
-    return writing.shape.response
 
 
 async def stream(request: Request, writing: Writing, events: AsyncGenerator[Event, None]) -> Response:

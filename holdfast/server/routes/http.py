@@ -192,13 +192,13 @@ class PageQuery(NamedTuple):
     after: str | None
 
 
-def page_query(request: Request) -> PageQuery:
+def page_query(request: Request, *, most: int = 100, default: int = 20) -> PageQuery:
     """Parse `limit`, `order` and `after`. Raises ApiError, which names the one at fault."""
     query = request.query_params
-    limit, order = query_integer(request, "limit", 1, 100), query.get("order", "desc")
+    limit, order = query_integer(request, "limit", 1, most), query.get("order", "desc")
     if order not in ("asc", "desc"):
         raise ApiError(f"order is {order[:32]}; it must be asc or desc", param="order", code="invalid_value")
-    return PageQuery(20 if limit is None else limit, order == "desc", query.get("after"))
+    return PageQuery(default if limit is None else limit, order == "desc", query.get("after"))
 
 
 def query_integer(request: Request, name: str, least: int, most: int) -> int | None:

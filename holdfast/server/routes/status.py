@@ -46,7 +46,10 @@ def add_root_route(app: FastAPI, service: Service | None, applications: Applicat
     apis = []
     if service is not None:
         served["model"] = service.client.info.model
-        apis.append("OpenAI's: /v1/responses, /v1/conversations, /v1/chat/completions, /v1/completions, /v1/models")
+        apis.append(
+            "OpenAI's: /v1/responses, /v1/conversations, /v1/chat/completions, /v1/completions, /v1/files, "
+            "/v1/batches, /v1/models"
+        )
     if applications.apps:
         served["applications"] = list(applications.apps)
         apis.append("Open Inference Protocol: /v2, /v2/models/{name}, /v2/models/{name}/infer")

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from holdfast.core.cost import CostModel
+from holdfast.core.types import BATCH_CLASS
 from holdfast.lm.scheduler.policies import Correction, LatencyTarget
 from holdfast.lm.types import StepResult
 from tests.scheduling import answer, create_requests, create_scheduler, spans
@@ -260,3 +261,46 @@ def test_a_cached_prefix_counts_as_context_of_the_chunk_behind_it():
 def test_invalid_targets_and_tiles_are_refused(target, tile, ceiling):
     with pytest.raises(ValueError, match="must"):
         LatencyTarget(COST, target, tile=tile, ceiling=ceiling)
+
+
+def with_lines(policy, *, streams, lines):
+    """A scheduler in which so many streams and lines of batches decode, the lines behind the streams in rank."""
+    scheduler = create_scheduler(
+        policy=policy, blocks=4096, block_size=4, max_model_len=2048, max_sequences=64, sharing=False
+    )
+    for request in create_requests(*[8] * lines, max_tokens=100, priority=BATCH_CLASS):
+        scheduler.add(replace(request, id=f"line {request.id}"))
+    while any(segment.length > 1 for segment in step(scheduler).segments):
+        pass
+    for request in create_requests(*[8] * streams, max_tokens=100):
+        scheduler.add(replace(request, id=f"stream {request.id}", prompt=(5, *request.prompt)))
+    while any(segment.length > 1 for segment in step(scheduler).segments):
+        pass
+    policy.correction = settled()
+    return scheduler
+
+
+def test_beside_a_stream_lines_of_batches_decode_as_far_as_they_fit_the_target():
+    policy = with_target(5.0, ceiling=256)
+    scheduler = with_lines(policy, streams=2, lines=40)
+    plan = step(scheduler)
+    decodes = [segment.sequence_id for segment in plan.segments]
+    assert decodes[:2] == ["stream 0", "stream 1"] and 2 < len(decodes) < 42
+    assert decodes[2:] == [f"line {number}" for number in range(len(decodes) - 2)]
+    assert seconds(plan) <= policy.target
+    one_more = [(segment.length, segment.stop) for segment in (*plan.segments, plan.segments[-1])]
+    assert COST.step(one_more) * policy.correction.factor > policy.target
+
+
+def test_streams_decode_whatever_the_target_and_lines_go_on_when_no_stream_is_left():
+    policy = with_target(0.1)
+    scheduler = with_lines(policy, streams=3, lines=10)
+    assert [segment.sequence_id for segment in step(scheduler).segments] == ["stream 0", "stream 1", "stream 2"]
+    for number in range(3):
+        scheduler.abort(f"stream {number}")
+    assert len(step(scheduler).segments) == 10
+    for _ in range(200):
+        if not scheduler.has_work():
+            return
+        step(scheduler)
+    raise AssertionError("a line never ended")

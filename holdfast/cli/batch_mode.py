@@ -1,0 +1,294 @@
+"""The batching mode of `holdfast chat`: batches run in the background, and are shown when they are whole."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import httpx
+import msgspec
+
+from holdfast.cli.batch_input import parse_batch
+from holdfast.cli.talkers import TENANT, ChatError, Settings, fetched, reason_of, server_events
+from holdfast.server.jobs.batches import WINDOW, Batches, BatchRequest
+from holdfast.server.protocol import ApiError
+
+ENDPOINT = "/v1/chat/completions"
+ENDED = ("completed", "failed", "expired", "cancelled")
+SOURCE = {"source": "holdfast chat"}
+"""Metadata of the batches that are made here."""
+AGAIN_SECONDS = 1.0
+"""Pause before the stream of events is opened again."""
+
+Event = dict[str, Any]
+
+
+class BatchPlace(Protocol):
+    """Where batches run: our own engine, or a server. Every method raises ChatError."""
+
+    resumes: bool
+    """Whether batches of earlier sessions are this user's alone, so that they are shown, too."""
+    longest: int
+    """Most tokens of an answer: what the context leaves behind one token of a prompt."""
+
+    async def submit(self, lines: bytes) -> str:
+        """Hand in the lines of a batch. Returns its id, before any of them runs."""
+        ...
+
+    def events(self) -> AsyncGenerator[Event, None]:
+        """`batch.listening`, the state of each open batch, and then what happens to all of them."""
+        ...
+
+    async def batch(self, id: str) -> dict[str, Any]:
+        """A batch as the API shows it."""
+        ...
+
+    async def lines(self, file: str) -> list[dict[str, Any]]:
+        """The lines of a file."""
+        ...
+
+
+class LocalPlace:
+    """Our own engine."""
+
+    resumes = True
+
+    def __init__(self, batches: Batches, longest: int) -> None:
+        self.batches, self.longest = batches, longest
+
+    async def submit(self, lines: bytes) -> str:
+        try:
+            file = await self.batches.files.copy(TENANT, "batch", "chat.jsonl", io.BytesIO(lines))
+            wanted = BatchRequest(input_file_id=file.id, endpoint=ENDPOINT, completion_window=WINDOW, metadata=SOURCE)
+            return (await self.batches.create(wanted, TENANT)).id
+        except ApiError as error:
+            raise ChatError(error.message) from None
+        except OSError as error:
+            raise ChatError(f"the batch cannot be kept: {error.strerror}") from None
+
+    async def events(self) -> AsyncGenerator[Event, None]:
+        async with aclosing(self.batches.events(TENANT)) as events:
+            async for data in events:
+                for line in data.splitlines():
+                    if line.startswith(b"data:"):
+                        yield msgspec.json.decode(line[5:])
+
+    async def batch(self, id: str) -> dict[str, Any]:
+        try:
+            return (await self.batches.retrieve(TENANT, id)).shown()
+        except ApiError as error:
+            raise ChatError(error.message) from None
+
+    async def lines(self, file: str) -> list[dict[str, Any]]:
+        try:
+            _, opened = await self.batches.files.open(TENANT, file)
+        except ApiError as error:
+            raise ChatError(error.message) from None
+        with opened:
+            return await self.batches.files.on_disk(lambda: [msgspec.json.decode(line) for line in opened])
+
+
+class RemotePlace:
+    """A Holdfast server."""
+
+    resumes = False
+
+    def __init__(self, http: httpx.AsyncClient, longest: int) -> None:
+        self.http, self.longest = http, longest
+
+    async def submit(self, lines: bytes) -> str:
+        try:
+            form = {"files": {"file": ("chat.jsonl", lines)}, "data": {"purpose": "batch"}}
+            file = answer_of(await self.http.post("files", **form))  # type: ignore[arg-type]
+            wanted = {
+                "input_file_id": file["id"], "endpoint": ENDPOINT, "completion_window": WINDOW, "metadata": SOURCE
+            }  # fmt: skip
+            return str(answer_of(await self.http.post("batches", json=wanted))["id"])
+        except httpx.HTTPError as error:
+            raise ChatError(f"the connection to {self.http.base_url} broke: {error or type(error).__name__}") from None
+
+    async def events(self) -> AsyncGenerator[Event, None]:
+        async with aclosing(server_events(self.http, "batches/events", None)) as events:
+            async for event in events:
+                yield event
+
+    async def batch(self, id: str) -> dict[str, Any]:
+        return await fetched(self.http, f"batches/{id}")
+
+    async def lines(self, file: str) -> list[dict[str, Any]]:
+        try:
+            response = await self.http.get(f"files/{file}/content")
+            if response.status_code != 200:
+                raise ChatError(reason_of(response.status_code, response.content))
+            return [msgspec.json.decode(line) for line in response.content.splitlines() if line]
+        except httpx.HTTPError as error:
+            raise ChatError(f"the connection to {self.http.base_url} broke: {error or type(error).__name__}") from None
+        except msgspec.MsgspecError:
+            raise ChatError("the server sent a file that is not OpenAI's") from None
+
+
+def answer_of(response: httpx.Response) -> dict[str, Any]:
+    """The JSON object of an answer. Raises ChatError."""
+    if response.status_code != 200:
+        raise ChatError(reason_of(response.status_code, response.content))
+    try:
+        return msgspec.json.decode(response.content, type=dict[str, Any])
+    except msgspec.MsgspecError:
+        raise ChatError("the server sent an answer that is not OpenAI's") from None
+
+
+@dataclass
+class Shelved:
+    """A batch that is on the shelf."""
+
+    prompts: Sequence[str]
+    answers: dict[str, str] = field(default_factory=dict)
+    """The texts so far, by custom_id: the number of the prompt, from 1."""
+    status: str = "validating"
+    note: str = ""
+    """Why it failed, if it did."""
+    whole: bool = False
+    """Whether it has ended, and every answer is here."""
+
+
+class Batching:
+    """The batches beside a conversation. While they are `shown`, one that ends is printed at once; else it is kept."""
+
+    def __init__(self, place: BatchPlace, settings: Settings, show: Callable[[str], None]) -> None:
+        """`show` prints a batch that is whole."""
+        self.place = place
+        self.settings = settings
+        self.shown = False
+        self.batches: dict[str, Shelved] = {}
+        self._show = show
+        self._changed = asyncio.Event()
+        self._following: asyncio.Task[None] | None = None
+
+    async def submit(self, line: str, begin: int, model: str, system: str | None) -> str:
+        """Submit the batch that a line holds from `begin` on. Returns its id at once. Raises InputError, ChatError."""
+        asked = parse_batch(line, self.place.longest, begin)
+        self._listen()
+        first = [{"role": "system", "content": system}] if system else []
+        lines = []
+        for number, each in enumerate(asked, 1):
+            body = {
+                "model": model,
+                "messages": [*first, {"role": "user", "content": each.prompt}],
+                "temperature": self.settings.temperature,
+                "max_tokens": each.length,
+            }
+            lines.append({"custom_id": str(number), "method": "POST", "url": ENDPOINT, "body": body})
+        id = await self.place.submit(b"".join(msgspec.json.encode(each) + b"\n" for each in lines))
+        self.batches.setdefault(id, Shelved([])).prompts = [each.prompt for each in asked]
+        await self._look(id)  # it may have ended before it was known here
+        return id
+
+    def show(self) -> None:
+        """From now on print each batch that ends; at once those that ended before."""
+        self._listen()
+        self.shown = True
+        self._print()
+
+    def hide(self) -> None:
+        """From now on keep the batches that end."""
+        self.shown = False
+
+    @property
+    def unfinished(self) -> dict[str, Shelved]:
+        """The batches that are not whole."""
+        return {id: each for id, each in self.batches.items() if not each.whole}
+
+    async def finished(self) -> None:
+        """Wait until every batch is whole."""
+        while self.unfinished:
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def close(self) -> None:
+        """Listen no more."""
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.gather(self._following, return_exceptions=True)
+
+    def _listen(self) -> None:
+        """Follow the events of batches, in the background."""
+        if self._following is None:
+            self._following = asyncio.create_task(self._follow())
+
+    async def _follow(self) -> None:
+        while True:
+            with suppress(ChatError, ApiError, LookupError, TypeError):
+                async with aclosing(self.place.events()) as events:
+                    async for event in events:
+                        await self._take(event)
+            await asyncio.sleep(AGAIN_SECONDS)
+
+    async def _take(self, event: Event) -> None:
+        match event:
+            case {"type": "batch.listening"}:  # what happened before was missed
+                for id in list(self.unfinished):
+                    await self._look(id)
+            case {"type": "batch.line", "batch_id": str(id), "line": dict(line)} if id in self.batches:
+                self.batches[id].answers[str(line["custom_id"])] = text_of(line)
+            case {"type": "batch.updated", "batch": dict(batch)}:
+                own = self.place.resumes and (batch.get("metadata") or {}) == SOURCE
+                if own and batch["id"] not in self.batches:
+                    lines = await self.place.lines(batch["input_file_id"])
+                    prompts = [line["body"]["messages"][-1]["content"] for line in lines]
+                    self.batches.setdefault(batch["id"], Shelved(prompts))
+                if batch["id"] in self.batches:
+                    await self._update(batch)
+
+    async def _look(self, id: str) -> None:
+        """Ask for a batch's state, in case its end was missed."""
+        with suppress(ChatError):
+            await self._update(await self.place.batch(id))
+
+    async def _update(self, batch: dict[str, Any]) -> None:
+        shelved = self.batches[batch["id"]]
+        if shelved.whole:
+            return
+        shelved.status = batch["status"]
+        if batch["status"] not in ENDED:
+            return
+        if len(shelved.answers) < len(shelved.prompts):
+            for file in (batch["output_file_id"], batch["error_file_id"]):
+                for line in [] if file is None else await self.place.lines(file):
+                    shelved.answers[str(line["custom_id"])] = text_of(line)
+        faults = (batch.get("errors") or {}).get("data") or []
+        shelved.note = "; ".join(f"prompt {fault['line']}: {fault['message']}" for fault in faults)
+        shelved.whole = True
+        self._changed.set()
+        if self.shown:
+            self._print()
+
+    def _print(self) -> None:
+        for id in [id for id, each in self.batches.items() if each.whole]:
+            self._show(in_words(id, self.batches.pop(id)))
+
+
+def in_words(id: str, batch: Shelved) -> str:
+    """A batch that has ended, with its prompts and answers."""
+    answered = f"{len(batch.answers)} of {len(batch.prompts)} answered"
+    parts = [f"{id}  ·  {batch.status}  ·  {answered}" + (f"  ·  {batch.note}" if batch.note else "")]
+    for number, prompt in enumerate(batch.prompts, 1):
+        answer = batch.answers.get(str(number))
+        parts.append(f"[{number}] {prompt}\n" + ("(no answer)" if answer is None else answer))
+    return "\n".join(parts)
+
+
+def text_of(line: dict[str, Any]) -> str:
+    """The text of an answered line, or why it has none. Raises ChatError."""
+    try:
+        if line["error"] is not None:
+            return f"({line['error']['message']})"
+        body = line["response"]["body"]
+        if line["response"]["status_code"] != 200:
+            return f"({body['error']['message']})"
+        return str(body["choices"][0]["message"]["content"])
+    except (LookupError, TypeError):
+        raise ChatError("the server sent an answer that is not OpenAI's") from None

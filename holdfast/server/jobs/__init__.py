@@ -1,0 +1,1 @@
+"""Files and batches: work that is handed in whole and answered later."""

@@ -1,0 +1,502 @@
+"""BatchRunner: runs the lines of all batches beside other requests, and stores each line's answer once."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections import deque
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from typing import IO, Any, TypeVar
+
+from msgspec import Raw
+
+from holdfast.server.conversations.protocol import ResponseRequest
+from holdfast.server.conversations.service import Responses
+from holdfast.server.conversations.store import Store
+from holdfast.server.jobs.feed import Feed
+from holdfast.server.jobs.files import Files
+from holdfast.server.jobs.lines import BadLine, Line, LineReader, check, custom_id_of, split
+from holdfast.server.jobs.tables import BatchTable
+from holdfast.server.jobs.values import AnsweredLine, Batch, Ending, LineFault, Status, StoredFile, Usage
+from holdfast.server.protocol import ApiError, ChatRequest, CompletionRequest
+from holdfast.server.replies import ChatShape, RequestUsage, TextShape, encode
+from holdfast.server.service import Service, internal
+
+T = TypeVar("T")
+
+COMMIT_SECONDS = 0.05
+"""Answers that come within this time are stored together, so that the disk's flush does not bound lines a second."""
+MOST_UNSTORED = 1000
+"""Answers that may wait for the store; beyond it no line begins."""
+RETRY_SECONDS = (0.25, 10.0)
+"""First and longest wait before a line that found no place, or a store that failed, is tried again."""
+BREATH = 0.001
+"""Seconds that reading works, and then rests, while an input is checked: the event loop shares the interpreter."""
+ANSWERS_AT_ONCE = 256
+REST_SECONDS = 0.05
+"""Pause between two transactions that clean up."""
+SPACE = uuid.UUID("7f0c2a9c-6b0e-4c58-9d5e-0b6f3a1f4a52")
+"""Names output files by their batch, so that one that is written anew takes the place of the unfinished one."""
+
+log = logging.getLogger("holdfast.server")
+
+
+class Turns:
+    """Whose line is next: tenants take turns, and a tenant's batches go in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._queues: dict[str, deque[RunningBatch]] = {}
+
+    def add(self, running: RunningBatch) -> None:
+        """Put a batch behind its tenant's others."""
+        self._queues.setdefault(running.batch.tenant, deque()).append(running)
+
+    def remove(self, running: RunningBatch) -> None:
+        """Take a batch out, wherever it stands."""
+        tenant = running.batch.tenant
+        queue = self._queues.get(tenant)
+        if queue is not None and running in queue:
+            queue.remove(running)
+            if not queue:
+                del self._queues[tenant]
+
+    def next(self) -> RunningBatch | None:
+        """The batch whose line is next. Its tenant goes behind the others."""
+        for tenant, queue in self._queues.items():
+            self._queues[tenant] = self._queues.pop(tenant)
+            return queue[0]
+        return None
+
+
+class RunningBatch:
+    """A batch in progress."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+        self.ending: Ending | None = batch.ending
+        """How it ends, once that is decided."""
+        self.answers: list[AnsweredLine] = []
+        """Those that are not stored yet."""
+        self.in_flight: dict[int, asyncio.Task[None]] = {}
+        self.source: LineReader | None = None
+        self.exhausted = False
+        self.changed = asyncio.Event()
+        self.storing = asyncio.Lock()
+        """Held while its state is changed and stored."""
+        self.task: asyncio.Task[None]
+
+    @property
+    def waiting(self) -> int:
+        """Lines that have not begun."""
+        batch = self.batch
+        if batch.status not in ("validating", "in_progress"):
+            return 0
+        return max(0, batch.total - batch.completed - batch.failed - len(self.answers) - len(self.in_flight))
+
+
+class BatchRunner:
+    """Runs batches through the server's own service, in the lane for lines of batches."""
+
+    def __init__(
+        self, service: Service, responses: Responses, files: Files, feed: Feed, now: Callable[[], float] = time.time
+    ) -> None:
+        self.running: dict[str, RunningBatch] = {}
+        self._service, self._responses, self._files, self._feed, self._now = service, responses, files, feed, now
+        self._store = responses.store
+        self._lane = service.batch_lane
+        self._turns = Turns()
+        self._choices = 0
+        """Choices in progress of all lines."""
+        self._unstored = 0
+        self._wake = asyncio.Event()
+        self._answered = asyncio.Event()
+        self._reader = ThreadPoolExecutor(1, "holdfast-batches")
+        self._loops: list[asyncio.Task[None]] = []
+        self._closed = False
+        metrics = service.metrics
+        metrics.batch_lines.labels("waiting").set_function(lambda: sum(each.waiting for each in self._batches()))
+        metrics.batch_lines.labels("running").set_function(lambda: sum(len(each.in_flight) for each in self._batches()))
+        answered = metrics.batch_lines_answered
+        self._counted = {True: answered.labels("completed"), False: answered.labels("failed")}
+
+    @property
+    def model(self) -> str:
+        """The model that answers the lines."""
+        return self._service.client.info.model
+
+    def begin(self, batch: Batch, ending: Ending | None = None) -> None:
+        """Run a batch from its present state to its end, which is `ending` if that is decided. Does not wait."""
+        if not self._loops:
+            self._loops = [asyncio.create_task(each()) for each in (self._dispatch, self._store_answers)]
+            for task in self._loops:
+                task.add_done_callback(log_failure)
+        running = RunningBatch(batch)
+        running.ending = running.ending or ending
+        self.running[batch.id] = running
+        running.task = asyncio.create_task(self._run(running))
+
+    def stop(self, id: str, ending: Ending) -> None:
+        """End a batch early: lines that run are aborted, those that were answered stay."""
+        running = self.running.get(id)
+        if running is not None and running.ending is None:
+            running.ending = ending
+            for task in running.in_flight.values():
+                task.cancel()
+            running.changed.set()
+
+    async def close(self) -> None:
+        """Abort all lines, and store what was answered. Batches go on where they are at the next start."""
+        self._closed = True
+        batches = self._batches()
+        tasks = [*self._loops, *(each.task for each in batches)]
+        tasks += [task for each in batches for task in each.in_flight.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for running in batches:
+            with suppress(ApiError):
+                await self._store_some(running)
+        self._reader.shutdown(cancel_futures=True)
+
+    def _batches(self) -> list[RunningBatch]:
+        return list(self.running.values())
+
+    # The life of one batch
+
+    async def _run(self, running: RunningBatch) -> None:
+        try:
+            if running.batch.status == "validating":
+                await self._validate(running)
+            if running.batch.status == "in_progress" and running.ending is None:
+                await self._answer_lines(running)
+            if not running.batch.ended:
+                await self._finish(running)
+            while await self._store.run(lambda store: _table(store).forget_answers()):
+                await asyncio.sleep(REST_SECONDS)
+        except FileNotFoundError:
+            log.error("the input of batch %s is gone", running.batch.id)
+            gone = LineFault(code="input_file_missing", message="the bytes of the input file are gone")
+            await self._change(running, "failed", faults=[gone])
+        except Exception:
+            log.exception("batch %s stopped; it is tried again when the server starts", running.batch.id)
+        finally:
+            self._turns.remove(running)
+            self.running.pop(running.batch.id, None)
+
+    async def _validate(self, running: RunningBatch) -> None:
+        """Check every line before any runs. The batch is then in progress, or has failed."""
+        batch = running.batch
+        limit, choices = int(self._service.config.max_body_mb * 1e6), self._service.config.max_choices
+        since = time.perf_counter()
+
+        def allow(line: Line) -> None:
+            nonlocal since
+            if self._closed:
+                raise asyncio.CancelledError
+            self._service.check_model(line.wanted.model)
+            if line.choices > choices:
+                reason = f"the line asks for {line.choices} choices (n times prompts); at most {choices}"
+                raise ApiError(reason, param="n", code="invalid_value")
+            if time.perf_counter() - since > BREATH:
+                time.sleep(BREATH)
+                since = time.perf_counter()
+
+        def read() -> tuple[int, list[Any]]:
+            with self._files.path(batch.input_file).open("rb") as file:
+                return check(file, batch.endpoint, limit, allow)
+
+        total, faults = await self._persist(partial(self._in_reader, read))
+        if running.ending is not None:
+            return
+        if faults:
+            await self._change(running, "failed", faults=faults)
+        else:
+            await self._change(running, "in_progress", total=total)
+
+    async def _answer_lines(self, running: RunningBatch) -> None:
+        """Have all lines answered that are not, or as many as run until the batch is to end early."""
+        batch = running.batch
+        answered = await self._persist(lambda: self._store.read(lambda store: _table(store).answered(batch.id)))
+        path = self._files.path(batch.input_file)
+        file = await self._persist(lambda: self._in_reader(lambda: path.open("rb")))
+        try:
+            running.source = LineReader(file, batch.endpoint, answered)
+            self._turns.add(running)
+            self._wake.set()
+            while running.ending is None and not (running.exhausted and not running.in_flight and not running.answers):
+                running.changed.clear()
+                await running.changed.wait()
+        finally:
+            self._turns.remove(running)
+            await asyncio.gather(*running.in_flight.values(), return_exceptions=True)
+            running.source = None
+            file.close()
+
+    async def _finish(self, running: RunningBatch) -> None:
+        """Write the output files from the stored answers, and end the batch."""
+        ending: Ending = running.ending or "completed"
+        running.ending = ending
+        while running.answers:
+            await self._persist(lambda: self._store_some(running))
+        if running.batch.status != "finalizing":
+            times = dict(running.batch.times)
+            if ending == "cancelled":
+                times["cancelling"] = self._now()
+            await self._change(running, "finalizing", ending=ending, times=times)
+        batch = running.batch
+        made: dict[bool, StoredFile] = {}
+        late = 0
+        for completed in (True, False):
+            file, count = await self._persist(partial(self._write_output, batch, completed))
+            if file is not None:
+                made[completed] = file
+            if not completed:
+                late = count - batch.failed
+        output, errors = (made[each].id if each in made else None for each in (True, False))
+        await self._change(
+            running, ending, list(made.values()), output_file=output, error_file=errors, failed=batch.failed + late
+        )
+
+    async def _write_output(self, batch: Batch, completed: bool) -> tuple[StoredFile | None, int]:
+        """Write one of a batch's two output files. Returns it, if there is anything in it, and its number of lines."""
+        kind = "output" if completed else "errors"
+        id, name = f"file-{uuid.uuid5(SPACE, f'{batch.id}/{kind}').hex}", f"{batch.id}_{kind}.jsonl"
+        count, after = 0, 0
+        with self._files.new() as file:
+            while True:
+                read = partial(_answers, batch.id, completed, after)
+                answers = await self._store.read(read)
+                if not answers:
+                    break
+                after = answers[-1][0]
+                count += len(answers)
+                texts = b"".join(text + b"\n" for _, text in answers)
+                await self._in_reader(partial(file.write, texts))
+            if not completed and batch.ending == "expired":
+                answered = await self._store.read(lambda store: _table(store).answered(batch.id))
+                count += await self._in_reader(lambda: self._write_expired(batch, answered, file))
+            if not count:
+                return None, 0
+            size = await self._in_reader(lambda: self._files.settle(file, id))
+        now = self._now()
+        return StoredFile(
+            id=id, tenant=batch.tenant, purpose="batch_output", name=name, bytes=size, created=now,
+            expires=now + batch.output_seconds,
+        ), count  # fmt: skip
+
+    def _write_expired(self, batch: Batch, answered: set[int], output: IO[bytes]) -> int:
+        """Write an error for each line that has no answer. Returns how many there are."""
+        reason = "the completion window ended before this line was answered"
+        count = 0
+        if batch.total:
+            with self._files.path(batch.input_file).open("rb") as file:
+                for number, text in split(file):
+                    if number not in answered:
+                        count += 1
+                        error = {"code": "batch_expired", "message": reason}
+                        custom_id = custom_id_of(text)
+                        output.write(encode(output_line(batch.id, number, custom_id, None, error)) + b"\n")
+        return count
+
+    async def _change(
+        self, running: RunningBatch, status: Status, made: list[StoredFile] | None = None, **fields: Any
+    ) -> None:
+        """Give a batch its next status, stored before anybody sees it."""
+        async with running.storing:
+            times = {**running.batch.times, **fields.pop("times", {}), status: self._now()}
+            fields |= {"status": status, "times": times}
+
+            def store(store: Store) -> Batch:
+                return _table(store).change(running.batch.id, fields, made or ())
+
+            running.batch = await self._persist(lambda: self._store.run(store))
+        self._feed.publish(running.batch.tenant, updated(running.batch))
+
+    async def _persist(self, work: Callable[[], Awaitable[T]]) -> T:
+        """The result of work on the store or the disk, tried until they can do it. Raises FileNotFoundError at once."""
+        wait, longest = RETRY_SECONDS
+        while True:
+            try:
+                return await work()
+            except ApiError as error:
+                if error.status != 503:
+                    raise
+            except FileNotFoundError:
+                raise
+            except OSError as error:
+                log.error("a batch waits for the directory of files: %s", error.strerror or error)
+            await asyncio.sleep(wait)
+            wait = min(2 * wait, longest)
+
+    async def _in_reader(self, work: Callable[..., T], *arguments: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._reader, work, *arguments)
+
+    # All lines
+
+    async def _dispatch(self) -> None:
+        """Begin lines, one after the other, while there is room for them."""
+        while True:
+            self._wake.clear()
+            running = self._turns.next()
+            line = None if running is None else await self._next_line(running)
+            if running is None:
+                await self._wake.wait()
+                continue
+            if line is None:
+                running.exhausted = True
+                self._turns.remove(running)
+                running.changed.set()
+                continue
+            if isinstance(line, BadLine):
+                self._take_fault(running, line)
+                continue
+            while not self._room(line) and running.ending is None:
+                self._wake.clear()
+                await self._wake.wait()
+            if running.ending is None:
+                self._choices += line.choices
+                task = asyncio.create_task(self._answer(running, line))
+                running.in_flight[line.number] = task
+                task.add_done_callback(partial(self._ended, running, line))
+
+    def _room(self, line: Line) -> bool:
+        return self._choices + line.choices <= self._lane.admission.limit and self._unstored < MOST_UNSTORED
+
+    async def _next_line(self, running: RunningBatch) -> Line | BadLine | None:
+        """A batch's next line; None behind its last one, and when the batch ends early."""
+        source = running.source
+        if source is None or running.ending is not None:
+            return None
+        if not source.ahead:
+            await self._persist(partial(self._in_reader, source.read))
+        return source.ahead.popleft() if source.ahead else None
+
+    async def _answer(self, running: RunningBatch, line: Line) -> None:
+        """Answer one line, however often it takes, and leave the answer to be stored."""
+        status, body, usage = await self._ask(running.batch, line)
+        self._take(running, line.number, line.custom_id, status, body, usage)
+
+    def _ended(self, running: RunningBatch, line: Line, task: asyncio.Task[None]) -> None:
+        """Count a line as running no more, also one that was cancelled before it began."""
+        del running.in_flight[line.number]
+        self._choices -= line.choices
+        self._wake.set()
+        running.changed.set()
+        log_failure(task)
+
+    def _take_fault(self, running: RunningBatch, line: BadLine) -> None:
+        """Answer a line that this server does not read any more: it was checked by one with other limits."""
+        fault = line.fault
+        error = ApiError(fault.message, param=fault.param, code=fault.code)
+        self._take(running, fault.line or 0, line.custom_id, error.status, error.body(), Usage())
+
+    def _take(
+        self, running: RunningBatch, number: int, custom_id: str, status: int, body: dict[str, Any], usage: Usage
+    ) -> None:
+        """Leave an answer to be stored."""
+        id = running.batch.id
+        response = {"status_code": status, "request_id": f"{id}/{number}", "body": body}
+        text = encode(output_line(id, number, custom_id, response, None))
+        running.answers.append(AnsweredLine(batch=id, number=number, completed=status == 200, text=text, usage=usage))
+        self._unstored += 1
+        self._answered.set()
+
+    async def _ask(self, batch: Batch, line: Line) -> tuple[int, dict[str, Any], Usage]:
+        """Status, body and token counts of a line's answer. One that finds no place waits, and asks again."""
+        wait, longest = RETRY_SECONDS
+        while True:
+            try:
+                body, usage = await self._generate(batch, line)
+                counts = Usage(
+                    prompt=usage.prompt_tokens, cached=usage.cached_tokens, completion=usage.completion_tokens
+                )
+                return 200, body, counts
+            except ApiError as error:
+                if error.status not in (429, 503):
+                    return error.status, error.body(), Usage()
+            except Exception as error:
+                refusal = internal(error)
+                return refusal.status, refusal.body(), Usage()
+            await asyncio.sleep(wait)
+            wait = min(2 * wait, longest)
+
+    async def _generate(self, batch: Batch, line: Line) -> tuple[dict[str, Any], RequestUsage]:
+        name, wanted, tenant = f"{batch.id}/{line.number}", line.wanted, batch.tenant
+        if isinstance(wanted, ResponseRequest):
+            writing = self._responses.write(wanted, tenant, self._lane, name)
+            return await writing.whole(), writing.answer.usage
+        assert isinstance(wanted, ChatRequest | CompletionRequest)
+        kind = ChatShape if isinstance(wanted, ChatRequest) else TextShape
+        answer = self._service.answer(wanted, tenant, self._lane, name)
+        return await answer.whole(kind(self.model, wanted)), answer.usage
+
+    async def _store_answers(self) -> None:
+        """Store answers as they come, a few at a time."""
+        wait, longest = RETRY_SECONDS
+        while True:
+            await self._answered.wait()
+            await asyncio.sleep(COMMIT_SECONDS)
+            self._answered.clear()
+            try:
+                for running in self._batches():
+                    await self._store_some(running)
+                wait = RETRY_SECONDS[0]
+            except ApiError:
+                self._answered.set()
+                await asyncio.sleep(wait)
+                wait = min(2 * wait, longest)
+
+    async def _store_some(self, running: RunningBatch) -> None:
+        """Store the answers that wait, in one transaction. Raises ApiError; they wait on then."""
+        async with running.storing:
+            answers = list(running.answers)
+            if not answers:
+                return
+            id = running.batch.id
+            batch, new = await self._store.run(lambda store: _table(store).answer(id, answers))
+            del running.answers[: len(answers)]
+            self._unstored -= len(answers)
+            running.batch = batch
+        for each in new:
+            self._counted[each.completed].inc()
+            self._feed.publish(batch.tenant, answered_line(each))
+        self._feed.publish(batch.tenant, updated(batch))
+        self._wake.set()
+        running.changed.set()
+
+
+def log_failure(task: asyncio.Task[None]) -> None:
+    """Tell of a task that ended by an error that nobody foresaw."""
+    if not task.cancelled() and task.exception() is not None:
+        log.error("running batches failed", exc_info=task.exception())
+
+
+def output_line(
+    batch: str, number: int, custom_id: str, response: dict[str, Any] | None, error: dict[str, str] | None
+) -> dict[str, Any]:
+    """A line of an output file."""
+    id = f"batch_req_{batch.removeprefix('batch_')}_{number}"
+    return {"id": id, "custom_id": custom_id, "response": response, "error": error}
+
+
+def updated(batch: Batch) -> dict[str, Any]:
+    """The event of a batch's new state."""
+    return {"type": "batch.updated", "batch": batch.shown()}
+
+
+def answered_line(answer: AnsweredLine) -> dict[str, Any]:
+    """The event of an answered line."""
+    return {"type": "batch.line", "batch_id": answer.batch, "number": answer.number, "line": Raw(answer.text)}
+
+
+def _table(store: Store) -> BatchTable:
+    return BatchTable(store.database)
+
+
+def _answers(id: str, completed: bool, after: int, store: Store) -> list[tuple[int, bytes]]:
+    return _table(store).answers(id, completed=completed, after=after, limit=ANSWERS_AT_ONCE)

@@ -1,0 +1,237 @@
+"""Batches: taken, listed, cancelled, resumed after a restart; the events of all of them for those who listen."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import Any
+
+from holdfast.server.conversations.protocol import event_bytes
+from holdfast.server.conversations.service import Responses
+from holdfast.server.conversations.store import Store
+from holdfast.server.jobs.batch_runner import REST_SECONDS, BatchRunner, updated
+from holdfast.server.jobs.feed import Feed
+from holdfast.server.jobs.files import DAYS_30, Files, check_expiry
+from holdfast.server.jobs.lines import REQUESTS
+from holdfast.server.jobs.owner import Owner
+from holdfast.server.jobs.tables import BatchTable, TooMany, WrongPurpose
+from holdfast.server.jobs.values import Batch, Ending
+from holdfast.server.protocol import ApiError, Metadata, RequestBody
+
+WINDOW = "24h"
+WINDOW_SECONDS = 86400.0
+MOST_OPEN = 1024
+"""Most batches that have not ended, of all tenants."""
+KEPT_SECONDS = DAYS_30
+"""How long a batch that has ended can be found."""
+TICK_SECONDS = 2.0
+"""Batches whose time is over, that were cancelled at another server, or whose server has ended are seen so soon."""
+CLEAN_SECONDS = 3600.0
+
+log = logging.getLogger("holdfast.server")
+
+
+class BatchRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """POST /v1/batches."""
+
+    input_file_id: str
+    endpoint: str
+    completion_window: str
+    metadata: Metadata | None = None
+    output_expires_after: dict[str, Any] | None = None
+
+
+class Batches:
+    """The batches of a server. One for each server, which runs them from `start` to `close`."""
+
+    def __init__(
+        self, responses: Responses, files: Files, now: Callable[[], float] = time.time, *, tick: float = TICK_SECONDS
+    ) -> None:
+        """Raises OSError if the directory of files cannot be used."""
+        service = responses.service
+        self.files = files
+        self.feed = Feed()
+        self.runner = BatchRunner(service, responses, files, self.feed, now)
+        self.owner = Owner(files.directory)
+        self._service, self._store, self._now = service, responses.store, now
+        share = service.config.tenant_share if len(service.config.api_key) > 1 else 1
+        self._tenant_limit = max(1, int(MOST_OPEN * share))
+        self._tick_seconds = tick
+        self._ticking: asyncio.Task[None] | None = None
+        self._warned = False
+        self._closed = False
+
+    async def start(self) -> None:
+        """Go on with the batches that an earlier server left. Raises ApiError if the store fails."""
+        if self._ticking is None:
+            self._ticking = asyncio.create_task(self._tick())
+            await self._adopt()
+
+    async def create(self, wanted: BatchRequest, tenant: str) -> Batch:
+        """Take a batch. Returns before any of its lines runs. Raises ApiError."""
+        if wanted.endpoint == "/v1/embeddings":
+            reason = "no model served here has embeddings"
+            raise ApiError(reason, param="endpoint", code="unsupported_endpoint")
+        if wanted.endpoint not in REQUESTS:
+            reason = f"endpoint is {wanted.endpoint[:64]!r}; it must be one of {', '.join(REQUESTS)}"
+            raise ApiError(reason, param="endpoint", code="invalid_value")
+        if wanted.completion_window != WINDOW:
+            reason = f"completion_window is {wanted.completion_window[:32]!r}; it must be {WINDOW!r}"
+            raise ApiError(reason, param="completion_window", code="invalid_value")
+        kept = DAYS_30
+        if wanted.output_expires_after is not None:
+            given = wanted.output_expires_after
+            kept = float(check_expiry(given.get("anchor"), given.get("seconds"), "output_expires_after"))
+        return await self.submit(
+            tenant, wanted.input_file_id, wanted.endpoint, WINDOW_SECONDS, metadata=wanted.metadata, output_seconds=kept
+        )
+
+    async def submit(
+        self,
+        tenant: str,
+        input_file: str,
+        endpoint: str,
+        seconds: float | None,
+        *,
+        metadata: dict[str, str] | None = None,
+        output_seconds: float = DAYS_30,
+    ) -> Batch:
+        """Take a batch that has so many seconds; without, as long as it needs. Raises ApiError."""
+        if self._closed:
+            reason = "the server is shutting down and takes no new batches; try another one"
+            raise ApiError(reason, status=503, code="shutting_down", retry_after=5)
+        self._warn_of_order()
+        now = self._now()
+        batch = Batch(
+            id=f"batch_{uuid.uuid4().hex}",
+            tenant=tenant,
+            endpoint=endpoint,
+            input_file=input_file,
+            model=self.runner.model,
+            created=now,
+            expires=None if seconds is None else now + seconds,
+            output_seconds=output_seconds,
+            metadata=metadata,
+        )
+
+        def add(store: Store) -> None:
+            limits = {"limit": MOST_OPEN, "tenant_limit": self._tenant_limit}
+            BatchTable(store.database).add(batch, self.owner.id, purpose="batch", **limits)
+
+        try:
+            await self._store.run(add, "input_file_id")
+        except WrongPurpose as error:
+            raise ApiError(str(error), param="input_file_id", code="invalid_value") from None
+        except TooMany as error:
+            raise ApiError(str(error), status=429, code="too_many_batches", retry_after=60) from None
+        await self.start()
+        self.runner.begin(batch)
+        self.feed.publish(tenant, updated(batch))
+        return batch
+
+    async def retrieve(self, tenant: str, id: str) -> Batch:
+        """A batch in its present state. Raises ApiError 404."""
+        return await self._store.read(lambda store: BatchTable(store.database).get(tenant, id))
+
+    async def page(self, tenant: str, *, limit: int, after: str | None) -> tuple[list[Batch], bool]:
+        """A part of a tenant's batches, the newest first, and whether there are more. Raises ApiError 404."""
+        return await self._store.read(lambda store: BatchTable(store.database).page(tenant, limit=limit, after=after))
+
+    async def cancel(self, tenant: str, id: str) -> Batch:
+        """Stop a batch. What was answered goes to its output file. Raises ApiError: 404, and 409 if it has ended."""
+        now = self._now()
+        batch = await self._store.run(lambda store: BatchTable(store.database).ask_cancel(tenant, id, now))
+        self.runner.stop(id, "cancelled")
+        self.feed.publish(tenant, updated(batch))
+        return batch
+
+    async def events(self, tenant: str) -> AsyncGenerator[bytes, None]:
+        """Server-sent events of all of a tenant's batches: the state of each that is open, then what happens.
+
+        Those of another server on the same store are not among them. Raises ApiError.
+        """
+        async with aclosing(self.feed.listen(tenant)) as feed:
+            yield await anext(feed)
+            for batch in await self._store.read(lambda store: BatchTable(store.database).open_of(tenant)):
+                yield event_bytes(updated(batch))
+            async for data in feed:
+                yield data
+
+    async def close(self) -> None:
+        """Abort all lines. The batches go on at the next start. May be called more than once."""
+        if self._closed:
+            return
+        self._closed = True
+        self.feed.close()
+        if self._ticking is not None:
+            self._ticking.cancel()
+            await asyncio.gather(self._ticking, return_exceptions=True)
+        await self.runner.close()
+        self.owner.close()
+        self.files.close()
+
+    async def _tick(self) -> None:
+        """Look after the batches, and delete what is old."""
+        next_clean = 0.0
+        while True:
+            try:
+                await self._stop_some()
+                await self._adopt()
+                if time.monotonic() >= next_clean:
+                    await self._clean()
+                    next_clean = time.monotonic() + CLEAN_SECONDS
+            except (ApiError, OSError) as error:
+                log.warning("batches are not looked after now: %s", error)
+            await asyncio.sleep(self._tick_seconds)
+
+    async def _stop_some(self) -> None:
+        """Stop the batches that somebody cancelled, and those whose time is over."""
+        now = self._now()
+        for id, running in list(self.runner.running.items()):
+            if running.batch.expires is not None and running.batch.expires <= now:
+                self.runner.stop(id, "expired")
+        if ids := list(self.runner.running):
+            for id in await self._store.read(lambda store: BatchTable(store.database).cancelled(ids)):
+                self.runner.stop(id, "cancelled")
+
+    async def _adopt(self) -> None:
+        """Go on with the batches of servers that have ended: those for the model that is served here.
+
+        Of other models' only those that are to end. A batch whose input is not here came to another directory of files.
+        """
+        owners = await self._store.read(lambda store: BatchTable(store.database).owners())
+        gone = [owner for owner in owners - {self.owner.id} if self.owner.gone(owner)]
+        if not gone:
+            return
+        model, now = self.runner.model, self._now()
+        found: dict[str, tuple[Batch, Ending | None]] = {}
+        for batch, cancelled in await self._store.read(lambda store: BatchTable(store.database).orphans(gone)):
+            late = batch.expires is not None and batch.expires <= now
+            ending: Ending | None = "cancelled" if cancelled else "expired" if late else None
+            if (batch.model == model or ending) and self.files.path(batch.input_file).exists():
+                found[batch.id] = batch, ending
+        if found:
+            mine = self.owner.id
+            taken = await self._store.run(lambda store: BatchTable(store.database).adopt(mine, gone, [*found]))
+            for id in taken:
+                self.runner.begin(*found[id])
+
+    async def _clean(self) -> None:
+        await self.files.clean()
+        oldest = self._now() - KEPT_SECONDS
+        await self._store.run(lambda store: BatchTable(store.database).drop_old(oldest))
+        while await self._store.run(lambda store: BatchTable(store.database).forget_answers()):
+            await asyncio.sleep(REST_SECONDS)
+
+    def _warn_of_order(self) -> None:
+        """Say once that the engine's order does not put lines of batches behind other requests, if so."""
+        order = self._service.client.config.order
+        if order in ("fcfs", "fair") and not self._warned:
+            self._warned = True
+            log.warning(
+                "with --order %s lines of batches do not wait for other requests; priority and deadline do", order
+            )

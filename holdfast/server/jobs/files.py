@@ -1,0 +1,288 @@
+"""Files: bytes in a directory, found by their ids through the store. Received piece by piece, within limits."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import shutil
+import tempfile
+import time
+import uuid
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import IO, TypeVar
+
+from holdfast.server.config import ServerConfig
+from holdfast.server.conversations.database import MEMORY, data_directory
+from holdfast.server.conversations.store import AsyncStore, Store
+from holdfast.server.conversations.values import StoreError
+from holdfast.server.jobs.tables import FileTable
+from holdfast.server.jobs.values import StoredFile
+from holdfast.server.multipart import OVERHEAD, FormReader, base_name
+from holdfast.server.protocol import ApiError
+
+T = TypeVar("T")
+
+PURPOSES = ("batch", "fine-tune")
+"""What clients may upload files for."""
+DAYS_30 = 30 * 86400.0
+EXPIRY = (3600, 30 * 86400)
+"""Shortest and longest time that a client may give a file, in seconds, as in OpenAI's API."""
+PIECE = 1 << 20
+"""Bytes of an upload that are written at once."""
+MOST_UPLOADS = 16
+"""Most uploads at once; each holds two pieces in memory."""
+UNFINISHED = "upload-"
+"""What the names begin with of files that are being written."""
+ABANDONED_SECONDS = 3600.0
+"""A file that is being written is abandoned when nothing was written for so long: its server was killed."""
+
+log = logging.getLogger("holdfast.server")
+
+
+class Files:
+    """The files of a server. One for each server."""
+
+    def __init__(self, store: AsyncStore, config: ServerConfig, now: Callable[[], float] = time.time) -> None:
+        """Raises StoreError if the directory cannot be used."""
+        self.store = store
+        self.now = now
+        self.largest = int(config.max_file_mb * 1e6)
+        self.limit = int(config.files_gb * 1e9)
+        share = config.tenant_share if len(config.api_key) > 1 else 1
+        self.tenant_limit = int(self.limit * share)
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        if config.files is not None:
+            self.directory = Path(config.files)
+        elif config.store == MEMORY:
+            self._temporary = tempfile.TemporaryDirectory(prefix="holdfast-files-")
+            self.directory = Path(self._temporary.name)
+        else:
+            self.directory = data_directory() / "files"
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with self.new():
+                pass
+        except OSError as error:
+            raise StoreError(f"the directory of files {self.directory} cannot be used: {error.strerror}") from None
+        self._uploading: Counter[str] = Counter()
+        self._uploads = 0
+        self._disk = ThreadPoolExecutor(2, "holdfast-files")
+
+    async def on_disk(self, work: Callable[[], T]) -> T:
+        """The result of work on the disk, done off the event loop. Raises OSError."""
+        return await asyncio.get_running_loop().run_in_executor(self._disk, work)
+
+    async def receive(
+        self, tenant: str, content_type: str, declared: int | None, pieces: AsyncIterator[bytes]
+    ) -> StoredFile:
+        """Take an upload: a form with `file`, `purpose` and perhaps `expires_after`. Raises ApiError.
+
+        `declared` is the length of the form, if the client told it.
+        """
+        if declared is not None and declared > self.largest + OVERHEAD:
+            raise self._too_large()
+        if self._uploads >= MOST_UPLOADS:
+            reason = f"{MOST_UPLOADS} files are being received; try again in a moment"
+            raise ApiError(reason, status=503, code="overloaded", retry_after=1)
+        form = FormReader(content_type)
+        held_bytes = await self._held(tenant)
+        self._uploads += 1
+        size, held = 0, bytearray()
+        try:
+            with self.new() as file:
+                async for piece in pieces:
+                    held += (found := form.feed(piece))
+                    size += len(found)
+                    self._uploading[tenant] += len(found)
+                    if size > self.largest:
+                        raise self._too_large()
+                    self._check_space(tenant, *held_bytes)
+                    if len(held) >= PIECE:
+                        await self.on_disk(partial(file.write, bytes(held)))
+                        held.clear()
+                form.finish()
+                if not size:
+                    raise ApiError("the file is empty", param="file", code="invalid_value")
+                purpose = read_purpose(form.fields)
+                seconds = read_expiry(form.fields) or (DAYS_30 if purpose == "batch" else None)
+                await self.on_disk(partial(file.write, bytes(held)))
+                self._check_space(tenant, *await self._held(tenant))  # others may have come in meanwhile
+                return await self._keep(file, tenant, purpose, form.filename or "file", seconds)
+        except OSError as error:
+            raise unavailable(error) from None
+        finally:
+            self._uploads -= 1
+            self._uploading[tenant] -= size
+            if not self._uploading[tenant]:
+                del self._uploading[tenant]
+
+    async def copy(self, tenant: str, purpose: str, name: str, source: IO[bytes]) -> StoredFile:
+        """Keep a copy of what is read from `source`, within no limit. Raises ApiError, OSError."""
+        with self.new() as file:
+            await self.on_disk(lambda: shutil.copyfileobj(source, file))
+            return await self._keep(file, tenant, purpose, base_name(name), None)
+
+    async def get(self, tenant: str, id: str) -> StoredFile:
+        """A file. Raises ApiError 404."""
+        return await self.store.read(lambda store: FileTable(store.database).get(tenant, id, self.now()))
+
+    async def page(
+        self, tenant: str, *, limit: int, newest_first: bool, after: str | None, purpose: str | None
+    ) -> tuple[list[StoredFile], bool]:
+        """A part of a tenant's files, and whether there are more. Raises ApiError 404 for an unknown `after`."""
+
+        def read(store: Store) -> tuple[list[StoredFile], bool]:
+            table = FileTable(store.database)
+            return table.page(tenant, self.now(), limit=limit, newest_first=newest_first, after=after, purpose=purpose)
+
+        return await self.store.read(read)
+
+    async def open(self, tenant: str, id: str) -> tuple[StoredFile, IO[bytes]]:
+        """A file and its bytes, which stay readable if it is deleted meanwhile. Raises ApiError 404."""
+        file = await self.get(tenant, id)
+        try:
+            return file, await self.on_disk(lambda: self.path(id).open("rb"))
+        except OSError as error:
+            raise unavailable(error) from None
+
+    async def delete(self, tenant: str, id: str) -> None:
+        """Delete a file. Raises ApiError: 404, and 409 if a batch reads it."""
+        await self.store.run(lambda store: FileTable(store.database).delete(tenant, id, self.now()))
+        await self.on_disk(lambda: self.path(id).unlink(missing_ok=True))
+
+    def path(self, id: str) -> Path:
+        """Where the bytes of a stored file are. Only ids that the store knows come here."""
+        return self.directory / id
+
+    @contextmanager
+    def new(self) -> Iterator[IO[bytes]]:
+        """A new file in the directory, which only its owner can read. It is deleted unless it is given an id."""
+        descriptor, name = tempfile.mkstemp(dir=self.directory, prefix=UNFINISHED)
+        try:
+            os.close(descriptor)
+            with Path(name).open("wb") as file:
+                yield file
+        finally:
+            Path(name).unlink(missing_ok=True)
+
+    def settle(self, file: IO[bytes], id: str) -> int:
+        """Make the bytes of a `new` file durable under their id. Returns how many there are. Raises OSError."""
+        file.flush()
+        os.fsync(file.fileno())
+        size = os.fstat(file.fileno()).st_size
+        Path(file.name).rename(self.path(id))
+        _flush_directory(self.directory)
+        return size
+
+    async def clean(self) -> None:
+        """Delete files whose time is over, and uploads whose server was killed. Raises ApiError, OSError."""
+        gone = await self.store.run(lambda store: FileTable(store.database).drop_expired(self.now()))
+        for id in gone:
+            await self.on_disk(partial(self.path(id).unlink, missing_ok=True))
+        await self.on_disk(lambda: drop_abandoned(self.directory))
+
+    def close(self) -> None:
+        """Wait for what is being written. A temporary directory is deleted."""
+        self._disk.shutdown()
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+    async def _keep(self, file: IO[bytes], tenant: str, purpose: str, name: str, seconds: float | None) -> StoredFile:
+        """Make a `new` file one of the tenant's, for so many seconds. Raises ApiError, OSError."""
+        id, now = new_id(), self.now()
+        size = await self.on_disk(lambda: self.settle(file, id))
+        expires = None if seconds is None else now + seconds
+        stored = StoredFile(id=id, tenant=tenant, purpose=purpose, name=name, bytes=size, created=now, expires=expires)
+        try:
+            await self.store.run(lambda store: FileTable(store.database).add(stored))
+        except ApiError:
+            self.path(id).unlink(missing_ok=True)
+            raise
+        return stored
+
+    async def _held(self, tenant: str) -> tuple[int, int]:
+        """Bytes of all files, and of one tenant's. Raises ApiError."""
+        return await self.store.read(lambda store: FileTable(store.database).held(tenant))
+
+    def _check_space(self, tenant: str, all_bytes: int, own_bytes: int) -> None:
+        """Raises ApiError if the files, with those being received, take more than their limits."""
+        if all_bytes + self._uploading.total() > self.limit:
+            reason = f"the server keeps at most {self.limit} bytes of files; delete some that are not needed"
+            raise ApiError(reason, status=429, code="files_full", retry_after=60)
+        if own_bytes + self._uploading[tenant] > self.tenant_limit:
+            reason = f"this API key may keep {self.tenant_limit} bytes of files; delete some that are not needed"
+            raise ApiError(reason, status=429, code="files_full", retry_after=60)
+
+    def _too_large(self) -> ApiError:
+        reason = f"the file is larger than {self.largest} bytes; send less, or raise the server's --max-file-mb"
+        return ApiError(reason, status=413, param="file", code="file_too_large")
+
+
+def new_id() -> str:
+    """An unguessable id."""
+    return f"file-{uuid.uuid4().hex}"
+
+
+def read_purpose(fields: Mapping[str, str]) -> str:
+    """What an upload is for. Raises ApiError."""
+    purpose = fields.get("purpose")
+    if purpose is None:
+        raise ApiError("purpose is missing", param="purpose", code="missing_required_parameter")
+    if purpose not in PURPOSES:
+        reason = f"purpose is {purpose[:32]!r}; it must be {' or '.join(PURPOSES)}"
+        raise ApiError(reason, param="purpose", code="invalid_value")
+    return purpose
+
+
+def read_expiry(fields: Mapping[str, str]) -> int | None:
+    """Seconds that an upload is to be kept, if it says so. Raises ApiError, also for an unknown field."""
+    for name in fields:
+        if name not in ("purpose", "expires_after[anchor]", "expires_after[seconds]"):
+            raise ApiError(f"unknown parameter: {name[:64]}", param=name[:64], code="unknown_parameter")
+    anchor, seconds = (fields.get(f"expires_after[{name}]") for name in ("anchor", "seconds"))
+    if anchor is None and seconds is None:
+        return None
+    return check_expiry(anchor, int(seconds) if seconds and re.fullmatch("[0-9]{1,9}", seconds) else seconds)
+
+
+def check_expiry(anchor: object, seconds: object, param: str = "expires_after") -> int:
+    """The seconds of the parameter `param`. Raises ApiError."""
+    if anchor != "created_at":
+        raise ApiError(f'{param}.anchor must be "created_at"', param=param, code="invalid_value")
+    least, most = EXPIRY
+    if not isinstance(seconds, int) or isinstance(seconds, bool) or not least <= seconds <= most:
+        given = "missing" if seconds is None else repr(seconds)[:32]
+        reason = f"{param}.seconds is {given}; it must be an integer between {least} and {most}"
+        raise ApiError(reason, param=param, code="invalid_value")
+    return seconds
+
+
+def unavailable(error: OSError) -> ApiError:
+    """The refusal of a request whose file the disk cannot take or give. The reason goes to the log."""
+    log.error("the directory of files fails: %s", error.strerror or error)
+    reason = "the server's disk cannot take or give files now; nothing of this request was stored"
+    return ApiError(reason, status=503, code="files_unavailable")
+
+
+def drop_abandoned(directory: Path) -> None:
+    """Delete what was received and not written to for a while. Raises OSError."""
+    oldest = time.time() - ABANDONED_SECONDS
+    for path in directory.glob(f"{UNFINISHED}*"):
+        if path.stat().st_mtime < oldest:
+            path.unlink(missing_ok=True)
+
+
+def _flush_directory(directory: Path) -> None:
+    """Make new names in a directory durable."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,183 @@
+"""Lines of a batch's input: found in a file within limits, and read as the requests that they ask for."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable, Container, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import IO, Any
+
+from holdfast.server.conversations.protocol import ResponseRequest
+from holdfast.server.jobs.values import LineFault
+from holdfast.server.protocol import ApiError, ChatRequest, CompletionRequest, SampledRequest, read_object, typed
+
+MAX_LINES = 50_000
+MAX_FAULTS = 100
+"""Most faults that are reported of one file."""
+MAX_CUSTOM_ID = 512
+AHEAD = 32
+"""Lines that are read at once."""
+MARGIN = 5
+"""Bytes of a line that do not count: a byte order mark, and the line's end."""
+REQUESTS: dict[str, type[SampledRequest]] = {
+    each.route: each for each in (ChatRequest, CompletionRequest, ResponseRequest)
+}
+"""The endpoints that a batch may call, each with its request."""
+FIELDS = ("custom_id", "method", "url", "body")
+
+
+class BadLine(Exception):
+    """A line that cannot be run."""
+
+    def __init__(self, fault: LineFault, custom_id: str = "") -> None:
+        super().__init__(fault.message)
+        self.fault = fault
+        self.custom_id = custom_id
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One request of a batch. Lines are numbered from 1, blank ones included."""
+
+    number: int
+    custom_id: str
+    wanted: SampledRequest
+
+    @property
+    def choices(self) -> int:
+        """Sequences that it asks for."""
+        return self.wanted.n * (len(self.wanted.prompts()) if isinstance(self.wanted, CompletionRequest) else 1)
+
+
+def split(file: IO[bytes], limit: int = sys.maxsize - MARGIN, number: int = 0) -> Iterator[tuple[int, bytes]]:
+    """Number and text of each line behind line `number` that is not blank. Raises BadLine beyond `limit` bytes."""
+    while text := file.readline(limit + MARGIN):
+        number += 1
+        if number == 1:
+            text = text.removeprefix(b"\xef\xbb\xbf")
+        stripped = text.rstrip(b"\r\n")
+        if len(stripped) > limit:
+            reason = f"the line has more than {limit} bytes; send less, or raise the server's --max-body-mb"
+            raise BadLine(LineFault(code="line_too_large", message=reason, line=number))
+        if stripped.strip():
+            yield number, stripped
+
+
+class LineReader:
+    """Reads the lines of a checked input again, a few at a time, but for those that are answered."""
+
+    def __init__(self, file: IO[bytes], endpoint: str, answered: Container[int]) -> None:
+        self.ahead: deque[Line | BadLine] = deque()
+        """Lines that were read; a BadLine is one that this server would not have taken."""
+        self._file, self._endpoint, self._answered = file, endpoint, answered
+        self._number = self._position = 0
+
+    def read(self) -> None:
+        """Read some further lines into `ahead`. Raises OSError, and can then be called again."""
+        self._file.seek(self._position)
+        for number, text in split(self._file, number=self._number):
+            if number not in self._answered:
+                try:
+                    self.ahead.append(read_line(number, text, self._endpoint))
+                except BadLine as error:
+                    self.ahead.append(BadLine(error.fault, custom_id_of(text)))
+            self._number, self._position = number, self._file.tell()
+            if len(self.ahead) >= AHEAD:
+                return
+
+
+def read_line(number: int, text: bytes, endpoint: str) -> Line:
+    """A line as a request. Raises BadLine."""
+    try:
+        fields = read_object(text, "the line")
+        for name in fields:
+            if name not in FIELDS:
+                reason = f"unknown field: {name[:64]}; a line has {', '.join(FIELDS)}"
+                raise ApiError(reason, param=name[:64], code="unknown_parameter")
+        custom_id, url, body = fields.get("custom_id"), fields.get("url"), fields.get("body")
+        if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= MAX_CUSTOM_ID:
+            reason = f"custom_id must be a string of 1 to {MAX_CUSTOM_ID} characters"
+            raise ApiError(reason, param="custom_id", code="invalid_value")
+        if fields.get("method") != "POST":
+            raise ApiError('method must be "POST"', param="method", code="invalid_value")
+        if url != endpoint:
+            given = repr(url[:64]) if isinstance(url, str) else "missing"
+            raise ApiError(
+                f"url is {given}; it must be the batch's endpoint, {endpoint!r}", param="url", code="invalid_url"
+            )
+        if not isinstance(body, dict):
+            raise ApiError("body must be a JSON object", param="body", code="invalid_value")
+        return Line(number, custom_id, _read_body(body, REQUESTS[endpoint]))
+    except ApiError as error:
+        raise BadLine(
+            LineFault(code=error.code or "invalid_value", message=error.message, line=number, param=error.param)
+        ) from None
+
+
+def _read_body(body: dict[str, Any], shape: type[SampledRequest]) -> SampledRequest:
+    """The request that a line asks for. Raises ApiError for what is wrong at sight, or has no place in a batch."""
+    wanted = typed(body, shape)
+    if wanted.stream:
+        raise ApiError("a line of a batch cannot be a stream; leave stream out", param="stream", code="invalid_value")
+    for name, neutral in (("priority", 0), ("deadline_ms", None)):
+        if getattr(wanted, name) != neutral:
+            reason = f"{name} has no place in a batch, whose lines all come after other requests; leave it out"
+            raise ApiError(reason, param=name, code="invalid_value")
+    match wanted:
+        case ChatRequest():
+            wanted.conversation()
+        case CompletionRequest():
+            wanted.prompts()
+        case ResponseRequest():
+            wanted.items()
+            if wanted.background:
+                reason = "a line of a batch is in the background anyway; leave background out"
+                raise ApiError(reason, param="background", code="invalid_value")
+            if wanted.conversation is not None:
+                reason = "lines run in any order, so none can append to a conversation; use previous_response_id"
+                raise ApiError(reason, param="conversation", code="invalid_value")
+    _ = wanted.most_tokens  # two names for it may contradict each other
+    return wanted
+
+
+def check(file: IO[bytes], endpoint: str, limit: int, allow: Callable[[Line], None]) -> tuple[int, list[LineFault]]:
+    """Read a whole input. Returns its number of lines and what is wrong with it, at most MAX_FAULTS things.
+
+    `allow` raises ApiError for a line that this server does not serve.
+    """
+    count, faults = 0, list[LineFault]()
+    seen: dict[str, int] = {}
+    try:
+        for number, text in split(file, limit):
+            count += 1
+            if count > MAX_LINES:
+                reason = f"the file has more than {MAX_LINES} lines; send the rest as another batch"
+                return count, [LineFault(code="too_many_lines", message=reason, line=number)]
+            try:
+                line = read_line(number, text, endpoint)
+                allow(line)
+                if (first := seen.setdefault(line.custom_id, number)) != number:
+                    reason = f"custom_id {line.custom_id[:64]!r} is that of line {first}, too; give each its own"
+                    faults.append(LineFault(code="duplicate_custom_id", message=reason, line=number, param="custom_id"))
+            except BadLine as error:
+                faults.append(error.fault)
+            except ApiError as error:
+                code = error.code or "invalid_value"
+                faults.append(LineFault(code=code, message=error.message, line=number, param=error.param))
+            if len(faults) >= MAX_FAULTS:
+                return count, faults
+    except BadLine as error:
+        faults.append(error.fault)
+    if not count and not faults:
+        faults.append(LineFault(code="empty_file", message="the file has no lines"))
+    return count, faults
+
+
+def custom_id_of(text: bytes) -> str:
+    """The custom_id of a line that was read before, found without reading its body as a request."""
+    with suppress(ApiError):
+        found = read_object(text, "the line").get("custom_id")
+        return found if isinstance(found, str) else ""
+    return ""

@@ -1,0 +1,47 @@
+"""Routes of OpenAI's Batches, and a stream of their events."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI, Request, Response
+
+from holdfast.server.config import ServerConfig
+from holdfast.server.conversations.protocol import event_bytes, item_list
+from holdfast.server.jobs.batches import Batches, BatchRequest
+from holdfast.server.protocol import parse
+from holdfast.server.routes.http import JSON, described, page_query, read_body, start_stream, tenant_of
+from holdfast.server.service import internal
+
+
+def add_batch_routes(app: FastAPI, batches: Batches, config: ServerConfig) -> None:
+    """Everything under /v1/batches."""
+
+    @app.post("/v1/batches", openapi_extra=described(BatchRequest))
+    async def create(request: Request) -> Response:
+        """Take a batch of requests from an uploaded file. The answer comes before any of them runs."""
+        wanted = parse(await read_body(request, config), BatchRequest)
+        return JSON((await batches.create(wanted, tenant_of(request))).shown())
+
+    @app.get("/v1/batches")
+    async def listing(request: Request) -> Response:
+        """The batches, newest first."""
+        query = page_query(request)
+        found, more = await batches.page(tenant_of(request), limit=query.limit, after=query.after)
+        return JSON(item_list([batch.shown() for batch in found], more))
+
+    @app.get("/v1/batches/events")
+    async def events(request: Request) -> Response:
+        """Server-sent events of all batches of the key: `batch.updated` and `batch.line`, from now on."""
+        following = batches.events(tenant_of(request))
+        return await start_stream(
+            request, following, lambda error: event_bytes({"type": "error", **internal(error).body()})
+        )
+
+    @app.get("/v1/batches/{batch_id}")
+    async def retrieve(request: Request, batch_id: str) -> Response:
+        """A batch in its present state."""
+        return JSON((await batches.retrieve(tenant_of(request), batch_id)).shown())
+
+    @app.post("/v1/batches/{batch_id}/cancel")
+    async def cancel(request: Request, batch_id: str) -> Response:
+        """Stop a batch. What was answered goes to its output file."""
+        return JSON((await batches.cancel(tenant_of(request), batch_id)).shown())

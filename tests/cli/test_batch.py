@@ -1,0 +1,169 @@
+"""`holdfast batch`: at a server, with a model that runs here, stopped and begun again, and refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from batch_lines import jsonl, line
+from fake_engine import FakeClient
+from served import environment
+from serving import listening
+
+from holdfast.cli import batch
+from holdfast.cli.batch import BatchConfig
+from holdfast.cli.command import main
+from holdfast.cli.flags import CommandError, UsageError
+from holdfast.core.config import EngineConfig
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch, "ASK_SECONDS", 0.01)
+
+
+def written(directory: Path, *given: Any) -> str:
+    (directory / "in.jsonl").write_bytes(jsonl(given))
+    return str(directory / "in.jsonl")
+
+
+def answers(path: Path) -> dict[str, Any]:
+    found = [json.loads(each) for each in path.read_text().splitlines()]
+    assert len({each["custom_id"] for each in found}) == len(found)
+    return {each["custom_id"]: each for each in found}
+
+
+async def test_a_server_answers_the_lines_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = written(tmp_path, line("a"), line("b"))
+    async with listening(FakeClient()) as server:
+        assert await batch.run(BatchConfig(url=server.url), EngineConfig(), file) == 0
+    found = answers(tmp_path / "in.output.jsonl")
+    assert [each["response"]["status_code"] for each in found.values()] == [200, 200]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "in.output.jsonl"]
+    assert "2 of 2 lines answered" in capsys.readouterr().err
+
+
+async def test_lines_that_fail_are_in_a_file_of_their_own_and_the_code_is_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = written(tmp_path, line("a"), line("b", "mutiny"))
+    async with listening(FakeClient()) as server:
+        config = BatchConfig(url=server.url, out=str(tmp_path / "answers.jsonl"))
+        assert await batch.run(config, EngineConfig(), file) == 1
+    assert set(answers(tmp_path / "answers.jsonl")) == {"a"}
+    assert set(answers(tmp_path / "answers.errors.jsonl")) == {"b"}
+    assert "1 failed" in capsys.readouterr().err
+
+
+async def test_wrong_lines_are_told_with_their_numbers_and_the_code_is_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = written(tmp_path, line("a"), line("a"), {"custom_id": "c"})
+    async with listening(FakeClient()) as server:
+        assert await batch.run(BatchConfig(url=server.url), EngineConfig(), file) == 2
+    told = capsys.readouterr().err
+    assert f"{file}:2: custom_id 'a' is that of line 1, too" in told and f"{file}:3: method must be" in told
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+async def test_a_stopped_run_follows_its_batch_at_the_server(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    client = FakeClient(hold=asyncio.Event())
+    file = written(tmp_path, line("a"), line("b"))
+    async with listening(client) as server:
+        config = BatchConfig(url=server.url)
+        running = asyncio.create_task(batch.run(config, EngineConfig(), file))
+        while not (tmp_path / "in.output.jsonl.partial").exists():
+            await asyncio.sleep(0.01)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        assert "goes on at the server" in capsys.readouterr().err
+        changed = written(tmp_path, line("other"))
+        with pytest.raises(UsageError, match="has changed since"):
+            await batch.run(config, EngineConfig(), changed)
+        with pytest.raises(UsageError, match="was begun at a server"):
+            await batch.run(BatchConfig(), EngineConfig(), changed)
+        file = written(tmp_path, line("a"), line("b"))
+        with pytest.raises(UsageError, match="was begun at http"):
+            await batch.run(BatchConfig(url="http://127.0.0.1:9"), EngineConfig(), file)
+        assert client.hold is not None
+        client.hold.set()
+        assert await batch.run(config, EngineConfig(), file) == 0
+    assert len(client.asked) == 2
+    assert set(answers(tmp_path / "in.output.jsonl")) == {"a", "b"}
+
+
+async def test_a_server_that_is_not_there_is_told(tmp_path: Path) -> None:
+    with pytest.raises(CommandError, match="broke"):
+        await batch.run(BatchConfig(url="http://127.0.0.1:9"), EngineConfig(), written(tmp_path, line("a")))
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ([], "name the FILE"),
+        (["missing.jsonl"], "cannot read missing.jsonl: No such file"),
+        (["."], "cannot read .: Is a directory"),
+        (["in.jsonl", "more.jsonl"], "batch takes one FILE, and there is more.jsonl besides"),
+        (["in.jsonl", "--url", "http://x", "--max-sequences", "3"], "--max-sequences is for a model that runs here"),
+        (["in.jsonl", "--url", "nowhere"], "url is nowhere"),
+        (["in.jsonl", "--out", "none/out.jsonl"], "cannot be written"),
+        (["in.jsonl", "--out", "in.jsonl"], "is the file to read"),
+        (["bad.jsonl"], "names none of /v1/chat/completions, /v1/completions, /v1/responses"),
+        (["empty.jsonl"], "names none of"),
+    ],
+)
+def test_a_wrong_command_ends_with_2_and_a_reason(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    reason: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path, line("a"))
+    (tmp_path / "bad.jsonl").write_bytes(b"\xff{\n")
+    (tmp_path / "empty.jsonl").write_bytes(b"\n")
+    assert main(["batch", *words]) == 2
+    assert reason in capsys.readouterr().err
+
+
+def test_a_run_that_is_killed_or_stopped_goes_on_here_with_the_same_command(checkpoint: Path, tmp_path: Path) -> None:
+    body: dict[str, Any] = {"model": "bytes", "temperature": 0, "max_tokens": 64}
+    file = written(tmp_path, *[line(f"r{n}", f"Say {n}.", **body) for n in range(40)])
+    options = ["--load-format", "random", "--cache-gb", "0.02", "--max-sequences", "2", "--threads", "1"]
+    command = [sys.executable, "-m", "holdfast.cli", "batch", file, "--model", str(checkpoint), *options]
+    store = tmp_path / "in.output.jsonl.partial" / "store.sqlite"
+
+    def answered() -> int:
+        try:
+            with sqlite3.connect(f"file:{store}?mode=ro", uri=True) as db:
+                return int(db.execute("SELECT count(*) FROM batch_lines").fetchone()[0])
+        except sqlite3.OperationalError:
+            return 0
+
+    least = 4
+    for how, code in ((signal.SIGKILL, -9), (signal.SIGINT, 130)):
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment()) as process:
+            while answered() < least and process.poll() is None:
+                time.sleep(0.01)
+            os.kill(process.pid, how)
+            _, told = process.communicate(timeout=30)
+            assert process.returncode == code, told
+        assert (how is signal.SIGKILL) or "the same command goes on with it" in told
+        least = answered() + 4
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, env=environment(), timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "40 of 40 lines answered" in done.stderr
+    assert list(answers(tmp_path / "in.output.jsonl")) == [f"r{n}" for n in range(40)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "in.output.jsonl"]

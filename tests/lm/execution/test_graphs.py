@@ -83,7 +83,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> tuple[StepGraphs, list[Any], li
     spec, batch = SimpleNamespace(vocab_size=8, dtype=torch.float32, device=torch.device("cpu")), MagicMock()
     sizes = GraphSizes.of(200, 1024)
     graphs = StepGraphs(SimpleNamespace(spec=spec), MagicMock(), batch, [], sizes)  # type: ignore[arg-type]
-    monkeypatch.setattr(graphs, "_start", lambda staged, graph, size: run.append(graph.name) or ())
+    monkeypatch.setattr(graphs, "_start", lambda staged, graph, size, head=None: run.append(graph.name) or ())
     graphs.capture()
     return graphs, captured, run, batch
 

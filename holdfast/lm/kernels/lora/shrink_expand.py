@@ -52,7 +52,7 @@ class TiledLora:
         lists = self.order, self.slot, self.start, self.count, self.used
         options = dict(TILE=tile, RANKS=ranks, num_warps=4, **dependent_launch_options(out.device))
         block_k = 128 if tile == SMALL_TILE and ranks <= 64 else 64
-        length = -(-(-(-inputs // pieces)) // block_k) * block_k
+        length = -(-inputs // (pieces * block_k)) * block_k
         shrink_kernel[(min(tiles, max(1, PROGRAMS // (parts * pieces))), parts, pieces)](
             x, stack.a, stack.rank, low, *lists, tokens, inputs, length,
             x.stride(0), stack.a.stride(0), stack.a.stride(1), stack.rank.stride(0),

@@ -14,6 +14,8 @@ import torch
 
 from holdfast.core.config import PADDED_OPTIONS, PAGED_OPTIONS, ROW_SCHEDULERS, EngineConfig
 from holdfast.core.stages import Stages
+from holdfast.core.types import AdapterInfo
+from holdfast.engine.adapter_desk import AdapterDesk
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.in_service import in_service
 from holdfast.engine.messages import EngineInfo
@@ -57,7 +59,7 @@ def build(
     stages: Stages | None = None,
     measure: bool = False,
     on_progress: Callable[[str], None] = lambda stage: None,
-) -> tuple[LanguageLoop, EngineInfo]:
+) -> Engine:
     """Load the model, measure the device, allocate its memory, and put the loop together.
 
     `stages` notes when each stage begins and ends; by default they count from this call. `on_progress` gets the name
@@ -71,6 +73,7 @@ def build(
     on_progress(f"loading {checkpoint.name}")
     with stages.stage("weights"):
         device, reason = choose_device(config, checkpoint, stages, measure=measure)
+    adapters = read_adapters(config, device, stages, on_progress)
     memory, shape = allocate(device, stages, on_progress)
     path = cached_profile_path(checkpoint.directory, device.precision, pace_of(config, device.kind, memory.device))
     profile = None
@@ -81,6 +84,11 @@ def build(
     cost = profile.cost if profile is not None else None
     policy = choose_policy(config, shape, cost)
     scheduler = make_scheduler(config, shape, cost, policy=policy)
+    desk = None
+    if isinstance(device, PagedDevice) and device.adapter_store is not None:
+        desk = AdapterDesk(scheduler, device.adapter_store)
+        for adapter in adapters:
+            scheduler.add_adapter(adapter.id)
     executor: LanguageExecutor = device.executor
     if config.trace:
         executor = TracedExecutor(executor, config.trace, clock, suspends=shape.num_host_blocks > 0)
@@ -108,8 +116,40 @@ def build(
         profile_path=str(path) if profile is not None else "",
         started_in=stages.elapsed(),
         stages=tuple(stages.done),
+        adapters=tuple(adapters),
+        adapter_slots=shape.adapter_slots,
     )
-    return loop, info
+    return Engine(loop, info, desk)
+
+
+class Engine(NamedTuple):
+    """An engine that is ready to serve."""
+
+    loop: LanguageLoop
+    info: EngineInfo
+    desk: AdapterDesk | None
+    """Loads and unloads adapters; None if none may be served."""
+
+
+def read_adapters(
+    config: EngineConfig, device: LanguageDevice, stages: Stages, on_progress: Callable[[str], None]
+) -> list[AdapterInfo]:
+    """Read the adapters that a configuration names. Raises ValueError naming the one that cannot be served."""
+    found: list[AdapterInfo] = []
+    if not config.adapter_slots:
+        return found
+    if not isinstance(device, PagedDevice) or device.adapter_store is None:
+        raise ValueError("adapters are served on the paged executor only, and this model runs on padded rows")
+    on_progress("reading adapters")
+    with stages.stage("adapters"):
+        for name, path in config.adapters:
+            if name == device.name:
+                raise ValueError(f"adapter {name} has the name of the model; give it another one")
+            try:
+                found.append(device.adapter_store.register(device.adapter_store.read(name, path)))
+            except ValueError as error:
+                raise ValueError(f"adapter {name} in {path}: {error}") from error
+    return found
 
 
 def grow_host_tier(scheduler: Scheduler, host: HostTier) -> None:

@@ -22,6 +22,7 @@ from holdfast.server.conversations.service import Responses
 from holdfast.server.conversations.store import AsyncStore, Store
 from holdfast.server.inference.service import Applications
 from holdfast.server.protocol import ApiError, ChatRequest, CompletionRequest, is_inference
+from holdfast.server.routes.adapters import add_adapter_routes
 from holdfast.server.routes.conversations import add_conversation_routes
 from holdfast.server.routes.generation import add_completion_routes, add_response_routes
 from holdfast.server.routes.http import JSON, BodyBudget
@@ -65,6 +66,7 @@ def create_app(
         app.state.responses = responses
         app.state.admissions.append(service.admission)
         add_model_routes(app, service)
+        add_adapter_routes(app, service)
         add_completion_routes(app, service)
         add_response_routes(app, responses)
         add_conversation_routes(app, responses)

@@ -110,10 +110,17 @@ class Service:
         workers = self._large if size >= LARGE else self._chats if renders else self._small
         return await asyncio.get_running_loop().run_in_executor(workers, work)
 
+    def resolve(self, model: str) -> str:
+        """The name of the adapter that a request's model asks for, empty for the base model. Raises ApiError."""
+        if model == self.client.info.model:
+            return ""
+        if model not in self.client.adapters:
+            raise unknown_model(model, self.client.info.model)
+        return model
+
     def answer(self, wanted: ChatRequest | CompletionRequest, tenant: str) -> Answer:
         """Prepare an answer; it runs when it is iterated. Raises ApiError for an error that is visible at once."""
-        if wanted.model != self.client.info.model:
-            raise unknown_model(wanted.model, self.client.info.model)
+        self.resolve(wanted.model)
         # Prompts are checked now and tokenized after admission, off the event loop.
         text, most = self.client.text, self.client.info.max_model_len
         if isinstance(wanted, ChatRequest):
@@ -209,6 +216,7 @@ class Answer:
                 params,
                 priority=wanted.priority,
                 tenant=self.tenant,
+                adapter=self.service.resolve(wanted.model),
                 deadline=None if wanted.deadline_ms is None else wanted.deadline_ms / 1000,
             )
             async with aclosing(stream) as deltas:

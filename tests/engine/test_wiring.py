@@ -48,7 +48,7 @@ OTHERS = {
 @pytest.fixture(scope="module")
 def built(checkpoint):
     """What the tests' own defaults build."""
-    loop, info = build(EngineConfig(model=str(checkpoint), **SMALL))
+    loop, info, _ = build(EngineConfig(model=str(checkpoint), **SMALL))
     return settings_of(loop.planner), info
 
 
@@ -58,7 +58,7 @@ def test_every_option_has_a_test_of_what_it_builds():
 
 @pytest.mark.parametrize("name", SCHEDULING)
 def test_every_option_of_the_scheduler_reaches_it(name, small, built):
-    loop, _ = build(small(**SCHEDULING[name][0]))
+    loop, *_ = build(small(**SCHEDULING[name][0]))
     check(name, settings_of(loop.planner), built[0])
 
 
@@ -70,19 +70,19 @@ def test_every_option_of_the_sizes_shows_in_what_the_engine_reports(name, small,
 
 
 def test_the_options_of_padded_rows_reach_the_pool_and_the_queues(small):
-    loop, _ = build(small(executor="padded", scheduler="embedding", shrink_threshold=0.5, prefill_ahead=3))
+    loop, *_ = build(small(executor="padded", scheduler="embedding", shrink_threshold=0.5, prefill_ahead=3))
     queues = loop.planner._queues
     assert queues.pool._threshold == 0.5
     assert (queues.prefill_ahead, queues.max_sequences, len(queues.free_rows)) == (3, 8, 11)
     loop.close()
-    loop, _ = build(small(executor="padded", eviction="lru", prefix_sharing=False, swap_threshold=0.5))
+    loop, *_ = build(small(executor="padded", eviction="lru", prefix_sharing=False, swap_threshold=0.5))
     pool = loop.planner._queues.pool
     assert pool.kept._rule.eviction == EVICTIONS["lru"] and not pool.keeps and pool._low_water == 0.5
     loop.close()
 
 
 def test_the_paged_executor_runs_where_it_is_asked_for(small):
-    loop, _ = build(small(executor="paged"))
+    loop, *_ = build(small(executor="paged"))
     assert isinstance(loop.executor, PagedExecutor)
 
 
@@ -158,7 +158,7 @@ def test_as_many_steps_are_submitted_at_once_as_the_option_says(small):
 def test_a_trace_is_written_to_the_given_file(small, tmp_path):
     assert not isinstance(build(small())[0].executor, TracedExecutor)
     path = tmp_path / "trace.json"
-    loop, _ = build(small(trace=str(path)))
+    loop, *_ = build(small(trace=str(path)))
     loop.close()
     assert isinstance(loop.executor, TracedExecutor) and path.stat().st_size
 

@@ -9,12 +9,21 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from holdfast.core.types import AdapterInfo
 from holdfast.lm.execution.transfer import CopyEvent, CopyStream
 from holdfast.lm.models.adapters import AdapterSlots, PackedAdapter
 from holdfast.lm.models.peft_files import DecoderSizes, UnsupportedAdapter, read_peft
 from holdfast.lm.types import StepPlan
+
+
+class ReadAdapter(NamedTuple):
+    """An adapter as it was read."""
+
+    info: AdapterInfo
+    directory: Path
+    packed: PackedAdapter
 
 
 class AdapterStore:
@@ -32,17 +41,33 @@ class AdapterStore:
         """By id, the one used last at the end."""
         self._bytes = 0
         self._lock = threading.Lock()
+        self.packing = threading.Lock()
+        """Held while pinned memory is allocated, which must not happen while a graph is captured."""
 
-    def register(self, name: str, directory: str | Path) -> AdapterInfo:
-        """Read an adapter, check it against the model, and keep it. Its id names its content: `name@digest`.
+    def read(self, name: str, directory: str | Path) -> ReadAdapter:
+        """Read an adapter and check it against the model. Its id names its content: `name@digest`.
 
         Raises UnsupportedAdapter (a ValueError), which names no directory.
         """
-        info, packed = self._read(name, Path(directory))
+        directory = Path(directory)
+        weights = read_peft(directory, self._base, max_rank=self._slots.max_rank)
+        with self.packing:
+            packed = self._slots.pack(weights, pinned=self._pinned)
+        if packed.nbytes > self._host_bytes:
+            raise UnsupportedAdapter(
+                f"the adapter takes {packed.nbytes / 1e9:.3f} GB, and adapter_host_gb is {self._host_bytes / 1e9:g}"
+            )
+        if not bool(packed.numbers.isfinite().all()):
+            raise UnsupportedAdapter(f"the adapter holds numbers that are infinite as {self._slots.dtype}")
+        info = AdapterInfo(f"{name}@{weights.digest()[:16]}", name, weights.rank, packed.nbytes, weights.modules)
+        return ReadAdapter(info, directory, packed)
+
+    def register(self, read: ReadAdapter) -> AdapterInfo:
+        """Keep an adapter that was read: plans may load it from now on."""
         with self._lock:
-            self._directories[info.id] = name, Path(directory)
-            self._keep(info.id, packed)
-        return info
+            self._directories[read.info.id] = read.info.name, read.directory
+            self._keep(read.info.id, read.packed)
+        return read.info
 
     def forget(self, adapter: str) -> None:
         """Give an adapter up."""
@@ -58,25 +83,15 @@ class AdapterStore:
             if packed is not None:
                 self._packed.move_to_end(adapter)
                 return packed
-            name, directory = self._directories[adapter]
-        info, packed = self._read(name, directory)
-        if info.id != adapter:
-            raise UnsupportedAdapter(f"the files of adapter {name} have changed since it was loaded; load it again")
+            known = self._directories.get(adapter)
+        if known is None:
+            raise UnsupportedAdapter(f"adapter {adapter} was forgotten")
+        read = self.read(*known)
+        if read.info.id != adapter:
+            raise UnsupportedAdapter(f"the files of adapter {known[0]} have changed since it was loaded")
         with self._lock:
-            self._keep(adapter, packed)
-        return packed
-
-    def _read(self, name: str, directory: Path) -> tuple[AdapterInfo, PackedAdapter]:
-        weights = read_peft(directory, self._base, max_rank=self._slots.max_rank)
-        packed = self._slots.pack(weights, pinned=self._pinned)
-        if packed.nbytes > self._host_bytes:
-            raise UnsupportedAdapter(
-                f"the adapter takes {packed.nbytes / 1e9:.3f} GB, and adapter_host_gb is {self._host_bytes / 1e9:g}"
-            )
-        if not bool(packed.numbers.isfinite().all()):
-            raise UnsupportedAdapter(f"the adapter holds numbers that are infinite as {self._slots.dtype}")
-        info = AdapterInfo(f"{name}@{weights.digest()[:16]}", name, weights.rank, packed.nbytes, weights.modules)
-        return info, packed
+            self._keep(adapter, read.packed)
+        return read.packed
 
     def _keep(self, adapter: str, packed: PackedAdapter) -> None:
         """Keep an adapter as the one used last, and let go of those that were not used for longest."""
@@ -109,12 +124,10 @@ class AdapterTransfers:
     the adapter has to be read from disk, a thread does that, and the copy begins with a later plan.
     """
 
-    def __init__(
-        self, slots: AdapterSlots, fetch: Callable[[str], PackedAdapter], make_stream: Callable[[], CopyStream]
-    ) -> None:
-        """`fetch` gives an adapter on the host, or raises ValueError."""
-        self.slots = slots
-        self._fetch, self._stream = fetch, make_stream()
+    def __init__(self, slots: AdapterSlots, store: AdapterStore, make_stream: Callable[[], CopyStream]) -> None:
+        """`store` knows every adapter that a plan loads."""
+        self.slots, self.store = slots, store
+        self._stream = make_stream()
         self._reader = ThreadPoolExecutor(1, "holdfast-adapters")
         self._loads: deque[Load] = deque()
         self._begun = -1
@@ -125,21 +138,24 @@ class AdapterTransfers:
         A plan without segments waits until all loads are begun.
         """
         for slot, adapter in plan.adapter_loads:
-            self._loads.append(Load(plan.step, slot, adapter, self._reader.submit(self._fetch, adapter)))
+            self._loads.append(Load(plan.step, slot, adapter, self._reader.submit(self.store.fetch, adapter)))
         self._copy(wait=not plan.segments)
         self._begun = plan.step
 
     def completed(self, *, wait: bool) -> tuple[int, tuple[str, ...]]:
         """The last plan with all its loads complete, and those adapters of such plans that could not be read.
 
-        With `wait`, block until all loads begun so far are complete. They were begun with a plan without segments.
+        With `wait`, block until all loads begun so far are complete, after a plan without segments. Raises what reading
+        an adapter raised, if that was not an UnsupportedAdapter.
         """
         begun = self._begun
         lost: list[str] = []
         while self._loads:
             load = self._loads[0]
-            failed = load.packed.done() and load.packed.exception() is not None
-            if not failed:
+            error = load.packed.exception() if load.packed.done() else None
+            if error is not None and not isinstance(error, UnsupportedAdapter):
+                raise error
+            if error is None:
                 if load.event is None or not (wait or load.event.done()):
                     return load.step - 1, tuple(lost)
                 load.event.finish()

@@ -113,7 +113,9 @@ class PagedExecutor:
         if memory.graphs is None or self._in_flight:
             return False
         # CUDA forbids some calls of other threads while a graph is captured.
-        with memory.host.pinning if memory.host is not None else nullcontext(), torch.inference_mode():
+        pinning = memory.host.pinning if memory.host is not None else nullcontext()
+        packing = memory.adapters.store.packing if memory.adapters is not None else nullcontext()
+        with pinning, packing, torch.inference_mode():
             return any(graphs.capture_next() for graphs in (memory.graphs, memory.adapter_graphs) if graphs is not None)
 
     def close(self) -> None:

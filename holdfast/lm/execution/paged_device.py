@@ -72,7 +72,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         notes what `allocate` spends its time on.
         """
         spec = model.spec
-        self.model, self.config, self.device, self._name = model, config, spec.device, name
+        self.model, self.config, self.device, self.name = model, config, spec.device, name
         self.token_budget = config.fixed_token_budget or DEFAULT_TOKEN_BUDGET[spec.device.type]
         self.max_step_tokens = max_step_tokens or self.token_budget
         self.cache_dtype = FP8 if config.kv_cache_dtype == "fp8" else spec.dtype
@@ -204,7 +204,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         spec = self.model.spec
         weights = spec.weight_bytes // spec.dtype.itemsize
         return EngineShape(
-            model=self._name,
+            model=self.name,
             precision=self.precision,
             num_blocks=sizes.num_blocks,
             num_host_blocks=sizes.num_host_blocks,
@@ -257,7 +257,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
                     each.capture()
         adapters = None
         if self.adapter_slots is not None and self.adapter_store is not None:
-            adapters = AdapterTransfers(self.adapter_slots, self.adapter_store.fetch, self._make_stream)
+            adapters = AdapterTransfers(self.adapter_slots, self.adapter_store, self._make_stream)
         return PagedMemory(cache, layers, batch, graphs, host, transfers, adapter_graphs, adapters)
 
     def _empty(self, num_blocks: int) -> tuple[KVCache, Layers, Batch]:

@@ -15,7 +15,7 @@ from holdfast.server.conversations.protocol import Event, Response, ResponseRequ
 from holdfast.server.conversations.store import AsyncStore
 from holdfast.server.conversations.values import GOOD, Context, Item, Turn
 from holdfast.server.protocol import ApiError
-from holdfast.server.service import Answer, Service, check_length, internal, refused, unknown_model
+from holdfast.server.service import Answer, Service, check_length, internal, refused
 
 RUNNING = ("queued", "in_progress")
 
@@ -106,14 +106,13 @@ class Writing:
 
     def __init__(self, responses: Responses, wanted: ResponseRequest, tenant: str) -> None:
         service = responses.service
-        if wanted.model != service.client.info.model:
-            raise unknown_model(wanted.model, service.client.info.model)
+        service.resolve(wanted.model)
         self.input: list[Item] = wanted.items()
         service.admission.check(1, tenant)
         self.responses = responses
         self.wanted = wanted
         self.tenant = tenant
-        self.shape = ResponseShape(wanted, service.client.info.model)
+        self.shape = ResponseShape(wanted, wanted.model)
         self.context = Context()
         self.prompt = Prompt("", array("I"), 0)
         self.answer = Answer(service, wanted, tenant, self._prepare)

@@ -110,7 +110,7 @@ class Engine:
         return self.device.adapter_store
 
     def register(self, name: str, directory: Path) -> str:
-        adapter = self.store.register(name, directory).id
+        adapter = self.store.register(self.store.read(name, directory)).id
         self.scheduler.add_adapter(adapter)
         return adapter
 
@@ -173,7 +173,7 @@ def test_tokens_are_equal_with_more_adapters_than_slots(case: Case, slots: int) 
 
 def test_adapters_that_do_not_fit_the_host_are_read_again(case: Case) -> None:
     one = Engine(case, slots=1)
-    biggest = max(one.store.register(name, path).bytes for name, path in case.directories.items())
+    biggest = max(one.store.read(name, path).info.bytes for name, path in case.directories.items())
     one.close()
     engine = run(case, slots=2, host_gb=1.5 * biggest / 1e9)
     assert engine.tokens == case.expected
@@ -226,14 +226,14 @@ def test_an_adapter_above_the_rank_limit_is_refused(case: Case, tmp_path: Path) 
     device = PagedDevice(case.model, EngineConfig(max_adapters=1, max_adapter_rank=8))
     assert device.adapter_store is not None
     with pytest.raises(UnsupportedAdapter, match="rank 16; it must be from 1 to 8"):
-        device.adapter_store.register("x", write(tmp_path, drawn(case.model.decoder, 16, seed=0)))
+        device.adapter_store.read("x", write(tmp_path, drawn(case.model.decoder, 16, seed=0)))
 
 
 def test_an_adapter_larger_than_the_host_has_room_for_is_refused(case: Case) -> None:
     device = PagedDevice(case.model, EngineConfig(max_adapters=1, max_adapter_rank=128, adapter_host_gb=1e-6))
     assert device.adapter_store is not None
     with pytest.raises(UnsupportedAdapter, match="adapter_host_gb is 1e-06"):
-        device.adapter_store.register("x", case.directories["f"])
+        device.adapter_store.read("x", case.directories["f"])
 
 
 def test_slots_are_counted_beside_the_cache(case: Case) -> None:

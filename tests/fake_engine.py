@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from holdfast.core.types import FinishReason, SamplingParams
+from holdfast.core.types import AdapterInfo, FinishReason, SamplingParams
 from holdfast.engine.client import Delta, Timings, Usage
 from holdfast.engine.connection import EngineDead
 from holdfast.engine.messages import EngineInfo
@@ -86,6 +86,7 @@ class Asked:
     priority: int
     tenant: str
     deadline: float | None
+    adapter: str = ""
     ended: str = "running"
 
 
@@ -103,6 +104,7 @@ class FakeClient:
     refuse: Exception | None = None
     hangs: bool = False
     asked: list[Asked] = field(default_factory=list)
+    adapters: dict[str, AdapterInfo] = field(default_factory=dict)
     dead: asyncio.Event = field(default_factory=asyncio.Event)
     reason: str = ""
     closed: bool = False
@@ -115,11 +117,12 @@ class FakeClient:
         request_id: str | None = None,
         priority: int = 0,
         tenant: str = "",
+        adapter: str = "",
         deadline: float | None = None,
     ) -> AsyncGenerator[Delta, None]:
         if self.refuse is not None:
             raise self.refuse
-        asked = Asked(list(prompt), params, priority, tenant, deadline)
+        asked = Asked(list(prompt), params, priority, tenant, deadline, adapter)
         self.asked.append(asked)
         words = self.words[: params.max_tokens]
         try:

@@ -76,13 +76,19 @@ class AdapterStore:
             packed = self._packed.pop(adapter, None)
             self._bytes -= packed.nbytes if packed is not None else 0
 
-    def fetch(self, adapter: str) -> PackedAdapter:
-        """An adapter, from the host or from its directory. Raises UnsupportedAdapter if that holds it no more."""
+    def kept(self, adapter: str) -> PackedAdapter | None:
+        """An adapter that is on the host, which counts as used now."""
         with self._lock:
             packed = self._packed.get(adapter)
             if packed is not None:
                 self._packed.move_to_end(adapter)
-                return packed
+            return packed
+
+    def fetch(self, adapter: str) -> PackedAdapter:
+        """An adapter, from the host or from its directory. Raises UnsupportedAdapter if that holds it no more."""
+        if (packed := self.kept(adapter)) is not None:
+            return packed
+        with self._lock:
             known = self._directories.get(adapter)
         if known is None:
             raise UnsupportedAdapter(f"adapter {adapter} was forgotten")
@@ -138,7 +144,12 @@ class AdapterTransfers:
         A plan without segments waits until all loads are begun.
         """
         for slot, adapter in plan.adapter_loads:
-            self._loads.append(Load(plan.step, slot, adapter, self._reader.submit(self.store.fetch, adapter)))
+            packed: Future[PackedAdapter] = Future()
+            if (kept := self.store.kept(adapter)) is not None:
+                packed.set_result(kept)
+            else:
+                packed = self._reader.submit(self.store.fetch, adapter)
+            self._loads.append(Load(plan.step, slot, adapter, packed))
         self._copy(wait=not plan.segments)
         self._begun = plan.step
 

@@ -84,7 +84,8 @@ class StagedStep:
     any_random: bool
     any_filtered: bool
     adapted: tuple[Groups, Groups] | None = None
-    """The tokens, and the sampled rows, by the slot of their adapter; None if no segment has one."""
+    """The tokens, and the sampled rows, by the slot of their adapter: one object where all tokens are sampled rows.
+    None if no segment has an adapter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +166,8 @@ class Batch:
         if plan.adapter_slots:
             slots = np.array(plan.adapter_slots, np.int64)
             sampled = np.array([sampling is not None for sampling in plan.columns.column("sampling")])
-            adapted = groups_of(np.repeat(slots, np.diff(segments.query_start))), groups_of(slots[sampled])
+            tokens = groups_of(np.repeat(slots, np.diff(segments.query_start)))
+            adapted = tokens, tokens if num_sampled == num_tokens else groups_of(slots[sampled])
         return StagedStep(
             host=host,
             segments=segments,
@@ -260,8 +262,10 @@ class Batch:
         used = self._plain
         if staged.adapted is not None:
             used = len(staged.host.buffer)
-            for name, groups, size in zip(ADAPTED, staged.adapted, (num_tokens, num_rows), strict=True):
-                write_tiles(staged.host.arrays, name, groups, size)
+            tokens, rows = staged.adapted
+            write_tiles(staged.host.arrays, ADAPTED[0], tokens, num_tokens)
+            if rows is not tokens:
+                write_tiles(staged.host.arrays, ADAPTED[1], rows, num_rows)
         self._persistent.buffer[:used].copy_(staged.host.buffer[:used], non_blocking=True)
 
     def _room(self, num_tokens: int) -> int:

@@ -47,12 +47,17 @@ class Case:
     expected: dict[str, tuple[int, ...]]
 
 
-@pytest.fixture(scope="module", params=["Llama", "Qwen2"])
+@pytest.fixture(
+    scope="module",
+    params=[("Llama", "cpu"), ("Qwen2", "cpu"), pytest.param(("Llama", "cuda"), marks=pytest.mark.gpu)],
+    ids="-".join,
+)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     torch.set_num_threads(1)
     directory = tmp_path_factory.mktemp("adapters")
-    module = make(directory / "base", request.param)
-    model = load(directory / "base", device="cpu", dtype="float32")
+    family, device = request.param
+    module = make(directory / "base", family)
+    model = load(directory / "base", device=device, dtype="float32")
     assert isinstance(model, Decoder)
     modules, directories = {"": module}, {}
     for number, (name, rank) in enumerate(RANKS.items()):
@@ -85,6 +90,9 @@ class Engine:
         )  # fmt: skip
         self.device = PagedDevice(case.model, config)
         shape = self.device.allocate(sizes(blocks, host_blocks))
+        if self.device.memory.host is not None:
+            self.device.memory.host.begin()
+            self.device.memory.host.wait()
         self.adapters = AdapterPool(shape.adapter_slots)
         self.scheduler = Scheduler(
             StallFree(budget),

@@ -23,8 +23,9 @@ PROGRAMS = 1024
 OUTPUTS = 128
 """Outputs of one program of the expand."""
 PART_INPUTS = 256
-"""Inputs of one program of the shrink in a step of few tokens; its inputs are cut into at most MAX_PARTS (split-K)."""
-MAX_PARTS = 16
+"""Least inputs of one program of the shrink."""
+PIECES = (16, 4, 1)
+"""Into how many pieces its inputs may be cut (split-K). Few choices, as each is a kernel of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ def input_pieces(inputs: int, tokens: int, parts: int) -> int:
     """Pieces that the shrink's inputs are cut into, so that a step of few tokens has enough programs."""
     tiles = -(-tokens // tile_size(tokens))
     wanted = -(-PROGRAMS // (2 * tiles * parts))
-    return max(1, min(MAX_PARTS, wanted, inputs // PART_INPUTS))
+    return next((pieces for pieces in PIECES if pieces <= min(wanted, inputs // PART_INPUTS)), 1)
 
 
 @triton.jit(do_not_specialize=["tokens"])

@@ -5,21 +5,35 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol
 
+from holdfast.core.types import AdapterInfo
 from holdfast.engine import messages
-from holdfast.lm.execution.adapter_transfer import AdapterStore, ReadAdapter
 from holdfast.lm.scheduler.scheduler import Scheduler
+
+
+class AdapterFiles(Protocol):
+    """Reads adapters and keeps them for the device: `lm.execution.adapter_transfer.AdapterStore`."""
+
+    def read(self, name: str, directory: str) -> Any:
+        """Read an adapter, in any thread. Raises ValueError."""
+
+    def register(self, read: Any) -> AdapterInfo:
+        """Keep an adapter that was read: plans may load it from now on."""
+
+    def forget(self, adapter: str) -> None:
+        """Give an adapter up."""
 
 
 class AdapterDesk:
     """Answers the client's messages about adapters. For the thread of the loop, but for what reads files."""
 
-    def __init__(self, scheduler: Scheduler, store: AdapterStore) -> None:
+    def __init__(self, scheduler: Scheduler, store: AdapterFiles) -> None:
         self.wake: Callable[[], None] = lambda: None
         """Called in another thread when an adapter has been read."""
         self._scheduler, self._store = scheduler, store
         self._reader = ThreadPoolExecutor(1, "holdfast-load-adapter")
-        self._reading: deque[tuple[int, str, Future[ReadAdapter]]] = deque()
+        self._reading: deque[tuple[int, str, Future[Any]]] = deque()
         """Loads in the order in which they were asked for: number, name, and the adapter once it is read."""
         self._unloading: dict[str, int] = {}
         """By adapter, the number of the message that unloads it."""

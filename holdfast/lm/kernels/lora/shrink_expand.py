@@ -18,10 +18,11 @@ from holdfast.lm.kernels.launch import dependent_launch_options, launch_dependen
 from holdfast.lm.kernels.lora.groups import SMALL_TILE, most_tiles, tile_size
 from holdfast.lm.kernels.lora.protocol import LoraStack
 
-PROGRAMS = 1024
-"""A launch has about this many programs: a few for each processor. Each takes several tiles where there are more."""
+PROGRAMS = 2048
+"""A launch has at most about this many programs, as many as run at once. Each takes several tiles if there are more."""
 OUTPUTS = 128
-"""Outputs of one program of the expand."""
+"""Outputs of one program of the expand; twice as many where MANY_OUTPUTS would make several rounds of small tiles."""
+MANY_OUTPUTS = 16_384
 PART_INPUTS = 256
 """Least inputs of one program of the shrink."""
 PIECES = (16, 4, 1)
@@ -61,18 +62,19 @@ class TiledLora:
         )  # fmt: skip
         starts = [part.start for part in stack.parts]
         ends = [*stack.ends, *[stack.outputs] * (3 - parts)]
-        blocks = sum(-(-(end - start) // OUTPUTS) for start, end in zip(starts, stack.ends, strict=True))
+        block_n = 2 * OUTPUTS if tile == SMALL_TILE and stack.outputs >= MANY_OUTPUTS else OUTPUTS
+        blocks = sum(-(-(end - start) // block_n) for start, end in zip(starts, stack.ends, strict=True))
         expand_kernel[(min(tiles, max(1, PROGRAMS // blocks)), blocks)](
             low, stack.b, stack.rank, stack.scale, out, *lists, tokens, *ends,
             out.stride(0), stack.b.stride(0), stack.rank.stride(0),
-            PARTS=parts, PIECES=pieces, BLOCK_N=OUTPUTS, **options,
+            PARTS=parts, PIECES=pieces, BLOCK_N=block_n, **options,
         )  # fmt: skip
 
 
 def input_pieces(inputs: int, tokens: int, parts: int) -> int:
     """Pieces that the shrink's inputs are cut into, so that a step of few tokens has enough programs."""
     tiles = -(-tokens // tile_size(tokens))
-    wanted = -(-PROGRAMS // (2 * tiles * parts))
+    wanted = -(-PROGRAMS // (4 * tiles * parts))
     return next((pieces for pieces in PIECES if pieces <= min(wanted, inputs // PART_INPUTS)), 1)
 
 
@@ -95,14 +97,14 @@ def shrink_kernel(
     item = tl.arange(0, TILE)
     at = tl.arange(0, RANKS)
     tiles = tl.load(used).to(tl.int32)
-    wait_for_previous(DEPENDENT)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
         slot = tl.load(tile_slot + tile)
+        start = tl.load(tile_start + tile)
+        held = item < tl.load(tile_count + tile)
         ranks = tl.load(rank + slot * table_stride + part)
+        token = tl.load(order + start + item, mask=held, other=0)
+        wait_for_previous(DEPENDENT)
         if ranks > 0:
-            start = tl.load(tile_start + tile)
-            held = item < tl.load(tile_count + tile)
-            token = tl.load(order + start + item, mask=held, other=0)
             a_at = a + slot * slot_stride + part * part_stride + at[None, :].to(tl.int64) * inputs
             acc = tl.zeros([TILE, RANKS], tl.float32)
             for first in tl.range(begin, end, BLOCK_K, num_stages=3):
@@ -115,6 +117,7 @@ def shrink_kernel(
                 acc = tl.dot(values, weights, acc, input_precision="ieee")
             place = ((piece * tl.num_programs(1) + part).to(tl.int64) * tokens + start + item) * RANKS
             tl.store(low + place[:, None] + at[None, :], acc, mask=held[:, None])
+    wait_for_previous(DEPENDENT)  # also where there was no tile
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -150,25 +153,27 @@ def expand_kernel(
     item = tl.arange(0, TILE)
     at = tl.arange(0, RANKS)
     tiles = tl.load(used).to(tl.int32)
-    wait_for_previous(DEPENDENT)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
         slot = tl.load(tile_slot + tile)
+        start = tl.load(tile_start + tile)
+        held = item < tl.load(tile_count + tile)
         ranks = tl.load(rank + slot * table_stride + part)
+        token = tl.load(order + start + item, mask=held, other=0)
+        # Weights do not depend on the previous kernel: they are on their way while it ends.
+        b_at = b + slot * slot_stride + at[:, None].to(tl.int64) * third_end + n[None, :]
+        weights = tl.load(b_at, mask=(at < ranks)[:, None] & (n < end_n)[None, :], other=0.0)
+        factor = tl.load(scale + slot * table_stride + part)
+        wait_for_previous(DEPENDENT)
         if ranks > 0:
-            start = tl.load(tile_start + tile)
-            held = item < tl.load(tile_count + tile)
-            token = tl.load(order + start + item, mask=held, other=0)
-            b_at = b + slot * slot_stride + at[:, None].to(tl.int64) * third_end + n[None, :]
-            weights = tl.load(b_at, mask=(at < ranks)[:, None] & (n < end_n)[None, :], other=0.0)
             values = tl.zeros([TILE, RANKS], tl.float32)
             for piece in tl.static_range(PIECES):
                 place = ((piece * PARTS + part) * tokens.to(tl.int64) + start + item) * RANKS
                 values += tl.load(low + place[:, None] + at[None, :], mask=held[:, None], other=0.0)
             product = tl.dot(values.to(b.dtype.element_ty), weights, input_precision="ieee")
-            factor = tl.load(scale + slot * table_stride + part)
             out_at = out + token[:, None] * out_stride + n[None, :]
             written = held[:, None] & (n < end_n)[None, :]
             added = tl.load(out_at, mask=written, other=0.0).to(tl.float32) + factor * product
             # Several threads may hold the same element: all must read it before one writes it.
             tl.debug_barrier()
             tl.store(out_at, added.to(out.dtype.element_ty), mask=written)
+    wait_for_previous(DEPENDENT)  # also where there was no tile

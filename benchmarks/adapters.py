@@ -97,7 +97,7 @@ def main() -> None:
             )
         options |= dict(arguments.set)
         begin = time.perf_counter()
-        loop, info, _ = build(EngineConfig(model=str(directory), load_format="random", **options))
+        loop, info = build(EngineConfig(model=str(directory), load_format="random", **options))
         ids = [adapter.id for adapter in info.adapters]
         gc.collect()
         gc.freeze()

@@ -53,7 +53,28 @@ By calculation, 32,768 tokens (CUDA) of an 8B model take 3 GB of activations and
 """
 
 
+class Engine(NamedTuple):
+    """An engine that is ready to serve."""
+
+    loop: LanguageLoop
+    info: EngineInfo
+    desk: AdapterDesk | None
+    """Loads and unloads adapters; None if none may be served."""
+
+
 def build(
+    config: EngineConfig,
+    *,
+    stages: Stages | None = None,
+    measure: bool = False,
+    on_progress: Callable[[str], None] = lambda stage: None,
+) -> tuple[LanguageLoop, EngineInfo]:
+    """`build_engine` for those who run the loop themselves and load no adapters meanwhile: the loop, and its sizes."""
+    engine = build_engine(config, stages=stages, measure=measure, on_progress=on_progress)
+    return engine.loop, engine.info
+
+
+def build_engine(
     config: EngineConfig,
     *,
     stages: Stages | None = None,
@@ -120,15 +141,6 @@ def build(
         adapter_slots=shape.adapter_slots,
     )
     return Engine(loop, info, desk)
-
-
-class Engine(NamedTuple):
-    """An engine that is ready to serve."""
-
-    loop: LanguageLoop
-    info: EngineInfo
-    desk: AdapterDesk | None
-    """Loads and unloads adapters; None if none may be served."""
 
 
 def read_adapters(

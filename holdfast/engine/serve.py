@@ -101,9 +101,9 @@ def run(start: messages.Start, parent: Parent, loading: Loading | None = None) -
     `loading` is what has begun to import PyTorch; by default it begins now.
     """
     stages = begin(start.began, parent, loading or Loading(start.config.device))
-    from holdfast.engine.build import build
+    from holdfast.engine.build import build_engine
 
-    loop, info, desk = build(
+    loop, info, desk = build_engine(
         start.config,
         stages=stages,
         measure=start.measure,

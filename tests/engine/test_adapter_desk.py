@@ -14,7 +14,7 @@ import torch
 from holdfast.core.config import EngineConfig
 from holdfast.core.types import Identity, Request, SamplingParams
 from holdfast.engine import messages
-from holdfast.engine.build import Engine, build
+from holdfast.engine.build import Engine, build_engine
 from holdfast.engine.serve import serve
 from holdfast.lm.models.loader import load
 from tests.adapters import drawn, write
@@ -95,7 +95,7 @@ def run(engine: Engine, *script: Callable[[Client], messages.ToEngine | None]) -
 def test_an_adapter_is_loaded_while_a_request_runs_and_forgotten_when_its_own_has_ended(
     small: Small, adapters: Path
 ) -> None:
-    engine = build(small(adapter=(f"a={adapters / 'a'}",)))
+    engine = build_engine(small(adapter=(f"a={adapters / 'a'}",)))
     (own,) = engine.info.adapters
     assert (own.name, own.rank, engine.info.adapter_slots) == ("a", 4, 8)
 
@@ -126,7 +126,7 @@ def test_an_adapter_is_loaded_while_a_request_runs_and_forgotten_when_its_own_ha
 
 
 def test_an_idle_engine_loads_an_adapter_and_says_why_it_does_not_load_another(small: Small, adapters: Path) -> None:
-    engine = build(small(max_adapters=1))
+    engine = build_engine(small(max_adapters=1))
     client = run(
         engine,
         lambda client: messages.LoadAdapter(1, "b", str(adapters / "b")),
@@ -141,7 +141,7 @@ def test_an_idle_engine_loads_an_adapter_and_says_why_it_does_not_load_another(s
 def test_loading_the_same_content_again_keeps_it_while_it_was_about_to_be_forgotten(
     small: Small, adapters: Path
 ) -> None:
-    engine = build(small(adapter=(f"a={adapters / 'a'}",)))
+    engine = build_engine(small(adapter=(f"a={adapters / 'a'}",)))
     (own,) = engine.info.adapters
     client = run(
         engine,
@@ -172,4 +172,4 @@ def test_adapters_that_cannot_be_served_end_the_start_with_the_reason(
     )
     config = small(**{**options, **({"adapter": named} if named else {})})
     with pytest.raises(ValueError, match=reason):
-        build(config)
+        build_engine(config)

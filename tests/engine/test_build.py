@@ -39,11 +39,11 @@ def test_a_chat_request_displaces_a_batch_request_and_both_get_the_tokens_they_g
     )
     alone = {}
     for request in (first, second, chat):
-        loop, *_ = build(config)
+        loop, _ = build(config)
         loop.add(request)
         alone |= run_to_the_end(loop)
 
-    loop, *_ = build(config)
+    loop, _ = build(config)
     plans, submit = [], loop.executor.submit
     monkeypatch.setattr(loop.executor, "submit", lambda plan: (plans.append(plan), submit(plan)))
     loop.add(first)
@@ -66,7 +66,7 @@ def test_a_chat_request_displaces_a_batch_request_and_both_get_the_tokens_they_g
 
 def test_build_gives_the_measured_memory_to_the_cache(small, checkpoint):
     stages = []
-    loop, info, _ = build(small(), on_progress=stages.append)
+    loop, info = build(small(), on_progress=stages.append)
     assert stages == ["loading random-llama", "measuring memory"]
     assert info.model == "random-llama" and info.precision == "float32"
     assert (info.block_size, info.token_budget, info.max_model_len, info.vocab_size) == (16, 64, 4096, 384)
@@ -84,7 +84,7 @@ def test_blocks_swapped_out_to_the_host_are_found_again(small):
     stages = []
     block = 2 * 2 * 16 * 2 * 16 * 4  # layers, keys and values, tokens, heads, head size, bytes
     sizes = {"cache_gb": 12 * block / 1e9, "host_cache_gb": 100 * block / 1e9}
-    loop, info, _ = build(small(chunk_size=16, **sizes), on_progress=stages.append)
+    loop, info = build(small(chunk_size=16, **sizes), on_progress=stages.append)
     assert stages[-1] == "estimating the device's pace"
     assert (info.num_blocks, info.num_host_blocks) == (12, 100)
     answers = []
@@ -124,7 +124,7 @@ def test_fp8_weights_take_less_memory_and_have_their_own_profile(small):
 
 def first_step(config):
     """Tokens of the first step over a prompt of 60."""
-    loop, *_ = build(config)
+    loop, _ = build(config)
     (request,) = create_requests(tuple(range(60)), max_tokens=2)
     loop.add(request)
     loop.step()
@@ -133,7 +133,7 @@ def first_step(config):
 
 def beside_a_stream(config):
     """Tokens of a step over a stream and a prompt of 60."""
-    loop, *_ = build(config)
+    loop, _ = build(config)
     stream, prompt = create_requests((1,), tuple(range(60)), max_tokens=9)
     loop.add(stream)
     loop.step()
@@ -181,7 +181,7 @@ def test_a_profile_is_measured_once_and_stored_for_the_next_engine(small):
     )
     assert all(seconds > 0 for seconds in profile.cost.linear_seconds)
     stages = []
-    loop, info, _ = build(small(token_budget=None, tbt_target=50, max_model_len=64), on_progress=stages.append)
+    loop, info = build(small(token_budget=None, tbt_target=50, max_model_len=64), on_progress=stages.append)
     assert info.profile_path == path and not any("pace" in stage for stage in stages)
     loop.close()
     assert CostProfile.load(Path(path)) == profile, "what was measured in full stays as it is"
@@ -193,7 +193,7 @@ def test_a_profile_is_measured_once_and_stored_for_the_next_engine(small):
 def test_a_start_with_a_target_estimates_the_pace_and_leaves_what_it_learned_to_the_next(small):
     options = {"token_budget": None, "max_model_len": 256}
     stages = []
-    loop, info, _ = build(small(tbt_target=50.0, **options), on_progress=stages.append)
+    loop, info = build(small(tbt_target=50.0, **options), on_progress=stages.append)
     path = Path(info.profile_path)
     estimate = CostProfile.load(path)
     assert "estimating the device's pace" in stages and not estimate.measured
@@ -216,7 +216,7 @@ def test_a_start_with_a_target_estimates_the_pace_and_leaves_what_it_learned_to_
 
 
 def test_a_corrected_profile_that_cannot_be_stored_is_told_in_one_line(small, caplog):
-    loop, info, _ = build(small(token_budget=None, tbt_target=50.0, max_model_len=64))
+    loop, info = build(small(token_budget=None, tbt_target=50.0, max_model_len=64))
     path = Path(info.profile_path)
     path.unlink()
     path.mkdir()
@@ -260,7 +260,7 @@ def test_the_configured_scheduler_runs(small):
 
 
 def test_stop_tokens_of_a_request_end_it(small):
-    loop, *_ = build(small())
+    loop, _ = build(small())
     (free,) = create_requests((5, 6, 7), temperature=0.0, max_tokens=8, ignore_eos=True)
     loop.add(free)
     tokens = []

@@ -60,7 +60,7 @@ def test_auto_takes_the_native_decoder_then_swapped_attention_then_padded_rows(s
         ),
     ]
     for each, executor, reason in cases:
-        loop, info, _ = build(each)
+        loop, info = build(each)
         assert isinstance(loop.executor, executor)
         assert (info.executor, info.executor_reason) == (
             "paged" if executor is PagedExecutor else "padded",
@@ -72,7 +72,7 @@ def test_auto_takes_the_native_decoder_then_swapped_attention_then_padded_rows(s
 def test_padded_rows_give_the_tokens_of_the_unmodified_model(bloom):
     directory, module = bloom
     prompts = draw_prompts(3, 40, 9, 70, 1, 22)
-    loop, info, _ = build(config(directory, max_sequences=3, token_budget=32))
+    loop, info = build(config(directory, max_sequences=3, token_budget=32))
     assert tokens_of(loop, prompts, 8) == [generate_alone(module, prompt, 8) for prompt in prompts]
     assert info.block_size == 1 and info.num_blocks == loop.stats().blocks_total
     loop.close()
@@ -90,7 +90,7 @@ def test_a_native_model_runs_on_padded_rows_where_asked_to_and_gives_the_same_to
 
 
 def test_a_policy_of_padded_rows_selects_them_and_is_refused_on_the_paged_executor(small):
-    loop, info, _ = build(small(scheduler="embedding"))
+    loop, info = build(small(scheduler="embedding"))
     assert info.executor == "padded" and "scheduler is embedding" in info.executor_reason
     loop.close()
     with pytest.raises(ValueError, match="embedding"):
@@ -121,7 +121,7 @@ def test_an_option_of_padded_rows_is_refused_where_the_paged_executor_runs(small
 
 
 def test_leave_to_run_remote_code_changes_nothing_for_a_model_that_needs_none(small):
-    loop, info, _ = build(small(trust_remote_code=True))
+    loop, info = build(small(trust_remote_code=True))
     assert info.executor == "paged"
     loop.close()
 
@@ -154,7 +154,7 @@ def test_remote_code_runs_only_where_it_is_allowed(tmp_path, bloom):
     with pytest.raises(ValueError, match="trust_remote_code"):
         build(config(directory))
     assert not (directory / "ran").exists()
-    loop, info, _ = build(config(directory, trust_remote_code=True))
+    loop, info = build(config(directory, trust_remote_code=True))
     assert info.executor == "padded" and (directory / "ran").exists()
     prompts = draw_prompts(5, 12)
     assert tokens_of(loop, prompts) == [generate_alone(bloom[1], prompt, 6) for prompt in prompts]
@@ -186,14 +186,14 @@ def test_weights_that_the_paged_executor_refused_are_read_once(bloom, monkeypatc
         "from_pretrained",
         lambda *given, **more: (loads.append(given), load(*given, **more))[1],
     )
-    loop, *_ = build(config(bloom[0]))
+    loop, _ = build(config(bloom[0]))
     assert len(loads) == 1
     loop.close()
 
 
 def test_a_trace_of_padded_rows_shows_the_forwards_of_each_step(bloom, tmp_path):
     path = tmp_path / "t.json"
-    loop, *_ = build(config(bloom[0], trace=str(path)))
+    loop, _ = build(config(bloom[0], trace=str(path)))
     assert isinstance(loop.executor, TracedExecutor)
     tokens_of(loop, draw_prompts(5, 9), 3)
     loop.close()
@@ -207,7 +207,7 @@ def test_the_longest_sequence_is_one_that_fits_the_memory_of_a_row(bloom, tmp_pa
     directory, position = shutil.copytree(bloom[0], tmp_path / "long"), 2 * 2 * 64 * 4
     settings = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(settings | {"max_position_embeddings": 2048}))
-    loop, info, _ = build(config(directory, cache_gb=600 * position / 1e9))
+    loop, info = build(config(directory, cache_gb=600 * position / 1e9))
     assert info.max_model_len == 512
     with pytest.raises(ValueError, match=r"limit of 512"):
         info.limits.check(range(512), create_requests((1,), max_tokens=600)[0].params)
@@ -219,7 +219,7 @@ def test_the_longest_sequence_is_one_that_fits_the_memory_of_a_row(bloom, tmp_pa
 @pytest.mark.parametrize("family", ["mamba2", "rwkv"])
 def test_a_state_that_does_not_grow_bounds_no_prompt(family, tmp_path):
     module = write_tiny(tmp_path / family, family)
-    loop, info, _ = build(config(tmp_path / family, cache_gb=0.0002))
+    loop, info = build(config(tmp_path / family, cache_gb=0.0002))
     (prompt,) = draw_prompts(100)
     assert info.num_blocks < len(prompt)
     info.limits.check(prompt, create_requests((1,), max_tokens=5)[0].params)

@@ -129,7 +129,7 @@ def test_the_simulator_writes_the_same_trace_with_its_own_times(tmp_path):
 
 def test_the_engine_writes_the_trace_to_the_given_file(small, tmp_path):
     path = tmp_path / "t.json"
-    loop, *_ = build(small(trace=str(path)))
+    loop, _ = build(small(trace=str(path)))
     loop.add(create_requests((5, 6, 7), temperature=0.0, max_tokens=3)[0])
     while loop.has_work():
         loop.step()

@@ -19,6 +19,8 @@ from holdfast.lm.execution import paged_device
 from holdfast.lm.execution.executor import PagedExecutor
 from holdfast.lm.kernels.attention.protocol import CapturableAttention
 from holdfast.lm.memory.retention import EVICTIONS
+from holdfast.lm.models.loader import load
+from tests.adapters import drawn, write
 from tests.built import SCHEDULING, check, settings_of
 from tests.engine.conftest import SMALL
 
@@ -40,7 +42,8 @@ REPORTED = {
 """For each option that the engine reports: what sets it, the field of EngineInfo, and its value."""
 OTHERS = {
     "model", "device", "load_format", "memory_fraction", "steps_in_flight", "cuda_graphs", "attention_backend", "trace",
-    "threads", "executor", "trust_remote_code", "prefill_ahead", "shrink_threshold",
+    "threads", "executor", "trust_remote_code", "prefill_ahead", "shrink_threshold", "adapter", "max_adapters",
+    "max_adapter_rank", "adapter_host_gb",
 }  # fmt: skip
 """Options with a test of their own below."""
 
@@ -48,7 +51,7 @@ OTHERS = {
 @pytest.fixture(scope="module")
 def built(checkpoint):
     """What the tests' own defaults build."""
-    loop, info, _ = build(EngineConfig(model=str(checkpoint), **SMALL))
+    loop, info = build(EngineConfig(model=str(checkpoint), **SMALL))
     return settings_of(loop.planner), info
 
 
@@ -58,7 +61,7 @@ def test_every_option_has_a_test_of_what_it_builds():
 
 @pytest.mark.parametrize("name", SCHEDULING)
 def test_every_option_of_the_scheduler_reaches_it(name, small, built):
-    loop, *_ = build(small(**SCHEDULING[name][0]))
+    loop, _ = build(small(**SCHEDULING[name][0]))
     check(name, settings_of(loop.planner), built[0])
 
 
@@ -70,19 +73,19 @@ def test_every_option_of_the_sizes_shows_in_what_the_engine_reports(name, small,
 
 
 def test_the_options_of_padded_rows_reach_the_pool_and_the_queues(small):
-    loop, *_ = build(small(executor="padded", scheduler="embedding", shrink_threshold=0.5, prefill_ahead=3))
+    loop, _ = build(small(executor="padded", scheduler="embedding", shrink_threshold=0.5, prefill_ahead=3))
     queues = loop.planner._queues
     assert queues.pool._threshold == 0.5
     assert (queues.prefill_ahead, queues.max_sequences, len(queues.free_rows)) == (3, 8, 11)
     loop.close()
-    loop, *_ = build(small(executor="padded", eviction="lru", prefix_sharing=False, swap_threshold=0.5))
+    loop, _ = build(small(executor="padded", eviction="lru", prefix_sharing=False, swap_threshold=0.5))
     pool = loop.planner._queues.pool
     assert pool.kept._rule.eviction == EVICTIONS["lru"] and not pool.keeps and pool._low_water == 0.5
     loop.close()
 
 
 def test_the_paged_executor_runs_where_it_is_asked_for(small):
-    loop, *_ = build(small(executor="paged"))
+    loop, _ = build(small(executor="paged"))
     assert isinstance(loop.executor, PagedExecutor)
 
 
@@ -158,7 +161,7 @@ def test_as_many_steps_are_submitted_at_once_as_the_option_says(small):
 def test_a_trace_is_written_to_the_given_file(small, tmp_path):
     assert not isinstance(build(small())[0].executor, TracedExecutor)
     path = tmp_path / "trace.json"
-    loop, *_ = build(small(trace=str(path)))
+    loop, _ = build(small(trace=str(path)))
     loop.close()
     assert isinstance(loop.executor, TracedExecutor) and path.stat().st_size
 
@@ -171,3 +174,20 @@ def test_threads_are_set(small):
             assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)
+
+
+def test_adapters_are_read_and_get_slots_of_the_given_rank_and_number(small, checkpoint, tmp_path):
+    sizes = load(checkpoint, device="cpu", dtype="float32").decoder
+    path = write(tmp_path, drawn(sizes, 8, seed=0))
+    assert build(small())[1].adapter_slots == 0
+    loop, info = build(small(adapter=(f"a={path}",), max_adapters=3))
+    assert [(adapter.name, adapter.rank, len(adapter.modules)) for adapter in info.adapters] == [("a", 8, 7)]
+    assert info.adapter_slots == loop.planner._adapters.num_slots == 3
+    wide = build(small(max_adapters=3, max_adapter_rank=32))[1].memory.adapters
+    assert 2 * info.memory.adapters > wide > 1.9 * info.memory.adapters
+    for options, reason in (
+        ({"max_adapter_rank": 4}, "rank 8"),
+        ({"adapter_host_gb": 1e-6}, "adapter_host_gb is 1e-06"),
+    ):
+        with pytest.raises(ValueError, match=f"adapter a in .*{reason}"):
+            build(small(adapter=(f"a={path}",), **options))

@@ -110,17 +110,19 @@ class Service:
         workers = self._large if size >= LARGE else self._chats if renders else self._small
         return await asyncio.get_running_loop().run_in_executor(workers, work)
 
-    def resolve(self, model: str) -> str:
-        """The name of the adapter that a request's model asks for, empty for the base model. Raises ApiError."""
-        if model == self.client.info.model:
-            return ""
-        if model not in self.client.adapters:
-            raise unknown_model(model, self.client.info.model)
-        return model
+    def check_model(self, name: str) -> None:
+        """Raises ApiError 404 for a name that neither the model nor an adapter has."""
+        if name != self.client.info.model and name not in self.client.adapters:
+            raise unknown_model(name, self.client.info.model)
+
+    def adapter_of(self, name: str) -> str:
+        """The adapter that a request's model names; empty for the model itself. Raises as `check_model`."""
+        self.check_model(name)
+        return name if name in self.client.adapters else ""
 
     def answer(self, wanted: ChatRequest | CompletionRequest, tenant: str) -> Answer:
         """Prepare an answer; it runs when it is iterated. Raises ApiError for an error that is visible at once."""
-        self.resolve(wanted.model)
+        self.check_model(wanted.model)
         # Prompts are checked now and tokenized after admission, off the event loop.
         text, most = self.client.text, self.client.info.max_model_len
         if isinstance(wanted, ChatRequest):
@@ -216,7 +218,7 @@ class Answer:
                 params,
                 priority=wanted.priority,
                 tenant=self.tenant,
-                adapter=self.service.resolve(wanted.model),
+                adapter=self.service.adapter_of(wanted.model),
                 deadline=None if wanted.deadline_ms is None else wanted.deadline_ms / 1000,
             )
             async with aclosing(stream) as deltas:

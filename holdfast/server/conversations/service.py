@@ -106,7 +106,7 @@ class Writing:
 
     def __init__(self, responses: Responses, wanted: ResponseRequest, tenant: str) -> None:
         service = responses.service
-        service.resolve(wanted.model)
+        service.check_model(wanted.model)
         self.input: list[Item] = wanted.items()
         service.admission.check(1, tenant)
         self.responses = responses

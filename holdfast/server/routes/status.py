@@ -20,7 +20,7 @@ def add_model_routes(app: FastAPI, service: Service) -> None:
     client = service.client
 
     def card(name: str) -> dict[str, Any]:
-        adapted = {"parent": client.info.model, "root": name} if service.resolve(name) else {}
+        adapted = {"parent": client.info.model, "root": name} if service.adapter_of(name) else {}
         return {
             "id": name,
             "object": "model",

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.lm.kernels.lora import lora_for
 from holdfast.lm.kernels.lora.groups import groups_of, most_tiles, tile_size, tiles_of
 from holdfast.lm.kernels.lora.protocol import LoraStack
 from holdfast.lm.kernels.lora.shrink_expand import TiledLora
+from holdfast.lm.kernels.lora.torch_lora import TorchLora
 
 PRECISION = {torch.float32: 2e-6, torch.float16: 2e-3}
 
@@ -95,7 +95,7 @@ def test_each_token_gets_its_own_adapter_and_others_keep_their_bits(
     if how == "tiled":
         tiled(slots, len(stack.rank), device).add(out, x, stack)
     else:
-        lora_for(np.array(slots), torch.device(device)).add(out, x, stack)
+        TorchLora(groups_of(np.array(slots)), torch.device(device)).add(out, x, stack)
     assert (out.double() - wanted).abs().max() <= PRECISION[dtype] * wanted.abs().max()
     without = torch.tensor(slots) < 0
     assert torch.equal(out[without], before[without])

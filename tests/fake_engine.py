@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.core.config import EngineConfig
-from holdfast.core.types import FinishReason, SamplingParams
-from holdfast.engine.client import Delta, Timings, Usage
+from holdfast.core.types import AdapterInfo, FinishReason, SamplingParams
+from holdfast.engine.client import AdapterError, Delta, Timings, Usage
 from holdfast.engine.connection import EngineDead
 from holdfast.engine.messages import EngineInfo
 from holdfast.lm.types import MemoryMeasurement, SchedulerStats
@@ -88,6 +88,7 @@ class Asked:
     tenant: str
     deadline: float | None
     request_id: str | None = None
+    adapter: str = ""
     ended: str = "running"
 
 
@@ -106,9 +107,24 @@ class FakeClient:
     refuse: Exception | None = None
     hangs: bool = False
     asked: list[Asked] = field(default_factory=list)
+    adapters: dict[str, AdapterInfo] = field(default_factory=dict)
+    loaded: list[tuple[str, str, bool]] = field(default_factory=list)
+    """What `load_adapter` was asked for."""
     dead: asyncio.Event = field(default_factory=asyncio.Event)
     reason: str = ""
     closed: bool = False
+
+    async def load_adapter(self, name: str, path: str, *, replace: bool = False) -> AdapterInfo:
+        if self.refuse is not None:
+            raise self.refuse
+        self.loaded.append((name, path, replace))
+        self.adapters[name] = AdapterInfo(f"{name}@0123", name, 4, 100, ("q",))
+        return self.adapters[name]
+
+    async def unload_adapter(self, name: str) -> None:
+        if name not in self.adapters:
+            raise AdapterError(f"there is no adapter {name}", missing=True)
+        del self.adapters[name]
 
     async def stream(
         self,
@@ -118,11 +134,12 @@ class FakeClient:
         request_id: str | None = None,
         priority: int = 0,
         tenant: str = "",
+        adapter: str = "",
         deadline: float | None = None,
     ) -> AsyncGenerator[Delta, None]:
         if self.refuse is not None:
             raise self.refuse
-        asked = Asked(list(prompt), params, priority, tenant, deadline, request_id)
+        asked = Asked(list(prompt), params, priority, tenant, deadline, request_id, adapter)
         self.asked.append(asked)
         words = self.words[: params.max_tokens]
         try:

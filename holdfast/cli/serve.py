@@ -64,6 +64,7 @@ def announce(console: Console, engine: EngineConfig, server: ServerConfig, info:
         "memory": f"weights {memory.weights / GB:.2f} GB, one step {memory.activations / GB:.2f} GB",
         "cache": tier(info, info.num_blocks),
         "host tier": tier(info, info.num_host_blocks) if info.num_host_blocks else no_host_tier(engine),
+        **({"adapters": adapters(engine, info)} if info.adapter_slots else {}),
         "retention": retention(engine, info),
         "store": f"{shown(place(server.store))}, kept for {server.store_days:g} days, at most {server.store_gb:g} GB",
         "limits": f"{info.max_model_len:,} tokens a sequence, {info.max_sequences} sequences at once",
@@ -133,6 +134,15 @@ def tier(info: EngineInfo, blocks: int) -> str:
     if info.executor == "padded":
         return f"{size:.2f} GB: {blocks:,} positions, of which each row takes as many as the longest"
     return f"{size:.2f} GB: {blocks:,} blocks of {info.block_size}, {tokens:,} tokens in all"
+
+
+def adapters(engine: EngineConfig, info: EngineInfo) -> str:
+    """Which adapters are served, and how many the device holds, in words."""
+    names = ", ".join(adapter.name for adapter in info.adapters) or "none yet"
+    return (
+        f"{names}; {info.adapter_slots} at a time on the device, of rank {engine.max_adapter_rank} at most "
+        f"({info.memory.adapters / GB:.2f} GB)"
+    )
 
 
 def no_host_tier(engine: EngineConfig) -> str:

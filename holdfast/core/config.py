@@ -38,8 +38,10 @@ AHEAD_SCHEDULERS: tuple[SchedulerName, ...] = ("prefill-apart", "embedding")
 """Schedulers that prefill prompts before there is a row for them in the batch."""
 PADDED_OPTIONS = ("trust_remote_code", "prefill_ahead", "shrink_threshold")
 """Options that only the padded executor reads."""
-PAGED_OPTIONS = ("quantization", "kv_cache_dtype", "attention_backend")
+PAGED_OPTIONS = ("quantization", "kv_cache_dtype", "attention_backend", "adapter", "max_adapters")
 """Options that only the paged executor reads."""
+DEFAULT_ADAPTERS = 8
+"""Adapters that the device holds at a time where some are served."""
 KEY_VARIABLE = "HOLDFAST_API_KEY"
 """The environment variable that holds API keys."""
 
@@ -47,6 +49,15 @@ KEY_VARIABLE = "HOLDFAST_API_KEY"
 def option(default: Any, help: str, unit: Literal["", "ms"] = "") -> Any:
     """A config field with its help text. A field in the unit "ms" accepts 50, "50ms" and "0.05s"."""
     return field(default=default, metadata={"help": help, "unit": unit})
+
+
+def check_adapter_name(name: str) -> None:
+    """Raises ValueError for a name that an adapter cannot have."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}", name):
+        raise ValueError(
+            f"the adapter's name is {name[:128]!r}; it must have 1 to 128 letters, digits, or . _ : / -, and begin "
+            "with a letter or digit"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +118,14 @@ class EngineConfig:
     shrink_threshold: float = option(
         0.95, "rows leave the batch when it fills more than this share of its memory; for the padded executor"
     )
+    adapter: tuple[str, ...] = option(
+        (), "LoRA adapter to serve, as NAME=PATH of a directory in PEFT's format; repeat it for several"
+    )
+    max_adapters: int = option(
+        0, "adapters that the device holds at a time; any number may be known; default: 8 with --adapter, else 0, off"
+    )
+    max_adapter_rank: int = option(16, "largest rank of an adapter; each slot on the device has room for it")
+    adapter_host_gb: float = option(4.0, "host memory in GB for adapters; those used longest ago are read again")
     scheduler: SchedulerName = option(  # noqa: RUF009  a string
         "stall-free", "scheduling policy; all but the default are baselines for comparison"
     )
@@ -160,6 +179,8 @@ class EngineConfig:
             ("token_budget", 1, 1 << 20),
             ("threads", 1, 1024),
             ("prefill_ahead", 0, 4096),
+            ("max_adapters", 0, 1024),
+            ("max_adapter_rank", 4, 128),
         ):
             value = getattr(self, name)
             if value is not None and value != "auto" and not low <= value <= high:
@@ -173,7 +194,7 @@ class EngineConfig:
             value = getattr(self, name)
             if not least <= value <= most:
                 raise ValueError(f"{name} is {value}; it must lie between {least} and {most}")
-        for name in ("cache_gb", "tbt_target", "ttft_target", "priority_aging", "fair_weight"):
+        for name in ("cache_gb", "tbt_target", "ttft_target", "priority_aging", "fair_weight", "adapter_host_gb"):
             value = getattr(self, name)
             if value is not None and not 0 < value < inf:
                 raise ValueError(f"{name} is {value}; it must be above 0 and finite")
@@ -216,6 +237,7 @@ class EngineConfig:
             raise ValueError("token_budget is auto, which is computed from tbt_target; give a target or a number")
         if self.tbt_target is not None and self.scheduler != "stall-free":
             raise ValueError(f"tbt_target is for the stall-free scheduler, and scheduler is {self.scheduler}; drop one")
+        self._check_adapters()
 
     def _refuse_set(self, names: tuple[str, ...], owner: str) -> None:
         """Raises ValueError for the first of these options that has another value than its default."""
@@ -224,6 +246,26 @@ class EngineConfig:
             value = getattr(self, name)
             if value != default[name]:
                 raise ValueError(f"{name} is {value}, which is for {owner}, and executor is {self.executor}; drop one")
+
+    def _check_adapters(self) -> None:
+        """Raises ValueError for adapters that are not NAME=PATH, and for a name that is not one or is given twice."""
+        names = [name for name, _ in self.adapters]
+        for given, name in zip(self.adapter, names, strict=True):
+            if "=" not in given or not given.partition("=")[2]:
+                raise ValueError(f"adapter is {given!r}; it must look like NAME=PATH")
+            check_adapter_name(name)
+            if names.count(name) > 1:
+                raise ValueError(f"adapter {name} is given twice; give each a name of its own")
+
+    @property
+    def adapters(self) -> list[tuple[str, str]]:
+        """Name and directory of each adapter to serve."""
+        return [(name, path) for name, _, path in (given.partition("=") for given in self.adapter)]
+
+    @property
+    def adapter_slots(self) -> int:
+        """Adapters that the device holds at a time."""
+        return self.max_adapters or (DEFAULT_ADAPTERS if self.adapter else 0)
 
     @property
     def states_ahead(self) -> int:

@@ -90,6 +90,22 @@ class Identity:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterInfo:
+    """A LoRA adapter that an engine serves."""
+
+    id: str
+    """Its name and what it holds, `name@digest`: the adapter of an `Identity`. Other content gives another id."""
+    name: str
+    """Under which requests ask for it."""
+    rank: int
+    """The largest of its ranks."""
+    bytes: int
+    """In a slot on the device."""
+    modules: tuple[str, ...]
+    """The linear layers that it changes, by their short names."""
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One generation request in tokens: token ids in, token ids out."""
 

@@ -15,6 +15,8 @@ import torch
 from holdfast.core.config import PADDED_OPTIONS, PAGED_OPTIONS, ROW_SCHEDULERS, EngineConfig, ExecutorName
 from holdfast.core.cost import CostModel
 from holdfast.core.stages import Stages
+from holdfast.core.types import AdapterInfo
+from holdfast.engine.adapter_desk import AdapterDesk
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.in_service import in_service
 from holdfast.engine.messages import EngineInfo
@@ -53,6 +55,15 @@ By calculation, 32,768 tokens (CUDA) of an 8B model take 3 GB of activations and
 """
 
 
+class Engine(NamedTuple):
+    """An engine that is ready to serve."""
+
+    loop: LanguageLoop
+    info: EngineInfo
+    desk: AdapterDesk | None
+    """Loads and unloads adapters; None if none may be served."""
+
+
 def build(
     config: EngineConfig,
     *,
@@ -60,6 +71,18 @@ def build(
     measure: bool = False,
     on_progress: Callable[[str], None] = lambda stage: None,
 ) -> tuple[LanguageLoop, EngineInfo]:
+    """`build_engine` for those who run the loop themselves and load no adapters meanwhile: the loop, and its sizes."""
+    engine = build_engine(config, stages=stages, measure=measure, on_progress=on_progress)
+    return engine.loop, engine.info
+
+
+def build_engine(
+    config: EngineConfig,
+    *,
+    stages: Stages | None = None,
+    measure: bool = False,
+    on_progress: Callable[[str], None] = lambda stage: None,
+) -> Engine:
     """Load the model, measure the device, allocate its memory, and put the loop together.
 
     `stages` notes when each stage begins and ends; by default they count from this call. `on_progress` gets the name
@@ -74,6 +97,7 @@ def build(
     on_progress(f"loading {checkpoint.name}")
     with stages.stage("weights"):
         device, reason = choose_device(config, checkpoint, stages)
+    adapters = read_adapters(config, device, stages, on_progress)
     memory, shape = allocate(device, stages, on_progress)
     pace = pace_of(config, device.kind, memory.device, shape.executor)
     path = cached_profile_path(checkpoint.directory, device.precision, pace)
@@ -84,6 +108,11 @@ def build(
     cost = profile.cost if profile is not None else None
     policy = choose_policy(config, shape, cost)
     scheduler = make_scheduler(config, shape, cost, policy=policy)
+    desk = None
+    if isinstance(device, PagedDevice) and device.adapter_store is not None:
+        desk = AdapterDesk(scheduler, device.adapter_store)
+        for adapter in adapters:
+            scheduler.add_adapter(adapter.id)
     executor: LanguageExecutor = device.executor
     if config.trace:
         executor = TracedExecutor(executor, config.trace, clock, suspends=shape.num_host_blocks > 0)
@@ -111,8 +140,31 @@ def build(
         profile_path=str(path) if profile is not None else "",
         started_in=stages.elapsed(),
         stages=tuple(stages.done),
+        adapters=tuple(adapters),
+        adapter_slots=shape.adapter_slots,
     )
-    return loop, info
+    return Engine(loop, info, desk)
+
+
+def read_adapters(
+    config: EngineConfig, device: LanguageDevice, stages: Stages, on_progress: Callable[[str], None]
+) -> list[AdapterInfo]:
+    """Read the adapters that a configuration names. Raises ValueError naming the one that cannot be served."""
+    found: list[AdapterInfo] = []
+    if not config.adapter_slots:
+        return found
+    if not isinstance(device, PagedDevice) or device.adapter_store is None:
+        raise ValueError("adapters are served on the paged executor only, and this model runs on padded rows")
+    on_progress("reading adapters")
+    with stages.stage("adapters"):
+        for name, path in config.adapters:
+            if name == device.name:
+                raise ValueError(f"adapter {name} has the name of the model; give it another one")
+            try:
+                found.append(device.adapter_store.register(device.adapter_store.read(name, path)))
+            except ValueError as error:
+                raise ValueError(f"adapter {name} in {path}: {error}") from error
+    return found
 
 
 def on_rows(config: EngineConfig, device: PaddedDevice) -> str:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-from holdfast.core.config import EngineConfig
-from holdfast.core.types import FinishReason, Identity, Request, SamplingParams, SequenceOutput
+from holdfast.core.config import EngineConfig, check_adapter_name
+from holdfast.core.types import AdapterInfo, FinishReason, Identity, Request, SamplingParams, SequenceOutput
 from holdfast.engine import messages
 from holdfast.engine.checkpoint import Checkpoint
-from holdfast.engine.connection import EngineConnection, EngineDead, EngineStartError, QueueFull
+from holdfast.engine.connection import EngineConnection, EngineDead, EngineStartError, QueueFull, fail_all
 from holdfast.engine.spawn import EngineProcess
 from holdfast.engine.text import Text, TextStream
 from holdfast.lm.limits import RequestRefused
@@ -70,6 +71,15 @@ class Delta:
     timings: Timings | None = None
 
 
+class AdapterError(ValueError):
+    """An adapter that is not loaded or unloaded. The message says why; it names no directory."""
+
+    def __init__(self, message: str, *, missing: bool = False) -> None:
+        super().__init__(message)
+        self.missing = missing
+        """There is no adapter of this name."""
+
+
 class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
     """One engine process and its streams. Made by `start`, for one event loop."""
 
@@ -86,6 +96,12 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         self._measure = measure
         self._streams: dict[str, _Stream] = {}
         self._waiting: set[str] = set()
+        self.adapters: dict[str, AdapterInfo] = {}
+        """The adapters that requests may name, by name."""
+        self._changing: set[str] = set()
+        """Names of adapters that are being loaded or unloaded."""
+        self._asked: dict[int, asyncio.Future[AdapterInfo | None]] = {}
+        """Loads and unloads that the engine has not answered, by number."""
         super().__init__(process or EngineProcess(config.device), on_progress)
 
     @classmethod
@@ -111,6 +127,7 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
             # At the same time: the tokenizer loads here, the weights in the engine. The first failure ends the wait.
             text = asyncio.create_task(asyncio.to_thread(Text.from_directory, checkpoint.directory))
             client.info, client.text = await asyncio.gather(client._ready, text)
+            client.adapters = {adapter.name: adapter for adapter in client.info.adapters}
         return client
 
     def stream(
@@ -126,15 +143,21 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
     ) -> AsyncGenerator[Delta, None]:
         """The deltas of one request. It is submitted when the first delta is awaited.
 
-        It shares cached prefixes only with requests of the same `tenant` and `adapter`. `deadline` is the time until
+        `adapter` is the name of a loaded adapter; empty: none. The request shares cached prefixes only with requests of
+        the same `tenant`, and with the same adapter. `deadline` is the time until
         the first token is due, in seconds from now, for the deadline order. Leaving the iterator before its last Delta
         (aclose, cancellation) aborts the request. Raises RequestRefused at once for a request that can never be served,
         QueueFull, and EngineDead, also while it runs.
         """
         request_id = request_id or uuid.uuid4().hex
         self._admit(request_id)
-        identity = Identity(self.info.model, adapter, self.info.precision, tenant)
-        tokens = self.info.limits.check(prompt, params, identity=identity, priority=priority, deadline=deadline)
+        if adapter and adapter not in self.adapters:
+            raise RequestRefused(f"there is no adapter {adapter}", "model")
+        content = self.adapters[adapter].id if adapter else ""
+        identity = Identity(self.info.model, content, self.info.precision, tenant)
+        tokens = self.info.limits.check(
+            prompt, params, identity=identity, priority=priority, deadline=deadline, adapters=(content,)
+        )
         request = Request(
             id=request_id,
             prompt=tokens,
@@ -149,6 +172,59 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         except ValueError as error:
             raise RequestRefused(str(error), "stop") from error
         return self._run(_Stream(request, text))
+
+    async def load_adapter(self, name: str, path: str, *, replace: bool = False) -> AdapterInfo:
+        """Serve the adapter in a directory under a name. With `replace`, the name may have another one by now.
+
+        Requests that name the adapter which it replaces run to their end. Raises AdapterError, EngineDead.
+        """
+        with self._change(name):
+            try:
+                check_adapter_name(name)
+            except ValueError as error:
+                raise AdapterError(str(error)) from None
+            before = self.adapters.get(name)
+            if name == self.info.model or (before is not None and not replace):
+                raise AdapterError(f"the name {name} is taken")
+            loaded = await self._ask(lambda number: messages.LoadAdapter(number, name, path))
+            assert loaded is not None
+            self.adapters[name] = loaded
+        if before is not None and before.id != loaded.id:
+            await self._ask(lambda number: messages.UnloadAdapter(number, before.id), wait=False)
+        return loaded
+
+    async def unload_adapter(self, name: str) -> None:
+        """Refuse new requests for an adapter, and forget it once the running ones have ended.
+
+        Raises AdapterError, with `missing`, for a name that has none, and EngineDead.
+        """
+        with self._change(name):
+            if name not in self.adapters:
+                raise AdapterError(f"there is no adapter {name}", missing=True)
+            adapter = self.adapters.pop(name)
+            await self._ask(lambda number: messages.UnloadAdapter(number, adapter.id))
+
+    @contextmanager
+    def _change(self, name: str) -> Iterator[None]:
+        """Let nobody else load or unload this name meanwhile. Raises AdapterError."""
+        if name in self._changing:
+            raise AdapterError(f"adapter {name} is being loaded or unloaded; try again in a moment")
+        self._changing.add(name)
+        try:
+            yield
+        finally:
+            self._changing.discard(name)
+
+    async def _ask(
+        self, message: Callable[[int], messages.LoadAdapter | messages.UnloadAdapter], *, wait: bool = True
+    ) -> AdapterInfo | None:
+        """Send a message about an adapter and wait for its answer. Raises AdapterError for a refusal."""
+        self._check_alive()
+        number = next(self._numbers)
+        answer: asyncio.Future[AdapterInfo | None] = asyncio.get_running_loop().create_future()
+        self._asked[number] = answer
+        self._child.send(message(number))
+        return await asyncio.shield(answer) if wait else None
 
     async def close(self) -> None:
         """End the engine process. Running streams raise EngineDead. May be called more than once."""
@@ -194,6 +270,15 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
                 stream = self._streams.get(request_id)
                 if stream is not None and self._forget(request_id):
                     stream.fail(RequestRefused(reason, "prompt"))
+            case messages.AdapterLoaded(number, info):
+                self._settle(self._asked.pop(number, None), info)
+            case messages.AdapterUnloaded(number):
+                self._settle(self._asked.pop(number, None), None)
+            case messages.AdapterRefused(number, reason):
+                refused = self._asked.pop(number, None)
+                if refused is not None and not refused.done():
+                    refused.set_exception(AdapterError(reason))
+                    refused.exception()  # marks it as retrieved, because nobody may wait any more
 
     def _deliver(self, output: SequenceOutput, now: float) -> None:
         """Hand a stream its output of one step.
@@ -215,6 +300,8 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
             stream.fail(EngineDead(reason))
         self._streams.clear()
         self._waiting.clear()
+        fail_all(self._asked.values(), reason)
+        self._asked.clear()
 
 
 class _Stream:

@@ -77,28 +77,31 @@ class LLM:
         prompts: str | Sequence[int] | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        adapter: str = "",
         progress: bool = True,
     ) -> list[Completion]:
         """Continue prompts, each a text or its token ids, in parallel. Returns the completions in the prompts' order.
 
-        `sampling_params` is one for all prompts, or one for each. Raises RequestRefused (a ValueError) for a prompt
+        `sampling_params` is one for all prompts, or one for each; `adapter` is the name of a LoRA adapter given as an
+        option, as in LLM(adapter=("name=directory",)). Raises RequestRefused (a ValueError) for a prompt
         that can never be served; this aborts the others, as Ctrl-C does.
         """
         ids = [self.text.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in _many(prompts)]
-        return self._complete(ids, sampling_params, progress)
+        return self._complete(ids, sampling_params, adapter, progress)
 
     def chat(
         self,
         messages: Conversation | Sequence[Conversation],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        adapter: str = "",
         progress: bool = True,
     ) -> list[Completion]:
         """Answer one conversation or several, each a list of {"role": …, "content": …}; otherwise as `generate`."""
         single = bool(messages) and isinstance(messages[0], Mapping)
         conversations: Any = [messages] if single else messages
         ids = [self.text.encode_chat(conversation) for conversation in conversations]
-        return self._complete(ids, sampling_params, progress)
+        return self._complete(ids, sampling_params, adapter, progress)
 
     def close(self) -> None:
         """End the engine process. May be called more than once."""
@@ -111,7 +114,11 @@ class LLM:
         self.close()
 
     def _complete(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None, progress: bool
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        adapter: str,
+        progress: bool,
     ) -> list[Completion]:
         if not self._close.alive:
             raise RuntimeError("this LLM is closed; create a new one")
@@ -120,12 +127,14 @@ class LLM:
         if len(params) != len(prompts):
             raise ValueError(f"{len(params)} sampling_params for {len(prompts)} prompts; give one, or one for each")
         with _Bar(len(prompts), shown=progress) as bar:
-            return self._thread.run(self._run_all(prompts, params, bar))
+            return self._thread.run(self._run_all(prompts, params, adapter, bar))
 
     async def _run_all(
-        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], bar: _Bar
+        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], adapter: str, bar: _Bar
     ) -> list[Completion]:
-        tasks = [asyncio.ensure_future(self._run_one(*pair, bar)) for pair in zip(prompts, params, strict=True)]
+        tasks = [
+            asyncio.ensure_future(self._run_one(*pair, adapter, bar)) for pair in zip(prompts, params, strict=True)
+        ]
         try:
             return await asyncio.gather(*tasks)
         finally:
@@ -133,9 +142,9 @@ class LLM:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _run_one(self, prompt: Sequence[int], params: SamplingParams, bar: _Bar) -> Completion:
+    async def _run_one(self, prompt: Sequence[int], params: SamplingParams, adapter: str, bar: _Bar) -> Completion:
         async with self._slots:
-            completion = await complete(prompt, self._client.stream(prompt, params))
+            completion = await complete(prompt, self._client.stream(prompt, params, adapter=adapter))
         bar.advance(len(completion.token_ids))
         return completion
 

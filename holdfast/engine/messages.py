@@ -10,7 +10,7 @@ import msgspec
 from holdfast.core.columns import Columns
 from holdfast.core.config import AppConfig, EngineConfig, ExecutorName
 from holdfast.core.stages import Stage
-from holdfast.core.types import FinishReason, Identity, Request, SequenceOutput
+from holdfast.core.types import AdapterInfo, FinishReason, Identity, Request, SequenceOutput
 from holdfast.lm.limits import RequestLimits
 from holdfast.lm.types import MemoryMeasurement, SchedulerStats
 
@@ -43,6 +43,10 @@ class EngineInfo:
     """Why it is this executor, and what it does with this model, for people."""
     num_host_blocks: int = 0
     """Blocks of the host tier."""
+    adapters: tuple[AdapterInfo, ...] = ()
+    """The adapters that are served from the start."""
+    adapter_slots: int = 0
+    """Adapters that the device holds at a time; 0: none are served."""
     profile_path: str = ""
     """The file with the device's cost profile; empty if the engine needed none."""
     stages: tuple[Stage, ...] = ()
@@ -177,6 +181,21 @@ class Abort(Message, tag="abort"):
     request_id: str
 
 
+class LoadAdapter(Message, tag="load-adapter"):
+    """To the engine: read the adapter in this directory and serve it; the answer is AdapterLoaded or AdapterRefused."""
+
+    number: int
+    name: str
+    path: str
+
+
+class UnloadAdapter(Message, tag="unload-adapter"):
+    """To the engine: forget this adapter, a content id, once its requests have ended; then answer AdapterUnloaded."""
+
+    number: int
+    adapter: str
+
+
 class Ask(Message, tag="ask"):
     """To the engine: answer with Stats between two steps."""
 
@@ -238,6 +257,26 @@ class Refused(Message, tag="refused"):
     reason: str
 
 
+class AdapterLoaded(Message, tag="adapter-loaded"):
+    """From the engine: requests may name this adapter from now on."""
+
+    number: int
+    info: AdapterInfo
+
+
+class AdapterRefused(Message, tag="adapter-refused"):
+    """From the engine: an adapter that it does not load, and why. The reason names no directory."""
+
+    number: int
+    reason: str
+
+
+class AdapterUnloaded(Message, tag="adapter-unloaded"):
+    """From the engine: the adapter is forgotten."""
+
+    number: int
+
+
 class Failed(Message, tag="failed"):
     """From the engine of an application, whose code failed on this request. The trace is in the log."""
 
@@ -283,11 +322,15 @@ class Submitted(Message, tag="submit"):
         return Submit(replace(self.request, prompt=array("I", data)))
 
 
-ToEngine = Start | StartApp | Submit | Infer | Abort | Ask | Shutdown
-FromEngine = Hello | Progress | Ready | AppReady | Outputs | Results | Refused | Failed | Stats | AppAnswer | Failure
+ToEngine = Start | StartApp | Submit | Infer | Abort | LoadAdapter | UnloadAdapter | Ask | Shutdown
+AdapterAnswer = AdapterLoaded | AdapterRefused | AdapterUnloaded
+FromEngine = (
+    Hello | Progress | Ready | AppReady | Outputs | Results | Refused | AdapterAnswer | Failed | Stats | AppAnswer
+    | Failure
+)  # fmt: skip
 
 _encode = msgspec.msgpack.Encoder().encode
-_EncodedToEngine = Start | StartApp | Submitted | Infer | Abort | Ask | Shutdown
+_EncodedToEngine = Start | StartApp | Submitted | Infer | Abort | LoadAdapter | UnloadAdapter | Ask | Shutdown
 _to_engine: msgspec.msgpack.Decoder[_EncodedToEngine] = msgspec.msgpack.Decoder(_EncodedToEngine)
 _from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
 

@@ -14,12 +14,16 @@ import threading
 import time
 import traceback
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from holdfast.core.stages import Stage, Stages
 from holdfast.engine import messages
 from holdfast.engine.process import FAILED, Parent, await_address, die_with_parent, exit_at_end_of_input
 from holdfast.engine.spawn import BUILD
 from holdfast.lm.types import LanguageLoop
+
+if TYPE_CHECKING:
+    from holdfast.engine.adapter_desk import AdapterDesk  # it imports PyTorch
 
 STEPS_PER_COLLECTION = 64
 """Python's new garbage is collected after this many steps, and at each pause. What survives is not looked at again."""
@@ -97,9 +101,9 @@ def run(start: messages.Start, parent: Parent, loading: Loading | None = None) -
     `loading` is what has begun to import PyTorch; by default it begins now.
     """
     stages = begin(start.began, parent, loading or Loading(start.config.device))
-    from holdfast.engine.build import build
+    from holdfast.engine.build import build_engine
 
-    loop, info = build(
+    loop, info, desk = build_engine(
         start.config,
         stages=stages,
         measure=start.measure,
@@ -111,8 +115,10 @@ def run(start: messages.Start, parent: Parent, loading: Loading | None = None) -
     gc.disable()
     parent.send(messages.Ready(info))
     try:
-        serve(loop, parent)
+        serve(loop, parent, desk)
     finally:
+        if desk is not None:
+            desk.close()
         loop.close()
 
 
@@ -168,8 +174,13 @@ def wake_gpu() -> None:
         torch.zeros(1, device="cuda")
 
 
-def serve(loop: LanguageLoop, parent: Parent) -> None:
-    """Handle all messages that have arrived, do one step, send its outputs; wait for a message when idle."""
+def serve(loop: LanguageLoop, parent: Parent, desk: AdapterDesk | None = None) -> None:
+    """Handle all messages that have arrived, do one step, send its outputs; wait for a message when idle.
+
+    `desk` answers messages about adapters, where some may be served.
+    """
+    if desk is not None:
+        desk.wake = parent.wake
     for step in itertools.count():
         idle = not loop.has_work()
         if idle or step % STEPS_PER_COLLECTION == 0:
@@ -177,11 +188,16 @@ def serve(loop: LanguageLoop, parent: Parent) -> None:
         if idle:
             while loop.prepare() and not parent.poll(0):
                 pass
-            if not handle(await_message(parent), loop, parent):
+            if desk is not None and desk.busy:
+                parent.wait()
+            elif not handle(await_message(parent), loop, parent, desk):
                 return
         for message in parent.waiting():
-            if not handle(message, loop, parent):
+            if not handle(message, loop, parent, desk):
                 return
+        if desk is not None:
+            for answer in desk.answers():
+                parent.send(answer)
         if loop.has_work():
             outputs = loop.step()
             if outputs:
@@ -195,7 +211,7 @@ def await_message(parent: Parent) -> messages.ToEngine:
     return parent.receive()
 
 
-def handle(message: messages.ToEngine, loop: LanguageLoop, parent: Parent) -> bool:
+def handle(message: messages.ToEngine, loop: LanguageLoop, parent: Parent, desk: AdapterDesk | None = None) -> bool:
     """Handle one message. False if it asks the engine to end."""
     match message:
         case messages.Submit(request):
@@ -205,6 +221,12 @@ def handle(message: messages.ToEngine, loop: LanguageLoop, parent: Parent) -> bo
                 parent.send(messages.Refused(request.id, str(error)))
         case messages.Abort(request_id):
             loop.abort(request_id)
+        case messages.LoadAdapter(number, name, path) if desk is not None:
+            desk.load(number, name, path)
+        case messages.UnloadAdapter(number, adapter) if desk is not None:
+            desk.unload(number, adapter)
+        case messages.LoadAdapter(number) | messages.UnloadAdapter(number):
+            parent.send(messages.AdapterRefused(number, "this engine serves no adapters; give it max_adapters"))
         case messages.Ask(number):
             parent.send(messages.Stats(number, loop.stats()))
         case messages.Shutdown():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 from holdfast.core.tokens import packed
@@ -42,14 +42,16 @@ class RequestLimits:
         identity: Identity = Identity(),  # noqa: B008  a constant
         priority: int = 0,
         deadline: float | None = None,
+        adapters: Container[str] = (),
     ) -> array[int]:
         """Raise unless the request can be served to its end. Returns the prompt as 32-bit numbers.
 
-        `max_tokens` may exceed the context, where the answer ends early. `deadline` is in seconds after arrival.
+        `max_tokens` may exceed the context, where the answer ends early. `deadline` is in seconds after arrival. The
+        request may name one of `adapters`, content ids, besides what is served.
         """
         for name in ("model", "adapter", "dtype") if self.served else ():
             asked, own = getattr(identity, name), getattr(self.served, name)
-            if asked not in ("", own):
+            if asked not in ("", own) and not (name == "adapter" and asked in adapters):
                 raise RequestRefused(
                     f"{name} is {asked}, which this engine does not serve; it serves {own or 'none'}", name
                 )

@@ -133,7 +133,7 @@ class AdapterLoad(NamedTuple):
     """An adapter's weights copied from the host into a slot on the device."""
 
     slot: int
-    """Nothing in flight reads it."""
+    """Only plans before this one may read what it held."""
     adapter: str
     """Its content id (`Identity.adapter`)."""
 
@@ -225,8 +225,8 @@ class StepPlan:
     """Where states of rows go, in the order in which it happens."""
 
     adapter_loads: tuple[AdapterLoad, ...] = ()
-    """Applied before the segments run. `StepResult.adapters_in` says when they are complete; until then no segment
-    reads their slots."""
+    """Begun before the segments run. `StepResult.adapters_in` says when they are complete; until then no segment reads
+    their slots. A plan without segments is complete when all loads are."""
     adapter_slots: tuple[int, ...] = ()
     """For each segment, the slot of its adapter, or -1. Empty: no segment has one."""
     lent: int = 0
@@ -305,6 +305,8 @@ class StepResult:
     """Of the plan's slice. `seconds` above does not include it."""
     adapters_in: int = -1
     """Number of a plan: its adapter loads, and those of all plans before it, are complete."""
+    adapters_lost: tuple[str, ...] = ()
+    """Those of such adapters that could not be read any more. Their slots hold what they held."""
 
 
 @dataclass(slots=True, eq=False)
@@ -389,6 +391,12 @@ class SchedulerStats:
     """Of `running`, those that were prefilled ahead and wait for a place in the batch."""
     shrinks: int = 0
     """Steps in which the device ran out of memory. The batch was made smaller each time."""
+    adapters_known: int = 0
+    """Adapters that requests may ask for."""
+    adapters_resident: int = 0
+    """Those in a slot on the device."""
+    adapter_loads: int = 0
+    """Copies of adapters to the device so far."""
     blocks_training: int = 0
     """Blocks lent to training: free + cached + used + training = total."""
 
@@ -410,6 +418,8 @@ class MemoryMeasurement:
     one row where the state does not grow."""
     host_cache: int = 0
     """What may be given to the host tier."""
+    adapters: int = 0
+    """The slots of adapters."""
 
     @property
     def num_blocks(self) -> int:
@@ -576,6 +586,8 @@ class EngineShape:
     """A token budget is a multiple of this: other sizes leave part of a matrix tile idle."""
     attention_balance: int = 16384
     """Position at which a token's attention costs as much as all its other work. Used where no cost was measured."""
+    adapter_slots: int = 0
+    """Adapters that the device holds at a time; 0: none are served."""
     executor: ExecutorName = "paged"
     rows: RowShape | None = None
     """Of the padded executor; None for the paged one. Raises ValueError if it does not go with `executor`."""

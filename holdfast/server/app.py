@@ -25,6 +25,7 @@ from holdfast.server.inference.service import Applications
 from holdfast.server.jobs.batches import Batches
 from holdfast.server.jobs.files import Files
 from holdfast.server.protocol import ApiError, ChatRequest, CompletionRequest, is_inference
+from holdfast.server.routes.adapters import add_adapter_routes
 from holdfast.server.routes.batches import add_batch_routes
 from holdfast.server.routes.conversations import add_conversation_routes
 from holdfast.server.routes.files import UPLOAD, add_file_routes
@@ -71,6 +72,7 @@ def create_app(
         app.state.responses = responses
         app.state.admissions.append(service.admission)
         add_model_routes(app, service)
+        add_adapter_routes(app, service)
         add_completion_routes(app, service)
         add_response_routes(app, responses)
         add_conversation_routes(app, responses)

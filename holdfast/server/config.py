@@ -37,6 +37,9 @@ class ServerConfig:
     body_seconds: float = option(120.0, "time for a request's body to arrive")
     idle_seconds: int = option(5, "time that a connection is kept without a request")
     write_seconds: float = option(120.0, "time for a client to read more of its answer before it is disconnected")
+    adapter_root: str | None = option(
+        None, "directory below which clients may load LoRA adapters (POST /v1/load_lora_adapter); default: nowhere"
+    )
     store: str | None = option(
         None,
         "where conversations are kept: a file (SQLite), a database URL (postgresql://…), or `memory` to forget them at "

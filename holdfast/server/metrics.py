@@ -35,6 +35,9 @@ STATS = {
         "counter", "tokens_recovered", "Dropped positions computed again in front of cached state of their sequence"
     ),
     "tokens_computed": ("counter", "tokens_computed", "Query tokens that steps computed"),
+    "adapters_known": ("gauge", "adapters", "LoRA adapters that requests may name"),
+    "adapters_resident": ("gauge", "adapters_resident", "LoRA adapters in a slot on the device"),
+    "adapter_loads": ("counter", "adapter_loads", "Copies of LoRA adapters to a slot on the device"),
     "forwards": ("counter", "forwards", "Runs of a model on padded rows; a step may have several"),
     "idle_tokens": ("counter", "idle_tokens", "Tokens computed on padded rows that belong to no request"),
     "rows_wide": ("gauge", "row_width", "Positions of the longest padded row"),

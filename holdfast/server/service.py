@@ -153,9 +153,14 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(chosen, work)
 
     def check_model(self, name: str) -> None:
-        """Raises ApiError 404 for a model that is not served."""
-        if name != self.client.info.model:
+        """Raises ApiError 404 for a name that neither the model nor an adapter has."""
+        if name != self.client.info.model and name not in self.client.adapters:
             raise unknown_model(name, self.client.info.model)
+
+    def adapter_of(self, name: str) -> str:
+        """The adapter that a request's model names; empty for the model itself. Raises as `check_model`."""
+        self.check_model(name)
+        return name if name in self.client.adapters else ""
 
     def answer(
         self, wanted: ChatRequest | CompletionRequest, tenant: str, lane: Lane | None = None, name: str | None = None
@@ -281,6 +286,7 @@ class Answer:
                 request_id=self._request_id(),
                 priority=wanted.priority if lane.priority is None else lane.priority,
                 tenant=self.tenant,
+                adapter=self.service.adapter_of(wanted.model),
                 deadline=own if lane.deadline is None else lane.deadline,
             )
             async with aclosing(stream) as deltas:

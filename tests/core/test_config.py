@@ -29,6 +29,10 @@ from holdfast.core.config import ROW_SCHEDULERS, AppConfig, EngineConfig
         ("swap_threshold", 1.5),
         ("prefill_ahead", -1),
         ("shrink_threshold", 0.0),
+        ("max_adapters", 1025),
+        ("max_adapter_rank", 3),
+        ("max_adapter_rank", 129),
+        ("adapter_host_gb", 0.0),
     ],
 )
 def test_an_error_names_the_field_and_value_out_of_range(field, value):
@@ -116,3 +120,33 @@ def test_prefilled_states_are_for_schedulers_that_prefill_ahead_of_a_row():
         EngineConfig(prefill_ahead=2, scheduler="shaping")
     with pytest.raises(ValueError, match="prefill_ahead is 0, and scheduler is embedding"):
         EngineConfig(prefill_ahead=0, scheduler="embedding")
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (("a",), "adapter is 'a'; it must look like NAME=PATH"),
+        (("a=",), "adapter is 'a='; it must look like NAME=PATH"),
+        (("=x",), "the adapter's name is ''"),
+        (("a b=x",), "the adapter's name is 'a b'"),
+        (("a@1=x",), "the adapter's name is 'a@1'"),
+        (("../a=x",), "the adapter's name is"),
+        (("a=x", "b=y", "a=z"), "adapter a is given twice"),
+    ],
+)
+def test_an_adapter_that_is_no_name_and_path_is_refused(given, reason):
+    with pytest.raises(ValueError, match=reason):
+        EngineConfig(adapter=given)
+
+
+def test_slots_for_adapters_are_eight_where_some_are_given_and_none_otherwise():
+    assert EngineConfig().adapter_slots == 0
+    assert EngineConfig(max_adapters=3).adapter_slots == 3
+    assert EngineConfig(adapter=("a=x=y",)).adapter_slots == 8
+    assert EngineConfig(adapter=("a=x=y",)).adapters == [("a", "x=y")]
+
+
+@pytest.mark.parametrize("options", [{"adapter": ("a=x",)}, {"max_adapters": 1}])
+def test_adapters_are_refused_on_the_padded_executor(options):
+    with pytest.raises(ValueError, match="which is for the paged executor, and executor is padded"):
+        EngineConfig(executor="padded", **options)

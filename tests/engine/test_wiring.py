@@ -19,6 +19,8 @@ from holdfast.lm.execution import paged_device
 from holdfast.lm.execution.executor import PagedExecutor
 from holdfast.lm.kernels.attention.protocol import CapturableAttention
 from holdfast.lm.memory.retention import EVICTIONS
+from holdfast.lm.models.loader import load
+from tests.adapters import drawn, write
 from tests.built import SCHEDULING, check, settings_of
 from tests.engine.conftest import SMALL
 
@@ -40,7 +42,8 @@ REPORTED = {
 """For each option that the engine reports: what sets it, the field of EngineInfo, and its value."""
 OTHERS = {
     "model", "device", "load_format", "memory_fraction", "steps_in_flight", "cuda_graphs", "attention_backend", "trace",
-    "threads", "executor", "trust_remote_code", "prefill_ahead", "shrink_threshold",
+    "threads", "executor", "trust_remote_code", "prefill_ahead", "shrink_threshold", "adapter", "max_adapters",
+    "max_adapter_rank", "adapter_host_gb",
 }  # fmt: skip
 """Options with a test of their own below."""
 
@@ -171,3 +174,20 @@ def test_threads_are_set(small):
             assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)
+
+
+def test_adapters_are_read_and_get_slots_of_the_given_rank_and_number(small, checkpoint, tmp_path):
+    sizes = load(checkpoint, device="cpu", dtype="float32").decoder
+    path = write(tmp_path, drawn(sizes, 8, seed=0))
+    assert build(small())[1].adapter_slots == 0
+    loop, info = build(small(adapter=(f"a={path}",), max_adapters=3))
+    assert [(adapter.name, adapter.rank, len(adapter.modules)) for adapter in info.adapters] == [("a", 8, 7)]
+    assert info.adapter_slots == loop.planner._adapters.num_slots == 3
+    wide = build(small(max_adapters=3, max_adapter_rank=32))[1].memory.adapters
+    assert 2 * info.memory.adapters > wide > 1.9 * info.memory.adapters
+    for options, reason in (
+        ({"max_adapter_rank": 4}, "rank 8"),
+        ({"adapter_host_gb": 1e-6}, "adapter_host_gb is 1e-06"),
+    ):
+        with pytest.raises(ValueError, match=f"adapter a in .*{reason}"):
+            build(small(adapter=(f"a={path}",), **options))

@@ -12,6 +12,9 @@ import numpy.typing as npt
 import torch
 
 from holdfast.lm.kernels.attention.protocol import Segments
+from holdfast.lm.kernels.lora.groups import Groups, Numbers, groups_of, most_tiles, tile_size, tiles_of
+from holdfast.lm.kernels.lora.protocol import Lora
+from holdfast.lm.kernels.lora.torch_lora import TorchLora
 from holdfast.lm.types import PENDING, Sampling, StepPlan
 
 Arrays = dict[str, npt.NDArray[np.generic]]
@@ -25,6 +28,11 @@ PADDING = {"ids": 0, "positions": 0, "slots": -1}
 
 TOKENS_PER_TABLE_WRITE = 4
 """A padded step has room for one new block table entry per this many tokens. Further entries are uploaded apart."""
+
+
+ADAPTED = ("adapted", "adapted_rows")
+"""The tiles of a step's tokens by adapter, and of its sampled rows: the beginning of the names of their fields."""
+TILE_FIELDS = ("slot", "start", "count")
 
 
 class Fields:
@@ -75,6 +83,9 @@ class StagedStep:
     has_pending: bool
     any_random: bool
     any_filtered: bool
+    adapted: tuple[Groups, Groups] | None = None
+    """The tokens, and the sampled rows, by the slot of their adapter: one object where all tokens are sampled rows.
+    None if no segment has an adapter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +112,17 @@ class Batch:
     `apply`, the first part of the graph, writes its table entries and pending tokens.
     """
 
-    def __init__(self, *, rows: int, max_blocks: int, max_tokens: int, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        *,
+        rows: int,
+        max_blocks: int,
+        max_tokens: int,
+        block_size: int,
+        device: torch.device,
+        adapter_slots: int = 0,
+    ) -> None:
+        """A batch of `adapter_slots` above 0 has room for the tiles of tokens by adapter."""
         self.block_size, self.max_tokens, self.device = block_size, max_tokens, device
         # One row beyond the usable ones takes the table entries that pad a step.
         self.block_tables = torch.zeros(rows + 1, max_blocks, dtype=torch.int32, device=device)
@@ -112,6 +133,11 @@ class Batch:
         self._sizes |= dict.fromkeys(("sample_at", "sample_rows", "sample_position", *SAMPLING), rows)
         # A step's own tokens need at most this many new blocks. Only prefix hits bring more; those are uploaded apart.
         self._sizes |= dict.fromkeys(("write_at", "write_block"), max_tokens + rows)
+        self._plain = sum(self._sizes.values())
+        """Numbers of the buffer that a step without adapters needs."""
+        for name, most in zip(ADAPTED, (max_tokens, rows), strict=True) if adapter_slots else ():
+            self._sizes |= {f"{name}_order": most, f"{name}_used": 1}
+            self._sizes |= dict.fromkeys([f"{name}_{field}" for field in TILE_FIELDS], most_tiles(most, adapter_slots))
         self._mirror = np.full((rows, max_blocks), -1, np.int32)
         self._settings = np.zeros(rows, list(SAMPLING.items()))
         self._drawn: list[Sampling | None] = [None] * rows
@@ -136,6 +162,12 @@ class Batch:
         segments = self._pack_tokens(plan, arrays)
         num_sampled, any_random, any_filtered = self._pack_sampling(plan, segments, arrays)
         num_tokens = segments.num_tokens
+        adapted = None
+        if plan.adapter_slots:
+            slots = np.array(plan.adapter_slots, np.int64)
+            sampled = np.array([sampling is not None for sampling in plan.columns.column("sampling")])
+            tokens = groups_of(np.repeat(slots, np.diff(segments.query_start)))
+            adapted = tokens, tokens if num_sampled == num_tokens else groups_of(slots[sampled])
         return StagedStep(
             host=host,
             segments=segments,
@@ -146,23 +178,25 @@ class Batch:
             has_pending=bool((arrays["ids"][:num_tokens] == PENDING).any()),
             any_random=any_random,
             any_filtered=any_filtered,
+            adapted=adapted,
         )
 
     def enter(self, staged: StagedStep) -> PackedStep:
         """Copy a staged step to the device, then write its table entries and pending tokens."""
         fields = staged.host
         if self.device.type == "cuda":
-            self._persistent.buffer.copy_(fields.buffer, non_blocking=True)
+            self._copy(staged, staged.num_tokens, staged.num_sampled)
             fields = self._persistent
         self._write_tables(fields, 0, staged)
         if staged.has_pending:
             self._fill_pending(fields, staged.num_tokens)
         return fields.packed(staged.num_tokens, staged.num_sampled)
 
-    def upload(self, staged: StagedStep, num_tokens: int, num_sampled: int) -> PackedStep:
+    def upload(self, staged: StagedStep, num_tokens: int, num_sampled: int, head_rows: int | None = None) -> PackedStep:
         """Copy a staged step to the device, padded to `num_tokens` and `num_sampled`, for a graph that applies it.
 
-        Padding tokens write no slot, and padding rows sample the first token. Returns the step without padding.
+        Padding tokens write no slot, and padding rows sample the first token. Returns the step without padding. The
+        adapters of sampled rows are for a head of `head_rows` rows, by default `num_sampled`.
         """
         arrays = staged.host.arrays
         for name, value in PADDING.items():
@@ -170,7 +204,7 @@ class Batch:
         arrays["sample_at"][staged.num_sampled : num_sampled] = 0
         room = self._room(num_tokens)
         arrays["write_at"][staged.num_writes : room] = self._padding_row
-        self._persistent.buffer.copy_(staged.host.buffer, non_blocking=True)
+        self._copy(staged, num_tokens, num_sampled if head_rows is None else head_rows)
         self._write_tables(self._persistent, room, staged)
         return self._persistent.packed(staged.num_tokens, staged.num_sampled)
 
@@ -192,10 +226,47 @@ class Batch:
         """Replace the uploaded step by padding."""
         for name, value in {**PADDING, "token_rows": 0, "sample_at": 0, "write_at": self._padding_row}.items():
             self._persistent.tensors[name].fill_(value)
+        for name in ADAPTED:
+            if f"{name}_used" in self._sizes:
+                self._persistent.tensors[f"{name}_used"].zero_()
+
+    def adapters(self, staged: StagedStep) -> tuple[Lora, Lora]:
+        """The adapters of an entered step's tokens, and of its sampled rows."""
+        assert staged.adapted is not None
+        if self.device.type == "cuda":
+            return self.tiles(staged.num_tokens, staged.num_sampled)
+        tokens, rows = (TorchLora(groups, self.device) for groups in staged.adapted)
+        return tokens, rows
+
+    def tiles(self, num_tokens: int, num_rows: int) -> tuple[Lora, Lora]:
+        """The adapters of any uploaded step of this size: of its tokens, and of its sampled rows."""
+        from holdfast.lm.kernels.lora.shrink_expand import TiledLora  # a CPU installation has no Triton
+
+        tensors = self._persistent.tensors
+        tokens, rows = (
+            TiledLora(
+                count,
+                self._persistent.take(f"{name}_order", count),
+                *[tensors[f"{name}_{field}"] for field in (*TILE_FIELDS, "used")],
+            )
+            for name, count in zip(ADAPTED, (num_tokens, num_rows), strict=True)
+        )
+        return tokens, rows
 
     def release(self, staged: StagedStep) -> None:
         """Give the host buffer back, once the step has ended."""
         self._free.append(staged.host)
+
+    def _copy(self, staged: StagedStep, num_tokens: int, num_rows: int) -> None:
+        """Copy a staged step to the device, with its adapters as tiles for so many tokens and sampled rows."""
+        used = self._plain
+        if staged.adapted is not None:
+            used = len(staged.host.buffer)
+            tokens, rows = staged.adapted
+            write_tiles(staged.host.arrays, ADAPTED[0], tokens, num_tokens)
+            if rows is not tokens:
+                write_tiles(staged.host.arrays, ADAPTED[1], rows, num_rows)
+        self._persistent.buffer[:used].copy_(staged.host.buffer[:used], non_blocking=True)
 
     def _room(self, num_tokens: int) -> int:
         """Table entries that a padded step of this many tokens has room for."""
@@ -279,3 +350,12 @@ class Batch:
             filters = (settings["top_k"] > 0) | (settings["top_p"] < 1)
             any_filtered = bool((filters & (settings["temperature"] > 0)).any())
         return count, any_random, any_filtered
+
+
+def write_tiles(arrays: Arrays, name: str, groups: Groups, size: int) -> None:
+    """Write the tiles of a step of `size` tokens or rows into the fields that begin with `name`."""
+    tiles: Numbers = tiles_of(groups, tile_size(size))
+    arrays[f"{name}_order"][: len(groups.order)] = groups.order
+    for field, column in zip(TILE_FIELDS, tiles, strict=True):
+        arrays[f"{name}_{field}"][: len(column)] = column
+    arrays[f"{name}_used"][0] = tiles.shape[1]

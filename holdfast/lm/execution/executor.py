@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from holdfast.lm.execution.adapter_transfer import AdapterTransfers
 from holdfast.lm.execution.batch import Batch, PackedStep, StagedStep
 from holdfast.lm.execution.graphs import StepGraphs
 from holdfast.lm.execution.host_memory import HostMemory
@@ -18,6 +19,7 @@ from holdfast.lm.execution.transfer import Transfers
 from holdfast.lm.kernels.attention.protocol import Attention
 from holdfast.lm.kernels.cache.kv_cache import KVCache
 from holdfast.lm.kernels.sampling.sample import sample
+from holdfast.lm.models.adapters import StepAdapters
 from holdfast.lm.models.base import LayerCache, LayerCaches, Model, StepInput
 from holdfast.lm.types import StepPlan, StepResult
 
@@ -36,9 +38,14 @@ class PagedMemory:
     host: HostMemory | None
     """The host tier, where it has to be locked."""
     transfers: Transfers | None
+    adapter_graphs: StepGraphs | None = None
+    """The graphs of steps with adapters."""
+    adapters: AdapterTransfers | None = None
 
     def begin_copies(self, plan: StepPlan) -> LayerCaches:
         """Start a plan's copies between the tiers; the layers' caches for its computation."""
+        if self.adapters is not None:
+            self.adapters.begin(plan)
         if self.transfers is None:
             return self.layers
         return self.transfers.begin(plan)
@@ -95,6 +102,9 @@ class PagedExecutor:
             memory.batch.release(staged)
         if memory.transfers is not None:
             result = replace(result, **memory.transfers.completed(wait=staged is None)._asdict())
+        if memory.adapters is not None:
+            loaded, lost = memory.adapters.completed(wait=staged is None)
+            result = replace(result, adapters_in=loaded, adapters_lost=lost)
         return result
 
     def prepare(self) -> bool:
@@ -103,8 +113,10 @@ class PagedExecutor:
         if memory.graphs is None or self._in_flight:
             return False
         # CUDA forbids some calls of other threads while a graph is captured.
-        with memory.host.pinning if memory.host is not None else nullcontext(), torch.inference_mode():
-            return memory.graphs.capture_next()
+        pinning = memory.host.pinning if memory.host is not None else nullcontext()
+        packing = memory.adapters.store.packing if memory.adapters is not None else nullcontext()
+        with pinning, packing, torch.inference_mode():
+            return any(graphs.capture_next() for graphs in (memory.graphs, memory.adapter_graphs) if graphs is not None)
 
     def close(self) -> None:
         """Stop the worker, or wait for the device, and unlock the host tier. Steps in flight are abandoned."""
@@ -114,6 +126,8 @@ class PagedExecutor:
         elif self.memory.host is not None:
             torch.cuda.synchronize(self._device)
             self.memory.host.close()
+        if self.memory.adapters is not None:
+            self.memory.adapters.close()
 
     def _run_on_cpu(self, plan: StepPlan, staged: StagedStep | None) -> StepResult:
         began = time.perf_counter()
@@ -142,7 +156,8 @@ class PagedExecutor:
         memory = self.memory
         # A graph cannot wait, layer by layer, for blocks that are being swapped in.
         swapping_in = layers is not memory.layers
-        started = memory.graphs.run(staged) if memory.graphs is not None and not swapping_in else None
+        graphs = memory.graphs if staged.adapted is None else memory.adapter_graphs
+        started = graphs.run(staged) if graphs is not None and not swapping_in else None
         packed, logits = started or self._eager(staged, layers)
         tokens = sample_rows(logits, packed, staged.any_random, staged.any_filtered)
         memory.batch.last_token.index_copy_(0, packed.sample_rows, tokens)
@@ -154,8 +169,13 @@ class PagedExecutor:
         packed = batch.enter(staged)
         sample_at = packed.sample_at if staged.num_sampled < staged.num_tokens else None
         tables, metadata = batch.block_tables, attention.make_metadata(staged.segments)
+        adapters = None
+        if staged.adapted is not None:
+            assert self.memory.adapters is not None
+            tokens, rows = batch.adapters(staged)
+            adapters = StepAdapters(self.memory.adapters.slots.layers, tokens, tokens if sample_at is None else rows)
         step = StepInput(
-            packed.ids, packed.positions, sample_at, packed.slot_mapping, tables, layers, attention, metadata
+            packed.ids, packed.positions, sample_at, packed.slot_mapping, tables, layers, attention, metadata, adapters
         )
         return packed, self._model.forward(step)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 
 from holdfast.lm.execution.batch import Batch, PackedStep, StagedStep
 from holdfast.lm.kernels.attention.protocol import CapturableAttention
+from holdfast.lm.models.adapters import LayerStacks, StepAdapters
 from holdfast.lm.models.base import CapturableModel, StepInput
 
 KINDS = (1, 4, 16, 32, 64)
@@ -143,13 +144,25 @@ class StepGraphs:
         batch: Batch,
         caches: Sequence[tuple[torch.Tensor, torch.Tensor]],
         sizes: GraphSizes,
+        *,
+        adapters: tuple[LayerStacks, ...] | None = None,
+        beside: StepGraphs | None = None,
     ) -> None:
-        """Prepare graphs of `sizes`; `capture` makes them."""
+        """Prepare graphs of `sizes`; `capture` makes them.
+
+        With the stacks of `adapters`, they are for steps in which a token has one. They share all memory with the
+        graphs `beside` them, which have the same sizes and are captured first.
+        """
         self._model, self._attention, self._batch, self._caches = model, attention, batch, caches
+        self._adapters, self._beside = adapters, beside
         self.sizes, self._most_rows = sizes, sizes.rows[-1]
         spec = model.spec
-        self._logits = torch.empty(self._most_rows, spec.vocab_size, dtype=spec.dtype, device=spec.device)
-        self._between: tuple[torch.Tensor, ...] = ()
+        self._logits: torch.Tensor = (
+            beside._logits
+            if beside is not None
+            else torch.empty(self._most_rows, spec.vocab_size, dtype=spec.dtype, device=spec.device)
+        )
+        self._between: tuple[torch.Tensor, ...] = () if beside is None else beside._between
         self._pool: Any = None
         self._bodies: dict[tuple[int, int], Captured] = {}
         self._heads: dict[int, Captured] = {}
@@ -164,7 +177,11 @@ class StepGraphs:
 
     def capture(self) -> None:
         """Capture the graphs that a start needs, in some tens of milliseconds each. `capture_next` adds the others."""
-        self._pool, sizes, first = torch.cuda.graph_pool_handle(), self.sizes, self.sizes.first
+        sizes, first = self.sizes, self.sizes.first
+        if self._beside is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        else:
+            self._pool, self._between = self._beside._pool, self._beside._between
         # The largest first: the others fit into its memory.
         for body in sizes.first_bodies:
             self._capture_body(body)
@@ -223,16 +240,19 @@ class StepGraphs:
             size = _next(self._ready_decodes, tokens)
             return self._start(staged, self._decodes[size], size)
         body = self.sizes.body(tokens, len(staged.segments.row), self._ready_bodies)
-        started = self._start(staged, self._bodies[body], body[0])
-        if started is not None and rows:
-            self._heads[_next(self._ready_heads, rows)].graph.replay()
+        head = _next(self._ready_heads, rows) if rows else None
+        started = self._start(staged, self._bodies[body], body[0], head)
+        if started is not None and head is not None:
+            self._heads[head].graph.replay()
         return started
 
-    def _start(self, staged: StagedStep, captured: Captured, size: int) -> tuple[PackedStep, torch.Tensor] | None:
-        """Upload a step padded to `size` tokens and start its graph."""
+    def _start(
+        self, staged: StagedStep, captured: Captured, size: int, head: int | None = None
+    ) -> tuple[PackedStep, torch.Tensor] | None:
+        """Upload a step padded to `size` tokens, with a head of its own for so many rows, and start its graph."""
         if not self._attention.refill(captured.metadata, staged.segments):
             return None
-        packed = self._batch.upload(staged, size, min(size, self._most_rows))
+        packed = self._batch.upload(staged, size, min(size, self._most_rows), head)
         captured.graph.replay()
         return packed, self._logits[: staged.num_sampled]
 
@@ -255,23 +275,35 @@ class StepGraphs:
 
     def _body(self, size: int, metadata: Any) -> None:
         packed = self._batch.apply(size, min(size, self._most_rows))
-        rows = self._model.body(self._input(packed, packed.sample_at, metadata))
+        rows = self._model.body(self._input(packed, packed.sample_at, metadata, self._adapters_of(size, size)))
         if not self._between:  # kept outside of the pool: the head's graph takes memory of its own there
             self._between = tuple(part.new_empty(self._most_rows, *part.shape[1:]) for part in rows)
         for place, part in zip(self._between, rows, strict=True):
             place[: len(part)].copy_(part)
 
     def _head(self, size: int, metadata: Any) -> None:
-        self._logits[:size].copy_(self._model.head(tuple(part[:size] for part in self._between)))
+        rows = tuple(part[:size] for part in self._between)
+        self._logits[:size].copy_(self._model.head(rows, self._adapters_of(size, size)))
 
     def _decode(self, size: int, metadata: Any) -> None:
         packed = self._batch.apply(size, size)
-        self._logits[:size].copy_(self._model.forward(self._input(packed, None, metadata)))
+        adapters = self._adapters_of(size, size)
+        if adapters is not None:
+            adapters = replace(adapters, rows=adapters.tokens)
+        self._logits[:size].copy_(self._model.forward(self._input(packed, None, metadata, adapters)))
 
-    def _input(self, packed: PackedStep, sample_at: torch.Tensor | None, metadata: Any) -> StepInput:
+    def _adapters_of(self, tokens: int, rows: int) -> StepAdapters | None:
+        """The adapters of steps of this size."""
+        if self._adapters is None:
+            return None
+        return StepAdapters(self._adapters, *self._batch.tiles(tokens, rows))
+
+    def _input(
+        self, packed: PackedStep, sample_at: torch.Tensor | None, metadata: Any, adapters: StepAdapters | None
+    ) -> StepInput:
         tables, caches, attention = self._batch.block_tables, self._caches, self._attention
         return StepInput(
-            packed.ids, packed.positions, sample_at, packed.slot_mapping, tables, caches, attention, metadata
+            packed.ids, packed.positions, sample_at, packed.slot_mapping, tables, caches, attention, metadata, adapters
         )
 
 

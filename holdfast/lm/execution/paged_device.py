@@ -15,6 +15,7 @@ from holdfast.core.config import EngineConfig
 from holdfast.core.stages import Stages
 from holdfast.core.version import __version__
 from holdfast.lm.devices import describe_device, memory_of, taken_memory
+from holdfast.lm.execution.adapter_transfer import AdapterStore, AdapterTransfers
 from holdfast.lm.execution.batch import Batch
 from holdfast.lm.execution.executor import Layers, PagedExecutor, PagedMemory, sample_rows
 from holdfast.lm.execution.graphs import GraphSizes, StepGraphs
@@ -24,7 +25,10 @@ from holdfast.lm.kernels.attention.backends import attention_for
 from holdfast.lm.kernels.attention.protocol import CapturableAttention
 from holdfast.lm.kernels.cache.kv_cache import KVCache, copy_blocks
 from holdfast.lm.kernels.fp8 import FP8
+from holdfast.lm.models.adapters import AdapterSlots
 from holdfast.lm.models.base import CapturableModel, Model
+from holdfast.lm.models.decoder import Decoder
+from holdfast.lm.models.families import NATIVE
 from holdfast.lm.types import (
     BUDGET_TILE,
     COPIES_AHEAD_BYTES,
@@ -68,7 +72,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         notes what `allocate` spends its time on.
         """
         spec = model.spec
-        self.model, self.config, self.device, self._name = model, config, spec.device, name
+        self.model, self.config, self.device, self.name = model, config, spec.device, name
         self.token_budget = config.fixed_token_budget or DEFAULT_TOKEN_BUDGET[spec.device.type]
         self.max_step_tokens = max_step_tokens or self.token_budget
         self.cache_dtype = FP8 if config.kv_cache_dtype == "fp8" else spec.dtype
@@ -82,6 +86,10 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
             cache_dtype=self.cache_dtype,
         )
         self.block_bytes = self._cache(1, torch.device("meta")).data.nbytes
+        self.adapter_slots = make_slots(model, config)
+        """The adapters on the device; None if none are served."""
+        self.adapter_store = self._store_adapters()
+        """The adapters that may be loaded into the slots; None if there are none."""
         self._memory: PagedMemory | None = None
         self._make_stream = make_stream or partial(stream_for, spec.device)
         self._stages = stages or Stages(0.0, time.monotonic)
@@ -127,13 +135,15 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         captured.
         """
         _, layers, batch = self._empty(1)
-        graphs = self._graphs(batch, layers, self._graph_sizes.kinds())
+        graphs, adapter_graphs = self._graphs(batch, layers, self._graph_sizes.kinds())
         if graphs is None:
             return
         logits = torch.zeros(1, self.model.spec.vocab_size, dtype=self.model.spec.dtype, device=self.device)
         packed = batch.apply(1, 1)
         draws = [partial(sample_rows, logits, packed, *variant) for variant in SAMPLING_VARIANTS]
         works: list[Callable[[], object]] = [*graphs.rehearsals(), *draws]
+        if adapter_graphs is not None:
+            works += adapter_graphs.rehearsals()
         from holdfast.lm.kernels.compilation import compile_once  # a CPU installation has no Triton
 
         compile_once(partial(self._run_all, works), *self._compiled_for)
@@ -182,6 +192,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
             cache=self._cache_bytes(free, total, activations),
             block=self.block_bytes,
             host_cache=self._host_cache_bytes(),
+            adapters=0 if self.adapter_slots is None else self.adapter_slots.nbytes,
         )
 
     def allocate(self, sizes: MemoryMeasurement) -> EngineShape:
@@ -193,7 +204,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         spec = self.model.spec
         weights = spec.weight_bytes // spec.dtype.itemsize
         return EngineShape(
-            model=self._name,
+            model=self.name,
             precision=self.precision,
             num_blocks=sizes.num_blocks,
             num_host_blocks=sizes.num_host_blocks,
@@ -206,6 +217,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
             vocab_size=spec.vocab_size,
             eos_token_ids=spec.eos_token_ids,
             tile=BUDGET_TILE[self.kind],
+            adapter_slots=0 if self.adapter_slots is None else len(self.adapter_slots),
             # A token takes 2 operations for each weight, and 4 for each position it attends to, in every dimension of
             # every head. A weight in FP8 takes half the time, so it counts as half of one.
             attention_balance=max(1, weights // (2 * spec.num_layers * spec.num_heads * spec.head_dim)),
@@ -218,12 +230,16 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
     def _run_once(self, plans: list[StepPlan], blocks: int) -> None:
         """Run these steps over a cache of this many blocks, which is freed when this returns."""
         executor = PagedExecutor(self.model, self.attention, self._allocate(blocks, 0, self._graph_sizes.largest()))
+        if self.adapter_slots is not None:
+            self.adapter_slots.fill()
         try:
             for plan in plans:
                 executor.submit(plan)
                 executor.collect()
         finally:
             executor.close()
+            if self.adapter_slots is not None:
+                self.adapter_slots.clear()
 
     def _allocate(self, num_blocks: int, host_blocks: int, sizes: GraphSizes) -> PagedMemory:
         cache, layers, batch = self._empty(num_blocks)
@@ -234,11 +250,15 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
             if self.kind == "cuda":
                 host = HostMemory(kept)
                 self._compile_copies()
-        graphs = self._graphs(batch, layers, sizes)
-        if graphs is not None:
-            with self._stages.stage("graphs"), torch.inference_mode():
-                graphs.capture()
-        return PagedMemory(cache, layers, batch, graphs, host, transfers)
+        graphs, adapter_graphs = self._graphs(batch, layers, sizes)
+        for each in (graphs, adapter_graphs):
+            if each is not None:
+                with self._stages.stage("graphs"), torch.inference_mode():
+                    each.capture()
+        adapters = None
+        if self.adapter_slots is not None and self.adapter_store is not None:
+            adapters = AdapterTransfers(self.adapter_slots, self.adapter_store, self._make_stream)
+        return PagedMemory(cache, layers, batch, graphs, host, transfers, adapter_graphs, adapters)
 
     def _empty(self, num_blocks: int) -> tuple[KVCache, Layers, Batch]:
         """A device's cache, its layers, and an empty batch."""
@@ -250,6 +270,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
             max_tokens=self.max_step_tokens,
             block_size=config.block_size,
             device=spec.device,
+            adapter_slots=0 if self.adapter_slots is None else len(self.adapter_slots),
         )
         return cache, tuple(cache.layer(index) for index in range(spec.num_layers)), batch
 
@@ -274,12 +295,23 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
             by_block=by_block,
         )
 
-    def _graphs(self, batch: Batch, layers: Layers, sizes: GraphSizes) -> StepGraphs | None:
-        """The graphs of steps, still to be captured; None where steps are not captured."""
+    def _graphs(self, batch: Batch, layers: Layers, sizes: GraphSizes) -> tuple[StepGraphs | None, StepGraphs | None]:
+        """The graphs of steps, and of those with adapters, still to be captured; None for what is not captured."""
         if not self.captures:
-            return None
+            return None, None
         assert isinstance(self.model, CapturableModel) and isinstance(self.attention, CapturableAttention)
-        return StepGraphs(self.model, self.attention, batch, layers, sizes)
+        parts = self.model, self.attention, batch, layers, sizes
+        graphs = StepGraphs(*parts)
+        if self.adapter_slots is None:
+            return graphs, None
+        return graphs, StepGraphs(*parts, adapters=self.adapter_slots.layers, beside=graphs)
+
+    def _store_adapters(self) -> AdapterStore | None:
+        if self.adapter_slots is None:
+            return None
+        assert isinstance(self.model, Decoder)
+        host_bytes = int(self.config.adapter_host_gb * 1e9)
+        return AdapterStore(self.adapter_slots, self.model.decoder, host_bytes=host_bytes, pinned=self.kind == "cuda")
 
     def _cache_bytes(self, free: int, total: int, activations: int) -> int:
         """Bytes of the KV cache. Raises MemoryError for a size that is not free, or is less than a block."""
@@ -322,6 +354,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         greedy = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
         random, filtered = replace(greedy, temperature=1.0), Sampling(temperature=1.0, top_k=8, top_p=0.9, seed=0)
         most, longest, tokens = self.config.max_sequences, self.model.spec.max_model_len, self.max_step_tokens
+        slots = self.adapter_slots
         for step, (count, drawn) in enumerate(((1, greedy), (most, random), (most, filtered))):
             count = min(max(count, -(-tokens // longest)), tokens, most)
             length = min(tokens // count, longest)
@@ -329,10 +362,30 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
             yield StepPlan(
                 step,
                 segments=tuple(Segment(str(row), row, 0, length, (0,) * length, drawn) for row in range(count)),
+                adapter_slots=() if slots is None else tuple(row % len(slots) for row in range(count)),
                 table_writes=tuple(
                     TableWrite(row, 0, tuple(range(row * width, (row + 1) * width))) for row in range(count)
                 ),
             )
+
+
+def make_slots(model: Model, config: EngineConfig) -> AdapterSlots | None:
+    """The slots of adapters that a configuration asks for. Raises ValueError for a model that takes no adapters."""
+    if not config.adapter_slots:
+        return None
+    if not isinstance(model, Decoder):
+        raise ValueError(
+            f"adapters need a native decoder, and {model.spec.architecture} runs by Transformers' code; leave out "
+            f"adapter and max_adapters, or serve one of {', '.join(NATIVE)}"
+        )
+    spec = model.spec
+    return AdapterSlots(
+        model.decoder,
+        slots=config.adapter_slots,
+        max_rank=config.max_adapter_rank,
+        dtype=spec.dtype,
+        device=spec.device,
+    )
 
 
 def resolve_device(name: str) -> torch.device:

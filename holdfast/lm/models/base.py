@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from holdfast.lm.kernels.attention.protocol import Attention
+from holdfast.lm.models.adapters import StepAdapters
 
 
 class UnsupportedCheckpoint(ValueError):
@@ -83,6 +84,7 @@ class StepInput:
     caches: LayerCaches
     attention: Attention[Any]
     metadata: Any  # from `attention.make_metadata` for this batch
+    adapters: StepAdapters | None = None  # None: no token has an adapter
 
     def attend(
         self,
@@ -129,5 +131,5 @@ class CapturableModel(Model, Protocol):
     def body(self, step: StepInput) -> tuple[torch.Tensor, ...]:
         """The input of `head`: tensors of R rows, for the tokens at `sample_at`. Writes the cache."""
 
-    def head(self, rows: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Logits [R, vocab_size] from the result of `body`, which it may overwrite."""
+    def head(self, rows: tuple[torch.Tensor, ...], adapters: StepAdapters | None = None) -> torch.Tensor:
+        """Logits [R, vocab_size] from the result of `body`, which it may overwrite. `adapters` are the step's."""

@@ -13,6 +13,7 @@ from torch.nn import functional
 from holdfast.lm.kernels.fp8 import Fp8Weight, Weight, quantize
 from holdfast.lm.kernels.linear import layer_ops_for
 from holdfast.lm.kernels.linear.layers import LayerShape, Normed
+from holdfast.lm.models.adapters import StepAdapters
 from holdfast.lm.models.base import ModelSpec, StepInput
 from holdfast.lm.models.rope import Rope
 
@@ -218,7 +219,7 @@ class Decoder:
 
     def forward(self, step: StepInput) -> torch.Tensor:
         """Logits [R, vocab_size]."""
-        return self.head(self.body(step))
+        return self.head(self.body(step), step.adapters)
 
     def body(self, step: StepInput) -> tuple[torch.Tensor, ...]:
         """The residual stream and the last layer's attention output, [R, ...]. Only these rows are needed from here on.
@@ -230,27 +231,55 @@ class Decoder:
         rotation = ops.rotation(step.positions)
         stream = functional.embedding(step.ids, self.embedding)  # [T, hidden]
         normed = ops.norm(stream, self.layers[0].input_norm)
+        adapters = step.adapters
         for index, (layer, window) in enumerate(zip(self.layers, windows, strict=True)):
-            qkv = ops.linear(normed, layer.qkv, layer.qkv_bias)
+            if adapters is None:
+                qkv = ops.linear(normed, layer.qkv, layer.qkv_bias)
+            else:
+                normed = ops.computed(normed)
+                qkv = ops.linear(normed, layer.qkv, layer.qkv_bias)
+                adapters.tokens.add(qkv, normed, adapters.layers[index].qkv)
             query = ops.rotate_and_write(
                 qkv, rotation, layer.q_norm, layer.k_norm, step.caches[index], step.slot_mapping
             )
             attended = step.attend(index, query, scale=spec.scale, window=window).flatten(1)
             if index < spec.num_layers - 1:
-                normed = self._finish(index, stream, attended)
+                normed = self._finish(index, stream, attended, adapters)
         if step.sample_at is None:
             return stream, attended
         return stream.index_select(0, step.sample_at), attended.index_select(0, step.sample_at)
 
-    def head(self, rows: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def head(self, rows: tuple[torch.Tensor, ...], adapters: StepAdapters | None = None) -> torch.Tensor:
         """Logits [R, vocab_size]: the rest of the last layer, and the LM head."""
         stream, attended = rows
-        return self._ops.linear(self._finish(self.decoder.num_layers - 1, stream, attended), self.lm_head)
+        last = self.decoder.num_layers - 1
+        return self._ops.linear(self._finish(last, stream, attended, adapters, sampled=True), self.lm_head)
 
-    def _finish(self, index: int, stream: torch.Tensor, attended: torch.Tensor) -> Normed:
-        """The rest of a layer after attention, added to the stream; returns the stream normed for the next layer."""
+    def _finish(
+        self,
+        index: int,
+        stream: torch.Tensor,
+        attended: torch.Tensor,
+        adapters: StepAdapters | None,
+        *,
+        sampled: bool = False,
+    ) -> Normed:
+        """The rest of a layer after attention, added to the stream; returns the stream normed for the next layer.
+
+        The stream is that of all tokens, or of the `sampled` ones only.
+        """
         ops, layer = self._ops, self.layers[index]
         following = self.norm if index == self.decoder.num_layers - 1 else self.layers[index + 1].input_norm
-        normed = ops.add_linear_norm(stream, attended, layer.o, layer.o_bias, layer.post_norm)
-        inner = ops.gated_linear(normed, layer.gate_up, layer.gate_up_bias)
+        if adapters is None:
+            normed = ops.add_linear_norm(stream, attended, layer.o, layer.o_bias, layer.post_norm)
+            inner = ops.gated_linear(normed, layer.gate_up, layer.gate_up_bias)
+        else:
+            # Where a projection ends in the stream, so does what its adapters add.
+            stacks, lora = adapters.layers[index], adapters.rows if sampled else adapters.tokens
+            lora.add(stream, attended, stacks.o)
+            normed = ops.computed(ops.add_linear_norm(stream, attended, layer.o, layer.o_bias, layer.post_norm))
+            gate_up = ops.linear(normed, layer.gate_up, layer.gate_up_bias)
+            lora.add(gate_up, normed, stacks.gate_up)
+            inner = ops.gate(gate_up)
+            lora.add(stream, inner, stacks.down)
         return ops.add_linear_norm(stream, inner, layer.down, layer.down_bias, following)

@@ -10,7 +10,7 @@ from holdfast.lm.scheduler.admission import Admission
 from holdfast.lm.scheduler.entries import AWAITED, Entry
 from holdfast.lm.scheduler.preemption import Preemption
 from holdfast.lm.scheduler.queues import Queues
-from holdfast.lm.types import PENDING, Sampling, Segment, StepPlan, StepResult, TableWrite
+from holdfast.lm.types import PENDING, AdapterLoad, Sampling, Segment, StepPlan, StepResult, TableWrite
 
 LAST_SAMPLED = (PENDING,)
 """The token of a decode: the last one that its row sampled."""
@@ -63,6 +63,9 @@ class StepBuilder:
         self._samplings: list[Sampling | None] = []
         self._samples: dict[int, int] = {}
         """Most tokens that a sampling segment gives, by its place in `sampling`; one where there is none."""
+        self._slots: list[int] = []
+        """The slot of each segment's adapter, where any sequence has one."""
+        self._adapted = queues.adapters is not None and queues.adapters.in_use
         self._writes: list[TableWrite] = []
         self._preemption = Preemption(queues, number, now, self._writes)
         self._admission = Admission(queues, number, now, self._writes)
@@ -112,6 +115,8 @@ class StepBuilder:
         self._tokens += [LAST_SAMPLED] * len(chosen)
         self._samplings += [entry.sampling for entry in chosen]
         self.sampling += chosen
+        if self._adapted:
+            self._slots += [entry.slot for entry in chosen]
         self.num_tokens += len(chosen)
         self.budget -= len(chosen)
 
@@ -173,8 +178,11 @@ class StepBuilder:
 
         Without one, if nothing can run before idle state has made room or state has come in, the plan has no segments.
         """
-        queues, pool = self._queues, self.pool
+        queues, pool, adapters = self._queues, self.pool, self._queues.adapters
         awaits = queues.awaits
+        loads: tuple[AdapterLoad, ...] = ()
+        if adapters is not None and self._adapted and (self._ids or not in_flight):
+            loads = adapters.loads(self.number)
         if self._ids:
             swap_out = pool.swap_out(self.number, self.num_tokens, self.now)
             pool.copies.finish_swap_in(awaits)
@@ -184,7 +192,9 @@ class StepBuilder:
                 return None
             ready = pool.allocatable
             swap_out = pool.swap_out(self.number, self.num_tokens, self.now)
-            if not pool.copies.swapping_out and pool.allocatable == ready and not queues.swapping_in:
+            loading = adapters is not None and adapters.pool.loading
+            idle = not pool.copies.swapping_out and pool.allocatable == ready and not queues.swapping_in
+            if idle and not loading:
                 return None
         segments = Columns(
             Segment,
@@ -205,6 +215,8 @@ class StepBuilder:
             swap_out,
             awaits,
             tuple([samples.get(place, 1) for place in range(len(self.sampling))]) if samples else None,
+            adapter_loads=loads,
+            adapter_slots=tuple(self._slots) if any(slot >= 0 for slot in self._slots) else (),
         )
 
     def _chunk(self, entry: Entry) -> None:
@@ -219,6 +231,8 @@ class StepBuilder:
                 break
             last = stop == sequence.length
             self._ids.append(entry.id)
+            if self._adapted:
+                self._slots.append(entry.slot)
             self._rows.append(entry.row)
             self._starts.append(start)
             self._stops.append(stop)

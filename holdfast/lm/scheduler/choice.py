@@ -8,6 +8,7 @@ from typing import Any, get_args
 from holdfast.core.config import ROW_SCHEDULERS, EngineConfig, ExecutorName, SchedulerName
 from holdfast.core.cost import CostModel, PaddedCost
 from holdfast.core.types import Identity
+from holdfast.lm.memory.adapter_pool import AdapterPool
 from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.memory.retention import Cost, RetentionRule, cost_by_position
 from holdfast.lm.memory.row_pool import RowPool
@@ -204,4 +205,5 @@ def make_scheduler(
         low_water=config.swap_threshold,
         copies_ahead=shape.copies_ahead,
     )
-    return Scheduler(policy, pool, **settings, micro_batches=micro_batches)
+    adapters = AdapterPool(shape.adapter_slots) if shape.adapter_slots else None
+    return Scheduler(policy, pool, **settings, adapters=adapters, micro_batches=micro_batches)

@@ -49,6 +49,12 @@ class Entry:
     """
     lost_before: int = 0
     """Plans of a lower number may give it no token: its state was lost."""
+    adapter: str = ""
+    """The content id of its adapter; empty: none."""
+    slot: int = -1
+    """The slot of its adapter while it runs."""
+    held: bool = False
+    """It waits for its adapter, outside of the waiting queue."""
     swap_in_step: int = -1
     """Number of the plan that copies in its state from the host; -1 once it is there or the next plan waits for it."""
 

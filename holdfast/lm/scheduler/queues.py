@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from holdfast.lm.memory.adapter_pool import AdapterPool
 from holdfast.lm.memory.protocol import AnyMemory, Found
+from holdfast.lm.scheduler.adapter_queue import AdapterQueue
 from holdfast.lm.scheduler.entries import NO_ROW, Entry, RankedQueue
 from holdfast.lm.scheduler.order import Order
 from holdfast.lm.types import BlockCopy
@@ -23,6 +25,8 @@ class Queues:
         self.waiting = waiting = order.queue()
         self.contenders = waiting if order.displaces and isinstance(waiting, RankedQueue) else None
         """The waiting sequences, if the order lets them displace running ones."""
+        self.adapters: AdapterQueue | None = None
+        """The waiting sequences that have an adapter; None where none are served."""
         self.running = RankedQueue()
         self.swapping_in: list[Entry] = []
         self.awaits = -1
@@ -37,12 +41,31 @@ class Queues:
         self.prefix_hits_on_host = 0
         self.recovered = 0
 
+    def serve_adapters(self, pool: AdapterPool) -> None:
+        """Take sequences whose adapters are in this pool, too. To be called before there are any."""
+        self.adapters = AdapterQueue(pool, self.waiting)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait, also those that wait for their adapters."""
+        return len(self.waiting) + (self.adapters.num_held if self.adapters is not None else 0)
+
+    def add(self, entry: Entry) -> None:
+        """Let a sequence wait."""
+        if self.adapters is not None and entry.adapter:
+            self.adapters.add(entry)
+        else:
+            self.waiting.add(entry)
+
     def start(self, entry: Entry, found: Found, now: float) -> tuple[BlockCopy, ...]:
         """Move a waiting entry to `swapping_in`, with blocks for all its known positions, kept ones included.
 
         Returns the copies that fill its blocks from the host.
         """
-        self.waiting.remove(entry)
+        if self.adapters is not None and entry.adapter:
+            self.adapters.start(entry)
+        else:
+            self.waiting.remove(entry)
         cache, sequence = entry.cache, entry.sequence
         copies = cache.allocate(found, sequence.length, now)
         entry.row = self.free_rows.pop()
@@ -69,8 +92,13 @@ class Queues:
     def stop(self, entry: Entry, now: float) -> None:
         """Remove an entry from its queue, and free its blocks and its row."""
         if entry.row == NO_ROW:
-            self.waiting.remove(entry)
+            if self.adapters is not None and entry.adapter:
+                self.adapters.remove(entry)
+            else:
+                self.waiting.remove(entry)
             return
+        if self.adapters is not None and entry.adapter:
+            self.adapters.stop(entry)
         if entry.swap_in_step >= 0:
             self.join(entry)  # its blocks are written by others only after its copies
         self.running.remove(entry)
@@ -87,4 +115,4 @@ class Queues:
         self.stop(entry, now)
         entry.sequence.preemptions += 1
         self.preemptions += 1
-        self.waiting.add(entry)
+        self.add(entry)

@@ -12,6 +12,7 @@ from holdfast.core.columns import Columns
 from holdfast.core.tokens import VOCABULARY_LIMIT
 from holdfast.core.types import MAX_SEED, FinishReason, Identity, Request, SequenceOutput
 from holdfast.lm.limits import RequestLimits
+from holdfast.lm.memory.adapter_pool import AdapterPool
 from holdfast.lm.memory.protocol import AnyMemory, AnyState
 from holdfast.lm.memory.sequence_cache import SequenceCache
 from holdfast.lm.scheduler.builder import Policy, StepBuilder
@@ -40,6 +41,7 @@ class Scheduler:
         headroom: float = 0.1,
         sharing: bool = False,
         served: Identity | None = None,
+        adapters: AdapterPool | None = None,
         order: Order | None = None,
         seed: int = 0,
         micro_batches: int = 1,
@@ -48,7 +50,8 @@ class Scheduler:
         make_builder: Callable[[Any, int, float], StepBuilder] = StepBuilder,
     ) -> None:
         """`sharing` lets requests of one identity share the state of equal prefixes. `served` names the model, adapter
-        and dtype of the executor; `add` refuses any other. None refuses nothing.
+        and dtype of the executor; `add` refuses any other. None refuses nothing. A request may also name an adapter
+        that is known to `adapters`; it runs once that is in a slot of the device.
 
         `headroom` is the share of the blocks that admission leaves to running sequences. `order` ranks requests, by
         default by priority class. `seed` makes seeds for requests that bring none. With `micro_batches` above 1, steps
@@ -66,6 +69,14 @@ class Scheduler:
         self._eos = frozenset(eos_token_ids)
         self._seed = seed
         self._queues = make_queues(pool, max_sequences, headroom, self._order, micro_batches)
+        self._adapters = adapters
+        if adapters is not None:
+            self._queues.serve_adapters(adapters)
+        self._retiring: set[str] = set()
+        self.retired: deque[str] = deque()
+        """Adapters that are not known any more. Whoever reads them takes them out."""
+        self.refused: deque[tuple[str, str]] = deque()
+        """Requests that ended as their adapter could not be loaded, each with the adapter; to be taken out, too."""
         self._make_builder = make_builder
         self._entries: dict[str, Entry] = {}
         self._in_flight: deque[tuple[int, list[Entry], int]] = deque()
@@ -83,8 +94,14 @@ class Scheduler:
         if request.id in self._entries:
             raise ValueError(f"request {request.id} is already being served; give each request an id of its own")
         self._limits.check(
-            request.prompt, params, identity=request.identity, priority=request.priority, deadline=request.deadline
+            request.prompt,
+            params,
+            identity=request.identity,
+            priority=request.priority,
+            deadline=request.deadline,
+            adapters=self._adapters if self._adapters is not None else (),
         )
+        adapter = request.identity.adapter if self._adapters is not None else ""
         limit = min(len(request.prompt) + params.max_tokens, self._limits.max_model_len)
         seed = self._draw_seed() if params.seed is None else params.seed
         entry = Entry(
@@ -95,13 +112,28 @@ class Scheduler:
             sampling=Sampling.of(params, seed),
             limit=limit,
             ends=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos),
+            adapter=adapter,
         )
+        if self._adapters is not None and adapter:
+            self._adapters.users[adapter] += 1
         self._requests += 1
         self._entries[request.id] = entry
-        if self._queues.waiting:
+        if self._queues.num_waiting:
             self._now = max(self._now, request.arrival)
             entry.cache.touch(request.prompt, self._now)  # it will wait: its conversation is active again from now on
-        self._queues.waiting.add(entry)
+        self._queues.add(entry)
+
+    def add_adapter(self, adapter: str) -> None:
+        """Let requests name this adapter, a content id, from now on. Raises ValueError where none are served."""
+        if self._adapters is None:
+            raise ValueError("this engine serves no adapters")
+        self._retiring.discard(adapter)
+        self._adapters.add(adapter)
+
+    def remove_adapter(self, adapter: str) -> None:
+        """Forget an adapter once the requests that name it have ended; `retired` says when."""
+        self._retiring.add(adapter)
+        self._retire(adapter)
 
     def abort(self, request_id: str) -> None:
         """End a request at once; tokens that steps in flight give for it are dropped. Ignores requests that ended."""
@@ -139,6 +171,10 @@ class Scheduler:
         self._now = now
         pool.finish_swap_out(result.swapped_out)
         pool.copies.finish_swap_in(result.swapped_in)
+        if self._queues.adapters is not None:
+            for entry in self._queues.adapters.finish_loads(result.adapters_in, result.adapters_lost):
+                self.refused.append((entry.id, entry.adapter))
+                self._end(entry, FinishReason.ABORT)
         self._policy.observe(plan, result)
         if self._queues.micro_batches > 1:
             for entry in sampling:
@@ -218,7 +254,7 @@ class Scheduler:
         """Queues and memory now, with plans in flight counted as done."""
         queues, pool = self._queues, self._queues.pool
         return SchedulerStats(
-            waiting=len(queues.waiting),
+            waiting=queues.num_waiting,
             running=len(queues.running) + len(queues.swapping_in),
             blocks_total=pool.num_blocks,
             blocks_used=pool.used,
@@ -237,6 +273,9 @@ class Scheduler:
             prefix_hits_on_host=queues.prefix_hits_on_host,
             suspensions=queues.preemptions if pool.host else 0,
             tokens_dropped=pool.dropped * pool.block_size,
+            adapters_known=len(self._adapters) if self._adapters is not None else 0,
+            adapters_resident=self._adapters.resident if self._adapters is not None else 0,
+            adapter_loads=self._adapters.loads if self._adapters is not None else 0,
         )
 
     def _end(self, entry: Entry, reason: FinishReason) -> None:
@@ -244,6 +283,17 @@ class Scheduler:
         self._ended += 1
         del self._entries[entry.id]
         self._queues.stop(entry, self._now)
+        if self._adapters is not None and entry.adapter:
+            self._adapters.users[entry.adapter] -= 1
+            self._retire(entry.adapter)
+
+    def _retire(self, adapter: str) -> None:
+        """Forget an adapter that is to be forgotten, if no request names it any more."""
+        if self._adapters is not None and adapter in self._retiring and not self._adapters.users[adapter]:
+            self._retiring.discard(adapter)
+            if adapter in self._adapters:
+                self._adapters.remove(adapter)
+            self.retired.append(adapter)
 
     def _draw_seed(self) -> int:
         """The next seed for a request that brings none, the same in every run."""

@@ -117,7 +117,7 @@ class Writing:
         self.responses = responses
         self.wanted = wanted
         self.tenant = tenant
-        self.shape = ResponseShape(wanted, service.client.info.model)
+        self.shape = ResponseShape(wanted, wanted.model)
         self.context = Context()
         self.prompt = Prompt("", array("I"), 0)
         self.answer = Answer(service, wanted, tenant, self._prepare, 1, lane, name)

@@ -27,19 +27,18 @@ from holdfast.server.service import LARGE, Answer, Service, internal
 
 def add_completion_routes(app: FastAPI, service: Service) -> None:
     """POST /v1/chat/completions and /v1/completions."""
-    model = service.client.info.model
 
     @app.post("/v1/chat/completions", openapi_extra=described(ChatRequest))
     async def chat_completions(request: Request) -> Response:
         """One answer to a conversation; with `stream`, as it is written."""
         wanted = await read_request(request, service, ChatRequest)
-        return await respond(request, service.answer(wanted, tenant_of(request)), ChatShape(model, wanted))
+        return await respond(request, service.answer(wanted, tenant_of(request)), ChatShape(wanted.model, wanted))
 
     @app.post("/v1/completions", openapi_extra=described(CompletionRequest))
     async def completions(request: Request) -> Response:
         """Continuations of one or several prompts, given as text or token ids."""
         wanted = await read_request(request, service, CompletionRequest)
-        return await respond(request, service.answer(wanted, tenant_of(request)), TextShape(model, wanted))
+        return await respond(request, service.answer(wanted, tenant_of(request)), TextShape(wanted.model, wanted))
 
 
 async def read_request(request: Request, service: Service, shape: type[Body]) -> Body:

@@ -12,32 +12,34 @@ from holdfast.lm.types import SchedulerStats
 from holdfast.server.inference.service import Applications
 from holdfast.server.metrics import CONTENT_TYPE
 from holdfast.server.routes.http import JSON
-from holdfast.server.service import Service, trouble, unknown_model
+from holdfast.server.service import Service, trouble
 
 
 def add_model_routes(app: FastAPI, service: Service) -> None:
     """GET /v1/models and /v1/models/{id}."""
-    info = service.client.info
-    card = {
-        "id": info.model,
-        "object": "model",
-        "created": service.started_at,
-        "owned_by": "holdfast",
-        "max_model_len": info.max_model_len,
-        "stateful": True,
-    }
+    client = service.client
+
+    def card(name: str) -> dict[str, Any]:
+        adapted = {"parent": client.info.model, "root": name} if service.adapter_of(name) else {}
+        return {
+            "id": name,
+            "object": "model",
+            "created": service.started_at,
+            "owned_by": "holdfast",
+            "max_model_len": client.info.max_model_len,
+            "stateful": True,
+            **adapted,
+        }
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        """The one model that is served."""
-        return {"object": "list", "data": [card]}
+        """The model that is served, then its adapters."""
+        return {"object": "list", "data": [card(name) for name in (client.info.model, *client.adapters)]}
 
     @app.get("/v1/models/{model:path}")
     async def model(model: str) -> dict[str, Any]:
-        """The served model by its name."""
-        if model != info.model:
-            raise unknown_model(model, info.model)
-        return card
+        """The served model, or an adapter, by its name."""
+        return card(model)
 
 
 def add_root_route(app: FastAPI, service: Service | None, applications: Applications) -> None:

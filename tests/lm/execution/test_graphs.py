@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,14 +15,20 @@ import torch
 
 from holdfast.core.config import EngineConfig
 from holdfast.lm.execution.batch import Batch
-from holdfast.lm.execution.graphs import MAX_TOKENS, GraphSizes, StepGraphs
+from holdfast.lm.execution.graphs import MAX_TOKENS, Captured, GraphSizes, StepGraphs
 from holdfast.lm.execution.paged_device import PagedDevice
 from holdfast.lm.kernels.attention.paged import PagedAttention
+from holdfast.lm.kernels.attention.torch_attention import TorchAttention
 from holdfast.lm.kernels.cache.kv_cache import KVCache
 from holdfast.lm.kernels.linear.fused_layers import FusedLayerOps
+from holdfast.lm.kernels.linear.layers import LayerOps
+from holdfast.lm.kernels.lora.torch_lora import TorchLora
+from holdfast.lm.models.adapters import AdapterSlots, StepAdapters
+from holdfast.lm.models.base import StepInput
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.loader import load
 from holdfast.lm.types import Sampling, Segment, StepPlan, TableWrite
+from tests.adapters import drawn
 from tests.paged import sizes
 
 CONFIG = {
@@ -83,7 +90,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> tuple[StepGraphs, list[Any], li
     spec, batch = SimpleNamespace(vocab_size=8, dtype=torch.float32, device=torch.device("cpu")), MagicMock()
     sizes = GraphSizes.of(200, 1024)
     graphs = StepGraphs(SimpleNamespace(spec=spec), MagicMock(), batch, [], sizes)  # type: ignore[arg-type]
-    monkeypatch.setattr(graphs, "_start", lambda staged, graph, size: run.append(graph.name) or ())
+    monkeypatch.setattr(graphs, "_start", lambda staged, graph, size, head=None: run.append(graph.name) or ())
     graphs.capture()
     return graphs, captured, run, batch
 
@@ -283,3 +290,63 @@ def test_there_is_a_body_for_every_step_also_before_all_are_captured(most: int) 
             for segments in range(1, min(most, tokens) + 1):
                 body = sizes.body(tokens, segments, bodies[::-1])
                 assert body in bodies and body[0] >= tokens and body[1] >= segments
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # padding attends to uninitialized memory
+def test_graphs_compute_each_uploaded_step_with_its_own_adapters(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What graphs capture runs here without a graph, padded; the oracle computes the step as it is, in PyTorch."""
+
+    def capture(self: StepGraphs, work: Any, size: int, segments: int | None = None) -> Captured:
+        metadata = self._attention.reserve(min(segments or size, 6), size if segments else None)
+        return Captured(SimpleNamespace(replay=lambda: work(size, metadata)), metadata)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(StepGraphs, "_capture", capture)
+    where = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    models = [load(checkpoint, device=where, load_format="random", dtype="float32") for _ in range(2)]
+    model, plain = models
+    assert isinstance(model, Decoder) and isinstance(plain, Decoder)
+    model._ops, plain._ops = FusedLayerOps(model._ops.shape), LayerOps(plain._ops.shape)
+    heads = dict(num_kv_heads=2, head_dim=16, block_size=4)
+    slots = AdapterSlots(model.decoder, slots=3, max_rank=8, dtype=torch.float32, device=where)
+    for slot, rank in enumerate((4, 8, 3)):
+        slots.write(slot, slots.pack(drawn(model.decoder, rank, seed=slot), pinned=where.type == "cuda"))
+    attention = PagedAttention(device=where, num_processors=4, num_heads=4, **heads)
+    caches = [KVCache.allocate(layers=2, num_blocks=12, dtype=torch.float32, device=where, **heads) for _ in models]
+    layers = [[cache.layer(index) for index in range(2)] for cache in caches]
+    batches = [Batch(rows=6, max_blocks=16, max_tokens=20, block_size=4, device=where, adapter_slots=3) for _ in models]
+    bare = StepGraphs(model, attention, batches[0], layers[0], GraphSizes.of(6, 20).kinds())
+    graphs = StepGraphs(
+        model, attention, batches[0], layers[0], GraphSizes.of(6, 20).kinds(), adapters=slots.layers, beside=bare
+    )
+    for each in (bare, graphs):
+        each.capture()
+    greedy = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
+    prompts = StepPlan(
+        0,
+        tuple(Segment(str(row), row, 0, 5, (row, 3, 1, 4, 1), None if row == 1 else greedy) for row in range(3)),
+        tuple(TableWrite(row, 0, (2 * row, 2 * row + 1)) for row in range(3)),
+        adapter_slots=(2, 0, -1),
+    )
+    decodes = StepPlan(
+        1, tuple(Segment(str(row), row, 5, 6, (7,), greedy) for row in range(3)), adapter_slots=(-1, 1, 2)
+    )
+    for plan in (prompts, decodes, replace(decodes, adapter_slots=(0, 0, 0))):
+        staged = [batch.stage(plan) for batch in batches]
+        with torch.inference_mode():
+            started = graphs.run(staged[0])
+            assert started is not None
+            packed = batches[1].enter(staged[1])
+            assert staged[1].adapted is not None
+            by_adapter = [TorchLora(groups, where) for groups in staged[1].adapted]
+            oracle = TorchAttention(device=where, num_heads=4, **heads)
+            expected = plain.forward(
+                StepInput(
+                    packed.ids, packed.positions, packed.sample_at, packed.slot_mapping, batches[1].block_tables,
+                    layers[1], oracle, oracle.make_metadata(staged[1].segments),
+                    StepAdapters(slots.layers, *by_adapter),
+                )
+            )  # fmt: skip
+        torch.testing.assert_close(started[1], expected, rtol=0, atol=1e-4)

@@ -67,6 +67,9 @@ class FusedLayerOps(LayerOps):
             return quantize_rows(gate_up, gated=True)  # the next GEMM reads FP8
         return silu_mul(gate_up)
 
+    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        return silu_mul(gate_up) if self.shape.activation == "silu" else super().gate(gate_up)
+
     def add_linear_norm(
         self, stream: torch.Tensor, x: Gated, weight: Weight, bias: torch.Tensor | None, norm: torch.Tensor
     ) -> Normed:
@@ -98,7 +101,6 @@ class FusedLayerOps(LayerOps):
         return out
 
     def computed(self, x: Normed) -> torch.Tensor:
-        """The tensor of a result of `add_linear_norm`."""
         return self.norm(x.stream, x.weight) if isinstance(x, Unnormed) else x
 
     def _linear(self, x: Gated, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:

@@ -77,8 +77,16 @@ class LayerOps:
 
     def gated_linear(self, x: Normed, weight: Weight, bias: torch.Tensor | None = None) -> Gated:
         """activation(gate) * up, [T, N]. weight [2 N, K] and bias [2 N] stack the rows of gate above those of up."""
-        gate, up = self._linear(x, weight, bias).chunk(2, dim=-1)
+        return LayerOps.gate(self, self._linear(x, weight, bias))
+
+    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """activation(gate) * up, [T, N], of gate_up [T, 2 N]."""
+        gate, up = gate_up.chunk(2, dim=-1)
         return ACTIVATIONS[self.shape.activation](gate).mul_(up)
+
+    def computed(self, x: Normed) -> torch.Tensor:
+        """The tensor of a result of `add_linear_norm`."""
+        return x  # type: ignore[no-any-return]
 
     def add_linear_norm(
         self, stream: torch.Tensor, x: Gated, weight: Weight, bias: torch.Tensor | None, norm: torch.Tensor

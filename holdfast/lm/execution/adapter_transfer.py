@@ -1,0 +1,188 @@
+"""Adapters on their way to the device: from disk to the host, where those used last stay, and on to a slot."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from holdfast.core.types import AdapterInfo
+from holdfast.lm.execution.transfer import CopyEvent, CopyStream
+from holdfast.lm.models.adapters import AdapterSlots, PackedAdapter
+from holdfast.lm.models.peft_files import DecoderSizes, UnsupportedAdapter, read_peft
+from holdfast.lm.types import StepPlan
+
+
+class ReadAdapter(NamedTuple):
+    """An adapter as it was read."""
+
+    info: AdapterInfo
+    directory: Path
+    packed: PackedAdapter
+
+
+class AdapterStore:
+    """The adapters that an engine knows: the directory of each, and those that were used last, packed on the host.
+
+    Methods may be called in any thread. One that is not on the host is read again when it is needed.
+    """
+
+    def __init__(self, slots: AdapterSlots, base: DecoderSizes, *, host_bytes: int, pinned: bool) -> None:
+        """Adapters of a model of these sizes. At most `host_bytes` of them are kept; `pinned`: in pinned memory."""
+        self._slots, self._base, self._host_bytes, self._pinned = slots, base, host_bytes, pinned
+        self._directories: dict[str, tuple[str, Path]] = {}
+        """By id, the name and where it was read."""
+        self._packed: OrderedDict[str, PackedAdapter] = OrderedDict()
+        """By id, the one used last at the end."""
+        self._bytes = 0
+        self._lock = threading.Lock()
+        self.packing = threading.Lock()
+        """Held while pinned memory is allocated, which must not happen while a graph is captured."""
+
+    def read(self, name: str, directory: str | Path) -> ReadAdapter:
+        """Read an adapter and check it against the model. Its id names its content: `name@digest`.
+
+        Raises UnsupportedAdapter (a ValueError), which names no directory.
+        """
+        directory = Path(directory)
+        weights = read_peft(directory, self._base, max_rank=self._slots.max_rank)
+        with self.packing:
+            packed = self._slots.pack(weights, pinned=self._pinned)
+        if packed.nbytes > self._host_bytes:
+            raise UnsupportedAdapter(
+                f"the adapter takes {packed.nbytes / 1e9:.3f} GB, and adapter_host_gb is {self._host_bytes / 1e9:g}"
+            )
+        if not bool(packed.numbers.isfinite().all()):
+            raise UnsupportedAdapter(f"the adapter holds numbers that are infinite as {self._slots.dtype}")
+        info = AdapterInfo(f"{name}@{weights.digest()[:16]}", name, weights.rank, packed.nbytes, weights.modules)
+        return ReadAdapter(info, directory, packed)
+
+    def register(self, read: ReadAdapter) -> AdapterInfo:
+        """Keep an adapter that was read: plans may load it from now on."""
+        with self._lock:
+            self._directories[read.info.id] = read.info.name, read.directory
+            self._keep(read.info.id, read.packed)
+        return read.info
+
+    def forget(self, adapter: str) -> None:
+        """Give an adapter up."""
+        with self._lock:
+            self._directories.pop(adapter, None)
+            packed = self._packed.pop(adapter, None)
+            self._bytes -= packed.nbytes if packed is not None else 0
+
+    def kept(self, adapter: str) -> PackedAdapter | None:
+        """An adapter that is on the host, which counts as used now."""
+        with self._lock:
+            packed = self._packed.get(adapter)
+            if packed is not None:
+                self._packed.move_to_end(adapter)
+            return packed
+
+    def fetch(self, adapter: str) -> PackedAdapter:
+        """An adapter, from the host or from its directory. Raises UnsupportedAdapter if that holds it no more."""
+        if (packed := self.kept(adapter)) is not None:
+            return packed
+        with self._lock:
+            known = self._directories.get(adapter)
+        if known is None:
+            raise UnsupportedAdapter(f"adapter {adapter} was forgotten")
+        read = self.read(*known)
+        if read.info.id != adapter:
+            raise UnsupportedAdapter(f"the files of adapter {known[0]} have changed since it was loaded")
+        with self._lock:
+            self._keep(adapter, read.packed)
+        return read.packed
+
+    def _keep(self, adapter: str, packed: PackedAdapter) -> None:
+        """Keep an adapter as the one used last, and let go of those that were not used for longest."""
+        if adapter not in self._directories:  # it was forgotten meanwhile
+            return
+        before = self._packed.pop(adapter, None)
+        self._bytes += packed.nbytes - (before.nbytes if before is not None else 0)
+        self._packed[adapter] = packed
+        while self._bytes > self._host_bytes:
+            _, dropped = self._packed.popitem(last=False)
+            self._bytes -= dropped.nbytes
+
+
+@dataclass(slots=True)
+class Load:
+    """A copy of an adapter to a slot that was planned and is not known to be complete."""
+
+    step: int
+    slot: int
+    adapter: str
+    packed: Future[PackedAdapter]
+    event: CopyEvent | None = None
+    """The end of the copy, once it is begun."""
+
+
+class AdapterTransfers:
+    """Begins the adapter loads of each plan, and reports which are complete.
+
+    A copy runs on a stream of its own, after the computation begun so far, which may still read what the slot held. If
+    the adapter has to be read from disk, a thread does that, and the copy begins with a later plan.
+    """
+
+    def __init__(self, slots: AdapterSlots, store: AdapterStore, make_stream: Callable[[], CopyStream]) -> None:
+        """`store` knows every adapter that a plan loads."""
+        self.slots, self.store = slots, store
+        self._stream = make_stream()
+        self._reader = ThreadPoolExecutor(1, "holdfast-adapters")
+        self._loads: deque[Load] = deque()
+        self._begun = -1
+
+    def begin(self, plan: StepPlan) -> None:
+        """Start a plan's loads. To be called before its computation is started, in the thread that starts it.
+
+        A plan without segments waits until all loads are begun.
+        """
+        for slot, adapter in plan.adapter_loads:
+            packed: Future[PackedAdapter] = Future()
+            if (kept := self.store.kept(adapter)) is not None:
+                packed.set_result(kept)
+            else:
+                packed = self._reader.submit(self.store.fetch, adapter)
+            self._loads.append(Load(plan.step, slot, adapter, packed))
+        self._copy(wait=not plan.segments)
+        self._begun = plan.step
+
+    def completed(self, *, wait: bool) -> tuple[int, tuple[str, ...]]:
+        """The last plan with all its loads complete, and those adapters of such plans that could not be read.
+
+        With `wait`, block until all loads begun so far are complete, after a plan without segments. Raises what reading
+        an adapter raised, if that was not an UnsupportedAdapter.
+        """
+        begun = self._begun
+        lost: list[str] = []
+        while self._loads:
+            load = self._loads[0]
+            error = load.packed.exception() if load.packed.done() else None
+            if error is not None and not isinstance(error, UnsupportedAdapter):
+                raise error
+            if error is None:
+                if load.event is None or not (wait or load.event.done()):
+                    return load.step - 1, tuple(lost)
+                load.event.finish()
+            else:
+                lost.append(load.adapter)
+            self._loads.popleft()
+        return begun, tuple(lost)
+
+    def close(self) -> None:
+        """Stop reading. The device must be idle."""
+        self._reader.shutdown(wait=True, cancel_futures=True)
+
+    def _copy(self, *, wait: bool) -> None:
+        """Begin the copies of adapters that are on the host; with `wait`, of all, once they are there."""
+        for load in tuple(self._loads):
+            if load.event is not None or not (wait or load.packed.done()) or load.packed.exception() is not None:
+                continue
+            self._stream.follow()
+            load.event = self._stream.copy(partial(self.slots.write, load.slot, load.packed.result()))

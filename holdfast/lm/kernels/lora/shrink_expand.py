@@ -1,0 +1,179 @@
+"""Adapters on CUDA: two launches for a linear layer, whatever the number of adapters. A grouped shrink and expand.
+
+The shrink computes low = A x of each token, the expand adds scale · B low to the output (as in Punica, Chen et al.,
+2023, §4). Tokens of one adapter form tiles, so that a tile reads its adapter once and multiplies on tensor cores.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from holdfast.lm.kernels.launch import dependent_launch_options, launch_dependents, wait_for_previous
+from holdfast.lm.kernels.lora.groups import SMALL_TILE, most_tiles, tile_size
+from holdfast.lm.kernels.lora.protocol import LoraStack
+
+PROGRAMS = 2048
+"""A launch has at most about this many programs, as many as run at once. Each takes several tiles if there are more."""
+OUTPUTS = 128
+"""Outputs of one program of the expand; twice as many where MANY_OUTPUTS would make several rounds of small tiles."""
+MANY_OUTPUTS = 16_384
+PART_INPUTS = 256
+"""Least inputs of one program of the shrink."""
+PIECES = (16, 4, 1)
+"""Into how many pieces its inputs may be cut (split-K). Few choices, as each is a kernel of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class TiledLora:
+    """The adapters of `tokens` tokens, some of which may be padding, as tiles on the device.
+
+    The launches depend on `tokens` and on the number of slots alone, so CUDA graphs may capture them.
+    """
+
+    tokens: int
+    order: torch.Tensor  # [tokens] int64: those that have an adapter, by slot
+    slot: torch.Tensor  # [tiles] int64
+    start: torch.Tensor  # [tiles] int64, in the order
+    count: torch.Tensor  # [tiles] int64
+    used: torch.Tensor  # [1] int64: the number of tiles
+
+    def add(self, out: torch.Tensor, x: torch.Tensor, stack: LoraStack) -> None:
+        """See `Lora.add`. Both products are accumulated in float32; `low` is rounded to the type of B in between."""
+        slots, parts, most_ranks, inputs = stack.a.shape
+        tile, tokens = tile_size(self.tokens), self.tokens
+        tiles = most_tiles(tokens, slots)
+        ranks = max(16, triton.next_power_of_2(most_ranks))
+        pieces = input_pieces(inputs, tokens, parts)
+        low = out.new_empty(pieces, parts, tokens, ranks, dtype=torch.float32)
+        lists = self.order, self.slot, self.start, self.count, self.used
+        options = dict(TILE=tile, RANKS=ranks, num_warps=4, **dependent_launch_options(out.device))
+        block_k = 128 if tile == SMALL_TILE and ranks <= 64 else 64
+        length = -(-inputs // (pieces * block_k)) * block_k
+        shrink_kernel[(min(tiles, max(1, PROGRAMS // (parts * pieces))), parts, pieces)](
+            x, stack.a, stack.rank, low, *lists, tokens, inputs, length,
+            x.stride(0), stack.a.stride(0), stack.a.stride(1), stack.rank.stride(0),
+            BLOCK_K=block_k, **options,
+        )  # fmt: skip
+        starts = [part.start for part in stack.parts]
+        ends = [*stack.ends, *[stack.outputs] * (3 - parts)]
+        block_n = 2 * OUTPUTS if tile == SMALL_TILE and stack.outputs >= MANY_OUTPUTS else OUTPUTS
+        blocks = sum(-(-(end - start) // block_n) for start, end in zip(starts, stack.ends, strict=True))
+        expand_kernel[(min(tiles, max(1, PROGRAMS // blocks)), blocks)](
+            low, stack.b, stack.rank, stack.scale, out, *lists, tokens, *ends,
+            out.stride(0), stack.b.stride(0), stack.rank.stride(0),
+            PARTS=parts, PIECES=pieces, BLOCK_N=block_n, **options,
+        )  # fmt: skip
+
+
+def input_pieces(inputs: int, tokens: int, parts: int) -> int:
+    """Pieces that the shrink's inputs are cut into, so that a step of few tokens has enough programs."""
+    tiles = -(-tokens // tile_size(tokens))
+    wanted = -(-PROGRAMS // (4 * tiles * parts))
+    return next((pieces for pieces in PIECES if pieces <= min(wanted, inputs // PART_INPUTS)), 1)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def shrink_kernel(
+    x, a, rank, low, order, tile_slot, tile_start, tile_count, used, tokens, inputs, length,
+    x_stride, slot_stride, part_stride, table_stride,
+    TILE: tl.constexpr, RANKS: tl.constexpr, BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """low [pieces, parts, tokens, RANKS] = x Aᵀ over a piece of the inputs. Program (some tiles, part, piece).
+
+    `low` lies in the order of the tiles' tokens. What is beyond an adapter's rank is 0; where its rank is 0, nothing
+    is written.
+    """
+    launch_dependents(DEPENDENT)
+    part = tl.program_id(1)
+    piece = tl.program_id(2)
+    begin = piece * length
+    end = tl.minimum(inputs, begin + length)
+    item = tl.arange(0, TILE)
+    at = tl.arange(0, RANKS)
+    tiles = tl.load(used).to(tl.int32)
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
+        slot = tl.load(tile_slot + tile)
+        start = tl.load(tile_start + tile)
+        held = item < tl.load(tile_count + tile)
+        ranks = tl.load(rank + slot * table_stride + part)
+        token = tl.load(order + start + item, mask=held, other=0)
+        wait_for_previous(DEPENDENT)
+        if ranks > 0:
+            a_at = a + slot * slot_stride + part * part_stride + at[None, :].to(tl.int64) * inputs
+            acc = tl.zeros([TILE, RANKS], tl.float32)
+            for first in tl.range(begin, end, BLOCK_K, num_stages=3):
+                k = first + tl.arange(0, BLOCK_K)
+                inside = k < end
+                values = tl.load(
+                    x + token[:, None] * x_stride + k[None, :], mask=held[:, None] & inside[None, :], other=0.0
+                )
+                weights = tl.load(a_at + k[:, None], mask=(at < ranks)[None, :] & inside[:, None], other=0.0)
+                acc = tl.dot(values, weights, acc, input_precision="ieee")
+            place = ((piece * tl.num_programs(1) + part).to(tl.int64) * tokens + start + item) * RANKS
+            tl.store(low + place[:, None] + at[None, :], acc, mask=held[:, None])
+    wait_for_previous(DEPENDENT)  # also where there was no tile
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def expand_kernel(
+    low, b, rank, scale, out, order, tile_slot, tile_start, tile_count, used, tokens,
+    first_end, second_end, third_end, out_stride, slot_stride, table_stride,
+    TILE: tl.constexpr, RANKS: tl.constexpr, PARTS: tl.constexpr, PIECES: tl.constexpr, BLOCK_N: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """out += scale · low Bᵀ for the tokens of the tiles. Program (some tiles, BLOCK_N outputs of one part).
+
+    The parts end at first_end, second_end and third_end; where there are fewer, the rest are equal. The pieces of
+    `low` are added in order.
+    """
+    launch_dependents(DEPENDENT)
+    block = tl.program_id(1)
+    part = 0
+    start_n = block * BLOCK_N
+    end_n = first_end
+    if PARTS > 1:
+        before = tl.cdiv(first_end, BLOCK_N)
+        if block >= before:
+            part = 1
+            start_n = first_end + (block - before) * BLOCK_N
+            end_n = second_end
+        if PARTS > 2:
+            before += tl.cdiv(second_end - first_end, BLOCK_N)
+            if block >= before:
+                part = 2
+                start_n = second_end + (block - before) * BLOCK_N
+                end_n = third_end
+    n = start_n + tl.arange(0, BLOCK_N)
+    item = tl.arange(0, TILE)
+    at = tl.arange(0, RANKS)
+    tiles = tl.load(used).to(tl.int32)
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
+        slot = tl.load(tile_slot + tile)
+        start = tl.load(tile_start + tile)
+        held = item < tl.load(tile_count + tile)
+        ranks = tl.load(rank + slot * table_stride + part)
+        token = tl.load(order + start + item, mask=held, other=0)
+        # Weights do not depend on the previous kernel: they are on their way while it ends.
+        b_at = b + slot * slot_stride + at[:, None].to(tl.int64) * third_end + n[None, :]
+        weights = tl.load(b_at, mask=(at < ranks)[:, None] & (n < end_n)[None, :], other=0.0)
+        factor = tl.load(scale + slot * table_stride + part)
+        wait_for_previous(DEPENDENT)
+        if ranks > 0:
+            values = tl.zeros([TILE, RANKS], tl.float32)
+            for piece in tl.static_range(PIECES):
+                place = ((piece * PARTS + part) * tokens.to(tl.int64) + start + item) * RANKS
+                values += tl.load(low + place[:, None] + at[None, :], mask=held[:, None], other=0.0)
+            product = tl.dot(values.to(b.dtype.element_ty), weights, input_precision="ieee")
+            out_at = out + token[:, None] * out_stride + n[None, :]
+            written = held[:, None] & (n < end_n)[None, :]
+            added = tl.load(out_at, mask=written, other=0.0).to(tl.float32) + factor * product
+            # Several threads may hold the same element: all must read it before one writes it.
+            tl.debug_barrier()
+            tl.store(out_at, added.to(out.dtype.element_ty), mask=written)
+    wait_for_previous(DEPENDENT)  # also where there was no tile

@@ -1,0 +1,91 @@
+"""Routes that load and unload LoRA adapters while the server runs, with vLLM's paths and fields."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import ClassVar
+
+from fastapi import FastAPI, Request, Response
+
+from holdfast.engine.client import AdapterError
+from holdfast.engine.connection import EngineDead
+from holdfast.server.protocol import ApiError, RequestBody
+from holdfast.server.routes.generation import read_request
+from holdfast.server.routes.http import described
+from holdfast.server.service import Service, engine_dead
+
+
+class LoadRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """The body of POST /v1/load_lora_adapter."""
+
+    harmless: ClassVar[tuple[str, ...]] = ("base_model_name", "is_3d_lora_weight")
+
+    lora_name: str
+    lora_path: str
+    """A directory in PEFT's format: relative to --adapter-root, or absolute and below it."""
+    load_inplace: bool = False
+    """The name may have an adapter, which this one replaces."""
+
+
+class UnloadRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """The body of POST /v1/unload_lora_adapter."""
+
+    harmless: ClassVar[tuple[str, ...]] = ("lora_int_id",)
+
+    lora_name: str
+
+
+def add_adapter_routes(app: FastAPI, service: Service) -> None:
+    """POST /v1/load_lora_adapter and /v1/unload_lora_adapter. What they load is for all keys."""
+    client = service.client
+
+    def check_on() -> None:
+        if not client.info.adapter_slots:
+            raise ApiError("this server serves no adapters; start it with --max-adapters", code="adapters_off")
+
+    @app.post("/v1/load_lora_adapter", openapi_extra=described(LoadRequest))
+    async def load(request: Request) -> Response:
+        """Read an adapter, check it, and serve it under its name."""
+        wanted = await read_request(request, service, LoadRequest)
+        check_on()
+        directory = await asyncio.to_thread(below, service.config.adapter_root, wanted.lora_path)
+        try:
+            loaded = await client.load_adapter(wanted.lora_name, str(directory), replace=wanted.load_inplace)
+        except AdapterError as error:
+            raise ApiError(f"adapter {wanted.lora_name[:128]}: {error}", code="invalid_adapter") from None
+        except EngineDead:
+            raise engine_dead() from None
+        return Response(f"Success: LoRA adapter '{loaded.name}' added successfully.", media_type="text/plain")
+
+    @app.post("/v1/unload_lora_adapter", openapi_extra=described(UnloadRequest))
+    async def unload(request: Request) -> Response:
+        """Refuse new requests for an adapter, and answer once the running ones have ended."""
+        wanted = await read_request(request, service, UnloadRequest)
+        check_on()
+        try:
+            await client.unload_adapter(wanted.lora_name)
+        except AdapterError as error:
+            if error.missing:
+                reason = f"the adapter {wanted.lora_name[:128]!r} is not loaded"
+                raise ApiError(reason, status=404, param="lora_name", code="model_not_found") from None
+            raise ApiError(str(error), param="lora_name", code="invalid_adapter") from None
+        except EngineDead:
+            raise engine_dead() from None
+        return Response(f"Success: LoRA adapter '{wanted.lora_name}' removed successfully.", media_type="text/plain")
+
+
+def below(root: str | None, path: str) -> Path:
+    """The directory that a client names, with its links followed. Raises ApiError 403 unless it is below `root`."""
+    if root is not None and "\0" not in path:
+        base = Path(root).resolve()
+        try:
+            found = (base / path).resolve()
+        except (OSError, RuntimeError):  # a name that is too long, a loop of links
+            found = base
+        if found != base and found.is_relative_to(base):
+            return found
+    allowed = "--adapter-root is not set" if root is None else "it must lie below --adapter-root"
+    raise ApiError(
+        f"adapters cannot be loaded from there: {allowed}", status=403, param="lora_path", code="path_not_allowed"
+    )

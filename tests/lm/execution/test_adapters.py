@@ -1,0 +1,263 @@
+"""Greedy tokens with an adapter are those of the model that the adapter is merged into, whatever else runs beside."""
+
+from __future__ import annotations
+
+import copy
+import random
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.core.config import EngineConfig
+from holdfast.core.types import FinishReason, Identity, Request, SamplingParams
+from holdfast.lm.execution.adapter_transfer import AdapterStore
+from holdfast.lm.execution.paged_device import PagedDevice
+from holdfast.lm.memory.adapter_pool import AdapterPool
+from holdfast.lm.memory.block_pool import BlockPool
+from holdfast.lm.models.decoder import Decoder
+from holdfast.lm.models.loader import load
+from holdfast.lm.models.peft_files import UnsupportedAdapter
+from holdfast.lm.scheduler.policies import StallFree
+from holdfast.lm.scheduler.scheduler import Scheduler
+from holdfast.lm.types import StepPlan
+from holdfast.loop.loop import Loop
+from tests.adapters import drawn, generated, merged, write
+from tests.checkpoints import VOCAB, make
+from tests.paged import sizes
+
+RANKS = {"a": 4, "b": 8, "c": 16, "d": 32, "e": 64, "f": 128, "g": 5, "h": 100, "i": 16}
+PARTIAL = {"g": ("q", "v"), "h": ("o", "down"), "i": ("gate", "k")}
+"""Adapters of some modules only."""
+REQUESTS, LONGEST_PROMPT, GENERATED = 30, 40, 14
+
+
+@dataclass
+class Case:
+    """A model with adapters on disk, and requests with what the merged models generate for them."""
+
+    model: Decoder
+    module: Any
+    directories: dict[str, Path]
+    requests: list[tuple[str, Request]]
+    """Each with the name of its adapter, or an empty one."""
+    expected: dict[str, tuple[int, ...]]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[("Llama", "cpu"), ("Qwen2", "cpu"), pytest.param(("Llama", "cuda"), marks=pytest.mark.gpu)],
+    ids="-".join,
+)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    torch.set_num_threads(1)
+    directory = tmp_path_factory.mktemp("adapters")
+    family, device = request.param
+    module = make(directory / "base", family)
+    model = load(directory / "base", device=device, dtype="float32")
+    assert isinstance(model, Decoder)
+    modules, directories = {"": module}, {}
+    for number, (name, rank) in enumerate(RANKS.items()):
+        options = {"modules": PARTIAL[name]} if name in PARTIAL else {}
+        weights = drawn(model.decoder, rank, seed=number, scale=0.5 + number / 4, **options)
+        directories[name] = write(directory / name, weights)
+        modules[name] = merged(module, weights)
+    draw = random.Random(2)
+    requests, expected = [], {}
+    for number in range(REQUESTS):
+        prompt = tuple(draw.randrange(1, VOCAB) for _ in range(draw.randint(1, LONGEST_PROMPT)))
+        wanted = draw.randint(1, GENERATED)
+        params = SamplingParams(temperature=0, max_tokens=wanted, ignore_eos=True)
+        name = ("", *RANKS)[number % 10]
+        requests.append((name, Request(str(number), prompt, params)))
+        expected[str(number)] = generated(modules[name], prompt, wanted)
+    return Case(model, module, directories, requests, expected)
+
+
+class Engine:
+    """A model with adapters on a device, and a scheduler over it."""
+
+    def __init__(
+        self, case: Case, *, slots: int = 9, budget: int = 64, blocks: int = 256, host_blocks: int = 0,
+        steps_in_flight: int = 2, host_gb: float = 1.0, sequences: int = REQUESTS,
+    ) -> None:  # fmt: skip
+        config = EngineConfig(
+            token_budget=budget, max_sequences=sequences, max_adapters=slots, max_adapter_rank=128, block_size=4,
+            adapter_host_gb=host_gb,
+        )  # fmt: skip
+        self.device = PagedDevice(case.model, config)
+        shape = self.device.allocate(sizes(blocks, host_blocks))
+        if self.device.memory.host is not None:
+            self.device.memory.host.begin()
+            self.device.memory.host.wait()
+        self.adapters = AdapterPool(shape.adapter_slots)
+        self.scheduler = Scheduler(
+            StallFree(budget),
+            BlockPool(blocks, 4, host_blocks=host_blocks),
+            max_sequences=sequences,
+            max_model_len=case.model.spec.max_model_len,
+            headroom=0.0,
+            sharing=True,
+            adapters=self.adapters,
+        )
+        ticks = count()
+        self.loop: Any = Loop(self.scheduler, self.device.executor, steps_in_flight, lambda: float(next(ticks)))
+        self.plans: list[StepPlan] = []
+        submit = self.device.executor.submit
+        self.device.executor.submit = lambda plan: (self.plans.append(plan), submit(plan))[1]  # type: ignore[assignment,func-returns-value,method-assign]
+        self.tokens: dict[str, tuple[int, ...]] = {}
+        self.cached: dict[str, int] = {}
+        self.reasons: dict[str, FinishReason | None] = {}
+
+    @property
+    def store(self) -> AdapterStore:
+        assert self.device.adapter_store is not None
+        return self.device.adapter_store
+
+    def register(self, name: str, directory: Path) -> str:
+        adapter = self.store.register(self.store.read(name, directory)).id
+        self.scheduler.add_adapter(adapter)
+        return adapter
+
+    def add(self, request: Request, adapter: str = "") -> None:
+        self.tokens[request.id] = ()
+        self.loop.add(replace(request, identity=Identity(adapter=adapter)))
+
+    def run(self) -> dict[str, tuple[int, ...]]:
+        while self.loop.has_work():
+            for output in self.loop.step() or ():
+                self.tokens[output.request_id] += output.tokens
+                self.cached.setdefault(output.request_id, output.cached_tokens)
+                self.reasons[output.request_id] = output.finish_reason
+        return self.tokens
+
+    def close(self) -> None:
+        self.loop.close()
+
+
+def run(case: Case, **options: Any) -> Engine:
+    """All requests of a case, at once."""
+    engine = Engine(case, **options)
+    ids = {"": ""} | {name: engine.register(name, directory) for name, directory in case.directories.items()}
+    for name, request in case.requests:
+        engine.add(request, ids[name])
+    engine.run()
+    engine.close()
+    return engine
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+def test_nine_adapters_of_all_ranks_beside_none_give_the_tokens_of_their_merged_models(
+    case: Case, steps_in_flight: int
+) -> None:
+    engine = run(case, steps_in_flight=steps_in_flight, budget=512)
+    assert engine.tokens == case.expected
+    assert max(len(set(plan.adapter_slots)) for plan in engine.plans) == 10
+    plain = [generated(case.module, tuple(request.prompt), request.params.max_tokens) for _, request in case.requests]
+    assert sum(tokens != case.expected[str(number)] for number, tokens in enumerate(plain)) > 20
+
+
+def test_tokens_are_equal_in_chunks_when_memory_is_short(case: Case) -> None:
+    engine = run(case, budget=24, blocks=30)
+    assert engine.tokens == case.expected
+    assert any(plan.preempted for plan in engine.plans)
+
+
+def test_tokens_are_equal_when_suspended_state_is_swapped_in_again(case: Case) -> None:
+    engine = run(case, budget=48, blocks=20, host_blocks=200)
+    assert engine.tokens == case.expected
+    assert any(plan.swap_in for plan in engine.plans)
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_tokens_are_equal_with_more_adapters_than_slots(case: Case, slots: int) -> None:
+    engine = run(case, slots=slots)
+    assert engine.tokens == case.expected
+    assert engine.adapters.loads >= len(RANKS) > len(engine.device.adapter_slots or ())
+
+
+def test_adapters_that_do_not_fit_the_host_are_read_again(case: Case) -> None:
+    one = Engine(case, slots=1)
+    biggest = max(one.store.read(name, path).info.bytes for name, path in case.directories.items())
+    one.close()
+    engine = run(case, slots=2, host_gb=1.5 * biggest / 1e9)
+    assert engine.tokens == case.expected
+
+
+def test_a_name_with_other_content_finds_no_cached_tokens(case: Case, tmp_path: Path) -> None:
+    engine = Engine(case)
+    request = Request("0", tuple(range(1, 33)), SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
+    weights = drawn(case.model.decoder, 8, seed=70)
+    first = engine.register("x", write(tmp_path, weights))
+    for name in ("0", "1"):
+        engine.add(replace(request, id=name), first)
+        engine.run()
+    other = engine.register("x", write(tmp_path, drawn(case.model.decoder, 8, seed=71)))
+    for name, adapter in (("2", other), ("3", ""), ("4", first)):
+        engine.add(replace(request, id=name), adapter)
+        engine.run()
+    engine.close()
+    assert first != other and first.split("@")[0] == other.split("@")[0] == "x"
+    assert engine.cached == {"0": 0, "1": 28, "2": 0, "3": 0, "4": 28}
+
+
+def test_an_adapter_whose_files_changed_ends_its_requests_and_no_others(case: Case, tmp_path: Path) -> None:
+    engine = Engine(case, host_gb=1e-3, slots=1)
+    kept = engine.register("kept", write(tmp_path / "kept", drawn(case.model.decoder, 16, seed=0)))
+    lost = engine.register("lost", write(tmp_path / "lost", drawn(case.model.decoder, 4, seed=1)))
+    engine.store._packed.clear()
+    write(tmp_path / "lost", drawn(case.model.decoder, 4, seed=2))
+    _, request = case.requests[1]
+    engine.add(replace(request, id="1"), lost)
+    engine.add(replace(request, id="2"), kept)
+    engine.add(replace(request, id="3"))
+    tokens = engine.run()
+    engine.close()
+    assert tokens["1"] == () and tokens["2"] and tokens["3"]
+    assert list(engine.scheduler.refused) == [("1", lost)]
+
+
+def test_steps_without_an_adapter_name_no_slots_and_upload_no_tiles(case: Case) -> None:
+    engine = Engine(case)
+    engine.register("a", case.directories["a"])
+    engine.add(case.requests[0][1])
+    engine.run()
+    engine.close()
+    assert all(plan.adapter_slots == () and plan.adapter_loads == () for plan in engine.plans)
+    assert engine.device.memory.batch.stage(engine.plans[0]).adapted is None
+
+
+def test_an_adapter_above_the_rank_limit_is_refused(case: Case, tmp_path: Path) -> None:
+    device = PagedDevice(case.model, EngineConfig(max_adapters=1, max_adapter_rank=8))
+    assert device.adapter_store is not None
+    with pytest.raises(UnsupportedAdapter, match="rank 16; it must be from 1 to 8"):
+        device.adapter_store.read("x", write(tmp_path, drawn(case.model.decoder, 16, seed=0)))
+
+
+def test_an_adapter_larger_than_the_host_has_room_for_is_refused(case: Case) -> None:
+    device = PagedDevice(case.model, EngineConfig(max_adapters=1, max_adapter_rank=128, adapter_host_gb=1e-6))
+    assert device.adapter_store is not None
+    with pytest.raises(UnsupportedAdapter, match="adapter_host_gb is 1e-06"):
+        device.adapter_store.read("x", case.directories["f"])
+
+
+def test_slots_are_counted_beside_the_cache(case: Case) -> None:
+    config = EngineConfig(max_adapters=3, max_adapter_rank=16, token_budget=32, max_sequences=4, cache_gb=0.01)
+    device = PagedDevice(case.model, config)
+    hidden, inner, layers = 64, 128, 2
+    widths = (hidden * 3 + (64 + 32 + 32)) + (64 + hidden) + (hidden * 2 + 2 * inner) + (inner + hidden)
+    assert device.measure().adapters == 3 * layers * (16 * widths * 4 + 7 * 8)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_peft_reads_the_same_adapters_and_merges_them_to_the_same_tokens(case: Case) -> None:
+    peft = pytest.importorskip("peft")
+    for name in ("c", "g"):
+        base = copy.deepcopy(case.module)  # it merges in place
+        with_adapter = peft.PeftModel.from_pretrained(base, str(case.directories[name])).merge_and_unload()
+        for _, request in [pair for pair in case.requests if pair[0] == name]:
+            found = generated(with_adapter, tuple(request.prompt), request.params.max_tokens)
+            assert found == case.expected[request.id]

@@ -1,0 +1,162 @@
+"""Adapters of a batch against float64: PyTorch's by groups, and Triton's tiles, interpreted without a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.lm.kernels.lora.groups import groups_of, most_tiles, tile_size, tiles_of
+from holdfast.lm.kernels.lora.protocol import LoraStack
+from holdfast.lm.kernels.lora.shrink_expand import TiledLora
+from holdfast.lm.kernels.lora.torch_lora import TorchLora
+
+PRECISION = {torch.float32: 2e-6, torch.float16: 2e-3}
+
+
+def stack_of(
+    ranks: list[list[int]], inputs: int, widths: list[int], most_ranks: int, device: str, dtype: torch.dtype
+) -> LoraStack:
+    """Random adapters; what lies beyond an adapter's rank is NaN, which must not be read."""
+    slots, parts = len(ranks), len(widths)
+    a = torch.randn(slots, parts, most_ranks, inputs) * inputs**-0.5
+    b = torch.randn(slots, most_ranks, sum(widths))
+    ends = torch.tensor(widths).cumsum(0).tolist()
+    for slot, of_parts in enumerate(ranks):
+        for part, rank in enumerate(of_parts):
+            a[slot, part, rank:] = float("nan")
+            b[slot, rank:, ends[part] - widths[part] : ends[part]] = float("nan")
+    return LoraStack(
+        a=a.to(device, dtype),
+        b=b.to(device, dtype),
+        rank=torch.tensor(ranks, dtype=torch.int32, device=device),
+        scale=torch.rand(slots, parts, device=device) + 0.5,
+        ends=tuple(ends),
+    )
+
+
+def expected(out: torch.Tensor, x: torch.Tensor, stack: LoraStack, slots: list[int]) -> torch.Tensor:
+    """The definition, token by token, in float64."""
+    out, x = out.double().clone(), x.double()
+    for token, slot in enumerate(slots):
+        for part, place in enumerate(stack.parts):
+            if slot >= 0 and (rank := int(stack.rank[slot, part])):
+                low = stack.a[slot, part, :rank].double() @ x[token]
+                out[token, place] += stack.scale[slot, part].double() * (stack.b[slot, :rank, place].double().t() @ low)
+    return out
+
+
+def tiled(slots: list[int], num_slots: int, device: str, padding: int = 0) -> TiledLora:
+    """As the batch uploads it: lists with room for any step of this size, their rest full of other steps' numbers."""
+    tokens = len(slots) + padding
+    groups = groups_of(np.array(slots))
+    tiles = tiles_of(groups, tile_size(tokens))
+    room = np.full((3, most_tiles(tokens, num_slots)), 10**6)
+    room[:, : tiles.shape[1]] = tiles
+    order = np.full(tokens, 10**6)
+    order[: len(groups.order)] = groups.order
+    lists = [torch.from_numpy(each).to(device) for each in (order, *room, np.array([tiles.shape[1]]))]
+    return TiledLora(tokens, *lists)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "one part": dict(ranks=[[4], [16], [7]], widths=[48], most_ranks=16, slots=[0, 1, 1, -1, 2, 0, -1]),
+    "q, k and v of unequal widths and ranks": dict(
+        ranks=[[4, 8, 16], [16, 0, 5]], widths=[200, 36, 36], most_ranks=16, slots=[1, 0, 0, 1, -1, 1]
+    ),
+    "gate and up of rank 128": dict(
+        ranks=[[128, 128], [4, 4], [64, 32]], widths=[130, 130], most_ranks=128, slots=[0, 2, 1, 2]
+    ),
+    "several tiles of one adapter": dict(ranks=[[8], [8]], widths=[32], most_ranks=8, slots=[0] * 37 + [1, -1, 1]),
+    "one token": dict(ranks=[[4]], widths=[32], most_ranks=4, slots=[0]),
+    "no adapter": dict(ranks=[[4]], widths=[32], most_ranks=4, slots=[-1, -1]),
+}
+
+
+@pytest.mark.parametrize("dtype", list(PRECISION))
+@pytest.mark.parametrize("how", ["tiled", "by groups"])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("inputs", [96, 640])
+def test_each_token_gets_its_own_adapter_and_others_keep_their_bits(
+    case: str, inputs: int, how: str, dtype: torch.dtype, device: str
+) -> None:
+    torch.manual_seed(0)
+    settings = dict(CASES[case])
+    slots: list[int] = settings.pop("slots")
+    stack = stack_of(inputs=inputs, device=device, dtype=dtype, **settings)
+    x = torch.randn(len(slots), inputs, device=device).to(dtype)
+    out = torch.randn(len(slots), stack.outputs, device=device).to(dtype)
+    before = out.clone()
+    wanted = expected(out, x, stack, slots)
+    if how == "tiled":
+        tiled(slots, len(stack.rank), device).add(out, x, stack)
+    else:
+        TorchLora(groups_of(np.array(slots)), torch.device(device)).add(out, x, stack)
+    assert (out.double() - wanted).abs().max() <= PRECISION[dtype] * wanted.abs().max()
+    without = torch.tensor(slots) < 0
+    assert torch.equal(out[without], before[without])
+
+
+def test_padding_tokens_and_programs_with_several_tiles_change_nothing(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("holdfast.lm.kernels.lora.shrink_expand.PROGRAMS", 2)
+    stack = stack_of([[4], [8], [16]], 300, [40], 16, device, torch.float32)
+    slots = [2, -1, 0, 1, 2, 2, 0] * 6
+    x, out = torch.randn(48, 300, device=device), torch.randn(48, 40, device=device)
+    wanted = expected(out, x, stack, slots)
+    tiled(slots, 3, device, padding=6).add(out, x, stack)
+    torch.testing.assert_close(out.double(), wanted, rtol=0, atol=1e-5)
+
+
+def test_a_step_of_many_tokens_has_larger_tiles(device: str) -> None:
+    stack = stack_of([[4], [16]], 64, [32], 16, device, torch.float32)
+    slots = [0] * 300 + [-1] * 30 + [1] * 200
+    assert tile_size(len(slots)) == 64
+    x, out = torch.randn(530, 64, device=device), torch.randn(530, 32, device=device)
+    wanted = expected(out, x, stack, slots)
+    tiled(slots, 2, device).add(out, x, stack)
+    torch.testing.assert_close(out.double(), wanted, rtol=0, atol=1e-5)
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_reads_the_tiles_of_each_step() -> None:
+    stack = stack_of([[4, 8], [16, 16]], 512, [256, 128], 16, "cuda", torch.bfloat16)
+    x, out = torch.randn(24, 512, device="cuda").bfloat16(), torch.zeros(24, 384, device="cuda").bfloat16()
+    lora = tiled([0] * 24, 2, "cuda")
+    lora.add(out, x, stack)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        lora.add(out, x, stack)
+    for slots in ([0, 1] * 12, [-1] * 24, [1] * 20 + [-1] * 4, [0] * 3 + [1]):
+        fresh = tiled(slots, 2, "cuda", padding=24 - len(slots))
+        for name in ("order", "slot", "start", "count", "used"):
+            getattr(lora, name).copy_(getattr(fresh, name))
+        out.zero_()
+        wanted = expected(out, x, stack, slots)
+        graph.replay()
+        assert (out.double() - wanted).abs().max() <= 1.6e-2 * wanted.abs().max().clamp(min=1e-30)
+
+
+@given(st.lists(st.integers(-1, 5), max_size=200), st.sampled_from([16, 64]))
+def test_tiles_hold_each_token_with_an_adapter_once_and_are_of_one_slot(slots: list[int], size: int) -> None:
+    groups = groups_of(np.array(slots, np.int64))
+    tiles = tiles_of(groups, size)
+    held = [
+        (int(token), int(slot))
+        for slot, start, count in tiles.T
+        for token in groups.order[start : start + count]
+        if 1 <= count <= size
+    ]
+    assert sorted(held) == [(token, slot) for token, slot in enumerate(slots) if slot >= 0]
+
+
+@given(st.integers(1, 3000), st.integers(1, 40), st.randoms())
+def test_no_step_has_more_tiles_than_there_is_room_for(tokens: int, slots: int, draw: Any) -> None:
+    given = [draw.randrange(-1, slots) for _ in range(tokens)]
+    assert tiles_of(groups_of(np.array(given)), tile_size(tokens)).shape[1] <= most_tiles(tokens, slots)
+    assert most_tiles(tokens, slots) <= most_tiles(tokens + 1, slots)

@@ -1,0 +1,375 @@
+"""LoRA adapters in PEFT's file format: adapter_config.json beside adapter_model.safetensors, read and written.
+
+LoRA (Hu et al., 2021, §4.1) adds to a linear layer y = W x the product of two thin matrices: y = W x + scale · B A x.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+import struct
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+
+MODULES = {
+    "q": "self_attn.q_proj",
+    "k": "self_attn.k_proj",
+    "v": "self_attn.v_proj",
+    "o": "self_attn.o_proj",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+}
+"""The linear layers of a decoder layer that an adapter may change, by a short name, as checkpoints name them."""
+
+CONFIG_LIMIT = 1 << 20
+"""Most bytes of an adapter_config.json."""
+MAX_RANK = 128
+
+_TENSOR = re.compile(r"base_model\.model\.model\.layers\.(0|[1-9][0-9]{0,4})\.([a-z_.]+)\.lora_([AB])\.weight")
+_LONG_NAMES = {long: short for short, long in MODULES.items()}
+_WITHOUT_EFFECT = {
+    "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config", "exclude_modules",
+    "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config", "lora_dropout", "lora_ga_config",
+    "megatron_core", "peft_version", "qalora_group_size", "revision", "runtime_config",
+}  # fmt: skip
+"""Keys of the config that say how an adapter was made, or what its tensors already show."""
+_UNDERSTOOD = {
+    "alpha_pattern", "bias", "init_lora_weights", "lora_alpha", "peft_type", "r", "rank_pattern", "target_modules",
+    "task_type", "use_rslora",
+}  # fmt: skip
+_PLAIN_START = (True, False, None, "gaussian", "eva", "orthogonal")
+"""Values of init_lora_weights that leave the base model as it is. The others (PiSSA, OLoRA, …) change its weights."""
+
+
+class UnsupportedAdapter(ValueError):
+    """An adapter that cannot be used. The message says why; it names no directory."""
+
+
+class DecoderSizes(Protocol):
+    """The sizes of a base model, as `decoder.DecoderSpec` has them."""
+
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+
+
+class LoraPair(NamedTuple):
+    """The change of one linear layer: y += scale · B A x."""
+
+    a: torch.Tensor  # [rank, inputs]
+    b: torch.Tensor  # [outputs, rank]
+    scale: float
+    """alpha / rank, or alpha / √rank (rsLoRA)."""
+
+    @property
+    def rank(self) -> int:
+        return self.a.shape[0]
+
+
+@dataclass(frozen=True, eq=False)
+class AdapterWeights:
+    """A LoRA adapter of a decoder."""
+
+    pairs: Mapping[tuple[int, str], LoraPair]
+    """By layer and module (a key of MODULES). What is missing stays as the base has it."""
+
+    @property
+    def rank(self) -> int:
+        """The largest rank."""
+        return max(pair.rank for pair in self.pairs.values())
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The modules that it changes in any layer, in the order of MODULES."""
+        found = {module for _, module in self.pairs}
+        return tuple(module for module in MODULES if module in found)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(pair.a.nbytes + pair.b.nbytes for pair in self.pairs.values())
+
+    def digest(self) -> str:
+        """SHA-256 of all numbers, their places and scales, in hexadecimal. It does not depend on file or name."""
+        digest = hashlib.sha256()
+        for layer, module in sorted(self.pairs):
+            pair = self.pairs[layer, module]
+            digest.update(f"{layer}.{module}.{pair.a.dtype}.{pair.b.dtype}.{tuple(pair.a.shape)};".encode())
+            digest.update(struct.pack("<d", pair.scale))
+            for tensor in (pair.a, pair.b):
+                # numpy has no bfloat16; bytes are the same for all.
+                digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+        return digest.hexdigest()
+
+
+def module_shapes(sizes: DecoderSizes) -> dict[str, tuple[int, int]]:
+    """By module, (outputs, inputs) of its linear layer."""
+    hidden, inner = sizes.hidden_size, sizes.intermediate_size
+    q, kv = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
+    return {
+        "q": (q, hidden),
+        "k": (kv, hidden),
+        "v": (kv, hidden),
+        "o": (hidden, q),
+        "gate": (inner, hidden),
+        "up": (inner, hidden),
+        "down": (hidden, inner),
+    }
+
+
+def read_peft(directory: str | Path, base: DecoderSizes, *, max_rank: int = MAX_RANK) -> AdapterWeights:
+    """The adapter of a directory, for a base model of these sizes, on the host and in the file's dtype.
+
+    Nothing is read before names, shapes and ranks are known to fit. Raises UnsupportedAdapter naming what does not:
+    options other than plain LoRA and rsLoRA, other modules than MODULES, shapes of another base model, ranks above
+    `max_rank`, and numbers that are not finite.
+    """
+    directory = Path(directory)
+    config = _read_config(directory)
+    _check_config(config)
+    try:
+        file: Any = safe_open(directory / WEIGHTS_FILE, framework="pt")
+        names = list(file.keys())
+    except FileNotFoundError:
+        raise UnsupportedAdapter(f"the adapter has no {WEIGHTS_FILE}; only safetensors are read") from None
+    except (SafetensorError, OSError) as error:
+        raise UnsupportedAdapter(f"{WEIGHTS_FILE} cannot be read as safetensors: {_reason(error)}") from None
+    ranks = _ranks(file, names, base, max_rank)
+    _check_targets(config, ranks, base.num_layers)
+    pairs = {}
+    for (layer, module), rank in ranks.items():
+        a, b = (_finite(file, _tensor_name(layer, module, letter)) for letter in "AB")
+        alpha = _alpha(config, layer, module)
+        scale = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
+        pairs[layer, module] = LoraPair(a, b, scale)
+    return AdapterWeights(pairs)
+
+
+def write_peft(directory: str | Path, weights: AdapterWeights, *, base_model: str) -> None:
+    """Write an adapter so that PEFT and `read_peft` read it. The directory is made if it does not exist.
+
+    Each file is replaced as a whole and the config comes last, so an adapter with a config is complete. `base_model` is
+    what the config names as its base.
+    """
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    tensors, ranks, alphas = {}, {}, {}
+    for (layer, module), pair in weights.pairs.items():
+        for letter, tensor in (("A", pair.a), ("B", pair.b)):
+            tensors[_tensor_name(layer, module, letter)] = tensor.detach().cpu().contiguous()
+        name = _module_name(layer, module)
+        ranks[name], alphas[name] = pair.rank, pair.scale * pair.rank
+    rank, alpha = (Counter(values.values()).most_common(1)[0][0] for values in (ranks, alphas))
+    # PEFT takes the first key that matches the end of a module's name, and in a key a dot matches anything.
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model,
+        "inference_mode": True,
+        "r": rank,
+        "lora_alpha": _shortest(alpha),
+        "rank_pattern": {name: value for name, value in ranks.items() if value != rank},
+        "alpha_pattern": {name: _shortest(value) for name, value in alphas.items() if value != alpha},
+        "target_modules": _targets(weights),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "modules_to_save": None,
+        "use_rslora": False,
+        "use_dora": False,
+    }
+    partial = directory / f".{WEIGHTS_FILE}.partial"
+    save_file(tensors, partial, metadata={"format": "pt"})
+    _replace(partial, directory / WEIGHTS_FILE)
+    partial = directory / f".{CONFIG_FILE}.partial"
+    partial.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    _replace(partial, directory / CONFIG_FILE)
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    try:
+        with (directory / CONFIG_FILE).open("rb") as file:
+            data = file.read(CONFIG_LIMIT + 1)
+    except OSError as error:
+        raise UnsupportedAdapter(f"{CONFIG_FILE} of the adapter cannot be read: {_reason(error)}") from None
+    if len(data) > CONFIG_LIMIT:
+        raise UnsupportedAdapter(f"{CONFIG_FILE} is larger than {CONFIG_LIMIT} bytes, the limit for such a file")
+    try:
+        config = json.loads(data.decode())
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise UnsupportedAdapter(f"{CONFIG_FILE} is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise UnsupportedAdapter(f"{CONFIG_FILE} holds no JSON object")
+    return config
+
+
+def _check_config(config: Mapping[str, Any]) -> None:
+    """Refuse what would make the adapter more than B A x on the modules that its tensors name."""
+    if config.get("peft_type") != "LORA":
+        raise UnsupportedAdapter(f"peft_type is {_shown(config.get('peft_type'))}; only LORA is supported")
+    if config.get("task_type") not in ("CAUSAL_LM", None):
+        raise UnsupportedAdapter(f"task_type is {_shown(config['task_type'])}; only CAUSAL_LM is supported")
+    if config.get("bias", "none") != "none":
+        raise UnsupportedAdapter(f"bias is {_shown(config['bias'])}; adapters with trained biases are not supported")
+    start = config.get("init_lora_weights")
+    if not any(start is plain or start == plain for plain in _PLAIN_START):
+        raise UnsupportedAdapter(
+            f"init_lora_weights is {_shown(start)}, which changes the base model's weights; convert it to plain LoRA "
+            "when it is saved"
+        )
+    for key, value in config.items():
+        if value and key not in _WITHOUT_EFFECT | _UNDERSTOOD:
+            raise UnsupportedAdapter(f"{CONFIG_FILE} sets {_shown(key)}, which is not supported")
+    if not _is_number(config.get("lora_alpha")):
+        raise UnsupportedAdapter(f"lora_alpha is {_shown(config.get('lora_alpha'))}; it must be a finite number")
+    for key in ("rank_pattern", "alpha_pattern"):
+        pattern = config.get(key) or {}
+        if not isinstance(pattern, dict):
+            raise UnsupportedAdapter(f"{key} is {_shown(pattern)}; it must be an object")
+        for name, value in pattern.items():
+            if not re.fullmatch(r"\^?[\w.]+", name):
+                raise UnsupportedAdapter(f"{key} has the pattern {_shown(name)}; only names of modules are supported")
+            if not _is_number(value):
+                raise UnsupportedAdapter(f"{key} of {_shown(name)} is {_shown(value)}; it must be a finite number")
+
+
+def _ranks(file: Any, names: list[str], base: DecoderSizes, max_rank: int) -> dict[tuple[int, str], int]:
+    """The rank of every pair, from the shapes in the file's header, each of which fits the base."""
+    shapes: dict[tuple[int, str], dict[str, tuple[int, ...]]] = {}
+    for name in names:
+        match = _TENSOR.fullmatch(name)
+        if match is None or match[2] not in _LONG_NAMES:
+            raise UnsupportedAdapter(
+                f"tensor {_shown(name)} is not of a supported module; supported are lora_A and lora_B of "
+                f"{', '.join(MODULES.values())}"
+            )
+        layer, module = int(match[1]), _LONG_NAMES[match[2]]
+        if layer >= base.num_layers:
+            raise UnsupportedAdapter(f"tensor {name} is of layer {layer}; the base model has {base.num_layers} layers")
+        shapes.setdefault((layer, module), {})[match[3]] = tuple(file.get_slice(name).get_shape())
+    if not shapes:
+        raise UnsupportedAdapter(f"{WEIGHTS_FILE} holds no tensors")
+    ranks = {}
+    for key, found in sorted(shapes.items()):
+        if missing := {"A", "B"} - found.keys():
+            raise UnsupportedAdapter(f"{WEIGHTS_FILE} has no tensor {_tensor_name(*key, missing.pop())}")
+        outputs, inputs = module_shapes(base)[key[1]]
+        a, b = found["A"], found["B"]
+        rank = a[0] if a else 0
+        if (a, b) != ((rank, inputs), (outputs, rank)):
+            raise UnsupportedAdapter(
+                f"{_module_name(*key)} has A of shape {a} and B of {b}; the base model takes (rank, {inputs}) and "
+                f"({outputs}, rank)"
+            )
+        if not 1 <= rank <= max_rank:
+            raise UnsupportedAdapter(f"{_module_name(*key)} has rank {rank}; it must be from 1 to {max_rank}")
+        ranks[key] = rank
+    return ranks
+
+
+def _check_targets(config: Mapping[str, Any], ranks: Mapping[tuple[int, str], int], num_layers: int) -> None:
+    """Refuse a file that lacks modules which the config lists. Patterns are not expanded: the tensors say it all."""
+    targets = config.get("target_modules")
+    if not isinstance(targets, list) or config.get("layers_to_transform") is not None or config.get("exclude_modules"):
+        return
+    for target in targets:
+        known = [
+            (layer, short)
+            for short, long in MODULES.items()
+            for layer in range(num_layers)
+            if f".{_module_name(layer, short)}".endswith(f".{target}")
+        ]
+        if not known:
+            raise UnsupportedAdapter(
+                f"target_modules names {_shown(target)}; supported are {', '.join(MODULES.values())}"
+            )
+        if missing := next((key for key in known if key not in ranks), None):
+            raise UnsupportedAdapter(
+                f"target_modules names {_shown(target)}, but {WEIGHTS_FILE} has no {_module_name(*missing)}"
+            )
+
+
+def _alpha(config: Mapping[str, Any], layer: int, module: str) -> float:
+    """The alpha of one module: the first key of alpha_pattern that its name ends with, else lora_alpha."""
+    name = _module_name(layer, module)
+    for key, alpha in (config.get("alpha_pattern") or {}).items():
+        plain = key.removeprefix("^")
+        if name == plain or (not key.startswith("^") and name.endswith(f".{plain}")):
+            return float(alpha)
+    return float(config["lora_alpha"])
+
+
+def _finite(file: Any, name: str) -> torch.Tensor:
+    tensor: torch.Tensor = file.get_tensor(name)
+    if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise UnsupportedAdapter(f"tensor {name} is {tensor.dtype}; supported are float32, bfloat16 and float16")
+    if not bool(torch.isfinite(tensor).all()):
+        raise UnsupportedAdapter(f"tensor {name} holds NaN or infinite values: the adapter is damaged")
+    return tensor
+
+
+def _targets(weights: AdapterWeights) -> list[str]:
+    """The modules by their last names if all layers have the same ones, else each by its full name."""
+    by_layer: dict[int, set[str]] = {}
+    for layer, module in weights.pairs:
+        by_layer.setdefault(layer, set()).add(module)
+    if [*by_layer] == [*range(len(by_layer))] and all(found == by_layer[0] for found in by_layer.values()):
+        return [MODULES[module].rpartition(".")[2] for module in weights.modules]
+    return [_module_name(layer, module) for layer, module in weights.pairs]
+
+
+def _module_name(layer: int, module: str) -> str:
+    return f"model.layers.{layer}.{MODULES[module]}"
+
+
+def _tensor_name(layer: int, module: str, letter: str) -> str:
+    return f"base_model.model.{_module_name(layer, module)}.lora_{letter}.weight"
+
+
+def _replace(partial: Path, target: Path) -> None:
+    """Put a complete file in the place of another, so that a reader finds one of them whole, after a crash too."""
+    with partial.open("rb+") as file:
+        os.fsync(file.fileno())
+    partial.replace(target)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _shortest(number: float) -> int | float:
+    return int(number) if number == int(number) else number
+
+
+def _shown(value: object) -> str:
+    """A value of a file in a message, cut short."""
+    text = repr(value)
+    return text if len(text) <= 100 else text[:97] + "..."
+
+
+def _reason(error: BaseException) -> str:
+    """Why a file could not be read, without its directory."""
+    return (error.strerror or type(error).__name__) if isinstance(error, OSError) else _shown(str(error))

@@ -1,0 +1,259 @@
+"""Adapters in PEFT's format: what PEFT writes is read, what is written PEFT reads, and the rest is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from holdfast.lm.models.peft_files import (
+    CONFIG_FILE,
+    MODULES,
+    WEIGHTS_FILE,
+    AdapterWeights,
+    LoraPair,
+    UnsupportedAdapter,
+    module_shapes,
+    read_peft,
+    write_peft,
+)
+from tests.checkpoints import tiny
+
+# PEFT asks Transformers by a name that is about to go.
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+
+
+def sizes_of(config: Any) -> Any:
+    return SimpleNamespace(
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_layers=config.num_hidden_layers,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+    )
+
+
+@pytest.fixture(scope="module")
+def base() -> Any:
+    return SimpleNamespace(hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8)
+
+
+def adapter(base: Any, *, modules: tuple[str, ...] = tuple(MODULES), rank: int = 4, scale: float = 2.0) -> Any:
+    shapes = module_shapes(base)
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    return AdapterWeights(
+        {
+            (layer, module): LoraPair(draw(rank, shapes[module][1]), draw(shapes[module][0], rank), scale)
+            for layer in range(base.num_layers)
+            for module in modules
+        }
+    )
+
+
+def assert_same(found: AdapterWeights, wanted: AdapterWeights) -> None:
+    assert found.pairs.keys() == wanted.pairs.keys()
+    for key, pair in wanted.pairs.items():
+        assert torch.equal(found.pairs[key].a, pair.a) and torch.equal(found.pairs[key].b, pair.b)
+        assert found.pairs[key].scale == pytest.approx(pair.scale, rel=1e-12)
+
+
+def changed(directory: Path, **config: Any) -> Path:
+    path = directory / CONFIG_FILE
+    path.write_text(json.dumps({**json.loads(path.read_text()), **config}))
+    return directory
+
+
+def renamed(directory: Path, old: str, new: str | None) -> Path:
+    tensors = load_file(directory / WEIGHTS_FILE)
+    tensor = tensors.pop(old)
+    if new is not None:
+        tensors[new] = tensor
+    save_file(tensors, directory / WEIGHTS_FILE)
+    return directory
+
+
+@pytest.fixture
+def written(base: Any, tmp_path: Path) -> Path:
+    write_peft(tmp_path / "adapter", adapter(base), base_model="base")
+    return tmp_path / "adapter"
+
+
+@pytest.mark.parametrize("modules", [tuple(MODULES), ("q", "v"), ("o", "down")])
+def test_what_is_written_is_read_back(base: Any, modules: tuple[str, ...], tmp_path: Path) -> None:
+    weights = adapter(base, modules=modules, scale=0.75)
+    write_peft(tmp_path, weights, base_model="base")
+    found = read_peft(tmp_path, base)
+    assert_same(found, weights)
+    assert (found.rank, found.modules) == (4, modules)
+    assert found.num_bytes == sum(path.nbytes for path in load_file(tmp_path / WEIGHTS_FILE).values())
+
+
+def test_pairs_of_different_ranks_and_scales_are_read_back(base: Any, tmp_path: Path) -> None:
+    pairs = dict(adapter(base).pairs)
+    pairs[1, "q"] = LoraPair(torch.randn(3, 32), torch.randn(32, 3), 1 / 3)
+    del pairs[0, "up"]
+    write_peft(tmp_path, AdapterWeights(pairs), base_model="base")
+    assert_same(read_peft(tmp_path, base), AdapterWeights(pairs))
+
+
+def test_a_written_adapter_changes_peft_s_model_as_its_product_says(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    module = tiny("llama")
+    base = sizes_of(module.config)
+    pairs = dict(adapter(base, scale=0.5).pairs)
+    pairs[1, "q"] = pairs[1, "q"]._replace(scale=0.25)
+    write_peft(tmp_path, AdapterWeights(pairs), base_model="base")
+    before = {name: weight.clone() for name, weight in module.state_dict().items()}
+    merged = peft.PeftModel.from_pretrained(module, tmp_path).merge_and_unload().state_dict()
+    for (layer, short), pair in pairs.items():
+        name = f"model.layers.{layer}.{MODULES[short]}.weight"
+        torch.testing.assert_close(merged[name] - before[name], pair.scale * pair.b @ pair.a, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(r=4, lora_alpha=8, target_modules="all-linear"),
+        dict(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], use_rslora=True),
+        dict(r=8, lora_alpha=8, target_modules=r".*\.(gate|up)_proj"),
+        dict(
+            r=4, lora_alpha=6, target_modules=["q_proj", "up_proj"], rank_pattern={"q_proj": 2}, layers_to_transform=[1]
+        ),
+        dict(r=4, lora_alpha=6, target_modules="all-linear", alpha_pattern={"layers.0.self_attn.q_proj": 3}),
+    ],
+)
+def test_what_peft_writes_is_read_with_peft_s_own_scales(options: dict[str, Any], tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    module = tiny("llama")
+    base = sizes_of(module.config)
+    model = peft.get_peft_model(module, peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **options))
+    model.save_pretrained(tmp_path)
+    found = read_peft(tmp_path, base)
+    layers = {name: part for name, part in model.named_modules() if hasattr(part, "lora_A")}
+    assert len(layers) == len(found.pairs) > 0
+    for (layer, short), pair in found.pairs.items():
+        own = layers[f"base_model.model.model.layers.{layer}.{MODULES[short]}"]
+        torch.testing.assert_close(pair.scale * pair.b @ pair.a, own.get_delta_weight("default"))
+
+
+def test_the_digest_changes_with_numbers_scale_and_place_and_with_nothing_else(base: Any, written: Path) -> None:
+    weights = adapter(base)
+    assert read_peft(changed(written, base_model_name_or_path="other"), base).digest() == weights.digest()
+    first = weights.pairs[0, "q"]
+    moved = {key: pair for key, pair in weights.pairs.items() if key != (0, "gate")}
+    others = [
+        {**weights.pairs, (0, "q"): first._replace(scale=2.5)},
+        {**weights.pairs, (0, "q"): first._replace(a=first.a + torch.eye(4, 32) * 1e-3)},
+        moved,
+        {**moved, (0, "gate"): weights.pairs[0, "up"], (0, "up"): weights.pairs[0, "gate"]},
+    ]
+    digests = {AdapterWeights(pairs).digest() for pairs in others}
+    assert len(digests) == 4 and weights.digest() not in digests
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (dict(peft_type="IA3"), "peft_type is 'IA3'"),
+        (dict(task_type="SEQ_CLS"), "task_type is 'SEQ_CLS'"),
+        (dict(bias="all"), "bias is 'all'"),
+        (dict(use_dora=True), "sets 'use_dora'"),
+        (dict(modules_to_save=["lm_head"]), "sets 'modules_to_save'"),
+        (dict(layer_replication=[[0, 1]]), "sets 'layer_replication'"),
+        (dict(fan_in_fan_out=True), "sets 'fan_in_fan_out'"),
+        (dict(some_new_option=3), "sets 'some_new_option'"),
+        (dict(init_lora_weights="pissa_niter_4"), "init_lora_weights is 'pissa_niter_4'"),
+        (dict(lora_alpha="much"), "lora_alpha is 'much'"),
+        (dict(lora_alpha=float("nan")), "lora_alpha is nan"),
+        (dict(alpha_pattern={".*q_proj": 3}), "pattern '.*q_proj'"),
+        (dict(alpha_pattern={"q_proj": None}), "alpha_pattern of 'q_proj' is None"),
+        (dict(target_modules=["q_proj", "lm_head"]), "target_modules names 'lm_head'"),
+    ],
+)
+def test_what_is_more_than_plain_lora_is_refused_by_name(
+    base: Any, written: Path, config: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UnsupportedAdapter, match=words.replace(".*", r"\.\*")):
+        read_peft(changed(written, **config), base)
+
+
+NAME = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+
+
+@pytest.mark.parametrize(
+    ("new", "words"),
+    [
+        (None, "has no tensor base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"),
+        ("base_model.model.lm_head.lora_A.weight", "lm_head.lora_A.weight' is not of a supported module"),
+        (NAME.replace("lora_A", "lora_embedding_A"), "is not of a supported module"),
+        (NAME.replace(".0.", ".2."), "of layer 2; the base model has 2 layers"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused_by_name(base: Any, written: Path, new: str | None, words: str) -> None:
+    with pytest.raises(UnsupportedAdapter, match=words):
+        read_peft(renamed(written, NAME, new), base)
+
+
+def test_an_adapter_of_another_base_model_is_refused_with_both_shapes(base: Any, written: Path) -> None:
+    wider = SimpleNamespace(**{**vars(base), "hidden_size": 64})
+    with pytest.raises(UnsupportedAdapter, match=r"B of \(32, 4\).*takes .*\(64, rank\)"):
+        read_peft(written, wider)
+
+
+def test_a_rank_above_the_limit_is_refused(base: Any, written: Path) -> None:
+    with pytest.raises(UnsupportedAdapter, match=r"rank 4; it must be from 1 to 2"):
+        read_peft(written, base, max_rank=2)
+
+
+def test_a_module_that_the_config_lists_and_the_file_lacks_is_refused(base: Any, tmp_path: Path) -> None:
+    write_peft(tmp_path, adapter(base, modules=("q",)), base_model="base")
+    with pytest.raises(UnsupportedAdapter, match=r"has no model.layers.0.self_attn.v_proj"):
+        read_peft(changed(tmp_path, target_modules=["q_proj", "v_proj"]), base)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_numbers_that_are_not_finite_are_refused(base: Any, written: Path, number: float) -> None:
+    tensors = load_file(written / WEIGHTS_FILE)
+    tensors[NAME][1, 3] = number
+    save_file(tensors, written / WEIGHTS_FILE)
+    with pytest.raises(UnsupportedAdapter, match=r"q_proj.lora_A.weight holds NaN or infinite"):
+        read_peft(written, base)
+
+
+@pytest.mark.parametrize("data", [b"", b"\xff", b"[1]", b'{"a":', b"[" * 100_000, b" " * (2 << 20)])
+def test_a_config_that_is_no_object_is_refused(base: Any, written: Path, data: bytes) -> None:
+    (written / CONFIG_FILE).write_bytes(data)
+    with pytest.raises(UnsupportedAdapter, match=CONFIG_FILE):
+        read_peft(written, base)
+
+
+@pytest.mark.parametrize("data", [None, b"", b"not safetensors at all", b"\x80PK"])
+def test_weights_that_are_no_safetensors_are_refused_without_naming_a_directory(
+    base: Any, written: Path, data: bytes | None
+) -> None:
+    (written / WEIGHTS_FILE).unlink()
+    if data is None:
+        (written / "adapter_model.bin").write_bytes(b"\x80\x02")
+    else:
+        (written / WEIGHTS_FILE).write_bytes(data)
+    with pytest.raises(UnsupportedAdapter, match=WEIGHTS_FILE) as refused:
+        read_peft(written, base)
+    assert str(written.parent) not in str(refused.value)
+
+
+def test_half_precision_is_kept_as_it_is_stored(base: Any, tmp_path: Path) -> None:
+    weights = AdapterWeights(
+        {key: LoraPair(pair.a.bfloat16(), pair.b.half(), 1.0) for key, pair in adapter(base).pairs.items()}
+    )
+    write_peft(tmp_path, weights, base_model="base")
+    assert_same(read_peft(tmp_path, base), weights)

@@ -205,7 +205,8 @@ def loss_backward_kernel(logits, targets, weights, losses, vocabulary, stride, B
     total = tl.zeros([BLOCK], tl.float32)
     for first in range(0, vocabulary, BLOCK):
         held = first + column < vocabulary
-        score = tl.load(start + first + column, mask=held, other=-1e30).to(tl.float32)
+        score = tl.load(start + first + column, mask=held, other=0.0).to(tl.float32)
+        score = tl.where(held, score, -1e30)
         above = tl.maximum(largest, score)
         total = total * tl.exp(largest - above) + tl.where(held, tl.exp(score - above), 0.0)
         largest = above
@@ -218,6 +219,6 @@ def loss_backward_kernel(logits, targets, weights, losses, vocabulary, stride, B
     for first in range(0, vocabulary, BLOCK):
         at = first + column
         held = at < vocabulary
-        score = tl.load(start + at, mask=held, other=-1e30).to(tl.float32)
+        score = tl.load(start + at, mask=held, other=0.0).to(tl.float32)
         back = (tl.exp(score - log_sum) - tl.where(at == target, 1.0, 0.0)) * weight
         tl.store(start + at, back.to(logits.dtype.element_ty), mask=held)

@@ -12,6 +12,7 @@ from math import prod
 
 import torch
 
+from holdfast.lm.kernels.cache.kv_cache import KVCache
 from holdfast.lm.models.halves import Halves, Kept, LayerAdapter, PackedTokens
 from holdfast.training.jobs import HEAD_ROWS, Unit
 
@@ -68,6 +69,17 @@ class Arena:
             raise ValueError(f"{name} lies {offset} bytes before the end of a plane of {end} bytes: take fewer tokens")
         start = end - offset
         return plane[start : start + prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
+
+def arena_of(cache: KVCache) -> Arena:
+    """The end of a KV cache, whose layers' keys and values are each in one piece."""
+    planes = [(_bytes(key), _bytes(value)) for key, value in map(cache.layer, range(len(cache.data)))]
+    return Arena(planes, planes[0][0].numel() // cache.num_blocks)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a tensor that is in one piece, [bytes] uint8."""
+    return tensor.view(-1).view(torch.uint8)
 
 
 def kept_places(halves: Halves, tokens: int, before: Places) -> tuple[Places, Places]:

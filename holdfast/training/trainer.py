@@ -20,7 +20,7 @@ import torch
 
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.halves import AdapterLayout, Halves, LayerAdapter
-from holdfast.lm.models.peft_files import AdapterWeights, LoraPair, write_peft
+from holdfast.lm.models.peft_files import CONFIG_FILE, AdapterWeights, LoraPair, write_peft
 from holdfast.lm.types import TrainingResult, TrainingSlice
 from holdfast.training.data import Examples, digest_of
 from holdfast.training.iteration import Arena, Iteration, Places, kept_places
@@ -151,19 +151,18 @@ class Trainer:
     def __init__(
         self,
         model: Decoder,
-        planes: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        block_bytes: int,
+        arena: Arena,
         *,
         base_digest: str,
         mirror: Path | None,
     ) -> None:
-        """`planes` and `block_bytes` are those of `Arena`. A job of another `base_digest` is refused.
+        """`arena` is the end of the engine's cache (`arena_of`). A job of another `base_digest` is refused.
 
         `mirror` is a directory in the host's memory, where states survive the engine but not the host; None: there is
         none, and states go to the jobs' own directories.
         """
         self._model, self._base_digest, self._mirror = model, base_digest, mirror
-        self._arena = Arena(planes, block_bytes)
+        self._arena = arena
         self._device = model.spec.device
         self._jobs: dict[str, _Job] = {}
         self._reports: deque[StepReport | JobFailure] = deque()
@@ -205,14 +204,23 @@ class Trainer:
             list(state.records), state.step, state.step,
         )  # fmt: skip
         self._jobs[job.id] = opened
-        if state.step and steps.checkpoint_after(state.step - 1):
-            # The engine may have been killed before it was complete.
+        if state.step and steps.checkpoint_after(state.step - 1) and not _has_checkpoint(opened, state.step):
+            # The engine was killed before it was complete.
             self._write_checkpoint(opened, state.step)
         return steps
 
     def records(self, job: str) -> tuple[StepRecord, ...]:
         """The stored steps of an open job."""
         return tuple(self._jobs[job].records)
+
+    def steps(self, job: str) -> JobSteps:
+        """The steps of an open job."""
+        return self._jobs[job].steps
+
+    def host_vector(self, job: str, name: str) -> torch.Tensor:
+        """One of STORED as the host has it: of an offloaded job, all there is."""
+        self._wait()
+        return self._jobs[job].host[name]
 
     def next_slice(self, job: str) -> tuple[int, int, int]:
         """Where an open job stands: step, micro-batch, and the unit that comes next."""
@@ -509,6 +517,8 @@ class Trainer:
             for each, record in zip(done, fresh, strict=True):
                 if not math.isfinite(record.loss):
                     raise ArithmeticError(f"the loss of step {each.step} is {record.loss}: lower the learning rate")
+            if not bool(torch.isfinite(known.host["params"]).all()):
+                raise ArithmeticError(f"step {step - 1} made parameters that are not finite: lower the learning rate")
             records = (*known.records, *fresh)
             state = State(records, *(known.host[name] for name in STORED))
             assert state.step == step
@@ -546,7 +556,7 @@ class Trainer:
 
     def _write_checkpoint(self, known: _Job, step: int) -> Path:
         """Write the adapter of the vectors on the host. `step` counts the steps behind it."""
-        path = known.directory / CHECKPOINTS / str(step)
+        path = _checkpoint_path(known, step)
         layers = self._model.decoder.num_layers
         pairs = {}
         for layer, piece in enumerate(known.host["params"].chunk(layers)):
@@ -556,6 +566,14 @@ class Trainer:
                     pairs[layer, module] = LoraPair(a, b, known.job.hyperparameters.scale)
         write_peft(path, AdapterWeights(pairs), base_model=known.job.base_model)
         return path
+
+
+def _checkpoint_path(known: _Job, step: int) -> Path:
+    return known.directory / CHECKPOINTS / str(step)
+
+
+def _has_checkpoint(known: _Job, step: int) -> bool:
+    return (_checkpoint_path(known, step) / CONFIG_FILE).exists()
 
 
 class _Timer:

@@ -82,7 +82,7 @@ class LaunchedSlice:
         )  # fmt: skip
 
 
-@dataclass
+@dataclass(eq=False)
 class _Done:
     """A step that is computed, or about to be on the device, and that no state holds yet."""
 
@@ -93,7 +93,19 @@ class _Done:
     validation: torch.Tensor | None
 
 
-@dataclass
+@dataclass(eq=False)
+class _Write:
+    """A state that the writer stores, or will."""
+
+    known: _Job
+    host: dict[str, torch.Tensor]
+    done: list[_Done]
+    step: int
+    durable: bool
+    future: Future[None]
+
+
+@dataclass(eq=False)
 class _Resident:
     """A job's vectors on the device, by name and layer."""
 
@@ -105,7 +117,7 @@ class _Resident:
     """The gradients of one micro-batch that is not a step's first; they are added to `grads` when it is complete."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Job:
     """A job that the trainer knows."""
 
@@ -116,7 +128,9 @@ class _Job:
     examples: Examples
     validation: Examples | None
     host: dict[str, torch.Tensor]
-    """The vectors [layers * elements] on the host, by name, and the accumulated gradients of an offloaded step."""
+    """The vectors of STORED [layers * elements] on the host."""
+    spare: dict[str, torch.Tensor]
+    """Room for newer ones while the writer reads `host`."""
     records: list[StepRecord]
     """Of the stored steps. Only the writer adds to it once the job runs."""
     step: int
@@ -132,7 +146,12 @@ class _Job:
     """Of the step's micro-batches so far, on the device."""
     iteration: Iteration | None = None
     resident: _Resident | None = None
+    host_grads: torch.Tensor | None = None
+    """The gradients of the earlier micro-batches of a step that was offloaded."""
     done: list[_Done] = field(default_factory=list)
+    """Steps whose storing has not begun."""
+    unstored: list[_Done] = field(default_factory=list)
+    """Steps that no file took so far. Only the writer changes it."""
     copied: torch.cuda.Event | None = None
     """When the vectors have been copied to the host; the next update waits for it."""
     failed: bool = False
@@ -167,7 +186,8 @@ class Trainer:
         self._jobs: dict[str, _Job] = {}
         self._reports: deque[StepReport | JobFailure] = deque()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="holdfast-tuning")
-        self._writing: tuple[_Job, Future[list[_Done]]] | None = None
+        self._writes: list[_Write] = []
+        """At most one that runs, and behind it those that wait."""
         self._copies = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     # Jobs
@@ -201,12 +221,13 @@ class Trainer:
         opened = _Job(
             job, directory, steps, Halves(self._model, layout, chosen.scale), examples, held_out,
             {name: self._pinned(vector) for name, vector in zip(STORED, state.vectors, strict=True)},
+            {name: self._pinned(torch.empty_like(vector)) for name, vector in zip(STORED, state.vectors, strict=True)},
             list(state.records), state.step, state.step,
         )  # fmt: skip
         self._jobs[job.id] = opened
         if state.step and steps.checkpoint_after(state.step - 1) and not _has_checkpoint(opened, state.step):
             # The engine was killed before it was complete.
-            self._write_checkpoint(opened, state.step)
+            self._write_checkpoint(opened, opened.host["params"], state.step)
         return steps
 
     def records(self, job: str) -> tuple[StepRecord, ...]:
@@ -240,15 +261,13 @@ class Trainer:
         It goes on from its last step when it is opened again.
         """
         known = self._jobs[job]
-        if not known.failed:
-            self._store(known, durable=True)
+        self._store(known, durable=True)
         self._wait()
         del self._jobs[job]
 
     def discard(self, job: str) -> None:
         """Forget a job and delete its states. Its checkpoints stay."""
         known = self._jobs.pop(job)
-        known.failed = True
         self._wait()
         for files in self._files(known.job, known.directory).values():
             files.remove()
@@ -389,9 +408,7 @@ class Trainer:
         now = time.monotonic()
         known.step_seconds, known.step_at = now - known.step_at, now
         ends = known.step == known.steps.count
-        checkpoint = known.steps.checkpoint_after(known.step - 1)
-        if checkpoint or self._writing is None or self._writing[1].done():
-            self._store(known, durable=ends)
+        self._store(known, durable=ends)
         return loss
 
     # Memory
@@ -429,10 +446,11 @@ class Trainer:
             ]
             for name in places.at
         }
-        names = STORED if known.micro_batch == 0 else (*STORED, "grads")
         with torch.no_grad():
-            for name in names:
+            for name in STORED:
                 _copy(known.host[name].chunk(len(layers)), vectors[name])
+            if known.micro_batch and known.host_grads is not None:
+                _copy(known.host_grads.chunk(len(layers)), vectors["grads"])
         _cast(vectors)
         read = vectors.get("cast", vectors["params"])
         adapters, grads, fresh = (
@@ -447,10 +465,10 @@ class Trainer:
             # Whoever gets the blocks next writes after the copy.
             torch.cuda.current_stream(self._device).wait_event(known.copied)
         if known.micro_batch:
-            if "grads" not in known.host:
-                known.host["grads"] = self._pinned(torch.empty_like(known.host["params"]))
+            if known.host_grads is None:
+                known.host_grads = self._pinned(torch.empty_like(known.host["params"]))
             with torch.no_grad():
-                _copy(resident.vectors["grads"], known.host["grads"].chunk(len(resident.vectors["grads"])))
+                _copy(resident.vectors["grads"], known.host_grads.chunk(len(resident.vectors["grads"])))
         known.resident = None
 
     def _pinned(self, vector: torch.Tensor) -> torch.Tensor:
@@ -473,17 +491,28 @@ class Trainer:
         return found
 
     def _store(self, known: _Job, *, durable: bool) -> None:
-        """Begin to store the last step, if it is not: copy the vectors to the host, then let the writer go on."""
-        if not known.done and not durable:
-            return
-        self._wait()
-        if known.failed:
-            return
+        """Begin to store the last step: copy the vectors to the host if they are newer, and let the writer go on.
+
+        It waits for the writer only if a checkpoint waits there. A state that waits gives way to a newer one.
+        """
+        self._writes = [write for write in self._writes if not write.future.done()]
+        for write in [*self._writes]:
+            if write.known is known and not known.steps.checkpoint_after(write.step - 1) and write.future.cancel():
+                known.done = [*write.done, *known.done]
+                durable |= write.durable
+                self._writes.remove(write)
         if known.host_step != known.step and known.resident is not None:
+            for room in (known.host, known.spare):
+                if not any(write.host is room for write in self._writes):
+                    break
+            else:
+                self._wait()
+            known.host, known.spare = room, known.spare if room is known.host else known.host
             self._copy_to_host(known, known.resident)
-        done, known.done = known.done, []
-        writing = self._writer.submit(self._write, known, done, known.copied, known.step, durable)
-        self._writing = known, writing
+        if known.done or durable:
+            done, known.done = known.done, []
+            future = self._writer.submit(self._write, known, known.host, done, known.copied, known.step, durable)
+            self._writes.append(_Write(known, known.host, done, known.step, durable, future))
 
     def _copy_to_host(self, known: _Job, resident: _Resident) -> None:
         layers = len(resident.adapters)
@@ -498,43 +527,50 @@ class Trainer:
         known.host_step = known.step
 
     def _wait(self) -> None:
-        """Wait until the writer is idle. Steps that no file took are stored with a later one."""
-        if self._writing is not None:
-            (known, writing), self._writing = self._writing, None
-            known.done = [*writing.result(), *known.done]
+        """Wait until the writer is idle."""
+        writes, self._writes = self._writes, []
+        for write in writes:
+            write.future.result()
 
     def _write(
-        self, known: _Job, done: list[_Done], copied: torch.cuda.Event | None, step: int, durable: bool
-    ) -> list[_Done]:
-        """In the writer's thread: store a state, then report its steps. Returns those that no file took."""
+        self,
+        known: _Job,
+        host: dict[str, torch.Tensor],
+        done: list[_Done],
+        copied: torch.cuda.Event | None,
+        step: int,
+        durable: bool,
+    ) -> None:
+        """In the writer's thread: store a state, then report its steps."""
+        if known.failed:
+            return
         try:
             if copied is not None:
                 copied.synchronize()
+            known.unstored += done
             fresh = [
                 StepRecord(float(each.loss), None if each.validation is None else float(each.validation), each.tokens)
-                for each in done
+                for each in known.unstored
             ]
-            for each, record in zip(done, fresh, strict=True):
+            for each, record in zip(known.unstored, fresh, strict=True):
                 if not math.isfinite(record.loss):
                     raise ArithmeticError(f"the loss of step {each.step} is {record.loss}: lower the learning rate")
-            if not bool(torch.isfinite(known.host["params"]).all()):
+            if not bool(torch.isfinite(host["params"]).all()):
                 raise ArithmeticError(f"step {step - 1} made parameters that are not finite: lower the learning rate")
-            records = (*known.records, *fresh)
-            state = State(records, *(known.host[name] for name in STORED))
+            state = State((*known.records, *fresh), *(host[name] for name in STORED))
             assert state.step == step
             if not self._write_files(known, state, durable):
-                return done
-            known.records = [*records]
+                return  # these steps are reported with a later one
+            known.records, stored, known.unstored = [*state.records], known.unstored, []
             checkpoint = None
-            if done and known.steps.checkpoint_after(step - 1):
-                checkpoint = self._write_checkpoint(known, step)
-            for each, record in zip(done, fresh, strict=True):
+            if stored and known.steps.checkpoint_after(step - 1):
+                checkpoint = self._write_checkpoint(known, host["params"], step)
+            for each, record in zip(stored, fresh, strict=True):
                 at = checkpoint if each.step == step - 1 else None
                 self._reports.append(StepReport(known.job.id, each.step, known.steps.count, record, at))
         except (OSError, ArithmeticError) as error:
             known.failed = True
             self._reports.append(JobFailure(known.job.id, str(error)))
-        return []
 
     def _write_files(self, known: _Job, state: State, durable: bool) -> bool:
         """Write a state where it is due. Returns whether any file has it."""
@@ -554,12 +590,12 @@ class Trainer:
             known.disk_seconds, known.disk_at, stored = time.monotonic() - now, now, True
         return stored
 
-    def _write_checkpoint(self, known: _Job, step: int) -> Path:
-        """Write the adapter of the vectors on the host. `step` counts the steps behind it."""
+    def _write_checkpoint(self, known: _Job, params: torch.Tensor, step: int) -> Path:
+        """Write the adapter of parameters on the host. `step` counts the steps behind it."""
         path = _checkpoint_path(known, step)
         layers = self._model.decoder.num_layers
         pairs = {}
-        for layer, piece in enumerate(known.host["params"].chunk(layers)):
+        for layer, piece in enumerate(params.chunk(layers)):
             for group in known.halves.layout.views(piece).values():
                 matrices = torch.split(group.a, known.job.hyperparameters.rank)
                 for (module, b), a in zip(group.b, matrices, strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from holdfast.lm.models.peft_files import CONFIG_FILE, read_peft
 from holdfast.lm.types import TrainingSlice
 from holdfast.training.data import write_examples
 from holdfast.training.iteration import arena_of
-from holdfast.training.state import StateFiles, newest
+from holdfast.training.state import State, StateFiles, newest
 from holdfast.training.trainer import EXAMPLES_FILE, JobFailure, StepReport, Trainer
 from tests.tuning import (
     BLOCKS,
@@ -172,6 +173,31 @@ def test_every_step_is_reported_once_with_its_loss_and_after_it_was_stored(model
     assert [report.step for report in reports] == [*range(9)] and {report.steps for report in reports} == {9}
     assert [report.record.loss for report in reports] == losses
     assert [report.checkpoint is not None for report in reports] == [step % 3 == 2 for step in range(9)]
+
+
+def test_a_slow_disk_delays_reports_and_no_step(
+    model: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = trainer_for(model)
+    trainer.open(new_job(tmp_path, epochs=6))
+    act(trainer, "job", "restore")
+    write, free, written = StateFiles.write, threading.Event(), list[int]()
+
+    def slow(self: StateFiles, state: State) -> None:
+        assert free.wait(20)
+        written.append(state.step)
+        write(self, state)
+
+    monkeypatch.setattr(StateFiles, "write", slow)
+    losses = []
+    while trainer.next_slice("job")[0] < 3:
+        losses.append(advance(trainer, "job").loss)
+    assert not trainer.reports()
+    free.set()
+    losses += finish(trainer, "job")
+    trainer.close("job")
+    assert [report.record.loss for report in step_reports(trainer)] == [loss for loss in losses if loss is not None]
+    assert written[0] == 1 and 2 not in written and written[-1] == 18
 
 
 def test_validation_is_reported_and_does_not_change_what_is_learned(model: Decoder, tmp_path: Path) -> None:

@@ -192,6 +192,11 @@ class Trainer:
 
     # Jobs
 
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block of the cache in all layers."""
+        return 2 * len(self._arena.planes) * self._arena.block_bytes
+
     def open(self, directory: Path) -> JobSteps:
         """Take a job of a directory, from its last stored step on; returns its steps. It is not resident yet.
 

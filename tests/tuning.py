@@ -37,7 +37,7 @@ def cache_of(model: Decoder, num_blocks: int = BLOCKS) -> KVCache:
     spec = model.spec
     return KVCache.allocate(
         layers=spec.num_layers, num_blocks=num_blocks, block_size=16, num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim, dtype=spec.dtype, device="cpu",
+        head_dim=spec.head_dim, dtype=spec.dtype, device=spec.device,
     )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from holdfast.lm.kernels.training.attention import sent
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.halves import AdapterLayout, Halves, LayerAdapter
 from holdfast.lm.models.peft_files import CONFIG_FILE, AdapterWeights, LoraPair, write_peft
@@ -202,9 +203,18 @@ class Trainer:
 
         Raises ValueError if the job is of another base model, if its data have changed, or if it is open.
         """
+        return self.add(self.prepare(directory))
+
+    def add(self, prepared: _Job) -> JobSteps:
+        """The quick part of `open`, in the thread of all other calls."""
+        if prepared.job.id in self._jobs:
+            raise ValueError(f"job {prepared.job.id} is open already")
+        self._jobs[prepared.job.id] = prepared
+        return prepared.steps
+
+    def prepare(self, directory: Path) -> _Job:
+        """The slow part of `open`, for `add`: reads files and locks host memory. May run in any thread."""
         job = read_job(directory)
-        if job.id in self._jobs:
-            raise ValueError(f"job {job.id} is open already")
         if job.base_digest != self._base_digest:
             raise ValueError(f"job {job.id} was begun over another base model ({job.base_model}); serve that one")
         validation = directory / VALIDATION_FILE if job.validation_digest else None
@@ -229,11 +239,10 @@ class Trainer:
             {name: self._pinned(torch.empty_like(vector)) for name, vector in zip(STORED, state.vectors, strict=True)},
             list(state.records), state.step, state.step,
         )  # fmt: skip
-        self._jobs[job.id] = opened
         if state.step and steps.checkpoint_after(state.step - 1) and not _has_checkpoint(opened, state.step):
             # The engine was killed before it was complete.
             self._write_checkpoint(opened, opened.host["params"], state.step)
-        return steps
+        return opened
 
     def records(self, job: str) -> tuple[StepRecord, ...]:
         """The stored steps of an open job."""
@@ -368,9 +377,7 @@ class Trainer:
         arrays = source.packed(batch.examples)
         ids, targets, weights = (torch.from_numpy(array) for array in arrays)
         weights = weights / (total if batch.validation else known.total)
-        if self._copies is not None:
-            ids, targets, weights = (part.pin_memory() for part in (ids, targets, weights))
-        ids, targets, weights = (part.to(self._device, non_blocking=True) for part in (ids, targets, weights))
+        ids, targets, weights = (sent(part, self._device) for part in (ids, targets, weights))
         return Iteration(
             known.halves,
             self._arena,

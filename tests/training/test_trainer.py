@@ -13,6 +13,7 @@ import torch
 
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.halves import Halves
+from holdfast.lm.models.loader import load
 from holdfast.lm.models.peft_files import CONFIG_FILE, read_peft
 from holdfast.lm.types import TrainingSlice
 from holdfast.training.data import write_examples
@@ -330,8 +331,6 @@ def test_a_discarded_job_leaves_its_checkpoints_and_no_state(model: Decoder, tmp
 
 
 def test_tuning_in_16_bits_follows_tuning_in_32(tmp_path: Path) -> None:
-    from holdfast.lm.models.loader import load
-
     native("llama", tmp_path / "base")
     losses = []
     for dtype in ("float32", "bfloat16"):
@@ -343,3 +342,30 @@ def test_tuning_in_16_bits_follows_tuning_in_32(tmp_path: Path) -> None:
         losses.append(finish(trainer, dtype))
     assert max(abs(a - b) for a, b in zip(*losses, strict=True)) < 0.05
     assert losses[0] != losses[1] and losses[0][-1] < losses[0][0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "limit"), [("float32", 2e-3), ("bfloat16", 0.05)])
+def test_tuning_on_a_gpu_with_interruptions_follows_tuning_on_a_cpu(dtype: str, limit: float, tmp_path: Path) -> None:
+    native("qwen3", tmp_path / "base")
+    losses = []
+    for device, kind in (("cpu", "float32"), ("cuda", dtype)):
+        model = load(tmp_path / "base", device=device, dtype=kind)
+        assert isinstance(model, Decoder)
+        trainer = trainer_for(model, arena=arena_for(model, 2 * BLOCKS), mirror=tmp_path / "mirror")
+        trainer.open(new_job(tmp_path, name=device, epochs=3, micro_batch=40))
+        act(trainer, device, "restore", 2 * BLOCKS)
+        found = []
+        while trainer.next_slice(device)[0] < trainer.steps(device).count:
+            if device == "cuda":
+                advance(trainer, device, 3)
+                act(trainer, device, "release")
+                advance(trainer, device, 4, keep=False)
+                act(trainer, device, "offload")
+                act(trainer, device, "restore", 2 * BLOCKS)
+            if (loss := advance(trainer, device).loss) is not None:
+                found.append(loss)
+        trainer.close(device)
+        losses.append(found)
+        assert [report.record.loss for report in step_reports(trainer)] == found
+    assert max(abs(a - b) for a, b in zip(*losses, strict=True)) < limit

@@ -19,7 +19,7 @@ import torch
 from holdfast.lm.kernels.fp8 import Fp8Weight, Weight
 from holdfast.lm.kernels.linear.layers import LayerShape, Rotation
 from holdfast.lm.kernels.training import training_ops_for
-from holdfast.lm.kernels.training.attention import Packing, packed_attention_for
+from holdfast.lm.kernels.training.attention import Packing, packed_attention_for, sent
 from holdfast.lm.kernels.training.ops import product_in_float32
 from holdfast.lm.models.decoder import LINEAR_FIELDS, Decoder, LayerWeights
 from holdfast.lm.models.peft_files import MODULES, DecoderSizes, module_shapes
@@ -135,7 +135,7 @@ class Halves:
     def pack(self, ids: torch.Tensor, lengths: tuple[int, ...]) -> PackedTokens:
         """Token ids [T] int64 on the device, as sequences of these lengths. Positions begin at 0 in each."""
         device = ids.device
-        positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
+        positions = sent(torch.cat([torch.arange(length) for length in lengths]), device)
         rotation = self._ops.layers.rotation(positions)
         return PackedTokens(ids, Packing.of(lengths, device), rotation, torch.arange(len(ids), device=device))
 

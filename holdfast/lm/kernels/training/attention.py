@@ -14,6 +14,11 @@ from holdfast.lm.kernels.training.ops import wide
 QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
+def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the host on a device, without waiting for what the device has to do first."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
 @dataclass(frozen=True)
 class Packing:
     """Where sequences lie among T packed tokens."""
@@ -24,7 +29,7 @@ class Packing:
 
     @classmethod
     def of(cls, lengths: tuple[int, ...], device: torch.device) -> Packing:
-        return cls(lengths, torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device))
+        return cls(lengths, sent(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device))
 
     @property
     def longest(self) -> int:

@@ -13,7 +13,9 @@ from math import prod
 import torch
 
 from holdfast.lm.kernels.cache.kv_cache import KVCache
-from holdfast.lm.models.halves import Halves, Kept, LayerAdapter, PackedTokens
+from holdfast.lm.models.decoder import Decoder
+from holdfast.lm.models.halves import AdapterLayout, Halves, Kept, LayerAdapter, PackedTokens
+from holdfast.lm.models.peft_files import MODULES
 from holdfast.training.jobs import HEAD_ROWS, Unit
 
 ALIGNMENT = 256
@@ -90,6 +92,34 @@ def kept_places(halves: Halves, tokens: int, before: Places) -> tuple[Places, Pl
     sizes = {name: prod(shape) * dtype.itemsize for name, (shape, dtype) in shapes.items()}
     # Large ones first, so that the two planes are filled evenly.
     return inputs, inputs.then(sorted(sizes.items(), key=lambda item: -item[1]))
+
+
+@torch.no_grad()
+def workspace_bytes(model: Decoder, tokens: int, rank: int) -> int:
+    """Bytes of a GPU that units take at most besides the arena, for a sequence of so many tokens; 0 on a CPU.
+
+    Measured: runs the units that take most, on layer 0. With the stream that a micro-batch holds from its last forward.
+    """
+    device, dtype = model.spec.device, model.spec.dtype
+    if device.type != "cuda":
+        return 0
+    layout = AdapterLayout(model.decoder, tuple(MODULES), rank)
+    halves = Halves(model, layout, 1.0)
+    adapter = layout.views(torch.zeros(layout.elements, dtype=dtype, device=device))
+    grads = layout.views(torch.zeros(layout.elements, device=device))
+    ids = torch.zeros(tokens, dtype=torch.int64, device=device)
+    packed = halves.pack(ids, (tokens,))
+    x = torch.zeros(tokens, model.decoder.hidden_size, dtype=dtype, device=device)
+    gradient = torch.zeros_like(x)
+    rows = min(tokens, HEAD_ROWS)
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    halves.mlp_backward(0, gradient, x, adapter, grads, None)
+    halves.attention_backward(0, gradient, x, packed, adapter, grads, None)
+    halves.head(gradient[:rows], ids[:rows], torch.zeros(rows, device=device), backward=True)
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before + gradient.nbytes
 
 
 class Iteration:

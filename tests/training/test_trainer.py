@@ -17,7 +17,7 @@ from holdfast.lm.models.loader import load
 from holdfast.lm.models.peft_files import CONFIG_FILE, read_peft
 from holdfast.lm.types import TrainingSlice
 from holdfast.training.data import write_examples
-from holdfast.training.iteration import arena_of
+from holdfast.training.iteration import arena_of, workspace_bytes
 from holdfast.training.state import State, StateFiles, newest
 from holdfast.training.trainer import EXAMPLES_FILE, JobFailure, StepReport, Trainer
 from tests.tuning import (
@@ -369,3 +369,23 @@ def test_tuning_on_a_gpu_with_interruptions_follows_tuning_on_a_cpu(dtype: str, 
         losses.append(found)
         assert [report.record.loss for report in step_reports(trainer)] == found
     assert max(abs(a - b) for a, b in zip(*losses, strict=True)) < limit
+
+
+@pytest.mark.gpu
+def test_units_take_no_more_workspace_than_was_measured(tmp_path: Path) -> None:
+    native("llama", tmp_path / "base")
+    model = load(tmp_path / "base", device="cuda", dtype="bfloat16")
+    assert isinstance(model, Decoder)
+    length = 200
+    example = ([1 + n % 90 for n in range(length)], [1.0] * length)
+    trainer = trainer_for(model, arena=arena_for(model, 4 * BLOCKS))
+    trainer.open(new_job(tmp_path, examples=[example], batch_size=1, micro_batch=length))
+    act(trainer, "job", "restore", 4 * BLOCKS)
+    measured = workspace_bytes(model, length, 4)
+    for _ in range(2):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        advance(trainer, "job", keep=False, lent=4 * BLOCKS)
+        # Ids, weights and angles of the tokens, and the optimizer's sums of norms, are small beside it.
+        assert torch.cuda.max_memory_allocated() - before <= 1.2 * measured
+    assert measured > 0

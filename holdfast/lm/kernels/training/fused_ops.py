@@ -221,4 +221,6 @@ def loss_backward_kernel(logits, targets, weights, losses, vocabulary, stride, B
         held = at < vocabulary
         score = tl.load(start + at, mask=held, other=0.0).to(tl.float32)
         back = (tl.exp(score - log_sum) - tl.where(at == target, 1.0, 0.0)) * weight
+        # Several threads may hold the same element: all must read it before one writes it.
+        tl.debug_barrier()
         tl.store(start + at, back.to(logits.dtype.element_ty), mask=held)

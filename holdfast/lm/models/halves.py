@@ -130,7 +130,14 @@ class Halves:
         self.attention = packed_attention_for(device, dtype, spec.head_dim)
         self._windows = spec.windows or (None,) * spec.num_layers
         q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        self._columns = {"q": slice(0, q), "k": slice(q, q + kv), "v": slice(q + kv, q + 2 * kv)}
+        hidden, inner = spec.hidden_size, spec.intermediate_size
+        self._columns = {
+            "qkv": {"q": slice(0, q), "k": slice(q, q + kv), "v": slice(q + kv, q + 2 * kv)},
+            "o": {"o": slice(0, hidden)},
+            "gate_up": {"gate": slice(0, inner), "up": slice(inner, 2 * inner)},
+            "down": {"down": slice(0, hidden)},
+        }
+        """By fused linear layer, where the outputs of its modules are."""
 
     def pack(self, ids: torch.Tensor, lengths: tuple[int, ...]) -> PackedTokens:
         """Token ids [T] int64 on the device, as sequences of these lengths. Positions begin at 0 in each."""
@@ -172,15 +179,15 @@ class Halves:
         """Write x + attention(x) [T, hidden] to `out`."""
         weights = self.model.layers[layer]
         attended = self._attend(layer, x, tokens, adapter, kept)
-        torch.addmm(x, attended, _dense(weights.o).t(), out=out)
-        self._finish(out, weights.o_bias, kept.get("shrunk_o"), adapter.get("o"))
+        low, columns = self._low("o", adapter, kept), self._columns["o"]
+        self._project(attended, _dense(weights.o), weights.o_bias, columns, low, out, x)
 
     def mlp_forward(self, layer: int, x: torch.Tensor, adapter: LayerAdapter, kept: Kept, out: torch.Tensor) -> None:
         """Write x + mlp(x) [T, hidden] to `out`."""
         weights = self.model.layers[layer]
         product = self._gate(layer, x, adapter, kept)
-        torch.addmm(x, product, _dense(weights.down).t(), out=out)
-        self._finish(out, weights.down_bias, kept.get("shrunk_down"), adapter.get("down"))
+        low, columns = self._low("down", adapter, kept), self._columns["down"]
+        self._project(product, _dense(weights.down), weights.down_bias, columns, low, out, x)
 
     def attention_backward(
         self,
@@ -200,8 +207,7 @@ class Halves:
         if kept is None:
             self._attend(layer, x, tokens, adapter, kept := {})
         attended = kept["attended"]
-        back = gradient @ _dense(weights.o)
-        t = self._lora_backward("o", {"o": gradient}, adapter, grads, kept, back)
+        back, t = self._project_backward("o", gradient, _dense(weights.o), adapter, grads, kept)
         _write_grad_of_a(t, attended.flatten(1), grads, "o")
         qkv = self._rotated(weights, kept["qkv"], tokens)
         back_qkv = self.attention.backward(
@@ -213,10 +219,8 @@ class Halves:
             *back_qkv, kept["qkv"], tokens.rotation, weights.q_norm, weights.k_norm
         )  # fmt: skip
         del back_qkv
-        back = together @ _dense(weights.qkv)
-        if "qkv" in adapter:
-            parts = {module: together[:, columns] for module, columns in self._columns.items()}
-            t = self._lora_backward("qkv", parts, adapter, grads, kept, back)
+        back, t = self._project_backward("qkv", together, _dense(weights.qkv), adapter, grads, kept)
+        if t is not None:
             _write_grad_of_a(t, self._norm(x, weights.input_norm), grads, "qkv")
         self._ops.add_norm_backward(gradient, back, x, weights.input_norm)
 
@@ -233,16 +237,12 @@ class Halves:
         weights = self.model.layers[layer]
         if kept is None:
             self._gate(layer, x, adapter, kept := {})
-        back = gradient @ _dense(weights.down)
-        t = self._lora_backward("down", {"down": gradient}, adapter, grads, kept, back)
+        back, t = self._project_backward("down", gradient, _dense(weights.down), adapter, grads, kept)
         together, product = self._ops.gate_backward(kept["gate"], kept["up"], back)
         _write_grad_of_a(t, product, grads, "down")
         del back, product
-        inner = self._spec.intermediate_size
-        back = together @ _dense(weights.gate_up)
-        if "gate_up" in adapter:
-            parts = {"gate": together[:, :inner], "up": together[:, inner:]}
-            t = self._lora_backward("gate_up", parts, adapter, grads, kept, back)
+        back, t = self._project_backward("gate_up", together, _dense(weights.gate_up), adapter, grads, kept)
+        if t is not None:
             _write_grad_of_a(t, self._norm(x, weights.post_norm), grads, "gate_up")
         self._ops.add_norm_backward(gradient, back, x, weights.post_norm)
 
@@ -268,37 +268,30 @@ class Halves:
         """Everything of an attention half up to the output projection, whose input [T, H D] is the result."""
         weights = self.model.layers[layer]
         normed = self._norm(x, weights.input_norm)
-        qkv = _linear(normed, _dense(weights.qkv), weights.qkv_bias, kept, "qkv")
-        if "qkv" in adapter:
-            self._shrink(normed, "qkv", adapter, kept)
-            outs = {module: qkv[:, columns] for module, columns in self._columns.items()}
-            self._expand(kept["shrunk_qkv"], adapter["qkv"], outs)
+        self._shrink(normed, "qkv", adapter, kept)
+        low, weight = self._low("qkv", adapter, kept), _dense(weights.qkv)
+        qkv = kept["qkv"] = self._project(normed, weight, weights.qkv_bias, self._columns["qkv"], low, kept.get("qkv"))
         out, log_sums = self.attention.forward(
             self._rotated(weights, qkv, tokens), tokens.packing, self._spec.scale, self._windows[layer]
         )
         _put(kept, "attended", out)
         _put(kept, "log_sums", log_sums)
         attended = kept["attended"].flatten(1)
-        if "o" in adapter:
-            self._shrink(attended, "o", adapter, kept)
+        self._shrink(attended, "o", adapter, kept)
         return attended
 
     def _gate(self, layer: int, x: torch.Tensor, adapter: LayerAdapter, kept: Kept) -> torch.Tensor:
         """Everything of an MLP half up to the down projection, whose input [T, intermediate] is the result."""
-        weights, inner = self.model.layers[layer], self._spec.intermediate_size
+        weights = self.model.layers[layer]
         normed = self._norm(x, weights.post_norm)
-        rows = {"gate": slice(0, inner), "up": slice(inner, 2 * inner)}
-        bias = weights.gate_up_bias
-        outs = {
-            name: _linear(normed, _dense(weights.gate_up)[part], None if bias is None else bias[part], kept, name)
-            for name, part in rows.items()
-        }
-        if "gate_up" in adapter:
-            self._shrink(normed, "gate_up", adapter, kept)
-            self._expand(kept["shrunk_gate_up"], adapter["gate_up"], outs)
-        product = self._ops.gate(outs["gate"], outs["up"])
-        if "down" in adapter:
-            self._shrink(product, "down", adapter, kept)
+        self._shrink(normed, "gate_up", adapter, kept)
+        low, whole = self._low("gate_up", adapter, kept), slice(0, self._spec.intermediate_size)
+        for name, rows in self._columns["gate_up"].items():
+            weight = _dense(weights.gate_up)[rows]
+            bias = None if weights.gate_up_bias is None else weights.gate_up_bias[rows]
+            kept[name] = self._project(normed, weight, bias, {name: whole}, low, kept.get(name))
+        product = self._ops.gate(kept["gate"], kept["up"])
+        self._shrink(product, "down", adapter, kept)
         return product
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -316,52 +309,77 @@ class Halves:
         return query, key[:, 0], value[:, 0]
 
     def _shrink(self, x: torch.Tensor, field: str, adapter: LayerAdapter, kept: Kept) -> None:
-        name = f"shrunk_{field}"
-        kept[name] = torch.mm(x, adapter[field].a.t(), out=kept.get(name))
+        """Keep x Aᵀ of a group's modules, if it has any."""
+        if field in adapter:
+            name = f"shrunk_{field}"
+            kept[name] = torch.mm(x, adapter[field].a.t(), out=kept.get(name))
 
-    def _expand(self, shrunk: torch.Tensor, group: LoraGroup, outs: Mapping[str, torch.Tensor]) -> None:
-        """Add s (A x) Bᵀ to the outputs of the modules, in place."""
-        for (module, b), low in zip(group.b, torch.split(shrunk, self.layout.rank, dim=-1), strict=True):
-            outs[module].addmm_(low, b.t(), alpha=self.scale)
+    def _low(self, field: str, adapter: LayerAdapter, kept: Kept) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """By module of a group: x Aᵀ [T, rank] and B [outputs, rank]."""
+        if field not in adapter:
+            return {}
+        parts = torch.split(kept[f"shrunk_{field}"], self.layout.rank, dim=-1)
+        return {module: (low, b) for (module, b), low in zip(adapter[field].b, parts, strict=True)}
 
-    def _finish(
-        self, out: torch.Tensor, bias: torch.Tensor | None, shrunk: torch.Tensor | None, group: LoraGroup | None
-    ) -> None:
-        if bias is not None:
-            out += bias
-        if group is not None and shrunk is not None:
-            self._expand(shrunk, group, {group.b[0][0]: out})
+    def _project(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        columns: Mapping[str, slice],
+        low: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
+        out: torch.Tensor | None,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """residual + x weightᵀ + bias + s (x Aᵀ) Bᵀ, [T, N]. `columns` says where each module's outputs are."""
+        out = x.new_empty(len(x), len(weight)) if out is None else out
+        start = residual if bias is None else bias if residual is None else torch.add(residual, bias, out=out)
+        if columns.keys() <= low.keys():
+            # The small products come first: the large one adds to them as it writes, which takes fewer bytes.
+            for module, part in columns.items():
+                first, beta = (out[:, part], 0.0) if start is None else (start[..., part], 1.0)
+                small, b = low[module]
+                torch.addmm(first, small, b.t(), beta=beta, alpha=self.scale, out=out[:, part])
+            return out.addmm_(x, weight.t())
+        if start is None:
+            torch.mm(x, weight.t(), out=out)
+        else:
+            torch.addmm(start, x, weight.t(), out=out)
+        for module in columns.keys() & low.keys():
+            small, b = low[module]
+            out[:, columns[module]].addmm_(small, b.t(), alpha=self.scale)
+        return out
 
-    def _lora_backward(
+    def _project_backward(
         self,
         field: str,
-        gradients: Mapping[str, torch.Tensor],
+        gradient: torch.Tensor,
+        weight: torch.Tensor,
         adapter: LayerAdapter,
         grads: LayerAdapter,
         kept: Kept,
-        back: torch.Tensor,
-    ) -> torch.Tensor | None:
-        """Write dB of a group and add its part to `back`, the gradient of its input. `gradients` are of its outputs.
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The gradient of a projection's input [T, K] from that of its output [T, N]. Writes dB of the group.
 
-        Returns t of all its modules, [T, modules * rank], for `_write_grad_of_a`; None if the group has no module.
+        Also returns t of all its modules, [T, modules * rank], for `_write_grad_of_a`; None if the group has none.
         """
         if field not in adapter:
-            return None
+            return gradient @ weight, None
         group, rank = adapter[field], self.layout.rank
         shrunk = kept[f"shrunk_{field}"]
         together = torch.empty_like(shrunk)
         for (module, b), (_, grad), low, t in zip(
             group.b, grads[field].b, torch.split(shrunk, rank, dim=-1), torch.split(together, rank, dim=-1), strict=True
         ):
-            torch.mm(gradients[module], b, out=t)
-            product_in_float32(gradients[module].t(), low, grad, self.scale)
+            part = gradient[:, self._columns[field][module]]
+            torch.mm(part, b, out=t)
+            product_in_float32(part.t(), low, grad, self.scale)
         together *= self.scale
-        back.addmm_(together, group.a)
-        return together
+        return (together @ group.a).addmm_(gradient, weight), together
 
 
 def _write_grad_of_a(t: torch.Tensor | None, x: torch.Tensor, grads: LayerAdapter, field: str) -> None:
-    """Write dA of a group, from its input x [T, K] and the t of `_lora_backward`."""
+    """Write dA of a group, from its input x [T, K] and the t of `_project_backward`."""
     if t is not None:
         product_in_float32(t.t(), x, grads[field].a, 1.0)
 
@@ -370,13 +388,6 @@ def _dense(weight: Weight) -> torch.Tensor:
     """A weight of 16 or more bits; `Halves` takes no others."""
     assert isinstance(weight, torch.Tensor)
     return weight
-
-
-def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, kept: Kept, name: str) -> torch.Tensor:
-    """x weightᵀ + bias, kept by its name."""
-    out = kept.get(name)
-    kept[name] = torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
-    return kept[name]
 
 
 def _put(kept: Kept, name: str, value: torch.Tensor) -> None:

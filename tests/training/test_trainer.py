@@ -201,6 +201,23 @@ def test_a_slow_disk_delays_reports_and_no_step(
     assert written[0] == 1 and 2 not in written and written[-1] == 18
 
 
+def test_steps_that_no_file_took_are_reported_with_the_next_stored_one(
+    model: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("holdfast.training.trainer.DISK_SECONDS", float("inf"))
+    monkeypatch.setattr("holdfast.training.trainer.DISK_SHARE", 0.0)
+    trainer = trainer_for(model)
+    directory = new_job(tmp_path)  # steps 2 and 5 end an epoch; the first of all is stored at once
+    trainer.open(directory)
+    act(trainer, "job", "restore")
+    told: dict[int, list[int]] = {}
+    while (step := trainer.next_slice("job")[0]) < 6:
+        if advance(trainer, "job").loss is not None:
+            trainer.host_vector("job", "params")  # waits for the writer
+            told[step] = [report.step for report in step_reports(trainer)]
+    assert told == {0: [0], 1: [], 2: [1, 2], 3: [], 4: [], 5: [3, 4, 5]}
+
+
 def test_validation_is_reported_and_does_not_change_what_is_learned(model: Decoder, tmp_path: Path) -> None:
     outcomes = []
     for name, validation in (("without", []), ("with", drawn_examples(5, seed=9))):

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from holdfast.training.jobs import TrainingJob
@@ -44,8 +45,8 @@ class StepRecord(NamedTuple):
 class State:
     """A job after some optimizer steps."""
 
-    records: tuple[StepRecord, ...]
-    """By step, all that are done."""
+    rows: npt.NDArray[np.void]
+    """By step, all that are done: RECORD each. A long job has many, and each state holds them all."""
     params: torch.Tensor  # [numbers] float32, on the host
     means: torch.Tensor
     variances: torch.Tensor
@@ -53,7 +54,12 @@ class State:
     @property
     def step(self) -> int:
         """Steps done, which is the number of the next."""
-        return len(self.records)
+        return len(self.rows)
+
+    @property
+    def records(self) -> tuple[StepRecord, ...]:
+        """By step, all that are done."""
+        return records_of(self.rows)
 
     @property
     def vectors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -76,7 +82,7 @@ class StateFiles:
         parts: list[bytes | memoryview] = [
             HEADER.pack(MAGIC, 0, self._job, state.step, state.params.numel())[HEADER_CRC_END:]
         ]
-        parts += [_records_bytes(state.records), *(_bytes(vector) for vector in state.vectors)]
+        parts += [state.rows.tobytes(), *(_bytes(vector) for vector in state.vectors)]
         checksum = 0
         for part in parts:
             checksum = zlib.crc32(part, checksum)
@@ -133,14 +139,10 @@ class StateFiles:
             return None
         if zlib.crc32(memoryview(data)[HEADER_CRC_END:]) != checksum:
             return None
-        rows = np.frombuffer(data, RECORD, step, HEADER.size)
-        records = tuple(
-            StepRecord(float(loss), None if np.isnan(validation) else float(validation), int(tokens))
-            for loss, validation, tokens in rows.tolist()
-        )
+        rows = np.frombuffer(data, RECORD, step, HEADER.size).copy()
         numbers = np.frombuffer(data, "<f4", 3 * count, vectors_at)
         params, means, variances = (torch.from_numpy(part.copy()) for part in np.split(numbers, 3))
-        return State(records, params, means, variances)
+        return State(rows, params, means, variances)
 
 
 def newest(files: Iterable[StateFiles]) -> State | None:
@@ -167,11 +169,18 @@ def read_job(directory: Path) -> TrainingJob:
     return TrainingJob.from_json((directory / JOB_FILE).read_text())
 
 
-def _records_bytes(records: Sequence[StepRecord]) -> bytes:
-    rows = np.empty(len(records), RECORD)
-    for index, (loss, validation, tokens) in enumerate(records):
-        rows[index] = loss, np.nan if validation is None else validation, tokens
-    return rows.tobytes()
+def rows_of(records: Sequence[StepRecord]) -> npt.NDArray[np.void]:
+    """Records as `State.rows`."""
+    values = [(loss, np.nan if validation is None else validation, tokens) for loss, validation, tokens in records]
+    return np.array(values, RECORD)
+
+
+def records_of(rows: npt.NDArray[np.void]) -> tuple[StepRecord, ...]:
+    """The records of `State.rows`."""
+    return tuple(
+        StepRecord(loss, None if np.isnan(validation) else validation, tokens)
+        for loss, validation, tokens in rows.tolist()
+    )
 
 
 def _bytes(vector: torch.Tensor) -> memoryview:

@@ -16,6 +16,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from holdfast.lm.kernels.training.attention import sent
@@ -28,7 +30,7 @@ from holdfast.training.iteration import Arena, Iteration, Places, kept_places
 from holdfast.training.jobs import JobSteps, MicroBatch, TrainingJob
 from holdfast.training.optimizer import adamw_step
 from holdfast.training.schedule import learning_rate
-from holdfast.training.state import State, StateFiles, StepRecord, newest, read_job
+from holdfast.training.state import State, StateFiles, StepRecord, newest, read_job, records_of, rows_of
 
 log = logging.getLogger("holdfast.engine")
 
@@ -132,8 +134,8 @@ class _Job:
     """The vectors of STORED [layers * elements] on the host."""
     spare: dict[str, torch.Tensor]
     """Room for newer ones while the writer reads `host`."""
-    records: list[StepRecord]
-    """Of the stored steps. Only the writer adds to it once the job runs."""
+    rows: npt.NDArray[np.void]
+    """`State.rows` of the stored steps. Only the writer adds to it once the job runs."""
     step: int
     """The step under way."""
     host_step: int
@@ -237,7 +239,7 @@ class Trainer:
             job, directory, steps, Halves(self._model, layout, chosen.scale), examples, held_out,
             {name: self._pinned(vector) for name, vector in zip(STORED, state.vectors, strict=True)},
             {name: self._pinned(torch.empty_like(vector)) for name, vector in zip(STORED, state.vectors, strict=True)},
-            list(state.records), state.step, state.step,
+            state.rows, state.step, state.step,
         )  # fmt: skip
         if state.step and steps.checkpoint_after(state.step - 1) and not _has_checkpoint(opened, state.step):
             # The engine was killed before it was complete.
@@ -246,7 +248,7 @@ class Trainer:
 
     def records(self, job: str) -> tuple[StepRecord, ...]:
         """The stored steps of an open job."""
-        return tuple(self._jobs[job].records)
+        return records_of(self._jobs[job].rows)
 
     def steps(self, job: str) -> JobSteps:
         """The steps of an open job."""
@@ -278,13 +280,20 @@ class Trainer:
         self._store(known, durable=True)
         self._wait()
         del self._jobs[job]
+        if not known.failed:
+            self._clear_mirror(known)
 
     def discard(self, job: str) -> None:
         """Forget a job and delete its states. Its checkpoints stay."""
         known = self._jobs.pop(job)
         self._wait()
-        for files in self._files(known.job, known.directory).values():
-            files.remove()
+        self._files(known.job, known.directory)["disk"].remove()
+        self._clear_mirror(known)
+
+    def _clear_mirror(self, known: _Job) -> None:
+        """Give the host's memory back that the mirror of a job takes."""
+        if self._mirror is not None:
+            shutil.rmtree(self._mirror / known.job.id, ignore_errors=True)
 
     def reports(self) -> list[StepReport | JobFailure]:
         """The steps that have been stored since the last call, in order."""
@@ -569,11 +578,11 @@ class Trainer:
                     raise ArithmeticError(f"the loss of step {each.step} is {record.loss}: lower the learning rate")
             if not bool(torch.isfinite(host["params"]).all()):
                 raise ArithmeticError(f"step {step - 1} made parameters that are not finite: lower the learning rate")
-            state = State((*known.records, *fresh), *(host[name] for name in STORED))
+            state = State(np.concatenate((known.rows, rows_of(fresh))), *(host[name] for name in STORED))
             assert state.step == step
             if not self._write_files(known, state, durable):
                 return  # these steps are reported with a later one
-            known.records, stored, known.unstored = [*state.records], known.unstored, []
+            known.rows, stored, known.unstored = state.rows, known.unstored, []
             checkpoint = None
             if stored and known.steps.checkpoint_after(step - 1):
                 checkpoint = self._write_checkpoint(known, host["params"], step)
@@ -655,7 +664,7 @@ def _begin(layout: AdapterLayout, num_layers: int, seed: int) -> State:
         for group in layout.views(piece).values():
             bound = 1.0 / math.sqrt(group.a.shape[1])
             group.a.uniform_(-bound, bound, generator=generator)
-    return State((), params, torch.zeros_like(params), torch.zeros_like(params))
+    return State(rows_of(()), params, torch.zeros_like(params), torch.zeros_like(params))
 
 
 def _copy(source: Sequence[torch.Tensor], target: Sequence[torch.Tensor]) -> None:

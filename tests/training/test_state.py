@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.training.jobs import Hyperparameters, TrainingJob
-from holdfast.training.state import State, StateFiles, StepRecord, newest, read_job, write_job
+from holdfast.training.state import State, StateFiles, StepRecord, newest, read_job, rows_of, write_job
 
 JOB = b"j" * 32
 
@@ -18,7 +18,7 @@ JOB = b"j" * 32
 def state_of(step: int, numbers: int = 10) -> State:
     records = tuple(StepRecord(1 / (3 + n), None if n % 2 else 0.1 * n, 100 + n) for n in range(step))
     vectors = (torch.randn(numbers, generator=torch.Generator().manual_seed(3 * step + n)) for n in range(3))
-    return State(records, *vectors)
+    return State(rows_of(records), *vectors)
 
 
 def same(found: State | None, wanted: State) -> bool:

@@ -174,6 +174,7 @@ def test_every_step_is_reported_once_with_its_loss_and_after_it_was_stored(model
     assert [report.step for report in reports] == [*range(9)] and {report.steps for report in reports} == {9}
     assert [report.record.loss for report in reports] == losses
     assert [report.checkpoint is not None for report in reports] == [step % 3 == 2 for step in range(9)]
+    assert not [*(tmp_path / "mirror").iterdir()]  # the disk has it all
 
 
 def test_a_slow_disk_delays_reports_and_no_step(

@@ -1,0 +1,397 @@
+"""The two halves of a decoder layer, attention and MLP, with LoRA: forward and backward over the weights that serve.
+
+A half is x' = x + f(norm(x)). Its forward writes x' and, on the way, what its backward needs: the `Kept` tensors. The
+backward turns the gradient of x' into that of x in place and writes the gradients of the adapter's matrices; base
+weights have none. Kept tensors that were given up are computed again by the same operations from the same x, so the
+results have the same bits.
+
+LoRA (Hu et al., 2021, §4.1): y = W x + s B (A x). With t = s Bᵀ dy: dB = s dy (A x)ᵀ, dA = t xᵀ, dx = Wᵀ dy + Aᵀ t.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from holdfast.lm.kernels.fp8 import Fp8Weight, Weight
+from holdfast.lm.kernels.linear.layers import LayerShape, Rotation
+from holdfast.lm.kernels.training import training_ops_for
+from holdfast.lm.kernels.training.attention import Packing, packed_attention_for, sent
+from holdfast.lm.kernels.training.ops import product_in_float32
+from holdfast.lm.models.decoder import LINEAR_FIELDS, Decoder, LayerWeights
+from holdfast.lm.models.peft_files import MODULES, DecoderSizes, module_shapes
+
+GROUPS = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
+"""By fused linear layer (a field of LayerWeights), the modules that read its input."""
+
+Kept = dict[str, torch.Tensor]
+"""What the backward of one half needs besides its input, by name. A forward writes into those that are there and adds
+the others."""
+
+
+@dataclass(frozen=True)
+class LoraGroup:
+    """The adapter of the modules that share one input."""
+
+    a: torch.Tensor  # [modules * rank, inputs], one below the other
+    b: tuple[tuple[str, torch.Tensor], ...]
+    """By module, [outputs, rank]."""
+
+
+LayerAdapter = Mapping[str, LoraGroup]
+"""An adapter's matrices in one layer, or their gradients, by fused linear layer; those without a module are missing."""
+
+
+@dataclass(frozen=True)
+class AdapterLayout:
+    """How the matrices of one layer lie in a vector: all layers have the same."""
+
+    sizes: DecoderSizes
+    modules: tuple[str, ...]
+    """Keys of MODULES."""
+    rank: int
+
+    def __post_init__(self) -> None:
+        if not self.modules or (unknown := {*self.modules} - {*MODULES}):
+            shown = ", ".join(sorted(unknown)) if self.modules else "none"
+            raise ValueError(f"modules to tune are {shown}; choose from {', '.join(MODULES)}")
+        if self.rank < 1:
+            raise ValueError(f"rank is {self.rank}; it must be at least 1")
+
+    @property
+    def groups(self) -> dict[str, tuple[str, ...]]:
+        """By fused linear layer, its modules that the adapter changes."""
+        chosen = {field: tuple(name for name in names if name in self.modules) for field, names in GROUPS.items()}
+        return {field: names for field, names in chosen.items() if names}
+
+    @property
+    def elements(self) -> int:
+        """Numbers of one layer."""
+        shapes = module_shapes(self.sizes)
+        return sum(self.rank * sum(shapes[module]) for names in self.groups.values() for module in names)
+
+    def views(self, vector: torch.Tensor) -> dict[str, LoraGroup]:
+        """The matrices in a vector [elements], as views."""
+        shapes, at = module_shapes(self.sizes), 0
+
+        def part(*shape: int) -> torch.Tensor:
+            nonlocal at
+            at += prod(shape)
+            return vector[at - prod(shape) : at].view(shape)
+
+        return {
+            field: LoraGroup(
+                part(len(names) * self.rank, shapes[names[0]][1]),
+                tuple((module, part(shapes[module][0], self.rank)) for module in names),
+            )
+            for field, names in self.groups.items()
+        }
+
+
+@dataclass(frozen=True)
+class PackedTokens:
+    """T tokens of whole sequences, packed one after the other, on the device."""
+
+    ids: torch.Tensor  # [T] int64
+    packing: Packing
+    rotation: Rotation
+    slots: torch.Tensor  # [T] int64: each token's own number
+
+    @property
+    def count(self) -> int:
+        return len(self.ids)
+
+
+class Halves:
+    """The halves of a decoder's layers, and its head. Callers turn gradients off."""
+
+    def __init__(self, model: Decoder, layout: AdapterLayout, scale: float) -> None:
+        """`scale` is LoRA's s. Raises ValueError for a model with FP8 weights."""
+        spec = model.decoder
+        if any(isinstance(getattr(model.layers[0], field), Fp8Weight) for field in LINEAR_FIELDS):
+            raise ValueError("the model's weights are FP8; tuning needs them in 16 or 32 bits: leave out quantization")
+        self.model, self.layout, self.scale = model, layout, scale
+        self._spec = spec
+        device, dtype = model.spec.device, model.spec.dtype
+        shape = LayerShape(
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            eps=spec.rms_eps,
+            activation=spec.activation,
+            dtype=dtype,
+            inverse_frequencies=spec.rope.inverse_frequencies(spec.head_dim).to(device),
+            amplitude=spec.rope.amplitude,
+        )
+        self._ops = training_ops_for(shape)
+        self.attention = packed_attention_for(device, dtype, spec.head_dim)
+        self._windows = spec.windows or (None,) * spec.num_layers
+        q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        hidden, inner = spec.hidden_size, spec.intermediate_size
+        self._columns = {
+            "qkv": {"q": slice(0, q), "k": slice(q, q + kv), "v": slice(q + kv, q + 2 * kv)},
+            "o": {"o": slice(0, hidden)},
+            "gate_up": {"gate": slice(0, inner), "up": slice(inner, 2 * inner)},
+            "down": {"down": slice(0, hidden)},
+        }
+        """By fused linear layer, where the outputs of its modules are."""
+
+    def pack(self, ids: torch.Tensor, lengths: tuple[int, ...]) -> PackedTokens:
+        """Token ids [T] int64 on the device, as sequences of these lengths. Positions begin at 0 in each."""
+        device = ids.device
+        positions = sent(torch.cat([torch.arange(length) for length in lengths]), device)
+        rotation = self._ops.layers.rotation(positions)
+        return PackedTokens(ids, Packing.of(lengths, device), rotation, torch.arange(len(ids), device=device))
+
+    def kept_shapes(self, half: str, tokens: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """By name, shape and dtype of what `half` ("attention" or "mlp") keeps of so many tokens."""
+        spec, dtype = self._spec, self.model.spec.dtype
+        heads, kv_heads = spec.num_heads, spec.num_kv_heads
+        groups, rank = self.layout.groups, self.layout.rank
+        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]]
+        if half == "attention":
+            sums = torch.float64 if dtype == torch.float64 else torch.float32
+            shapes = {
+                "qkv": ((tokens, (heads + 2 * kv_heads) * spec.head_dim), dtype),
+                "attended": ((tokens, heads, spec.head_dim), dtype),
+                "log_sums": ((heads, tokens), sums),
+            }
+        else:
+            shapes = {
+                "gate": ((tokens, spec.intermediate_size), dtype),
+                "up": ((tokens, spec.intermediate_size), dtype),
+            }
+        fields = ("qkv", "o") if half == "attention" else ("gate_up", "down")
+        return shapes | {
+            f"shrunk_{field}": ((tokens, len(groups[field]) * rank), dtype) for field in fields if field in groups
+        }
+
+    def embed(self, tokens: PackedTokens, out: torch.Tensor) -> None:
+        """Write the embeddings [T, hidden]."""
+        torch.index_select(self.model.embedding, 0, tokens.ids, out=out)
+
+    def attention_forward(
+        self, layer: int, x: torch.Tensor, tokens: PackedTokens, adapter: LayerAdapter, kept: Kept, out: torch.Tensor
+    ) -> None:
+        """Write x + attention(x) [T, hidden] to `out`."""
+        weights = self.model.layers[layer]
+        attended = self._attend(layer, x, tokens, adapter, kept)
+        low, columns = self._low("o", adapter, kept), self._columns["o"]
+        self._project(attended, _dense(weights.o), weights.o_bias, columns, low, out, x)
+
+    def mlp_forward(self, layer: int, x: torch.Tensor, adapter: LayerAdapter, kept: Kept, out: torch.Tensor) -> None:
+        """Write x + mlp(x) [T, hidden] to `out`."""
+        weights = self.model.layers[layer]
+        product = self._gate(layer, x, adapter, kept)
+        low, columns = self._low("down", adapter, kept), self._columns["down"]
+        self._project(product, _dense(weights.down), weights.down_bias, columns, low, out, x)
+
+    def attention_backward(
+        self,
+        layer: int,
+        gradient: torch.Tensor,
+        x: torch.Tensor,
+        tokens: PackedTokens,
+        adapter: LayerAdapter,
+        grads: LayerAdapter,
+        kept: Kept | None,
+    ) -> None:
+        """Turn the gradient of `attention_forward`'s result [T, hidden] into that of x, in place.
+
+        Writes the adapter's gradients to `grads`. `kept` is what the forward kept; None: it is computed again.
+        """
+        weights = self.model.layers[layer]
+        if kept is None:
+            self._attend(layer, x, tokens, adapter, kept := {})
+        attended = kept["attended"]
+        back, t = self._project_backward("o", gradient, _dense(weights.o), adapter, grads, kept)
+        _write_grad_of_a(t, attended.flatten(1), grads, "o")
+        qkv = self._rotated(weights, kept["qkv"], tokens)
+        back_qkv = self.attention.backward(
+            back.view_as(attended), qkv, attended, kept["log_sums"],
+            tokens.packing, self._spec.scale, self._windows[layer],
+        )  # fmt: skip
+        del back, qkv
+        together = self._ops.rotate_backward(
+            *back_qkv, kept["qkv"], tokens.rotation, weights.q_norm, weights.k_norm
+        )  # fmt: skip
+        del back_qkv
+        back, t = self._project_backward("qkv", together, _dense(weights.qkv), adapter, grads, kept)
+        if t is not None:
+            _write_grad_of_a(t, self._norm(x, weights.input_norm), grads, "qkv")
+        self._ops.add_norm_backward(gradient, back, x, weights.input_norm)
+
+    def mlp_backward(
+        self,
+        layer: int,
+        gradient: torch.Tensor,
+        x: torch.Tensor,
+        adapter: LayerAdapter,
+        grads: LayerAdapter,
+        kept: Kept | None,
+    ) -> None:
+        """Turn the gradient of `mlp_forward`'s result [T, hidden] into that of x, as `attention_backward` does."""
+        weights = self.model.layers[layer]
+        if kept is None:
+            self._gate(layer, x, adapter, kept := {})
+        back, t = self._project_backward("down", gradient, _dense(weights.down), adapter, grads, kept)
+        together, product = self._ops.gate_backward(kept["gate"], kept["up"], back)
+        _write_grad_of_a(t, product, grads, "down")
+        del back, product
+        back, t = self._project_backward("gate_up", together, _dense(weights.gate_up), adapter, grads, kept)
+        if t is not None:
+            _write_grad_of_a(t, self._norm(x, weights.post_norm), grads, "gate_up")
+        self._ops.add_norm_backward(gradient, back, x, weights.post_norm)
+
+    def head(
+        self, stream: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, *, backward: bool
+    ) -> torch.Tensor:
+        """The sum of weighted cross entropies of rows [C, hidden]; with `backward` the rows become their gradient.
+
+        `targets` [C] int64 and `weights` [C] float32. The result has no dimensions and stays on the device.
+        """
+        head, norm = self.model.lm_head, self.model.norm
+        logits = self._norm(stream, norm) @ head.t()
+        losses = self._ops.loss_backward(logits, targets, weights)
+        if backward:
+            gradient = torch.zeros_like(stream)
+            self._ops.add_norm_backward(gradient, logits @ head, stream, norm)
+            stream.copy_(gradient)
+        return losses.sum()
+
+    def _attend(
+        self, layer: int, x: torch.Tensor, tokens: PackedTokens, adapter: LayerAdapter, kept: Kept
+    ) -> torch.Tensor:
+        """Everything of an attention half up to the output projection, whose input [T, H D] is the result."""
+        weights = self.model.layers[layer]
+        normed = self._norm(x, weights.input_norm)
+        self._shrink(normed, "qkv", adapter, kept)
+        low, weight = self._low("qkv", adapter, kept), _dense(weights.qkv)
+        qkv = kept["qkv"] = self._project(normed, weight, weights.qkv_bias, self._columns["qkv"], low, kept.get("qkv"))
+        out, log_sums = self.attention.forward(
+            self._rotated(weights, qkv, tokens), tokens.packing, self._spec.scale, self._windows[layer]
+        )
+        _put(kept, "attended", out)
+        _put(kept, "log_sums", log_sums)
+        attended = kept["attended"].flatten(1)
+        self._shrink(attended, "o", adapter, kept)
+        return attended
+
+    def _gate(self, layer: int, x: torch.Tensor, adapter: LayerAdapter, kept: Kept) -> torch.Tensor:
+        """Everything of an MLP half up to the down projection, whose input [T, intermediate] is the result."""
+        weights = self.model.layers[layer]
+        normed = self._norm(x, weights.post_norm)
+        self._shrink(normed, "gate_up", adapter, kept)
+        low, whole = self._low("gate_up", adapter, kept), slice(0, self._spec.intermediate_size)
+        for name, rows in self._columns["gate_up"].items():
+            weight = _dense(weights.gate_up)[rows]
+            bias = None if weights.gate_up_bias is None else weights.gate_up_bias[rows]
+            kept[name] = self._project(normed, weight, bias, {name: whole}, low, kept.get(name))
+        product = self._ops.gate(kept["gate"], kept["up"])
+        self._shrink(product, "down", adapter, kept)
+        return product
+
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return self._ops.layers.norm(x, weight)
+
+    def _rotated(
+        self, weights: LayerWeights, qkv: torch.Tensor, tokens: PackedTokens
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries [T, H, D], keys and values [T, Hkv, D]: normed, where the model has it, and rotated."""
+        # A cache of one token a block, with each token in its own.
+        key, value = (qkv.new_empty(len(qkv), 1, self._spec.num_kv_heads, self._spec.head_dim) for _ in range(2))
+        query = self._ops.layers.rotate_and_write(
+            qkv, tokens.rotation, weights.q_norm, weights.k_norm, (key, value), tokens.slots
+        )
+        return query, key[:, 0], value[:, 0]
+
+    def _shrink(self, x: torch.Tensor, field: str, adapter: LayerAdapter, kept: Kept) -> None:
+        """Keep x Aᵀ of a group's modules, if it has any."""
+        if field in adapter:
+            name = f"shrunk_{field}"
+            kept[name] = torch.mm(x, adapter[field].a.t(), out=kept.get(name))
+
+    def _low(self, field: str, adapter: LayerAdapter, kept: Kept) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """By module of a group: x Aᵀ [T, rank] and B [outputs, rank]."""
+        if field not in adapter:
+            return {}
+        parts = torch.split(kept[f"shrunk_{field}"], self.layout.rank, dim=-1)
+        return {module: (low, b) for (module, b), low in zip(adapter[field].b, parts, strict=True)}
+
+    def _project(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        columns: Mapping[str, slice],
+        low: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
+        out: torch.Tensor | None,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """residual + x weightᵀ + bias + s (x Aᵀ) Bᵀ, [T, N]. `columns` says where each module's outputs are."""
+        out = x.new_empty(len(x), len(weight)) if out is None else out
+        start = residual if bias is None else bias if residual is None else torch.add(residual, bias, out=out)
+        if columns.keys() <= low.keys():
+            # The small products come first: the large one adds to them as it writes, which takes fewer bytes.
+            for module, part in columns.items():
+                first, beta = (out[:, part], 0.0) if start is None else (start[..., part], 1.0)
+                small, b = low[module]
+                torch.addmm(first, small, b.t(), beta=beta, alpha=self.scale, out=out[:, part])
+            return out.addmm_(x, weight.t())
+        if start is None:
+            torch.mm(x, weight.t(), out=out)
+        else:
+            torch.addmm(start, x, weight.t(), out=out)
+        for module in columns.keys() & low.keys():
+            small, b = low[module]
+            out[:, columns[module]].addmm_(small, b.t(), alpha=self.scale)
+        return out
+
+    def _project_backward(
+        self,
+        field: str,
+        gradient: torch.Tensor,
+        weight: torch.Tensor,
+        adapter: LayerAdapter,
+        grads: LayerAdapter,
+        kept: Kept,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The gradient of a projection's input [T, K] from that of its output [T, N]. Writes dB of the group.
+
+        Also returns t of all its modules, [T, modules * rank], for `_write_grad_of_a`; None if the group has none.
+        """
+        if field not in adapter:
+            return gradient @ weight, None
+        group, rank = adapter[field], self.layout.rank
+        shrunk = kept[f"shrunk_{field}"]
+        together = torch.empty_like(shrunk)
+        for (module, b), (_, grad), low, t in zip(
+            group.b, grads[field].b, torch.split(shrunk, rank, dim=-1), torch.split(together, rank, dim=-1), strict=True
+        ):
+            part = gradient[:, self._columns[field][module]]
+            torch.mm(part, b, out=t)
+            product_in_float32(part.t(), low, grad, self.scale)
+        together *= self.scale
+        return (together @ group.a).addmm_(gradient, weight), together
+
+
+def _write_grad_of_a(t: torch.Tensor | None, x: torch.Tensor, grads: LayerAdapter, field: str) -> None:
+    """Write dA of a group, from its input x [T, K] and the t of `_project_backward`."""
+    if t is not None:
+        product_in_float32(t.t(), x, grads[field].a, 1.0)
+
+
+def _dense(weight: Weight) -> torch.Tensor:
+    """A weight of 16 or more bits; `Halves` takes no others."""
+    assert isinstance(weight, torch.Tensor)
+    return weight
+
+
+def _put(kept: Kept, name: str, value: torch.Tensor) -> None:
+    if name in kept:
+        kept[name].copy_(value)
+    else:
+        kept[name] = value

@@ -1,0 +1,248 @@
+"""One micro-batch as a list of units, of which any may run next; its tensors lie in memory that a caller lends.
+
+The bits of loss and gradients do not depend on where the units are cut into slices, nor on what is kept, released or
+begun again: a unit is computed by the same operations from the same numbers each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from holdfast.lm.kernels.cache.kv_cache import KVCache
+from holdfast.lm.models.decoder import Decoder
+from holdfast.lm.models.halves import AdapterLayout, Halves, Kept, LayerAdapter, PackedTokens
+from holdfast.lm.models.peft_files import MODULES
+from holdfast.training.jobs import HEAD_ROWS, Unit
+
+ALIGNMENT = 256
+"""Bytes that every tensor's place is a multiple of, counted from the end of its plane."""
+
+Half = str
+"""attention or mlp."""
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where tensors lie in the two planes of each layer; all layers are alike. Offsets count from the planes' ends."""
+
+    at: dict[str, tuple[int, int]]
+    """By name: the plane, 0 or 1, and how far before its end the tensor begins, in bytes."""
+    depths: tuple[int, int] = (0, 0)
+    """Bytes that are taken at the end of each plane."""
+
+    def then(self, sizes: Iterable[tuple[str, int]]) -> Places:
+        """With more tensors before those that are there, each (name, bytes) in the plane that has less so far."""
+        at, depths = dict(self.at), [*self.depths]
+        for name, size in sizes:
+            plane = int(depths[1] < depths[0])
+            depths[plane] += -(-size // ALIGNMENT) * ALIGNMENT
+            at[name] = plane, depths[plane]
+        return Places(at, (depths[0], depths[1]))
+
+
+class Arena:
+    """The ends of the KV cache's planes as memory for tensors. A layer has two planes: of keys and of values."""
+
+    def __init__(self, planes: Sequence[tuple[torch.Tensor, torch.Tensor]], block_bytes: int) -> None:
+        """`planes` are whole, as bytes [num_blocks * block_bytes] uint8. Nothing is written until a tensor is."""
+        self.planes, self.block_bytes = planes, block_bytes
+        # A plane may end anywhere; places count from the last aligned byte.
+        self._slack = max((plane.data_ptr() + plane.numel()) % ALIGNMENT for pair in planes for plane in pair)
+
+    @property
+    def num_blocks(self) -> int:
+        return self.planes[0][0].numel() // self.block_bytes
+
+    def blocks(self, places: Places) -> int:
+        """How many blocks at the end of the cache these places lie in."""
+        deepest = max(places.depths)
+        return -(-(deepest + self._slack) // self.block_bytes) if deepest else 0
+
+    def tensor(self, places: Places, layer: int, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """The tensor at a place, with whatever its memory holds. Raises ValueError if the plane is too small."""
+        number, offset = places.at[name]
+        plane = self.planes[layer][number]
+        end = plane.numel() - (plane.data_ptr() + plane.numel()) % ALIGNMENT
+        if offset > end:
+            raise ValueError(f"{name} lies {offset} bytes before the end of a plane of {end} bytes: take fewer tokens")
+        start = end - offset
+        return plane[start : start + prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
+
+def arena_of(cache: KVCache) -> Arena:
+    """The end of a KV cache, whose layers' keys and values are each in one piece."""
+    planes = [(_bytes(key), _bytes(value)) for key, value in map(cache.layer, range(len(cache.data)))]
+    return Arena(planes, planes[0][0].numel() // cache.num_blocks)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a tensor that is in one piece, [bytes] uint8."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def kept_places(halves: Halves, tokens: int, before: Places) -> tuple[Places, Places]:
+    """Places for the inputs of all halves of so many tokens, and those with everything that the halves keep besides."""
+    size = tokens * halves.model.decoder.hidden_size * halves.model.spec.dtype.itemsize
+    inputs = before.then((half, size) for half in ("attention", "mlp"))
+    shapes = {**halves.kept_shapes("attention", tokens), **halves.kept_shapes("mlp", tokens)}
+    sizes = {name: prod(shape) * dtype.itemsize for name, (shape, dtype) in shapes.items()}
+    # Large ones first, so that the two planes are filled evenly.
+    return inputs, inputs.then(sorted(sizes.items(), key=lambda item: -item[1]))
+
+
+@torch.no_grad()
+def workspace_bytes(model: Decoder, tokens: int, rank: int) -> int:
+    """Bytes of a GPU that units take at most besides the arena, for a sequence of so many tokens; 0 on a CPU.
+
+    Measured: runs the units that take most, on layer 0. With the stream that a micro-batch holds from its last forward.
+    """
+    device, dtype = model.spec.device, model.spec.dtype
+    if device.type != "cuda":
+        return 0
+    layout = AdapterLayout(model.decoder, tuple(MODULES), rank)
+    halves = Halves(model, layout, 1.0)
+    adapter = layout.views(torch.zeros(layout.elements, dtype=dtype, device=device))
+    grads = layout.views(torch.zeros(layout.elements, device=device))
+    ids = torch.zeros(tokens, dtype=torch.int64, device=device)
+    packed = halves.pack(ids, (tokens,))
+    x = torch.zeros(tokens, model.decoder.hidden_size, dtype=dtype, device=device)
+    gradient = torch.zeros_like(x)
+    rows = min(tokens, HEAD_ROWS)
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    halves.mlp_backward(0, gradient, x, adapter, grads, None)
+    halves.attention_backward(0, gradient, x, packed, adapter, grads, None)
+    halves.head(gradient[:rows], ids[:rows], torch.zeros(rows, device=device), backward=True)
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before + gradient.nbytes
+
+
+class Iteration:
+    """The computation of one micro-batch, at some unit of it. Runs without autograd."""
+
+    def __init__(
+        self,
+        halves: Halves,
+        arena: Arena,
+        before: Places,
+        units: tuple[Unit, ...],
+        tokens: PackedTokens,
+        targets: torch.Tensor,
+        weights: torch.Tensor,
+        adapters: Sequence[LayerAdapter],
+        grads: Sequence[LayerAdapter],
+    ) -> None:
+        """`before` are the places that are taken, `targets` and `weights` [T] those of `Halves.head`.
+
+        `adapters` and `grads` are by layer. The backward writes each gradient once, over what was there.
+        """
+        self.units = tuple(unit for unit in units if unit.kind != "optimizer")
+        self.at = 0
+        """The unit that comes next."""
+        self._halves, self._arena, self._tokens = halves, arena, tokens
+        self._targets, self._weights, self._adapters, self._grads = targets, weights, adapters, grads
+        self._inputs, self._all = kept_places(halves, tokens.count, before)
+        self._kept: dict[tuple[Half, int], Kept] = {}
+        self._backward = any(unit.kind == "mlp_backward" for unit in self.units)
+        chunks = sum(unit.kind == "head" for unit in self.units)
+        spec = halves.model.spec
+        sums = torch.float64 if spec.dtype == torch.float64 else torch.float32
+        self._losses = torch.zeros(chunks, dtype=sums, device=spec.device)
+        self._stream: torch.Tensor | None = None
+        """The output of the last layer, and later the gradient of the stream [T, hidden]."""
+
+    @property
+    def done(self) -> bool:
+        return self.at == len(self.units)
+
+    @property
+    def places(self) -> Places:
+        """Those that hold something."""
+        return self._all if self._kept else self._inputs
+
+    @property
+    def loss(self) -> torch.Tensor:
+        """The sum of weighted losses of the chunks so far, on the device."""
+        return self._losses.sum()
+
+    @torch.no_grad()
+    def run(self, first: int, stop: int, *, keep: bool) -> None:
+        """Compute units [first, stop); `first` must be the next one.
+
+        With `keep`, forward halves keep what their backward needs; otherwise only their inputs.
+        """
+        if not self.at == first <= stop <= len(self.units):
+            raise ValueError(f"units {first} to {stop} cannot run: the next is {self.at} of {len(self.units)}")
+        for unit in self.units[first:stop]:
+            self._run(unit, keep and self._backward)
+            self.at += 1
+
+    def release(self) -> None:
+        """Give up what forward halves have kept, but for their inputs. The backward computes it again."""
+        self._kept.clear()
+
+    def _run(self, unit: Unit, keep: bool) -> None:
+        kind, number = unit
+        halves = self._halves
+        if kind == "attention":
+            x, out = self._input("attention", number), self._input("mlp", number)
+            if number == 0:
+                halves.embed(self._tokens, x)
+            kept = self._keep("attention", number, keep)
+            halves.attention_forward(number, x, self._tokens, self._adapters[number], kept, out)
+        elif kind == "mlp":
+            x, last = self._input("mlp", number), number == halves.model.decoder.num_layers - 1
+            if last:
+                self._stream = torch.empty_like(x)
+            out = self._stream if last and self._stream is not None else self._input("attention", number + 1)
+            halves.mlp_forward(number, x, self._adapters[number], self._keep("mlp", number, keep), out)
+        elif kind == "head":
+            rows = slice(number * HEAD_ROWS, (number + 1) * HEAD_ROWS)
+            self._losses[number] = halves.head(
+                self._gradient[rows], self._targets[rows], self._weights[rows], backward=self._backward
+            )
+        elif kind == "mlp_backward":
+            halves.mlp_backward(
+                number,
+                self._gradient,
+                self._input("mlp", number),
+                self._adapters[number],
+                self._grads[number],
+                self._kept.pop(("mlp", number), None),
+            )
+        else:
+            halves.attention_backward(
+                number,
+                self._gradient,
+                self._input("attention", number),
+                self._tokens,
+                self._adapters[number],
+                self._grads[number],
+                self._kept.pop(("attention", number), None),
+            )
+
+    @property
+    def _gradient(self) -> torch.Tensor:
+        assert self._stream is not None
+        return self._stream
+
+    def _input(self, half: Half, layer: int) -> torch.Tensor:
+        """The input of a half, [T, hidden]."""
+        spec = self._halves.model.spec
+        shape = (self._tokens.count, self._halves.model.decoder.hidden_size)
+        return self._arena.tensor(self._inputs, layer, half, shape, spec.dtype)
+
+    def _keep(self, half: Half, layer: int, keep: bool) -> Kept:
+        """The tensors that a half's forward writes to: places in the arena, or none, so that it makes its own."""
+        if not keep:
+            return {}
+        shapes = self._halves.kept_shapes(half, self._tokens.count)
+        self._kept[half, layer] = {
+            name: self._arena.tensor(self._all, layer, name, shape, dtype) for name, (shape, dtype) in shapes.items()
+        }
+        return self._kept[half, layer]

@@ -1,0 +1,197 @@
+"""A job's state: its vectors on the host, and the files that a killed engine goes on from.
+
+A state is written to the older of two files, beside the newer one, and put in its place whole. So at any moment at
+least one file of each directory is complete, and the newest complete one of all directories is what counts.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from holdfast.training.jobs import TrainingJob
+
+MAGIC = b"HFSTATE1"
+HEADER = struct.Struct("<8sI32sQQ")
+"""Magic, CRC-32 of all that follows it, digest of the job, steps done, numbers of a vector."""
+HEADER_CRC_END = len(MAGIC) + 4
+"""Where the part that the checksum covers begins."""
+RECORD = np.dtype([("loss", "<f8"), ("validation", "<f8"), ("tokens", "<u8")])
+NAMES = ("a", "b")
+JOB_FILE = "job.json"
+
+
+class StepRecord(NamedTuple):
+    """What one optimizer step gave."""
+
+    loss: float
+    """Mean over its weighted tokens, before the update."""
+    validation: float | None
+    """The same of the validation that followed the update."""
+    tokens: int
+    """All that were trained on."""
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """A job after some optimizer steps."""
+
+    rows: npt.NDArray[np.void]
+    """By step, all that are done: RECORD each. A long job has many, and each state holds them all."""
+    params: torch.Tensor  # [numbers] float32, on the host
+    means: torch.Tensor
+    variances: torch.Tensor
+
+    @property
+    def step(self) -> int:
+        """Steps done, which is the number of the next."""
+        return len(self.rows)
+
+    @property
+    def records(self) -> tuple[StepRecord, ...]:
+        """By step, all that are done."""
+        return records_of(self.rows)
+
+    @property
+    def vectors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.params, self.means, self.variances
+
+
+class StateFiles:
+    """The state files of one job in one directory."""
+
+    def __init__(self, directory: Path, job: bytes, *, durable: bool) -> None:
+        """`job` is the digest of the job. A `durable` write is on the disk when it returns."""
+        self.directory, self._job, self._durable = directory, job, durable
+
+    def write(self, state: State) -> None:
+        """Replace the older file. Raises OSError if there is no space; both files are as before then."""
+        self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        steps = [self._step(self._path(name)) for name in NAMES]
+        target = self._path(NAMES[steps.index(min(steps))])
+        partial = self.directory / f".state.{os.getpid()}.partial"
+        parts: list[bytes | memoryview] = [
+            HEADER.pack(MAGIC, 0, self._job, state.step, state.params.numel())[HEADER_CRC_END:]
+        ]
+        parts += [state.rows.tobytes(), *(_bytes(vector) for vector in state.vectors)]
+        checksum = 0
+        for part in parts:
+            checksum = zlib.crc32(part, checksum)
+        try:
+            with partial.open("wb") as file:
+                file.write(MAGIC + struct.pack("<I", checksum))
+                for part in parts:
+                    file.write(part)
+                if self._durable:
+                    file.flush()
+                    os.fsync(file.fileno())
+            partial.replace(target)
+        finally:
+            partial.unlink(missing_ok=True)
+        if self._durable:
+            _sync_directory(self.directory)
+
+    def read(self) -> State | None:
+        """The newest complete state; None if there is none."""
+        found = sorted((self._path(name) for name in NAMES), key=self._step, reverse=True)
+        return next((state for path in found if (state := self._read(path)) is not None), None)
+
+    def remove(self) -> None:
+        """Delete the files."""
+        for name in NAMES:
+            self._path(name).unlink(missing_ok=True)
+
+    def _path(self, name: str) -> Path:
+        return self.directory / f"state.{name}"
+
+    def _step(self, path: Path) -> int:
+        """Steps done, as the header has it; -1 if it is not a state of this job."""
+        try:
+            with path.open("rb") as file:
+                header = file.read(HEADER.size)
+        except OSError:
+            return -1
+        if len(header) < HEADER.size:
+            return -1
+        magic, _, job, step, _ = HEADER.unpack(header)
+        return int(step) if (magic, job) == (MAGIC, self._job) else -1
+
+    def _read(self, path: Path) -> State | None:
+        """The state in a file, if every byte of it is as it was written."""
+        try:
+            data = path.read_bytes()
+        except OSError:
+            return None
+        if len(data) < HEADER.size:
+            return None
+        magic, checksum, job, step, count = HEADER.unpack_from(data)
+        vectors_at = HEADER.size + step * RECORD.itemsize
+        if (magic, job) != (MAGIC, self._job) or len(data) != vectors_at + 3 * 4 * count:
+            return None
+        if zlib.crc32(memoryview(data)[HEADER_CRC_END:]) != checksum:
+            return None
+        rows = np.frombuffer(data, RECORD, step, HEADER.size).copy()
+        numbers = np.frombuffer(data, "<f4", 3 * count, vectors_at)
+        params, means, variances = (torch.from_numpy(part.copy()) for part in np.split(numbers, 3))
+        return State(rows, params, means, variances)
+
+
+def newest(files: Iterable[StateFiles]) -> State | None:
+    """The state with the most steps of several directories."""
+    states = [state for each in files if (state := each.read()) is not None]
+    return max(states, key=lambda state: state.step, default=None)
+
+
+def write_job(directory: Path, job: TrainingJob) -> None:
+    """Write a job's values to job.json in its directory. Raises FileExistsError if there is a job."""
+    path, partial = directory / JOB_FILE, directory / f".{JOB_FILE}.partial"
+    if path.exists():
+        raise FileExistsError(f"{directory.name} holds a job already")
+    with partial.open("w") as file:
+        file.write(job.to_json() + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+    _sync_directory(directory)
+
+
+def read_job(directory: Path) -> TrainingJob:
+    """The job of a directory. Raises ValueError if its job.json is not one, and FileNotFoundError without any."""
+    return TrainingJob.from_json((directory / JOB_FILE).read_text())
+
+
+def rows_of(records: Sequence[StepRecord]) -> npt.NDArray[np.void]:
+    """Records as `State.rows`."""
+    values = [(loss, np.nan if validation is None else validation, tokens) for loss, validation, tokens in records]
+    return np.array(values, RECORD)
+
+
+def records_of(rows: npt.NDArray[np.void]) -> tuple[StepRecord, ...]:
+    """The records of `State.rows`."""
+    return tuple(
+        StepRecord(loss, None if np.isnan(validation) else validation, tokens)
+        for loss, validation, tokens in rows.tolist()
+    )
+
+
+def _bytes(vector: torch.Tensor) -> memoryview:
+    """A float32 vector on the host, as bytes in place."""
+    return memoryview(vector.numpy().astype("<f4", copy=False).data).cast("B")
+
+
+def _sync_directory(directory: Path) -> None:
+    """Make the names in a directory durable."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,96 @@
+"""The Triton kernels of training against PyTorch in float64: interpreted without a GPU, compiled with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.lm.kernels.linear.layers import LayerOps, LayerShape
+from holdfast.lm.kernels.training.fused_ops import FusedTrainingOps
+from holdfast.lm.kernels.training.ops import TrainingOps, product_in_float32
+from tests.lm.kernels.linear.test_layers import DTYPES, assert_near, drawn, shape_of
+
+
+def both(shape: LayerShape) -> tuple[TrainingOps, TrainingOps]:
+    """The kernels, and the PyTorch operations in float64."""
+    return FusedTrainingOps(LayerOps(shape)), TrainingOps(LayerOps(replace(shape, dtype=torch.float64)))
+
+
+def rotation_of(shape: LayerShape, tokens: int, device: str) -> tuple[Any, Any]:
+    """Angles in the layout of the kernels, and in that of PyTorch."""
+    angles = torch.arange(tokens, device=device)[:, None] * 3.0 * shape.inverse_frequencies
+    cosine, sine = angles.cos(), angles.sin()
+    whole = [torch.cat(pair, -1)[:, None].double() for pair in ((cosine, cosine), (-sine, sine))]
+    return (cosine, sine), tuple(whole)
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
+def test_gate_and_its_gradients_equal_float64(dtype: torch.dtype, activation: str, device: str) -> None:
+    fused, exact = both(shape_of(device, dtype, activation=activation))
+    gate, up, back = (drawn(3, 1500, device=device, dtype=dtype) for _ in range(3))
+    doubles = [tensor.double() for tensor in (gate, up, back)]
+    assert_near(fused.gate(gate, up), exact.gate(*doubles[:2]))
+    for found, expected in zip(fused.gate_backward(gate, up, back), exact.gate_backward(*doubles), strict=True):
+        assert_near(found, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "width"), [(1, 64), (5, 100)])
+def test_norm_s_gradient_is_added(tokens: int, width: int, dtype: torch.dtype, device: str) -> None:
+    fused, exact = both(shape_of(device, dtype))
+    gradient, back, x = (drawn(tokens, width, device=device, dtype=dtype) for _ in range(3))
+    weight = drawn(width, device=device, dtype=dtype)
+    expected = gradient.double()
+    exact.add_norm_backward(expected, back.double(), x.double(), weight.double())
+    fused.add_norm_backward(gradient, back, x, weight)
+    assert_near(gradient, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("sizes", [(4, 2, 16), (3, 1, 20), (40, 8, 32)])
+def test_rotation_s_gradient_equals_float64(
+    sizes: tuple[int, int, int], normed: bool, dtype: torch.dtype, device: str
+) -> None:
+    heads, kv_heads, dim = sizes
+    shape = shape_of(device, dtype, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim)
+    fused, exact = both(shape)
+    tokens = 3
+    query, key, value = (drawn(tokens, n, dim, device=device, dtype=dtype) for n in (heads, kv_heads, kv_heads))
+    qkv = drawn(tokens, (heads + 2 * kv_heads) * dim, device=device, dtype=dtype)
+    norms = [drawn(dim, device=device, dtype=dtype) if normed else None for _ in range(2)]
+    halves, whole = rotation_of(shape, tokens, device)
+    found = fused.rotate_backward(query, key, value, qkv, halves, *norms)
+    doubles = [None if norm is None else norm.double() for norm in norms]
+    expected = exact.rotate_backward(query.double(), key.double(), value.double(), qkv.double(), whole, *doubles)
+    assert_near(found, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocabulary", [37, 9000])
+def test_loss_and_its_gradient_equal_float64(vocabulary: int, dtype: torch.dtype, device: str) -> None:
+    fused, exact = both(shape_of(device, dtype))
+    logits = drawn(4, vocabulary, device=device, dtype=dtype, spread=4)
+    targets = torch.tensor([0, vocabulary - 1, 5, 5], device=device)
+    weights = torch.tensor([1.0, 0.25, 0.0, 0.5], device=device)
+    expected = logits.double()
+    losses = exact.loss_backward(expected, targets, weights)
+    torch.testing.assert_close(fused.loss_backward(logits, targets, weights).double(), losses, atol=1e-5, rtol=1e-5)
+    assert_near(logits, expected)
+    assert not logits[2].any()
+
+
+def test_a_product_in_float32_is_not_rounded_to_its_factors_dtype(device: str) -> None:
+    left, right = drawn(5, 300, device=device, dtype=torch.bfloat16), drawn(300, 4, device=device, dtype=torch.bfloat16)
+    out = torch.empty(5, 4, device=device)
+    product_in_float32(left, right, out, 2.0)
+    torch.testing.assert_close(out.double(), 2.0 * left.double() @ right.double(), atol=1e-4, rtol=1e-4)

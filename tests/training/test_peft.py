@@ -1,0 +1,123 @@
+"""Gradients and losses against PEFT's own, in float32 on a CPU, over the native families."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.lm.models.halves import AdapterLayout, Halves
+from holdfast.lm.models.peft_files import MODULES
+from holdfast.training.iteration import Iteration, Places
+from holdfast.training.jobs import units_of
+from holdfast.training.order import Order
+from holdfast.training.schedule import learning_rate
+from tests.tuning import act, arena_for, drawn_examples, finish, native, new_job, trainer_for
+
+peft = pytest.importorskip("peft")
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {},
+    "mistral-sliding": dict(sliding_window=6),
+}
+RANK = 4
+Example = tuple[list[int], list[float]]
+
+
+def wrapped(module: Any, modules: tuple[str, ...], alpha: float) -> Any:
+    names = [MODULES[name].rpartition(".")[2] for name in modules]
+    config = peft.LoraConfig(r=RANK, lora_alpha=alpha, target_modules=names, task_type="CAUSAL_LM", lora_dropout=0.0)
+    return peft.get_peft_model(module, config)
+
+
+def matrices(model: Any, layout: AdapterLayout, vector: torch.Tensor, layers: int) -> list[tuple[Any, torch.Tensor]]:
+    """PEFT's parameters beside the views of a flat vector that stand for the same."""
+    named, pairs = dict(model.named_parameters()), []
+    for layer, piece in enumerate(vector.chunk(layers)):
+        for group in layout.views(piece).values():
+            for (module, b), a in zip(group.b, group.a.split(layout.rank), strict=True):
+                prefix = f"base_model.model.model.layers.{layer}.{MODULES[module]}"
+                pairs += [(named[f"{prefix}.lora_{n}.default.weight"], t) for n, t in (("A", a), ("B", b))]
+    return pairs
+
+
+def peft_loss(model: Any, examples: list[Example]) -> torch.Tensor:
+    """The mean loss over the tokens with weight 1, of a padded batch."""
+    longest = max(len(ids) for ids, _ in examples)
+    ids, mask, labels = (torch.full((len(examples), longest), fill) for fill in (0, 0, -100))
+    for row, (tokens, weights) in enumerate(examples):
+        ids[row, : len(tokens)] = torch.tensor(tokens)
+        mask[row, : len(tokens)] = 1
+        labels[row, : len(tokens)] = torch.tensor([t if w else -100 for t, w in zip(tokens, weights, strict=True)])
+    loss: torch.Tensor = model(input_ids=ids, attention_mask=mask, labels=labels).loss
+    return loss
+
+
+@pytest.mark.parametrize("modules", [tuple(MODULES), ("q", "v"), ("k", "up", "down")])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_are_peft_s(family: str, modules: tuple[str, ...], tmp_path: Path) -> None:
+    module, model = native(family, tmp_path, **FAMILIES[family])
+    layers, layout = model.decoder.num_layers, AdapterLayout(model.decoder, modules, RANK)
+    reference = wrapped(module, modules, 8.0)
+    examples = drawn_examples(6)
+    generator = torch.Generator().manual_seed(0)
+    vector = torch.randn(layers * layout.elements, generator=generator) * 0.1  # B too, for a stricter test than zeros
+    for parameter, value in matrices(reference, layout, vector, layers):
+        parameter.data.copy_(value)
+    expected = peft_loss(reference, examples)
+    expected.backward()
+
+    halves, grads = Halves(model, layout, 8.0 / RANK), torch.full_like(vector, torch.nan)
+    ids = torch.tensor([token for tokens, _ in examples for token in tokens])
+    weights = torch.tensor([w for _, each in examples for w in (*each[1:], 0.0)])
+    lengths = tuple(len(tokens) for tokens, _ in examples)
+    iteration = Iteration(
+        halves,
+        arena_for(model),
+        Places({}),
+        units_of(layers, len(ids), backward=True, optimizer=False),
+        halves.pack(ids, lengths),
+        ids.roll(-1),
+        weights / weights.sum(),
+        [layout.views(piece) for piece in vector.chunk(layers)],
+        [layout.views(piece) for piece in grads.chunk(layers)],
+    )
+    iteration.run(0, len(iteration.units), keep=True)
+    torch.testing.assert_close(iteration.loss, expected.detach(), atol=1e-5, rtol=1e-5)
+    for parameter, found in matrices(reference, layout, grads, layers):
+        assert float((found - parameter.grad).abs().max()) < 1e-5
+        assert float((found - parameter.grad).norm() / parameter.grad.norm()) < 1e-4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_20_losses_are_those_of_peft_with_torch_s_adamw(family: str, tmp_path: Path) -> None:
+    module, model = native(family, tmp_path / "base", **FAMILIES[family])
+    layers, layout = model.decoder.num_layers, AdapterLayout(model.decoder, tuple(MODULES), RANK)
+    examples = drawn_examples(20)
+    trainer = trainer_for(model)
+    trainer.open(new_job(tmp_path, examples=examples, epochs=4, learning_rate=0.01, seed=3))
+    reference = wrapped(module, tuple(MODULES), 8.0)
+    for parameter, value in matrices(reference, layout, trainer.host_vector("job", "params"), layers):
+        parameter.data.copy_(value)
+    act(trainer, "job", "restore")
+    losses = finish(trainer, "job")
+
+    trained = [parameter for parameter in reference.parameters() if parameter.requires_grad]
+    optimizer, order = torch.optim.AdamW(trained, weight_decay=0.0), Order(20, 4, 4, 3)
+    expected = []
+    for step in range(order.steps):
+        optimizer.param_groups[0]["lr"] = learning_rate(step, steps=order.steps, peak=0.01, warmup=0.03)
+        loss = peft_loss(reference, [examples[number] for number in order.examples(step)])
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        expected.append(loss.item())
+    assert len(losses) == 20
+    assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) < 2e-4
+    assert losses[-1] < losses[0] - 0.1

@@ -1,0 +1,109 @@
+"""State files: whatever is cut off or damaged, the newest whole state is found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.training.jobs import Hyperparameters, TrainingJob
+from holdfast.training.state import State, StateFiles, StepRecord, newest, read_job, rows_of, write_job
+
+JOB = b"j" * 32
+
+
+def state_of(step: int, numbers: int = 10) -> State:
+    records = tuple(StepRecord(1 / (3 + n), None if n % 2 else 0.1 * n, 100 + n) for n in range(step))
+    vectors = (torch.randn(numbers, generator=torch.Generator().manual_seed(3 * step + n)) for n in range(3))
+    return State(rows_of(records), *vectors)
+
+
+def same(found: State | None, wanted: State) -> bool:
+    return (
+        found is not None
+        and found.records == wanted.records
+        and all(torch.equal(a, b) for a, b in zip(found.vectors, wanted.vectors, strict=True))
+    )
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> StateFiles:
+    return StateFiles(tmp_path / "job", JOB, durable=True)
+
+
+def test_the_last_state_is_read_back_exactly(files: StateFiles) -> None:
+    assert files.read() is None
+    for step in range(5):
+        files.write(state_of(step))
+        assert same(files.read(), state_of(step))
+    assert {path.name for path in files.directory.iterdir()} == {"state.a", "state.b"}
+
+
+@given(kept=st.integers(0, 10_000), flipped=st.integers(0, 10_000), cut=st.booleans())
+def test_a_damaged_newest_file_gives_way_to_the_one_before(
+    tmp_path_factory: pytest.TempPathFactory, kept: int, flipped: int, cut: bool
+) -> None:
+    files = StateFiles(tmp_path_factory.mktemp("job"), JOB, durable=False)
+    for step in (1, 2):
+        files.write(state_of(step))
+    path = files.directory / "state.b"
+    data = bytearray(path.read_bytes())
+    if cut:
+        path.write_bytes(data[: kept % len(data)])
+    else:
+        data[flipped % len(data)] ^= 1 << flipped % 8
+        path.write_bytes(data)
+    assert same(files.read(), state_of(1))
+    files.write(state_of(2))
+    assert same(files.read(), state_of(2))
+
+
+def test_a_failed_write_leaves_both_files_as_they_are(files: StateFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (1, 2):
+        files.write(state_of(step))
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space"):
+        patch.setattr("os.fsync", full)
+        files.write(state_of(3))
+    assert same(files.read(), state_of(2))
+    assert {path.name for path in files.directory.iterdir()} == {"state.a", "state.b"}
+
+
+def test_a_state_of_another_job_is_not_found(files: StateFiles) -> None:
+    files.write(state_of(4))
+    assert StateFiles(files.directory, b"k" * 32, durable=True).read() is None
+
+
+def test_the_newest_of_several_directories_counts(tmp_path: Path) -> None:
+    several = [StateFiles(tmp_path / name, JOB, durable=False) for name in ("disk", "mirror")]
+    assert newest(several) is None
+    several[0].write(state_of(2))
+    assert same(newest(several), state_of(2))
+    several[1].write(state_of(3))
+    assert same(newest(several), state_of(3))
+    several[0].write(state_of(5))
+    assert same(newest(several), state_of(5))
+
+
+def test_removed_states_are_gone(files: StateFiles) -> None:
+    for step in (1, 2):
+        files.write(state_of(step))
+    files.remove()
+    assert files.read() is None and not [*files.directory.iterdir()]
+
+
+def test_a_job_is_written_once_and_read_back(tmp_path: Path) -> None:
+    chosen = Hyperparameters(epochs=1, batch_size=1)
+    job = TrainingJob(id="j", hyperparameters=chosen, base_model="b", base_digest="c", data_digest="d")
+    with pytest.raises(FileNotFoundError):
+        read_job(tmp_path)
+    write_job(tmp_path, job)
+    assert read_job(tmp_path) == job
+    with pytest.raises(FileExistsError, match="holds a job already"):
+        write_job(tmp_path, job)

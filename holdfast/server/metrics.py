@@ -12,6 +12,8 @@ from holdfast.lm.types import SchedulerStats
 
 SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 LONG = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+MOST_LOSSES = 16
+"""Tuning jobs that have a gauge of their own."""
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 STATS = {
@@ -88,6 +90,15 @@ class Metrics(Collector):
             ["outcome"],
             registry=self.registry,
         )
+        self.training_tokens = self._counter("training_tokens", "Tokens that stored steps of tuning jobs trained on")
+        self._training_loss = Gauge(
+            "holdfast_training_loss",
+            "Loss of the last step of each of the tuning jobs that had one most recently",
+            ["job"],
+            registry=self.registry,
+        )
+        self._with_loss: dict[str, None] = {}
+        """The jobs that have a gauge, the one with the oldest step first."""
         self.ttft = self._histogram("ttft_seconds", "Time from a request's arrival to its first token", LONG)
         self.tbt = self._histogram("tbt_seconds", "Time between tokens of one choice", SHORT)
         self.e2e = self._histogram("e2e_seconds", "Time from a request's arrival to its last token", LONG)
@@ -95,6 +106,16 @@ class Metrics(Collector):
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of finished choices")
         self.generated_tokens = self._counter("generated_tokens", "Tokens generated")
         self.cached_tokens = self._counter("cached_tokens", "Prompt tokens found in the prefix cache")
+
+    def loss_of(self, job: str, loss: float) -> None:
+        """Set the loss of a tuning job's last step."""
+        self._with_loss.pop(job, None)
+        self._with_loss[job] = None
+        self._training_loss.labels(job).set(loss)
+        if len(self._with_loss) > MOST_LOSSES:
+            oldest = next(iter(self._with_loss))
+            del self._with_loss[oldest]
+            self._training_loss.remove(oldest)
 
     def outcome(self, route: str, outcome: str) -> None:
         """Count how one HTTP request ended."""

@@ -196,7 +196,7 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True, forbid_unknown_f
     def conversation(self) -> list[dict[str, str]]:
         """The messages for the chat template, each a role and plain text. Raises ApiError for unsupported content."""
         check_parts(self.messages, "messages")
-        return [_message(message, f"messages[{index}]") for index, message in enumerate(self.messages)]
+        return [read_message(message, f"messages[{index}]") for index, message in enumerate(self.messages)]
 
 
 class CompletionRequest(GenerationRequest, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -311,7 +311,8 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "assistant":
 """The API's roles and those of chat templates. developer is OpenAI's newer name for system."""
 
 
-def _message(message: dict[str, Any], name: str) -> dict[str, str]:
+def read_message(message: Mapping[str, Any], name: str) -> dict[str, str]:
+    """A message for the chat template: role and plain text. Raises ApiError. `name` is its path in the request."""
     role = checked_role(message, name)
     refuse_extra(message, ("role", "content"), name)
     content = message.get("content")

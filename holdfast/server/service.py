@@ -138,6 +138,8 @@ class Service:
         )
         """Lines of batches. They have an admission and a thread of their own, so none of them takes a place that a chat
         would get, or has it wait for its text; and they hold at most half of the engine's queue."""
+        self.tuned: dict[str, tuple[str, str]] = {}
+        """Names of adapters that belong to the tenant of the tuning job that made them: that tenant, and the job."""
         self.started_at = int(time.time())
         self._small = ThreadPoolExecutor(SMALL_WORKERS, "holdfast-text")
         self._chats = ThreadPoolExecutor(1, "holdfast-chat-text")
@@ -152,15 +154,23 @@ class Service:
         chosen = (lane and lane.workers) or workers
         return await asyncio.get_running_loop().run_in_executor(chosen, work)
 
-    def check_model(self, name: str) -> None:
-        """Raises ApiError 404 for a name that neither the model nor an adapter has."""
-        if name != self.client.info.model and name not in self.client.adapters:
+    def models(self, tenant: str) -> list[str]:
+        """The names that a tenant's requests may have as their model: the model's own, then its adapters'."""
+        return [self.client.info.model, *(name for name in self.client.adapters if self._allowed(name, tenant))]
+
+    def check_model(self, name: str, tenant: str) -> None:
+        """Raises ApiError 404 for a name that neither the model nor an adapter has, or none of this tenant's."""
+        known = name == self.client.info.model or name in self.client.adapters
+        if not known or not self._allowed(name, tenant):
             raise unknown_model(name, self.client.info.model)
 
-    def adapter_of(self, name: str) -> str:
+    def adapter_of(self, name: str, tenant: str) -> str:
         """The adapter that a request's model names; empty for the model itself. Raises as `check_model`."""
-        self.check_model(name)
+        self.check_model(name, tenant)
         return name if name in self.client.adapters else ""
+
+    def _allowed(self, name: str, tenant: str) -> bool:
+        return name not in self.tuned or self.tuned[name][0] == tenant
 
     def answer(
         self, wanted: ChatRequest | CompletionRequest, tenant: str, lane: Lane | None = None, name: str | None = None
@@ -169,7 +179,7 @@ class Service:
 
         `name` begins the ids of its requests in the engine.
         """
-        self.check_model(wanted.model)
+        self.check_model(wanted.model, tenant)
         # Prompts are checked now and tokenized after admission, off the event loop.
         text, most = self.client.text, self.client.info.max_model_len
         if isinstance(wanted, ChatRequest):
@@ -286,7 +296,7 @@ class Answer:
                 request_id=self._request_id(),
                 priority=wanted.priority if lane.priority is None else lane.priority,
                 tenant=self.tenant,
-                adapter=self.service.adapter_of(wanted.model),
+                adapter=self.service.adapter_of(wanted.model, self.tenant),
                 deadline=own if lane.deadline is None else lane.deadline,
             )
             async with aclosing(stream) as deltas:

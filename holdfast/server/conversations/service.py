@@ -111,7 +111,7 @@ class Writing:
         self, responses: Responses, wanted: ResponseRequest, tenant: str, lane: Lane | None, name: str | None
     ) -> None:
         service = responses.service
-        service.check_model(wanted.model)
+        service.check_model(wanted.model, tenant)
         self.input: list[Item] = wanted.items()
         (lane or service.lane).admission.check(1, tenant)
         self.responses = responses

@@ -198,7 +198,7 @@ class BatchRunner:
             nonlocal since
             if self._closed:
                 raise asyncio.CancelledError
-            self._service.check_model(line.wanted.model)
+            self._service.check_model(line.wanted.model, batch.tenant)
             if line.choices > choices:
                 reason = f"the line asks for {line.choices} choices (n times prompts); at most {choices}"
                 raise ApiError(reason, param="n", code="invalid_value")

@@ -1,4 +1,4 @@
-"""Files, batches and answered lines in the store's database. Each method is one transaction."""
+"""Files, batches with their answered lines, and tuning jobs in the store's database. Each method is one transaction."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ from sqlalchemy import (
 
 from holdfast.server.conversations.database import NAME, Database, MigrationStep, tables
 from holdfast.server.conversations.values import Conflict, NotFound
-from holdfast.server.jobs.values import AnsweredLine, Batch, StoredFile
+from holdfast.server.jobs.values import AnsweredLine, Batch, JobEvent, StoredFile, TuningJob, Wanted
 from holdfast.server.replies import encode
 
+PAST = {"pause": "paused", "resume": "resumed", "cancel": "cancelled"}
 DELETED_AT_ONCE = 1000
 """Most rows that one transaction deletes, so that no turn of a conversation waits for a long one."""
 
@@ -74,24 +75,66 @@ lines = Table(
 )
 """A line is answered once it has a row here. The rows go when the output files are written."""
 
+tuning_jobs = Table(
+    "tuning_jobs",
+    tables,
+    Column("id", NAME, primary_key=True),
+    Column("tenant", NAME, nullable=False, index=True),
+    Column("created", Float, nullable=False),
+    Column("open", Boolean, nullable=False, index=True),
+    Column("reading", Boolean, nullable=False),
+    Column("serving", Boolean, nullable=False, index=True),
+    Column("owner", NAME),
+    Column("training", NAME, nullable=False),
+    Column("validation", NAME),
+    Column("wanted", String(16), nullable=False),
+    Column("wanted_at", Float),
+    Column("job", LargeBinary, nullable=False),
+)
+"""`owner` is the server that runs the job. Only it writes `job`; any server may set `wanted`.
+
+A job is `reading` while it needs its files. It is `serving` while there are adapters of it.
+"""
+
+tuning_events = Table(
+    "tuning_events",
+    tables,
+    Column("job", NAME, primary_key=True),
+    Column("number", Integer, primary_key=True),
+    Column("event", LargeBinary, nullable=False),
+)
+"""Numbered from 1, in the order in which they happened."""
+
 
 def _files_and_batches(db: Connection) -> None:
     for table in (files, batches, lines):
         table.create(db)
 
 
-STEPS: tuple[MigrationStep, ...] = (_files_and_batches,)
+def _tuning(db: Connection) -> None:
+    tuning_jobs.create(db)
+    tuning_events.create(db)
+
+
+STEPS: tuple[MigrationStep, ...] = (_files_and_batches, _tuning)
 """The store's migration steps behind those of `conversations.database`. A later step of either goes to this end."""
 
 _read_batch = msgspec.json.Decoder(Batch).decode
+_read_job = msgspec.json.Decoder(TuningJob).decode
+_read_event = msgspec.json.Decoder(JobEvent).decode
 
 
 class TooMany(Exception):
-    """There are as many open batches as may be; the message says how many."""
+    """There are as many open batches, or tuning jobs, as may be; the message says how many."""
 
 
 class WrongPurpose(Exception):
     """A file was not uploaded for what it is used for; the message says so."""
+
+    def __init__(self, message: str, param: str = "input_file_id") -> None:
+        """`param` is the request's parameter that names the file."""
+        super().__init__(message)
+        self.param = param
 
 
 class FileTable:
@@ -123,11 +166,14 @@ class FileTable:
             return [_as_file(row) for row in rows[:limit]], len(rows) > limit
 
     def delete(self, tenant: str, id: str, now: float) -> None:
-        """Delete a file. Raises Conflict if an open batch reads it."""
+        """Delete a file. Raises Conflict if an open batch reads it, or a tuning job that has just begun."""
         with self._database.write() as db:
             _file(db, tenant, id, now)
             if db.execute(select(batches.c.id).where(batches.c.input == id, batches.c.open).limit(1)).first():
                 raise Conflict("a batch that has not ended reads this file; cancel the batch first")
+            reads = or_(tuning_jobs.c.training == id, tuning_jobs.c.validation == id) & tuning_jobs.c.reading
+            if db.execute(select(tuning_jobs.c.id).where(reads).limit(1)).first():
+                raise Conflict("a tuning job that validates its files reads this one; wait, or cancel the job first")
             db.execute(delete(files).where(files.c.id == id))
 
     def held(self, tenant: str) -> tuple[int, int]:
@@ -138,10 +184,12 @@ class FileTable:
             return int(db.execute(everything).scalar_one()), int(db.execute(own).scalar_one())
 
     def drop_expired(self, now: float) -> list[str]:
-        """Delete the files whose time is over, unless an open batch reads them. Returns their ids."""
+        """Delete the files whose time is over, unless a batch or a tuning job reads them. Returns their ids."""
         read = exists().where(batches.c.input == files.c.id, batches.c.open)
+        own = or_(tuning_jobs.c.training == files.c.id, tuning_jobs.c.validation == files.c.id)
+        tuned = exists().where(own, tuning_jobs.c.reading)
         with self._database.write() as db:
-            gone = delete(files).where(files.c.expires <= now, ~read).returning(files.c.id)
+            gone = delete(files).where(files.c.expires <= now, ~read, ~tuned).returning(files.c.id)
             return list(db.execute(gone).scalars())
 
 
@@ -278,6 +326,165 @@ class BatchTable:
             db.execute(delete(batches).where(~batches.c.open, batches.c.created < before))
 
 
+class JobTable:
+    """The tuning jobs. Raises NotFound for one that does not exist or belongs to another tenant."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def add(self, job: TuningJob, owner: str, *, limit: int, tenant_limit: int, kept: int) -> None:
+        """Begin a job. Raises NotFound for its files, WrongPurpose for other kinds of files, TooMany.
+
+        `kept` is the most jobs of one tenant that have adapters.
+        """
+        with self._database.write() as db:
+            for param, id in (("training_file", job.training_file), ("validation_file", job.validation_file)):
+                if id is not None and (file := _file(db, job.tenant, id, job.created, param)).purpose != "fine-tune":
+                    reason = f"the purpose of {param} is {file.purpose}; a tuning job reads files of purpose fine-tune"
+                    raise WrongPurpose(reason, param)
+            count = select(func.count()).select_from(tuning_jobs)
+            own = tuning_jobs.c.tenant == job.tenant
+            if (there := db.execute(count.where(tuning_jobs.c.open)).scalar_one()) >= limit:
+                raise TooMany(f"{there} tuning jobs have not ended, which is the limit; try again later")
+            if (there := db.execute(count.where(tuning_jobs.c.open, own)).scalar_one()) >= tenant_limit:
+                reason = f"this API key has {there} tuning jobs that have not ended; at most {tenant_limit} are taken"
+                raise TooMany(reason)
+            if (there := db.execute(count.where(tuning_jobs.c.serving, own)).scalar_one()) >= kept:
+                raise TooMany(f"this API key has {there} tuned models, which is the limit; DELETE /v1/models/NAME")
+            row = {
+                "id": job.id, "tenant": job.tenant, "created": job.created, "open": True, "reading": True,
+                "serving": False, "owner": owner, "training": job.training_file, "validation": job.validation_file,
+                "wanted": "run", "wanted_at": None, "job": encode(job),
+            }  # fmt: skip
+            db.execute(insert(tuning_jobs).values(row))
+            _add_events(db, job.id, [JobEvent(created=job.created, message=f"Created fine-tuning job: {job.id}")])
+
+    def get(self, tenant: str, id: str) -> TuningJob:
+        """One job."""
+        with self._database.read() as db:
+            return _as_job(_job(db, tenant, id))
+
+    def page(
+        self, tenant: str, *, limit: int, after: str | None, metadata: Mapping[str, str]
+    ) -> tuple[list[TuningJob], bool]:
+        """Up to `limit` jobs, the newest first, behind the job `after`, and whether there are more.
+
+        Only those that have all of `metadata`.
+        """
+        with self._database.read() as db:
+            known = None if after is None else _job(db, tenant, after, "after")
+            place = None if known is None else (known.created, known.id)
+            found: list[TuningJob] = []
+            while True:
+                rows = _page(
+                    db, select(tuning_jobs).where(tuning_jobs.c.tenant == tenant), tuning_jobs, limit, True, place
+                )
+                for job in map(_as_job, rows):
+                    if metadata.items() <= dict(job.metadata or {}).items():
+                        found.append(job)
+                if len(found) > limit or len(rows) <= limit:
+                    return found[:limit], len(found) > limit
+                place = rows[-1].created, rows[-1].id
+
+    def ask(self, tenant: str, id: str, verb: str, now: float) -> TuningJob:
+        """Ask a job's owner to `pause`, `resume` or `cancel` it. Raises Conflict where its state does not allow it."""
+        with self._database.write() as db:
+            job = _as_job(_job(db, tenant, id))
+            wanted: Wanted
+            match verb:
+                case "pause":
+                    allowed, wanted, which = not job.ended and job.status != "paused", "pause", "one that waits or runs"
+                case "resume":
+                    allowed, wanted, which = job.status == "paused", "run", "a paused one"
+                case _:
+                    allowed, wanted, which = not job.ended, "cancel", "one that has not ended"
+            if not allowed:
+                raise Conflict(f"the job is {job.status}; only {which} can be {PAST[verb]}")
+            db.execute(update(tuning_jobs).where(tuning_jobs.c.id == id).values(wanted=wanted, wanted_at=now))
+            return _as_job(_job(db, tenant, id))
+
+    def owners(self) -> set[str]:
+        """The servers whose jobs have not ended."""
+        with self._database.read() as db:
+            return set(db.execute(select(tuning_jobs.c.owner).where(tuning_jobs.c.open).distinct()).scalars())
+
+    def orphans(self, owners: Collection[str]) -> list[tuple[TuningJob, Wanted]]:
+        """The open jobs of these servers, the oldest first, and what is wanted of each."""
+        with self._database.read() as db:
+            theirs = select(tuning_jobs).where(tuning_jobs.c.open, tuning_jobs.c.owner.in_(owners))
+            rows = db.execute(theirs.order_by(tuning_jobs.c.created, tuning_jobs.c.id))
+            return [(_read_job(row.job), row.wanted) for row in rows]
+
+    def adopt(self, owner: str, owners: Collection[str], ids: Collection[str]) -> set[str]:
+        """Give these jobs to `owner`, if they still belong to one of `owners`. Returns those that it got."""
+        with self._database.write() as db:
+            theirs = update(tuning_jobs).where(tuning_jobs.c.id.in_(ids), tuning_jobs.c.owner.in_(owners))
+            return set(db.execute(theirs.values(owner=owner).returning(tuning_jobs.c.id)).scalars())
+
+    def wanted(self, ids: Iterable[str]) -> dict[str, Wanted]:
+        """What is wanted of each of these jobs."""
+        with self._database.read() as db:
+            asked = select(tuning_jobs.c.id, tuning_jobs.c.wanted).where(tuning_jobs.c.id.in_(list(ids)))
+            return {row.id: row.wanted for row in db.execute(asked)}
+
+    def change(
+        self, id: str, fields: Mapping[str, Any], events: Sequence[JobEvent] = (), made: Sequence[StoredFile] = ()
+    ) -> TuningJob:
+        """Change fields of a job, together with events and with the files that it made."""
+        with self._database.write() as db:
+            for file in made:
+                db.execute(delete(files).where(files.c.id == file.id))
+                _insert_file(db, file)
+            job = replace(_stored_job(db, id), **fields)
+            values: dict[str, Any] = {"job": encode(job), "open": not job.ended}
+            values["reading"] = job.status == "validating_files"
+            if "checkpoints" in fields:
+                values["serving"] = bool(job.checkpoints)
+            db.execute(update(tuning_jobs).where(tuning_jobs.c.id == id).values(values))
+            _add_events(db, id, events)
+            return job
+
+    def events(self, tenant: str, id: str, *, limit: int, before: int | None) -> tuple[list[tuple[int, JobEvent]], bool]:
+        """Up to `limit` events, the newest first, before that number; each with its number. And whether there are more."""
+        with self._database.read() as db:
+            _job(db, tenant, id)
+            wanted = select(tuning_events).where(tuning_events.c.job == id)
+            if before is not None:
+                wanted = wanted.where(tuning_events.c.number < before)
+            rows = db.execute(wanted.order_by(tuning_events.c.number.desc()).limit(limit + 1)).all()
+            return [(row.number, _read_event(row.event)) for row in rows[:limit]], len(rows) > limit
+
+    def steps(self, id: str, *, after: int, limit: int) -> list[tuple[int, JobEvent]]:
+        """Up to `limit` events behind that number, in their order."""
+        with self._database.read() as db:
+            wanted = select(tuning_events).where(tuning_events.c.job == id, tuning_events.c.number > after)
+            rows = db.execute(wanted.order_by(tuning_events.c.number).limit(limit))
+            return [(row.number, _read_event(row.event)) for row in rows]
+
+    def serving(self) -> list[TuningJob]:
+        """The jobs of which there are adapters, the oldest first."""
+        with self._database.read() as db:
+            rows = db.execute(
+                select(tuning_jobs).where(tuning_jobs.c.serving).order_by(tuning_jobs.c.created, tuning_jobs.c.id)
+            )
+            return [_as_job(row) for row in rows]
+
+    def withdraw(self, tenant: str, id: str) -> None:
+        """Have no adapters of a job any more. Raises Conflict while it has not ended."""
+        with self._database.write() as db:
+            if not (job := _as_job(_job(db, tenant, id))).ended or _job(db, tenant, id).open:
+                raise Conflict(f"the tuning job of this model is {job.status}; cancel it first")
+            db.execute(update(tuning_jobs).where(tuning_jobs.c.id == id).values(serving=False))
+
+    def drop_old(self, before: float) -> list[str]:
+        """Delete jobs without adapters that have ended and were created before this time. Returns their ids."""
+        with self._database.write() as db:
+            old = ~tuning_jobs.c.open & ~tuning_jobs.c.serving & (tuning_jobs.c.created < before)
+            gone = list(db.execute(delete(tuning_jobs).where(old).returning(tuning_jobs.c.id)).scalars())
+            db.execute(delete(tuning_events).where(tuning_events.c.job.in_(gone)))
+            return gone
+
+
 def _page(
     db: Connection,
     wanted: Select[Any],
@@ -346,3 +553,38 @@ def _as_batch(row: Row[Any]) -> Batch:
         return batch
     status = "cancelling" if batch.status in ("validating", "in_progress") else batch.status
     return replace(batch, status=status, times={**batch.times, "cancelling": row.cancelling})
+
+
+def _job(db: Connection, tenant: str, id: str, param: str | None = None) -> Row[Any]:
+    row = db.execute(select(tuning_jobs).where(tuning_jobs.c.id == id, tuning_jobs.c.tenant == tenant)).one_or_none()
+    if row is None:
+        raise NotFound("fine_tuning_job", id, param)
+    return row
+
+
+def _stored_job(db: Connection, id: str) -> TuningJob:
+    """A job's state as its owner stored it."""
+    found = db.execute(select(tuning_jobs.c.job).where(tuning_jobs.c.id == id)).scalar()
+    if found is None:
+        raise NotFound("fine_tuning_job", id)
+    return _read_job(found)
+
+
+def _as_job(row: Row[Any]) -> TuningJob:
+    """A job as it is shown: paused or cancelled as soon as that was asked."""
+    job = _read_job(row.job)
+    if job.ended or row.wanted == "run":
+        return job
+    return replace(job, status="paused") if row.wanted == "pause" else _cancelled(job, row.wanted_at)
+
+
+def _cancelled(job: TuningJob, at: float) -> TuningJob:
+    return replace(job, status="cancelled", finished=at)
+
+
+def _add_events(db: Connection, job: str, events: Sequence[JobEvent]) -> None:
+    if events:
+        last = select(func.coalesce(func.max(tuning_events.c.number), 0)).where(tuning_events.c.job == job)
+        first = int(db.execute(last).scalar_one()) + 1
+        rows = [{"job": job, "number": number, "event": encode(each)} for number, each in enumerate(events, first)]
+        db.execute(insert(tuning_events), rows)

@@ -1,4 +1,4 @@
-"""Files and batches as plain values, with the shapes in which OpenAI's API shows them. Imports no database."""
+"""Files, batches and tuning jobs as plain values, with the shapes in which OpenAI's API shows them. Imports no database."""
 
 from __future__ import annotations
 
@@ -152,3 +152,160 @@ class AnsweredLine(Struct, frozen=True, kw_only=True):
     text: bytes
     """A JSON object, without the end of the line."""
     usage: Usage = Usage()
+
+
+JobStatus = Literal["validating_files", "queued", "running", "paused", "succeeded", "failed", "cancelled"]
+JOB_ENDED = ("succeeded", "failed", "cancelled")
+"""Statuses of a tuning job that never change again."""
+Wanted = Literal["run", "pause", "cancel"]
+"""What its owner is to do with a tuning job."""
+CHECKPOINTS_SERVED = 3
+"""Checkpoints of a job that are served under names of their own: the newest."""
+
+
+class JobCheckpoint(Struct, frozen=True, kw_only=True):
+    """An adapter that a tuning job has written."""
+
+    id: str
+    step: int
+    """Steps done."""
+    created: float
+    loss: float
+    """Of the last step."""
+    validation: float | None = None
+
+
+class TuningJob(Struct, frozen=True, kw_only=True):
+    """A tuning job in its present state. Times are in seconds since 1970."""
+
+    id: str
+    tenant: str
+    model: str
+    """The base."""
+    name: str
+    """Under which the finished adapter is served."""
+    created: float
+    training_file: str
+    validation_file: str | None = None
+    seed: int
+    metadata: Mapping[str, str] | None = None
+    asked: Mapping[str, Any]
+    """Hyperparameters as the client gave them, by their names in the API."""
+    chosen: Mapping[str, Any] = field(default_factory=dict)
+    """What stands for those that were left to us; once the files are read."""
+    status: JobStatus = "validating_files"
+    """`queued` and `running` also while it pauses."""
+    finished: float | None = None
+    error: LineFault | None = None
+    """Why it failed."""
+    faults: Sequence[LineFault] = ()
+    """Everything that is wrong with its files."""
+    data_digest: str = ""
+    """SHA-256 of its examples."""
+    validation_digest: str = ""
+    examples: int = 0
+    steps: int = 0
+    """Of the whole job; 0 until they are known."""
+    step: int = 0
+    """Steps whose results are stored, and told."""
+    trained_tokens: int = 0
+    loss: float | None = None
+    """Of the last step."""
+    finishes: float | None = None
+    """When it is likely to end."""
+    checkpoints: Sequence[JobCheckpoint] = ()
+    result_file: str | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether its status never changes again."""
+        return self.status in JOB_ENDED
+
+    def name_of(self, checkpoint: JobCheckpoint) -> str:
+        """The name of a checkpoint as a model."""
+        return f"{self.name}:ckpt-step-{checkpoint.step}"
+
+    @property
+    def served(self) -> dict[str, int]:
+        """The names under which its adapters are served, each with the step of its checkpoint."""
+        names = {self.name_of(each): each.step for each in self.checkpoints[-CHECKPOINTS_SERVED:]}
+        if self.status == "succeeded" and self.checkpoints:
+            names[self.name] = self.checkpoints[-1].step
+        return names
+
+    def shown(self) -> dict[str, Any]:
+        """OpenAI's job object. `progress` is ours."""
+        parameters = {**dict.fromkeys(OPENAI_PARAMETERS, "auto"), **self.asked, **self.chosen}
+        faults = [asdict(fault) for fault in self.faults]
+        return {
+            "id": self.id,
+            "object": "fine_tuning.job",
+            "created_at": int(self.created),
+            "error": None
+            if self.error is None
+            else {"code": self.error.code, "message": self.error.message, "param": self.error.param, "data": faults},
+            "estimated_finish": int(self.finishes) if self.finishes and self.status == "running" else None,
+            "fine_tuned_model": self.name if self.status == "succeeded" else None,
+            "finished_at": None if self.finished is None else int(self.finished),
+            "hyperparameters": {name: parameters[name] for name in OPENAI_PARAMETERS},
+            "integrations": [],
+            "metadata": self.metadata,
+            "method": {"type": "supervised", "supervised": {"hyperparameters": parameters}},
+            "model": self.model,
+            "organization_id": "",
+            "result_files": [] if self.result_file is None else [self.result_file],
+            "seed": self.seed,
+            "status": self.status,
+            "trained_tokens": self.trained_tokens if self.status == "succeeded" else None,
+            "training_file": self.training_file,
+            "validation_file": self.validation_file,
+            "progress": {
+                "step": self.step, "total_steps": self.steps, "trained_tokens": self.trained_tokens,
+                "train_loss": self.loss,
+            },
+        }  # fmt: skip
+
+    def shown_checkpoints(self) -> list[dict[str, Any]]:
+        """OpenAI's checkpoint objects, the newest first."""
+        return [
+            {
+                "id": each.id,
+                "object": "fine_tuning.job.checkpoint",
+                "created_at": int(each.created),
+                "fine_tuned_model_checkpoint": self.name_of(each),
+                "fine_tuning_job_id": self.id,
+                "metrics": {"step": each.step, "train_loss": each.loss, "valid_loss": each.validation},
+                "step_number": each.step,
+            }
+            for each in reversed(self.checkpoints)
+        ]
+
+
+OPENAI_PARAMETERS = ("n_epochs", "batch_size", "learning_rate_multiplier")
+
+
+class JobEvent(Struct, frozen=True, kw_only=True):
+    """Something that happened to a tuning job."""
+
+    created: float
+    message: str
+    level: Literal["info", "warn", "error"] = "info"
+    data: Mapping[str, Any] | None = None
+    """Of a step: its number and what it gave."""
+
+    def shown(self, job: str, number: int) -> dict[str, Any]:
+        """OpenAI's event object."""
+        return {
+            "id": event_id(job, number),
+            "object": "fine_tuning.job.event",
+            "created_at": int(self.created),
+            "level": self.level,
+            "message": self.message,
+            "data": self.data,
+            "type": "message" if self.data is None else "metrics",
+        }
+
+
+def event_id(job: str, number: int) -> str:
+    """The id of a job's event of this number."""
+    return f"ftevent-{job.removeprefix('ftjob-')}-{number}"

@@ -11,7 +11,7 @@ from holdfast.engine.connection import EngineDead
 from holdfast.lm.types import SchedulerStats
 from holdfast.server.inference.service import Applications
 from holdfast.server.metrics import CONTENT_TYPE
-from holdfast.server.routes.http import JSON
+from holdfast.server.routes.http import JSON, tenant_of
 from holdfast.server.service import Service, trouble
 
 
@@ -19,8 +19,8 @@ def add_model_routes(app: FastAPI, service: Service) -> None:
     """GET /v1/models and /v1/models/{id}."""
     client = service.client
 
-    def card(name: str) -> dict[str, Any]:
-        adapted = {"parent": client.info.model, "root": name} if service.adapter_of(name) else {}
+    def card(name: str, tenant: str) -> dict[str, Any]:
+        adapted = {"parent": client.info.model, "root": name} if service.adapter_of(name, tenant) else {}
         return {
             "id": name,
             "object": "model",
@@ -32,14 +32,15 @@ def add_model_routes(app: FastAPI, service: Service) -> None:
         }
 
     @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        """The model that is served, then its adapters."""
-        return {"object": "list", "data": [card(name) for name in (client.info.model, *client.adapters)]}
+    async def models(request: Request) -> dict[str, Any]:
+        """The model that is served, then its adapters: those for all keys, and the key's own."""
+        tenant = tenant_of(request)
+        return {"object": "list", "data": [card(name, tenant) for name in service.models(tenant)]}
 
     @app.get("/v1/models/{model:path}")
-    async def model(model: str) -> dict[str, Any]:
+    async def model(request: Request, model: str) -> dict[str, Any]:
         """The served model, or an adapter, by its name."""
-        return card(model)
+        return card(model, tenant_of(request))
 
 
 def add_root_route(app: FastAPI, service: Service | None, applications: Applications) -> None:
@@ -50,7 +51,7 @@ def add_root_route(app: FastAPI, service: Service | None, applications: Applicat
         served["model"] = service.client.info.model
         apis.append(
             "OpenAI's: /v1/responses, /v1/conversations, /v1/chat/completions, /v1/completions, /v1/files, "
-            "/v1/batches, /v1/models"
+            "/v1/batches, /v1/fine_tuning/jobs, /v1/models"
         )
     if applications.apps:
         served["applications"] = list(applications.apps)

@@ -16,6 +16,7 @@ from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.connection import EngineConnection, EngineDead, EngineStartError, QueueFull, fail_all
 from holdfast.engine.spawn import EngineProcess
 from holdfast.engine.text import Text, TextStream
+from holdfast.engine.tuning import TuningClient
 from holdfast.lm.limits import RequestRefused
 from holdfast.lm.types import SchedulerStats
 
@@ -103,6 +104,8 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         self._asked: dict[int, asyncio.Future[AdapterInfo | None]] = {}
         """Loads and unloads that the engine has not answered, by number."""
         super().__init__(process or EngineProcess(config.device), on_progress)
+        self.tuning = TuningClient(lambda message: self._child.send(message), self.adapters, self._check_alive)
+        """The tuning jobs of the engine."""
 
     @classmethod
     async def start(
@@ -127,7 +130,7 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
             # At the same time: the tokenizer loads here, the weights in the engine. The first failure ends the wait.
             text = asyncio.create_task(asyncio.to_thread(Text.from_directory, checkpoint.directory))
             client.info, client.text = await asyncio.gather(client._ready, text)
-            client.adapters = {adapter.name: adapter for adapter in client.info.adapters}
+            client.adapters.update({adapter.name: adapter for adapter in client.info.adapters})
         return client
 
     def stream(
@@ -279,6 +282,8 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
                 if refused is not None and not refused.done():
                     refused.set_exception(AdapterError(reason))
                     refused.exception()  # marks it as retrieved, because nobody may wait any more
+            case messages.JobStarted() | messages.JobChanged() | messages.JobRefused() | messages.JobProgress():
+                self.tuning.take(message)
 
     def _deliver(self, output: SequenceOutput, now: float) -> None:
         """Hand a stream its output of one step.
@@ -302,6 +307,7 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         self._waiting.clear()
         fail_all(self._asked.values(), reason)
         self._asked.clear()
+        self.tuning.fail(reason)
 
 
 class _Stream:

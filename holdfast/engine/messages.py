@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import msgspec
 
@@ -120,6 +121,110 @@ class AppStats:
     cells: tuple[CellTypeStats, ...]
 
 
+JobAction = Literal["pause", "resume", "cancel"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobStart:
+    """A tuning job as its owner asks for it. What is left to the engine is in JobInfo."""
+
+    id: str
+    """Letters, digits, and . _ -; at most 128. The same as before for a job that goes on."""
+    directory: str
+    """Of this job alone; holds examples.bin, and validation.bin if there is a `validation_digest`."""
+    name: str
+    """Under which the finished adapter is served, at once. Must be free, now and then."""
+    tenant: str = ""
+    """Jobs of several tenants take turns. Who may name the adapter is the caller's affair."""
+    data_digest: str
+    """SHA-256 of examples.bin in hexadecimal, as `write_examples` returns it."""
+    validation_digest: str = ""
+    epochs: int | None = None
+    """None, here and below: chosen by the number of examples (`auto_epochs`, `auto_batch_size`)."""
+    batch_size: int | None = None
+    """Examples of an optimizer step."""
+    learning_rate: float = 2e-4
+    rank: int = 16
+    alpha: float | None = None
+    """None: twice the rank."""
+    modules: tuple[str, ...] = ()
+    """Of q, k, v, o, gate, up, down; none: all."""
+    micro_batch: int | None = None
+    """Most tokens that are computed at once; None: as the engine's configuration says."""
+    seed: int = 0
+    paused: bool = False
+    """Begin paused: nothing runs before `resume`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobInfo:
+    """A job as the engine has taken it."""
+
+    id: str
+    step: int
+    """Optimizer steps done, and stored, before it was started here."""
+    steps: int
+    """Of the whole job."""
+    examples: int
+    trained_tokens: int
+    """Of the steps done."""
+    loss: float | None
+    """Of the last step done."""
+    validation: float | None
+    """Of the last validation done."""
+    checkpoint: str
+    """Directory of the adapter after the last complete epoch, in PEFT's format; empty if there is none."""
+    epochs: int
+    batch_size: int
+    learning_rate: float
+    rank: int
+    alpha: float
+    modules: tuple[str, ...]
+    micro_batch: int
+
+
+class JobStep(msgspec.Struct, array_like=True, frozen=True, tag="step"):
+    """An optimizer step is done and stored: a killed engine does not compute it again."""
+
+    job: str
+    step: int
+    """Steps done with this one: 1 to `steps`, each once and in order."""
+    steps: int
+    """Of the whole job."""
+    tokens: int
+    """That this step trained on."""
+    loss: float
+    """Mean over the step's weighted tokens, before its update."""
+    validation: float | None = None
+    """The same over the validation examples, after its update, at each epoch's end and every 100 steps."""
+    checkpoint: str = ""
+    """The directory of the adapter after this step, if it ended an epoch; else empty."""
+
+
+class JobStatus(msgspec.Struct, array_like=True, frozen=True, tag="status"):
+    """The job has another status than before. The first comes after the start."""
+
+    job: str
+    status: Literal["queued", "running", "paused"]
+    """queued: another job's turn; running: its steps are computed, when there is time; paused: by request."""
+
+
+class JobEnded(msgspec.Struct, array_like=True, frozen=True, tag="ended"):
+    """The last event of a job. Its directory is the caller's again."""
+
+    job: str
+    outcome: Literal["succeeded", "failed", "cancelled"]
+    reason: str = ""
+    """Why it failed, in one line."""
+    adapter: AdapterInfo | None = None
+    """Of a success: requests may name it from now on."""
+    checkpoint: str = ""
+    """Of a success: the adapter's directory."""
+
+
+JobEvent = JobStep | JobStatus | JobEnded
+
+
 class Message(msgspec.Struct, array_like=True):
     """The base of all messages."""
 
@@ -194,6 +299,21 @@ class UnloadAdapter(Message, tag="unload-adapter"):
 
     number: int
     adapter: str
+
+
+class StartJob(Message, tag="start-job"):
+    """To the engine: take this tuning job; the answer is JobStarted or JobRefused."""
+
+    number: int
+    job: JobStart
+
+
+class ChangeJob(Message, tag="change-job"):
+    """To the engine: pause, resume or cancel this open job; the answer is JobChanged or JobRefused."""
+
+    number: int
+    job: str
+    action: JobAction
 
 
 class Ask(Message, tag="ask"):
@@ -277,6 +397,34 @@ class AdapterUnloaded(Message, tag="adapter-unloaded"):
     number: int
 
 
+class JobStarted(Message, tag="job-started"):
+    """From the engine: the job is taken. Its events follow."""
+
+    number: int
+    info: JobInfo
+
+
+class JobChanged(Message, tag="job-changed"):
+    """From the engine: the change is known. What comes of it is an event."""
+
+    number: int
+
+
+class JobRefused(Message, tag="job-refused"):
+    """From the engine: a job that it does not take or change, and why. The reason names no directory."""
+
+    number: int
+    reason: str
+    missing: bool = False
+    """There is no open job of this id."""
+
+
+class JobProgress(Message, tag="job-progress"):
+    """From the engine: what has happened to jobs, in order."""
+
+    events: list[JobEvent]
+
+
 class Failed(Message, tag="failed"):
     """From the engine of an application, whose code failed on this request. The trace is in the log."""
 
@@ -322,15 +470,20 @@ class Submitted(Message, tag="submit"):
         return Submit(replace(self.request, prompt=array("I", data)))
 
 
-ToEngine = Start | StartApp | Submit | Infer | Abort | LoadAdapter | UnloadAdapter | Ask | Shutdown
+ToEngine = (
+    Start | StartApp | Submit | Infer | Abort | LoadAdapter | UnloadAdapter | StartJob | ChangeJob | Ask | Shutdown
+)
 AdapterAnswer = AdapterLoaded | AdapterRefused | AdapterUnloaded
+TuningAnswer = JobStarted | JobChanged | JobRefused | JobProgress
 FromEngine = (
-    Hello | Progress | Ready | AppReady | Outputs | Results | Refused | AdapterAnswer | Failed | Stats | AppAnswer
-    | Failure
+    Hello | Progress | Ready | AppReady | Outputs | Results | Refused | AdapterAnswer | TuningAnswer | Failed | Stats
+    | AppAnswer | Failure
 )  # fmt: skip
 
 _encode = msgspec.msgpack.Encoder().encode
-_EncodedToEngine = Start | StartApp | Submitted | Infer | Abort | LoadAdapter | UnloadAdapter | Ask | Shutdown
+_EncodedToEngine = (
+    Start | StartApp | Submitted | Infer | Abort | LoadAdapter | UnloadAdapter | StartJob | ChangeJob | Ask | Shutdown
+)  # fmt: skip
 _to_engine: msgspec.msgpack.Decoder[_EncodedToEngine] = msgspec.msgpack.Decoder(_EncodedToEngine)
 _from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
 

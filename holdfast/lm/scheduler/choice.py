@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 from holdfast.core.config import ROW_SCHEDULERS, EngineConfig, ExecutorName, SchedulerName
 from holdfast.core.cost import CostModel, PaddedCost
+from holdfast.core.training_cost import TrainingShape
 from holdfast.core.types import Identity
 from holdfast.lm.memory.adapter_pool import AdapterPool
 from holdfast.lm.memory.block_pool import BlockPool
@@ -28,6 +29,7 @@ from holdfast.lm.scheduler.row_policies import (
 )
 from holdfast.lm.scheduler.row_scheduler import RowScheduler
 from holdfast.lm.scheduler.scheduler import Scheduler
+from holdfast.lm.scheduler.tuner import Tuner
 from holdfast.lm.types import EngineShape, RowShape
 
 EVERY_NAME: tuple[SchedulerName, ...] = get_args(SchedulerName)
@@ -154,6 +156,24 @@ def retention_cost(config: EngineConfig, shape: EngineShape, cost: CostModel | N
     return partial(cost_by_position, balance=shape.attention_balance)
 
 
+def make_tuner(
+    config: EngineConfig,
+    shape: EngineShape,
+    cost: CostModel,
+    sizes: TrainingShape,
+    *,
+    memory_fraction: float = 0.5,
+    block_seconds: float = 0.0,
+) -> Tuner:
+    """The tuner of an engine of this shape, for `make_scheduler`.
+
+    At most `memory_fraction` of the cache is lent to training. `block_seconds` is the time of copying a block between
+    host and device, 0 if it is not known. With a target between tokens, a job is refused if one of its units takes
+    longer than what 32 decodes leave of the target. Raises ValueError for a fraction that is not above 0 and at most 1.
+    """
+    raise NotImplementedError
+
+
 def make_scheduler(
     config: EngineConfig,
     shape: EngineShape,
@@ -161,11 +181,16 @@ def make_scheduler(
     *,
     policy: Policy | None = None,
     micro_batches: int = 1,
+    tuner: Tuner | None = None,
+    deferral_bound: float | None = None,
 ) -> Scheduler:
     """The scheduler of an engine of this shape, real or simulated, with its own memory.
 
-    `policy` replaces the one that the configuration asks for. `micro_batches` is the number of pipeline stages. Raises
-    ValueError as `choose_policy`, and for padded rows in a pipeline.
+    `policy` replaces the one that the configuration asks for. `micro_batches` is the number of pipeline stages. With a
+    `tuner` (`make_tuner`) it plans training too: in slices beside streams if there is a target between tokens, else by
+    the deferral rule with `deferral_bound` seconds (None: DEFAULT_BOUND). `Scheduler.tuner` is that tuner. Raises
+    ValueError as `choose_policy`, for padded rows in a pipeline, for a tuner on padded rows, in a pipeline or under a
+    scheduler that is not stall-free, and for a bound with a target or without a tuner.
     """
     policy = policy or choose_policy(config, shape, cost)
     settings: dict[str, Any] = dict(

@@ -19,6 +19,7 @@ from holdfast.lm.scheduler.builder import Policy, StepBuilder
 from holdfast.lm.scheduler.entries import Entry
 from holdfast.lm.scheduler.order import Order, Priority
 from holdfast.lm.scheduler.queues import Queues
+from holdfast.lm.scheduler.tuner import Tuner
 from holdfast.lm.types import Sampling, SchedulerStats, Sequence, StepPlan, StepResult
 
 
@@ -42,6 +43,7 @@ class Scheduler:
         sharing: bool = False,
         served: Identity | None = None,
         adapters: AdapterPool | None = None,
+        tuner: Tuner | None = None,
         order: Order | None = None,
         seed: int = 0,
         micro_batches: int = 1,
@@ -51,7 +53,8 @@ class Scheduler:
     ) -> None:
         """`sharing` lets requests of one identity share the state of equal prefixes. `served` names the model, adapter
         and dtype of the executor; `add` refuses any other. None refuses nothing. A request may also name an adapter
-        that is known to `adapters`; it runs once that is in a slot of the device.
+        that is known to `adapters`; it runs once that is in a slot of the device. `tuner` has jobs of training; the
+        policy says when they run.
 
         `headroom` is the share of the blocks that admission leaves to running sequences. `order` ranks requests, by
         default by priority class. `seed` makes seeds for requests that bring none. With `micro_batches` above 1, steps
@@ -72,6 +75,8 @@ class Scheduler:
         self._adapters = adapters
         if adapters is not None:
             self._queues.serve_adapters(adapters)
+        self.tuner = tuner
+        """The jobs of training; None where none are taken."""
         self._retiring: set[str] = set()
         self.retired: deque[str] = deque()
         """Adapters that are not known any more. Whoever reads them takes them out."""

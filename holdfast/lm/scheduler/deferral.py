@@ -1,0 +1,33 @@
+"""Deferred continuous batching (FineInfer §2.4): a request waits for training as long as its bound allows."""
+
+from __future__ import annotations
+
+from holdfast.lm.scheduler.builder import Policy, StepBuilder
+from holdfast.lm.scheduler.tuner import Tuner
+from holdfast.lm.types import StepPlan, StepResult
+
+DEFAULT_BOUND = 1.0
+"""Seconds."""
+
+
+class Deferred(Policy):
+    """FineInfer's deferral rule around a policy of inference.
+
+    A waiting request starts iff waited + T_ft > bound, T_ft being the upper estimate of one iteration of training
+    (`Tuner.iteration_seconds`). While nothing runs, whole iterations run; while anything runs, none begins. A bound of
+    0 is inference first, and infinity is training to its end. Without a job that can run nothing is deferred.
+
+    Nobody waits longer than max(bound, T_ft) and one step of inference, as far as rows and memory have room.
+    """
+
+    def __init__(self, inner: Policy, tuner: Tuner, bound: float = DEFAULT_BOUND) -> None:
+        """`bound` in seconds, from 0 to infinity; else ValueError."""
+        if not bound >= 0:
+            raise ValueError(f"deferral_bound is {bound}; it must be at least 0")
+        self.inner, self.tuner, self.bound = inner, tuner, bound
+
+    def plan(self, step: StepBuilder) -> None:
+        raise NotImplementedError
+
+    def observe(self, plan: StepPlan, result: StepResult) -> None:
+        self.inner.observe(plan, result)

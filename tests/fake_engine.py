@@ -8,6 +8,8 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from fake_tuning import FakeTuner
+
 from holdfast.core.config import EngineConfig
 from holdfast.core.types import AdapterInfo, FinishReason, SamplingParams
 from holdfast.engine.client import AdapterError, Delta, Timings, Usage
@@ -69,10 +71,11 @@ class FakeText:
     def digest(self, text: str) -> bytes:
         return hashlib.sha256(text.encode()).digest()
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
         if any("mutiny" in message["content"] for message in messages):
             raise ValueError("the chat template refuses this conversation: mutiny")
-        return "".join(f"<{message['role']}>{message['content']}" for message in messages) + self.opening
+        rendered = "".join(f"<{message['role']}>{message['content']}" for message in messages)
+        return rendered + self.opening * add_generation_prompt
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], *, most: int | None = None) -> list[int]:
         return self.encode(self.render_chat(messages))
@@ -113,6 +116,14 @@ class FakeClient:
     dead: asyncio.Event = field(default_factory=asyncio.Event)
     reason: str = ""
     closed: bool = False
+
+    def __post_init__(self) -> None:
+        self.tuner = FakeTuner(self.adapters, self._check_alive)
+        self.tuning = self.tuner.client
+
+    def _check_alive(self) -> None:
+        if self.dead.is_set():
+            raise EngineDead(self.reason)
 
     async def load_adapter(self, name: str, path: str, *, replace: bool = False) -> AdapterInfo:
         if self.refuse is not None:
@@ -198,6 +209,7 @@ class FakeClient:
     def die(self, reason: str) -> None:
         self.reason = reason
         self.dead.set()
+        self.tuner.die(reason)
 
     async def close(self) -> None:
         self.closed = True

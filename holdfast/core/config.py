@@ -126,6 +126,7 @@ class EngineConfig:
     )
     max_adapter_rank: int = option(16, "largest rank of an adapter; each slot on the device has room for it")
     adapter_host_gb: float = option(4.0, "host memory in GB for adapters; those used longest ago are read again")
+    tuning: bool = option(False, "take tuning jobs, whose training runs between and beside inference")
     scheduler: SchedulerName = option(  # noqa: RUF009  a string
         "stall-free", "scheduling policy; all but the default are baselines for comparison"
     )

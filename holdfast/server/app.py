@@ -24,6 +24,7 @@ from holdfast.server.conversations.store import AsyncStore, Store
 from holdfast.server.inference.service import Applications
 from holdfast.server.jobs.batches import Batches
 from holdfast.server.jobs.files import Files
+from holdfast.server.jobs.tuning import Tuning
 from holdfast.server.protocol import ApiError, ChatRequest, CompletionRequest, is_inference
 from holdfast.server.routes.adapters import add_adapter_routes
 from holdfast.server.routes.batches import add_batch_routes
@@ -33,6 +34,7 @@ from holdfast.server.routes.generation import add_completion_routes, add_respons
 from holdfast.server.routes.http import JSON, BodyBudget
 from holdfast.server.routes.inference import LIVE, READY, add_inference_routes
 from holdfast.server.routes.status import add_model_routes, add_root_route, add_status_routes
+from holdfast.server.routes.tuning import add_tuning_routes
 from holdfast.server.service import Service, internal
 
 OPEN_PATHS = ("/health", LIVE, READY)
@@ -44,7 +46,8 @@ def create_app(
 ) -> FastAPI:
     """The HTTP application over started engines: of a language model with an open store, of applications, or of both.
 
-    `app.state.batches` runs batches between its `start` and `close`; `app.state.responses.close()` closes the store.
+    `app.state.jobs` run tuning jobs and batches between their `start` and `close`, in this order.
+    `app.state.responses.close()` closes the store.
     `app.state.admissions` count the requests in progress; `app.state.clients` are those of all engines.
     """
     app = FastAPI(
@@ -62,7 +65,7 @@ def create_app(
     service = Service(client, config) if client is not None else None
     app.state.service = service
     app.state.responses = None
-    app.state.batches = None
+    app.state.jobs = ()
     app.state.admissions = []
     app.state.clients = [*([] if client is None else [client]), *apps]
     registry = CollectorRegistry()
@@ -78,9 +81,11 @@ def create_app(
         add_conversation_routes(app, responses)
         files = Files(responses.store, config)
         batches = Batches(responses, files)
-        app.state.batches = batches
+        tuning = Tuning(service, files, batches.owner)
+        app.state.jobs = (tuning, batches)
         add_file_routes(app, files, config)
         add_batch_routes(app, batches, config)
+        add_tuning_routes(app, tuning, config)
     applications = Applications(apps, config, registry)
     app.state.admissions += [each.admission for each in applications.apps.values()]
     if apps:

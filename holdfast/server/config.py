@@ -55,6 +55,11 @@ class ServerConfig:
     )
     max_file_mb: float = option(512.0, "largest uploaded file in MB; larger ones are refused with 413")
     files_gb: float = option(16.0, "most GB of files kept; further uploads are refused with 429")
+    tuning_state: str | None = option(
+        None,
+        "directory of tuning jobs, with their states and adapters; default: holdfast/tuning in the user's data "
+        "directory, or a temporary one if the store is `memory`",
+    )
     health_seconds: float = option(5.0, "time the engine has to answer /health before it counts as hanging")
     drain_seconds: float = option(30.0, "time that running streams have to finish after SIGTERM or Ctrl-C")
 

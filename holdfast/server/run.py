@@ -30,6 +30,7 @@ from holdfast.server.conversations.store import Store
 from holdfast.server.conversations.values import Bounds
 from holdfast.server.jobs.batches import Batches
 from holdfast.server.jobs.tables import STEPS as JOB_STEPS
+from holdfast.server.jobs.tuning import Tuning
 from holdfast.server.protocol import ApiError
 from holdfast.server.service import Admission
 
@@ -150,7 +151,7 @@ async def serve(
     engines = Engines(client, apps)
     admissions: list[Admission] = app.state.admissions
     responses: Responses | None = app.state.responses
-    batches: Batches | None = app.state.batches
+    jobs: tuple[Tuning | Batches, ...] = app.state.jobs
     server = Server(
         uvicorn.Config(
             app, http=partial(Connection, shared=Connections(config)), ws="none",  # type: ignore[arg-type]
@@ -166,24 +167,24 @@ async def serve(
             await asyncio.sleep(0.005)
         gc.collect()
         gc.freeze()  # a full collection over all modules would stop every stream for 50 to 100 ms
-        if batches is not None:
+        for each in jobs:
             try:
-                await batches.start()
+                await each.start()
             except ApiError as error:  # tried again every few seconds
-                log.error("batches of an earlier start cannot go on yet: %s", error.message)
+                log.error("batches and tuning jobs of an earlier start cannot go on yet: %s", error.message)
         on_ready(engines, url_of(listener))
         await asyncio.wait({died, stop, serving}, return_when=asyncio.FIRST_COMPLETED)
         if died.done():
             log.error("the engine has ended, so the server ends: %s", died.result())
             code = 1
         else:
-            if batches is not None:
-                await batches.close()
+            for each in jobs:
+                await each.close()
             code = await drain(admissions, config.drain_seconds, died, received)
         for admission in admissions:
             admission.draining = True
-        if batches is not None:
-            await batches.close()
+        for each in jobs:
+            await each.close()
         await asyncio.gather(*(each.close() for each in engines.all))  # streams that still run end with an error event
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(all_idle(admissions), CUT_SECONDS)

@@ -140,6 +140,8 @@ class Service:
         would get, or has it wait for its text; and they hold at most half of the engine's queue."""
         self.tuned: dict[str, tuple[str, str]] = {}
         """Names of adapters that belong to the tenant of the tuning job that made them: that tenant, and the job."""
+        self.loading: set[str] = set()
+        """Names of adapters that will be served in a moment."""
         self.started_at = int(time.time())
         self._small = ThreadPoolExecutor(SMALL_WORKERS, "holdfast-text")
         self._chats = ThreadPoolExecutor(1, "holdfast-chat-text")
@@ -159,8 +161,11 @@ class Service:
         return [self.client.info.model, *(name for name in self.client.adapters if self._allowed(name, tenant))]
 
     def check_model(self, name: str, tenant: str) -> None:
-        """Raises ApiError 404 for a name that neither the model nor an adapter has, or none of this tenant's."""
+        """Raises ApiError: 404 for a name that no model or adapter for this tenant has, 503 for one being loaded."""
         known = name == self.client.info.model or name in self.client.adapters
+        if name in self.loading and self._allowed(name, tenant):
+            reason = f"the adapter {name} is being loaded; try again in a moment"
+            raise ApiError(reason, status=503, code="adapter_loading", retry_after=1)
         if not known or not self._allowed(name, tenant):
             raise unknown_model(name, self.client.info.model)
 

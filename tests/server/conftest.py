@@ -46,7 +46,7 @@ def http(client: FakeClient) -> Iterator[Callable[..., httpx.AsyncClient]]:
 
     yield make
     for state in servers:
-        state.batches.files.close()
+        state.jobs[0].files.close()
         state.responses.store.close()
 
 

@@ -24,14 +24,10 @@ MAX_EXAMPLES = 1_000_000
 MAX_TOKENS = 1_000_000_000
 """Most tokens of a file."""
 BREATH = 0.001
-"""Seconds that tokenizing works, and then rests: the event loop shares the interpreter, and chats share the template."""
+"""Seconds that tokenizing works, and then rests: the event loop shares the interpreter, and chats the template."""
 
 Example = tuple[list[int], list[float]]
 """Token ids, and as many weights. A token's weight is that of predicting it from those before it."""
-
-
-class _Stopped(Exception):
-    """Nobody needs the examples any more."""
 
 
 @dataclass
@@ -161,7 +157,9 @@ def _chat(messages: Any, text: Text, longest: int) -> Example:
             raise ApiError(reason, param=name, code="not_a_prefix")
         answer = _answer(chat, index, prompt, text, last=index == len(chat) - 1)
         begin = prompt[len(done) :]
-        ids = _after(done, begin, text, longest) if done else text.encode(prompt, add_special_tokens=False, most=longest)
+        ids = (
+            _after(done, begin, text, longest) if done else text.encode(prompt, add_special_tokens=False, most=longest)
+        )
         pieces += [(ids, 0.0), *_weighted(_after(prompt, answer, text, longest), text)]
         done = prompt + answer
     return _joined(pieces)

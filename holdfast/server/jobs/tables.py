@@ -421,11 +421,11 @@ class JobTable:
             theirs = update(tuning_jobs).where(tuning_jobs.c.id.in_(ids), tuning_jobs.c.owner.in_(owners))
             return set(db.execute(theirs.values(owner=owner).returning(tuning_jobs.c.id)).scalars())
 
-    def wanted(self, ids: Iterable[str]) -> dict[str, Wanted]:
-        """What is wanted of each of these jobs."""
+    def wanted(self, ids: Iterable[str]) -> dict[str, tuple[Wanted, float]]:
+        """What is wanted of those of these jobs of which somebody asked for anything, and when that was."""
         with self._database.read() as db:
-            asked = select(tuning_jobs.c.id, tuning_jobs.c.wanted).where(tuning_jobs.c.id.in_(list(ids)))
-            return {row.id: row.wanted for row in db.execute(asked)}
+            asked = select(tuning_jobs).where(tuning_jobs.c.id.in_(list(ids)), tuning_jobs.c.wanted_at.is_not(None))
+            return {row.id: (row.wanted, row.wanted_at) for row in db.execute(asked)}
 
     def change(
         self, id: str, fields: Mapping[str, Any], events: Sequence[JobEvent] = (), made: Sequence[StoredFile] = ()
@@ -444,8 +444,10 @@ class JobTable:
             _add_events(db, id, events)
             return job
 
-    def events(self, tenant: str, id: str, *, limit: int, before: int | None) -> tuple[list[tuple[int, JobEvent]], bool]:
-        """Up to `limit` events, the newest first, before that number; each with its number. And whether there are more."""
+    def events(
+        self, tenant: str, id: str, *, limit: int, before: int | None
+    ) -> tuple[list[tuple[int, JobEvent]], bool]:
+        """Up to `limit` events with their numbers, the newest first, before that one; and whether there are more."""
         with self._database.read() as db:
             _job(db, tenant, id)
             wanted = select(tuning_events).where(tuning_events.c.job == id)
@@ -571,15 +573,16 @@ def _stored_job(db: Connection, id: str) -> TuningJob:
 
 
 def _as_job(row: Row[Any]) -> TuningJob:
-    """A job as it is shown: paused or cancelled as soon as that was asked."""
+    """A job as it is shown: paused, resumed or cancelled as soon as that was asked."""
     job = _read_job(row.job)
-    if job.ended or row.wanted == "run":
+    if job.ended:
         return job
-    return replace(job, status="paused") if row.wanted == "pause" else _cancelled(job, row.wanted_at)
-
-
-def _cancelled(job: TuningJob, at: float) -> TuningJob:
-    return replace(job, status="cancelled", finished=at)
+    match row.wanted:
+        case "pause":
+            return replace(job, status="paused")
+        case "cancel":
+            return replace(job, status="cancelled", finished=row.wanted_at)
+    return replace(job, status="queued") if job.status == "paused" else job
 
 
 def _add_events(db: Connection, job: str, events: Sequence[JobEvent]) -> None:

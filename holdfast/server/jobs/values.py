@@ -1,4 +1,4 @@
-"""Files, batches and tuning jobs as plain values, with the shapes in which OpenAI's API shows them. Imports no database."""
+"""Files, batches and tuning jobs as plain values, shown as OpenAI's API does. Imports no database."""
 
 from __future__ import annotations
 

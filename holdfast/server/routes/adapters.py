@@ -12,7 +12,7 @@ from holdfast.engine.client import AdapterError
 from holdfast.engine.connection import EngineDead
 from holdfast.server.protocol import ApiError, RequestBody
 from holdfast.server.routes.generation import read_request
-from holdfast.server.routes.http import described
+from holdfast.server.routes.http import described, tenant_of
 from holdfast.server.service import Service, engine_dead
 
 
@@ -49,6 +49,9 @@ def add_adapter_routes(app: FastAPI, service: Service) -> None:
         """Read an adapter, check it, and serve it under its name."""
         wanted = await read_request(request, service, LoadRequest)
         check_on()
+        if wanted.lora_name in service.tuned:
+            reason = f"adapter {wanted.lora_name[:128]}: the name {wanted.lora_name[:128]} is taken"
+            raise ApiError(reason, code="invalid_adapter")
         directory = await asyncio.to_thread(below, service.config.adapter_root, wanted.lora_path)
         try:
             loaded = await client.load_adapter(wanted.lora_name, str(directory), replace=wanted.load_inplace)
@@ -63,6 +66,10 @@ def add_adapter_routes(app: FastAPI, service: Service) -> None:
         """Refuse new requests for an adapter, and answer once the running ones have ended."""
         wanted = await read_request(request, service, UnloadRequest)
         check_on()
+        if wanted.lora_name in service.tuned:
+            service.check_model(wanted.lora_name, tenant_of(request))
+            reason = f"{wanted.lora_name[:128]} came from a tuning job; DELETE /v1/models/NAME deletes it"
+            raise ApiError(reason, param="lora_name", code="invalid_adapter")
         try:
             await client.unload_adapter(wanted.lora_name)
         except AdapterError as error:

@@ -1,0 +1,518 @@
+"""TuningRunner: has the engine compute jobs, stores what each step gave, and serves the adapters that they wrote."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from msgspec import structs
+
+from holdfast.engine.client import AdapterError
+from holdfast.engine.connection import EngineDead
+from holdfast.engine.tuning import (
+    EXAMPLES_FILE,
+    VALIDATION_FILE,
+    JobEnded,
+    JobInfo,
+    JobStart,
+    JobStatus,
+    JobStep,
+    TuningError,
+    TuningRun,
+    write_examples,
+)  # fmt: skip
+from holdfast.server.conversations.store import Store
+from holdfast.server.jobs.batch_runner import RETRY_SECONDS
+from holdfast.server.jobs.examples import ExampleReader
+from holdfast.server.jobs.files import Files
+from holdfast.server.jobs.tables import JobTable
+from holdfast.server.jobs.values import JobCheckpoint, JobEvent, LineFault, StoredFile, TuningJob, Wanted
+from holdfast.server.protocol import ApiError
+from holdfast.server.service import Service
+
+MOST_STEP_EVENTS = 10_000
+"""Steps of a job of which each has its own event; of a longer one, so many have one."""
+CLOSE_SECONDS = 5.0
+"""Most time that pausing all jobs takes at the end."""
+COMMIT_SECONDS = 0.2
+"""Steps that come within this time are stored together."""
+LEARNING_RATE = 2e-4
+"""What learning_rate_multiplier multiplies."""
+RANK = 16
+EXAMPLES = {"training_file": EXAMPLES_FILE, "validation_file": VALIDATION_FILE}
+CHECKPOINTS = "checkpoints"
+EVENTS_AT_ONCE = 1000
+SPACE = uuid.UUID("2c5f0a0e-3f0b-4f0c-8f7e-9d1b5f3f5d11")
+"""Names the file of results by its job, so that one that is written anew takes the place of the unfinished one."""
+
+log = logging.getLogger("holdfast.server")
+
+
+class RunningJob:
+    """A job that this server runs."""
+
+    def __init__(self, job: TuningJob, wanted: Wanted) -> None:
+        self.job = job
+        self.wanted: Wanted = wanted
+        self.wanted_at = 0.0
+        """When somebody asked for it last."""
+        self.paused = False
+        """Whether the engine has paused it, with its state on the disk."""
+        self.told: deque[JobStep | JobStatus | JobEnded] = deque()
+        """What the engine has told that is not stored yet."""
+        self.dead = ""
+        """Why the engine has ended, if it has."""
+        self.since: tuple[float, int] | None = None
+        """When its steps began to be computed here, and how many were done by then."""
+        self.changed = asyncio.Event()
+        self.task: asyncio.Task[None]
+
+
+class TuningRunner:
+    """Runs jobs at the engine, one task each, and serves the adapters that they have written."""
+
+    def __init__(self, service: Service, files: Files, directory: Path, now: Callable[[], float]) -> None:
+        """`directory` is where each job has a directory of its own."""
+        self.running: dict[str, RunningJob] = {}
+        self.directory = directory
+        self._service, self._client, self._files, self._store, self._now = (
+            service, service.client, files, files.store, now,
+        )  # fmt: skip
+        self._reader = ThreadPoolExecutor(1, "holdfast-tuning")
+        self._serving = asyncio.Lock()
+        """Held while adapters are loaded and unloaded."""
+        self._closed = False
+
+    def begin(self, job: TuningJob, wanted: Wanted = "run") -> None:
+        """Run a job from its present state to its end. Does not wait."""
+        self._service.tuned[job.name] = job.tenant, job.id
+        running = RunningJob(job, wanted)
+        self.running[job.id] = running
+        running.task = asyncio.create_task(self._run(running))
+
+    def want(self, id: str, wanted: Wanted, at: float) -> None:
+        """Do with a job what somebody asked for at that time. What is older than the last is ignored."""
+        running = self.running.get(id)
+        if running is not None and at >= running.wanted_at:
+            running.wanted, running.wanted_at = wanted, at
+            running.changed.set()
+
+    async def close(self) -> None:
+        """Pause all jobs at the engine and store what it has told. They go on at the next start."""
+        self._closed = True
+        tasks = [running.task for running in self.running.values()]
+        for running in self.running.values():
+            running.changed.set()
+        if tasks:
+            await asyncio.wait(tasks, timeout=CLOSE_SECONDS)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.to_thread(self._reader.shutdown)
+
+    # The life of one job
+
+    async def _run(self, running: RunningJob) -> None:
+        try:
+            if not running.job.data_digest:
+                await self._validate(running)
+            if not running.job.ended:
+                await self._train(running)
+        except EngineDead:
+            pass  # the server ends; the job goes on at the next start
+        except Exception:
+            log.exception("tuning job %s stopped; it is tried again when the server starts", running.job.id)
+        finally:
+            self.running.pop(running.job.id, None)
+            if running.job.ended and running.job.name not in running.job.served:
+                self._service.tuned.pop(running.job.name, None)
+
+    async def _validate(self, running: RunningJob) -> None:
+        """Read the files into examples. The job is then queued, or has failed."""
+        job = running.job
+        directory = self.directory / job.id
+        readers = {
+            param: self._example_reader(running)
+            for param, id in (("training_file", job.training_file), ("validation_file", job.validation_file))
+            if id is not None
+        }
+
+        def write() -> dict[str, str]:
+            directory.mkdir(mode=0o700, exist_ok=True)
+            digests = {}
+            for param, reader in readers.items():
+                with self._files.path(getattr(job, param)).open("rb") as file:
+                    digests[param] = write_examples(directory / EXAMPLES[param], reader.examples(file))
+            return digests
+
+        try:
+            digests = await self._persist(partial(asyncio.get_running_loop().run_in_executor, self._reader, write))
+        except FileNotFoundError:
+            await self._fail(running, [("training_file", LineFault(code="file_missing", message="the file is gone"))])
+            return
+        if any(reader.stopped for reader in readers.values()):
+            await self._cancel(running)
+            return
+        faults = [(param, fault) for param, reader in readers.items() for fault in reader.faults]
+        if faults:
+            await self._fail(running, faults)
+            return
+        read = readers["training_file"]
+        await self._change(
+            running,
+            {
+                "status": "queued", "examples": read.count, "data_digest": digests["training_file"],
+                "validation_digest": digests.get("validation_file", ""),
+            },
+            [self._event(f"Files validated, moving job to queued state: {read.count} examples, {read.tokens} tokens")],
+        )  # fmt: skip
+
+    def _example_reader(self, running: RunningJob) -> ExampleReader:
+        limit = int(self._service.config.max_body_mb * 1e6)
+        client = self._client
+
+        def wanted() -> bool:
+            if self._closed:
+                raise asyncio.CancelledError
+            return running.wanted != "cancel"
+
+        return ExampleReader(client.text, client.info.max_model_len, limit, wanted)
+
+    async def _train(self, running: RunningJob) -> None:
+        """Have the engine compute what is left of a job, unless it is paused or cancelled, and finish it."""
+        while running.wanted == "pause" and not self._closed:
+            running.changed.clear()
+            if running.job.status != "paused":
+                await self._change(running, {"status": "paused"}, [self._event("The job is paused")])
+            await running.changed.wait()
+        if running.wanted == "cancel":
+            await self._cancel(running)
+        elif not self._closed:
+            await self._compute(running)
+
+    async def _compute(self, running: RunningJob) -> None:
+        """Start a job at the engine, and do there what is wanted of it, to its end."""
+        try:
+            run = await self._client.tuning.start(self._order(running.job))
+        except TuningError as error:
+            await self._fail(running, [("", LineFault(code="tuning_refused", message=str(error)))])
+            return
+        await self._started(running, run.info)
+        following = asyncio.create_task(self._follow(running, run))
+        try:
+            asked: Wanted = "run"
+            while True:
+                running.changed.clear()
+                wanted: Wanted = "pause" if self._closed and running.wanted == "run" else running.wanted
+                if wanted != asked:
+                    asked = wanted
+                    with suppress(TuningError):  # it has just ended
+                        await {"run": run.resume, "pause": run.pause, "cancel": run.cancel}[asked]()
+                ended = await self._store_told(running)
+                if ended is not None:
+                    await self._finish(running, ended)
+                    return
+                if running.dead:
+                    raise EngineDead(running.dead)
+                if self._closed and running.paused:
+                    return
+                await running.changed.wait()
+                await asyncio.sleep(COMMIT_SECONDS)
+        finally:
+            following.cancel()
+
+    async def _follow(self, running: RunningJob, run: TuningRun) -> None:
+        """Collect what the engine tells of a job."""
+        try:
+            async for event in run.events():
+                running.told.append(event)
+                running.changed.set()
+        except EngineDead as error:
+            running.dead = str(error) or "the engine has ended"
+            running.changed.set()
+
+    def _order(self, job: TuningJob) -> JobStart:
+        """What the engine is asked to do."""
+        given = job.asked
+        return JobStart(
+            id=job.id,
+            directory=str(self.directory / job.id),
+            name=job.name,
+            tenant=job.tenant,
+            data_digest=job.data_digest,
+            validation_digest=job.validation_digest,
+            epochs=given.get("n_epochs"),
+            batch_size=given.get("batch_size"),
+            learning_rate=LEARNING_RATE * given.get("learning_rate_multiplier", 1.0),
+            rank=given.get("lora_rank", RANK),
+            alpha=given.get("lora_alpha"),
+            modules=tuple(given.get("target_modules", ())),
+            micro_batch=given.get("micro_batch"),
+            seed=job.seed,
+        )
+
+    async def _started(self, running: RunningJob, info: JobInfo) -> None:
+        """Take over how far the engine says that a job has come, and what it has chosen."""
+        job = running.job
+        chosen = {
+            "n_epochs": info.epochs, "batch_size": info.batch_size,
+            "learning_rate_multiplier": round(info.learning_rate / LEARNING_RATE, 6), "lora_rank": info.rank,
+            "lora_alpha": info.alpha, "target_modules": list(info.modules), "micro_batch": info.micro_batch,
+        }  # fmt: skip
+        fields: dict[str, Any] = {"chosen": chosen, "steps": info.steps}
+        events = []
+        if info.step > job.step:  # the engine was killed between storing steps and telling them
+            fields |= {"step": info.step, "trained_tokens": info.trained_tokens, "loss": info.loss}
+            at = int(Path(info.checkpoint).name) if info.checkpoint else 0
+            if at > max((each.step for each in job.checkpoints), default=0):
+                fields["checkpoints"] = [*job.checkpoints, self._new_checkpoint(at, info.loss or 0.0, info.validation)]
+            events.append(self._event(f"Steps {job.step + 1} to {info.step} were computed before the server ended"))
+        if info.step:
+            events.append(self._event(f"Fine-tuning job goes on after step {info.step}/{info.steps}"))
+        if job.status == "paused":
+            fields["status"] = "queued"
+        await self._change(running, fields, events)
+        await self.serve(running.job)
+
+    async def _store_told(self, running: RunningJob) -> JobEnded | None:
+        """Store what the engine has told, in one transaction. Returns how the job has ended, if it has."""
+        job, told = running.job, list(running.told)
+        if not told:
+            return None
+        step, tokens, loss, status = job.step, job.trained_tokens, job.loss, job.status
+        checkpoints, events = list(job.checkpoints), []
+        ended: JobEnded | None = None
+        for each in told:
+            match each:
+                case JobStep() if each.step > step:
+                    step, tokens, loss = each.step, tokens + each.tokens, each.loss
+                    if self._told_apart(each):
+                        events.append(self._step_event(each, tokens))
+                    if each.checkpoint:
+                        checkpoints.append(self._new_checkpoint(each.step, each.loss, each.validation))
+                        events.append(self._event(f"Checkpoint created at step {each.step}"))
+                    if running.since is None:
+                        running.since = time.monotonic(), each.step
+                case JobStatus():
+                    running.paused = each.status == "paused"
+                    if self._closed:
+                        continue  # it goes on at the next start, and looks as if it had run on
+                    if each.status == "paused":
+                        running.since = None
+                        events.append(self._event(f"The job is paused after step {step}"))
+                    elif each.status == "running" and job.status != "running":
+                        events.append(self._event("Fine-tuning job started" if not step else "Fine-tuning job runs"))
+                    status = each.status
+                case JobEnded():
+                    ended = each
+        fields: dict[str, Any] = {"step": step, "trained_tokens": tokens, "loss": loss, "status": status}
+        if len(checkpoints) > len(job.checkpoints):
+            fields["checkpoints"] = checkpoints
+        if running.since is not None and step > running.since[1]:
+            began, before = running.since
+            fields["finishes"] = self._now() + (time.monotonic() - began) / (step - before) * (job.steps - step)
+        await self._change(running, fields, events)
+        for _ in told:
+            running.told.popleft()
+        self._count(running.job, tokens - job.trained_tokens)
+        if "checkpoints" in fields:
+            await self.serve(running.job)
+        return ended
+
+    def _told_apart(self, step: JobStep) -> bool:
+        """Whether a step has an event of its own."""
+        every = -(-step.steps // MOST_STEP_EVENTS)
+        return step.step % every == 0 or step.validation is not None or step.step == step.steps
+
+    def _step_event(self, step: JobStep, tokens: int) -> JobEvent:
+        """The event of a step. `tokens` are all that the job has trained on."""
+        data: dict[str, Any] = {
+            "step": step.step, "total_steps": step.steps, "train_loss": step.loss, "tokens": step.tokens,
+            "trained_tokens": tokens,
+        }  # fmt: skip
+        message = f"Step {step.step}/{step.steps}: training loss={step.loss:.4f}"
+        if step.validation is not None:
+            data["valid_loss"] = step.validation
+            message += f", validation loss={step.validation:.4f}"
+        return self._event(message, data=data)
+
+    def _event(
+        self, message: str, level: Literal["info", "error"] = "info", data: Mapping[str, Any] | None = None
+    ) -> JobEvent:
+        return JobEvent(created=self._now(), level=level, message=message, data=data)
+
+    def _new_checkpoint(self, step: int, loss: float, validation: float | None) -> JobCheckpoint:
+        id = f"ftckpt_{uuid.uuid4().hex}"
+        return JobCheckpoint(id=id, step=step, created=self._now(), loss=loss, validation=validation)
+
+    def _count(self, job: TuningJob, tokens: int) -> None:
+        metrics = self._service.metrics
+        metrics.training_tokens.inc(tokens)
+        if job.loss is not None:
+            metrics.loss_of(job.id, job.loss)
+
+    async def _finish(self, running: RunningJob, ended: JobEnded) -> None:
+        """End a job that the engine has done with."""
+        match ended.outcome:
+            case "cancelled":
+                await self._cancel(running)
+            case "failed":
+                await self._fail(running, [("", LineFault(code="tuning_failed", message=ended.reason))])
+            case "succeeded":
+                made = await self._persist(lambda: self._write_results(running.job))
+                name = running.job.name
+                events = [
+                    self._event(f"New fine-tuned model created: {name}"),
+                    self._event("The job has successfully completed"),
+                ]
+                fields = {"status": "succeeded", "finished": self._now(), "result_file": made.id}
+                await self.serve(structs.replace(running.job, **fields))
+                await self._change(running, fields, events, [made])
+                await self._tidy(running.job)
+
+    async def _write_results(self, job: TuningJob) -> StoredFile:
+        """Write what each step gave to a file, as comma-separated values."""
+        id = f"file-{uuid.uuid5(SPACE, job.id).hex}"
+        with self._files.new() as file:
+            file.write(b"step,train_loss,valid_loss,tokens\n")
+            after = 0
+            while found := await self._store.read(partial(_steps, job.id, after)):
+                after = found[-1][0]
+                data = [event.data for _, event in found if event.data is not None]
+                rows = "".join(map(_row, data))
+                await self._files.on_disk(partial(file.write, rows.encode()))
+            size = await self._files.on_disk(lambda: self._files.settle(file, id))
+        return StoredFile(
+            id=id, tenant=job.tenant, purpose="fine-tune-results", name="step_metrics.csv", bytes=size,
+            created=self._now(), expires=None,
+        )  # fmt: skip
+
+    async def _fail(self, running: RunningJob, faults: Sequence[tuple[str, LineFault]]) -> None:
+        """End a job whose files, or whose training, cannot go on."""
+        param, first = faults[0]
+        told = [in_words(param, fault) for param, fault in faults]
+        more = f"; and {len(told) - 1} more, in the job's events" if len(told) > 1 else ""
+        code = f"invalid_{param}" if param else first.code
+        error = LineFault(code=code, message=f"{told[0]}{more}", line=first.line, param=param or None)
+        now = self._now()
+        fields = {"status": "failed", "finished": now, "error": error, "faults": [fault for _, fault in faults]}
+        await self._change(running, fields, [self._event(each, "error") for each in told])
+        await self._tidy(running.job)
+
+    async def _cancel(self, running: RunningJob) -> None:
+        now = self._now()
+        event = self._event("The job was cancelled; the adapters that it has written stay")
+        await self._change(running, {"status": "cancelled", "finished": now}, [event])
+        await self._tidy(running.job)
+
+    async def _change(
+        self,
+        running: RunningJob,
+        fields: Mapping[str, Any],
+        events: Sequence[JobEvent] = (),
+        made: Sequence[StoredFile] = (),
+    ) -> None:
+        """Change a job's state, stored before anybody sees it."""
+        id = running.job.id
+
+        def store(store: Store) -> TuningJob:
+            return JobTable(store.database).change(id, fields, events, made)
+
+        running.job = await self._persist(lambda: self._store.run(store))
+
+    async def _persist(self, work: Callable[[], Any]) -> Any:
+        """The result of work on the store or the disk, tried until they can do it. Raises FileNotFoundError at once."""
+        wait, longest = RETRY_SECONDS
+        while True:
+            try:
+                return await work()
+            except ApiError as error:
+                if error.status != 503:
+                    raise
+            except FileNotFoundError:
+                raise
+            except OSError as error:
+                log.error("a tuning job waits for the disk: %s", error.strerror or error)
+            await asyncio.sleep(wait)
+            wait = min(2 * wait, longest)
+
+    # Adapters
+
+    def announce(self, job: TuningJob) -> None:
+        """Let requests that name an adapter of a job wait until it is served."""
+        for name in job.served:
+            self._service.tuned[name] = job.tenant, job.id
+            if name not in self._client.adapters:
+                self._service.loading.add(name)
+
+    async def serve(self, job: TuningJob) -> None:
+        """Serve the adapters of a job that are to be served, and no others of it. They are its tenant's alone."""
+        self.announce(job)
+        async with self._serving:
+            for name, step in job.served.items():
+                try:
+                    if name not in self._client.adapters:
+                        await self._client.load_adapter(name, str(self.checkpoint(job, step)))
+                except AdapterError as error:
+                    log.warning("the adapter %s is not served: %s", name, error)
+                finally:
+                    self._service.loading.discard(name)
+            for name in [name for name, (_, id) in self._service.tuned.items() if id == job.id]:
+                if name != job.name and name not in job.served:
+                    await self._unload(name)
+
+    async def give_up(self, job: str) -> None:
+        """Serve no adapter of a job any more, and delete its directory."""
+        async with self._serving:
+            for name in [name for name, (_, id) in self._service.tuned.items() if id == job]:
+                await self._unload(name)
+        await self._files.on_disk(lambda: shutil.rmtree(self.directory / job, ignore_errors=True))
+
+    async def _unload(self, name: str) -> None:
+        """Serve an adapter no more. Requests that use it run to their end."""
+        with suppress(AdapterError):  # it is not served
+            await self._client.unload_adapter(name)
+        self._service.tuned.pop(name, None)
+
+    def checkpoint(self, job: TuningJob, step: int) -> Path:
+        """The directory of a job's adapter after so many steps."""
+        return self.directory / job.id / CHECKPOINTS / str(step)
+
+    async def _tidy(self, job: TuningJob) -> None:
+        """Delete what an ended job needs no more: everything but its checkpoints."""
+        directory = self.directory / job.id
+
+        def delete() -> None:
+            if not job.checkpoints:
+                shutil.rmtree(directory, ignore_errors=True)
+            for path in directory.glob("*"):
+                if path.name != CHECKPOINTS:
+                    path.unlink(missing_ok=True)
+
+        await self._files.on_disk(delete)
+
+
+def in_words(param: str, fault: LineFault) -> str:
+    """What is wrong with a line, or with a file as a whole."""
+    what = param.replace("_", " ")
+    where = f"{what}, line {fault.line}: " if fault.line is not None else f"{what}: " if what else ""
+    return where + fault.message
+
+
+def _row(data: Mapping[str, Any]) -> str:
+    """A step in the file of results."""
+    return f"{data['step']},{data['train_loss']},{data.get('valid_loss', '')},{data['tokens']}\n"
+
+
+def _steps(id: str, after: int, store: Store) -> list[tuple[int, JobEvent]]:
+    return JobTable(store.database).steps(id, after=after, limit=EVENTS_AT_ONCE)

@@ -34,11 +34,11 @@ from holdfast.lm.kernels.training.attention import Packing, packed_attention_for
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.loader import load
 from holdfast.lm.types import TrainingAction, TrainingSlice
-from holdfast.training.data import write_examples
+from holdfast.training.data import EXAMPLES_FILE, write_examples
 from holdfast.training.iteration import arena_of
 from holdfast.training.jobs import Hyperparameters, TrainingJob
 from holdfast.training.state import write_job
-from holdfast.training.trainer import EXAMPLES_FILE, Trainer
+from holdfast.training.trainer import Trainer
 
 TINY = LLAMA_3_8B | dict(
     hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,

@@ -13,11 +13,11 @@ from holdfast.lm.kernels.cache.kv_cache import KVCache
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.loader import load
 from holdfast.lm.types import TrainingAction, TrainingResult, TrainingSlice
-from holdfast.training.data import write_examples
+from holdfast.training.data import EXAMPLES_FILE, VALIDATION_FILE, write_examples
 from holdfast.training.iteration import Arena, arena_of
 from holdfast.training.jobs import Hyperparameters, TrainingJob
 from holdfast.training.state import write_job
-from holdfast.training.trainer import EXAMPLES_FILE, VALIDATION_FILE, Trainer
+from holdfast.training.trainer import Trainer
 from tests.checkpoints import TINY_VOCAB, tiny
 
 BLOCKS = 400

@@ -38,8 +38,10 @@ AHEAD_SCHEDULERS: tuple[SchedulerName, ...] = ("prefill-apart", "embedding")
 """Schedulers that prefill prompts before there is a row for them in the batch."""
 PADDED_OPTIONS = ("trust_remote_code", "prefill_ahead", "shrink_threshold")
 """Options that only the padded executor reads."""
-PAGED_OPTIONS = ("quantization", "kv_cache_dtype", "attention_backend", "adapter", "max_adapters")
+PAGED_OPTIONS = ("quantization", "kv_cache_dtype", "attention_backend", "adapter", "max_adapters", "tuning")
 """Options that only the paged executor reads."""
+TUNING_OPTIONS = ("deferral_bound", "tuning_memory_fraction", "tuning_micro_batch", "tuning_mirror")
+"""Options that are read with `tuning` only."""
 DEFAULT_ADAPTERS = 8
 """Adapters that the device holds at a time where some are served."""
 KEY_VARIABLE = "HOLDFAST_API_KEY"
@@ -122,11 +124,31 @@ class EngineConfig:
         (), "LoRA adapter to serve, as NAME=PATH of a directory in PEFT's format; repeat it for several"
     )
     max_adapters: int = option(
-        0, "adapters that the device holds at a time; any number may be known; default: 8 with --adapter, else 0, off"
+        0,
+        "adapters that the device holds at a time; any number may be known; default: 8 with --adapter or --tuning, "
+        "else 0, off",
     )
     max_adapter_rank: int = option(16, "largest rank of an adapter; each slot on the device has room for it")
     adapter_host_gb: float = option(4.0, "host memory in GB for adapters; those used longest ago are read again")
-    tuning: bool = option(False, "take tuning jobs, whose training runs between and beside inference")
+    tuning: bool = option(False, "take tuning jobs: train LoRA adapters on the weights that serve, beside inference")
+    deferral_bound: float | None = option(
+        None,
+        "seconds that a request may wait for training at most, or for one iteration if that takes longer; 0 is "
+        "inference first, inf training first; not with tbt_target, which trains in slices beside streams; default: 1",
+    )
+    tuning_memory_fraction: float = option(
+        0.5, "share of the KV cache that may be lent to training; inference takes it back when it needs it"
+    )
+    tuning_micro_batch: int | Literal["auto"] = option(
+        "auto",
+        "tokens that training computes at once, where a job does not say; auto: as many as fit into the target or "
+        "the deferral bound, 512 to 8192",
+    )
+    tuning_mirror: str = option(
+        "auto",
+        "directory in the host's memory where the state of jobs is stored after each step; auto is one in /dev/shm, if "
+        "there is one; off: on the disk only, at least once a minute",
+    )
     scheduler: SchedulerName = option(  # noqa: RUF009  a string
         "stall-free", "scheduling policy; all but the default are baselines for comparison"
     )
@@ -182,6 +204,7 @@ class EngineConfig:
             ("prefill_ahead", 0, 4096),
             ("max_adapters", 0, 1024),
             ("max_adapter_rank", 4, 128),
+            ("tuning_micro_batch", 16, 1 << 20),
         ):
             value = getattr(self, name)
             if value is not None and value != "auto" and not low <= value <= high:
@@ -191,6 +214,7 @@ class EngineConfig:
             ("headroom", 0.0, 0.9),
             ("swap_threshold", 0.0, 1.0),
             ("shrink_threshold", 0.1, 1.0),
+            ("tuning_memory_fraction", 0.01, 0.95),
         ):
             value = getattr(self, name)
             if not least <= value <= most:
@@ -239,6 +263,7 @@ class EngineConfig:
         if self.tbt_target is not None and self.scheduler != "stall-free":
             raise ValueError(f"tbt_target is for the stall-free scheduler, and scheduler is {self.scheduler}; drop one")
         self._check_adapters()
+        self._check_tuning()
 
     def _refuse_set(self, names: tuple[str, ...], owner: str) -> None:
         """Raises ValueError for the first of these options that has another value than its default."""
@@ -258,6 +283,28 @@ class EngineConfig:
             if names.count(name) > 1:
                 raise ValueError(f"adapter {name} is given twice; give each a name of its own")
 
+    def _check_tuning(self) -> None:
+        """Raises ValueError for options of tuning that exclude each other or others."""
+        if self.deferral_bound is not None and not self.deferral_bound >= 0:
+            raise ValueError(f"deferral_bound is {self.deferral_bound}; it must be at least 0, or inf")
+        if not self.tuning:
+            default = {each.name: each.default for each in fields(self)}
+            for name in TUNING_OPTIONS:
+                if (value := getattr(self, name)) != default[name]:
+                    raise ValueError(f"{name} is {value}, which is for tuning, and tuning is off; drop one")
+            return
+        if self.deferral_bound is not None and self.tbt_target is not None:
+            raise ValueError(
+                f"deferral_bound is {self.deferral_bound} and tbt_target is {self.tbt_target}: with a target, training "
+                "runs in slices beside streams and nothing is deferred; drop one"
+            )
+        if self.quantization != "none":
+            raise ValueError(f"quantization is {self.quantization}, and tuning needs weights in 16 or 32 bits; drop one")
+        if self.scheduler != "stall-free":
+            raise ValueError(f"tuning is for the stall-free scheduler, and scheduler is {self.scheduler}; drop one")
+        if not self.tuning_mirror:
+            raise ValueError("tuning_mirror is empty; it must be auto, off, or a directory")
+
     @property
     def adapters(self) -> list[tuple[str, str]]:
         """Name and directory of each adapter to serve."""
@@ -266,7 +313,7 @@ class EngineConfig:
     @property
     def adapter_slots(self) -> int:
         """Adapters that the device holds at a time."""
-        return self.max_adapters or (DEFAULT_ADAPTERS if self.adapter else 0)
+        return self.max_adapters or (DEFAULT_ADAPTERS if self.adapter or self.tuning else 0)
 
     @property
     def states_ahead(self) -> int:

@@ -32,6 +32,8 @@ class AdapterDesk:
         self.wake: Callable[[], None] = lambda: None
         """Called in another thread when an adapter has been read."""
         self._scheduler, self._store = scheduler, store
+        self.read = store.read
+        """Reads an adapter for `register`, in any thread. Raises ValueError, which names no directory."""
         self._reader = ThreadPoolExecutor(1, "holdfast-load-adapter")
         self._reading: deque[tuple[int, str, Future[Any]]] = deque()
         """Loads in the order in which they were asked for: number, name, and the adapter once it is read."""
@@ -48,6 +50,12 @@ class AdapterDesk:
         reading = self._reader.submit(self._store.read, name, path)
         self._reading.append((number, name, reading))
         reading.add_done_callback(lambda _: self.wake())
+
+    def register(self, read: Any) -> AdapterInfo:
+        """Serve an adapter that `AdapterFiles.read` gave."""
+        info = self._store.register(read)
+        self._scheduler.add_adapter(info.id)
+        return info
 
     def unload(self, number: int, adapter: str) -> None:
         """Forget an adapter once its requests have ended; `answers` says when."""
@@ -69,8 +77,7 @@ class AdapterDesk:
             number, _, reading = self._reading.popleft()
             error = reading.exception()
             if error is None:
-                info = self._store.register(reading.result())
-                self._scheduler.add_adapter(info.id)
+                info = self.register(reading.result())
                 yield messages.AdapterLoaded(number, info)
                 if (asked := self._unloading.pop(info.id, None)) is not None:  # it stays after all
                     yield messages.AdapterUnloaded(asked)

@@ -19,7 +19,7 @@ from holdfast.core.types import AdapterInfo
 from holdfast.engine import messages
 from holdfast.engine.connection import EngineDead
 from holdfast.engine.messages import JobAction, JobEnded, JobEvent, JobInfo, JobStart, JobStatus, JobStep
-from holdfast.training.data import digest_of, write_examples
+from holdfast.training.data import EXAMPLES_FILE, VALIDATION_FILE, digest_of, write_examples
 from holdfast.training.jobs import (
     ALL_MODULES,
     VALIDATION_EXAMPLES,
@@ -49,9 +49,6 @@ __all__ = [
     "digest_of",
     "write_examples",
 ]
-
-EXAMPLES_FILE = "examples.bin"
-VALIDATION_FILE = "validation.bin"
 
 
 class TuningError(ValueError):

@@ -19,6 +19,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+EXAMPLES_FILE = "examples.bin"
+VALIDATION_FILE = "validation.bin"
+"""The files of a job, in its directory."""
 MAGIC = b"HFEXAMP1"
 HEADER = struct.Struct("<8sQQ")
 HASHED_AT_A_TIME = 1 << 20

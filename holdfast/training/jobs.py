@@ -193,6 +193,14 @@ class JobSteps:
         """Optimizer steps of the whole job."""
         return self.order.steps
 
+    @cached_property
+    def most_tokens(self) -> int:
+        """No micro-batch has more tokens."""
+        chosen = self.job.hyperparameters
+        batch = min(chosen.batch_size, len(self.lengths)) * int(max(self.lengths))
+        held_out = min(VALIDATION_EXAMPLES, len(self.validation_lengths)) * int(max(self.validation_lengths, default=0))
+        return min(chosen.micro_batch, max(batch, held_out))
+
     def validates(self, step: int) -> bool:
         """Whether a validation follows the step's update."""
         return bool(len(self.validation_lengths)) and (

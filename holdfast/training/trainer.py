@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 import math
 import shutil
+import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,17 +26,15 @@ from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.halves import AdapterLayout, Halves, LayerAdapter
 from holdfast.lm.models.peft_files import CONFIG_FILE, AdapterWeights, LoraPair, write_peft
 from holdfast.lm.types import TrainingResult, TrainingSlice
-from holdfast.training.data import Examples, digest_of
+from holdfast.training.data import EXAMPLES_FILE, VALIDATION_FILE, Examples, digest_of
 from holdfast.training.iteration import Arena, Iteration, Places, kept_places
-from holdfast.training.jobs import JobSteps, MicroBatch, TrainingJob
+from holdfast.training.jobs import Hyperparameters, JobSteps, MicroBatch, TrainingJob
 from holdfast.training.optimizer import adamw_step
 from holdfast.training.schedule import learning_rate
 from holdfast.training.state import State, StateFiles, StepRecord, newest, read_job, records_of, rows_of
 
 log = logging.getLogger("holdfast.engine")
 
-EXAMPLES_FILE = "examples.bin"
-VALIDATION_FILE = "validation.bin"
 CHECKPOINTS = "checkpoints"
 
 DISK_SECONDS = 60.0
@@ -162,13 +161,15 @@ class _Job:
     """How long the last write to the disk took."""
     disk_at: float = -math.inf
     """When the last one began."""
+    disk_step: int = -1
+    """The step before which the vectors on the disk are; -1: not known."""
     step_seconds: float = math.inf
     """How long the last step took, from one's end to the next one's."""
     step_at: float = math.nan
 
 
 class Trainer:
-    """Computes and stores tuning jobs. All calls come from one thread."""
+    """Computes and stores tuning jobs. All slices come from one thread, and all other calls from one thread."""
 
     def __init__(
         self,
@@ -188,7 +189,11 @@ class Trainer:
         self._device = model.spec.device
         self._jobs: dict[str, _Job] = {}
         self._reports: deque[StepReport | JobFailure] = deque()
+        self.wake: Callable[[], None] = lambda: None
+        """Called in another thread when a state was written."""
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="holdfast-tuning")
+        self._lock = threading.RLock()
+        """Of `_writes`, and of storing."""
         self._writes: list[_Write] = []
         """At most one that runs, and behind it those that wait."""
         self._copies = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -271,6 +276,22 @@ class Trainer:
         places = everything if keep else inputs
         return self._arena.blocks(places if tokens else self._vector_places(known))
 
+    def blocks_for(self, chosen: Hyperparameters, tokens: int, *, keep: bool = False) -> int:
+        """`blocks` of a job that is not open, with these hyperparameters."""
+        layout = AdapterLayout(self._model.decoder, chosen.modules, chosen.rank)
+        halves = Halves(self._model, layout, chosen.scale)
+        inputs, everything = kept_places(halves, tokens, self._places(layout))
+        return self._arena.blocks(everything if keep else inputs)
+
+    def is_resident(self, job: str) -> bool:
+        """Whether the vectors of an open job are in lent blocks."""
+        return self._jobs[job].resident is not None
+
+    def settled(self, job: str) -> bool:
+        """Whether all that was to be stored of an open job is, so that `close` and `discard` need not wait."""
+        with self._lock:
+            return not any(write.known is self._jobs[job] and not write.future.done() for write in self._writes)
+
     def close(self, job: str) -> None:
         """Store what a job has done, on the disk, and forget the job; its blocks are free then.
 
@@ -278,7 +299,7 @@ class Trainer:
         """
         known = self._jobs[job]
         self._store(known, durable=True)
-        self._wait()
+        self._wait(known)
         del self._jobs[job]
         if not known.failed:
             self._clear_mirror(known)
@@ -286,7 +307,7 @@ class Trainer:
     def discard(self, job: str) -> None:
         """Forget a job and delete its states. Its checkpoints stay."""
         known = self._jobs.pop(job)
-        self._wait()
+        self._wait(known)
         self._files(known.job, known.directory)["disk"].remove()
         self._clear_mirror(known)
 
@@ -436,7 +457,10 @@ class Trainer:
 
     def _vector_places(self, known: _Job) -> Places:
         """Where the vectors of a resident job lie."""
-        numbers, dtype = known.halves.layout.elements, self._model.spec.dtype
+        return self._places(known.halves.layout)
+
+    def _places(self, layout: AdapterLayout) -> Places:
+        numbers, dtype = layout.elements, self._model.spec.dtype
         sizes = [(name, 4 * numbers) for name in ("params", "grads", "means", "variances", "fresh")]
         if dtype != torch.float32:
             sizes.append(("cast", dtype.itemsize * numbers))
@@ -453,7 +477,7 @@ class Trainer:
         """Move the job's vectors from the host to the lent blocks."""
         if known.resident is not None:
             return
-        for other in self._jobs.values():
+        for other in [*self._jobs.values()]:
             if other.resident is not None:
                 raise ValueError(f"job {other.job.id} is resident; offload it before {known.job.id} is restored")
         layout, places = known.halves.layout, self._vector_places(known)
@@ -516,6 +540,12 @@ class Trainer:
 
         It waits for the writer only if a checkpoint waits there. A state that waits gives way to a newer one.
         """
+        with self._lock:
+            if known.done or known.disk_step != known.step:
+                self._store_newer(known, durable)
+
+    def _store_newer(self, known: _Job, durable: bool) -> None:
+        """`_store` of a step that the disk may not have."""
         self._writes = [write for write in self._writes if not write.future.done()]
         for write in [*self._writes]:
             if write.known is known and not known.steps.checkpoint_after(write.step - 1) and write.future.cancel():
@@ -547,11 +577,13 @@ class Trainer:
                 known.copied.record(self._copies)
         known.host_step = known.step
 
-    def _wait(self) -> None:
-        """Wait until the writer is idle."""
-        writes, self._writes = self._writes, []
-        for write in writes:
-            write.future.result()
+    def _wait(self, known: _Job | None = None) -> None:
+        """Wait until the writer has nothing to do for a job; None: for any."""
+        with self._lock:
+            writes = [write for write in self._writes if known is None or write.known is known]
+            for write in writes:
+                write.future.result()
+            self._writes = [write for write in self._writes if write not in writes]
 
     def _write(
         self,
@@ -592,6 +624,8 @@ class Trainer:
         except (OSError, ArithmeticError) as error:
             known.failed = True
             self._reports.append(JobFailure(known.job.id, str(error)))
+        finally:
+            self.wake()
 
     def _write_files(self, known: _Job, state: State, durable: bool) -> bool:
         """Write a state where it is due. Returns whether any file has it."""
@@ -608,7 +642,7 @@ class Trainer:
         quick = known.disk_seconds < DISK_SHARE * known.step_seconds
         if durable or quick or now - known.disk_at >= DISK_SECONDS or known.steps.checkpoint_after(state.step - 1):
             files["disk"].write(state)
-            known.disk_seconds, known.disk_at, stored = time.monotonic() - now, now, True
+            known.disk_seconds, known.disk_at, known.disk_step, stored = time.monotonic() - now, now, state.step, True
         return stored
 
     def _write_checkpoint(self, known: _Job, params: torch.Tensor, step: int) -> Path:

@@ -16,10 +16,10 @@ from holdfast.lm.models.halves import Halves
 from holdfast.lm.models.loader import load
 from holdfast.lm.models.peft_files import CONFIG_FILE, read_peft
 from holdfast.lm.types import TrainingSlice
-from holdfast.training.data import write_examples
+from holdfast.training.data import EXAMPLES_FILE, write_examples
 from holdfast.training.iteration import arena_of, workspace_bytes
 from holdfast.training.state import State, StateFiles, newest
-from holdfast.training.trainer import EXAMPLES_FILE, JobFailure, StepReport, Trainer
+from holdfast.training.trainer import JobFailure, StepReport, Trainer
 from tests.tuning import (
     BLOCKS,
     act,

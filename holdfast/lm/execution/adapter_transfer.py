@@ -141,7 +141,7 @@ class AdapterTransfers:
     def begin(self, plan: StepPlan) -> None:
         """Start a plan's loads. To be called before its computation is started, in the thread that starts it.
 
-        A plan without segments waits until all loads are begun.
+        A plan without segments, and without training, waits until all loads are begun.
         """
         for slot, adapter in plan.adapter_loads:
             packed: Future[PackedAdapter] = Future()
@@ -150,7 +150,7 @@ class AdapterTransfers:
             else:
                 packed = self._reader.submit(self.store.fetch, adapter)
             self._loads.append(Load(plan.step, slot, adapter, packed))
-        self._copy(wait=not plan.segments)
+        self._copy(wait=not plan.segments and plan.training is None)
         self._begun = plan.step
 
     def completed(self, *, wait: bool) -> tuple[int, tuple[str, ...]]:

@@ -7,7 +7,7 @@ from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -17,14 +17,33 @@ from holdfast.lm.execution.graphs import StepGraphs
 from holdfast.lm.execution.host_memory import HostMemory
 from holdfast.lm.execution.transfer import Transfers
 from holdfast.lm.kernels.attention.protocol import Attention
-from holdfast.lm.kernels.cache.kv_cache import KVCache
+from holdfast.lm.kernels.cache.kv_cache import KVCache, copy_blocks
 from holdfast.lm.kernels.sampling.sample import sample
 from holdfast.lm.models.adapters import StepAdapters
 from holdfast.lm.models.base import LayerCache, LayerCaches, Model, StepInput
-from holdfast.lm.types import StepPlan, StepResult
+from holdfast.lm.types import StepPlan, StepResult, TableWrite, TrainingResult, TrainingSlice
 
 Layers = tuple[LayerCache, ...]
 """By layer, its key cache and its value cache."""
+
+
+class LaunchedTraining(Protocol):
+    """A slice of training that the device computes, or has computed."""
+
+    def result(self) -> TrainingResult:
+        """What it took and gave. Waits for the device."""
+        ...
+
+
+class Training(Protocol):
+    """Computes slices of training: `holdfast.training.trainer.Trainer`."""
+
+    def launch(self, slice_: TrainingSlice, lent: int) -> LaunchedTraining:
+        """Compute a slice, of which all tensors lie in the cache's last `lent` blocks, after what was launched before.
+
+        Called in the thread that runs the steps. Raises ValueError for a slice that does not follow those before it.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +62,12 @@ class PagedMemory:
     adapters: AdapterTransfers | None = None
 
     def begin_copies(self, plan: StepPlan) -> LayerCaches:
-        """Start a plan's copies between the tiers; the layers' caches for its computation."""
+        """Move a plan's blocks, and start its copies between the tiers; the layers' caches for its computation."""
+        if plan.block_moves:
+            on_gpu = self.cache.data.is_cuda
+            numbers = torch.tensor(plan.block_moves, dtype=torch.int64, pin_memory=on_gpu)
+            pairs = numbers.to(self.cache.data.device, non_blocking=True).t().contiguous()
+            copy_blocks(self.cache, pairs[0], self.cache, pairs[1])
         if self.adapters is not None:
             self.adapters.begin(plan)
         if self.transfers is None:
@@ -59,10 +83,14 @@ class CudaFlight:
     tokens: torch.Tensor
     began: torch.cuda.Event
     done: torch.cuda.Event
+    """Before the slice of training."""
+    training: LaunchedTraining | None
 
     def result(self) -> StepResult:
         self.done.synchronize()
-        return StepResult(self.step, tuple(self.tokens.tolist()), self.began.elapsed_time(self.done) / 1000)
+        seconds = self.began.elapsed_time(self.done) / 1000
+        training = None if self.training is None else self.training.result()
+        return StepResult(self.step, tuple(self.tokens.tolist()), seconds, training=training)
 
 
 Flight = CudaFlight | Future[StepResult]
@@ -80,30 +108,39 @@ class PagedExecutor:
     def __init__(self, model: Model, attention: Attention[Any], memory: PagedMemory) -> None:
         self._model, self._attention, self.memory = model, attention, memory
         self._device = model.spec.device
-        self._in_flight: deque[tuple[StagedStep | None, Flight]] = deque()
+        self.training: Training | None = None
+        """What computes the slices of plans. Set before the first of them."""
+        self._in_flight: deque[tuple[StagedStep | None, bool, Flight]] = deque()
+        """With each step, whether it is complete only when its copies are."""
+        self._late_writes: tuple[TableWrite, ...] = ()
+        """Those of plans without segments, for the next batch."""
         self._no_tokens = torch.empty(0, dtype=torch.int64, device=self._device)
         self._worker = ThreadPoolExecutor(1, "holdfast-step") if self._device.type == "cpu" else None
 
     def submit(self, plan: StepPlan) -> None:
         """Start the step and return without waiting for it. Raises ValueError for a plan that the batch cannot hold."""
+        if self._late_writes:
+            plan, self._late_writes = replace(plan, table_writes=(*self._late_writes, *plan.table_writes)), ()
+        if not plan.segments:
+            self._late_writes = plan.table_writes
         staged = self.memory.batch.stage(plan) if plan.segments else None
         flight: Flight
         if self._worker is not None:
             flight = self._worker.submit(self._run_on_cpu, plan, staged)
         else:
             flight = self._start_on_cuda(plan, staged)
-        self._in_flight.append((staged, flight))
+        self._in_flight.append((staged, staged is None and plan.training is None, flight))
 
     def collect(self) -> StepResult:
         """Wait for the oldest step in flight. Raises what that step raised."""
-        staged, flight = self._in_flight.popleft()
+        staged, waits, flight = self._in_flight.popleft()
         result, memory = flight.result(), self.memory
         if staged is not None:
             memory.batch.release(staged)
         if memory.transfers is not None:
-            result = replace(result, **memory.transfers.completed(wait=staged is None)._asdict())
+            result = replace(result, **memory.transfers.completed(wait=waits)._asdict())
         if memory.adapters is not None:
-            loaded, lost = memory.adapters.completed(wait=staged is None)
+            loaded, lost = memory.adapters.completed(wait=waits)
             result = replace(result, adapters_in=loaded, adapters_lost=lost)
         return result
 
@@ -133,7 +170,9 @@ class PagedExecutor:
         began = time.perf_counter()
         layers = self.memory.begin_copies(plan)
         tokens = tuple(self._forward(staged, layers).tolist()) if staged is not None else ()
-        return StepResult(plan.step, tokens, time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        launched = self._train(plan)
+        return StepResult(plan.step, tokens, seconds, training=None if launched is None else launched.result())
 
     def _start_on_cuda(self, plan: StepPlan, staged: StagedStep | None) -> Flight:
         try:
@@ -144,11 +183,20 @@ class PagedExecutor:
             tokens = torch.empty(sampled.shape, dtype=sampled.dtype, pin_memory=True)
             tokens.copy_(sampled, non_blocking=True)
             done.record()
+            training = self._train(plan)
         except Exception as error:
             failed: Future[StepResult] = Future()
             failed.set_exception(error)
             return failed
-        return CudaFlight(plan.step, tokens, began, done)
+        return CudaFlight(plan.step, tokens, began, done, training)
+
+    def _train(self, plan: StepPlan) -> LaunchedTraining | None:
+        """Launch a plan's slice of training, if it has one. Raises ValueError without a trainer."""
+        if plan.training is None:
+            return None
+        if self.training is None:
+            raise ValueError(f"step {plan.step} has a slice of training, and nothing trains")
+        return self.training.launch(plan.training, plan.lent)
 
     @torch.inference_mode()
     def _forward(self, staged: StagedStep, layers: LayerCaches) -> torch.Tensor:

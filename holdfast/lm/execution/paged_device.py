@@ -90,6 +90,8 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         """The adapters on the device; None if none are served."""
         self.adapter_store = self._store_adapters()
         """The adapters that may be loaded into the slots; None if there are none."""
+        self.training_bytes: Callable[[], int] = lambda: 0
+        """Measures what units of training take on the device beside the cache. Set before `measure`."""
         self._memory: PagedMemory | None = None
         self._make_stream = make_stream or partial(stream_for, spec.device)
         self._stages = stages or Stages(0.0, time.monotonic)
@@ -180,7 +182,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
             torch.cuda.empty_cache()
         before = taken_memory(self.device)
         self._run_once(plans, blocks)
-        activations = max(0, taken_memory(self.device) - before - blocks * self.block_bytes)
+        activations = max(0, taken_memory(self.device) - before - blocks * self.block_bytes) + self.training_bytes()
         if on_gpu:
             torch.cuda.empty_cache()
         free, total = memory_of(self.device)

@@ -12,7 +12,7 @@ from holdfast.lm.memory.host_pool import HostPool
 from holdfast.lm.memory.prefix_index import PrefixIndex
 from holdfast.lm.memory.protocol import Found, SequenceState
 from holdfast.lm.memory.retention import IdleBlocks, RetentionRule, Use
-from holdfast.lm.types import BlockCopy
+from holdfast.lm.types import BlockCopy, BlockMove
 
 
 class BlockPool:
@@ -31,6 +31,9 @@ class BlockPool:
     With a host tier a block leaves the device in two steps (Pensieve §4.3.2). Ahead of need, when few blocks are free,
     its contents are copied; the block is pinned until the copy is complete. It is then reclaimable: still found, and
     shared again, until it is allocated. A block worth less than everything on a full host is reclaimable at once.
+
+    `lend` gives the highest blocks to training, and `reclaim` takes them back. A lent block is in no other state:
+    free + cached + used + training = total.
 
     Methods raise RuntimeError for a call that would break these states. `now` is in seconds and never decreases.
     """
@@ -78,6 +81,8 @@ class BlockPool:
         self._low_water = max(1, int(num_blocks * low_water))
         self._demand = 0
         """The most blocks that `fits` was asked for in vain since the last `swap_out`."""
+        self.training = 0
+        """Blocks that are lent to training, the highest ones."""
 
     @property
     def available(self) -> int:
@@ -103,7 +108,7 @@ class BlockPool:
     @property
     def used(self) -> int:
         """Blocks with an owner."""
-        return self.num_blocks - len(self._free) - self.cached
+        return self.num_blocks - len(self._free) - self.cached - self.training
 
     def blocks_for(self, positions: int) -> int:
         """Blocks that hold this many positions."""
@@ -119,11 +124,74 @@ class BlockPool:
         if missing > 0:
             if count > self.allocatable:
                 raise RuntimeError(f"{count - self.allocatable} blocks more are asked for than are available")
-            reclaimed = self._idle.reclaim(missing, now, self.max_copies)
-            lost = self._index.remove(reclaimed)
-            self.dropped += len(lost) - (len(self.host.find_all(lost)) if self.host is not None else 0)
-            self._free.extend(reclaimed)
+            self._free.extend(self._evict(missing, now))
         return self._allocator.allocate(count)
+
+    def _evict(self, count: int, now: float) -> list[int]:
+        """Drop the state of `count` idle blocks, which must be allocatable. They are in no state then."""
+        evicted = self._idle.reclaim(count, now, self.max_copies)
+        lost = self._index.remove(evicted)
+        self.dropped += len(lost) - (len(self.host.find_all(lost)) if self.host is not None else 0)
+        return evicted
+
+    def lend(self, count: int, now: float, *, most_moves: int) -> tuple[BlockMove, ...]:
+        """Lend up to `count` more blocks to training, the highest that are not lent yet. `training` says how many.
+
+        The idle blocks of the lowest value make room. Others that hold state in the lent range, owned or idle, are
+        moved below it, at most `most_moves` of them. The plan must do the moves before anything else, and every block
+        table must name the new places at once. A block that is being copied between the tiers is not lent, nor are
+        those below it.
+
+        If idle state is still to be copied to the host before `count` blocks can be had, the next `swap_out` makes room
+        and fewer are lent. O(`num_blocks`).
+        """
+        if not self.fits(count, ()) or self.allocatable < count:
+            count = min(count, self.allocatable)
+        top = self.num_blocks - self.training
+        taken, moving, copied = bytearray(b"\1") * top, 0, self.copies.under_way
+        for block in self._free:
+            taken[block] = 0
+        for block in range(top - 1, top - count - 1, -1):
+            if block in copied or moving + taken[block] > most_moves:
+                count = top - 1 - block
+                break
+            moving += taken[block]
+        if not count:
+            return ()
+        missing = count - len(self._free)
+        if missing > 0:
+            self._free.extend(self._evict(missing, now))
+        line = top - count
+        # Low blocks are allocated first from now on, so that few are to be moved.
+        self._free.sort(reverse=True)
+        lent = next((at for at, block in enumerate(self._free) if block < line), len(self._free))
+        free = {*self._free[:lent]}
+        del self._free[:lent]
+        self.training += count
+        return self._move([block for block in range(line, top) if block not in free])
+
+    def _move(self, blocks: list[int]) -> tuple[BlockMove, ...]:
+        """Move what these blocks hold to free ones. They are in no state then."""
+        owners, places = self._owners, dict[int, int]()
+        for block in blocks:
+            target = places[block] = self._free.pop()
+            owners[target], owners[block] = owners[block], 0
+            if self._digests[block] is not None:
+                self._index.move(block, target)
+                if not owners[target]:
+                    self._idle.move(block, target)
+        return tuple([BlockMove(*pair) for pair in places.items()])
+
+    def reclaim(self, count: int) -> None:
+        """Take `count` blocks back from training, the lowest of those that are lent. They are free at once.
+
+        Raises RuntimeError if fewer are lent.
+        """
+        if not 0 <= count <= self.training:
+            raise RuntimeError(f"{count} blocks are to be reclaimed, and {self.training} are lent")
+        first = self.num_blocks - self.training
+        self._free[:0] = range(first + count - 1, first - 1, -1)
+        self.training -= count
 
     def find_all(self, digests: Iterable[bytes]) -> list[int | None]:
         """By digest, the cached block on the device, owned or not."""
@@ -240,7 +308,7 @@ class BlockPool:
         if host is None:
             return ()
         ready = self.allocatable + self.copies.idle
-        short = self._low_water - ready
+        short = self._low_water * (self.num_blocks - self.training) // self.num_blocks - ready
         ahead = min(short, max(self._copies_ahead, self.blocks_for(num_tokens), short // 8))
         wanted = min(max(self._demand - ready, ahead), self.max_copies)
         self._demand = 0

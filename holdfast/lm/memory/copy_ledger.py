@@ -28,6 +28,11 @@ class CopyLedger:
         self._swapping_in: dict[int, int] = {}
         """By block being swapped in, the number of the plan that began the copy."""
 
+    @property
+    def under_way(self) -> set[int]:
+        """The blocks of the device that are being copied, in either direction."""
+        return {*self.swapping_out, *self._swapping_in}
+
     def start_swap_out(self, copies: Sequence[BlockCopy], last_use: dict[int, Use], step: int) -> None:
         """Pin the blocks that plan `step` copies to the host; none has an owner. `last_use` is by block."""
         if copies:

@@ -27,6 +27,14 @@ class PrefixIndex:
         self.digests[block] = digest
         self.indices[block] = index
 
+    def move(self, block: int, target: int) -> None:
+        """What a cached block holds is in `target` from now on, which is not cached."""
+        digest = self.digests[block]
+        assert digest is not None and self.digests[target] is None
+        self.blocks[digest] = target
+        self.digests[target], self.digests[block] = digest, None
+        self.indices[target] = self.indices[block]
+
     def remove(self, blocks: Iterable[int]) -> list[bytes]:
         """Forget what these cached blocks hold. Returns their digests."""
         removed = []

@@ -208,6 +208,13 @@ class Retention:
         *_, rank = queue.remove(block)
         queue.add(block, (*use, rank))
 
+    def move(self, block: int, target: int) -> None:
+        """What a block holds is in `target` from now on. Its value stays."""
+        number = self.blocks.pop(block)
+        queue = self._queues[number]
+        self.blocks[target] = number
+        queue.add(target, queue.remove(block))
+
     def remove(self, blocks: Sequence[int]) -> list[int]:
         """Remove those of these blocks that are here. Returns the others."""
         others: list[int] = []
@@ -276,6 +283,14 @@ class IdleBlocks:
             self.reclaimable.move_to_end(block)
         else:
             self.retained.renew(block, use)
+
+    def move(self, block: int, target: int) -> None:
+        """What a block holds is in `target` from now on. A reclaimable one is the last to be reclaimed then."""
+        if block in self.reclaimable:
+            del self.reclaimable[block]
+            self.reclaimable[target] = None
+        else:
+            self.retained.move(block, target)
 
     def reclaim(self, count: int, now: float, batch: int) -> list[int]:
         """Remove `count` blocks, so that they can be allocated. There must be as many.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from holdfast.lm.memory.block_pool import BlockPool
@@ -160,6 +160,10 @@ class SequenceCache:
         """Add a block at the end of the table."""
         self.blocks += self._pool.allocate(1, now)
         self.capacity += self._pool.block_size
+
+    def move(self, places: Mapping[int, int]) -> None:
+        """What these blocks held is in others from now on (`BlockPool.lend`)."""
+        self.blocks[:] = [places.get(block, block) for block in self.blocks]
 
     def cache_blocks(self, tokens: Sequence[int]) -> None:
         """Cache every block whose tokens are all known and whose positions are all planned."""

@@ -43,15 +43,17 @@ class Admission:
         queues, sequence = self._queues, entry.sequence
         pool = queues.pool
         reserved = queues.headroom if queues.running else 0
-        if sequence.in_flight or pool.available <= reserved:
+        if sequence.in_flight or (pool.available <= reserved and not queues.lent):
             return False
         found: Found = entry.cache.match(sequence.tokens)
         if most is not None and sequence.length - len(found) * pool.block_size > most:
             return False
         if found.host and self.swap_in and len(self.swap_in) + len(found.host) > pool.max_copies:
             return False  # copies run one after the other: a step begins no more than one sequence needs
-        if not pool.admits(found, sequence.length, reserved):
-            return False
+        while not pool.admits(found, sequence.length, reserved):
+            short = pool.needed(found, sequence.length) + reserved - pool.available
+            if queues.slabs is None or not queues.slabs.yield_for(short, self._now):
+                return False
         copies = queues.start(entry, found, self._now)
         pool.copies.start_swap_in([copy.target for copy in copies], self._number)
         self.swap_in += copies

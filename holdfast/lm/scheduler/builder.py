@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from math import inf
 
 from holdfast.core.columns import Columns
 from holdfast.lm.scheduler.admission import Admission
 from holdfast.lm.scheduler.entries import AWAITED, Entry
 from holdfast.lm.scheduler.preemption import Preemption
 from holdfast.lm.scheduler.queues import Queues
-from holdfast.lm.types import PENDING, AdapterLoad, Sampling, Segment, StepPlan, StepResult, TableWrite
+from holdfast.lm.types import PENDING, AdapterLoad, BlockMove, Sampling, Segment, StepPlan, StepResult, TableWrite
 
 LAST_SAMPLED = (PENDING,)
 """The token of a decode: the last one that its row sampled."""
@@ -48,8 +50,12 @@ class StepBuilder:
         """The step's number."""
         self.now = now
         """Time of planning in seconds."""
+        self.in_flight = False
+        """Whether the result of a plan is still to come."""
         self.running = queues.running
         """The running sequences, to look at."""
+        self.swapping_in = queues.swapping_in
+        """Those that will run once their state has arrived, to look at."""
         self.pool = queues.pool
         """The blocks, to look at."""
         self._queues = queues
@@ -67,6 +73,11 @@ class StepBuilder:
         """The slot of each segment's adapter, where any sequence has one."""
         self._adapted = queues.adapters is not None and queues.adapters.in_use
         self._writes: list[TableWrite] = []
+        self._block_moves: tuple[BlockMove, ...] = ()
+        self.due: Callable[[Entry], bool] | None = None
+        """Which waiting sequences may start, where a policy lets some wait. Others pass those that may not."""
+        if queues.slabs is not None:
+            queues.slabs.begin()
         self._preemption = Preemption(queues, number, now, self._writes)
         self._admission = Admission(queues, number, now, self._writes)
 
@@ -77,7 +88,38 @@ class StepBuilder:
 
     def displace(self) -> None:
         """Preempt running sequences for waiting ones of a higher class, if the order displaces at all."""
-        self._preemption.displace(self.budget)
+        self._preemption.displace(self.budget, self.due)
+
+    @property
+    def waiting(self) -> Iterable[Entry]:
+        """The sequences that wait for rows, blocks or the budget, to look at."""
+        return self._queues.waiting
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """The positions [start, stop) of each segment planned so far."""
+        return list(zip(self._starts, self._stops, strict=True))
+
+    def lend(self) -> None:
+        """Bring the memory of training nearer to what it needs. To be called before all other verbs.
+
+        What training has of it goes back, without this verb too, when a sequence needs it.
+        """
+        queues = self._queues
+        assert queues.slabs is not None and not (self._writes or self._ids)
+        entries = chain(queues.running, queues.swapping_in)
+        busy = bool(queues.running or queues.swapping_in or queues.num_waiting)
+        self._block_moves, writes = queues.slabs.lend(entries, busy=busy, now=self.now)
+        self._writes += writes
+
+    def train(self, seconds: float = inf, *, at_least_one: bool = False) -> bool:
+        """Plan a slice of training that is predicted to take at most `seconds`. To be called after all other verbs.
+
+        `inf`: what is left of a micro-batch; `at_least_one` unit may take longer. Returns whether there is one. The
+        plan has another already if training gives up memory in it.
+        """
+        assert self._queues.slabs is not None
+        return self._queues.slabs.train(seconds, at_least_one=at_least_one)
 
     def decode(self) -> None:
         """Plan one token of every decoding sequence, preempting those that rank last if blocks run out.
@@ -160,18 +202,33 @@ class StepBuilder:
         It waits if `allow` refuses it, if no row or too few blocks are free, or if the budget is spent; with `whole`
         also if the budget cannot hold all it lacks. `beyond_budget` starts sequences whether or not the budget lasts:
         the prompts that it does not hold are left to `prefill` in later steps.
+
+        Where there is `due`, it goes through all that are, and none holds up those behind it.
         """
         queues = self._queues
+        if self.due is not None:
+            for ready in [entry for entry in queues.waiting if self.due(entry)]:
+                if not queues.free_rows or not (self.budget > 0 or beyond_budget):
+                    return
+                if allow is None or allow(ready):
+                    self._start(ready, most=self.budget if whole else None, at_once=whole or not self._ids)
+            return
         while (self.budget > 0 or beyond_budget) and queues.free_rows:
             entry = queues.waiting.first()
             if entry is None or (allow is not None and not allow(entry)):
                 return
             # Beside other segments its copies run under this step, which would otherwise wait for them.
             at_once = whole or beyond_budget or not self._ids
-            if not self._admission.start(entry, most=self.budget if whole else None, at_once=at_once):
+            if not self._start(entry, most=self.budget if whole else None, at_once=at_once):
                 return
-            if entry.swap_in_step < 0:
-                self._chunk(entry)
+
+    def _start(self, entry: Entry, *, most: int | None, at_once: bool) -> bool:
+        """Start a waiting sequence if it can, and plan its first chunk once its state is there. Whether it started."""
+        if not self._admission.start(entry, most=most, at_once=at_once):
+            return False
+        if entry.swap_in_step < 0:
+            self._chunk(entry)
+        return True
 
     def finish(self, in_flight: bool) -> StepPlan | None:
         """The plan, or None if there is nothing to do. `in_flight` says whether the result of a plan is still to come.
@@ -179,6 +236,7 @@ class StepBuilder:
         Without one, if nothing can run before idle state has made room or state has come in, the plan has no segments.
         """
         queues, pool, adapters = self._queues, self.pool, self._queues.adapters
+        training = queues.slabs.slice if queues.slabs is not None else None
         awaits = queues.awaits
         loads: tuple[AdapterLoad, ...] = ()
         if adapters is not None and self._adapted and (self._ids or not in_flight):
@@ -188,13 +246,14 @@ class StepBuilder:
             pool.copies.finish_swap_in(awaits)
             queues.awaits = -1  # without segments the next plan has to wait
         else:
-            if in_flight:
+            if in_flight and not (training or self._block_moves):
                 return None
             ready = pool.allocatable
             swap_out = pool.swap_out(self.number, self.num_tokens, self.now)
             loading = adapters is not None and adapters.pool.loading
             idle = not pool.copies.swapping_out and pool.allocatable == ready and not queues.swapping_in
-            if idle and not loading:
+            waits = queues.slabs is not None and queues.slabs.waits
+            if idle and not (loading or training or self._block_moves or waits):
                 return None
         segments = Columns(
             Segment,
@@ -217,6 +276,9 @@ class StepBuilder:
             tuple([samples.get(place, 1) for place in range(len(self.sampling))]) if samples else None,
             adapter_loads=loads,
             adapter_slots=tuple(self._slots) if any(slot >= 0 for slot in self._slots) else (),
+            lent=queues.lent,
+            block_moves=self._block_moves,
+            training=training,
         )
 
     def _chunk(self, entry: Entry) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
+from math import inf
 from typing import Any, get_args
 
 from holdfast.core.config import ROW_SCHEDULERS, EngineConfig, ExecutorName, SchedulerName
 from holdfast.core.cost import CostModel, PaddedCost
-from holdfast.core.training_cost import TrainingShape
+from holdfast.core.training_cost import TrainingCost, TrainingShape
 from holdfast.core.types import Identity
 from holdfast.lm.memory.adapter_pool import AdapterPool
 from holdfast.lm.memory.block_pool import BlockPool
@@ -15,8 +16,16 @@ from holdfast.lm.memory.retention import Cost, RetentionRule, cost_by_position
 from holdfast.lm.memory.row_pool import RowPool
 from holdfast.lm.scheduler.baselines import ChunkedOnly, HybridOnly, Orca, PrefillFirst, RequestLevel, Unified
 from holdfast.lm.scheduler.builder import Policy
+from holdfast.lm.scheduler.deferral import DEFAULT_BOUND, Deferred
 from holdfast.lm.scheduler.order import make_order
-from holdfast.lm.scheduler.policies import LatencyTarget, StallFree, compute_token_budget, whole_tiles
+from holdfast.lm.scheduler.policies import (
+    REFERENCE_CONTEXT,
+    REFERENCE_DECODES,
+    LatencyTarget,
+    StallFree,
+    compute_token_budget,
+    whole_tiles,
+)
 from holdfast.lm.scheduler.row_policies import (
     Embedding,
     PaddedBatches,
@@ -29,6 +38,7 @@ from holdfast.lm.scheduler.row_policies import (
 )
 from holdfast.lm.scheduler.row_scheduler import RowScheduler
 from holdfast.lm.scheduler.scheduler import Scheduler
+from holdfast.lm.scheduler.slices import RESERVE, TrainingSlices
 from holdfast.lm.scheduler.tuner import Tuner
 from holdfast.lm.types import EngineShape, RowShape
 
@@ -171,7 +181,14 @@ def make_tuner(
     host and device, 0 if it is not known. With a target between tokens, a job is refused if one of its units takes
     longer than what 32 decodes leave of the target. Raises ValueError for a fraction that is not above 0 and at most 1.
     """
-    raise NotImplementedError
+    if not 0 < memory_fraction <= 1:
+        raise ValueError(f"tuning_memory_fraction is {memory_fraction}; it must be above 0 and at most 1")
+    room = inf
+    if config.tbt_target is not None:
+        decodes, context = min(REFERENCE_DECODES, config.max_sequences), min(REFERENCE_CONTEXT, shape.max_model_len)
+        room = config.tbt_target / 1000 * (1 - RESERVE) - cost.step([(1, context)] * decodes)
+    training = TrainingCost(cost, sizes, block_seconds=block_seconds)
+    return Tuner(training, max_blocks=int(memory_fraction * shape.num_blocks), max_unit_seconds=room)
 
 
 def make_scheduler(
@@ -183,16 +200,22 @@ def make_scheduler(
     micro_batches: int = 1,
     tuner: Tuner | None = None,
     deferral_bound: float | None = None,
+    tuning_progress: bool = False,
 ) -> Scheduler:
     """The scheduler of an engine of this shape, real or simulated, with its own memory.
 
     `policy` replaces the one that the configuration asks for. `micro_batches` is the number of pipeline stages. With a
     `tuner` (`make_tuner`) it plans training too: in slices beside streams if there is a target between tokens, else by
-    the deferral rule with `deferral_bound` seconds (None: DEFAULT_BOUND). `Scheduler.tuner` is that tuner. Raises
+    the deferral rule with `deferral_bound` seconds (None: DEFAULT_BOUND). `Scheduler.tuner` is that tuner. With
+    `tuning_progress`, slices go on however full the steps are. Raises
     ValueError as `choose_policy`, for padded rows in a pipeline, for a tuner on padded rows, in a pipeline or under a
     scheduler that is not stall-free, and for a bound with a target or without a tuner.
     """
     policy = policy or choose_policy(config, shape, cost)
+    if tuner is not None:
+        policy = _with_training(config, shape, cost, policy, tuner, micro_batches, deferral_bound, tuning_progress)
+    elif deferral_bound is not None:
+        raise ValueError(f"deferral_bound is {deferral_bound}, and no training is taken; drop it")
     settings: dict[str, Any] = dict(
         max_sequences=config.max_sequences,
         max_model_len=shape.max_model_len,
@@ -231,4 +254,31 @@ def make_scheduler(
         copies_ahead=shape.copies_ahead,
     )
     adapters = AdapterPool(shape.adapter_slots) if shape.adapter_slots else None
-    return Scheduler(policy, pool, **settings, adapters=adapters, micro_batches=micro_batches)
+    return Scheduler(policy, pool, **settings, adapters=adapters, tuner=tuner, micro_batches=micro_batches)
+
+
+def _with_training(
+    config: EngineConfig,
+    shape: EngineShape,
+    cost: CostModel | None,
+    policy: Policy,
+    tuner: Tuner,
+    micro_batches: int,
+    deferral_bound: float | None,
+    progress: bool,
+) -> Policy:
+    """A policy of inference with training beside it. Raises ValueError as `make_scheduler`."""
+    if shape.rows is not None:
+        raise ValueError("tuning needs a paged cache, and the model runs on padded rows")
+    if micro_batches > 1:
+        raise ValueError(f"a pipeline has {micro_batches} stages; tuning runs on one")
+    if config.scheduler != "stall-free":
+        raise ValueError(f"tuning is for the stall-free scheduler, and scheduler is {config.scheduler}; drop one")
+    if config.tbt_target is None:
+        return Deferred(policy, tuner, DEFAULT_BOUND if deferral_bound is None else deferral_bound)
+    if deferral_bound is not None:
+        raise ValueError(
+            f"deferral_bound is {deferral_bound} and tbt_target is {config.tbt_target}: training goes by one of them"
+        )
+    assert cost is not None  # a target needs it in any case
+    return TrainingSlices(policy, tuner, cost, config.tbt_target / 1000, progress=progress)

@@ -27,7 +27,18 @@ class Deferred(Policy):
         self.inner, self.tuner, self.bound = inner, tuner, bound
 
     def plan(self, step: StepBuilder) -> None:
-        raise NotImplementedError
+        tuner = self.tuner
+        if tuner.in_flight and not step.running:
+            return  # what starts now would start behind the iteration, and have waited longer than it looks
+        step.lend()
+        if tuner.runs:
+            latest = step.now + tuner.iteration_seconds() - self.bound
+            step.due = lambda entry: entry.sequence.scheduled_at is not None or entry.sequence.request.arrival < latest
+        self.inner.plan(step)
+        if step.due is not None:
+            step.admit(beyond_budget=True)  # the rule asks for rows and memory, not for a place in this very step
+        if not (step.running or step.swapping_in or step.in_flight):
+            step.train()
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:
         self.inner.observe(plan, result)

@@ -8,21 +8,11 @@ from math import inf
 from holdfast.core.cost import CostModel, PaddedCost
 from holdfast.core.types import BATCH_CLASS
 from holdfast.lm.scheduler.builder import Policy, StepBuilder
+from holdfast.lm.scheduler.correction import Correction
 from holdfast.lm.types import StepPlan, StepResult
 
 REFERENCE_DECODES, REFERENCE_CONTEXT = 32, 4096
 """The decode batch that Sarathi-Serve, Table 3, defines its latency targets by."""
-MEAN_GAIN, DEVIATION_GAIN = 0.25, 0.1
-"""Weight of one step in the running mean and in the running mean deviation."""
-DEVIATIONS = 3.5
-"""Nearly all steps stay below the mean plus this many mean deviations: 2.8 standard deviations of a normal one."""
-CLIP = 0.1
-"""Clip each step's relative error here, so that one outlier cannot dominate the correction.
-
-The limit rises to DEVIATIONS mean deviations where errors are larger than this anyway: else it could never adapt.
-"""
-MIN_RATIO, MAX_RATIO = 0.2, 20.0
-"""Measured over predicted times are limited to this range."""
 
 
 class FixedBudget(Policy):
@@ -206,31 +196,6 @@ class LatencyTarget(Policy):
         rest = predictor.mixed(self._decodes, total - self._decodes)
         seconds = rest + self._attention + predictor.chunk(start, stop)
         return self.wait(seconds * self.correction.factor) <= self._bound
-
-
-class Correction:
-    """An upper estimate of measured over predicted step time, which nearly all steps stay below.
-
-    It is the running mean plus 3.5 mean deviations; TCP estimates its retransmission timeout so, with four (Jacobson,
-    Congestion Avoidance and Control, 1988). If steps take exactly a multiple of the prediction, it converges to that
-    multiple.
-    """
-
-    def __init__(self, deviation: float) -> None:
-        """`deviation` is the mean deviation assumed before any step was measured, relative to the mean."""
-        self.mean, self.deviation = 1.0, deviation
-
-    @property
-    def factor(self) -> float:
-        """Multiply the prediction of a step by this."""
-        return self.mean * (1 + DEVIATIONS * self.deviation)
-
-    def update(self, ratio: float) -> None:
-        """Learn that a step took `ratio` times its predicted time."""
-        limit = max(CLIP, DEVIATIONS * self.deviation)
-        error = min(max(min(max(ratio, MIN_RATIO), MAX_RATIO) / self.mean - 1, -limit), limit)
-        self.deviation += DEVIATION_GAIN * (abs(error) - self.deviation)
-        self.mean *= 1 + MEAN_GAIN * error
 
 
 def checked(name: str, tokens: int) -> int:

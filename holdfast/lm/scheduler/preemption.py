@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from holdfast.lm.memory.protocol import AnyState
 from holdfast.lm.scheduler.entries import Entry
 from holdfast.lm.scheduler.queues import Queues
@@ -26,8 +28,10 @@ class Preemption:
         self._now = now
         self._writes = writes
 
-    def displace(self, budget: int) -> None:
+    def displace(self, budget: int, due: Callable[[Entry], bool] | None = None) -> None:
         """Preempt running sequences for waiting ones of a higher class, if the order displaces at all.
+
+        Only for those that are `due`, where that is given. Training yields before anyone is preempted.
 
         Goes through the waiting sequences by rank while the `budget` has room for them beside the decodes, and preempts
         the last in rank until each finds a row and blocks. Victims wait like any preempted sequence.
@@ -39,9 +43,15 @@ class Preemption:
         room = max(1, budget - len(running))
         for entry in queues.contenders:
             sequence = entry.sequence
+            if due is not None and not due(entry):
+                continue
             if room <= 0 or sequence.in_flight or not running or entry.rank > running.last().rank:
                 return
             needed = pool.needed(entry.cache.match(sequence.tokens), sequence.length)
+            if spare < needed and queues.slabs is not None and queues.lent:
+                before = pool.available
+                queues.slabs.yield_for(needed - spare, self._now)
+                spare += pool.available - before
             victims: list[Entry] = []
             freed: list[AnyState] = []
             for other in reversed(running):
@@ -66,6 +76,10 @@ class Preemption:
         """
         queues, pool = self._queues, self._queues.pool
         while not pool.can_grow(entry.cache):
+            if queues.slabs is not None and queues.lent:
+                if queues.slabs.yield_for(1, self._now):
+                    continue
+                return False
             if pool.can_swap_out:
                 return False
             victim = next(other for other in reversed(queues.running) if other.next_step <= self._number)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from holdfast.lm.memory.adapter_pool import AdapterPool
+from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.memory.protocol import AnyMemory, Found
 from holdfast.lm.scheduler.adapter_queue import AdapterQueue
 from holdfast.lm.scheduler.entries import NO_ROW, Entry, RankedQueue
 from holdfast.lm.scheduler.order import Order
+from holdfast.lm.scheduler.slabs import Slabs
+from holdfast.lm.scheduler.tuner import Tuner
 from holdfast.lm.types import BlockCopy
 
 
@@ -27,6 +30,8 @@ class Queues:
         """The waiting sequences, if the order lets them displace running ones."""
         self.adapters: AdapterQueue | None = None
         """The waiting sequences that have an adapter; None where none are served."""
+        self.slabs: Slabs | None = None
+        """The memory of training; None where none is planned."""
         self.running = RankedQueue()
         self.swapping_in: list[Entry] = []
         self.awaits = -1
@@ -45,10 +50,21 @@ class Queues:
         """Take sequences whose adapters are in this pool, too. To be called before there are any."""
         self.adapters = AdapterQueue(pool, self.waiting)
 
+    def serve_training(self, tuner: Tuner) -> None:
+        """Lend blocks to training. Raises ValueError where state is not paged."""
+        if not isinstance(self.pool, BlockPool):
+            raise ValueError("training needs a paged cache")
+        self.slabs = Slabs(self.pool, tuner, self.headroom)
+
     @property
     def num_waiting(self) -> int:
         """Sequences that wait, also those that wait for their adapters."""
         return len(self.waiting) + (self.adapters.num_held if self.adapters is not None else 0)
+
+    @property
+    def lent(self) -> int:
+        """Blocks that training has."""
+        return self.slabs.lent if self.slabs is not None else 0
 
     def add(self, entry: Entry) -> None:
         """Let a sequence wait."""

@@ -77,6 +77,8 @@ class Scheduler:
             self._queues.serve_adapters(adapters)
         self.tuner = tuner
         """The jobs of training; None where none are taken."""
+        if tuner is not None:
+            self._queues.serve_training(tuner)
         self._retiring: set[str] = set()
         self.retired: deque[str] = deque()
         """Adapters that are not known any more. Whoever reads them takes them out."""
@@ -150,6 +152,7 @@ class Scheduler:
         """Decide the next step; it counts as submitted. None if nothing can run before a step in flight ends."""
         self._now = now
         step = self._make_builder(self._queues, self._steps, now)
+        step.in_flight = bool(self._in_flight)
         self._policy.plan(step)
         plan = step.finish(in_flight=bool(self._in_flight))
         if plan is not None:
@@ -165,6 +168,8 @@ class Scheduler:
         """
         number, sampling, ended = self._in_flight.popleft()
         ragged = plan.samples is not None or result.counts is not None
+        if (plan.training is None) != (result.training is None):
+            raise RuntimeError(f"step {number} has slice {plan.training}; got {result.training}")
         if not plan.step == result.step == number or not (
             valid_counts(plan, result, sampling) if ragged else len(result.tokens) == len(sampling)
         ):
@@ -180,6 +185,8 @@ class Scheduler:
             for entry in self._queues.adapters.finish_loads(result.adapters_in, result.adapters_lost):
                 self.refused.append((entry.id, entry.adapter))
                 self._end(entry, FinishReason.ABORT)
+        if self.tuner is not None and result.training is not None:
+            self.tuner.observe(result.training)
         self._policy.observe(plan, result)
         if self._queues.micro_batches > 1:
             for entry in sampling:
@@ -252,8 +259,8 @@ class Scheduler:
             host.resize(ready, total)
 
     def has_work(self) -> bool:
-        """Whether any request has not ended."""
-        return bool(self._entries)
+        """Whether any request has not ended, or any training is left to plan."""
+        return bool(self._entries) or (self.tuner is not None and self.tuner.has_work)
 
     def stats(self) -> SchedulerStats:
         """Queues and memory now, with plans in flight counted as done."""
@@ -281,6 +288,7 @@ class Scheduler:
             adapters_known=len(self._adapters) if self._adapters is not None else 0,
             adapters_resident=self._adapters.resident if self._adapters is not None else 0,
             adapter_loads=self._adapters.loads if self._adapters is not None else 0,
+            blocks_training=queues.lent,
         )
 
     def _end(self, entry: Entry, reason: FinishReason) -> None:

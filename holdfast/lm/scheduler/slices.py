@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+from math import inf
+
 from holdfast.core.cost import CostModel
+from holdfast.core.types import BATCH_CLASS
 from holdfast.lm.scheduler.builder import Policy, StepBuilder
+from holdfast.lm.scheduler.correction import Correction
 from holdfast.lm.scheduler.tuner import Tuner
 from holdfast.lm.types import StepPlan, StepResult
+
+RESERVE = 0.05
+"""This share of the target is left over, as the times of a step and of its slice err together."""
+IDLE_SECONDS = 0.010
+"""While nothing runs, a slice takes at most so long."""
+BUSY_SECONDS = 1.0
+"""While most rows are taken, nothing is trained for so long after a stream's request had to wait."""
+PROGRESS_SECONDS = 2.0
+"""Where training may not stand still, it has a unit at least so often."""
 
 
 class TrainingSlices(Policy):
@@ -16,14 +29,53 @@ class TrainingSlices(Policy):
     IDLE_SECONDS, and nothing is planned past it, so that a prompt that comes waits for one slice only.
     """
 
-    def __init__(self, inner: Policy, tuner: Tuner, cost: CostModel, target: float) -> None:
-        """`target` in seconds between tokens, above 0; else ValueError."""
+    def __init__(self, inner: Policy, tuner: Tuner, cost: CostModel, target: float, *, progress: bool = False) -> None:
+        """`target` in seconds between tokens, above 0; else ValueError.
+
+        With `progress` a unit runs every PROGRESS_SECONDS, whatever waits and however full the steps are.
+        """
         if not target > 0:
             raise ValueError(f"target is {target} s; it must be above 0")
-        self.inner, self.tuner, self.target = inner, tuner, target
+        self.inner, self.tuner, self.target, self.progress = inner, tuner, target, progress
+        self._predictor = cost.predictor()
+        self._corrections = {prompts: Correction(cost.deviation) for prompts in (False, True)}
+        """Of steps of decodes alone, and of steps with prompts."""
+        self._predicted: dict[int, tuple[bool, float]] = {}
+        """Of each step in flight with segments: whether it has prompts, and its predicted seconds."""
+        self._waited_at = self._trained_at = -inf
+        """When a stream's request was last seen to wait, and when a slice was last planned."""
 
     def plan(self, step: StepBuilder) -> None:
-        raise NotImplementedError
+        step.lend()
+        self.inner.plan(step)
+        if not self.tuner.has_work:
+            return
+        seconds, prompts = 0.0, step.num_tokens > len(step.spans)
+        if step.num_tokens:
+            seconds = self._predictor.segments(step.spans)
+            self._predicted[step.number] = prompts, seconds
+            seconds *= self._corrections[prompts].factor
+        idle = not step.num_tokens
+        late = self.progress and step.now >= self._trained_at + PROGRESS_SECONDS
+        if (self._must_yield(step) and not late) or (idle and step.in_flight):
+            return
+        room = min(self.target, IDLE_SECONDS) if idle else self.target * (1 - RESERVE) - seconds
+        if step.train(room, at_least_one=late or (idle and not step.running)):
+            self._trained_at = step.now
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:
+        """Correct the prediction of steps by their measured times."""
         self.inner.observe(plan, result)
+        if plan.step in self._predicted:
+            prompts, seconds = self._predicted.pop(plan.step)
+            if result.seconds and seconds:
+                self._corrections[prompts].update(result.seconds / seconds)
+
+    def _must_yield(self, step: StepBuilder) -> bool:
+        """Whether a stream's request waits, or lacks a part of its prompt, or waited lately on a busy engine."""
+        if any(entry.sequence.request.priority < BATCH_CLASS for entry in step.waiting):
+            self._waited_at = step.now
+            return True
+        if any(not entry.decoding and entry.sequence.request.priority < BATCH_CLASS for entry in step.running):
+            return True
+        return step.mostly_busy and step.now < self._waited_at + BUSY_SECONDS

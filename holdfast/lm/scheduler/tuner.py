@@ -13,22 +13,27 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from math import inf
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
-from holdfast.core.training_cost import TrainingCost
-from holdfast.lm.types import TrainingResult, TrainingSlice
+from holdfast.core.training_cost import KINDS, TrainingCost, UnitKind
+from holdfast.lm.scheduler.correction import Correction
+from holdfast.lm.types import TrainingAction, TrainingResult, TrainingSlice
 
 JobStatus = Literal["queued", "running", "paused", "ending"]
+
+DEVIATION = 0.1
+"""How far units are believed to be from their predicted time, as a share of it, before any was measured."""
+TURN_SECONDS = 30.0
+"""Device time that one tenant's jobs get before another's, where several have any."""
 
 
 class WorkUnit(Protocol):
     """The least work that a slice can hold (`holdfast.training.jobs.Unit`)."""
 
     @property
-    def kind(self) -> str:
-        """One of `core.training_cost.UnitKind`."""
-        ...
+    def kind(self) -> UnitKind: ...
 
     @property
     def number(self) -> int:
@@ -61,14 +66,105 @@ class JobOutline(Protocol):
         """Optimizer steps of the whole job."""
         ...
 
+    @property
+    def most_tokens(self) -> int:
+        """No micro-batch has more tokens."""
+        ...
+
     def micro_batches(self, step: int) -> Sequence[WorkBatch]:
         """Those of a step, in order. The same at every call."""
         ...
 
 
+Half = tuple[str, int]
+"""attention or mlp, and the number of the layer."""
+
 BlocksOf = Callable[[int, bool], int]
 """Blocks at the end of the cache that a resident job takes with a micro-batch of so many tokens (0: none is open), and
 whether activations are kept. `lambda tokens, keep: trainer.blocks(job, tokens, keep=keep)`."""
+
+
+class Needs(NamedTuple):
+    """Blocks that a job's step takes on the device."""
+
+    least: int
+    """With the inputs of halves only; the backward computes the rest again."""
+    most: int
+    """With all that the backward needs."""
+
+
+@dataclass(eq=False)
+class _Job:
+    id: str
+    steps: JobOutline
+    blocks: BlocksOf
+    tenant: str
+    step: int
+    """The step that is planned next, with `micro_batch` and `unit`."""
+    micro_batch: int = 0
+    unit: int = 0
+    paused: bool = False
+    removed: bool = False
+    in_flight: int = 0
+    kept: set[Half] = field(default_factory=set)
+    """The halves whose activations are kept."""
+    batches: Sequence[WorkBatch] = ()
+    """Of the step."""
+    sizes: dict[tuple[int, bool], int] = field(default_factory=dict)
+    """What `blocks` has said."""
+    base: dict[tuple[UnitKind, bool], float] = field(default_factory=dict)
+    """Of the micro-batch: predicted seconds of a unit, by its kind and by whether it computes a forward again."""
+
+    @property
+    def complete(self) -> bool:
+        return self.step == self.steps.count
+
+    @property
+    def runs(self) -> bool:
+        """Whether there is anything to plan."""
+        return not (self.paused or self.removed or self.complete)
+
+    @property
+    def batch(self) -> WorkBatch:
+        """The micro-batch that is planned next. The job must not be complete."""
+        if not self.batches:
+            self.batches = self.steps.micro_batches(self.step)
+        return self.batches[self.micro_batch]
+
+    def size(self, tokens: int = 0, *, keep: bool = False) -> int:
+        """Blocks of its vectors, and of a micro-batch of so many tokens."""
+        if (tokens, keep) not in self.sizes:
+            self.sizes[tokens, keep] = self.blocks(tokens, keep)
+        return self.sizes[tokens, keep]
+
+    @property
+    def needs(self) -> Needs:
+        """Of the step that is planned next. The job must not be complete."""
+        self.batch  # noqa: B018  knows the batches then
+        tokens = [(sum(batch.lengths), not batch.validation) for batch in self.batches]
+        least = max(self.size(count) for count, _ in tokens)
+        return Needs(least, max(least, *(self.size(count, keep=keep) for count, keep in tokens)))
+
+    @property
+    def held(self) -> int:
+        """Blocks that its vectors and the micro-batch under way take while it is resident."""
+        return self.size(sum(self.batch.lengths), keep=bool(self.kept)) if self.unit else self.size()
+
+    def restart(self) -> None:
+        """Begin the micro-batch again."""
+        self.unit = 0
+        self.kept.clear()
+
+    def advance(self, stop: int) -> None:
+        """Units up to `stop` are planned."""
+        self.unit = stop
+        if stop < len(self.batch.units):
+            return
+        self.restart()
+        self.base.clear()
+        self.micro_batch += 1
+        if self.micro_batch == len(self.batches):
+            self.step, self.micro_batch, self.batches = self.step + 1, 0, ()
 
 
 class Tuner:
@@ -89,67 +185,256 @@ class Tuner:
         """Jobs that are complete, or were removed, and that are off the device: no slice of theirs is planned or in
         flight, and the copies of their vectors come before whatever uses their blocks next. They are not known any
         more. Whoever reads them takes them out, and may close or discard them."""
+        self.lent = 0
+        """Blocks that are lent to training now."""
+        self._jobs: dict[str, _Job] = {}
+        """In order of arrival."""
+        self._current: _Job | None = None
+        """The one whose turn it is."""
+        self._resident: _Job | None = None
+        """The one whose vectors are on the device once all that is planned is done."""
+        self._leaving = 0
+        """Blocks of a job that the plan under construction moves to the host."""
+        self._turn = 0.0
+        """Predicted seconds of the current turn so far."""
+        self._turns: dict[str, int] = {}
+        """By tenant, the number of its last turn."""
+        deviation = max(DEVIATION, cost.cost.deviation)
+        self._corrections = {kind: Correction(deviation) for kind in KINDS}
+        self._expected: deque[tuple[_Job, float, tuple[UnitKind, ...]]] = deque()
+        """Of each slice in flight: its job, its expected seconds, and the kinds of its units."""
 
     # What the engine calls
 
     def add(self, job: str, steps: JobOutline, blocks: BlocksOf, *, step: int = 0, tenant: str = "") -> None:
         """Queue a job, from its optimizer step `step` on, its first micro-batch.
 
-        Raises ValueError with both numbers if the id is taken, if it has too few steps, if `max_blocks` do not hold its
-        vectors and its largest micro-batch without kept activations, or if a unit takes longer than `max_unit_seconds`.
+        A job with all steps done goes to `ended` at once. Raises ValueError with both numbers if the id is taken, if
+        the job has fewer steps, if `max_blocks` do not hold its vectors and its largest micro-batch without kept
+        activations, or if a unit takes longer than `max_unit_seconds`.
         """
-        raise NotImplementedError
+        if job in self._jobs:
+            raise ValueError(f"job {job} is in the queue already")
+        if not 0 <= step <= steps.count:
+            raise ValueError(f"job {job} goes on from step {step}; it has {steps.count} steps")
+        if step == steps.count:
+            self.ended.append(job)
+            return
+        added = _Job(job, steps, blocks, tenant, step)
+        self._check(added)
+        self._jobs[job] = added
+
+    def _check(self, job: _Job) -> None:
+        """Raise ValueError if the job's micro-batches are too large."""
+        tokens = job.steps.most_tokens
+        if (blocks := job.size(tokens)) > self.max_blocks:
+            raise ValueError(
+                f"job {job.id} needs {blocks} blocks of the cache for micro-batches of {tokens} tokens, and "
+                f"{self.max_blocks} may be lent: choose a smaller micro_batch or rank"
+            )
+        for batch in job.steps.micro_batches(job.step):
+            seconds = max(self.cost.unit(kind, batch.lengths) for kind in {unit.kind for unit in batch.units})
+            if seconds > self.max_unit_seconds:
+                raise ValueError(
+                    f"a unit of job {job.id} takes {1e3 * seconds:.1f} ms with {sum(batch.lengths)} tokens, and a step "
+                    f"has room for {1e3 * self.max_unit_seconds:.1f} ms: choose a smaller micro_batch"
+                )
 
     def pause(self, job: str) -> None:
         """Plan nothing more of a job. Its vectors go to the host with the next plan that has room for the copy.
 
         `status` is then "paused". Raises KeyError for a job that is not known. A paused job may be paused again.
         """
-        raise NotImplementedError
+        self._jobs[job].paused = True
 
     def resume(self, job: str) -> None:
         """Let a paused job wait for its turn again, where it stood; the micro-batch under way begins again."""
-        raise NotImplementedError
+        self._jobs[job].paused = False
 
     def remove(self, job: str) -> None:
         """Plan nothing more of a job, and forget it once it is off the device; `ended` says when. Ignores others."""
-        raise NotImplementedError
+        if job in self._jobs:
+            self._jobs[job].removed = True
+            self._forget(self._jobs[job])
 
     def status(self, job: str) -> JobStatus:
         """queued: waits for its turn; running: it is the one whose turn it is; paused: by `pause`; ending: complete, or
         removed, and not yet in `ended`. Raises KeyError for a job that is not known."""
-        raise NotImplementedError
+        known = self._jobs[job]
+        if known.removed or known.complete:
+            return "ending"
+        return "paused" if known.paused else "running" if known is self._choose() else "queued"
 
     def step_of(self, job: str) -> tuple[int, int]:
         """The optimizer step of a job that is planned next, and how many it has. Raises KeyError."""
-        raise NotImplementedError
+        return self._jobs[job].step, self._jobs[job].steps.count
 
     # What the scheduler asks
 
     @property
-    def has_work(self) -> bool:
-        """Whether a job can run, or has to leave the device. Then the loop goes on without a request."""
-        raise NotImplementedError
+    def runs(self) -> bool:
+        """Whether a job can run."""
+        return self._choose() is not None
 
     @property
-    def in_flight(self) -> int:
-        """Slices that are planned and whose result is not known."""
-        raise NotImplementedError
+    def has_work(self) -> bool:
+        """Whether a job can run, or has to leave the device. Then the loop goes on without a request."""
+        return self.runs or self._resident is not None
+
+    @property
+    def needs(self) -> Needs:
+        """Blocks for the next step of the job whose turn it is; none if no job can run."""
+        job = self._choose()
+        return job.needs if job is not None else Needs(0, 0)
+
+    @property
+    def held(self) -> int:
+        """Blocks that training uses in the plan under construction, and cannot give back without an action."""
+        return max(self._leaving, self._resident.held if self._resident is not None else 0)
+
+    def held_after(self, action: TrainingAction) -> int | None:
+        """Blocks that stay in use in the plan that has this action; None if there is nothing to act on.
+
+        What `offload` leaves is free in the next plan.
+        """
+        job = self._resident
+        if job is None or (action == "release" and not job.kept) or (action == "drop" and not job.unit):
+            return None
+        return job.size(sum(job.batch.lengths)) if action == "release" else job.size()
+
+    def begin(self) -> None:
+        """A plan is made from now on."""
+        self._leaving = 0
 
     def iteration_seconds(self) -> float:
         """T_ft of FineInfer §2.4: an upper estimate of the time of the next iteration, which is one micro-batch.
 
-        The predicted time times the correction by measured ones. 0 if no job can run.
+        The predicted time times the correction by measured ones; first the copies that bring the job to the device. 0
+        if no job can run.
         """
-        raise NotImplementedError
+        job, resident = self._choose(), self._resident
+        if job is None:
+            return 0.0
+        moved = {job, resident} - {None} if resident is not job else set()
+        moves = sum(self._move_seconds(each) for each in moved if each is not None)
+        again = job.batch.validation or job.size(sum(job.batch.lengths), keep=True) > self.lent
+        return moves + sum(
+            self._seconds(job, unit.kind, again=again) * self._corrections[unit.kind].factor
+            for unit in job.batch.units[job.unit :]
+        )
 
-    def next_slice(self, seconds: float, lent: int) -> TrainingSlice | None:
-        """The next work that is predicted to take at most `seconds` in `lent` blocks. It counts as planned.
+    def next_slice(self, seconds: float, *, at_least_one: bool = False) -> TrainingSlice | None:
+        """The next work that is predicted to take at most `seconds` in the blocks that are lent. It counts as planned.
 
-        `inf` for a whole micro-batch. None if there is none.
+        `inf` for a whole micro-batch; `at_least_one` unit may take longer. None if there is none. A copy of a job's
+        vectors to or from the device that takes longer than `max_unit_seconds` waits for that much room only.
         """
-        raise NotImplementedError
+        job, resident = self._choose(), self._resident
+        if resident is None and (job is None or job.needs.least > self.lent):
+            return None
+        if resident is not job or resident is None:
+            moved = resident or job
+            assert moved is not None
+            room = at_least_one or seconds >= min(self._move_seconds(moved), self.max_unit_seconds)
+            return self.act("offload" if moved is resident else "restore") if room else None
+        fits = resident.size(sum(resident.batch.lengths)) <= self.lent
+        return self._run(resident, seconds, at_least_one) if fits else None
+
+    def act(self, action: TrainingAction) -> TrainingSlice:
+        """Plan an action on the resident job, or `restore` of the job whose turn it is. There must be one."""
+        job = self._choose() if action == "restore" else self._resident
+        assert job is not None
+        slice_ = TrainingSlice(job.id, job.step, job.micro_batch, action)
+        if action == "release":
+            job.kept.clear()
+        else:
+            job.restart()
+        if action == "offload":
+            self._resident, self._leaving = None, job.size()
+        elif action == "restore":
+            self._resident = job
+        self._note(job, 0.0, ())
+        return slice_
 
     def observe(self, result: TrainingResult) -> None:
         """Learn how long a slice took. Results come in the order of the slices."""
-        raise NotImplementedError
+        job, expected, kinds = self._expected.popleft()
+        if expected:
+            for kind in kinds:  # one ratio is all that is known of a slice: each kind takes its share of the error
+                correction = self._corrections[kind]
+                correction.update(correction.mean * result.seconds / expected)
+        job.in_flight -= 1
+        self._forget(job)
+
+    @property
+    def in_flight(self) -> int:
+        """Slices that are planned and whose result is not known."""
+        return len(self._expected)
+
+    def _run(self, job: _Job, seconds: float, at_least_one: bool) -> TrainingSlice | None:
+        """Units of the resident job from where it stands, as many as fit."""
+        batch, first = job.batch, job.unit
+        keep = not batch.validation and job.size(sum(batch.lengths), keep=True) <= self.lent
+        stop, upper, expected, kinds = first, 0.0, 0.0, set[UnitKind]()
+        for kind, number in [(unit.kind, unit.number) for unit in batch.units[first:]]:
+            half = kind.removesuffix("_backward"), number
+            backward = half[0] != kind
+            price, correction = self._seconds(job, kind, again=half not in job.kept), self._corrections[kind]
+            if upper + price * correction.factor > seconds and not (at_least_one and stop == first):
+                break
+            upper += price * correction.factor
+            expected += price * correction.mean
+            kinds.add(kind)
+            stop += 1
+            if backward:
+                job.kept.discard(half)
+            elif keep and kind in ("attention", "mlp"):
+                job.kept.add(half)
+        if stop == first:
+            return None
+        slice_ = TrainingSlice(job.id, job.step, job.micro_batch, "run", first, stop, keep)
+        self._turn += expected
+        self._note(job, expected, tuple(kind for kind in KINDS if kind in kinds))
+        job.advance(stop)
+        return slice_
+
+    def _note(self, job: _Job, expected: float, kinds: tuple[UnitKind, ...]) -> None:
+        """A slice is planned."""
+        job.in_flight += 1
+        self._expected.append((job, expected, kinds))
+
+    def _seconds(self, job: _Job, kind: UnitKind, *, again: bool) -> float:
+        """Predicted seconds of a unit of the job's micro-batch; `again`: a backward computes its forward first."""
+        key = kind, again and kind.endswith("_backward")
+        if key not in job.base:
+            job.base[key] = self.cost.unit(kind, job.batch.lengths, recompute=key[1])
+        return job.base[key]
+
+    def _move_seconds(self, job: _Job) -> float:
+        """Predicted seconds of copying a job's vectors to or from the device."""
+        return self.cost.block_seconds * job.size()
+
+    def _choose(self) -> _Job | None:
+        """The job whose turn it is."""
+        current = self._current
+        waiting = [job for job in self._jobs.values() if job.runs and job is not current]
+        if current is not None and current.runs:
+            between = not (current.micro_batch or current.unit)
+            if not (between and self._turn >= TURN_SECONDS and any(job.tenant != current.tenant for job in waiting)):
+                return current
+        if current is not None or waiting:
+            self._turn = 0.0
+        self._turns = {job.tenant: self._turns.get(job.tenant, 0) for job in self._jobs.values()}
+        chosen = min(waiting, key=lambda job: self._turns[job.tenant], default=None)
+        if chosen is not None:
+            self._turns[chosen.tenant] = 1 + max(self._turns.values())
+        self._current = chosen
+        return chosen
+
+    def _forget(self, job: _Job) -> None:
+        """Forget a job that is complete or removed, and off the device."""
+        if (job.removed or job.complete) and job is not self._resident and not job.in_flight:
+            del self._jobs[job.id]
+            if job is self._current:
+                self._current = None
+            self.ended.append(job.id)

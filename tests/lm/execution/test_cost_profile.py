@@ -13,7 +13,7 @@ from holdfast.lab.simulator.executor import Reserve
 from holdfast.lm.execution import cost_profile as profile
 from holdfast.lm.execution.cost_profile import burst_of, estimate_cost, measure_cost, stairs
 from holdfast.lm.execution.graphs import GraphSizes
-from holdfast.lm.scheduler.policies import DEVIATIONS
+from holdfast.lm.scheduler.correction import DEVIATIONS
 from holdfast.lm.types import StepPlan, StepResult
 
 

@@ -7,7 +7,8 @@ import pytest
 
 from holdfast.core.cost import CostModel
 from holdfast.core.types import BATCH_CLASS
-from holdfast.lm.scheduler.policies import Correction, LatencyTarget
+from holdfast.lm.scheduler.correction import Correction
+from holdfast.lm.scheduler.policies import LatencyTarget
 from holdfast.lm.types import StepResult
 from tests.scheduling import answer, create_requests, create_scheduler, spans
 

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from holdfast.lm.scheduler.choice import make_policy
-from holdfast.lm.scheduler.policies import Correction, LatencyTarget, StallFree
+from holdfast.lm.scheduler.correction import Correction
+from holdfast.lm.scheduler.policies import LatencyTarget, StallFree
 from holdfast.lm.scheduler.row_policies import Embedding, PaddedBatches, PrefillApart, RunToCompletion, Shaping
 from holdfast.lm.types import StepResult
 from tests.core.test_cost import PADDED

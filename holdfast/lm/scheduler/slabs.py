@@ -1,0 +1,129 @@
+"""Slabs: how much of the cache is lent to training, and what training gives up when inference needs memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from holdfast.lm.memory.block_pool import BlockPool
+from holdfast.lm.memory.sequence_cache import SequenceCache
+from holdfast.lm.scheduler.entries import Entry
+from holdfast.lm.scheduler.tuner import Tuner
+from holdfast.lm.types import BlockMove, TableWrite, TrainingAction, TrainingSlice
+
+QUIET_SECONDS = 1.0
+"""After training gave blocks up, it gets none for so long, unless nothing runs or waits."""
+PIECES = 64
+"""Blocks are lent and taken back in pieces of this share of the cache, and a plan moves one piece at most."""
+SPARE = 16
+"""Beside running sequences, this share of the cache stays available behind the headroom when blocks are lent."""
+YIELDS: tuple[TrainingAction, ...] = ("release", "drop", "offload")
+"""What training gives up, the cheapest first: kept activations, the micro-batch, its place on the device."""
+
+
+class Slabs:
+    """Lends the cache's highest blocks to training, and takes them back.
+
+    Training gets what its job's next step takes, while as much is available beside the headroom of running sequences.
+    Before a request would wait for blocks, and before any would be preempted, training yields: first blocks that it
+    does not use, then kept activations, then the micro-batch under way. These are free in the same plan, because what
+    was computed there came before it on the device. At last the job's vectors go to the host; their blocks are free in
+    the next plan.
+    """
+
+    def __init__(self, pool: BlockPool, tuner: Tuner, headroom: int) -> None:
+        """`headroom` is the number of blocks that stay available for running sequences."""
+        self._pool, self._tuner, self._headroom = pool, tuner, headroom
+        self._piece = max(1, pool.num_blocks // PIECES)
+        self._quiet_until = 0.0
+        self.slice: TrainingSlice | None = None
+        """Of the plan under construction."""
+        self.waits = False
+        """Training lacks blocks because copies between the tiers are under way."""
+
+    @property
+    def lent(self) -> int:
+        """Blocks that training has."""
+        return self._pool.training
+
+    def begin(self) -> None:
+        """A plan is made from now on."""
+        self.slice, self.waits = None, False
+        self._tuner.begin()
+
+    def lend(
+        self, entries: Iterable[Entry], *, busy: bool, now: float
+    ) -> tuple[tuple[BlockMove, ...], list[TableWrite]]:
+        """Bring what is lent nearer to what training needs: the moves, and the new places in block tables.
+
+        To be called before anything else of the plan. `entries` are the sequences that have blocks; `busy`: any runs or
+        waits.
+        """
+        pool, wanted = self._pool, self._wanted(busy, now)
+        if wanted + self._piece < pool.training or (pool.training and not wanted):
+            self._reclaim(pool.training - max(wanted, self._tuner.held))
+        moves: tuple[BlockMove, ...] = ()
+        if wanted > pool.training:
+            moves = pool.lend(wanted - pool.training, now, most_moves=self._piece)
+            self._tuner.lent = pool.training
+        self.waits = pool.training < wanted and bool(pool.copies.under_way)
+        return moves, self._write(entries, dict(moves)) if moves else []
+
+    def yield_for(self, short: int, now: float) -> bool:
+        """Make `short` more blocks available, if training can give up as many now. Returns whether it did.
+
+        If it can only by leaving the device, it does, and the blocks are free in the next plan.
+        """
+        pool, tuner = self._pool, self._tuner
+        if short <= 0 or not pool.training:
+            return False
+        self._quiet_until = now + QUIET_SECONDS
+        if pool.training - tuner.held < short and self.slice is None:
+            for action in YIELDS:
+                left = tuner.held_after(action)
+                if left is not None and (action == "offload" or pool.training - left >= short):
+                    self.slice = tuner.act(action)
+                    break
+        unused = pool.training - tuner.held
+        self._reclaim(min(unused, -(-short // self._piece) * self._piece))
+        return unused >= short
+
+    def train(self, seconds: float, *, at_least_one: bool = False) -> bool:
+        """Add a slice to the plan under construction, unless it has one. Returns whether it did."""
+        if self.slice is not None:
+            return False
+        self.slice = self._tuner.next_slice(seconds, at_least_one=at_least_one)
+        return self.slice is not None
+
+    def _wanted(self, busy: bool, now: float) -> int:
+        """Blocks that training should have."""
+        pool, held = self._pool, self._tuner.held
+        needs = self._tuner.needs
+        if not needs.least:
+            return held
+        if busy and now < self._quiet_until:
+            return max(held, min(pool.training, needs.most))
+        room = pool.training + pool.available
+        if busy:
+            room -= self._headroom + pool.num_blocks // SPARE
+        for blocks in (needs.most, needs.least):
+            if blocks <= min(room, self._tuner.max_blocks):
+                return max(held, blocks)
+        return held
+
+    def _reclaim(self, count: int) -> None:
+        if count > 0:
+            self._pool.reclaim(count)
+            self._tuner.lent = self._pool.training
+
+    def _write(self, entries: Iterable[Entry], places: dict[int, int]) -> list[TableWrite]:
+        """Let block tables name the new places."""
+        writes = []
+        for entry in entries:
+            cache = entry.cache
+            assert isinstance(cache, SequenceCache)
+            moved = [index for index, block in enumerate(cache.blocks) if block in places]
+            if moved:
+                cache.move(places)
+                first, stop = moved[0], moved[-1] + 1
+                writes.append(TableWrite(entry.row, first, tuple(cache.blocks[first:stop])))
+        return writes

@@ -1,0 +1,66 @@
+"""The base model of tuning jobs: its sizes for the planner, and a digest by which a job knows it again."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import fields
+
+import torch
+
+from holdfast.core.training_cost import TrainingShape
+from holdfast.lm.models.decoder import Decoder, DecoderSpec
+
+AT_A_TIME = 1 << 24
+"""Numbers that are summed at once."""
+PERIOD = 65_521
+"""A prime. A number is weighted by its place modulo this, so two that change places change the sum."""
+
+
+def training_shape(decoder: DecoderSpec) -> TrainingShape:
+    """The sizes that the cost of training depends on."""
+    q, kv = decoder.num_heads * decoder.head_dim, decoder.num_kv_heads * decoder.head_dim
+    return TrainingShape(
+        num_layers=decoder.num_layers,
+        attention_weights=decoder.hidden_size * (2 * q + 2 * kv),
+        mlp_weights=3 * decoder.hidden_size * decoder.intermediate_size,
+        head_weights=decoder.vocab_size * decoder.hidden_size,
+    )
+
+
+@torch.no_grad()
+def digest_of_model(model: Decoder) -> str:
+    """A digest of all weights as they are on the device, and of the model's options: equal if a job may go on over it.
+
+    It tells models apart that differ by chance, dtype or training; it is no proof against forgery. A pass over the
+    weights: for 16 GB on an H200 about 10 ms of reading, and some times that for 64-bit sums.
+    """
+    found = hashlib.sha256(repr((model.decoder, str(model.spec.dtype))).encode())
+    for name, tensor in _weights(model):
+        found.update(f"{name} {tuple(tensor.shape)} {_sums(tensor)}".encode())
+    return found.hexdigest()
+
+
+def _weights(model: Decoder) -> Iterator[tuple[str, torch.Tensor]]:
+    for name in ("embedding", "norm", "lm_head"):
+        yield name, getattr(model, name)
+    for index, layer in enumerate(model.layers):
+        for field in fields(layer):
+            value = getattr(layer, field.name)
+            if isinstance(value, torch.Tensor):
+                yield f"{index}.{field.name}", value
+
+
+def _sums(tensor: torch.Tensor) -> tuple[int, int]:
+    """The sum of a tensor's numbers, read as integers, and that of each times its place. Of 64 bits, wrapping."""
+    whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
+    rows = tensor if tensor.dim() > 1 else tensor[None]
+    plain = weighted = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    at_once = max(1, AT_A_TIME // rows.shape[1])
+    columns = torch.arange(rows.shape[1], dtype=torch.int64, device=tensor.device) % PERIOD + 1
+    for first in range(0, len(rows), at_once):
+        part = rows[first : first + at_once].contiguous().view(whole).to(torch.int64)
+        lines = torch.arange(first, first + len(part), dtype=torch.int64, device=tensor.device) % PERIOD + 1
+        plain = plain + part.sum()
+        weighted = weighted + ((part * columns).sum(1) * lines).sum()
+    return int(plain), int(weighted)

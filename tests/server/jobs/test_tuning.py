@@ -1,0 +1,482 @@
+"""/v1/fine_tuning/jobs over a fake engine: OpenAI's client end to end, wrong data, tenants, pausing, restarts, limits."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from batch_lines import jsonl
+from fake_engine import FakeClient, engine_info
+
+from holdfast.core.config import EngineConfig
+from holdfast.server.config import ServerConfig
+from holdfast.server.conversations.store import AsyncStore
+from holdfast.server.jobs import tuning, tuning_runner
+from holdfast.server.jobs.files import Files
+from holdfast.server.jobs.owner import Owner
+from holdfast.server.jobs.tuning import Tuning, TuningRequest
+from holdfast.server.jobs.values import TuningJob
+from holdfast.server.protocol import ApiError
+from holdfast.server.run import open_store
+from holdfast.server.service import Service
+from holdfast.training.data import Examples
+
+Listening = Callable[..., Any]
+ENDED = ("succeeded", "failed", "cancelled")
+
+
+def chat(answer: str = "Ahoy!", **message: Any) -> dict[str, Any]:
+    """A line of a training file."""
+    return {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": answer, **message}]}
+
+
+def tuning_client(**changes: Any) -> FakeClient:
+    return FakeClient(info=engine_info(adapter_slots=8, **changes), config=EngineConfig(tuning=True))
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning_runner, "COMMIT_SECONDS", 0.01)
+
+
+@pytest.fixture
+def client() -> FakeClient:
+    return tuning_client()
+
+
+class Server:
+    """Tuning jobs over a fake engine, without HTTP. Its clock is `now`."""
+
+    def __init__(self, directory: Path, client: FakeClient, **config: Any) -> None:
+        self.client = client
+        self.now = 1000.0
+        places = {"store": str(directory / "store.sqlite"), "files": str(directory / "files")}
+        settings = ServerConfig(**places | {"tuning_state": str(directory / "tuning")} | config)
+        self.store = AsyncStore(open_store(settings))
+        self.service = Service(client, settings)  # type: ignore[arg-type]
+        self.files = Files(self.store, settings, self.time)
+        self.owner = Owner(self.files.directory)
+        self.tuning = Tuning(self.service, self.files, self.owner, self.time, tick=0.01)
+
+    def time(self) -> float:
+        self.now += 0.001
+        return self.now
+
+    async def submit(self, lines: list[Any], tenant: str = "", **wanted: Any) -> str:
+        file = await self.files.copy(tenant, "fine-tune", "in.jsonl", io.BytesIO(jsonl(lines)))
+        fields = {"model": "tiny", "training_file": file.id, **wanted}
+        return (await self.tuning.create(TuningRequest(**fields), tenant)).id
+
+    async def until(self, id: str, done: Callable[[TuningJob], bool], tenant: str = "") -> TuningJob:
+        while not done(job := await self.tuning.retrieve(tenant, id)):
+            await asyncio.sleep(0.01)
+        return job
+
+    async def ended(self, id: str, tenant: str = "") -> TuningJob:
+        return await self.until(id, lambda job: job.ended and id not in self.tuning.runner.running, tenant)
+
+    async def steps(self, id: str, tenant: str = "") -> list[int]:
+        events, _ = await self.tuning.events(tenant, id, limit=1000, after=None)
+        return [each["data"]["step"] for each in reversed(events) if each["data"]]
+
+    async def close(self) -> None:
+        await self.tuning.close()
+        self.owner.close()
+        self.files.close()
+        await asyncio.to_thread(self.store.close)
+
+
+@asynccontextmanager
+async def server(directory: Path, client: FakeClient | None = None, **config: Any) -> AsyncIterator[Server]:
+    made = Server(directory, client or tuning_client(), **config)
+    try:
+        await made.tuning.start()
+        yield made
+    finally:
+        await made.close()
+
+
+async def uploaded(api: openai.AsyncOpenAI, lines: list[Any]) -> str:
+    return (await api.files.create(file=("in.jsonl", jsonl(lines)), purpose="fine-tune")).id
+
+
+async def ended(api: openai.AsyncOpenAI, id: str) -> Any:
+    while (job := await api.fine_tuning.jobs.retrieve(id)).status not in ENDED:
+        await asyncio.sleep(0.02)
+    return job
+
+
+async def test_openais_client_tunes_a_model_and_uses_it(listening: Listening, client: FakeClient) -> None:
+    async with listening() as server, openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as api:
+        jobs = api.fine_tuning.jobs
+        training, validation = await uploaded(api, [chat(str(n)) for n in range(10)]), await uploaded(api, [chat()])
+        given = {"n_epochs": 2, "batch_size": 4, "learning_rate_multiplier": 0.5}
+        job = await jobs.create(
+            model="tiny",
+            training_file=training,
+            validation_file=validation,
+            method={"type": "supervised", "supervised": {"hyperparameters": {**given, "lora_rank": 4}}},  # type: ignore[typeddict-unknown-key]
+            suffix="pirate",
+            seed=7,
+            metadata={"kind": "test"},
+        )
+        assert (job.object, job.status, job.model, job.seed) == ("fine_tuning.job", "validating_files", "tiny", 7)
+        assert job.fine_tuned_model is None and job.finished_at is None and job.result_files == []
+        done = await ended(api, job.id)
+        assert done.status == "succeeded" and done.error is None and done.metadata == {"kind": "test"}
+        assert done.fine_tuned_model.startswith("ft:tiny:pirate:") and done.trained_tokens == 60
+        assert done.method.supervised.hyperparameters.n_epochs == done.hyperparameters.n_epochs == 2
+        events = [event async for event in jobs.list_events(job.id, limit=4)]
+        told = [event.message for event in reversed(events)]
+        assert told[0] == f"Created fine-tuning job: {job.id}" and told[-1] == "The job has successfully completed"
+        metrics: list[Any] = [event.data for event in reversed(events) if event.type == "metrics"]
+        assert [each["step"] for each in metrics] == [1, 2, 3, 4, 5, 6]
+        assert metrics[2] == {
+            "step": 3, "total_steps": 6, "train_loss": 1 / 3, "tokens": 10, "trained_tokens": 30, "valid_loss": 2 / 3,
+        }  # fmt: skip
+        checkpoints = [each async for each in jobs.checkpoints.list(job.id, limit=1)]
+        assert [(each.step_number, each.metrics.train_loss) for each in checkpoints] == [(6, 1 / 6), (3, 1 / 3)]
+        rows = (await api.files.content(done.result_files[0])).text.splitlines()
+        assert rows[:4:3] == ["step,train_loss,valid_loss,tokens", f"3,{1 / 3},{2 / 3},10"] and len(rows) == 7
+        models = [model.id async for model in api.models.list()]
+        names = [done.fine_tuned_model, *(each.fine_tuned_model_checkpoint for each in checkpoints)]
+        assert models[0] == "tiny" and sorted(models[1:]) == sorted(names)
+        answer = await api.chat.completions.create(
+            model=done.fine_tuned_model, messages=[{"role": "user", "content": "hi"}]
+        )
+        assert answer.choices[0].message.content == "Ahoy, sailor!" and client.asked[-1].adapter == done.fine_tuned_model
+        assert [each.id async for each in jobs.list()] == [job.id]
+        assert [each.id async for each in jobs.list(metadata={"kind": "other"})] == []
+        adapter = await httpx.AsyncClient().get(
+            f"{server.url}/v1/fine_tuning/jobs/{job.id}/adapter/adapter_config.json"
+        )
+        assert adapter.json() == {"step": 6}
+        assert (await api.models.delete(done.fine_tuned_model)).deleted
+        assert [model.id async for model in api.models.list()] == ["tiny"] and list(client.adapters) == []
+    (order,) = client.tuner.orders
+    assert (order.learning_rate, order.rank, order.seed) == (1e-4, 4, 7)
+
+
+async def test_wrong_lines_are_told_by_number_and_nothing_is_tuned(listening: Listening, client: FakeClient) -> None:
+    lines = [
+        chat(),
+        {"messages": []},
+        {"messages": [{"role": "user", "content": "hi"}]},
+        chat(weight=0),
+        chat(weight=2),
+        {"messages": [{"role": "pirate", "content": "hi"}]},
+        chat("x" * 300),
+        {"prompt": "a"},
+        {"prompt": "a", "completion": "b", "extra": 1},
+        chat("mutiny"),
+        {"messages": [{"role": "user", "content": "hi", "weight": 1}, {"role": "assistant", "content": "x"}]},
+    ]
+    reasons = [
+        (2, "messages must be a list of 1 to 4096 messages"),
+        (3, "the last message's role is user; it must be the assistant's"),
+        (4, "there is nothing to learn: each of the assistant's messages has weight 0"),
+        (5, "messages[1].weight is 2; it must be 0 or 1"),
+        (6, 'messages[0].role is "pirate"; supported: system, developer, user, assistant'),
+        (7, "the example has 319 tokens; at most 200 are taken, which is the model's context; shorten it"),
+        (8, "a line has messages, or prompt and completion; completion must be a text that is not empty"),
+        (9, "unknown field: extra; a line has messages, or prompt and completion"),
+        (10, "the chat template refuses this conversation: mutiny"),
+        (11, "messages[0].weight is for the assistant's messages; leave it out"),
+    ]
+    async with listening() as server, openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as api:
+        jobs = api.fine_tuning.jobs
+        good = await uploaded(api, [chat()])
+        raw = (await api.files.create(file=("x", b'{"messages": 1}\n\n{oops\n'), purpose="fine-tune")).id
+        job = await ended(api, (await jobs.create(model="tiny", training_file=await uploaded(api, lines))).id)
+        assert job.status == "failed" and job.finished_at is not None and job.fine_tuned_model is None
+        assert (job.error.code, job.error.param) == ("invalid_training_file", "training_file")
+        assert job.error.message == f"training file, line 2: {reasons[0][1]}; and 9 more, in the job's events"
+        assert [(fault["line"], fault["message"]) for fault in job.error.data] == reasons
+        events = [event async for event in jobs.list_events(job.id) if event.level == "error"]
+        assert [event.message for event in reversed(events)] == [f"training file, line {n}: {x}" for n, x in reasons]
+        other = await jobs.create(model="tiny", training_file=good, validation_file=raw)
+        other = await ended(api, other.id)
+        assert other.error.code == "invalid_validation_file"
+        assert [fault["line"] for fault in other.error.data] == [1, 3]
+        assert await api.files.delete(raw)
+    assert client.tuner.orders == []
+
+
+async def test_a_wrong_job_is_refused_by_name(listening: Listening) -> None:
+    async with listening() as server, openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as api:
+        good = await uploaded(api, [chat()])
+        batch = (await api.files.create(file=("x", b"{}"), purpose="batch")).id
+
+        def supervised(**given: Any) -> dict[str, Any]:
+            return {"method": {"type": "supervised", "supervised": {"hyperparameters": given}}}
+
+        for changes, param in (
+            ({"training_file": batch}, "training_file"),
+            ({"validation_file": batch}, "validation_file"),
+            ({"method": {"type": "dpo"}}, "method.type"),
+            ({"method": {"type": "magic"}}, "method.type"),
+            ({"method": {"type": "supervised", "reinforcement": {}}}, "method.type"),
+            ({"integrations": [{"type": "wandb", "wandb": {"project": "x"}}]}, "integrations"),
+            ({"suffix": "a b"}, "suffix"),
+            ({"suffix": "x" * 65}, "suffix"),
+            ({"seed": -1}, "seed"),
+            ({"metadata": {"x": "y" * 513}}, "metadata"),
+            ({"hyperparameters": {"n_epochs": 0}}, "hyperparameters.n_epochs"),
+            ({"hyperparameters": {"lora_rank": 4}}, "hyperparameters.lora_rank"),
+            ({"hyperparameters": {"n_epochs": 1}, **supervised(n_epochs=1)}, "hyperparameters"),
+            (supervised(n_epochs="many"), "method.supervised.hyperparameters.n_epochs"),
+            (supervised(lora_rank=17), "method.supervised.hyperparameters.lora_rank"),
+            (supervised(target_modules=["q_proj", "nose"]), "method.supervised.hyperparameters.target_modules"),
+            (supervised(learning_rate_multiplier=0), "method.supervised.hyperparameters.learning_rate_multiplier"),
+        ):
+            wanted: Any = {"model": "tiny", "training_file": good, **changes}
+            with pytest.raises(openai.BadRequestError) as refused:
+                await api.fine_tuning.jobs.create(**wanted)
+            assert str(refused.value.param).startswith(param), refused.value
+        for missing in ({"training_file": "file-x"}, {"model": "other"}):
+            with pytest.raises(openai.NotFoundError):
+                await api.fine_tuning.jobs.create(**{"model": "tiny", "training_file": good, **missing})  # type: ignore[arg-type]
+        assert [job.id async for job in api.fine_tuning.jobs.list()] == []
+
+
+async def test_a_server_without_tuning_says_how_to_turn_it_on(tmp_path: Path) -> None:
+    async with server(tmp_path, FakeClient()) as here:
+        with pytest.raises(ApiError, match="this server takes no tuning jobs; start it with --tuning") as off:
+            await here.submit([chat()])
+        assert off.value.status == 400
+        assert await here.tuning.page("", limit=10, after=None, metadata={}) == ([], False)
+
+
+async def test_a_job_pauses_resumes_and_counts_every_step_once(tmp_path: Path) -> None:
+    async with server(tmp_path) as here:
+        here.client.tuner.seconds = 0.01
+        id = await here.submit([chat(str(n)) for n in range(30)], hyperparameters=tuning.Parameters(n_epochs=10))
+        await here.until(id, lambda job: job.step >= 2)
+        assert (await here.tuning.ask("", id, "pause")).status == "paused"
+        with pytest.raises(ApiError, match="the job is paused; only one that waits or runs can be paused"):
+            await here.tuning.ask("", id, "pause")
+        while "pause" not in [action for _, action in here.client.tuner.changes]:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+        count = len(here.client.tuner.steps)
+        await asyncio.sleep(0.1)
+        assert len(here.client.tuner.steps) == count and (await here.tuning.retrieve("", id)).status == "paused"
+        assert (await here.tuning.ask("", id, "resume")).status in ("queued", "running")
+        with pytest.raises(ApiError, match="only a paused one can be resumed"):
+            await here.tuning.ask("", id, "resume")
+        job = await here.ended(id)
+        assert job.status == "succeeded" and job.steps == 40
+        assert await here.steps(id) == list(range(1, 41))
+        with pytest.raises(ApiError, match="the job is succeeded; only one that has not ended can be cancelled") as late:
+            await here.tuning.ask("", id, "cancel")
+        assert late.value.status == 409
+
+
+async def test_a_cancelled_job_keeps_its_checkpoints(tmp_path: Path) -> None:
+    async with server(tmp_path) as here:
+        here.client.tuner.seconds = 0.01
+        id = await here.submit([chat(str(n)) for n in range(16)], hyperparameters=tuning.Parameters(n_epochs=50))
+        await here.until(id, lambda job: len(job.checkpoints) >= 5)
+        assert (await here.tuning.ask("", id, "cancel")).status == "cancelled"
+        job = await here.ended(id)
+        assert job.status == "cancelled" and job.finished is not None and job.shown()["fine_tuned_model"] is None
+        assert list(job.served) == sorted(here.client.adapters, key=lambda name: int(name.rpartition("-")[2]))
+        assert len(job.served) == 3
+        assert sorted(path.name for path in (tmp_path / "tuning" / id).iterdir()) == ["checkpoints"]
+        with pytest.raises(ApiError, match="is not served here"):
+            here.service.check_model(job.name, "")
+
+
+async def test_another_tenant_finds_neither_job_nor_file_nor_model(tmp_path: Path) -> None:
+    async with server(tmp_path, api_key=("one", "two")) as here:
+        id = await here.submit([chat()], "one")
+        job = await here.ended(id, "one")
+        assert job.status == "succeeded"
+        calls: list[Any] = [
+            here.tuning.retrieve("two", id),
+            here.tuning.events("two", id, limit=1, after=None),
+            here.tuning.checkpoints("two", id, limit=1, after=None),
+            here.tuning.adapter_file("two", id, "adapter_config.json"),
+            here.tuning.delete_model("two", job.name),
+            *(here.tuning.ask("two", id, verb) for verb in ("pause", "resume", "cancel")),
+            here.tuning.create(TuningRequest(model="tiny", training_file=job.training_file), "two"),
+        ]
+        for call in calls:
+            with pytest.raises(ApiError) as hidden:
+                await call
+            assert hidden.value.status == 404
+        assert await here.tuning.page("two", limit=10, after=None, metadata={}) == ([], False)
+        assert here.service.models("two") == ["tiny"]
+        assert job.name in here.service.models("one")
+        for name in job.served:
+            here.service.check_model(name, "one")
+            with pytest.raises(ApiError, match="is not served here") as unknown:
+                here.service.check_model(name, "two")
+            assert unknown.value.status == 404
+
+
+async def test_a_name_of_a_tuned_model_cannot_be_loaded_over_or_unloaded(listening: Listening, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    keys = {"adapter_root": str(tmp_path), "api_key": ("one", "two")}
+    async with listening(**keys) as server, openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="one") as api:
+        job = await ended(
+            api,
+            (await api.fine_tuning.jobs.create(model="tiny", training_file=await uploaded(api, [chat()]))).id,
+        )
+        for key, path, body, status in (
+            ("two", "load", {"lora_path": "other", "load_inplace": True}, 400),
+            ("two", "unload", {}, 404),
+            ("one", "unload", {}, 400),
+        ):
+            headers = {"authorization": f"Bearer {key}"}
+            answer = await httpx.AsyncClient().post(
+                f"{server.url}/v1/{path}_lora_adapter",
+                json={"lora_name": job.fine_tuned_model, **body},
+                headers=headers,
+            )
+            assert answer.status_code == status, answer.text
+        assert job.fine_tuned_model in [model.id async for model in api.models.list()]
+
+
+async def test_a_stopped_server_goes_on_after_the_last_step(tmp_path: Path) -> None:
+    client = tuning_client()
+    client.tuner.seconds = 0.01
+    async with server(tmp_path, client) as here:
+        id = await here.submit([chat(str(n)) for n in range(40)], hyperparameters=tuning.Parameters(n_epochs=6))
+        await here.until(id, lambda job: job.step >= 8)
+    assert client.tuner.changes[-1] == (id, "pause")
+    stored = len(client.tuner.steps)
+    again = tuning_client()
+    async with server(tmp_path, again) as here:
+        job = await here.ended(id)
+        assert job.status == "succeeded" and job.step == job.steps == 30
+        assert await here.steps(id) == list(range(1, 31))
+        assert again.tuner.steps[0] == (id, stored + 1)
+
+
+async def test_steps_that_a_killed_engine_stored_are_not_computed_again(tmp_path: Path) -> None:
+    client = tuning_client()
+    client.tuner.untold = 4
+    here = Server(tmp_path, client)
+    await here.tuning.start()
+    id = await here.submit([chat(str(n)) for n in range(8)], hyperparameters=tuning.Parameters(n_epochs=9))
+    while len(client.tuner.steps) < 9:
+        await asyncio.sleep(0.01)
+    client.die("killed")
+    while here.tuning.runner.running:
+        await asyncio.sleep(0.01)
+    await here.close()
+    again = tuning_client()
+    async with server(tmp_path, again) as here:
+        job = await here.ended(id)
+        assert (job.status, job.step, again.tuner.steps) == ("succeeded", 9, [])
+        events, _ = await here.tuning.events("", id, limit=100, after=None)
+        assert "Steps 4 to 9 were computed before the server ended" in [each["message"] for each in events]
+        assert {*job.served} <= {*again.adapters}
+
+
+async def test_adapters_of_ended_jobs_are_served_after_a_restart(tmp_path: Path) -> None:
+    async with server(tmp_path) as here:
+        job = await here.ended(await here.submit([chat()]))
+    again = tuning_client()
+    async with server(tmp_path, again) as here:
+        while {*again.adapters} != {*job.served}:
+            await asyncio.sleep(0.01)
+        here.service.check_model(job.name, "")
+        assert [name for name, *_ in again.loaded] == list(job.served)
+    async with server(tmp_path, tuning_client(model="another")) as here:
+        await asyncio.sleep(0.05)
+        assert here.client.adapters == {}
+
+
+async def test_a_request_for_an_adapter_that_is_being_loaded_is_told_to_wait(tmp_path: Path) -> None:
+    async with server(tmp_path) as here:
+        here.service.tuned["ft:x"] = "", "job"
+        here.service.loading.add("ft:x")
+        with pytest.raises(ApiError) as waits:
+            here.service.check_model("ft:x", "")
+        assert (waits.value.status, waits.value.retry_after) == (503, 1)
+        with pytest.raises(ApiError) as hidden:
+            here.service.check_model("ft:x", "other")
+        assert hidden.value.status == 404
+
+
+async def test_a_paused_job_stays_paused_over_a_restart(tmp_path: Path) -> None:
+    client = tuning_client()
+    client.tuner.seconds = 0.01
+    async with server(tmp_path, client) as here:
+        id = await here.submit([chat(str(n)) for n in range(40)])
+        await here.until(id, lambda job: job.step >= 2)
+        await here.tuning.ask("", id, "pause")
+    again = tuning_client()
+    async with server(tmp_path, again) as here:
+        await asyncio.sleep(0.1)
+        assert again.tuner.orders == [] and (await here.tuning.retrieve("", id)).status == "paused"
+        await here.tuning.ask("", id, "resume")
+        assert (await here.ended(id)).status == "succeeded"
+        assert (await here.steps(id)) == list(range(1, 51))
+
+
+async def test_a_job_that_the_engine_refuses_or_cannot_go_on_with_fails_with_its_reason(tmp_path: Path) -> None:
+    async with server(tmp_path) as here:
+        here.client.tuner.refuse = "the longest example has 22 tokens; micro_batch is 16: make it 22"
+        job = await here.ended(await here.submit([chat()]))
+        assert job.error is not None and job.error.code == "tuning_refused" and "make it 22" in job.error.message
+        assert not (tmp_path / "tuning" / job.id).exists()
+        here.client.tuner.refuse, here.client.tuner.breaks_at = "", 2
+        job = await here.ended(await here.submit([chat()]))
+        assert job.error is not None and job.error.message == "the loss is not a number" and job.step == 1
+
+
+async def test_a_file_cannot_be_deleted_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    original = tuning_runner.write_examples
+
+    def slow(*given: Any) -> str:
+        asyncio.run_coroutine_threadsafe(reads.wait(), loop).result()
+        return original(*given)
+
+    monkeypatch.setattr(tuning_runner, "write_examples", slow)
+    async with server(tmp_path) as here:
+        id = await here.submit([chat()])
+        file = (await here.tuning.retrieve("", id)).training_file
+        with pytest.raises(ApiError, match="a tuning job that validates its files reads this one") as busy:
+            await here.files.delete("", file)
+        assert busy.value.status == 409
+        reads.set()
+        assert (await here.ended(id)).status == "succeeded"
+        await here.files.delete("", file)
+
+
+async def test_open_jobs_are_limited_by_tenant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "MOST_OPEN", 4)
+    async with server(tmp_path, api_key=("one", "two")) as here:
+        here.client.tuner.seconds = 10
+        for _ in range(2):
+            await here.submit([chat()], "one")
+        with pytest.raises(ApiError, match="this API key has 2 tuning jobs that have not ended") as full:
+            await here.submit([chat()], "one")
+        assert full.value.status == 429
+        await here.submit([chat()], "two")
+
+
+async def test_examples_hold_the_answers_tokens_as_what_is_learned(tmp_path: Path) -> None:
+    async with server(tmp_path) as here:
+        here.client.tuner.seconds = 10
+        id = await here.submit([chat("Ahoy"), {"prompt": "a", "completion": "bc"}])
+        while not here.client.tuner.orders:
+            await asyncio.sleep(0.01)
+        examples = Examples(tmp_path / "tuning" / id / "examples.bin")
+        ids, weights = examples.example(0)
+        learned = "".join(chr(token) for token, weight in zip(ids, weights, strict=True) if weight)
+        assert "".join(map(chr, ids)) == "<user>hi<assistant>Ahoy" and learned == "<assistant>Ahoy"
+        ids, weights = examples.example(1)
+        assert (list(map(chr, ids)), list(weights)) == (["a", "b", "c"], [0, 1, 1])

@@ -40,7 +40,9 @@ PADDED_OPTIONS = ("trust_remote_code", "prefill_ahead", "shrink_threshold")
 """Options that only the padded executor reads."""
 PAGED_OPTIONS = ("quantization", "kv_cache_dtype", "attention_backend", "adapter", "max_adapters", "tuning")
 """Options that only the paged executor reads."""
-TUNING_OPTIONS = ("deferral_bound", "tuning_memory_fraction", "tuning_micro_batch", "tuning_mirror")
+TUNING_OPTIONS = (
+    "deferral_bound", "tuning_memory_fraction", "tuning_micro_batch", "tuning_progress", "tuning_mirror",
+)  # fmt: skip
 """Options that are read with `tuning` only."""
 DEFAULT_ADAPTERS = 8
 """Adapters that the device holds at a time where some are served."""
@@ -143,6 +145,9 @@ class EngineConfig:
         "auto",
         "tokens that training computes at once, where a job does not say; auto: as many as fit into the target or "
         "the deferral bound, 512 to 8192",
+    )
+    tuning_progress: bool = option(
+        False, "with tbt_target, train a little every 2 seconds even while requests take all of the device"
     )
     tuning_mirror: str = option(
         "auto",
@@ -299,7 +304,9 @@ class EngineConfig:
                 "runs in slices beside streams and nothing is deferred; drop one"
             )
         if self.quantization != "none":
-            raise ValueError(f"quantization is {self.quantization}, and tuning needs weights in 16 or 32 bits; drop one")
+            raise ValueError(
+                f"quantization is {self.quantization}, and tuning needs weights in 16 or 32 bits; drop one"
+            )
         if self.scheduler != "stall-free":
             raise ValueError(f"tuning is for the stall-free scheduler, and scheduler is {self.scheduler}; drop one")
         if not self.tuning_mirror:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
+import stat
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,6 +18,7 @@ import torch
 from holdfast.core.config import PADDED_OPTIONS, PAGED_OPTIONS, ROW_SCHEDULERS, EngineConfig, ExecutorName
 from holdfast.core.cost import CostModel
 from holdfast.core.stages import Stages
+from holdfast.core.training_cost import MICRO_BATCHES
 from holdfast.core.types import AdapterInfo
 from holdfast.engine.adapter_desk import AdapterDesk
 from holdfast.engine.checkpoint import Checkpoint
@@ -22,18 +26,22 @@ from holdfast.engine.in_service import in_service
 from holdfast.engine.messages import EngineInfo
 from holdfast.engine.profiles import CostProfile, cached_profile_path
 from holdfast.engine.trace import TracedExecutor
+from holdfast.engine.tuning_desk import TuningDesk, TuningRules
 from holdfast.lm.execution.cost_profile import estimate_cost, measure_cost
 from holdfast.lm.execution.paged_device import PagedDevice, resolve_device
 from holdfast.lm.kernels.attention import backends as attention
 from holdfast.lm.models.base import UnsupportedCheckpoint
+from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.hf import NotPaged, TransformersModel
 from holdfast.lm.models.loader import load
 from holdfast.lm.padded.cost_profile import estimate_padded_cost, measure_padded_cost
 from holdfast.lm.padded.device import PaddedDevice
 from holdfast.lm.padded.loading import load_unmodified
-from holdfast.lm.scheduler.choice import capacity_of, choose_policy, make_scheduler
+from holdfast.lm.scheduler.choice import capacity_of, choose_policy, make_scheduler, make_tuner
+from holdfast.lm.scheduler.deferral import DEFAULT_BOUND
 from holdfast.lm.scheduler.policies import LatencyTarget, StallFree
 from holdfast.lm.scheduler.scheduler import Scheduler
+from holdfast.lm.scheduler.tuner import Tuner
 from holdfast.lm.types import (
     DEFAULT_TOKEN_BUDGET,
     EngineShape,
@@ -44,9 +52,16 @@ from holdfast.lm.types import (
     MemoryMeasurement,
 )
 from holdfast.loop.loop import Loop
+from holdfast.training.base import digest_of_model, training_shape
+from holdfast.training.iteration import arena_of, workspace_bytes
+from holdfast.training.trainer import Trainer
 
 clock = time.monotonic
 log = logging.getLogger("holdfast.engine")
+
+SHARED_MEMORY = Path("/dev/shm")
+HOST_BYTES_PER_SECOND = {"cuda": 40e9, "cpu": 5e9}
+"""Speed of copies between the cache and the host, roughly. The planner only needs to know which slices are long."""
 
 LARGE_STEP = 16
 """Steps of many whole prompts hold at most this many default token budgets, unless the budget is configured.
@@ -62,6 +77,8 @@ class Engine(NamedTuple):
     info: EngineInfo
     desk: AdapterDesk | None
     """Loads and unloads adapters; None if none may be served."""
+    tuning: TuningDesk | None
+    """Takes tuning jobs; None if tuning is off. To be closed after the loop."""
 
 
 def build(
@@ -97,22 +114,48 @@ def build_engine(
     on_progress(f"loading {checkpoint.name}")
     with stages.stage("weights"):
         device, reason = choose_device(config, checkpoint, stages)
+    tuned = tuned_model(config, device)
+    if tuned is not None and isinstance(device, PagedDevice):
+        most = config.tuning_micro_batch if config.tuning_micro_batch != "auto" else MICRO_BATCHES[-1]
+        device.training_bytes = partial(workspace_bytes, tuned, most, config.max_adapter_rank)
     adapters = read_adapters(config, device, stages, on_progress)
     memory, shape = allocate(device, stages, on_progress)
     pace = pace_of(config, device.kind, memory.device, shape.executor)
     path = cached_profile_path(checkpoint.directory, device.precision, pace)
     profile = None
     ranks_chunks = shape.rows is None and shape.num_host_blocks > 0 and config.eviction == "retention"
-    if measure or config.tbt_target is not None or ranks_chunks:
+    if measure or config.tbt_target is not None or ranks_chunks or tuned is not None:
         profile = find_profile(device, shape, path, stages, measure=measure, on_progress=on_progress)
     cost = profile.cost if profile is not None else None
     policy = choose_policy(config, shape, cost)
-    scheduler = make_scheduler(config, shape, cost, policy=policy)
+    tuner = None
+    if tuned is not None and cost is not None and isinstance(device, PagedDevice):
+        tuner = make_tuner(
+            config,
+            shape,
+            cost,
+            training_shape(tuned.decoder),
+            memory_fraction=config.tuning_memory_fraction,
+            block_seconds=device.block_bytes / HOST_BYTES_PER_SECOND[device.kind],
+        )
+    scheduler = make_scheduler(
+        config,
+        shape,
+        cost,
+        policy=policy,
+        tuner=tuner,
+        deferral_bound=config.deferral_bound,
+        tuning_progress=config.tuning_progress,
+    )
     desk = None
     if isinstance(device, PagedDevice) and device.adapter_store is not None:
         desk = AdapterDesk(scheduler, device.adapter_store)
         for adapter in adapters:
             scheduler.add_adapter(adapter.id)
+    tuning = None
+    if tuned is not None and tuner is not None and isinstance(device, PagedDevice) and desk is not None:
+        with stages.stage("tuning"):
+            tuning = make_tuning(config, checkpoint, tuned, device, tuner, desk)
     executor: LanguageExecutor = device.executor
     if config.trace:
         executor = TracedExecutor(executor, config.trace, clock, suspends=shape.num_host_blocks > 0)
@@ -143,7 +186,59 @@ def build_engine(
         adapters=tuple(adapters),
         adapter_slots=shape.adapter_slots,
     )
-    return Engine(loop, info, desk)
+    return Engine(loop, info, desk, tuning)
+
+
+def tuned_model(config: EngineConfig, device: LanguageDevice) -> Decoder | None:
+    """The model that jobs are tuned on; None if tuning is off. Raises ValueError for a model that cannot be tuned."""
+    if not config.tuning:
+        return None
+    if not isinstance(device, PagedDevice) or not isinstance(device.model, Decoder):
+        raise ValueError("tuning needs a native decoder over a paged cache, and this model has none; leave it out")
+    return device.model
+
+
+def make_tuning(
+    config: EngineConfig, checkpoint: Checkpoint, model: Decoder, device: PagedDevice, tuner: Tuner, desk: AdapterDesk
+) -> TuningDesk:
+    """The trainer over an allocated device, and the desk that takes jobs for it."""
+    digest = digest_of_model(model)
+    trainer = Trainer(
+        model, arena_of(device.memory.cache), base_digest=digest, mirror=mirror_directory(config.tuning_mirror)
+    )
+    device.executor.training = trainer
+    target = None if config.tbt_target is None else config.tbt_target / 1000
+    rules = TuningRules(
+        base_model=checkpoint.name,
+        base_digest=digest,
+        micro_batch=None if config.tuning_micro_batch == "auto" else config.tuning_micro_batch,
+        target=target,
+        bound=DEFAULT_BOUND if config.deferral_bound is None else config.deferral_bound,
+        max_rank=config.max_adapter_rank,
+        threads=torch.get_num_threads() if device.kind == "cpu" else 0,
+    )
+    return TuningDesk(tuner, trainer, desk, rules)
+
+
+def mirror_directory(chosen: str) -> Path | None:
+    """The directory of states in the host's memory, made if need be, for this user alone; None if there is none.
+
+    Raises ValueError for a given one that cannot be used.
+    """
+    if chosen == "off" or (chosen == "auto" and not SHARED_MEMORY.is_dir()):
+        return None
+    path = SHARED_MEMORY / f"holdfast-{os.getuid()}" if chosen == "auto" else Path(chosen)
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = path.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+            raise PermissionError(errno.EACCES, "it is a link, or others may write to it")
+    except OSError as error:
+        if chosen != "auto":
+            raise ValueError(f"tuning_mirror {chosen} cannot be used: {error.strerror}") from None
+        log.warning("holdfast: states of tuning jobs go to the disk only: %s", error.strerror)
+        return None
+    return path
 
 
 def read_adapters(

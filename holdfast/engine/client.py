@@ -187,7 +187,7 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
             except ValueError as error:
                 raise AdapterError(str(error)) from None
             before = self.adapters.get(name)
-            if name == self.info.model or (before is not None and not replace):
+            if name == self.info.model or name in self.tuning.names or (before is not None and not replace):
                 raise AdapterError(f"the name {name} is taken")
             loaded = await self._ask(lambda number: messages.LoadAdapter(number, name, path))
             assert loaded is not None

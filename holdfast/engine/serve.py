@@ -24,6 +24,7 @@ from holdfast.lm.types import LanguageLoop
 
 if TYPE_CHECKING:
     from holdfast.engine.adapter_desk import AdapterDesk  # it imports PyTorch
+    from holdfast.engine.tuning_desk import TuningDesk
 
 STEPS_PER_COLLECTION = 64
 """Python's new garbage is collected after this many steps, and at each pause. What survives is not looked at again."""
@@ -103,7 +104,7 @@ def run(start: messages.Start, parent: Parent, loading: Loading | None = None) -
     stages = begin(start.began, parent, loading or Loading(start.config.device))
     from holdfast.engine.build import build_engine
 
-    loop, info, desk = build_engine(
+    loop, info, desk, tuning = build_engine(
         start.config,
         stages=stages,
         measure=start.measure,
@@ -115,11 +116,13 @@ def run(start: messages.Start, parent: Parent, loading: Loading | None = None) -
     gc.disable()
     parent.send(messages.Ready(info))
     try:
-        serve(loop, parent, desk)
+        serve(loop, parent, desk, tuning)
     finally:
         if desk is not None:
             desk.close()
         loop.close()
+        if tuning is not None:
+            tuning.close()
 
 
 def run_app(start: messages.StartApp, parent: Parent, loading: Loading) -> None:
@@ -174,13 +177,18 @@ def wake_gpu() -> None:
         torch.zeros(1, device="cuda")
 
 
-def serve(loop: LanguageLoop, parent: Parent, desk: AdapterDesk | None = None) -> None:
+def serve(
+    loop: LanguageLoop, parent: Parent, desk: AdapterDesk | None = None, tuning: TuningDesk | None = None
+) -> None:
     """Handle all messages that have arrived, do one step, send its outputs; wait for a message when idle.
 
-    `desk` answers messages about adapters, where some may be served.
+    `desk` answers messages about adapters, and `tuning` those about tuning jobs, where there may be some. While a job
+    can run, the loop is never idle. So graphs are captured between two of its steps, one at a time, while no request
+    runs.
     """
-    if desk is not None:
-        desk.wake = parent.wake
+    desks = [each for each in (desk, tuning) if each is not None]
+    for each in desks:
+        each.wake = parent.wake
     for step in itertools.count():
         idle = not loop.has_work()
         if idle or step % STEPS_PER_COLLECTION == 0:
@@ -188,20 +196,22 @@ def serve(loop: LanguageLoop, parent: Parent, desk: AdapterDesk | None = None) -
         if idle:
             while loop.prepare() and not parent.poll(0):
                 pass
-            if desk is not None and desk.busy:
+            if any(each.busy for each in desks):
                 parent.wait()
-            elif not handle(await_message(parent), loop, parent, desk):
+            elif not handle(await_message(parent), loop, parent, desk, tuning):
                 return
         for message in parent.waiting():
-            if not handle(message, loop, parent, desk):
+            if not handle(message, loop, parent, desk, tuning):
                 return
-        if desk is not None:
-            for answer in desk.answers():
+        for each in desks:
+            for answer in each.answers():
                 parent.send(answer)
         if loop.has_work():
             outputs = loop.step()
             if outputs:
                 parent.send(messages.Outputs(**outputs.by_name))
+            elif tuning is not None and tuning.between_steps():
+                loop.prepare()
 
 
 def await_message(parent: Parent) -> messages.ToEngine:
@@ -211,7 +221,13 @@ def await_message(parent: Parent) -> messages.ToEngine:
     return parent.receive()
 
 
-def handle(message: messages.ToEngine, loop: LanguageLoop, parent: Parent, desk: AdapterDesk | None = None) -> bool:
+def handle(
+    message: messages.ToEngine,
+    loop: LanguageLoop,
+    parent: Parent,
+    desk: AdapterDesk | None = None,
+    tuning: TuningDesk | None = None,
+) -> bool:
     """Handle one message. False if it asks the engine to end."""
     match message:
         case messages.Submit(request):
@@ -227,6 +243,12 @@ def handle(message: messages.ToEngine, loop: LanguageLoop, parent: Parent, desk:
             desk.unload(number, adapter)
         case messages.LoadAdapter(number) | messages.UnloadAdapter(number):
             parent.send(messages.AdapterRefused(number, "this engine serves no adapters; give it max_adapters"))
+        case messages.StartJob(number, job) if tuning is not None:
+            tuning.start(number, job)
+        case messages.ChangeJob(number, job, action) if tuning is not None:
+            tuning.change(number, job, action)
+        case messages.StartJob(number) | messages.ChangeJob(number):
+            parent.send(messages.JobRefused(number, "this engine takes no tuning jobs; give it tuning"))
         case messages.Ask(number):
             parent.send(messages.Stats(number, loop.stats()))
         case messages.Shutdown():

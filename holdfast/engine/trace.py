@@ -15,7 +15,7 @@ DEVICE, ROWS, COPIES = 0, 1, 2
 """Process numbers of the trace: steps; sequences, a lane for each row; copies, a lane for each direction."""
 OUT, INTO = 0, 1
 """Lanes of copies."""
-STEPS, FORWARDS = 0, 1
+STEPS, FORWARDS, TRAINING = 0, 1, 2
 """Lanes of the device."""
 
 
@@ -26,6 +26,8 @@ class TracedExecutor:
     is a gap in its lane. A counter shows the tokens of each step. A mark on the device's lane shows each preemption, or
     suspension where there is a host tier. A copy between the tiers is a bar of its duration, drawn at its earliest
     possible start. Events are written as steps end, and a truncated file can still be read. About 150 bytes a segment.
+
+    A slice of training is a bar on a lane below the steps, after its step; a counter shows the blocks lent to training.
 
     On padded rows a step consists of forwards, which have a lane below the steps: each with its rows, the longest of
     their segments and its idle tokens. Only whole steps are timed, so a forward's share of the bar is its share of the
@@ -52,11 +54,13 @@ class TracedExecutor:
         self._host_slots: set[int] = set()
         """The slots whose state is on the host. A load from any other copies nothing between the tiers."""
         self._copied_until = [0.0, 0.0]
+        self._lent = 0
+        """Blocks that the last plan lent to training."""
         names = {DEVICE: "device", ROWS: "sequences, by row", COPIES: "copies"}
         lines = [event("M", pid, 0, name="process_name", args={"name": name}) for pid, name in names.items()]
         for lane, name in ((OUT, "device to host"), (INTO, "host to device")):
             lines.append(event("M", COPIES, lane, name="thread_name", args={"name": name}))
-        for lane, name in ((STEPS, "steps"), (FORWARDS, "forwards")):
+        for lane, name in ((STEPS, "steps"), (FORWARDS, "forwards"), (TRAINING, "training")):
             lines.append(event("M", DEVICE, lane, name="thread_name", args={"name": name}))
         self._file.write("[\n" + ",\n".join(lines))
 
@@ -74,9 +78,15 @@ class TracedExecutor:
         plan, submitted = self._plans.popleft()
         ended = self._clock()
         # Use the device's own measure where it fits between the neighbours: steps run one after another.
-        began = max(submitted, self._free_at, ended - result.seconds)
+        training = 0.0 if result.training is None else result.training.seconds
+        began = max(submitted, self._free_at, ended - result.seconds - training)
         self._free_at = ended
-        events = self._events(plan, began, ended - began)
+        computed = ended - began
+        if plan.training is not None:
+            share = training / max(result.seconds + training, 1e-9) if plan.segments else 1.0
+            computed *= 1.0 - share
+        events = self._events(plan, began, computed) if plan.segments or plan.training is None else []
+        events += self._training(plan, result, began + computed, ended)
         events += [self._copied(copy) for copy in result.copies]
         self._file.write("".join(f",\n{line}" for line in events))
         return result
@@ -86,6 +96,24 @@ class TracedExecutor:
         if not self._file.closed:
             self._file.write("\n]\n")
             self._file.close()
+
+    def _training(self, plan: StepPlan, result: StepResult, began: float, ended: float) -> list[str]:
+        """The slice of a plan, and the blocks that are lent if their number has changed."""
+        events, slice_ = [], plan.training
+        if plan.lent != self._lent:
+            self._lent = plan.lent
+            events.append(event("C", DEVICE, TRAINING, began, name="lent blocks", args={"training": plan.lent}))
+        if slice_ is not None:
+            numbers: dict[str, object] = {
+                "plan": plan.step, "job": slice_.job, "step": slice_.step, "micro-batch": slice_.micro_batch,
+            }  # fmt: skip
+            if slice_.action == "run":
+                numbers |= {"first unit": slice_.first, "units": slice_.stop - slice_.first, "keeps": slice_.keep}
+            if result.training is not None and result.training.loss is not None:
+                numbers["loss"] = round(result.training.loss, 6)
+            name = "training" if slice_.action == "run" else slice_.action
+            events.append(event("X", DEVICE, TRAINING, began, ended - began, name=name, args=numbers))
+        return events
 
     def _row_copies(self, plan: StepPlan) -> tuple[int, int]:
         """How many states of rows a plan copies to the device and to the host."""

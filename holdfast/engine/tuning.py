@@ -120,11 +120,15 @@ class TuningClient:
     """The jobs of one engine: `EngineClient.tuning`. For one event loop."""
 
     def __init__(
-        self, send: Callable[[messages.ToEngine], None], adapters: dict[str, AdapterInfo], limit: Callable[[], None]
+        self, send: Callable[[messages.ToEngine], None], adapters: dict[str, AdapterInfo], check_alive: Callable[[], None]
     ) -> None:
-        """`adapters` are those that requests may name. `limit` raises EngineDead for an engine that has ended."""
-        self._send, self._adapters, self._check_alive = send, adapters, limit
+        """`adapters` are those that requests may name. `check_alive` raises EngineDead for an engine that has ended."""
+        self._send, self._adapters, self._check_alive = send, adapters, check_alive
         self._runs: dict[str, TuningRun] = {}
+        self._starting: dict[str, JobStart] = {}
+        """Jobs that are open, or about to be."""
+        self._started: dict[str, TuningRun] = {}
+        """Runs that `start` has not returned yet. A short one may have ended by then."""
         self._numbers = itertools.count()
         self._asked: dict[int, asyncio.Future[JobInfo | None]] = {}
 
@@ -132,6 +136,11 @@ class TuningClient:
     def runs(self) -> dict[str, TuningRun]:
         """The open jobs, by id."""
         return dict(self._runs)
+
+    @property
+    def names(self) -> set[str]:
+        """Those that jobs which are open, or about to be, will give to their adapters."""
+        return {job.name for job in self._starting.values()}
 
     async def start(self, job: JobStart) -> TuningRun:
         """Begin a job, or go on with one whose directory has a job.json; returns when the engine has taken it.
@@ -143,8 +152,10 @@ class TuningClient:
         is too long, an id or a name that is taken, too little memory lent to tuning, an engine without tuning) and
         EngineDead.
         """
-        if job.id in self._runs:
+        if job.id in self._starting:
             raise TuningError(f"job {job.id} is open already")
+        if job.name in self._adapters or job.name in self.names:
+            raise TuningError(f"the name {job.name} is taken")
         return await asyncio.shield(asyncio.ensure_future(self._start(job)))
 
     async def change(self, job: str, action: JobAction) -> None:
@@ -158,9 +169,14 @@ class TuningClient:
         await self._ask(lambda number: messages.ChangeJob(number, job, action))
 
     async def _start(self, job: JobStart) -> TuningRun:
-        info = await self._ask(lambda number: messages.StartJob(number, job))
-        assert info is not None
-        return self._runs[job.id]
+        self._starting[job.id] = job
+        try:
+            info = await self._ask(lambda number: messages.StartJob(number, job))
+            assert info is not None
+        except BaseException:
+            self._starting.pop(job.id, None)
+            raise
+        return self._started.pop(job.id)
 
     async def _ask(self, message: Callable[[int], messages.ToEngine]) -> JobInfo | None:
         self._check_alive()
@@ -174,7 +190,7 @@ class TuningClient:
         """Handle a message about jobs."""
         match message:
             case messages.JobStarted(number, info):
-                self._runs[info.id] = TuningRun(self, info)
+                self._runs[info.id] = self._started[info.id] = TuningRun(self, info)
                 self._settle(number, info)
             case messages.JobChanged(number):
                 self._settle(number, None)
@@ -192,6 +208,7 @@ class TuningClient:
         for run in self._runs.values():
             run.fail(reason)
         self._runs.clear()
+        self._starting.clear()
         for answer in self._asked.values():
             with suppress(asyncio.InvalidStateError):
                 answer.set_exception(EngineDead(reason))
@@ -208,7 +225,7 @@ class TuningClient:
         if run is None:
             return
         if isinstance(event, JobEnded):
-            del self._runs[event.job]
+            del self._runs[event.job], self._starting[event.job]
             if event.adapter is not None:
                 self._adapters[event.adapter.name] = event.adapter
         run.take(event)

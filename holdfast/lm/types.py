@@ -399,6 +399,10 @@ class SchedulerStats:
     """Copies of adapters to the device so far."""
     blocks_training: int = 0
     """Blocks lent to training: free + cached + used + training = total."""
+    training_tokens: int = 0
+    """Tokens of the micro-batches of tuning jobs that were computed."""
+    training_seconds: float = 0.0
+    """Device time of their slices."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -287,6 +287,13 @@ class Trainer:
         """Whether the vectors of an open job are in lent blocks."""
         return self._jobs[job].resident is not None
 
+    def newest_checkpoint(self, job: str) -> str:
+        """The directory of an open job's newest adapter; empty if no epoch has ended."""
+        known = self._jobs[job]
+        done = range(len(known.rows), 0, -1)
+        last = next((step for step in done if known.steps.checkpoint_after(step - 1)), None)
+        return "" if last is None else str(_checkpoint_path(known, last))
+
     def settled(self, job: str) -> bool:
         """Whether all that was to be stored of an open job is, so that `close` and `discard` need not wait."""
         with self._lock:

@@ -94,6 +94,7 @@ class Scheduler:
         self._now = 0.0
         """The latest time that any call gave; `abort` gives none."""
         self._tokens_computed = 0
+        self._training_tokens, self._training_seconds = 0, 0.0
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises ValueError if it could never run to its end, or if its id is taken."""
@@ -187,6 +188,8 @@ class Scheduler:
                 self._end(entry, FinishReason.ABORT)
         if self.tuner is not None and result.training is not None:
             self.tuner.observe(result.training)
+            self._training_tokens += result.training.tokens
+            self._training_seconds += result.training.seconds
         self._policy.observe(plan, result)
         if self._queues.micro_batches > 1:
             for entry in sampling:
@@ -289,6 +292,8 @@ class Scheduler:
             adapters_resident=self._adapters.resident if self._adapters is not None else 0,
             adapter_loads=self._adapters.loads if self._adapters is not None else 0,
             blocks_training=queues.lent,
+            training_tokens=self._training_tokens,
+            training_seconds=self._training_seconds,
         )
 
     def _end(self, entry: Entry, reason: FinishReason) -> None:

@@ -88,12 +88,14 @@ tuning_jobs = Table(
     Column("training", NAME, nullable=False),
     Column("validation", NAME),
     Column("wanted", String(16), nullable=False),
-    Column("wanted_at", Float),
+    Column("asks", Integer, nullable=False),
+    Column("asked_at", Float),
     Column("job", LargeBinary, nullable=False),
 )
 """`owner` is the server that runs the job. Only it writes `job`; any server may set `wanted`.
 
-A job is `reading` while it needs its files. It is `serving` while there are adapters of it.
+`asks` counts how often somebody asked for a change, and `asked_at` is when that was last. A job is `reading` while it
+needs its files. It is `serving` while there are adapters of it.
 """
 
 tuning_events = Table(
@@ -354,7 +356,7 @@ class JobTable:
             row = {
                 "id": job.id, "tenant": job.tenant, "created": job.created, "open": True, "reading": True,
                 "serving": False, "owner": owner, "training": job.training_file, "validation": job.validation_file,
-                "wanted": "run", "wanted_at": None, "job": encode(job),
+                "wanted": "run", "asks": 0, "asked_at": None, "job": encode(job),
             }  # fmt: skip
             db.execute(insert(tuning_jobs).values(row))
             _add_events(db, job.id, [JobEvent(created=job.created, message=f"Created fine-tuning job: {job.id}")])
@@ -386,10 +388,14 @@ class JobTable:
                     return found[:limit], len(found) > limit
                 place = rows[-1].created, rows[-1].id
 
-    def ask(self, tenant: str, id: str, verb: str, now: float) -> TuningJob:
-        """Ask a job's owner to `pause`, `resume` or `cancel` it. Raises Conflict where its state does not allow it."""
+    def ask(self, tenant: str, id: str, verb: str, now: float) -> tuple[TuningJob, Wanted, int]:
+        """Ask a job's owner to `pause`, `resume` or `cancel` it. Raises Conflict where its state does not allow it.
+
+        Returns the job, what is wanted of it now, and how often somebody has asked.
+        """
         with self._database.write() as db:
-            job = _as_job(_job(db, tenant, id))
+            row = _job(db, tenant, id)
+            job, asks = _as_job(row), row.asks + 1
             wanted: Wanted
             match verb:
                 case "pause":
@@ -400,8 +406,9 @@ class JobTable:
                     allowed, wanted, which = not job.ended, "cancel", "one that has not ended"
             if not allowed:
                 raise Conflict(f"the job is {job.status}; only {which} can be {PAST[verb]}")
-            db.execute(update(tuning_jobs).where(tuning_jobs.c.id == id).values(wanted=wanted, wanted_at=now))
-            return _as_job(_job(db, tenant, id))
+            changed = update(tuning_jobs).where(tuning_jobs.c.id == id)
+            db.execute(changed.values(wanted=wanted, asks=asks, asked_at=now))
+            return _as_job(_job(db, tenant, id)), wanted, asks
 
     def owners(self) -> set[str]:
         """The servers whose jobs have not ended."""
@@ -421,11 +428,11 @@ class JobTable:
             theirs = update(tuning_jobs).where(tuning_jobs.c.id.in_(ids), tuning_jobs.c.owner.in_(owners))
             return set(db.execute(theirs.values(owner=owner).returning(tuning_jobs.c.id)).scalars())
 
-    def wanted(self, ids: Iterable[str]) -> dict[str, tuple[Wanted, float]]:
-        """What is wanted of those of these jobs of which somebody asked for anything, and when that was."""
+    def wanted(self, ids: Iterable[str]) -> dict[str, tuple[Wanted, int]]:
+        """What is wanted of each of these jobs, and how often somebody has asked."""
         with self._database.read() as db:
-            asked = select(tuning_jobs).where(tuning_jobs.c.id.in_(list(ids)), tuning_jobs.c.wanted_at.is_not(None))
-            return {row.id: (row.wanted, row.wanted_at) for row in db.execute(asked)}
+            rows = db.execute(select(tuning_jobs).where(tuning_jobs.c.id.in_(list(ids))))
+            return {row.id: (row.wanted, row.asks) for row in rows}
 
     def change(
         self, id: str, fields: Mapping[str, Any], events: Sequence[JobEvent] = (), made: Sequence[StoredFile] = ()
@@ -581,7 +588,7 @@ def _as_job(row: Row[Any]) -> TuningJob:
         case "pause":
             return replace(job, status="paused")
         case "cancel":
-            return replace(job, status="cancelled", finished=row.wanted_at)
+            return replace(job, status="cancelled", finished=row.asked_at)
     return replace(job, status="queued") if job.status == "paused" else job
 
 

@@ -27,7 +27,7 @@ from holdfast.server.jobs.files import DAYS_30, Files, unavailable
 from holdfast.server.jobs.owner import Owner
 from holdfast.server.jobs.tables import JobTable, TooMany, WrongPurpose
 from holdfast.server.jobs.tuning_runner import TuningRunner
-from holdfast.server.jobs.values import JobEvent, TuningJob, Wanted, event_id
+from holdfast.server.jobs.values import JobEvent, TuningJob, event_id
 from holdfast.server.protocol import ApiError, Metadata, RequestBody
 from holdfast.server.service import Service
 
@@ -241,9 +241,8 @@ class Tuning:
     async def ask(self, tenant: str, id: str, verb: str) -> TuningJob:
         """Pause, resume or cancel a job. Raises ApiError: 404, and 409 where its state does not allow it."""
         now = self._now()
-        job = await self._store.run(lambda store: JobTable(store.database).ask(tenant, id, verb, now))
-        wanted: dict[str, Wanted] = {"pause": "pause", "resume": "run"}
-        self.runner.want(id, wanted.get(verb, "cancel"), now)
+        job, wanted, asks = await self._store.run(lambda store: JobTable(store.database).ask(tenant, id, verb, now))
+        self.runner.want(id, wanted, asks)
         return job
 
     async def adapter_file(self, tenant: str, id: str, name: str) -> tuple[IO[bytes], int]:
@@ -292,8 +291,8 @@ class Tuning:
             try:
                 if ids := list(self.runner.running):
                     found = await self._store.read(lambda store: JobTable(store.database).wanted(ids))
-                    for id, (wanted, at) in found.items():
-                        self.runner.want(id, wanted, at)
+                    for id, asked in found.items():
+                        self.runner.want(id, *asked)
                 await self._adopt()
                 if time.monotonic() >= next_clean:
                     await self._serve_all()

@@ -64,8 +64,8 @@ class RunningJob:
     def __init__(self, job: TuningJob, wanted: Wanted) -> None:
         self.job = job
         self.wanted: Wanted = wanted
-        self.wanted_at = 0.0
-        """When somebody asked for it last."""
+        self.asks = 0
+        """How often somebody had asked for a change when this was wanted."""
         self.paused = False
         """Whether the engine has paused it, with its state on the disk."""
         self.told: deque[JobStep | JobStatus | JobEnded] = deque()
@@ -100,11 +100,11 @@ class TuningRunner:
         self.running[job.id] = running
         running.task = asyncio.create_task(self._run(running))
 
-    def want(self, id: str, wanted: Wanted, at: float) -> None:
-        """Do with a job what somebody asked for at that time. What is older than the last is ignored."""
+    def want(self, id: str, wanted: Wanted, asks: int) -> None:
+        """Do with a job what somebody wants of it. `asks` counts the changes, so that an older one is ignored."""
         running = self.running.get(id)
-        if running is not None and at >= running.wanted_at:
-            running.wanted, running.wanted_at = wanted, at
+        if running is not None and asks > running.asks:
+            running.wanted, running.asks = wanted, asks
             running.changed.set()
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""/v1/fine_tuning/jobs over a fake engine: OpenAI's client end to end, wrong data, tenants, pausing, restarts, limits."""
+"""/v1/fine_tuning/jobs over a fake engine: OpenAI's client end to end, wrong data, tenants, pauses, restarts."""
 
 from __future__ import annotations
 
@@ -151,13 +151,14 @@ async def test_openais_client_tunes_a_model_and_uses_it(listening: Listening, cl
         answer = await api.chat.completions.create(
             model=done.fine_tuned_model, messages=[{"role": "user", "content": "hi"}]
         )
-        assert answer.choices[0].message.content == "Ahoy, sailor!" and client.asked[-1].adapter == done.fine_tuned_model
+        assert (
+            answer.choices[0].message.content == "Ahoy, sailor!" and client.asked[-1].adapter == done.fine_tuned_model
+        )
         assert [each.id async for each in jobs.list()] == [job.id]
         assert [each.id async for each in jobs.list(metadata={"kind": "other"})] == []
-        adapter = await httpx.AsyncClient().get(
-            f"{server.url}/v1/fine_tuning/jobs/{job.id}/adapter/adapter_config.json"
-        )
-        assert adapter.json() == {"step": 6}
+        async with httpx.AsyncClient() as plain:
+            adapter = await plain.get(f"{server.url}/v1/fine_tuning/jobs/{job.id}/adapter/adapter_config.json")
+            assert adapter.json() == {"step": 6}
         assert (await api.models.delete(done.fine_tuned_model)).deleted
         assert [model.id async for model in api.models.list()] == ["tiny"] and list(client.adapters) == []
     (order,) = client.tuner.orders
@@ -274,7 +275,9 @@ async def test_a_job_pauses_resumes_and_counts_every_step_once(tmp_path: Path) -
         job = await here.ended(id)
         assert job.status == "succeeded" and job.steps == 40
         assert await here.steps(id) == list(range(1, 41))
-        with pytest.raises(ApiError, match="the job is succeeded; only one that has not ended can be cancelled") as late:
+        with pytest.raises(
+            ApiError, match="the job is succeeded; only one that has not ended can be cancelled"
+        ) as late:
             await here.tuning.ask("", id, "cancel")
         assert late.value.status == 409
 
@@ -336,11 +339,9 @@ async def test_a_name_of_a_tuned_model_cannot_be_loaded_over_or_unloaded(listeni
             ("one", "unload", {}, 400),
         ):
             headers = {"authorization": f"Bearer {key}"}
-            answer = await httpx.AsyncClient().post(
-                f"{server.url}/v1/{path}_lora_adapter",
-                json={"lora_name": job.fine_tuned_model, **body},
-                headers=headers,
-            )
+            async with httpx.AsyncClient(headers=headers) as plain:
+                named = {"lora_name": job.fine_tuned_model, **body}
+                answer = await plain.post(f"{server.url}/v1/{path}_lora_adapter", json=named)
             assert answer.status_code == status, answer.text
         assert job.fine_tuned_model in [model.id async for model in api.models.list()]
 

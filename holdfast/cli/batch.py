@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import os
 import shutil
-import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -22,7 +20,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from holdfast.cli.batch_mode import ENDED, answer_of
 from holdfast.cli.flags import CommandError, UsageError, check_url
 from holdfast.cli.output import require_writable, stage_printer
-from holdfast.cli.talkers import TENANT, ChatError, fetched, reason_of
+from holdfast.cli.stopped import MARK, Mark, copy_whole, download, read_mark, write_whole
+from holdfast.cli.talkers import TENANT, fetched
 from holdfast.core.config import EngineConfig, option
 from holdfast.engine.client import EngineClient
 from holdfast.server.config import ServerConfig
@@ -40,8 +39,6 @@ LOOK_SECONDS = 0.2
 """Pause between two looks at a batch that runs here."""
 ASK_SECONDS = 1.0
 """The same for one at a server."""
-MARK = "mark.json"
-PIECE = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +83,11 @@ class Place:
         return cls(source, out, digest)
 
     @property
+    def given(self) -> str:
+        """What this run is asked to do, in words."""
+        return str(self.source)
+
+    @property
     def errors(self) -> Path:
         """Where lines go that failed."""
         return self.out.with_name(f"{self.out.name.removesuffix('.jsonl').removesuffix('.output')}.errors.jsonl")
@@ -107,16 +109,6 @@ class Place:
             reason = f"the first line of {self.source} names none of {', '.join(REQUESTS)} as its url"
             raise UsageError(reason)
         return str(url)
-
-
-class Mark(msgspec.Struct, frozen=True):
-    """Says what a stopped run was about."""
-
-    digest: str
-    place: str
-    """The model that ran here, or the server's URL."""
-    batch: str = ""
-    """The batch at the server."""
 
 
 async def run(config: BatchConfig, engine: EngineConfig, file: str) -> int:
@@ -230,9 +222,9 @@ async def run_there(http: httpx.AsyncClient, place: Place, endpoint: str, notes:
             made = answer_of(await http.post("batches", json=wanted))
             mark = Mark(place.digest, server, str(made["id"]))
             write_whole(place.partial, msgspec.json.encode(mark))
-        notes.print(f"at the server it is {mark.batch}", style="dim", markup=False)
+        notes.print(f"at the server it is {mark.id}", style="dim", markup=False)
         with bar(notes) as update:
-            while (shown := await fetched(http, f"batches/{mark.batch}"))["status"] not in ENDED:
+            while (shown := await fetched(http, f"batches/{mark.id}"))["status"] not in ENDED:
                 update(shown)
                 await asyncio.sleep(ASK_SECONDS)
             update(shown)
@@ -243,62 +235,6 @@ async def run_there(http: httpx.AsyncClient, place: Place, endpoint: str, notes:
         raise CommandError(f"the connection to {server} broke: {error or type(error).__name__}") from None
     place.partial.unlink()
     return shown
-
-
-async def download(http: httpx.AsyncClient, path: str, target: Path) -> None:
-    """Write what a server sends to a file, whole or not at all. Raises ChatError, httpx.HTTPError, OSError."""
-    async with http.stream("GET", path) as response:
-        if response.status_code != 200:
-            raise ChatError(reason_of(response.status_code, await response.aread()))
-        with replacing(target) as file:
-            async for piece in response.aiter_bytes(PIECE):
-                file.write(piece)
-
-
-def read_mark(path: Path, place: Place) -> Mark | None:
-    """The mark of a stopped run over the same lines, if there is one. Raises UsageError for any other."""
-    try:
-        mark = msgspec.json.decode(path.read_bytes(), type=Mark)
-    except FileNotFoundError:
-        if place.partial.is_file():
-            raise UsageError(f"{place.partial} was begun at a server; go on there with --url, or delete it") from None
-        return None
-    except NotADirectoryError:
-        raise UsageError(f"{place.partial} was begun at a server; go on there with --url, or delete it") from None
-    except IsADirectoryError:
-        raise UsageError(f"{place.partial} was begun without --url; go on so, or delete it") from None
-    except msgspec.MsgspecError:
-        raise UsageError(f"{place.partial} is not from a stopped run; choose another --out, or delete it") from None
-    if mark.digest != place.digest:
-        raise UsageError(f"{place.source} has changed since {place.partial} was begun; delete that to begin anew")
-    return mark
-
-
-@contextmanager
-def replacing(target: Path) -> Iterator[Any]:
-    """A new file that takes the place of `target` once it is whole."""
-    descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}-")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(descriptor)
-        Path(temporary).chmod(0o644)
-        Path(temporary).replace(target)
-    finally:
-        Path(temporary).unlink(missing_ok=True)
-
-
-def write_whole(target: Path, data: bytes) -> None:
-    """Write a small file, whole or not at all."""
-    with replacing(target) as file:
-        file.write(data)
-
-
-def copy_whole(source: Path, target: Path) -> None:
-    """Copy a file, whole or not at all."""
-    with source.open("rb") as original, replacing(target) as file:
-        shutil.copyfileobj(original, file)
 
 
 class Bar:

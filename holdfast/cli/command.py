@@ -27,6 +27,7 @@ examples:
   holdfast chat                               talk to the built-in model, right here
   holdfast chat --url http://127.0.0.1:8000   talk to a server that runs
   holdfast batch requests.jsonl               answer a file of requests
+  holdfast tune examples.jsonl                tune an adapter to examples
   holdfast profile                            measure the device, for serve --tbt-target
   holdfast bench --url http://127.0.0.1:8000  measure a server under load
   holdfast plan mistral-7b --device h200      how to serve it, and what it sustains
@@ -277,6 +278,33 @@ def batch_command() -> Command:
     )
 
 
+def tune_command() -> Command:
+    """`holdfast tune`."""
+    from holdfast.cli import tune
+
+    def run(asked: Asked) -> int:
+        config = asked.config(tune.TuneConfig, client_key())
+        if "data" not in asked.flags:
+            raise UsageError("name the DATA to learn: a file of examples")
+        if config.url is not None:
+            but = ("model", *tune.ENGINE_WITHOUT)
+            refuse_engine_flags(asked.flags, "a model that runs here; leave it out with --url", but=but)
+        left_out = {name: value for name, value in asked.flags.items() if name not in tune.ENGINE_WITHOUT}
+        engine = build(EngineConfig, left_out, {k: v for k, v in asked.file.items() if k not in tune.ENGINE_WITHOUT})
+        return run_in_loop(tune.run(config, engine, asked.flags["data"], asked.model))
+
+    return Command(
+        run=run,
+        description="Tune a LoRA adapter to the examples in a file: JSON lines with messages, or with prompt and "
+        "completion. The model runs here, or behind the URL of a server. Ctrl-C pauses the run, and the same command "
+        "goes on with it.",
+        groups={tune.TuneConfig: "the tuning", EngineConfig: "the engine, when the model runs here"},
+        engine_without=tune.ENGINE_WITHOUT,
+        model="the examples: JSON lines with messages, or with prompt and completion",
+        operand="DATA",
+    )
+
+
 def profile_command() -> Command:
     """`holdfast profile`."""
     from holdfast.cli import profile
@@ -360,6 +388,7 @@ COMMANDS: Mapping[str, tuple[str, Callable[[], Command]]] = {
     "serve": ("serve a model over HTTP, with OpenAI's API", serve_command),
     "chat": ("talk to a model in the terminal", chat_command),
     "batch": ("answer a file of requests, here or at a server", batch_command),
+    "tune": ("tune a LoRA adapter, here or at a server", tune_command),
     "profile": ("measure a model's pace on this device, for --tbt-target and simulations", profile_command),
     "bench": ("measure a model or a server under load, or simulate one", bench_command),
     "plan": ("find out how to serve a model on which devices, by simulation", plan_command),
@@ -367,7 +396,7 @@ COMMANDS: Mapping[str, tuple[str, Callable[[], Command]]] = {
 """Each command by its name: its line in the help, and the function that imports it."""
 
 
-OPERANDS = {"batch": "FILE"}
+OPERANDS = {"batch": "FILE", "tune": "DATA"}
 """What a command's usage names in place of [MODEL]."""
 
 

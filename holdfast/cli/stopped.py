@@ -1,0 +1,105 @@
+"""What `holdfast batch` and `holdfast tune` leave when they are stopped; files that are written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import httpx
+import msgspec
+
+from holdfast.cli.flags import UsageError
+from holdfast.cli.talkers import ChatError, reason_of
+
+MARK = "mark.json"
+PIECE = 1 << 20
+
+
+class Stopped(Protocol):
+    """A run that may have been stopped before."""
+
+    @property
+    def given(self) -> str:
+        """What it was asked to do, in words."""
+        ...
+
+    @property
+    def partial(self) -> Path:
+        """What it leaves: a directory, or a file for one at a server."""
+        ...
+
+    @property
+    def digest(self) -> str:
+        """Of the same. It goes on only with an equal one."""
+        ...
+
+
+class Mark(msgspec.Struct, frozen=True):
+    """Says what a stopped run was about."""
+
+    digest: str
+    place: str
+    """The model that ran here, or the server's URL."""
+    id: str = ""
+    """That of the batch or job at the server."""
+
+
+async def download(http: httpx.AsyncClient, path: str, target: Path) -> None:
+    """Write what a server sends to a file, whole or not at all. Raises ChatError, httpx.HTTPError, OSError."""
+    async with http.stream("GET", path) as response:
+        if response.status_code != 200:
+            raise ChatError(reason_of(response.status_code, await response.aread()))
+        with replacing(target) as file:
+            async for piece in response.aiter_bytes(PIECE):
+                file.write(piece)
+
+
+def read_mark(path: Path, place: Stopped) -> Mark | None:
+    """The mark of a stopped run that was asked to do the same, if there is one. Raises UsageError for any other."""
+    try:
+        mark = msgspec.json.decode(path.read_bytes(), type=Mark)
+    except FileNotFoundError:
+        if place.partial.is_file():
+            raise UsageError(f"{place.partial} was begun at a server; go on there with --url, or delete it") from None
+        return None
+    except NotADirectoryError:
+        raise UsageError(f"{place.partial} was begun at a server; go on there with --url, or delete it") from None
+    except IsADirectoryError:
+        raise UsageError(f"{place.partial} was begun without --url; go on so, or delete it") from None
+    except msgspec.MsgspecError:
+        raise UsageError(f"{place.partial} is not from a stopped run; choose another --out, or delete it") from None
+    if mark.digest != place.digest:
+        raise UsageError(f"{place.given} has changed since {place.partial} was begun; delete that to begin anew")
+    return mark
+
+
+@contextmanager
+def replacing(target: Path) -> Iterator[Any]:
+    """A new file that takes the place of `target` once it is whole."""
+    descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}-")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(descriptor)
+        Path(temporary).chmod(0o644)
+        Path(temporary).replace(target)
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+
+
+def write_whole(target: Path, data: bytes) -> None:
+    """Write a small file, whole or not at all."""
+    with replacing(target) as file:
+        file.write(data)
+
+
+def copy_whole(source: Path, target: Path) -> None:
+    """Copy a file, whole or not at all."""
+    with source.open("rb") as original, replacing(target) as file:
+        shutil.copyfileobj(original, file)

@@ -140,4 +140,3 @@ class FakeTrainer:
         first = (self.num_blocks - blocks) * self.block_size
         self.slots[first:] = ["training"] * (len(self.slots) - first)
         self._written = blocks
-

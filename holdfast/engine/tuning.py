@@ -120,7 +120,10 @@ class TuningClient:
     """The jobs of one engine: `EngineClient.tuning`. For one event loop."""
 
     def __init__(
-        self, send: Callable[[messages.ToEngine], None], adapters: dict[str, AdapterInfo], check_alive: Callable[[], None]
+        self,
+        send: Callable[[messages.ToEngine], None],
+        adapters: dict[str, AdapterInfo],
+        check_alive: Callable[[], None],
     ) -> None:
         """`adapters` are those that requests may name. `check_alive` raises EngineDead for an engine that has ended."""
         self._send, self._adapters, self._check_alive = send, adapters, check_alive

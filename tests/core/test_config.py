@@ -1,6 +1,8 @@
 """The engine's configuration: each wrong value is refused with its name, itself and its limit."""
 
 import dataclasses
+import re
+from typing import Any
 
 import pytest
 

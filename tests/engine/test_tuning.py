@@ -209,7 +209,9 @@ def test_a_job_tells_each_step_once_and_ends_with_an_adapter_that_is_served(
     assert each.lent[-1] == 0 < max(each.lent)
 
 
-@pytest.mark.parametrize("options", [{"deferral_bound": 0.0}, SLICES | {"tbt_target": 400.0}], ids=["deferral", "slices"])
+@pytest.mark.parametrize(
+    "options", [{"deferral_bound": 0.0}, SLICES | {"tbt_target": 400.0}], ids=["deferral", "slices"]
+)
 def test_streams_get_the_same_tokens_with_and_without_training(
     bench: Callable[..., Bench], options: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -10,11 +10,12 @@ READY := $(VENV)/.ready
 # gigabytes of CUDA libraries, which a CPU does not need. To serve on a GPU, install the build for your CUDA version.
 TORCH := torch==2.13.0
 
-.PHONY: help setup demo demo-padded test lint types unit fuzz families mutants gpu-test memcheck rooms clean
+.PHONY: help setup demo demo-padded demo-tuning test lint types unit fuzz families mutants gpu-test memcheck rooms clean
 
 help:
 	@echo "make demo      serve the built-in model and hold a conversation with it"
 	@echo "make demo-padded  serve random models that only Transformers' own code runs; idle tokens by policy"
+	@echo "make demo-tuning  tune a habit into the built-in model while a chat goes on; answers before and after"
 	@echo "make test      style, types, architecture, tests"
 	@echo "make lint      style and architecture alone"
 	@echo "make types     types alone"
@@ -45,6 +46,9 @@ demo: $(READY)
 
 demo-padded: $(READY)
 	@$(BIN)/python -m scripts.padded_demo
+
+demo-tuning: $(READY)
+	@$(BIN)/python -m scripts.tuning_demo
 
 test: lint types unit
 

@@ -91,12 +91,13 @@ def main() -> int:
 
 
 @contextmanager
-def server(console: Console, model: str) -> Iterator[str]:
-    """Runs `holdfast serve` on a free port. Yields its URL once it is healthy."""
+def server(console: Console, model: str, *options: str) -> Iterator[str]:
+    """Runs `holdfast serve` with these options on a free port. Yields its URL once it is healthy."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "holdfast.cli", "serve", model, "--port", str(port), "--store", "memory"]
-    console.print(Text(f"$ holdfast serve {model} --port {port}", style="dim"))
+    command += options
+    console.print(Text(" ".join(("$ holdfast serve", model, "--port", str(port), *options)), style="dim"))
     began = time.monotonic()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:

@@ -115,6 +115,8 @@ class FakeDevice:
     plan awaits them or a result says so; before that nobody may touch their blocks. `choose` draws how many steps that
     takes; without it, the step that begins a copy completes it.
 
+    It does a plan's block moves before all else, and its slice of training after the segments, with `trainer`.
+
     It verifies drafted tokens as a model does, and `choose` draws how many of the accepted ones it gives, down to none.
     """
 
@@ -130,6 +132,7 @@ class FakeDevice:
         self.streams = {}
         self.states = {}
         self.plans = deque()
+        self.trainer = None
         self.refused = 0
         """Segments with drafted tokens that gave none."""
 
@@ -145,6 +148,7 @@ class FakeDevice:
 
     def collect(self) -> StepResult:
         plan = self.plans.popleft()
+        self._move_blocks(plan)
         for write in plan.table_writes:
             table = self.tables.setdefault(write.row, [])
             assert write.start <= len(table), "a table has no holes"
@@ -164,7 +168,18 @@ class FakeDevice:
         tokens = tuple(token for each in given for token in each)
         counts = None if plan.samples is None else tuple(map(len, given))
         copied = self._complete_copies(plan), self._complete_arrivals(plan)
-        return StepResult(plan.step, tokens, 0.0, *copied, counts=counts)
+        trained = self.trainer.run(plan.training, plan.lent) if plan.training is not None else None
+        return StepResult(plan.step, tokens, 0.0, *copied, counts=counts, training=trained)
+
+    def _move_blocks(self, plan):
+        """All at once: no move reads what another writes."""
+        sources, targets = ({move[side] for move in plan.block_moves} for side in (0, 1))
+        assert len(sources) == len(targets) == len(plan.block_moves) and not sources & targets
+        under_copy = {source for _, copies in self.leaving for (source, _), _ in copies}
+        for source, target in plan.block_moves:
+            assert self._untouched(source) and self._untouched(target) and source not in under_copy
+            size = self.block_size
+            self.slots[target * size : (target + 1) * size] = self._contents(source)
 
     def _contents(self, block):
         return self.slots[block * self.block_size : (block + 1) * self.block_size]
@@ -186,7 +201,7 @@ class FakeDevice:
         """Let some of the copies from the host arrive, the oldest first; all, where there is nothing else to do."""
         done = plan.step
         while self.coming:
-            if plan.segments and self.choose is not None and self.choose.random() < 0.4:
+            if self._goes_on(plan) and self.choose.random() < 0.4:
                 return self.coming[0][0] - 1
             done = self._arrive()
         return done
@@ -208,13 +223,17 @@ class FakeDevice:
         """Let some of the copies arrive, the oldest first; all, where there is nothing else to do."""
         done = plan.step
         while self.leaving:
-            if plan.segments and self.choose is not None and self.choose.random() < 0.4:
+            if self._goes_on(plan) and self.choose.random() < 0.4:
                 return self.leaving[0][0] - 1
             done, copies = self.leaving.popleft()
             for (source, target), contents in copies:
                 assert self._contents(source) == contents, f"block {source} changed while it was copied"
                 self.host[target] = contents
         return done
+
+    def _goes_on(self, plan):
+        """Whether a plan's result need not wait for copies."""
+        return (plan.segments or plan.training is not None) and self.choose is not None
 
     def _slots_of(self, row, start, stop):
         size, table = self.block_size, self.tables[row]

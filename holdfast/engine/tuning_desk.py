@@ -88,7 +88,14 @@ class TuningDesk:
     @property
     def busy(self) -> bool:
         """Whether something will come without any step of the loop."""
-        return bool(self._reading) or any(job.off_device for job in self._open.values())
+        return (
+            bool(self._reading or self._answers)
+            or any(
+                known.off_device or not self._trainer.settled(job) or self._visible(job, known) != known.told
+                for job, known in self._open.items()
+            )
+            or self._trainer.has_reports  # asked last: a state that is settled by now has been reported
+        )
 
     def between_steps(self) -> bool:
         """Whether an optimizer step has ended since this was asked last."""
@@ -139,6 +146,8 @@ class TuningDesk:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", start.id):
             raise ValueError(f"the job's id is {start.id[:128]!r}; it must have 1 to 128 letters, digits, or . _ -")
         check_adapter_name(start.name)
+        if start.name == self._rules.base_model:
+            raise ValueError(f"the name {start.name} is taken: it is the model's")
         directory = Path(start.directory)
         try:
             if not (directory / JOB_FILE).exists():

@@ -190,7 +190,7 @@ class Trainer:
         self._jobs: dict[str, _Job] = {}
         self._reports: deque[StepReport | JobFailure] = deque()
         self.wake: Callable[[], None] = lambda: None
-        """Called in another thread when a state was written."""
+        """Called when the writer is done with a state, mostly in its thread."""
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="holdfast-tuning")
         self._lock = threading.RLock()
         """Of `_writes`, and of storing."""
@@ -322,6 +322,11 @@ class Trainer:
         """Give the host's memory back that the mirror of a job takes."""
         if self._mirror is not None:
             shutil.rmtree(self._mirror / known.job.id, ignore_errors=True)
+
+    @property
+    def has_reports(self) -> bool:
+        """Whether `reports` would give any."""
+        return bool(self._reports)
 
     def reports(self) -> list[StepReport | JobFailure]:
         """The steps that have been stored since the last call, in order."""
@@ -571,6 +576,7 @@ class Trainer:
             done, known.done = known.done, []
             future = self._writer.submit(self._write, known, known.host, done, known.copied, known.step, durable)
             self._writes.append(_Write(known, known.host, done, known.step, durable, future))
+            future.add_done_callback(lambda _: self.wake())
 
     def _copy_to_host(self, known: _Job, resident: _Resident) -> None:
         layers = len(resident.adapters)
@@ -631,8 +637,6 @@ class Trainer:
         except (OSError, ArithmeticError) as error:
             known.failed = True
             self._reports.append(JobFailure(known.job.id, str(error)))
-        finally:
-            self.wake()
 
     def _write_files(self, known: _Job, state: State, durable: bool) -> bool:
         """Write a state where it is due. Returns whether any file has it."""

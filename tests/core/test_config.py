@@ -1,6 +1,8 @@
 """The engine's configuration: each wrong value is refused with its name, itself and its limit."""
 
 import dataclasses
+import re
+from typing import Any
 
 import pytest
 
@@ -150,3 +152,31 @@ def test_slots_for_adapters_are_eight_where_some_are_given_and_none_otherwise():
 def test_adapters_are_refused_on_the_padded_executor(options):
     with pytest.raises(ValueError, match="which is for the paged executor, and executor is padded"):
         EngineConfig(executor="padded", **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"deferral_bound": 1.0}, "deferral_bound is 1.0, which is for tuning, and tuning is off"),
+        ({"tuning_micro_batch": 512}, "tuning_micro_batch is 512, which is for tuning"),
+        ({"tuning_mirror": "off"}, "tuning_mirror is off, which is for tuning"),
+        ({"tuning_progress": True}, "tuning_progress is True, which is for tuning"),
+        ({"tuning": True, "deferral_bound": -1.0}, "deferral_bound is -1.0; it must be at least 0"),
+        ({"tuning": True, "deferral_bound": float("nan")}, "deferral_bound is nan"),
+        ({"tuning": True, "deferral_bound": 1.0, "tbt_target": 25.0}, "deferral_bound is 1.0 and tbt_target is 25.0"),
+        ({"tuning": True, "quantization": "fp8"}, "quantization is fp8, and tuning needs weights in 16 or 32 bits"),
+        ({"tuning": True, "scheduler": "orca"}, "tuning is for the stall-free scheduler, and scheduler is orca"),
+        ({"tuning": True, "executor": "padded"}, "tuning is True, which is for the paged executor"),
+        ({"tuning": True, "tuning_mirror": ""}, "tuning_mirror is empty"),
+        ({"tuning": True, "tuning_memory_fraction": 0.0}, "tuning_memory_fraction is 0.0; it must lie between 0.01"),
+        ({"tuning": True, "tuning_micro_batch": 1}, "tuning_micro_batch is 1; it must lie between 16"),
+    ],
+)
+def test_options_of_tuning_that_cannot_go_together_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        EngineConfig(**options)
+
+
+def test_tuning_brings_slots_for_the_adapters_that_it_makes() -> None:
+    assert [EngineConfig(**options).adapter_slots for options in ({}, {"tuning": True})] == [0, 8]
+    assert EngineConfig(tuning=True, max_adapters=3, deferral_bound=float("inf")).adapter_slots == 3

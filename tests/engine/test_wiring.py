@@ -43,9 +43,10 @@ REPORTED = {
 OTHERS = {
     "model", "device", "load_format", "memory_fraction", "steps_in_flight", "cuda_graphs", "attention_backend", "trace",
     "threads", "executor", "trust_remote_code", "prefill_ahead", "shrink_threshold", "adapter", "max_adapters",
-    "max_adapter_rank", "adapter_host_gb",
+    "max_adapter_rank", "adapter_host_gb", "tuning", "deferral_bound", "tuning_memory_fraction", "tuning_micro_batch",
+    "tuning_progress", "tuning_mirror",
 }  # fmt: skip
-"""Options with a test of their own below."""
+"""Options with a test of their own below, or in test_tuning."""
 
 
 @pytest.fixture(scope="module")

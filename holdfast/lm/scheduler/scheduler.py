@@ -186,10 +186,11 @@ class Scheduler:
             for entry in self._queues.adapters.finish_loads(result.adapters_in, result.adapters_lost):
                 self.refused.append((entry.id, entry.adapter))
                 self._end(entry, FinishReason.ABORT)
-        if self.tuner is not None and result.training is not None:
+        if self.tuner is not None and self._queues.slabs is not None and result.training is not None:
             self.tuner.observe(result.training)
             self._training_tokens += result.training.tokens
             self._training_seconds += result.training.seconds
+            self._queues.slabs.settle()
         self._policy.observe(plan, result)
         if self._queues.micro_batches > 1:
             for entry in sampling:

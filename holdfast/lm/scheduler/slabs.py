@@ -62,11 +62,18 @@ class Slabs:
         if wanted + self._piece < pool.training or (pool.training and not wanted):
             self._reclaim(pool.training - max(wanted, self._tuner.held))
         moves: tuple[BlockMove, ...] = ()
-        if wanted > pool.training:
-            moves = pool.lend(wanted - pool.training, now, most_moves=self._piece)
-            self._tuner.lent = pool.training
+        before = -1
+        while before < pool.training < wanted and not moves:  # one call moves, as no move may follow another
+            before = pool.training
+            moves = pool.lend(wanted - before, now, most_moves=self._piece)
+        self._tuner.lent = pool.training
         self.waits = pool.training < wanted and bool(pool.copies.under_way)
         return moves, self._write(entries, dict(moves)) if moves else []
+
+    def settle(self) -> None:
+        """Take everything back if training has ended, or is paused."""
+        if not (self._tuner.has_work or self._tuner.in_flight):
+            self._reclaim(self._pool.training)
 
     def yield_for(self, short: int, now: float) -> bool:
         """Make `short` more blocks available, if training can give up as many now. Returns whether it did.

@@ -110,6 +110,7 @@ class History:
             eviction=choose.choice(("retention",) * 4 + tuple(EVICTIONS)),
             chunk_blocks=choose.choice((1, 2)),
             low_water=choose.choice((0.05, 0.25, 0.6)),
+            **self.more_settings(),
         )
         self.talkative = choose.choice((0.3, 0.8))
         self.device = FakeDevice(self.blocks, self.block_size, self.host_blocks, choose)
@@ -123,6 +124,10 @@ class History:
         """Who was planned and not preempted since, whatever became of it."""
         self.steps = 0
         self.seen = Counter()
+
+    def more_settings(self):
+        """Of the scheduler, for histories with more in them."""
+        return {}
 
     def policy(self, name):
         """The policy of that name; `budget` becomes the most tokens of its steps."""
@@ -214,8 +219,9 @@ class History:
             if plan is None:
                 break
             assert plan.num_tokens <= self.budget
-            assert plan.segments or not self.plans, "only a step that nothing else waits behind waits for copies"
-            self.seen["waits for copies"] += not plan.segments
+            trains = plan.training is not None or plan.block_moves
+            assert plan.segments or trains or not self.plans, "only a step that nothing waits behind waits for copies"
+            self.seen["waits for copies"] += not plan.segments and not trains
             self.seen["swapped in"] += len(plan.swap_in)
             self.seen["swapped out"] += len(plan.swap_out)
             ranges = Counter(segment.sequence_id for segment in plan.segments)
@@ -267,6 +273,10 @@ class History:
             ahead = [other for other in alive if other in self.running or self.requests[other].priority < priority]
             assert any(self.rank(other) < self.rank(name) for other in ahead), "it makes room for nobody"
 
+    def training_left(self):
+        """Steps that training may take besides."""
+        return 0
+
     def drain(self):
         """Run to the end, within the bound that rules starvation out.
 
@@ -283,7 +293,7 @@ class History:
         stale = self.steps_in_flight * (len(alive) + 1)
         copies = 2 * self.blocks if self.host_blocks else 0
         each = 1 + copies + prefills * -(-MAX_MODEL_LEN // self.budget)
-        bound, refused = self.steps + (to_come + stale) * each, self.device.refused
+        bound, refused = self.steps + (to_come + stale) * each + self.training_left(), self.device.refused
         while self.scheduler.has_work() or self.plans:
             self.step()
             assert self.steps <= bound + (self.device.refused - refused) * each, "a request starves"

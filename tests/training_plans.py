@@ -1,0 +1,142 @@
+"""Shared by tests of planned training: jobs as sizes, and a trainer that checks every slice and its memory."""
+
+from collections import Counter
+
+from holdfast.core.cost import CostModel
+from holdfast.core.training_cost import TrainingCost, TrainingShape
+from holdfast.lm.scheduler.tuner import Tuner
+from holdfast.lm.types import TrainingResult
+from holdfast.training.jobs import Hyperparameters, JobSteps, TrainingJob
+
+LAYERS = 2
+SHAPE = TrainingShape(num_layers=LAYERS, attention_weights=10, mlp_weights=20, head_weights=20)
+
+
+def cost_model(slope=0.001, base=0.004, deviation=0.0):
+    """Steps of `base` seconds and `slope` for each token; attention takes a hundredth of that for each position."""
+    tokens = (1, 64, 4096)
+    return CostModel(
+        model="m",
+        device="d",
+        linear_tokens=tokens,
+        linear_seconds=tuple(base + slope * count for count in tokens),
+        attention_queries=(1, 4096),
+        attention_contexts=(1, 4096),
+        attention_seconds=((slope / 100, slope / 100), (slope / 100, slope)),
+        deviation=deviation,
+    )
+
+
+def make_steps(lengths, *, name="job", epochs=1, batch_size=2, micro_batch=16, validation=()):
+    """The steps of a job over examples of these lengths."""
+    chosen = Hyperparameters(epochs=epochs, batch_size=batch_size, micro_batch=micro_batch)
+    job = TrainingJob(id=name, hyperparameters=chosen, base_model="base", base_digest="b", data_digest="d")
+    return JobSteps(job, LAYERS, lengths, validation)
+
+
+def blocks_of(vectors, tokens_per_block=8):
+    """How many blocks a job takes: kept activations take three times the inputs."""
+    return lambda tokens, keep: vectors + (3 if keep else 1) * -(-tokens // tokens_per_block)
+
+
+def make_tuner(cost=None, *, max_blocks=1 << 20, **options):
+    return Tuner(TrainingCost(cost or cost_model(), SHAPE, **options), max_blocks=max_blocks)
+
+
+class FakeTrainer:
+    """What the trainer does with slices, without numbers. It checks their order and room, as that one does.
+
+    `slots` are the device's blocks (`FakeDevice.slots`). The trainer writes to the lent ones that it uses, and checks
+    at every slice that nobody else has written there.
+    """
+
+    def __init__(self, slots, block_size, seconds=None):
+        self.slots, self.block_size = slots, block_size
+        self.num_blocks = len(slots) // block_size
+        self.seconds = seconds or (lambda slice_: 0.0)
+        self.jobs = {}
+        self.resident = None
+        self.trained = {}
+        """By job, the micro-batches that were computed to their ends, in order."""
+        self.seen = Counter()
+        self._written = 0
+
+    def open(self, name, steps, blocks):
+        self.jobs[name] = dict(steps=steps, blocks=blocks, step=0, micro_batch=0, at=0, kept=set())
+        self.trained.setdefault(name, [])
+
+    def close(self, name):
+        assert self.resident != name, "its vectors are still on the device"
+        del self.jobs[name]
+
+    def run(self, slice_, lent):
+        job = self.jobs[slice_.job]
+        self.seen[slice_.action] += 1
+        assert (slice_.step, slice_.micro_batch) == (job["step"], job["micro_batch"])
+        if slice_.action in ("release", "drop", "offload"):  # what it gives up may have been written to in this plan
+            stays = self._batch(job).lengths if slice_.action == "release" else ()
+            self._written = min(self._written, job["blocks"](sum(stays), False))
+        top = range((self.num_blocks - self._written) * self.block_size, len(self.slots))
+        assert all(self.slots[slot] == "training" for slot in top), "somebody wrote to a block that training uses"
+        tokens, loss, vectors = 0, None, job["blocks"](0, False)
+        if slice_.action == "restore":
+            assert self.resident is None
+            self.resident = slice_.job
+            self._use(vectors, lent)
+        else:
+            assert self.resident == slice_.job
+            if slice_.action == "run":
+                tokens, loss = self._compute(job, slice_, lent)
+            elif slice_.action == "release":
+                assert job["kept"]
+                job["kept"].clear()
+                self._use(job["blocks"](sum(self._batch(job).lengths), False), lent)
+            else:
+                job["at"], job["kept"] = 0, set()
+                if slice_.action == "offload":
+                    assert lent >= vectors, "they are read in this plan"
+                    self.resident = None
+                self._use(0 if slice_.action == "offload" else vectors, lent)
+        return TrainingResult(
+            slice_.job, slice_.step, slice_.micro_batch, slice_.action, slice_.first, slice_.stop,
+            self.seconds(slice_), tokens, loss,
+        )  # fmt: skip
+
+    def _batch(self, job):
+        return job["steps"].micro_batches(job["step"])[job["micro_batch"]]
+
+    def _compute(self, job, slice_, lent):
+        batches = job["steps"].micro_batches(job["step"])
+        batch = batches[job["micro_batch"]]
+        assert job["at"] == slice_.first < slice_.stop <= len(batch.units)
+        assert not (slice_.keep and batch.validation)
+        for unit in batch.units[slice_.first : slice_.stop]:
+            if slice_.keep and unit.kind in ("attention", "mlp"):
+                job["kept"].add((unit.kind, unit.number))
+            elif unit.kind.endswith("_backward"):
+                job["kept"].discard((unit.kind.removesuffix("_backward"), unit.number))
+        kept_here = slice_.keep and any(
+            unit.kind in ("attention", "mlp") for unit in batch.units[slice_.first : slice_.stop]
+        )
+        count = sum(batch.lengths)
+        self._use(job["blocks"](count, bool(kept_here or job["kept"])), lent)
+        self.seen["kept" if slice_.keep else "recomputed"] += 1
+        job["at"] = slice_.stop
+        if slice_.stop < len(batch.units):
+            self._use(job["blocks"](count, bool(job["kept"])), lent)
+            return 0, None
+        assert not job["kept"] or batch.validation
+        self.trained[slice_.job].append((job["step"], job["micro_batch"]))
+        job["at"], job["kept"] = 0, set()
+        job["micro_batch"] += 1
+        self._use(job["blocks"](0, False), lent)
+        if job["micro_batch"] < len(batches):
+            return count, None
+        job["step"], job["micro_batch"] = job["step"] + 1, 0
+        return count, 1.0
+
+    def _use(self, blocks, lent):
+        assert blocks <= lent <= self.num_blocks, f"{blocks} blocks are used, {lent} are lent"
+        first = (self.num_blocks - blocks) * self.block_size
+        self.slots[first:] = ["training"] * (len(self.slots) - first)
+        self._written = blocks

@@ -14,9 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
-from holdfast.lm.kernels.launch import dependent_launch_options, launch_dependents, wait_for_previous
-from holdfast.lm.kernels.lora.groups import SMALL_TILE, most_tiles, tile_size
-from holdfast.lm.kernels.lora.protocol import LoraStack
+from holdfast.lm.kernels.launch import SideStream, dependent_launch_options, launch_dependents, wait_for_previous
+from holdfast.lm.kernels.lora.groups import FEW_TOKENS, SMALL_TILE, most_tiles, tile_size
+from holdfast.lm.kernels.lora.protocol import Finish, LoraStack
 
 PROGRAMS = 2048
 """A launch has at most about this many programs, as many as run at once. Each takes several tiles if there are more."""
@@ -42,17 +42,43 @@ class TiledLora:
     start: torch.Tensor  # [tiles] int64, in the order
     count: torch.Tensor  # [tiles] int64
     used: torch.Tensor  # [1] int64: the number of tiles
+    beside: SideStream | None = None
+    """Where a step of few tokens computes adapters, while the layer's own product reads its weights."""
 
     def add(self, out: torch.Tensor, x: torch.Tensor, stack: LoraStack) -> None:
         """See `Lora.add`. Both products are accumulated in float32; `low` is rounded to the type of B in between."""
-        slots, parts, most_ranks, inputs = stack.a.shape
-        tile, tokens = tile_size(self.tokens), self.tokens
-        tiles = most_tiles(tokens, slots)
-        ranks = max(16, triton.next_power_of_2(most_ranks))
+        self._expand(out, self._shrink(x, stack), stack)
+
+    def begin(self, x: torch.Tensor, stack: LoraStack, out: torch.Tensor | None = None) -> Finish:
+        """See `Lora.begin`. Products of many tokens leave no room on the GPU for others beside them."""
+        side = self.beside
+        if side is None or self.tokens > FEW_TOKENS:
+            return lambda added: self.add(added, x, stack)
+        with side.fork():
+            low = self._shrink(x, stack)
+            if out is not None:
+                self._expand(out, low, stack)
+
+        def end(added: torch.Tensor) -> None:
+            side.join()
+            if out is None:
+                self._expand(added, low, stack)
+
+        return end
+
+    def _sizes(self, stack: LoraStack) -> tuple[int, int, int]:
+        """Tokens of a tile, most tiles, and the ranks that a program computes."""
+        tiles = most_tiles(self.tokens, stack.a.shape[0])
+        return tile_size(self.tokens), tiles, max(16, triton.next_power_of_2(stack.a.shape[2]))
+
+    def _shrink(self, x: torch.Tensor, stack: LoraStack) -> torch.Tensor:
+        """A x in pieces, [pieces, P, T, ranks] float32, in the order of the tiles' tokens."""
+        _, parts, _, inputs = stack.a.shape
+        tokens, (tile, tiles, ranks) = self.tokens, self._sizes(stack)
         pieces = input_pieces(inputs, tokens, parts)
-        low = out.new_empty(pieces, parts, tokens, ranks, dtype=torch.float32)
+        low = x.new_empty(pieces, parts, tokens, ranks, dtype=torch.float32)
         lists = self.order, self.slot, self.start, self.count, self.used
-        options = dict(TILE=tile, RANKS=ranks, num_warps=4, **dependent_launch_options(out.device))
+        options = dict(TILE=tile, RANKS=ranks, num_warps=4, **dependent_launch_options(x.device))
         block_k = 128 if tile == SMALL_TILE and ranks <= 64 else 64
         length = -(-inputs // (pieces * block_k)) * block_k
         shrink_kernel[(min(tiles, max(1, PROGRAMS // (parts * pieces))), parts, pieces)](
@@ -60,6 +86,14 @@ class TiledLora:
             x.stride(0), stack.a.stride(0), stack.a.stride(1), stack.rank.stride(0),
             BLOCK_K=block_k, **options,
         )  # fmt: skip
+        return low
+
+    def _expand(self, out: torch.Tensor, low: torch.Tensor, stack: LoraStack) -> None:
+        """Add scale · B low to out."""
+        pieces, parts, tokens, _ = low.shape
+        tile, tiles, ranks = self._sizes(stack)
+        lists = self.order, self.slot, self.start, self.count, self.used
+        options = dict(TILE=tile, RANKS=ranks, num_warps=4, **dependent_launch_options(out.device))
         starts = [part.start for part in stack.parts]
         ends = [*stack.ends, *[stack.outputs] * (3 - parts)]
         block_n = 2 * OUTPUTS if tile == SMALL_TILE and stack.outputs >= MANY_OUTPUTS else OUTPUTS

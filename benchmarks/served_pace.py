@@ -51,11 +51,16 @@ COPIED = (0, 64, 256, 1 << 30)
 def checkpoint(shape: str) -> str:
     """A directory with the shape's config.json and a tokenizer of as many words."""
     directory = checkpoint_of(shape)
-    size = json.loads((Path(directory) / "config.json").read_text())["vocab_size"]
+    give_tokenizer(Path(directory))
+    return directory
+
+
+def give_tokenizer(directory: Path) -> None:
+    """Add a tokenizer of as many words as the config.json says."""
+    size = json.loads((directory / "config.json").read_text())["vocab_size"]
     tokenizer = Tokenizer(models.WordLevel({f"w{number}": number for number in range(size)}, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.save(f"{directory}/tokenizer.json")
-    return directory
+    tokenizer.save(str(directory / "tokenizer.json"))
 
 
 @contextmanager

@@ -143,8 +143,8 @@ class Place:
 async def run(config: TuneConfig, engine: EngineConfig, data: str, model: str | None) -> int:
     """Tune an adapter. Returns the exit code: 0, 1 if tuning failed, 2 for wrong data or options.
 
-    `engine` has tuning on, for a model that runs here; `model` is the name of one at a server, if it is given. Raises UsageError, CommandError, EngineStartError,
-    StoreError.
+    `engine` has tuning on, for a model that runs here; `model` is the name of one at a server, if it is given. Raises
+    UsageError, CommandError, EngineStartError, StoreError.
     """
     place, notes = Place.of(data, config), Console(highlight=False, stderr=True)
     try:

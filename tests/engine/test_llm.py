@@ -174,4 +174,5 @@ def test_tuning_serves_an_adapter_and_goes_on_after_an_interrupt(checkpoint, tmp
         assert base.token_ids != tuned.token_ids
         with pytest.raises(TuningError, match="taken"):
             llm.tune(examples, tmp_path / "another", **chosen)
-    assert len(told) <= 120 and all("loss" in each for each in told)
+    steps = sum("loss" in each for each in told)
+    assert 5 < steps <= 120  # those that were told after the interrupt are not shown

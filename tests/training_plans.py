@@ -1,11 +1,12 @@
 """Shared by tests of planned training: jobs as sizes, and a trainer that checks every slice and its memory."""
 
-from collections import Counter
+from collections import Counter, deque
 
 from holdfast.core.cost import CostModel
 from holdfast.core.training_cost import TrainingCost, TrainingShape
+from holdfast.core.types import Request, SamplingParams
 from holdfast.lm.scheduler.tuner import Tuner
-from holdfast.lm.types import TrainingResult
+from holdfast.lm.types import StepResult, TrainingResult
 from holdfast.training.jobs import Hyperparameters, JobSteps, TrainingJob
 
 LAYERS = 2
@@ -140,3 +141,90 @@ class FakeTrainer:
         first = (self.num_blocks - blocks) * self.block_size
         self.slots[first:] = ["training"] * (len(self.slots) - first)
         self._written = blocks
+
+
+def a_request(name, *, arrival=0.0, prompt=4, tokens=2, priority=0):
+    own = hash(name) % 10_000
+    return Request(
+        id=name,
+        prompt=tuple(range(own, own + prompt)),
+        params=SamplingParams(max_tokens=tokens, ignore_eos=True),
+        priority=priority,
+        arrival=arrival,
+    )
+
+
+class FakeEngine:
+    """A scheduler and a device in virtual time: steps of inference and slices follow each other."""
+
+    def __init__(self, scheduler, tuner, step_seconds):
+        self.scheduler, self.tuner, self.step_seconds = scheduler, tuner, step_seconds
+        self.steps_in_flight = 1
+        self.step_share = self.training_share = lambda: 1.0
+        self.now = 0.0
+        self.due = deque()
+        """Requests to come, by arrival."""
+        self.plans = []
+        """Every plan, with the time at which it was made."""
+        self.started = {}
+        """When each request was first planned to start."""
+        self.in_flight = deque()
+        self.free_at = 0.0
+        self.jobs = {}
+        self.tokens = {}
+
+    def open(self, name, steps, blocks):
+        self.jobs[name] = steps
+        self.tuner.add(name, steps, blocks)
+
+    def add(self, request):
+        self.scheduler.add(request)
+
+    def run(self, steps):
+        """So many steps, or until there is nothing to do."""
+        for _ in range(steps):
+            self._step()
+
+    def run_until(self, name):
+        for _ in range(10_000):
+            if name in self.started:
+                return
+            self._step()
+        raise AssertionError(f"{name} never starts")
+
+    def slice_seconds(self, slice_):
+        if slice_.action != "run":
+            return 0.0
+        batch = self.jobs[slice_.job].micro_batches(slice_.step)[slice_.micro_batch]
+        units = batch.units[slice_.first : slice_.stop]
+        return sum(self.tuner.cost.unit(unit.kind, batch.lengths, recompute=not slice_.keep) for unit in units)
+
+    def _step(self):
+        while self.due and self.due[0].arrival <= self.now:
+            self.scheduler.add(self.due.popleft())
+        while len(self.in_flight) < self.steps_in_flight:
+            plan = self.scheduler.schedule(self.now)
+            for entry in self.scheduler._entries.values():
+                if entry.sequence.scheduled_at is not None:
+                    self.started.setdefault(entry.id, entry.sequence.scheduled_at)
+            if plan is None:
+                break
+            seconds = self.step_seconds * self.step_share() if plan.segments else 0.0
+            trained = None
+            if plan.training is not None:
+                trained = self.slice_seconds(plan.training) * self.training_share()
+            self.free_at = max(self.free_at, self.now) + seconds + (trained or 0.0)
+            self.plans.append((self.now, plan))
+            self.in_flight.append((plan, seconds, trained, self.free_at))
+        if not self.in_flight:
+            self.now = max(self.now, self.due[0].arrival) if self.due else self.now
+            return
+        plan, seconds, trained, self.now = self.in_flight.popleft()
+        given = plan.training
+        result = None
+        if given is not None:
+            result = TrainingResult(
+                given.job, given.step, given.micro_batch, given.action, given.first, given.stop, trained
+            )
+        done = StepResult(plan.step, (7,) * plan.num_sampled, seconds, plan.step, plan.step, training=result)
+        self.scheduler.update(plan, done, self.now)

@@ -64,6 +64,7 @@ class _Open:
     failure: str = ""
     """Why it cannot go on."""
     cancelled: bool = False
+    left: bool = False
     off_device: bool = False
     adapter: Future[Any] | None = None
     """Of a job that is complete: reads its adapter."""
@@ -111,14 +112,15 @@ class TuningDesk:
         reading.add_done_callback(lambda _: self.wake())
 
     def change(self, number: int, job: str, action: messages.JobAction) -> None:
-        """Pause, resume or cancel a job; `answers` says what became of it."""
+        """Pause, resume, cancel or leave a job; `answers` says what became of it."""
         known = self._open.get(job)
         if known is None:
             self._answers.append(messages.JobRefused(number, f"there is no open job {job}", True))
             return
         if not known.off_device:
-            if action == "cancel":
-                known.cancelled = True
+            if action in ("cancel", "leave"):
+                known.cancelled |= action == "cancel"
+                known.left = True
                 self._tuner.remove(job)
             elif self._status(job) != "ending":
                 (self._tuner.pause if action == "pause" else self._tuner.resume)(job)
@@ -310,6 +312,9 @@ class TuningDesk:
         if known.failure:
             self._forget(job, self._trainer.close)
             return [JobEnded(job, "failed", " ".join(known.failure.split())[:REASON_CHARACTERS])]
+        if known.left and self._trainer.next_slice(job)[0] < self._trainer.steps(job).count:
+            self._forget(job, self._trainer.close)
+            return [JobEnded(job, "left")]
         if known.adapter is None:
             known.adapter = self._reader.submit(self._adapters.read, known.start.name, known.checkpoint)
             known.adapter.add_done_callback(lambda _: self.wake())

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from holdfast.core.cost import HEAVY, Burst, CostModel, Predictor
 from holdfast.lab.simulator.deployment import Pipeline
-from holdfast.lm.types import CopyTime, StepPlan, StepResult
+from holdfast.lab.simulator.training import SimulatedTrainer
+from holdfast.lm.types import CopyTime, StepPlan, StepResult, TrainingResult
 
 TOKEN = 7
 """The token that every step samples. No model runs: a sequence ends at its maximum length."""
@@ -98,6 +99,8 @@ class SimulatedExecutor:
     - Copies: they run on their own link, as in `lm.execution.transfer`. Swap-in starts after the computation submitted
       so far. A step that needs these blocks reads them layer by layer, so it ends no earlier than they do. Swap-out
       waits for both the computation and swap-in. Results report the copies that have completed.
+    - Training: a plan's slice follows its segments, on one stage; the copies of a job's vectors take as
+      long as they do on the link.
     """
 
     def __init__(
@@ -106,7 +109,9 @@ class SimulatedExecutor:
         clock: VirtualClock,
         host_seconds: float = 0.0,
         pace: Callable[[float], float] = lambda now: 1.0,
+        trainer: SimulatedTrainer | None = None,
     ) -> None:
+        self._trainer = trainer
         self._step_times = step_times
         self._clock = clock
         self._host_seconds = host_seconds
@@ -114,8 +119,8 @@ class SimulatedExecutor:
         self._reserves = step_times.reserves()
         self._free_at = [0.0] * len(self._reserves)
         """By stage: when it has finished all submitted steps."""
-        self._in_flight: deque[tuple[StepPlan, float, float]] = deque()
-        """Plans, each with its duration in seconds and its end."""
+        self._in_flight: deque[tuple[StepPlan, float, float, TrainingResult | None]] = deque()
+        """Plans, each with its duration in seconds and its end, and what its slice gave."""
         self._in_free = self._out_free = 0.0
         """When each direction of the copy link becomes free."""
         self._swapping_out: deque[Copying] = deque()
@@ -140,22 +145,27 @@ class SimulatedExecutor:
             at = max(free_at[stage] + idle + stages[stage], arrived)
             free_at[stage] = at
             at += hop
-        ends = free_at[-1]
+        computed, trained = free_at[-1], None
+        if plan.training is not None:
+            assert self._trainer is not None and len(stages) == 1
+            trained = self._trainer.time(plan.training)
+            free_at[0] += trained.seconds
         self.busy += sum(stages) / len(stages)
-        self._in_flight.append((plan, ends - began, ends))
+        self._in_flight.append((plan, computed - began, free_at[-1], trained))
 
     def collect(self) -> StepResult:
-        plan, seconds, ends = self._in_flight.popleft()
+        plan, seconds, ends, trained = self._in_flight.popleft()
         clock, directions = self._clock, (self._swapping_out, self._swapping_in)
         clock.advance_to(ends)
-        if not plan.num_tokens:  # a plan without segments is complete when all copies are
+        if not (plan.num_tokens or trained):  # a plan without segments is complete when all copies are
             clock.advance_to(max((copies[-1].ends for copies in directions if copies), default=0.0))
         done: list[CopyTime] = []
         for copies in directions:
             while copies and copies[0].ends <= clock.now:
                 done.append(copies.popleft().time)
         out, into = (copies[0].time.step - 1 if copies else self._last_step for copies in directions)
-        return StepResult(plan.step, (TOKEN,) * plan.num_sampled, seconds, out, into, tuple(done))
+        tokens = (TOKEN,) * plan.num_sampled
+        return StepResult(plan.step, tokens, seconds, out, into, tuple(done), training=trained)
 
     def close(self) -> None:
         self._in_flight.clear()

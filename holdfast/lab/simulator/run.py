@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
 from typing import Protocol
 
@@ -17,10 +18,12 @@ from holdfast.lab.simulator.deployment import Pipeline
 from holdfast.lab.simulator.executor import SimulatedExecutor, StepTimes, VirtualClock
 from holdfast.lab.simulator.padded import ENGINE, PaddedStepTimes, RowSoftware
 from holdfast.lab.simulator.pipeline_policy import PipelineLatencyTarget
+from holdfast.lab.simulator.training import SimulatedTrainer, Tuning
 from holdfast.lab.workloads import PromptTokens, Workload
 from holdfast.lm.scheduler.builder import Policy
-from holdfast.lm.scheduler.choice import capacity_of, make_scheduler
+from holdfast.lm.scheduler.choice import capacity_of, make_scheduler, make_tuner
 from holdfast.lm.scheduler.policies import whole_tiles
+from holdfast.lm.scheduler.tuner import Tuner
 from holdfast.lm.types import (
     COPIES_AHEAD_BYTES,
     Abilities,
@@ -48,6 +51,11 @@ class Outcome:
     steps: int
     stats: SchedulerStats
     """State of queues and memory at the end."""
+    trained: float = 0.0
+    """Virtual seconds that the device trained, besides `busy`."""
+    trained_tokens: int = 0
+    """Of complete micro-batches."""
+    slices: int = 0
 
 
 def simulate(
@@ -64,6 +72,7 @@ def simulate(
     software: RowSoftware = ENGINE,
     make_policy: Callable[[EngineShape], Policy] | None = None,
     until: float = inf,
+    tuning: Tuning | None = None,
 ) -> Outcome:
     """Serve `workload` with the engine that `config` describes on the device that `profile` was measured on.
 
@@ -72,8 +81,8 @@ def simulate(
     step that starts at t. With a `pipeline`, as many steps are in flight as it has stages, and `profile.cost` must be
     its `whole()`. `wrap` may wrap the executor. `on_progress` receives the number of requests that have ended.
     With the executor "padded", or a profile of padded rows, plans are of padded rows, which `software` runs.
-    `make_policy` replaces the policy that `config` asks for. After `until` virtual seconds the run ends with what is
-    recorded by then.
+    `make_policy` replaces the policy that `config` asks for. `tuning` has jobs of training beside the requests; the run
+    ends with the last request. After `until` virtual seconds it ends with what is recorded by then.
 
     Deterministic: the same arguments give the same outcome. Raises ValueError for a request that this engine can never
     serve, and for a host tier if the profile has no cache size or copy rate.
@@ -87,17 +96,54 @@ def simulate(
         )
     else:
         step_times = StepTimes(profile.cost, pipeline, copy_seconds, profile.token_bytes * config.block_size)
-    executor = SimulatedExecutor(step_times, clock, host_seconds, pace)
     shape = engine_shape(config, profile, host_blocks=host_blocks)
+    tuner = trainer = None
+    if tuning is not None:
+        block_bytes = profile.token_bytes * config.block_size
+        tuner, trainer = _begin_tuning(config, profile, shape, tuning, block_bytes)
+    executor = SimulatedExecutor(step_times, clock, host_seconds, pace, trainer)
     policy = make_policy(shape) if make_policy else None
     if stages > 1:
         policy = policy or _pipeline_policy(config, shape, profile.cost, stages)
-    scheduler = make_scheduler(config, shape, profile.cost, policy=policy, micro_batches=stages)
+    scheduler = make_scheduler(
+        config,
+        shape,
+        profile.cost,
+        policy=policy,
+        micro_batches=stages,
+        tuner=tuner,
+        deferral_bound=tuning.deferral_bound if tuning is not None else None,
+        tuning_progress=tuning is not None and tuning.progress,
+    )
     loop = Loop(scheduler, wrap(executor, clock), stages if pipeline else config.steps_in_flight, clock)
     clients = Clients(workload, loop, clock, vocab_size=VOCAB_SIZE, concurrency=concurrency)
     while clients.advance() and clock.now < until:
         on_progress(clients.ended)
-    return Outcome(clients.records, clock.now, executor.busy, clients.steps, loop.stats())
+    outcome = Outcome(clients.records, clock.now, executor.busy, clients.steps, loop.stats())
+    if trainer is None:
+        return outcome
+    return replace(outcome, trained=trainer.seconds, trained_tokens=trainer.tokens, slices=trainer.slices)
+
+
+def _begin_tuning(
+    config: EngineConfig, profile: CostProfile, shape: EngineShape, tuning: Tuning, block_bytes: int
+) -> tuple[Tuner, SimulatedTrainer]:
+    """The tuner with its jobs, and what prices their slices. Raises ValueError as the engine would."""
+    if not block_bytes:
+        raise ValueError(f"the profile of {profile.cost.model} does not say the size of a position, which tuning needs")
+    copying = block_bytes / profile.copy_rate if profile.copy_rate else 0.0
+    tuner = make_tuner(
+        config,
+        shape,
+        profile.cost,
+        tuning.shape,
+        memory_fraction=tuning.memory_fraction,
+        block_seconds=copying,
+    )
+    jobs = {f"job {number}": job for number, job in enumerate(tuning.jobs)}
+    for name, job in jobs.items():
+        tuner.add(name, job, partial(job.blocks, block_bytes=block_bytes))
+    return tuner, SimulatedTrainer(tuner.cost, jobs, block_bytes, tuning.error)
 
 
 def on_rows(config: EngineConfig, profile: CostProfile) -> bool:
@@ -239,9 +285,9 @@ class Clients:
     def advance(self) -> bool:
         """Send the requests that are due and run one step. Returns False once all requests have ended."""
         due, clock, loop = self._due, self._clock, self._loop
+        if not (due or self._open):
+            return False
         if not loop.has_work():
-            if not due:
-                return False
             clock.advance_to(due[0][0])
         now = clock()
         while due and due[0][0] <= now:

@@ -1,0 +1,160 @@
+"""Simulated training: jobs of a given size beside a simulated engine, and the time that their slices take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from holdfast.core.training_cost import HEAD_TOKENS, TrainingCost, TrainingShape, UnitKind
+from holdfast.lab.simulator.shapes import BYTES, ModelShape
+from holdfast.lm.types import TrainingResult, TrainingSlice
+
+NUMBER = 4
+"""Bytes of a 32-bit number."""
+
+
+class SimulatedUnit(NamedTuple):
+    kind: UnitKind
+    number: int
+
+
+@dataclass(frozen=True)
+class SimulatedBatch:
+    """A micro-batch of sequences of these lengths; an optimizer step of its own."""
+
+    lengths: tuple[int, ...]
+    num_layers: int
+    validation = False
+
+    @cached_property
+    def units(self) -> tuple[SimulatedUnit, ...]:
+        """As `holdfast.training.jobs.units_of` says."""
+        layers, chunks = range(self.num_layers), -(-sum(self.lengths) // HEAD_TOKENS)
+        forward: tuple[UnitKind, ...] = ("attention", "mlp")
+        backward: tuple[UnitKind, ...] = ("mlp_backward", "attention_backward")
+        return (
+            *(SimulatedUnit(kind, layer) for layer in layers for kind in forward),
+            *(SimulatedUnit("head", chunk) for chunk in range(chunks)),
+            *(SimulatedUnit(kind, layer) for layer in reversed(layers) for kind in backward),
+            SimulatedUnit("optimizer", 0),
+        )
+
+
+@dataclass(frozen=True)
+class SimulatedJob:
+    """A job whose optimizer steps are all alike: one micro-batch each."""
+
+    lengths: tuple[int, ...]
+    """Tokens of each example of a micro-batch."""
+    num_layers: int
+    vector_bytes: int
+    """Of its vectors: parameters, gradients, moments."""
+    input_bytes: int
+    """Of a token: the inputs of all halves."""
+    kept_bytes: int
+    """Of a token: what the halves keep besides."""
+    count: int = 1 << 40
+    """Steps. By default it never ends."""
+
+    @property
+    def most_tokens(self) -> int:
+        return sum(self.lengths)
+
+    @cached_property
+    def _batch(self) -> SimulatedBatch:
+        return SimulatedBatch(self.lengths, self.num_layers)
+
+    def micro_batches(self, step: int) -> Sequence[SimulatedBatch]:
+        return (self._batch,)
+
+    def blocks(self, tokens: int, keep: bool, *, block_bytes: int) -> int:
+        """Blocks of the cache that it takes on the device with a micro-batch of so many tokens."""
+        token = self.input_bytes + (self.kept_bytes if keep else 0)
+        return -(-(self.vector_bytes + tokens * token) // block_bytes)
+
+
+def job_of(shape: ModelShape, lengths: Sequence[int], *, rank: int = 16, count: int = 1 << 40) -> SimulatedJob:
+    """A LoRA job over all linear layers of a decoder of this shape, with activations in 16 bits."""
+    query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    products = (  # of each: the inputs, the outputs of all its parts, and how many parts have adapters of their own
+        (shape.hidden, query + 2 * key, 3),
+        (query, shape.hidden, 1),
+        (shape.hidden, 2 * shape.intermediate, 2),
+        (shape.intermediate, shape.hidden, 1),
+    )
+    numbers = rank * sum(parts * inputs + outputs for inputs, outputs, parts in products)
+    halves = 2 * shape.hidden
+    kept = query + 2 * key + query + 2 * shape.intermediate + 7 * rank
+    return SimulatedJob(
+        tuple(lengths),
+        shape.layers,
+        vector_bytes=shape.layers * numbers * (5 * NUMBER + BYTES),  # parameters, two gradients, two moments, a copy
+        input_bytes=shape.layers * halves * BYTES,
+        kept_bytes=shape.layers * (kept * BYTES + shape.heads * NUMBER),
+        count=count,
+    )
+
+
+def training_shape(shape: ModelShape) -> TrainingShape:
+    """The sizes that the cost of training depends on."""
+    attention = shape.hidden * shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads)
+    return TrainingShape(shape.layers, attention, shape.layer_weights - attention, shape.head_weights)
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Training beside a simulated engine."""
+
+    jobs: Sequence[SimulatedJob]
+    """By arrival; all at the start."""
+    shape: TrainingShape
+    deferral_bound: float | None = None
+    """Seconds; None: the default, or with a target between tokens, slices."""
+    memory_fraction: float = 0.5
+    progress: bool = False
+    error: float = 1.0
+    """Real over predicted time of units, before any correction."""
+
+
+class SimulatedTrainer:
+    """Prices slices as the device would take them, and counts what is trained."""
+
+    def __init__(self, cost: TrainingCost, jobs: dict[str, SimulatedJob], block_bytes: int, error: float = 1.0) -> None:
+        self._cost, self._jobs, self._block_bytes, self._error = cost, jobs, block_bytes, error
+        self._kept: set[int] = set()
+        """Forward units of the micro-batch under way whose activations are kept, as index."""
+        self.seconds = 0.0
+        """Device time of all slices."""
+        self.tokens = 0
+        """Of complete micro-batches."""
+        self.slices = 0
+
+    def time(self, slice_: TrainingSlice) -> TrainingResult:
+        """What a slice takes. Slices come in order."""
+        job = self._jobs[slice_.job]
+        (batch,) = job.micro_batches(slice_.step)
+        seconds, tokens, loss = 0.0, 0, None
+        if slice_.action in ("offload", "restore"):
+            seconds = self._cost.block_seconds * job.blocks(0, False, block_bytes=self._block_bytes)
+        if slice_.action != "run":
+            self._kept.clear()
+        layers = 2 * job.num_layers
+        for index in range(slice_.first, slice_.stop):
+            kind = batch.units[index].kind
+            if index < layers and slice_.keep:
+                self._kept.add(index)
+            # Backward units come in the reverse order of forward ones.
+            forward = len(batch.units) - 2 - index
+            seconds += self._error * self._cost.unit(kind, job.lengths, recompute=forward not in self._kept)
+        if slice_.action == "run":
+            self.slices += 1
+            if slice_.stop == len(batch.units):
+                self._kept.clear()
+                tokens, loss = job.most_tokens, 0.0
+                self.tokens += tokens
+        self.seconds += seconds
+        return TrainingResult(
+            slice_.job, slice_.step, slice_.micro_batch, slice_.action, slice_.first, slice_.stop, seconds, tokens, loss
+        )

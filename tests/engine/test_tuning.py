@@ -593,7 +593,7 @@ def test_a_client_names_the_adapter_of_a_job_as_soon_as_it_has_ended(
     async def use() -> None:
         client = await EngineClient.start(small(**TUNING))
         try:
-            job = new_job(tmp_path)
+            job = new_job(tmp_path, epochs=20)
             run = await client.tuning.start(job)
             assert client.tuning.runs == {"job": run} and client.tuning.names == {"tuned-job"}
             for wrong in (job, replace(job, id="other"), replace(job, id="model", name=client.info.model)):
@@ -605,8 +605,11 @@ def test_a_client_names_the_adapter_of_a_job_as_soon_as_it_has_ended(
                 await client.tuning.change("another", "pause")
             assert missing.value.missing
             await run.pause()
-            await run.resume()
-            events = [event async for event in run.events()]
+            events = []
+            async for event in run.events():
+                events.append(event)
+                if event == JobStatus("job", "paused"):  # the engine is idle by now
+                    await run.resume()
             assert isinstance(events[-1], JobEnded) and client.tuning.runs == {} and client.tuning.names == set()
             info = client.adapters["tuned-job"]
             assert info == events[-1].adapter

@@ -147,7 +147,7 @@ def test_a_completion_is_learned_as_it_is_written(text: Text) -> None:
         ({"messages": ["hi"]}, "messages[0]", "messages[0] must be an object"),
         (turns("hi", {"content": None}), "messages[1].content", "must be a string or a list of text parts"),
         (turns("hi", "  "), "messages[1].content", "messages[1].content is empty"),
-        (turns("hi", {"content": "x", "weight": True}), "messages[1].weight", "messages[1].weight is true; it must be 0"),
+        (turns("hi", {"content": "x", "weight": True}), "messages[1].weight", "weight is true; it must be 0 or 1"),
         (turns("hi", {"content": "x", "weight": "1"}), "messages[1].weight", 'weight is "1"; it must be 0 or 1'),
         (turns("hi", {"content": "x", "tool_calls": [{}]}), "messages[1].tool_calls", "is not supported yet"),
         ({**turns("hi", "x"), "tools": [{}]}, "tools", "unknown field: tools"),

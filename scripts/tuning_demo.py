@@ -46,7 +46,7 @@ def main() -> int:
     try:
         with (
             tempfile.TemporaryDirectory(prefix="holdfast-demo-") as kept,
-            server(console, MODEL, "--tuning", "--threads", "2", *storage(Path(kept))) as url,
+            server(console, MODEL, "--tuning", "--deferral-bound", "0.25", *storage(Path(kept))) as url,
             OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
         ):
             return run(console, client)
@@ -57,7 +57,7 @@ def main() -> int:
 
 def storage(directory: Path) -> tuple[str, ...]:
     """Options that keep all that the demo makes in a directory that is deleted afterwards."""
-    return "--tuning-mirror", "off", "--files", str(directory / "files")
+    return "--tuning-mirror", "off", "--files", str(directory / "files"), "--tuning-state", str(directory / "tuning")
 
 
 def run(console: Console, client: OpenAI) -> int:

@@ -289,8 +289,11 @@ def tune_command() -> Command:
         if config.url is not None:
             but = ("model", *tune.ENGINE_WITHOUT)
             refuse_engine_flags(asked.flags, "a model that runs here; leave it out with --url", but=but)
-        left_out = {name: value for name, value in asked.flags.items() if name not in tune.ENGINE_WITHOUT}
-        engine = build(EngineConfig, left_out, {k: v for k, v in asked.file.items() if k not in tune.ENGINE_WITHOUT})
+        given = [
+            {name: value for name, value in had.items() if name not in tune.ENGINE_WITHOUT}
+            for had in (asked.flags, asked.file)
+        ]
+        engine = build(EngineConfig, {"tuning": config.url is None}, *given)
         return run_in_loop(tune.run(config, engine, asked.flags["data"], asked.model))
 
     return Command(

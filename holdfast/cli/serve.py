@@ -65,6 +65,7 @@ def announce(console: Console, engine: EngineConfig, server: ServerConfig, info:
         "cache": tier(info, info.num_blocks),
         "host tier": tier(info, info.num_host_blocks) if info.num_host_blocks else no_host_tier(engine),
         **({"adapters": adapters(engine, info)} if info.adapter_slots else {}),
+        **({"tuning": "takes jobs (POST /v1/fine_tuning/jobs)"} if engine.tuning else {}),
         "retention": retention(engine, info),
         "store": f"{shown(place(server.store))}, kept for {server.store_days:g} days, at most {server.store_gb:g} GB",
         "limits": f"{info.max_model_len:,} tokens a sequence, {info.max_sequences} sequences at once",

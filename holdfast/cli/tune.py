@@ -21,12 +21,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from holdfast.cli.batch_mode import answer_of
-from holdfast.cli.flags import CommandError, UsageError, check_url, require_at_least_1, require_positive
+from holdfast.cli.flags import CommandError, UsageError, check_url
 from holdfast.cli.output import require_writable, stage_printer
 from holdfast.cli.stopped import MARK, Mark, copy_whole, download, read_mark, write_whole
 from holdfast.cli.talkers import TENANT, ChatError, fetched
 from holdfast.core.config import EngineConfig, option
 from holdfast.engine.client import EngineClient
+from holdfast.engine.tuning import ALL_MODULES, Hyperparameters
 from holdfast.server.config import ServerConfig
 from holdfast.server.conversations.store import AsyncStore
 from holdfast.server.jobs.files import Files
@@ -61,22 +62,26 @@ class TuneConfig:
     learning_rate_multiplier: float = option(1.0, "learning rate in multiples of 0.0002")
     rank: int = option(16, "rank of the adapter, 1 to 128")
     alpha: float | None = option(None, "LoRA's alpha; default: twice the rank")
-    target_module: tuple[str, ...] = option(
-        (), "matrix to adapt: q, k, v, o, gate, up or down; repeat it for several"
-    )
+    target_module: tuple[str, ...] = option((), "matrix to adapt: q, k, v, o, gate, up or down; repeat it for several")
     seed: int = option(0, "seed of the adapter's beginning and of the order of examples")
 
     def __post_init__(self) -> None:
         check_url(self.url)
-        for name in ("epochs", "batch_size"):
-            if getattr(self, name) != "auto":
-                require_at_least_1(self, name)
-        require_at_least_1(self, "rank")
-        require_positive(self, "learning_rate_multiplier", "alpha")
-        if self.rank > 128:
-            raise ValueError(f"rank is {self.rank}; it must be at most 128")
-        if not 0 <= self.seed < 1 << 31:
-            raise ValueError(f"seed is {self.seed}; it must lie between 0 and 2147483647")
+        Hyperparameters(
+            epochs=1 if self.epochs == "auto" else self.epochs,
+            batch_size=1 if self.batch_size == "auto" else self.batch_size,
+            rank=self.rank,
+            alpha=1.0 if self.alpha is None else self.alpha,
+            modules=self.target_module or ALL_MODULES,
+        )
+        for name, low, high in (
+            ("epochs", 1, 50),
+            ("learning_rate_multiplier", 1e-9, 1000),
+            ("seed", 0, (1 << 31) - 1),
+        ):
+            value = getattr(self, name)
+            if value != "auto" and not low <= value <= high:
+                raise ValueError(f"{name} is {value}; it must lie between {low} and {high}")
 
     def request(self, model: str, training: str, validation: str | None) -> dict[str, Any]:
         """The body of POST /v1/fine_tuning/jobs for uploaded files."""
@@ -138,8 +143,8 @@ class Place:
 async def run(config: TuneConfig, engine: EngineConfig, data: str, model: str | None) -> int:
     """Tune an adapter. Returns the exit code: 0, 1 if tuning failed, 2 for wrong data or options.
 
-    `model` is the name of a model at a server, if it is given. Raises UsageError, CommandError, EngineStartError,
-    StoreError.
+    `engine` has tuning on, for a model that runs here; `model` is the name of one at a server, if it is given. Raises
+    UsageError, CommandError, EngineStartError, StoreError.
     """
     place, notes = Place.of(data, config), Console(highlight=False, stderr=True)
     try:
@@ -182,10 +187,7 @@ def tell(shown: dict[str, Any], place: Place, notes: Console) -> int:
 async def run_here(engine: EngineConfig, config: TuneConfig, place: Place, notes: Console) -> dict[str, Any]:
     """Tune over a model that runs here. Returns the job at its end."""
     read_mark(place.partial / MARK, place)  # before an engine starts for nothing
-    try:
-        engine = dataclasses.replace(engine, tuning=True, max_adapter_rank=max(engine.max_adapter_rank, config.rank))
-    except ValueError as error:
-        raise UsageError(str(error)) from None
+    engine = dataclasses.replace(engine, max_adapter_rank=max(engine.max_adapter_rank, config.rank))
     place.partial.mkdir(exist_ok=True, mode=0o700)
     try:
         async with local_tuning(engine, place, notes) as (tuning, model):
@@ -193,7 +195,11 @@ async def run_here(engine: EngineConfig, config: TuneConfig, place: Place, notes
                 raise UsageError(f"{place.partial} was begun with the model {mark.place}; go on with it, or delete it")
             write_whole(place.partial / MARK, msgspec.json.encode(Mark(place.digest, model)))
             known, _ = await tuning.page(TENANT, limit=1, after=None, metadata={})
-            job = known[0] if known else await submit_here(tuning, config, place, model)
+            try:
+                job = known[0] if known else await submit_here(tuning, config, place, model)
+            except ApiError as error:
+                shutil.rmtree(place.partial)
+                raise UsageError(error.message) if error.status == 400 else error from None
             with bar(notes) as update:
                 while not job.ended:
                     update(job.shown())
@@ -206,14 +212,9 @@ async def run_here(engine: EngineConfig, config: TuneConfig, place: Place, notes
                     for name in ADAPTER_FILES:
                         await asyncio.to_thread(copy_whole, adapter / name, target / name)
     except ApiError as error:
-        raise refusal(error) from None
+        raise CommandError(error.message) from None
     shutil.rmtree(place.partial)
     return job.shown()
-
-
-def refusal(error: ApiError) -> UsageError | CommandError:
-    """A refusal of what was asked for is bad usage; any other is a failure."""
-    return UsageError(error.message) if error.status == 400 else CommandError(error.message)
 
 
 @asynccontextmanager

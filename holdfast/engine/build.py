@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import shutil
 import stat
 import time
 from collections.abc import Callable
@@ -60,6 +61,8 @@ clock = time.monotonic
 log = logging.getLogger("holdfast.engine")
 
 SHARED_MEMORY = Path("/dev/shm")
+MIRROR_SECONDS = 7 * 86_400.0
+"""States that lie in the host's memory for so long without a change are deleted."""
 HOST_BYTES_PER_SECOND = {"cuda": 40e9, "cpu": 5e9}
 """Speed of copies between the cache and the host, roughly. The planner only needs to know which slices are long."""
 
@@ -116,8 +119,7 @@ def build_engine(
         device, reason = choose_device(config, checkpoint, stages)
     tuned = tuned_model(config, device)
     if tuned is not None and isinstance(device, PagedDevice):
-        most = config.tuning_micro_batch if config.tuning_micro_batch != "auto" else MICRO_BATCHES[-1]
-        device.training_bytes = partial(workspace_bytes, tuned, most, config.max_adapter_rank)
+        device.training_bytes = partial(training_workspace, config, tuned)
     adapters = read_adapters(config, device, stages, on_progress)
     memory, shape = allocate(device, stages, on_progress)
     pace = pace_of(config, device.kind, memory.device, shape.executor)
@@ -198,13 +200,24 @@ def tuned_model(config: EngineConfig, device: LanguageDevice) -> Decoder | None:
     return device.model
 
 
+def training_workspace(config: EngineConfig, model: Decoder) -> int:
+    """Bytes that units of the largest micro-batch take beside the cache. Measured for one sequence."""
+    most = config.tuning_micro_batch if config.tuning_micro_batch != "auto" else MICRO_BATCHES[-1]
+    tokens = min(most, model.decoder.max_positions)
+    return workspace_bytes(model, tokens, config.max_adapter_rank) * most // tokens
+
+
 def make_tuning(
     config: EngineConfig, checkpoint: Checkpoint, model: Decoder, device: PagedDevice, tuner: Tuner, desk: AdapterDesk
 ) -> TuningDesk:
     """The trainer over an allocated device, and the desk that takes jobs for it."""
     digest = digest_of_model(model)
     trainer = Trainer(
-        model, arena_of(device.memory.cache), base_digest=digest, mirror=mirror_directory(config.tuning_mirror)
+        model,
+        arena_of(device.memory.cache),
+        base_digest=digest,
+        mirror=mirror_directory(config.tuning_mirror),
+        pinning=device.adapter_store.packing if device.adapter_store is not None else None,
     )
     device.executor.training = trainer
     target = None if config.tbt_target is None else config.tbt_target / 1000
@@ -238,6 +251,10 @@ def mirror_directory(chosen: str) -> Path | None:
             raise ValueError(f"tuning_mirror {chosen} cannot be used: {error.strerror}") from None
         log.warning("holdfast: states of tuning jobs go to the disk only: %s", error.strerror)
         return None
+    for job in path.iterdir():
+        # Nobody has come back for the state of this killed engine. The disk has one that is a minute older at most.
+        if job.is_dir() and not job.is_symlink() and time.time() - job.stat().st_mtime > MIRROR_SECONDS:
+            shutil.rmtree(job, ignore_errors=True)
     return path
 
 

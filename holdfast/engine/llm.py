@@ -5,19 +5,21 @@ from __future__ import annotations
 import asyncio
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from holdfast.core.config import BUILTIN_MODEL, EngineConfig
-from holdfast.core.types import FinishReason, SamplingParams
+from holdfast.core.types import AdapterInfo, FinishReason, SamplingParams
 from holdfast.engine.client import Delta, EngineClient, Timings
 from holdfast.engine.messages import EngineInfo
 from holdfast.engine.text import Text
+from holdfast.engine.tuning import EXAMPLES_FILE, JobEnded, JobStart, JobStep, TuningError, write_examples
 
 T = TypeVar("T")
 Prompt = str | Sequence[int]
@@ -102,6 +104,47 @@ class LLM:
         conversations: Any = [messages] if single else messages
         ids = [self.text.encode_chat(conversation) for conversation in conversations]
         return self._complete(ids, sampling_params, adapter, progress)
+
+    def tune(
+        self,
+        examples: Iterable[tuple[Sequence[int], Sequence[float]]],
+        directory: str | Path,
+        *,
+        name: str,
+        progress: bool = True,
+        **hyperparameters: Any,
+    ) -> AdapterInfo:
+        """Tune a LoRA adapter and serve it as `name`, for an LLM made with tuning=True. Returns when it is served.
+
+        Each example is its token ids and as many weights: 1 for a token whose prediction is to be learned, 0 for
+        others. `hyperparameters` are fields of JobStart: epochs, batch_size, learning_rate, rank, seed. `directory`
+        keeps the job: its checkpoints, in PEFT's format, are in `checkpoints` by step. The same call goes on where an
+        earlier one was interrupted (Ctrl-C). Raises TuningError (a ValueError) with the reason.
+        """
+        place = Path(directory).resolve()
+        place.mkdir(parents=True, exist_ok=True)
+        digest = write_examples(place / EXAMPLES_FILE, examples)
+        job = JobStart(id=place.name, directory=str(place), name=name, data_digest=digest, **hyperparameters)
+        with _Bar(0, shown=progress, what="Tuning") as bar:
+            return self._thread.run(self._tune(job, bar))
+
+    async def _tune(self, job: JobStart, bar: _Bar) -> AdapterInfo:
+        run = await self._client.tuning.start(job)
+        bar.begin(run.info.steps, run.info.step)
+        try:
+            async for event in run.events():
+                if isinstance(event, JobStep):
+                    bar.advance(event.tokens, f"loss {event.loss:.3f}")
+                elif isinstance(event, JobEnded):
+                    if event.adapter is None:
+                        raise TuningError(f"job {job.id} has {event.outcome}: {event.reason}")
+                    return event.adapter
+        except asyncio.CancelledError:
+            await run.leave()
+            async for _ in run.events():  # until it is closed, so that it can be started again
+                pass
+            raise
+        raise AssertionError("the events of a job end with JobEnded")
 
     def close(self) -> None:
         """End the engine process. May be called more than once."""
@@ -197,9 +240,9 @@ class _LoopThread:
 
 
 class _Bar:
-    """A progress bar on standard error: finished prompts, tokens a second."""
+    """A progress bar on standard error: finished prompts, or optimizer steps; tokens a second."""
 
-    def __init__(self, total: int, *, shown: bool) -> None:
+    def __init__(self, total: int, *, shown: bool, what: str = "Generating") -> None:
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -209,14 +252,19 @@ class _Bar:
             console=Console(stderr=True),
             disable=not shown,
         )
-        self._task = self._progress.add_task("Generating", total=total, pace="")
+        self._task = self._progress.add_task(what, total=total, pace="")
         self._tokens = 0
 
-    def advance(self, tokens: int) -> None:
-        """Count one finished prompt with its number of tokens."""
+    def begin(self, total: int, done: int) -> None:
+        """Say how much there is, and how much of it was done before."""
+        self._progress.update(self._task, total=total, completed=done)
+
+    def advance(self, tokens: int, more: str = "") -> None:
+        """Count one finished prompt, or optimizer step, with its number of tokens."""
         self._tokens += tokens
         seconds = self._progress.tasks[0].elapsed
-        self._progress.update(self._task, advance=1, pace=f"{self._tokens / seconds:,.0f} tok/s" if seconds else "")
+        pace = f"{self._tokens / seconds:,.0f} tok/s" if seconds else ""
+        self._progress.update(self._task, advance=1, pace=f"{pace} {more}".strip())
 
     def __enter__(self) -> Self:
         self._progress.start()

@@ -121,7 +121,7 @@ class AppStats:
     cells: tuple[CellTypeStats, ...]
 
 
-JobAction = Literal["pause", "resume", "cancel"]
+JobAction = Literal["pause", "resume", "cancel", "leave"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,7 +213,8 @@ class JobEnded(msgspec.Struct, array_like=True, frozen=True, tag="ended"):
     """The last event of a job. Its directory is the caller's again."""
 
     job: str
-    outcome: Literal["succeeded", "failed", "cancelled"]
+    outcome: Literal["succeeded", "failed", "cancelled", "left"]
+    """left: its state is on the disk, and it goes on when it is started again."""
     reason: str = ""
     """Why it failed, in one line."""
     adapter: AdapterInfo | None = None
@@ -309,7 +310,7 @@ class StartJob(Message, tag="start-job"):
 
 
 class ChangeJob(Message, tag="change-job"):
-    """To the engine: pause, resume or cancel this open job; the answer is JobChanged or JobRefused."""
+    """To the engine: pause, resume, cancel or leave this open job; the answer is JobChanged or JobRefused."""
 
     number: int
     job: str

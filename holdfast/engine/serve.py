@@ -196,7 +196,9 @@ def serve(
         if idle:
             while loop.prepare() and not parent.poll(0):
                 pass
-            if any(each.busy for each in desks):
+            if tuning is not None and tuning.ready:
+                pass
+            elif any(each.busy for each in desks):
                 parent.wait()
             elif not handle(await_message(parent), loop, parent, desk, tuning):
                 return

@@ -105,6 +105,10 @@ class TuningRun:
         """End the job and delete its states; its checkpoints stay. JobEnded "cancelled" follows."""
         await self._client.change(self.id, "cancel")
 
+    async def leave(self) -> None:
+        """Store the job on the disk and close it, to be started again; JobEnded "left" follows, or how it ended."""
+        await self._client.change(self.id, "leave")
+
     def take(self, event: JobEvent) -> None:
         """Add an event."""
         self._events.append(event)
@@ -162,7 +166,7 @@ class TuningClient:
         return await asyncio.shield(asyncio.ensure_future(self._start(job)))
 
     async def change(self, job: str, action: JobAction) -> None:
-        """Pause, resume or cancel an open job; returns when the engine knows. What comes of it is an event.
+        """Pause, resume, cancel or leave an open job; returns when the engine knows. What comes of it is an event.
 
         Pausing a paused job, and so on, is no error. Raises TuningError, with `missing` for a job that is not open (it
         may have ended just now), and EngineDead.

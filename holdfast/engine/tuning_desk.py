@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -31,6 +32,8 @@ log = logging.getLogger("holdfast.engine")
 LEAST_MICRO_BATCH = 512
 """Tokens. Where the engine chooses a micro-batch, it is no smaller for the sake of time."""
 REASON_CHARACTERS = 500
+LOOK_SECONDS = 0.02
+"""While steps follow each other, jobs are looked at so often; at once if one has ended or has stored a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,7 @@ class _Open:
     failure: str = ""
     """Why it cannot go on."""
     cancelled: bool = False
+    left: bool = False
     off_device: bool = False
     adapter: Future[Any] | None = None
     """Of a job that is complete: reads its adapter."""
@@ -81,20 +85,26 @@ class TuningDesk:
         self._answers: deque[messages.FromEngine] = deque()
         self._step: tuple[str, int] | None = None
         """The step under way when `between_steps` was asked last."""
+        self._look, self._looked_at = False, 0.0
+        """Whether another thread has something to look at, and when all jobs were looked at."""
         self.wake: Callable[[], None] = lambda: None
         """Called in another thread when there is something to look at."""
-        trainer.wake = lambda: self.wake()
+        trainer.wake = self._call
+
+    @property
+    def ready(self) -> bool:
+        """Whether `answers` would find something now."""
+        return (
+            bool(self._answers or self._tuner.ended)
+            or self._trainer.has_reports
+            or any(self._visible(job, known) != known.told for job, known in self._open.items() if not known.off_device)
+        )
 
     @property
     def busy(self) -> bool:
-        """Whether something will come without any step of the loop."""
-        return (
-            bool(self._reading or self._answers)
-            or any(
-                known.off_device or not self._trainer.settled(job) or self._visible(job, known) != known.told
-                for job, known in self._open.items()
-            )
-            or self._trainer.has_reports  # asked last: a state that is settled by now has been reported
+        """Whether another thread will `wake` the loop because there is something to find."""
+        return bool(self._reading) or any(
+            known.off_device or not self._trainer.settled(job) for job, known in self._open.items()
         )
 
     def between_steps(self) -> bool:
@@ -108,20 +118,22 @@ class TuningDesk:
         """Begin to read a job; `answers` says what became of it."""
         reading = self._reader.submit(self._prepare, job)
         self._reading.append((number, job, reading))
-        reading.add_done_callback(lambda _: self.wake())
+        reading.add_done_callback(lambda _: self._call())
 
     def change(self, number: int, job: str, action: messages.JobAction) -> None:
-        """Pause, resume or cancel a job; `answers` says what became of it."""
+        """Pause, resume, cancel or leave a job; `answers` says what became of it."""
         known = self._open.get(job)
         if known is None:
             self._answers.append(messages.JobRefused(number, f"there is no open job {job}", True))
             return
         if not known.off_device:
-            if action == "cancel":
-                known.cancelled = True
+            if action in ("cancel", "leave"):
+                known.cancelled |= action == "cancel"
+                known.left = True
                 self._tuner.remove(job)
             elif self._status(job) != "ending":
                 (self._tuner.pause if action == "pause" else self._tuner.resume)(job)
+        self._look = True
         self._answers.append(messages.JobChanged(number))
 
     def answers(self) -> Iterator[messages.FromEngine]:
@@ -131,8 +143,17 @@ class TuningDesk:
         while self._reading and self._reading[0][2].done():
             number, job, reading = self._reading.popleft()
             yield self._take(number, job, reading)
-        if self._open and (events := self._events()):
-            yield messages.JobProgress(events)
+        now = time.monotonic()
+        urgent = self._tuner.ended or self._trainer.has_reports or self._look
+        if self._open and (urgent or now >= self._looked_at + LOOK_SECONDS):
+            self._look, self._looked_at = False, now
+            if events := self._events():
+                yield messages.JobProgress(events)
+
+    def _call(self) -> None:
+        """In another thread: let the loop look at all jobs."""
+        self._look = True
+        self.wake()
 
     def close(self) -> None:
         """Store all jobs on the disk. No step may run any more."""
@@ -241,7 +262,7 @@ class TuningDesk:
         if start.paused and len(records) < steps.count:
             self._tuner.pause(job)
         chosen, checkpoint = steps.job.hyperparameters, self._trainer.newest_checkpoint(job)
-        self._open[job] = _Open(start, checkpoint)
+        self._open[job], self._look = _Open(start, checkpoint), True
         validations = [record.validation for record in records if record.validation is not None]
         return messages.JobStarted(number, JobInfo(
             id=job, step=len(records), steps=steps.count, examples=len(steps.lengths),
@@ -310,9 +331,12 @@ class TuningDesk:
         if known.failure:
             self._forget(job, self._trainer.close)
             return [JobEnded(job, "failed", " ".join(known.failure.split())[:REASON_CHARACTERS])]
+        if known.left and self._trainer.next_slice(job)[0] < self._trainer.steps(job).count:
+            self._forget(job, self._trainer.close)
+            return [JobEnded(job, "left")]
         if known.adapter is None:
             known.adapter = self._reader.submit(self._adapters.read, known.start.name, known.checkpoint)
-            known.adapter.add_done_callback(lambda _: self.wake())
+            known.adapter.add_done_callback(lambda _: self._call())
             return []
         if not known.adapter.done():
             return []

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -178,12 +179,14 @@ class Trainer:
         *,
         base_digest: str,
         mirror: Path | None,
+        pinning: AbstractContextManager[object] | None = None,
     ) -> None:
         """`arena` is the end of the engine's cache (`arena_of`). A job of another `base_digest` is refused.
 
         `mirror` is a directory in the host's memory, where states survive the engine but not the host; None: there is
-        none, and states go to the jobs' own directories.
+        none, and states go to the jobs' own directories. `pinning` is held while another thread locks host memory.
         """
+        self._pinning = pinning or nullcontext()
         self._model, self._base_digest, self._mirror = model, base_digest, mirror
         self._arena = arena
         self._device = model.spec.device
@@ -240,10 +243,14 @@ class Trainer:
             raise ValueError(f"an example has {longest} tokens; the model was made for {spec.max_positions}")
         layout = AdapterLayout(spec, chosen.modules, chosen.rank)
         state = newest(self._files(job, directory).values()) or _begin(layout, spec.num_layers, chosen.seed)
+        with self._pinning:
+            host, spare = (
+                {name: self._pinned(vector) for name, vector in zip(STORED, vectors, strict=True)}
+                for vectors in (state.vectors, [torch.empty_like(vector) for vector in state.vectors])
+            )
         opened = _Job(
             job, directory, steps, Halves(self._model, layout, chosen.scale), examples, held_out,
-            {name: self._pinned(vector) for name, vector in zip(STORED, state.vectors, strict=True)},
-            {name: self._pinned(torch.empty_like(vector)) for name, vector in zip(STORED, state.vectors, strict=True)},
+            host, spare,
             state.rows, state.step, state.step,
         )  # fmt: skip
         if state.step and steps.checkpoint_after(state.step - 1) and not _has_checkpoint(opened, state.step):

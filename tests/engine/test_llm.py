@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,8 @@ import pytest
 from holdfast import LLM, SamplingParams
 from holdfast.core.types import FinishReason
 from holdfast.engine.connection import EngineStartError
+from holdfast.engine.llm import _Bar
+from holdfast.engine.tuning import TuningError
 from holdfast.lm.limits import RequestRefused
 from tests.engine.conftest import SMALL, wait_for_end
 
@@ -143,3 +147,32 @@ def test_the_engine_ends_with_the_script_that_started_it(checkpoint, tmp_path, w
     assert process.returncode == status, errors
     assert ("KeyboardInterrupt" in errors) == (what == "run")
     assert list(scratch.iterdir()) == []
+
+
+def test_tuning_serves_an_adapter_and_goes_on_after_an_interrupt(checkpoint, tmp_path, monkeypatch):
+    chance = random.Random(1)
+    examples = [([chance.randrange(3, 100) for _ in range(40)], [0.0] * 10 + [1.0] * 30) for _ in range(8)]
+    chosen = dict(name="tuned", epochs=30, batch_size=2, learning_rate=0.01, rank=4, progress=False)
+    told = []
+    advance = _Bar.advance
+
+    def interrupted(bar, tokens, more=""):
+        told.append(more)
+        if len(told) == 5:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        advance(bar, tokens, more)
+
+    with LLM(str(checkpoint), **SMALL, tuning=True, tuning_mirror="off", max_adapters=1) as llm:
+        monkeypatch.setattr(_Bar, "advance", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.tune(examples, tmp_path / "job", **chosen)
+        info = llm.tune(examples, tmp_path / "job", **chosen)
+        assert info.name == "tuned" and info.rank == 4
+        assert (tmp_path / "job" / "checkpoints" / "120").is_dir()
+        ids = examples[0][0][:12]
+        (base,), (tuned,) = (llm.generate(ids, GREEDY, adapter=name, progress=False) for name in ("", "tuned"))
+        assert base.token_ids != tuned.token_ids
+        with pytest.raises(TuningError, match="taken"):
+            llm.tune(examples, tmp_path / "another", **chosen)
+    steps = sum("loss" in each for each in told)
+    assert 5 < steps <= 120  # those that were told after the interrupt are not shown

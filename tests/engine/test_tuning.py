@@ -22,11 +22,11 @@ import torch
 from holdfast.core.config import BUILTIN_MODEL, EngineConfig
 from holdfast.core.types import Identity, Request, SamplingParams
 from holdfast.engine import messages
-from holdfast.engine.build import build_engine
+from holdfast.engine.build import build_engine, mirror_directory
 from holdfast.engine.client import AdapterError, EngineClient
 from holdfast.engine.connection import EngineDead
 from holdfast.engine.messages import JobEnded, JobInfo, JobStart, JobStatus, JobStep
-from holdfast.engine.serve import handle
+from holdfast.engine.serve import handle, serve
 from holdfast.engine.tuning import EXAMPLES_FILE, VALIDATION_FILE, TuningError, write_examples
 from holdfast.lm.models.peft_files import WEIGHTS_FILE
 from tests.engine.conftest import SMALL
@@ -318,6 +318,24 @@ def test_a_cancelled_job_leaves_its_checkpoints_and_no_state(bench: Callable[...
     assert isinstance(answer, messages.JobRefused) and answer.missing
 
 
+def test_a_job_that_is_left_goes_on_in_the_same_engine_with_the_same_losses(
+    bench: Callable[..., Bench], alone: Callable[..., tuple[list[float], str]], tmp_path: Path
+) -> None:
+    expected, digest = alone()
+    each = bench()
+    each.start(new_job(tmp_path))
+    each.until(lambda: len(each.events("job", JobStep)) >= 3)
+    each.change("job", "leave")
+    each.finish("job")
+    assert each.events("job", JobEnded)[0].outcome == "left"
+    before = [step.loss for step in each.events("job", JobStep)]
+    each.sent.clear()
+    assert each.start(new_job(tmp_path)).step == len(before) < 9
+    each.finish("job")
+    losses, same = each.result("job")
+    assert (before + losses, same) == (expected, digest)
+
+
 def test_a_job_whose_numbers_are_not_finite_fails_and_leaves_the_engine_as_it_was(
     bench: Callable[..., Bench], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -473,6 +491,56 @@ def test_the_trace_shows_slices_after_their_steps_and_the_blocks_lent(
     assert both and all(step["ts"] + step["dur"] <= bar["ts"] + 1 for step, bar in both)
 
 
+def test_graphs_are_captured_between_two_steps_of_a_job_once_each(bench: Callable[..., Bench], tmp_path: Path) -> None:
+    each = bench()
+    prepared: list[int] = []
+
+    def prepare() -> bool:
+        if each.loop.has_work():
+            prepared.append(each.tuning._tuner.step_of("job")[0])  # type: ignore[union-attr]
+        return False
+
+    each.loop.prepare = prepare  # type: ignore[method-assign]
+
+    class Parent:
+        wake = staticmethod(lambda: None)
+        wait = staticmethod(lambda: time.sleep(0.001))
+        send = staticmethod(each.send)
+
+        def __init__(self) -> None:
+            self.turns = 0
+            self.first: list[messages.ToEngine] = [messages.StartJob(1, new_job(tmp_path))]
+
+        def poll(self, seconds: float) -> bool:
+            return True
+
+        def receive(self) -> messages.ToEngine:
+            return self.first.pop() if self.first else messages.Shutdown()
+
+        def waiting(self) -> list[messages.ToEngine]:
+            self.turns += 1
+            return []
+
+    serve(each.loop, Parent(), each.desk, each.tuning)  # type: ignore[arg-type]
+    assert len(each.result("job")[0]) == 9
+    assert sorted({*prepared}) == prepared and {*prepared} >= {*range(1, 9)}
+
+
+def test_old_states_in_shared_memory_are_deleted_and_others_stay(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("holdfast.engine.build.SHARED_MEMORY", tmp_path)
+    path = mirror_directory("auto")
+    assert path is not None and path.stat().st_mode & 0o777 == 0o700
+    for name, age in (("old", 8 * 86_400), ("young", 60)):
+        (path / name).mkdir()
+        os.utime(path / name, (time.time() - age,) * 2)
+    assert mirror_directory("auto") == path and [each.name for each in path.iterdir()] == ["young"]
+    assert mirror_directory("off") is None
+    path.chmod(0o777)
+    assert mirror_directory("auto") is None
+
+
 # Through a process
 
 
@@ -525,7 +593,7 @@ def test_a_client_names_the_adapter_of_a_job_as_soon_as_it_has_ended(
     async def use() -> None:
         client = await EngineClient.start(small(**TUNING))
         try:
-            job = new_job(tmp_path)
+            job = new_job(tmp_path, epochs=20)
             run = await client.tuning.start(job)
             assert client.tuning.runs == {"job": run} and client.tuning.names == {"tuned-job"}
             for wrong in (job, replace(job, id="other"), replace(job, id="model", name=client.info.model)):
@@ -537,8 +605,11 @@ def test_a_client_names_the_adapter_of_a_job_as_soon_as_it_has_ended(
                 await client.tuning.change("another", "pause")
             assert missing.value.missing
             await run.pause()
-            await run.resume()
-            events = [event async for event in run.events()]
+            events = []
+            async for event in run.events():
+                events.append(event)
+                if event == JobStatus("job", "paused"):  # the engine is idle by now
+                    await run.resume()
             assert isinstance(events[-1], JobEnded) and client.tuning.runs == {} and client.tuning.names == set()
             info = client.adapters["tuned-job"]
             assert info == events[-1].adapter

@@ -187,7 +187,7 @@ def _read_chat(messages: Any) -> tuple[list[dict[str, str]], list[int]]:
                 raise ApiError(reason, param=f"{name}.weight", code="invalid_value")
             if isinstance(weight, bool) or weight not in (0, 1):
                 given = weight if isinstance(weight, int | float) else shown(weight)
-                reason = f"{name}.weight is {given}; it must be 0 or 1"
+                reason = f"{name}.weight is {str(given).lower()}; it must be 0 or 1"
                 raise ApiError(reason, param=f"{name}.weight", code="invalid_value")
         if assistant and weight != 0:
             if not chat[-1]["content"].strip():

@@ -1,0 +1,189 @@
+"""`holdfast tune`: at a server, with a model that runs here, stopped and begun again, and refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from batch_lines import jsonl
+from fake_engine import FakeClient, engine_info
+from rich.console import Console
+from safetensors.numpy import load_file
+from served import environment
+from serving import listening
+
+from holdfast.cli import tune
+from holdfast.cli.command import main
+from holdfast.cli.flags import UsageError
+from holdfast.cli.tune import TuneConfig, bar
+from holdfast.core.config import EngineConfig
+from holdfast.server.jobs import tuning_runner
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune, "ASK_SECONDS", 0.01)
+    monkeypatch.setattr(tuning_runner, "COMMIT_SECONDS", 0.01)
+
+
+def tuning_client() -> FakeClient:
+    return FakeClient(info=engine_info(adapter_slots=8), config=EngineConfig(tuning=True))
+
+
+def written(directory: Path, *lines: Any, name: str = "data.jsonl") -> str:
+    (directory / name).write_bytes(jsonl(lines))
+    return str(directory / name)
+
+
+def examples(count: int) -> list[Any]:
+    return [{"prompt": f"{number}", "completion": f" Ahoy {number}"} for number in range(count)]
+
+
+async def test_a_server_tunes_an_adapter_which_comes_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    client = tuning_client()
+    file, held_out = written(tmp_path, *examples(6)), written(tmp_path, *examples(2), name="held.jsonl")
+    async with listening(client) as server:
+        config = TuneConfig(url=server.url, validation=held_out, epochs=3, batch_size=2, rank=4, seed=5)
+        assert await tune.run(config, EngineConfig(), file, None) == 0
+    assert json.loads((tmp_path / "data.adapter" / "adapter_config.json").read_text()) == {"step": 9}
+    assert (tmp_path / "data.adapter" / "adapter_model.safetensors").read_bytes() == b"weights"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data.adapter", "data.jsonl", "held.jsonl"]
+    told = " ".join(capsys.readouterr().err.split())
+    assert "9 steps, 90 tokens, loss 0.1111; the adapter is in" in told and "serves it as ft:tiny::" in told
+    (order,) = client.tuner.orders
+    assert (order.epochs, order.batch_size, order.rank, order.seed) == (3, 2, 4, 5) and order.validation_digest
+
+
+async def test_a_run_that_is_stopped_pauses_at_the_server_and_the_same_command_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    client = tuning_client()
+    client.tuner.seconds = 0.01
+    file = written(tmp_path, *examples(80))
+    async with listening(client) as server:
+        config = TuneConfig(url=server.url, epochs=5)
+        running = asyncio.create_task(tune.run(config, EngineConfig(), file, "tiny"))
+        while len(client.tuner.steps) < 5:
+            await asyncio.sleep(0.01)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        assert "paused; the same command goes on with it" in capsys.readouterr().err
+        while [action for _, action in client.tuner.changes] != ["pause"]:
+            await asyncio.sleep(0.01)
+        with pytest.raises(UsageError, match="or an option, has changed since"):
+            await tune.run(TuneConfig(url=server.url, epochs=6), EngineConfig(), file, "tiny")
+        with pytest.raises(UsageError, match="was begun at a server"):
+            await tune.run(TuneConfig(epochs=5), EngineConfig(), file, None)
+        assert await tune.run(config, EngineConfig(), file, "tiny") == 0
+    assert [step for _, step in client.tuner.steps] == list(range(1, 51)) and len(client.tuner.orders) == 1
+
+
+async def test_wrong_lines_are_told_with_their_numbers_and_the_code_is_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = written(tmp_path, *examples(1), {"prompt": "a"}, {"messages": []})
+    good = written(tmp_path, *examples(1), name="good.jsonl")
+    async with listening(tuning_client()) as server:
+        assert await tune.run(TuneConfig(url=server.url), EngineConfig(), file, None) == 2
+        told = capsys.readouterr().err.replace("\n", " ")
+        assert f"{file}:2: a line has messages, or" in told and f"{file}:3: messages must be" in told
+        assert await tune.run(TuneConfig(url=server.url, validation=file), EngineConfig(), good, None) == 2
+        assert f"{file}:3: messages must be" in capsys.readouterr().err.replace("\n", " ")
+        with pytest.raises(UsageError, match="lora_rank is 64"):
+            await tune.run(TuneConfig(url=server.url, rank=64), EngineConfig(), good, None)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data.jsonl", "good.jsonl"]
+
+
+async def test_a_job_that_fails_ends_with_1_and_its_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    client = tuning_client()
+    client.tuner.breaks_at = 2
+    async with listening(client) as server:
+        config = TuneConfig(url=server.url, epochs=3)
+        assert await tune.run(config, EngineConfig(), written(tmp_path, *examples(9)), None) == 1
+    assert "the loss is not a number" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ([], "name the DATA to learn"),
+        (["missing.jsonl"], "cannot read missing.jsonl: No such file"),
+        (["data.jsonl", "--validation", "missing.jsonl"], "cannot read missing.jsonl: No such file"),
+        (["data.jsonl", "more.jsonl"], "tune takes one DATA, and there is more.jsonl besides"),
+        (["data.jsonl", "--url", "http://x", "--max-sequences", "3"], "--max-sequences is for a model that runs here"),
+        (["data.jsonl", "--out", "data.jsonl"], "data.jsonl exists; choose another --out"),
+        (["data.jsonl", "--out", "none/adapter"], "cannot be written"),
+        (["data.jsonl", "--epochs", "51"], "epochs is 51; it must lie between 1 and 50"),
+        (["data.jsonl", "--rank", "129"], "rank is 129; it must be a whole number from 1 to 128"),
+        (["data.jsonl", "--target-module", "nose"], "modules are nose; choose each once from q, k, v"),
+        (["data.jsonl", "--quantization", "fp8"], "tuning needs weights in 16 or 32 bits"),
+        (["data.jsonl", "--tuning"], "unknown option --tuning"),
+    ],
+)
+def test_a_wrong_command_ends_with_2_and_a_reason(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    reason: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path, *examples(1))
+    assert main(["tune", *words]) == 2
+    assert reason in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["data.jsonl"]
+
+
+def test_the_bar_shows_steps_loss_rate_and_time_left() -> None:
+    notes = Console(width=120, force_terminal=True)
+    with notes.capture() as shown, bar(notes) as update:
+        for step in range(3):
+            progress = {"step": step, "total_steps": 8, "trained_tokens": 100 * step, "train_loss": 2.5}
+            update({"status": "running", "progress": progress})
+            time.sleep(0.02)
+        update._progress.refresh()
+    assert "running" in shown.get() and "2/8" in shown.get() and "loss 2.5000" in shown.get()
+    assert "tokens/s" in shown.get()
+
+
+def test_a_run_that_is_killed_or_stopped_goes_on_here_with_the_same_command(checkpoint: Path, tmp_path: Path) -> None:
+    file = written(tmp_path, *examples(30))
+    options = ["--load-format", "random", "--cache-gb", "0.05", "--threads", "1", "--tuning-mirror", "off"]
+    more = ["--epochs", "20", "--batch-size", "3", "--rank", "4", "--learning-rate-multiplier", "10"]
+    command = [sys.executable, "-m", "holdfast.cli", "tune", file, "--model", str(checkpoint), *options, *more]
+    store = tmp_path / "data.adapter.partial" / "store.sqlite"
+
+    def steps() -> list[int]:
+        try:
+            with sqlite3.connect(f"file:{store}?mode=ro", uri=True) as db:
+                rows = db.execute("SELECT event FROM tuning_events ORDER BY number").fetchall()
+        except sqlite3.OperationalError:
+            return []
+        return [data["step"] for (row,) in rows if (data := json.loads(row).get("data"))]
+
+    least = 10
+    for how, code in ((signal.SIGKILL, -9), (signal.SIGINT, 130)):
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment()) as process:
+            while len(steps()) < least and process.poll() is None:
+                time.sleep(0.01)
+            os.kill(process.pid, how)
+            _, told = process.communicate(timeout=30)
+            assert process.returncode == code, told
+        found = steps()
+        assert found == sorted(set(found))
+        least = len(found) + 10
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, env=environment(), timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "200 steps, " in done.stderr
+    adapter = load_file(tmp_path / "data.adapter" / "adapter_model.safetensors")
+    assert len(adapter) == 2 * 7 * 2 and any(abs(matrix).max() > 0 for name, matrix in adapter.items() if "_B" in name)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data.adapter", "data.jsonl"]

@@ -43,7 +43,7 @@ class TiledLora:
     start: torch.Tensor  # [tiles] int64, in the order
     count: torch.Tensor  # [tiles] int64
     used: torch.Tensor  # [1] int64: the number of tiles
-    arrived: torch.Tensor  # [3 * tiles or more] int32, zeros: the pieces of a part of a tile that are computed
+    counts: torch.Tensor  # [3 * tiles or more] int32, zeros: the pieces of a part of a tile that are computed
     beside: SideStream | None = None
     """Where a step of few tokens computes adapters, while the layer's own product reads its weights."""
 
@@ -84,7 +84,7 @@ class TiledLora:
         block_k = 128 if tile == SMALL_TILE and ranks <= 64 else 64
         length = -(-inputs // (pieces * block_k)) * block_k
         shrink_kernel[(min(tiles, max(1, PROGRAMS // (parts * pieces))), parts, pieces)](
-            x, stack.a, stack.rank, low, partials, self.arrived, *lists, tokens, inputs, length, tiles,
+            x, stack.a, stack.rank, low, partials, self.counts, *lists, tokens, inputs, length, tiles,
             x.stride(0), stack.a.stride(0), stack.a.stride(1), stack.rank.stride(0),
             TILE=tile, RANKS=ranks, PIECES=pieces, BLOCK_K=block_k, num_warps=2 if tile == SMALL_TILE else 4,
             **dependent_launch_options(x.device),
@@ -118,7 +118,7 @@ def input_pieces(inputs: int, tokens: int, parts: int) -> int:
 
 @triton.jit(do_not_specialize=["tokens"])
 def shrink_kernel(
-    x, a, rank, low, partials, arrived, order, tile_slot, tile_start, tile_count, used, tokens, inputs, length,
+    x, a, rank, low, partials, counts, order, tile_slot, tile_start, tile_count, used, tokens, inputs, length,
     most_tiles, x_stride, slot_stride, part_stride, table_stride,
     TILE: tl.constexpr, RANKS: tl.constexpr, PIECES: tl.constexpr, BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -126,7 +126,7 @@ def shrink_kernel(
 
     `low` lies in the order of the tiles' tokens. What is beyond an adapter's rank is 0; where its rank is 0, nothing
     is written. With several pieces, each writes its sum to `partials` [PIECES, parts, tokens, RANKS] and is counted in
-    `arrived` [parts, most_tiles]. Whoever comes last adds them in order, so that the result does not depend on who it
+    `counts` [parts, most_tiles]. Whoever comes last adds them in order, so that the result does not depend on who it
     is, and sets the count back to 0.
     """
     launch_dependents(DEPENDENT)
@@ -162,7 +162,7 @@ def shrink_kernel(
                 between = tl.num_programs(1) * tokens.to(tl.int64) * RANKS
                 tl.store(partials + piece * between + place, acc, mask=held[:, None])
                 tl.debug_barrier()  # all of the program have written before it is counted
-                count = arrived + part * most_tiles + tile
+                count = counts + part * most_tiles + tile
                 if tl.atomic_add(count, 1) == PIECES - 1:
                     total = tl.zeros([TILE, RANKS], tl.float32)
                     for other in tl.static_range(PIECES):

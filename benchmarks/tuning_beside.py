@@ -262,7 +262,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 def draw(rows: Sequence[dict[str, Any]], file: Path) -> None:
     """Curves by load, one for each rule."""
-    rules = [*dict.fromkeys(row["rule"] for row in rows if row["rate"])]
+    rules = [*dict.fromkeys(row["rule"] for row in rows if row["rate"] and row["rule"] != "without, no target")]
 
     def lines(name: str) -> list[Line]:
         found = []
@@ -274,8 +274,8 @@ def draw(rows: Sequence[dict[str, Any]], file: Path) -> None:
         return found
 
     shown = [
-        Panel("P99 time between tokens", "ms", lines("tbt_p99"), log=True),
-        Panel("P99 time to the first token", "ms", lines("ttft_p99"), log=True),
+        Panel("P99 time between tokens", "ms, by requests a second", lines("tbt_p99"), log=True),
+        Panel("P99 time to the first token", "ms, by requests a second", lines("ttft_p99"), log=True),
         Panel("Tuning", "tokens a second", lines("tuning_tok_s")),
         Panel("Output in the window", "tokens a second", lines("output_tok_s")),
     ]
@@ -287,7 +287,7 @@ def main() -> None:
     parser.add_argument("what", choices=("simulate", "run", "draw"))
     parser.add_argument("file", type=Path, nargs="?", help="of draw: the JSON of a run")
     parser.add_argument("--trace", type=Path, help="an Azure LLM inference trace")
-    parser.add_argument("--rates", type=float, nargs="+", default=[2.0, 9.0, 13.0], help="requests a second")
+    parser.add_argument("--rates", type=float, nargs="+", default=[1.0, 9.0, 13.0], help="requests a second")
     parser.add_argument("--bounds", type=float, nargs="*", default=None, help="deferral bounds, s")
     parser.add_argument("--seconds", type=float, default=None, help="of arrivals; simulated 300, really 40")
     parser.add_argument("--target", type=float, default=25.0, help="ms between tokens")
@@ -307,7 +307,7 @@ def main() -> None:
     if args.trace is None:
         parser.error("--trace is needed: an Azure LLM inference trace")
     if args.bounds is None:
-        args.bounds = [0.0, 0.5, 1.0, 3.0, inf] if args.what == "simulate" else []
+        args.bounds = [0.0, 0.5, 2.0, inf] if args.what == "simulate" else []
     args.seconds = args.seconds or (300.0 if args.what == "simulate" else 40.0)
     about = provenance()
     rows = simulated(args) if args.what == "simulate" else uvloop.run(really(args))

@@ -49,6 +49,8 @@ PARTS = ("keep", "recompute", "units", "kernels", "switch", "attention", "peft")
 BLOCK_SIZE = 16
 WARM_UP = 2
 """Steps before the timed ones."""
+EPOCH_STEPS = 32
+"""Steps of an epoch, at whose end a checkpoint is written. It is longer than what is timed."""
 
 
 class Bench:
@@ -69,7 +71,8 @@ class Bench:
         directory = self.directory / f"job-{self._jobs}"
         directory.mkdir()
         generator = torch.Generator().manual_seed(self._jobs)
-        rows = torch.randint(3, SHAPES[given.shape]["vocab_size"], (given.sequences, given.length), generator=generator)
+        shape = (EPOCH_STEPS * given.sequences, given.length)
+        rows = torch.randint(3, SHAPES[given.shape]["vocab_size"], shape, generator=generator)
         digest = write_examples(directory / EXAMPLES_FILE, [(row, [1.0] * given.length) for row in rows.tolist()])
         chosen = Hyperparameters(
             epochs=1000, batch_size=given.sequences, rank=given.rank, alpha=2.0 * given.rank,

@@ -394,7 +394,7 @@ def test_units_take_no_more_workspace_than_was_measured(tmp_path: Path) -> None:
     native("llama", tmp_path / "base")
     model = load(tmp_path / "base", device="cuda", dtype="bfloat16")
     assert isinstance(model, Decoder)
-    length = 200
+    length = 120
     example = ([1 + n % 90 for n in range(length)], [1.0] * length)
     trainer = trainer_for(model, arena=arena_for(model, 4 * BLOCKS))
     trainer.open(new_job(tmp_path, examples=[example], batch_size=1, micro_batch=length))

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import astuple, dataclass, fields
 from functools import cached_property
 from itertools import chain
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,9 @@ from holdfast.lm.kernels.lora.groups import Groups, Numbers, groups_of, most_til
 from holdfast.lm.kernels.lora.protocol import Lora
 from holdfast.lm.kernels.lora.torch_lora import TorchLora
 from holdfast.lm.types import PENDING, Sampling, StepPlan
+
+if TYPE_CHECKING:
+    from holdfast.lm.kernels.launch import SideStream  # a CPU installation has no Triton
 
 Arrays = dict[str, npt.NDArray[np.generic]]
 
@@ -128,6 +132,11 @@ class Batch:
         self.block_tables = torch.zeros(rows + 1, max_blocks, dtype=torch.int32, device=device)
         self._padding_row = rows * max_blocks
         self.last_token = torch.zeros(rows, dtype=torch.int64, device=device)
+        most = most_tiles(max_tokens, adapter_slots) if adapter_slots else 0
+        self._arrived = torch.zeros(3 * most, dtype=torch.int32, device=device)
+        """Counters of the adapters' kernels, which leave them at 0."""
+        self._beside: SideStream | None = None
+        """Where adapters are computed beside the layers."""
         # The places of the fields are fixed, so that a captured graph finds them.
         self._sizes = dict.fromkeys(("ids", "positions", "slots", "token_rows"), max_tokens)
         self._sizes |= dict.fromkeys(("sample_at", "sample_rows", "sample_position", *SAMPLING), rows)
@@ -240,14 +249,18 @@ class Batch:
 
     def tiles(self, num_tokens: int, num_rows: int) -> tuple[Lora, Lora]:
         """The adapters of any uploaded step of this size: of its tokens, and of its sampled rows."""
-        from holdfast.lm.kernels.lora.shrink_expand import TiledLora  # a CPU installation has no Triton
+        from holdfast.lm.kernels.launch import SideStream
+        from holdfast.lm.kernels.lora.shrink_expand import TiledLora
 
+        self._beside = self._beside or SideStream(self.device)
         tensors = self._persistent.tensors
         tokens, rows = (
             TiledLora(
                 count,
                 self._persistent.take(f"{name}_order", count),
-                *[tensors[f"{name}_{field}"] for field in (*TILE_FIELDS, "used")],
+                **{field: tensors[f"{name}_{field}"] for field in (*TILE_FIELDS, "used")},
+                arrived=self._arrived,
+                beside=self._beside,
             )
             for name, count in zip(ADAPTED, (num_tokens, num_rows), strict=True)
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any, Protocol
 
@@ -12,7 +13,7 @@ from torch.nn import functional
 
 from holdfast.lm.kernels.fp8 import Fp8Weight, Weight, quantize
 from holdfast.lm.kernels.linear import layer_ops_for
-from holdfast.lm.kernels.linear.layers import LayerShape, Normed
+from holdfast.lm.kernels.linear.layers import LayerShape, Normed, nothing
 from holdfast.lm.models.adapters import StepAdapters
 from holdfast.lm.models.base import ModelSpec, StepInput
 from holdfast.lm.models.rope import Rope
@@ -237,8 +238,9 @@ class Decoder:
                 qkv = ops.linear(normed, layer.qkv, layer.qkv_bias)
             else:
                 normed = ops.computed(normed)
+                add = adapters.tokens.begin(normed, adapters.layers[index].qkv)
                 qkv = ops.linear(normed, layer.qkv, layer.qkv_bias)
-                adapters.tokens.add(qkv, normed, adapters.layers[index].qkv)
+                add(qkv)
             query = ops.rotate_and_write(
                 qkv, rotation, layer.q_norm, layer.k_norm, step.caches[index], step.slot_mapping
             )
@@ -272,14 +274,16 @@ class Decoder:
         following = self.norm if index == self.decoder.num_layers - 1 else self.layers[index + 1].input_norm
         if adapters is None:
             normed = ops.add_linear_norm(stream, attended, layer.o, layer.o_bias, layer.post_norm)
-            inner = ops.gated_linear(normed, layer.gate_up, layer.gate_up_bias)
+            inner, first = ops.gated_linear(normed, layer.gate_up, layer.gate_up_bias), nothing
         else:
             # Where a projection ends in the stream, so does what its adapters add.
             stacks, lora = adapters.layers[index], adapters.rows if sampled else adapters.tokens
-            lora.add(stream, attended, stacks.o)
-            normed = ops.computed(ops.add_linear_norm(stream, attended, layer.o, layer.o_bias, layer.post_norm))
+            add = lora.begin(attended, stacks.o, stream)
+            normed = ops.add_linear_norm(stream, attended, layer.o, layer.o_bias, layer.post_norm, partial(add, stream))
+            normed = ops.computed(normed)
+            add = lora.begin(normed, stacks.gate_up)
             gate_up = ops.linear(normed, layer.gate_up, layer.gate_up_bias)
-            lora.add(gate_up, normed, stacks.gate_up)
+            add(gate_up)
             inner = ops.gate(gate_up)
-            lora.add(stream, inner, stacks.down)
-        return ops.add_linear_norm(stream, inner, layer.down, layer.down_bias, following)
+            first = partial(lora.begin(inner, stacks.down, stream), stream)
+        return ops.add_linear_norm(stream, inner, layer.down, layer.down_bias, following, first)

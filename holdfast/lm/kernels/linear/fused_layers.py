@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -20,7 +21,7 @@ from holdfast.lm.kernels.linear.fp8_linear import (
     quantize_rows,
 )
 from holdfast.lm.kernels.linear.fused_kernels import angles_kernel, norm_kernel, rotate_write_kernel, silu_mul_kernel
-from holdfast.lm.kernels.linear.layers import Gated, LayerOps, Normed, Rotation, Unnormed
+from holdfast.lm.kernels.linear.layers import Gated, LayerOps, Normed, Rotation, Unnormed, nothing
 from holdfast.lm.kernels.linear.skinny_gemm import SkinnyLaunch, launch_for, skinny_gemm
 
 ROTATED_AT_A_TIME = 512
@@ -71,20 +72,31 @@ class FusedLayerOps(LayerOps):
         return silu_mul(gate_up) if self.shape.activation == "silu" else super().gate(gate_up)
 
     def add_linear_norm(
-        self, stream: torch.Tensor, x: Gated, weight: Weight, bias: torch.Tensor | None, norm: torch.Tensor
+        self,
+        stream: torch.Tensor,
+        x: Gated,
+        weight: Weight,
+        bias: torch.Tensor | None,
+        norm: torch.Tensor,
+        first: Callable[[], None] = nothing,
     ) -> Normed:
         launch = None if isinstance(x, Fp8Rows) else self.launch(x, weight, cut=True)
         if launch is None:
             if isinstance(weight, Fp8Weight):
-                return self._add_norm(stream, self._linear(x, weight, None)[None], bias, norm)
+                partials = self._linear(x, weight, None)[None]
+                first()
+                return self._add_norm(stream, partials, bias, norm)
+            first()
             for part in _pieces(len(x)):
                 stream[part].addmm_(x[part], weight.t())
             return self._add_norm(stream, None, bias, norm)
         if len(x) == 1:
+            first()
             skinny_gemm(x, weight, bias, stream[None], launch, added=True)
             return Unnormed(stream, norm)
         partials = x.new_empty(launch.parts, *stream.shape, dtype=torch.float32)
         self._run_skinny(x, weight, None, partials, launch)
+        first()
         return self._add_norm(stream, partials, bias, norm)
 
     def _in_pieces(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:

@@ -56,6 +56,10 @@ Gated = Any
 """From `gated_linear`, for `add_linear_norm` of the same object: a tensor, or its FP8 form."""
 
 
+def nothing() -> None:
+    """Does nothing."""
+
+
 class LayerOps:
     """The operations of a decoder layer around `Attention`, over T packed tokens, in PyTorch.
 
@@ -89,9 +93,19 @@ class LayerOps:
         return x  # type: ignore[no-any-return]
 
     def add_linear_norm(
-        self, stream: torch.Tensor, x: Gated, weight: Weight, bias: torch.Tensor | None, norm: torch.Tensor
+        self,
+        stream: torch.Tensor,
+        x: Gated,
+        weight: Weight,
+        bias: torch.Tensor | None,
+        norm: torch.Tensor,
+        first: Callable[[], None] = nothing,
     ) -> Normed:
-        """Add the projection of x to the stream [T, hidden] in place; return the sum normed by `norm` [hidden]."""
+        """Add the projection of x to the stream [T, hidden] in place; return the sum normed by `norm` [hidden].
+
+        `first` is called before anything here reads or writes the stream.
+        """
+        first()
         if isinstance(weight, Fp8Weight):
             stream += self._linear(x, weight, None)
         else:

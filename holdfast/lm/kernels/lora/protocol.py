@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -34,9 +35,20 @@ class LoraStack:
         return [slice(start, end) for start, end in zip((0, *self.ends), self.ends, strict=False)]
 
 
+Finish = Callable[[torch.Tensor], None]
+"""Ends what `Lora.begin` has begun."""
+
+
 class Lora(Protocol):
     """The adapters of a number of tokens."""
 
     def add(self, out: torch.Tensor, x: torch.Tensor, stack: LoraStack) -> None:
         """Add to out [T, N] in place what each token's adapter makes of its x [T, K]. Tokens without one stay."""
+        ...
+
+    def begin(self, x: torch.Tensor, stack: LoraStack, out: torch.Tensor | None = None) -> Finish:
+        """Begin `add` beside what is launched next, and return what ends it: call it with `out`.
+
+        What is given here as `out` may be neither read nor written until then; otherwise `out` may still be computed.
+        """
         ...

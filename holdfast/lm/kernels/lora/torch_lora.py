@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from holdfast.lm.kernels.lora.groups import Groups
-from holdfast.lm.kernels.lora.protocol import LoraStack
+from holdfast.lm.kernels.lora.protocol import Finish, LoraStack
 
 
 class TorchLora:
@@ -21,6 +21,10 @@ class TorchLora:
         self._groups = [
             (slot, order[start:end]) for slot, start, end in zip(groups.slots.tolist(), starts, ends, strict=True)
         ]
+
+    def begin(self, x: torch.Tensor, stack: LoraStack, out: torch.Tensor | None = None) -> Finish:
+        """See `Lora.begin`. All of it is computed at the end."""
+        return lambda added: self.add(added, x, stack)
 
     def add(self, out: torch.Tensor, x: torch.Tensor, stack: LoraStack) -> None:
         """See `Lora.add`."""

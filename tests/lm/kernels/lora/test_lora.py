@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast.lm.kernels.launch import SideStream
 from holdfast.lm.kernels.lora.groups import groups_of, most_tiles, tile_size, tiles_of
 from holdfast.lm.kernels.lora.protocol import LoraStack
 from holdfast.lm.kernels.lora.shrink_expand import TiledLora
@@ -60,7 +62,7 @@ def tiled(slots: list[int], num_slots: int, device: str, padding: int = 0) -> Ti
     order = np.full(tokens, 10**6)
     order[: len(groups.order)] = groups.order
     lists = [torch.from_numpy(each).to(device) for each in (order, *room, np.array([tiles.shape[1]]))]
-    return TiledLora(tokens, *lists)
+    return TiledLora(tokens, *lists, torch.zeros(3 * room.shape[1], dtype=torch.int32, device=device))
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -120,6 +122,24 @@ def test_a_step_of_many_tokens_has_larger_tiles(device: str) -> None:
     x, out = torch.randn(530, 64, device=device), torch.randn(530, 32, device=device)
     wanted = expected(out, x, stack, slots)
     tiled(slots, 2, device).add(out, x, stack)
+    torch.testing.assert_close(out.double(), wanted, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("how", ["tiled", "by groups"])
+def test_what_is_begun_is_added_at_its_end(how: str, known: bool, device: str) -> None:
+    stack = stack_of([[4], [16]], 640, [48], 16, device, torch.float32)
+    slots = [0, 1, 1, -1, 0]
+    groups = TorchLora(groups_of(np.array(slots)), torch.device(device))
+    lora = replace(tiled(slots, 2, device), beside=SideStream(torch.device(device))) if how == "tiled" else groups
+    x, out = torch.randn(5, 640, device=device), torch.randn(5, 48, device=device)
+    wanted = expected(out, x, stack, slots)
+    if known:
+        lora.begin(x, stack, out)(out)
+    else:
+        end, computed = lora.begin(x, stack), out.clone()
+        end(computed)
+        out = computed
     torch.testing.assert_close(out.double(), wanted, rtol=0, atol=1e-5)
 
 

@@ -4,10 +4,13 @@ import pytest
 
 from holdfast.core.cost import CostModel
 from holdfast.core.training_cost import (
+    ATTENTION,
+    ATTENTION_BACKWARD,
     BACKWARD,
     HEAD,
     HEAD_TOKENS,
     LORA,
+    LORA_ATTENTION,
     TrainingCost,
     TrainingShape,
 )
@@ -31,10 +34,10 @@ def a_cost(attention=0.0, **options):
 
 def test_forward_units_and_half_of_the_head_take_as_long_as_a_step_of_inference_and_the_adapters():
     cost, lengths = a_cost(), (1000, 1000)
-    layers = 4 * (cost.unit("attention", lengths) + cost.unit("mlp", lengths)) / LORA
+    attention, mlp = cost.unit("attention", lengths) / LORA_ATTENTION, cost.unit("mlp", lengths) / LORA
     head = cost.head_units(2000) * cost.unit("head", lengths) / HEAD
-    assert layers + head == pytest.approx(cost.cost.linear(2000))
-    assert cost.unit("mlp", lengths) == pytest.approx(3 * cost.unit("attention", lengths)), "by weights"
+    assert 4 * (attention + mlp) + head == pytest.approx(cost.cost.linear(2000))
+    assert mlp == pytest.approx(3 * attention), "by weights"
 
 
 def test_attention_is_priced_by_sequence_and_more_in_the_backward():
@@ -42,7 +45,7 @@ def test_attention_is_priced_by_sequence_and_more_in_the_backward():
     plain = a_cost()
     forward = cost.unit("attention", (8192,)) - plain.unit("attention", (8192,))
     backward = cost.unit("attention_backward", (8192,)) - plain.unit("attention_backward", (8192,))
-    assert forward == pytest.approx(0.25) and backward == pytest.approx(2.5 * 0.25)
+    assert forward == pytest.approx(0.25 * ATTENTION) and backward == pytest.approx(0.25 * ATTENTION_BACKWARD)
     assert cost.unit("mlp", (8192,)) == plain.unit("mlp", (8192,))
 
 

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import re
 import secrets
-import tempfile
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -137,7 +136,6 @@ class Tuning:
         self._tick_seconds = tick
         share = service.config.tenant_share if len(service.config.api_key) > 1 else 1
         self._tenant_limit = max(1, int(MOST_OPEN * share))
-        self._temporary: tempfile.TemporaryDirectory[str] | None = None
         self.runner = TuningRunner(service, files, self._open_directory(), now)
         self._ticking: asyncio.Task[None] | None = None
         self._closed = False
@@ -279,8 +277,6 @@ class Tuning:
             self._ticking.cancel()
             await asyncio.gather(self._ticking, return_exceptions=True)
         await self.runner.close()
-        if self._temporary is not None:
-            self._temporary.cleanup()
 
     # All jobs
 
@@ -375,14 +371,13 @@ class Tuning:
             raise ApiError(reason, param=f"{where}.target_modules", code="invalid_value") from None
 
     def _open_directory(self) -> Path:
-        """Where the jobs' directories lie. Raises StoreError."""
-        given = self._service.config.tuning_state
-        if given is None and self._service.config.store == MEMORY:
-            self._temporary = tempfile.TemporaryDirectory(prefix="holdfast-tuning-")
-            given = self._temporary.name
-        directory = Path(given) if given is not None else data_directory() / "tuning"
+        """Where the jobs' directories lie. It exists where jobs are taken. Raises StoreError."""
+        config = self._service.config
+        beside = self.files.directory if config.store == MEMORY else data_directory()
+        directory = Path(config.tuning_state) if config.tuning_state is not None else beside / "tuning"
         try:
-            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if self._tunes:
+                directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
             raise StoreError(f"the directory of tuning jobs {directory} cannot be used: {error.strerror}") from None
         return directory.absolute()

@@ -161,6 +161,8 @@ class FakeEngine:
         self.scheduler, self.tuner, self.step_seconds = scheduler, tuner, step_seconds
         self.steps_in_flight = 1
         self.step_share = self.training_share = lambda: 1.0
+        self.predict = None
+        """Of spans, what a step takes, if that is not `step_seconds`."""
         self.now = 0.0
         self.due = deque()
         """Requests to come, by arrival."""
@@ -210,6 +212,8 @@ class FakeEngine:
             if plan is None:
                 break
             seconds = self.step_seconds * self.step_share() if plan.segments else 0.0
+            if plan.segments and self.predict is not None:
+                seconds = self.predict([(segment.start, segment.stop) for segment in plan.segments])
             trained = None
             if plan.training is not None:
                 trained = self.slice_seconds(plan.training) * self.training_share()

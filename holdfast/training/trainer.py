@@ -151,6 +151,10 @@ class _Job:
     resident: _Resident | None = None
     host_grads: torch.Tensor | None = None
     """The gradients of the earlier micro-batches of a step that was offloaded."""
+    updated: bool = False
+    """The step under way has been computed but for its validation, so its vectors are those of the next step."""
+    host_updated: dict[str, torch.Tensor] | None = None
+    """Such vectors of a job that was offloaded. No state holds them before the step ends."""
     done: list[_Done] = field(default_factory=list)
     """Steps whose storing has not begun."""
     unstored: list[_Done] = field(default_factory=list)
@@ -415,6 +419,7 @@ class Trainer:
             _add(resident.vectors["grads"], resident.vectors["fresh"])
         if batch.units[-1].kind == "optimizer":
             self._update(known, resident)
+            known.updated = True
         known.iteration = None
         known.micro_batch += 1
         return batch.tokens, self._end_step(known) if known.micro_batch == len(known.batches) else None
@@ -466,6 +471,7 @@ class Trainer:
         tokens = sum(batch.tokens for batch in known.batches if not batch.validation)
         known.done.append(_Done(known.step, tokens, loss, validation))
         known.step, known.micro_batch, known.batches, known.losses = known.step + 1, 0, (), []
+        known.updated = False
         now = time.monotonic()
         known.step_seconds, known.step_at = now - known.step_at, now
         ends = known.step == known.steps.count
@@ -512,8 +518,9 @@ class Trainer:
         }
         with torch.no_grad():
             for name in STORED:
-                _copy(known.host[name].chunk(len(layers)), vectors[name])
-            if known.micro_batch and known.host_grads is not None:
+                _copy((known.host_updated or known.host)[name].chunk(len(layers)), vectors[name])
+            known.host_updated = None
+            if known.micro_batch and not known.updated and known.host_grads is not None:
                 _copy(known.host_grads.chunk(len(layers)), vectors["grads"])
         _cast(vectors)
         read = vectors.get("cast", vectors["params"])
@@ -528,7 +535,12 @@ class Trainer:
         if known.copied is not None:
             # Whoever gets the blocks next writes after the copy.
             torch.cuda.current_stream(self._device).wait_event(known.copied)
-        if known.micro_batch:
+        if known.updated:
+            known.host_updated = {name: self._pinned(torch.empty_like(known.host[name])) for name in STORED}
+            with torch.no_grad():
+                for name, vector in known.host_updated.items():
+                    _copy(resident.vectors[name], vector.chunk(len(resident.adapters)))
+        elif known.micro_batch:
             if known.host_grads is None:
                 known.host_grads = self._pinned(torch.empty_like(known.host["params"]))
             with torch.no_grad():

@@ -541,6 +541,35 @@ def test_old_states_in_shared_memory_are_deleted_and_others_stay(
     assert mirror_directory("auto") is None
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "options", [{"deferral_bound": 0.0}, SLICES | {"tbt_target": 25.0}], ids=["deferral", "slices"]
+)
+def test_a_gpu_trains_beside_streams_whose_tokens_stay_the_same(
+    bench: Callable[..., Bench], options: dict[str, Any], tmp_path: Path
+) -> None:
+    def serve(with_job: bool) -> Bench:
+        each = bench(
+            model=BUILTIN_MODEL, device="cuda", dtype="bfloat16", cache_gb=0.5, max_sequences=4, host_cache_gb=0.2,
+            **options,
+        )  # fmt: skip
+        if with_job:
+            each.start(new_job(tmp_path, epochs=4, learning_rate=0.001))
+        for turn in range(6):
+            for name in range(4):
+                each.submit(f"{turn}-{name}", [3 + turn, 5 + name, 7, 11, 13], 24)
+            each.until(lambda wanted=4 * turn + 4: len(each.ended) == wanted)
+        if with_job:
+            each.finish("job")
+        return each
+
+    without, beside = serve(False), serve(True)
+    assert without.tokens == beside.tokens
+    losses, _ = beside.result("job")
+    assert len(losses) == 12 and losses[-1] < losses[0]
+    assert bool(beside.beside) == ("tbt_target" in options)
+
+
 # Through a process
 
 

@@ -202,6 +202,68 @@ def test_a_slow_disk_delays_reports_and_no_step(
     assert written[0] == 1 and 2 not in written and written[-1] == 18
 
 
+def test_a_job_is_settled_when_its_last_state_is_written_and_whoever_waits_is_woken_after_that(
+    model: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = trainer_for(model)
+    trainer.open(new_job(tmp_path))
+    act(trainer, "job", "restore")
+    write, free, found = StateFiles.write, threading.Event(), list[tuple[bool, bool]]()
+
+    def slow(self: StateFiles, state: State) -> None:
+        assert free.wait(20)
+        write(self, state)
+
+    woken = threading.Event()
+
+    def wake() -> None:
+        found.append((trainer.settled("job"), trainer.has_reports))
+        woken.set()
+
+    trainer.wake = wake
+    monkeypatch.setattr(StateFiles, "write", slow)
+    while trainer.next_slice("job")[0] < 1:
+        advance(trainer, "job")
+    assert not trainer.settled("job") and not trainer.has_reports and trainer.is_resident("job")
+    free.set()
+    assert woken.wait(20) and found == [(True, True)]
+    act(trainer, "job", "offload")
+    assert not trainer.is_resident("job")
+
+
+def test_a_state_that_is_on_the_disk_is_not_written_again(
+    model: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, written = StateFiles.write, list[int]()
+
+    def counted(self: StateFiles, state: State) -> None:
+        written.append(state.step)
+        write(self, state)
+
+    monkeypatch.setattr(StateFiles, "write", counted)
+    trainer = trainer_for(model)
+    trainer.open(new_job(tmp_path))
+    act(trainer, "job", "restore")
+    finish(trainer, "job")
+    trainer.host_vector("job", "params")  # waits for the writer
+    before = [*written]
+    act(trainer, "job", "offload")
+    trainer.close("job")
+    assert before[-1] == 6 and written == before
+
+
+def test_room_for_a_job_is_known_before_it_is_open(model: Decoder, tmp_path: Path) -> None:
+    trainer = trainer_for(model)
+    steps = trainer.open(new_job(tmp_path))
+    for keep in (False, True):
+        assert trainer.blocks_for(steps.job.hyperparameters, 50, keep=keep) == trainer.blocks("job", 50, keep=keep)
+    assert trainer.newest_checkpoint("job") == ""
+    act(trainer, "job", "restore")
+    finish(trainer, "job")
+    trainer.host_vector("job", "params")
+    assert trainer.newest_checkpoint("job") == str(tmp_path / "job" / "checkpoints" / "6")
+
+
 def test_steps_that_no_file_took_are_reported_with_the_next_stored_one(
     model: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

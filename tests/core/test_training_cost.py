@@ -1,0 +1,83 @@
+"""The cost of training: units add up to what a forward of as many tokens takes, and grow as they should."""
+
+import pytest
+
+from holdfast.core.cost import CostModel
+from holdfast.core.training_cost import (
+    BACKWARD,
+    HEAD,
+    HEAD_TOKENS,
+    LORA,
+    TrainingCost,
+    TrainingShape,
+)
+from holdfast.training.jobs import HEAD_ROWS
+
+SHAPE = TrainingShape(num_layers=4, attention_weights=10, mlp_weights=30, head_weights=40)
+
+
+def a_cost(attention=0.0, **options):
+    model = CostModel(
+        model="m",
+        device="d",
+        linear_tokens=(1, 64, 8192),
+        linear_seconds=(0.002, 0.002, 0.256),
+        attention_queries=(1, 8192),
+        attention_contexts=(1, 8192),
+        attention_seconds=((0.0, attention), (0.0, attention)),
+    )
+    return TrainingCost(model, SHAPE, **options)
+
+
+def test_forward_units_and_half_of_the_head_take_as_long_as_a_step_of_inference_and_the_adapters():
+    cost, lengths = a_cost(), (1000, 1000)
+    layers = 4 * (cost.unit("attention", lengths) + cost.unit("mlp", lengths)) / LORA
+    head = cost.head_units(2000) * cost.unit("head", lengths) / HEAD
+    assert layers + head == pytest.approx(cost.cost.linear(2000))
+    assert cost.unit("mlp", lengths) == pytest.approx(3 * cost.unit("attention", lengths)), "by weights"
+
+
+def test_attention_is_priced_by_sequence_and_more_in_the_backward():
+    cost = a_cost(attention=1.0)
+    plain = a_cost()
+    forward = cost.unit("attention", (8192,)) - plain.unit("attention", (8192,))
+    backward = cost.unit("attention_backward", (8192,)) - plain.unit("attention_backward", (8192,))
+    assert forward == pytest.approx(0.25) and backward == pytest.approx(2.5 * 0.25)
+    assert cost.unit("mlp", (8192,)) == plain.unit("mlp", (8192,))
+
+
+def test_a_backward_that_computes_its_forward_again_costs_both():
+    cost = a_cost(attention=1.0)
+    for half in ("attention", "mlp"):
+        kept, again = (cost.unit(f"{half}_backward", (512,), recompute=each) for each in (False, True))
+        assert again == pytest.approx(kept + cost.unit(half, (512,)))
+    assert cost.unit("mlp_backward", (512,)) == pytest.approx(BACKWARD * cost.unit("mlp", (512,)))
+
+
+def test_an_iteration_is_the_sum_of_its_units():
+    cost, lengths = a_cost(attention=0.1), (700, 900)
+    units = [(kind, 4) for kind in ("attention", "mlp", "mlp_backward", "attention_backward")]
+    units += [("head", 2), ("optimizer", 1)]
+    assert cost.iteration(lengths) == pytest.approx(sum(count * cost.unit(kind, lengths) for kind, count in units))
+    assert cost.iteration(lengths, recompute=True) > cost.iteration(lengths)
+
+
+def test_the_automatic_micro_batch_is_the_largest_whose_units_take_a_sixth_of_the_target():
+    cost = a_cost()
+    for target in (0.02, 0.05, 0.1, 0.4):
+        chosen = cost.auto_micro_batch(target, 1)
+        assert chosen == 512 or 6 * cost.largest_unit(chosen) <= target
+        assert chosen == 8192 or 6 * cost.largest_unit(2 * chosen) > target
+    assert cost.auto_micro_batch(0.02, 1) < cost.auto_micro_batch(0.4, 1)
+    assert cost.auto_micro_batch(None, 1) == 8192
+    assert cost.auto_micro_batch(0.001, 3000) == 3000, "no example is cut"
+
+
+def test_a_unit_of_the_head_has_as_many_tokens_as_the_trainer_computes_at_once():
+    assert HEAD_TOKENS == HEAD_ROWS
+    assert [a_cost().head_units(tokens) for tokens in (1, 1024, 1025)] == [1, 1, 2]
+
+
+def test_sizes_below_one_are_refused_by_name():
+    with pytest.raises(ValueError, match="mlp_weights is 0; it must be at least 1"):
+        TrainingShape(1, 1, 0, 1)

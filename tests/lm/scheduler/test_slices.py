@@ -1,0 +1,176 @@
+"""Slices of training beside streams: what gets one, how large it is, and what goes before it."""
+
+import random
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.core.types import BATCH_CLASS
+from holdfast.lm.scheduler.policies import LatencyTarget, StallFree
+from holdfast.lm.scheduler.slices import BUSY_SECONDS, IDLE_SECONDS, RESERVE, TrainingSlices
+from tests.scheduling import create_scheduler
+from tests.training_plans import FakeEngine, a_request, blocks_of, cost_model, make_steps, make_tuner
+
+TARGET = 0.025
+
+
+def an_engine(*, target=TARGET, cost=None, steps=None, ceiling=64, progress=False, tuning=None, inner=None, **options):
+    """An engine whose steps take what its cost model predicts."""
+    cost = cost or cost_model(slope=0.0001)
+    tuner = make_tuner(tuning or cost)
+    inner = inner or LatencyTarget(cost, target, tile=4, ceiling=ceiling)
+    policy = TrainingSlices(inner, tuner, cost, target, progress=progress)
+    scheduler = create_scheduler(policy=policy, tuner=tuner, blocks=256, **{"max_sequences": 16, **options})
+    engine = FakeEngine(scheduler, tuner, step_seconds=0.0)
+    engine.predict = cost.predictor().segments
+    engine.open("job", steps or make_steps([16] * 64, micro_batch=32, epochs=1000), blocks_of(2))
+    return engine
+
+
+def slices(engine):
+    return [plan.training for _, plan in engine.plans if plan.training is not None and plan.training.action == "run"]
+
+
+def test_slices_of_an_idle_engine_follow_each_other_unit_by_unit_one_at_a_time():
+    engine = an_engine()
+    engine.steps_in_flight = 2
+    engine.run(40)
+    found = slices(engine)
+    assert len(found) > 30
+    at = 0
+    for each in found:
+        assert each.first == at
+        at = each.stop % 10  # units of a micro-batch: two layers, a chunk of the head, and the optimizer
+        assert engine.slice_seconds(each) <= IDLE_SECONDS
+    assert len({time for time, _ in engine.plans[1:]}) == len(engine.plans) - 1, "nothing is planned past a slice"
+
+
+def test_a_step_of_decodes_is_filled_up_to_the_target():
+    engine = an_engine()
+    engine.add(a_request("r", tokens=60))
+    engine.run(50)
+    for _, plan in engine.plans[5:]:
+        step, trained = engine.predict([(s.start, s.stop) for s in plan.segments]), 0.0
+        if plan.training is not None and plan.training.action == "run":
+            trained = engine.slice_seconds(plan.training)
+            units = len(engine.jobs["job"].micro_batches(0)[0].units)
+            if plan.training.stop < units:  # not cut by the micro-batch's end
+                assert step + trained > 0.6 * TARGET
+        assert step + trained <= TARGET
+
+
+def test_a_unit_that_does_not_fit_beside_the_decodes_waits_until_nothing_runs():
+    slow = cost_model(slope=0.01)
+    engine = an_engine(tuning=slow)
+    engine.add(a_request("r", tokens=20))
+    engine.run(19)
+    assert not slices(engine)
+    engine.run(10)
+    assert all(each.stop == each.first + 1 for each in slices(engine)) and len(slices(engine)) >= 5
+
+
+def test_chats_go_before_batches_and_batches_before_training():
+    engine = an_engine(max_sequences=1)
+    engine.add(a_request("chat", tokens=30))
+    engine.run(3)
+    assert slices(engine)
+    before = len(slices(engine))
+    engine.add(a_request("line", priority=BATCH_CLASS, tokens=5))
+    engine.run(3)
+    assert len(slices(engine)) > before, "a batch's line that waits for a row holds nothing up"
+    engine.add(a_request("chat 2", tokens=5))
+    before = len(slices(engine))
+    engine.run(3)
+    assert len(slices(engine)) == before
+
+
+def test_no_slice_runs_beside_a_prompt_of_a_stream_that_is_not_whole():
+    engine = an_engine(ceiling=8)
+    engine.add(a_request("r", prompt=30))
+    engine.run(3)
+    assert not slices(engine)
+    engine.run(2)
+    assert slices(engine)
+
+
+def test_a_busy_engine_trains_again_only_after_a_quiet_second():
+    engine = an_engine(max_sequences=2)
+    for number in range(2):
+        engine.add(a_request(str(number), tokens=110))
+    engine.run(2)
+    engine.add(a_request("waits", tokens=2))
+    engine.run(1)
+    engine.scheduler.abort("waits")
+    seen = engine.now
+    before = len(slices(engine))
+    while len(slices(engine)) == before:
+        engine.now += 0.01
+        engine.run(1)
+    assert engine.plans[-1][0] >= seen + BUSY_SECONDS - 0.03
+
+
+def test_with_progress_a_unit_runs_every_two_seconds_however_full_the_steps_are():
+    slow = cost_model(slope=0.01)
+    engine = an_engine(tuning=slow, progress=True)
+    engine.add(a_request("r", tokens=110))
+    for _ in range(100):
+        engine.now += 0.06
+        engine.run(1)
+    times = [time for time, plan in engine.plans if plan.training is not None]
+    assert 2 <= len(times) <= 4
+    assert all(later - earlier >= 2.0 for earlier, later in pairwise(times[1:]))
+
+
+def test_measured_units_correct_the_size_of_slices():
+    """The device takes twice as long for units as is predicted: slices become half as large."""
+    engine = an_engine()
+    engine.training_share = lambda: 2.0
+    engine.add(a_request("r", tokens=110))
+    engine.run(100)
+    late = [plan for _, plan in engine.plans[60:] if plan.training is not None]
+    spent = [2 * engine.slice_seconds(plan.training) for plan in late]
+    assert max(spent) <= TARGET - 0.004 and max(spent) > 0.5 * (TARGET - 0.004)
+
+
+def test_a_fixed_budget_computed_once_has_slices_too():
+    engine = an_engine(inner=StallFree(16))
+    engine.add(a_request("r", tokens=30))
+    engine.run(20)
+    assert slices(engine)
+
+
+@given(
+    seed=st.integers(0, 1 << 32),
+    target=st.sampled_from((0.008, 0.025, 0.08)),
+    in_flight=st.sampled_from((1, 2)),
+)
+def test_a_slice_never_makes_a_predicted_step_exceed_the_target(seed, target, in_flight):
+    """Also not the first ones, before anything was measured. The device takes what is predicted."""
+    choose = random.Random(seed)
+    slope = choose.choice((0.00005, 0.0002, 0.001))
+    lengths = [choose.randint(4, 64) for _ in range(32)]
+    steps = make_steps(lengths, micro_batch=128, epochs=1000, validation=[8, 30])
+    engine = an_engine(target=target, cost=cost_model(slope=slope), steps=steps, ceiling=choose.choice((8, 64)))
+    engine.steps_in_flight = in_flight
+    at = 0.0
+    for number in range(30):
+        at += choose.expovariate(10.0)
+        engine.due.append(
+            a_request(
+                str(number), arrival=at, prompt=choose.randint(1, 60), tokens=choose.randint(1, 40),
+                priority=choose.choice((0, BATCH_CLASS)),
+            )
+        )  # fmt: skip
+    engine.run(150)
+    for _, plan in engine.plans:
+        if plan.training is None or plan.training.action != "run" or not plan.segments:
+            continue
+        step = engine.predict([(segment.start, segment.stop) for segment in plan.segments])
+        assert step + engine.slice_seconds(plan.training) <= target * (1 - RESERVE) + 1e-12
+
+
+def test_a_target_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="target is 0"):
+        TrainingSlices(StallFree(8), make_tuner(), cost_model(), 0.0)

@@ -1,0 +1,103 @@
+"""The trainer under the scheduler: whatever requests take from it, a job computes the same, bit for bit."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from holdfast.lm.models.decoder import Decoder
+from holdfast.lm.scheduler.builder import Policy
+from holdfast.lm.scheduler.deferral import Deferred
+from holdfast.lm.scheduler.policies import StallFree
+from holdfast.lm.scheduler.slices import TrainingSlices
+from tests.scheduling import answer, create_scheduler
+from tests.training_plans import a_request, cost_model, make_tuner
+from tests.tuning import act, advance, arena_for, drawn_examples, finish, native, new_job, trainer_for
+
+SEED = 3
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    return native("llama", tmp_path_factory.mktemp("base"))[1]
+
+
+@pytest.mark.parametrize("name", ["deferred", "slices", "scarce"])
+def test_jobs_beside_requests_have_the_losses_and_parameters_of_jobs_alone(
+    model: Decoder, name: str, tmp_path: Path
+) -> None:
+    validation = drawn_examples(3, seed=9)
+    alone = trainer_for(model)
+    expected = {}
+    for job in ("one", "two"):
+        alone.open(new_job(tmp_path / "alone", name=job, validation=validation))
+        act(alone, job, "restore")
+        expected[job] = finish(alone, job)
+        act(alone, job, "offload")
+
+    choose = random.Random(SEED)
+    sizing = trainer_for(model)
+    sizing.open(new_job(tmp_path / "sizing"))
+    tokens = sizing.steps("job").job.hyperparameters.micro_batch
+    most = sizing.blocks("job", tokens, keep=True)
+    blocks = most + (0 if name == "scarce" else 20)
+    trainer = trainer_for(model, arena=arena_for(model, blocks))
+    cost = cost_model(slope=0.0001)
+    tuner = make_tuner(cost, max_blocks=most)
+    policy: Policy = Deferred(StallFree(64), tuner, choose.choice((0.0, 0.05)))
+    if name != "deferred":
+        policy = TrainingSlices(StallFree(64), tuner, cost, 0.025)
+    scheduler = create_scheduler(
+        policy=policy, tuner=tuner, blocks=blocks, block_size=1, max_sequences=4, headroom=0.05, sharing=False
+    )
+    for job in ("one", "two"):
+        steps = trainer.open(new_job(tmp_path / "beside", name=job, validation=validation))
+        tuner.add(job, steps, lambda count, keep, job=job: trainer.blocks(job, count, keep=keep))
+    losses: dict[str, list[float]] = {"one": [], "two": []}
+    actions, now, requests = Counter[str](), 0.0, 0
+    while scheduler.has_work():
+        if choose.random() < 0.15 and requests < 60:
+            prompt = choose.randint(2, blocks - 7 if name == "scarce" else 12)
+            scheduler.add(a_request(str(requests), arrival=now, prompt=prompt, tokens=choose.randint(1, 6)))
+            requests += 1
+        plan = scheduler.schedule(now)
+        assert plan is not None
+        result = answer(plan)
+        if plan.training is not None:
+            actions[plan.training.action] += 1
+            result = replace(result, training=trainer.run(plan.training, plan.lent))
+            if result.training is not None and result.training.loss is not None:
+                losses[plan.training.job].append(result.training.loss)
+        scheduler.update(plan, result, now)
+        now += 0.005
+    assert losses == expected
+    for job in ("one", "two"):
+        for vector in ("params", "means", "variances"):
+            assert torch.equal(trainer.host_vector(job, vector), alone.host_vector(job, vector))
+    assert {*tuner.ended} == {"one", "two"} and requests > 5
+    if name == "scarce":
+        assert actions["drop"] and actions["offload"] > 2, "besides when each job ends"
+
+
+def test_a_job_that_leaves_between_its_update_and_its_validation_keeps_the_update(
+    model: Decoder, tmp_path: Path
+) -> None:
+    losses = {}
+    for name in ("stays", "leaves"):
+        trainer = trainer_for(model)
+        trainer.open(new_job(tmp_path, name=name, validation=drawn_examples(3, seed=9)))
+        act(trainer, name, "restore")
+        losses[name] = []
+        while (step := trainer.next_slice(name)[0]) < 6:
+            _, micro_batch, _ = trainer.next_slice(name)
+            if name == "leaves" and trainer.steps(name).micro_batches(step)[micro_batch].validation:
+                act(trainer, name, "offload")
+                act(trainer, name, "restore")
+            if (loss := advance(trainer, name).loss) is not None:
+                losses[name].append(loss)
+    assert losses["leaves"] == losses["stays"]

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import re
 import secrets
+import shutil
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -38,6 +39,8 @@ KEPT_SECONDS = DAYS_30
 """How long a job that left no adapter can be found."""
 TICK_SECONDS = 2.0
 """Jobs that were changed at another server, or whose server has ended, are seen so soon."""
+SERVE_SECONDS = 60.0
+"""What jobs at other servers have written is served here so soon, if it is in the directory."""
 CLEAN_SECONDS = 3600.0
 MODEL_CHARACTERS = 32
 """Of the base model's name, in that of a tuned one."""
@@ -246,12 +249,15 @@ class Tuning:
     async def adapter_file(self, tenant: str, id: str, name: str) -> tuple[IO[bytes], int]:
         """A file of a job's newest adapter, and its size. Raises ApiError 404."""
         job = await self.retrieve(tenant, id)
+        reason = f"there is no adapter file {name[:64]!r} of this job; {' and '.join(ADAPTER_FILES)} come with an epoch"
+        missing = ApiError(reason, status=404, code="adapter_not_found")
         if name not in ADAPTER_FILES or not job.checkpoints:
-            reason = f"the job has no adapter file {name[:64]!r} yet; there are {' and '.join(ADAPTER_FILES)}"
-            raise ApiError(reason, status=404, code="adapter_not_found")
+            raise missing
         path = self.runner.checkpoint(job, job.checkpoints[-1].step) / name
         try:
             return await self.files.on_disk(lambda: (path.open("rb"), path.stat().st_size))
+        except FileNotFoundError:  # the model was deleted
+            raise missing from None
         except OSError as error:
             raise unavailable(error) from None
 
@@ -267,6 +273,8 @@ class Tuning:
             raise ApiError(f"a checkpoint goes with its model; delete {job.name}", param="model", code="not_tuned")
         await self._store.run(lambda store: JobTable(store.database).withdraw(tenant, id))
         await self.runner.give_up(id)
+        directory = self.runner.directory / id
+        await self.files.on_disk(lambda: shutil.rmtree(directory, ignore_errors=True))
 
     async def close(self) -> None:
         """Store what was told. The jobs go on at the next start. May be called more than once."""
@@ -282,7 +290,7 @@ class Tuning:
 
     async def _tick(self) -> None:
         """Look after the jobs, and delete what is old."""
-        next_clean = 0.0
+        next_clean = next_serve = 0.0
         while True:
             try:
                 if ids := list(self.runner.running):
@@ -290,8 +298,10 @@ class Tuning:
                     for id, asked in found.items():
                         self.runner.want(id, *asked)
                 await self._adopt()
-                if time.monotonic() >= next_clean:
+                if time.monotonic() >= next_serve:
                     await self._serve_all()
+                    next_serve = time.monotonic() + SERVE_SECONDS
+                if time.monotonic() >= next_clean:
                     await self._clean()
                     next_clean = time.monotonic() + CLEAN_SECONDS
             except EngineDead:
@@ -313,9 +323,13 @@ class Tuning:
         return await self.files.on_disk(lambda: [job for job in mine if whole(job)])
 
     async def _serve_all(self) -> None:
-        """Serve what jobs have written that no longer run, or that run elsewhere."""
-        for job in await self._here():
-            if job.id not in self.runner.running:
+        """Serve what jobs have written that no longer run, or run elsewhere; and no more what was deleted elsewhere."""
+        ran = {*self.runner.running}  # before the store is read: one that ends meanwhile is not among what is found
+        found = {job.id: job for job in await self._here()}
+        for id in {id for _, id in self._service.tuned.values()} - found.keys() - self.runner.running.keys() - ran:
+            await self.runner.give_up(id)
+        for id, job in found.items():
+            if id not in self.runner.running:
                 await self.runner.serve(job)
 
     async def _adopt(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import shutil
 import time
 import uuid
@@ -205,7 +206,7 @@ class TuningRunner:
         try:
             run = await self._client.tuning.start(self._order(running.job))
         except TuningError as error:
-            await self._fail(running, [("", LineFault(code="tuning_refused", message=str(error)))])
+            await self._fail(running, [("", LineFault(code="tuning_refused", message=without_paths(str(error))))])
             return
         await self._started(running, run.info)
         following = asyncio.create_task(self._follow(running, run))
@@ -367,7 +368,7 @@ class TuningRunner:
             case "cancelled":
                 await self._cancel(running)
             case "failed":
-                await self._fail(running, [("", LineFault(code="tuning_failed", message=ended.reason))])
+                await self._fail(running, [("", LineFault(code="tuning_failed", message=without_paths(ended.reason)))])
             case "succeeded":
                 made = await self._persist(lambda: self._write_results(running.job))
                 name = running.job.name
@@ -472,11 +473,10 @@ class TuningRunner:
                     await self._unload(name)
 
     async def give_up(self, job: str) -> None:
-        """Serve no adapter of a job any more, and delete its directory."""
+        """Serve no adapter of a job any more."""
         async with self._serving:
             for name in [name for name, (_, id) in self._service.tuned.items() if id == job]:
                 await self._unload(name)
-        await self._files.on_disk(lambda: shutil.rmtree(self.directory / job, ignore_errors=True))
 
     async def _unload(self, name: str) -> None:
         """Serve an adapter no more. Requests that use it run to their end."""
@@ -500,6 +500,11 @@ class TuningRunner:
                     path.unlink(missing_ok=True)
 
         await self._files.on_disk(delete)
+
+
+def without_paths(reason: str) -> str:
+    """The engine's reason, for a client: an error of the system names a file."""
+    return re.sub(r"'/[^']*'", "a file", reason)
 
 
 def in_words(param: str, fault: LineFault) -> str:

@@ -23,6 +23,7 @@ from holdfast.engine.tuning import (
 from holdfast.server.conversations.database import MEMORY, data_directory
 from holdfast.server.conversations.store import Store
 from holdfast.server.conversations.values import StoreError
+from holdfast.server.jobs.batch_runner import REST_SECONDS
 from holdfast.server.jobs.files import DAYS_30, Files, unavailable
 from holdfast.server.jobs.owner import Owner
 from holdfast.server.jobs.tables import JobTable, TooMany, WrongPurpose
@@ -34,7 +35,7 @@ from holdfast.server.service import Service
 MOST_OPEN = 256
 """Most tuning jobs that have not ended, of all tenants."""
 MOST_KEPT = 1000
-"""Most jobs of one tenant whose adapters are kept."""
+"""Most jobs of one tenant whose adapters are kept, and most that have ended without any."""
 KEPT_SECONDS = DAYS_30
 """How long a job that left no adapter can be found."""
 TICK_SECONDS = 2.0
@@ -356,7 +357,8 @@ class Tuning:
 
     async def _clean(self) -> None:
         oldest = self._now() - KEPT_SECONDS
-        await self._store.run(lambda store: JobTable(store.database).drop_old(oldest))
+        while await self._store.run(lambda store: JobTable(store.database).drop_old(oldest)):
+            await asyncio.sleep(REST_SECONDS)
 
     # Checks
 

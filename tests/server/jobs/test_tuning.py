@@ -500,6 +500,20 @@ async def test_open_jobs_are_limited_by_tenant(tmp_path: Path, monkeypatch: pyte
         await here.submit([chat()], "two")
 
 
+async def test_of_jobs_that_left_nothing_only_the_newest_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuning, "MOST_KEPT", 2)
+    async with server(tmp_path) as here:
+        ids = []
+        for _ in range(4):
+            ids.append(await here.submit([{"prompt": "a"}]))
+            await here.ended(ids[-1])
+        last = await here.submit([chat()])
+        found, _ = await here.tuning.page("", limit=10, after=None, metadata={})
+        assert [job.id for job in found] == [last, ids[3], ids[2]]
+
+
 async def test_examples_hold_the_answers_tokens_as_what_is_learned(tmp_path: Path) -> None:
     async with server(tmp_path) as here:
         here.client.tuner.seconds = 10

@@ -1,6 +1,7 @@
 """Shared by tests of planned training: jobs as sizes, and a trainer that checks every slice and its memory."""
 
 from collections import Counter, deque
+from zlib import crc32
 
 from holdfast.core.cost import CostModel
 from holdfast.core.training_cost import TrainingCost, TrainingShape
@@ -144,7 +145,7 @@ class FakeTrainer:
 
 
 def a_request(name, *, arrival=0.0, prompt=4, tokens=2, priority=0):
-    own = hash(name) % 10_000
+    own = crc32(name.encode()) % 10_000
     return Request(
         id=name,
         prompt=tuple(range(own, own + prompt)),

@@ -14,7 +14,8 @@ class Deferred(Policy):
     """FineInfer's deferral rule around a policy of inference.
 
     A waiting request starts iff waited + T_ft > bound, T_ft being the upper estimate of one iteration of training
-    (`Tuner.iteration_seconds`). While nothing runs, whole iterations run; while anything runs, none begins. A bound of
+    (`Tuner.iteration_seconds`). While nothing runs, whole iterations run; while anything runs, none begins, and no more
+    than the vectors of a job that has to go are copied to the host. A bound of
     0 is inference first, and infinity is training to its end. Without a job that can run nothing is deferred.
 
     Nobody waits longer than max(bound, T_ft) and one step of inference, as far as rows and memory have room.
@@ -37,7 +38,7 @@ class Deferred(Policy):
         self.inner.plan(step)
         if step.due is not None:
             step.admit(beyond_budget=True)  # the rule asks for rows and memory, not for a place in this very step
-        if not (step.running or step.swapping_in or step.in_flight):
+        if tuner.leaves or not (step.running or step.swapping_in or step.in_flight):
             step.train()
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:

@@ -32,7 +32,8 @@ class TrainingSlices(Policy):
     def __init__(self, inner: Policy, tuner: Tuner, cost: CostModel, target: float, *, progress: bool = False) -> None:
         """`target` in seconds between tokens, above 0; else ValueError.
 
-        With `progress` a unit runs every PROGRESS_SECONDS, whatever waits and however full the steps are.
+        With `progress` a unit runs every PROGRESS_SECONDS, whatever waits and however full the steps are. In any case a
+        job that has to go waits no longer than that.
         """
         if not target > 0:
             raise ValueError(f"target is {target} s; it must be above 0")
@@ -56,7 +57,7 @@ class TrainingSlices(Policy):
             self._predicted[step.number] = prompts, seconds
             seconds *= self._corrections[prompts].factor
         idle = not step.num_tokens
-        late = self.progress and step.now >= self._trained_at + PROGRESS_SECONDS
+        late = (self.progress or self.tuner.leaves) and step.now >= self._trained_at + PROGRESS_SECONDS
         if (self._must_yield(step) and not late) or (idle and step.in_flight):
             return
         room = min(self.target, IDLE_SECONDS) if idle else self.target * (1 - RESERVE) - seconds

@@ -277,6 +277,11 @@ class Tuner:
         return self._choose() is not None
 
     @property
+    def leaves(self) -> bool:
+        """Whether the job on the device has to go: it is complete, paused or removed, or its turn is over."""
+        return self._resident is not None and self._resident is not self._choose()
+
+    @property
     def has_work(self) -> bool:
         """Whether a job can run, or has to leave the device. Then the loop goes on without a request."""
         return self.runs or self._resident is not None

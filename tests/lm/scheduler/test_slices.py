@@ -4,7 +4,7 @@ import random
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.core.types import BATCH_CLASS
@@ -123,6 +123,19 @@ def test_with_progress_a_unit_runs_every_two_seconds_however_full_the_steps_are(
     assert all(later - earlier >= 2.0 for earlier, later in pairwise(times[1:]))
 
 
+def test_a_complete_job_leaves_the_device_within_two_seconds_however_full_the_steps_are():
+    engine = an_engine(max_sequences=1)
+    engine.run(2)
+    engine.tuner.cost.block_seconds = 1.0
+    engine.tuner.remove("job")
+    engine.add(a_request("runs", tokens=110))
+    engine.add(a_request("waits", tokens=110))
+    while not engine.tuner.ended:
+        engine.now += 0.05
+        engine.run(1)
+        assert engine.now < 2.2
+
+
 def test_measured_units_correct_the_size_of_slices():
     """The device takes twice as long for units as is predicted: slices become half as large."""
     engine = an_engine()
@@ -141,6 +154,7 @@ def test_a_fixed_budget_computed_once_has_slices_too():
     assert slices(engine)
 
 
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 1 << 32),
     target=st.sampled_from((0.008, 0.025, 0.08)),

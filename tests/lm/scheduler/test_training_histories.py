@@ -160,15 +160,15 @@ def play(seed, name="stall-free"):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(35))
 def test_requests_and_jobs_of_a_random_history_both_get_what_they_get_alone(name, seed):
     play(seed, name)
 
 
 def test_random_histories_exercise_every_way_of_giving_memory_back():
-    seen = sum((play(seed).seen for seed in range(100, 160)), Counter())
-    assert seen["jobs done"] > 50
-    assert min(seen[name] for name in ("run", "drop", "offload", "restore")) > 30 and seen["release"] > 5
+    seen = sum((play(seed).seen for seed in range(100, 140)), Counter())
+    assert seen["jobs done"] > 100
+    assert min(seen[name] for name in ("run", "drop", "offload", "restore")) > 20 and seen["release"] > 3
     assert min(seen["kept"], seen["recomputed"], seen["beside requests"]) > 50
     assert seen["moved"] > 20
 

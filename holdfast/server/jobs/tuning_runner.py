@@ -325,7 +325,8 @@ class TuningRunner:
         await self._change(running, fields, events)
         for _ in told:
             running.told.popleft()
-        self._count(running.job, tokens - job.trained_tokens)
+        if loss is not None:
+            self._service.metrics.loss_of(job.id, loss)
         if "checkpoints" in fields:
             await self.serve(running.job)
         return ended
@@ -355,12 +356,6 @@ class TuningRunner:
     def _new_checkpoint(self, step: int, loss: float, validation: float | None) -> JobCheckpoint:
         id = f"ftckpt_{uuid.uuid4().hex}"
         return JobCheckpoint(id=id, step=step, created=self._now(), loss=loss, validation=validation)
-
-    def _count(self, job: TuningJob, tokens: int) -> None:
-        metrics = self._service.metrics
-        metrics.training_tokens.inc(tokens)
-        if job.loss is not None:
-            metrics.loss_of(job.id, job.loss)
 
     async def _finish(self, running: RunningJob, ended: JobEnded) -> None:
         """End a job that the engine has done with."""

@@ -159,6 +159,10 @@ async def test_openais_client_tunes_a_model_and_uses_it(listening: Listening, cl
         async with httpx.AsyncClient() as plain:
             adapter = await plain.get(f"{server.url}/v1/fine_tuning/jobs/{job.id}/adapter/adapter_config.json")
             assert adapter.json() == {"step": 6}
+        async with httpx.AsyncClient() as plain:
+            series = [line for line in (await plain.get(f"{server.url}/metrics")).text.splitlines() if line[:1] != "#"]
+            names = [line.rpartition(" ")[0] for line in series]
+            assert f'holdfast_training_loss{{job="{job.id}"}}' in names and len(names) == len(set(names))
         assert (await api.models.delete(done.fine_tuned_model)).deleted
         assert [model.id async for model in api.models.list()] == ["tiny"] and list(client.adapters) == []
     (order,) = client.tuner.orders

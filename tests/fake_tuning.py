@@ -40,6 +40,7 @@ class FakeTuner:
         self.refuse = ""
         self.breaks_at = 0
         """The step at which a job fails."""
+        self.breaks_with = "the loss is not a number"
         self.orders: list[JobStart] = []
         self.changes: list[tuple[str, str]] = []
         self.steps: list[tuple[str, int]] = []
@@ -119,7 +120,7 @@ class FakeTuner:
             await asyncio.sleep(self.seconds)
             await self._may_run[order.id].wait()
             if step == self.breaks_at:
-                self._tell(JobEnded(order.id, "failed", "the loss is not a number"))
+                self._tell(JobEnded(order.id, "failed", self.breaks_with))
                 return
             self.steps.append((order.id, step))
             checkpoint = ""

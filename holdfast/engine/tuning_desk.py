@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from holdfast.core.config import check_adapter_name
 from holdfast.engine import messages
 from holdfast.engine.adapter_desk import AdapterDesk
 from holdfast.engine.messages import JobEnded, JobEvent, JobInfo, JobStart, JobStatus, JobStep
+from holdfast.lm.scheduler.deferral import DEFAULT_BOUND
 from holdfast.lm.scheduler.tuner import Tuner
 from holdfast.training.data import EXAMPLES_FILE, VALIDATION_FILE, Examples, digest_of
 from holdfast.training.jobs import ALL_MODULES, Hyperparameters, TrainingJob, auto_batch_size, auto_epochs
@@ -48,7 +50,8 @@ class TuningRules:
     target: float | None
     """Seconds between tokens."""
     bound: float
-    """Of the deferral rule, in seconds; where there is no target."""
+    """Of the deferral rule, in seconds; where there is no target. A request waits for one iteration in any case, so a
+    bound of 0 or infinity makes none longer than DEFAULT_BOUND."""
     max_rank: int
     """Of the adapters that are served."""
     threads: int
@@ -226,12 +229,19 @@ class TuningDesk:
 
         `longest` is the number of tokens of the longest example; no step has more than `most`.
         """
-        cost, rules = self._tuner.cost, self._rules
-        tokens = cost.auto_micro_batch(rules.target, longest)
-        in_time = rules.target is None and 0 < rules.bound < float("inf")
-        while tokens // 2 >= max(longest, LEAST_MICRO_BATCH) and in_time and cost.iteration((tokens,)) > rules.bound:
-            tokens //= 2
-        while tokens // 2 >= longest and self._trainer.blocks_for(given, min(tokens, most)) > self._tuner.max_blocks:
+        tuner, rules = self._tuner, self._rules
+        bound = rules.bound if 0 < rules.bound < inf else DEFAULT_BOUND
+        tokens = tuner.cost.auto_micro_batch(rules.target, longest)
+
+        def in_time() -> bool:
+            if rules.target is not None:
+                return tuner.cost.largest_unit(tokens) <= tuner.max_unit_seconds
+            return tokens < 2 * LEAST_MICRO_BATCH or tuner.cost.iteration((tokens,)) <= bound
+
+        def in_memory() -> bool:
+            return self._trainer.blocks_for(given, min(tokens, most)) <= tuner.max_blocks
+
+        while tokens // 2 >= longest and not (in_time() and in_memory()):
             tokens //= 2
         return replace(given, micro_batch=tokens)
 

@@ -58,7 +58,7 @@ class ServerConfig:
     tuning_state: str | None = option(
         None,
         "directory of tuning jobs, with their states and adapters; default: holdfast/tuning in the user's data "
-        "directory, or a temporary one if the store is `memory`",
+        "directory, or tuning in that of files if the store is `memory`",
     )
     health_seconds: float = option(5.0, "time the engine has to answer /health before it counts as hanging")
     drain_seconds: float = option(30.0, "time that running streams have to finish after SIGTERM or Ctrl-C")

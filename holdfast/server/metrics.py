@@ -93,7 +93,6 @@ class Metrics(Collector):
             ["outcome"],
             registry=self.registry,
         )
-        self.training_tokens = self._counter("training_tokens", "Tokens that stored steps of tuning jobs trained on")
         self._training_loss = Gauge(
             "holdfast_training_loss",
             "Loss of the last step of each of the tuning jobs that had one most recently",

@@ -11,7 +11,7 @@ import torch
 from holdfast.core.training_cost import TrainingShape
 from holdfast.lm.models.decoder import Decoder, DecoderSpec
 
-AT_A_TIME = 1 << 24
+AT_A_TIME = 1 << 22
 """Numbers that are summed at once."""
 PERIOD = 65_521
 """A prime. A number is weighted by its place modulo this, so two that change places change the sum."""

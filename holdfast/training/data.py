@@ -15,9 +15,11 @@ import sys
 from array import array
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
+if TYPE_CHECKING:
+    import numpy as np  # where it is needed it is imported: the API process only writes examples
+    import numpy.typing as npt
 
 EXAMPLES_FILE = "examples.bin"
 VALIDATION_FILE = "validation.bin"
@@ -76,6 +78,8 @@ class Examples:
         magic, count, tokens = HEADER.unpack(header) if len(header) == HEADER.size else (b"", 0, 0)
         if magic != MAGIC or size != HEADER.size + 8 * (count + 1) + 8 * tokens:
             raise ValueError(f"{path.name} is not a whole file of examples: {size} bytes")
+        import numpy as np
+
         data = np.memmap(path, np.uint8, mode="r")
         ids_at = HEADER.size + 8 * (count + 1)
         self.offsets: npt.NDArray[np.uint64] = data[HEADER.size : ids_at].view("<u8")
@@ -97,7 +101,7 @@ class Examples:
 
     def weight(self, numbers: Iterable[int]) -> float:
         """The sum of all weights of some examples, by which a step's loss is divided."""
-        return math.fsum(float(self.example(number)[1][1:].sum(dtype=np.float64)) for number in numbers)
+        return math.fsum(float(self.example(number)[1][1:].sum(dtype="float64")) for number in numbers)
 
     def packed(
         self, numbers: Sequence[int]
@@ -106,6 +110,8 @@ class Examples:
 
         The last token of an example has none after it: weight 0.
         """
+        import numpy as np
+
         parts = [self.example(number) for number in numbers]
         ids = np.concatenate([ids for ids, _ in parts]).astype(np.int64)
         targets = np.concatenate([np.append(ids[1:], np.uint32(0)) for ids, _ in parts]).astype(np.int64)

@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from holdfast.core.config import BUILTIN_MODEL, EngineConfig
+from holdfast.core.training_cost import TrainingCost
 from holdfast.core.types import Identity, Request, SamplingParams
 from holdfast.engine import messages
 from holdfast.engine.build import build_engine, mirror_directory
@@ -442,17 +443,32 @@ def test_an_engine_without_tuning_refuses_jobs(small: Callable[..., EngineConfig
     engine.loop.close()
 
 
-def test_the_micro_batch_is_stored_with_the_job_and_suits_bound_and_memory(
-    bench: Callable[..., Bench], tmp_path: Path
+def test_a_micro_batch_that_is_chosen_suits_bound_target_and_memory_and_is_stored_with_the_job(
+    bench: Callable[..., Bench], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    auto = bench(tuning_micro_batch="auto")
-    chosen = auto.start(new_job(tmp_path, paused=True)).micro_batch
-    assert 60 <= chosen <= 8192 and chosen.bit_count() == 1
-    auto.close()
-    given = bench(tuning_micro_batch=100)
-    assert given.start(new_job(tmp_path, paused=True)).micro_batch == chosen
-    assert given.start(new_job(tmp_path, "other", paused=True)).micro_batch == 100
-    assert given.start(new_job(tmp_path, "own", paused=True, micro_batch=77)).micro_batch == 77
+    seconds = 1e-3  # of a token of an iteration; its longest unit takes a hundredth
+    monkeypatch.setattr(TrainingCost, "iteration", lambda self, lengths: seconds * sum(lengths))
+    monkeypatch.setattr(TrainingCost, "largest_unit", lambda self, tokens: seconds * tokens / 100)
+    monkeypatch.setattr(TrainingCost, "unit", lambda self, kind, lengths, recompute=False: 0.0)
+
+    def chosen(name: str, **changes: Any) -> int:
+        each = bench(**{"tuning_micro_batch": "auto", "cache_gb": 0.05, **changes})
+        return each.start(new_job(tmp_path, name, paused=True)).micro_batch
+
+    assert chosen("bound", deferral_bound=3.0) == 2048
+    assert [chosen(f"extreme-{bound}", deferral_bound=bound) for bound in (0.0, float("inf"))] == [512, 512]
+    assert chosen("target", **SLICES | {"tbt_target": 150.0}) == 2048
+    seconds = 1e-6
+    assert chosen("fast") == 8192
+    each = bench(cache_gb=0.005)
+    info = each.start(new_job(tmp_path, "all", batch_size=6, paused=True))
+    blocks = [each.tuning._trainer.blocks("all", tokens) for tokens in (128, 200)]  # type: ignore[union-attr]
+    fraction = sum(blocks) / 2 / each.info.num_blocks
+    each = bench(cache_gb=0.005, tuning_memory_fraction=fraction, tuning_micro_batch="auto")
+    assert info.examples == 6 and sum(len(ids) for ids, _ in drawn()) > 200
+    assert each.start(new_job(tmp_path, "memory", batch_size=6, paused=True)).micro_batch == 128
+    assert chosen("bound", tuning_micro_batch=100) == 2048
+    assert chosen("given", tuning_micro_batch=100) == 100
 
 
 def test_every_option_of_tuning_reaches_what_it_is_for(bench: Callable[..., Bench], tmp_path: Path) -> None:

@@ -337,7 +337,8 @@ class JobTable:
     def add(self, job: TuningJob, owner: str, *, limit: int, tenant_limit: int, kept: int) -> None:
         """Begin a job. Raises NotFound for its files, WrongPurpose for other kinds of files, TooMany.
 
-        `kept` is the most jobs of one tenant that have adapters.
+        `kept` is the most jobs of one tenant that have adapters, and also the most that have ended without any: the
+        oldest of those are deleted beyond it.
         """
         with self._database.write() as db:
             for param, id in (("training_file", job.training_file), ("validation_file", job.validation_file)):
@@ -359,6 +360,9 @@ class JobTable:
                 "wanted": "run", "asks": 0, "asked_at": None, "job": encode(job),
             }  # fmt: skip
             db.execute(insert(tuning_jobs).values(row))
+            ended = select(tuning_jobs.c.id).where(own, ~tuning_jobs.c.open, ~tuning_jobs.c.serving)
+            newest = ended.order_by(tuning_jobs.c.created.desc(), tuning_jobs.c.id.desc())
+            _delete_jobs(db, list(db.execute(newest.offset(kept).limit(DELETED_AT_ONCE)).scalars()))
             _add_events(db, job.id, [JobEvent(created=job.created, message=f"Created fine-tuning job: {job.id}")])
 
     def get(self, tenant: str, id: str) -> TuningJob:
@@ -486,11 +490,11 @@ class JobTable:
             db.execute(update(tuning_jobs).where(tuning_jobs.c.id == id).values(serving=False))
 
     def drop_old(self, before: float) -> list[str]:
-        """Delete jobs without adapters that have ended and were created before this time. Returns their ids."""
+        """Delete some jobs without adapters that have ended and were created before this time. Returns their ids."""
         with self._database.write() as db:
             old = ~tuning_jobs.c.open & ~tuning_jobs.c.serving & (tuning_jobs.c.created < before)
-            gone = list(db.execute(delete(tuning_jobs).where(old).returning(tuning_jobs.c.id)).scalars())
-            db.execute(delete(tuning_events).where(tuning_events.c.job.in_(gone)))
+            gone = list(db.execute(select(tuning_jobs.c.id).where(old).limit(DELETED_AT_ONCE)).scalars())
+            _delete_jobs(db, gone)
             return gone
 
 
@@ -590,6 +594,11 @@ def _as_job(row: Row[Any]) -> TuningJob:
         case "cancel":
             return replace(job, status="cancelled", finished=row.asked_at)
     return replace(job, status="queued") if job.status == "paused" else job
+
+
+def _delete_jobs(db: Connection, ids: Sequence[str]) -> None:
+    db.execute(delete(tuning_jobs).where(tuning_jobs.c.id.in_(ids)))
+    db.execute(delete(tuning_events).where(tuning_events.c.job.in_(ids)))
 
 
 def _add_events(db: Connection, job: str, events: Sequence[JobEvent]) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import re
 import secrets
-import tempfile
+import shutil
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -23,6 +23,7 @@ from holdfast.engine.tuning import (
 from holdfast.server.conversations.database import MEMORY, data_directory
 from holdfast.server.conversations.store import Store
 from holdfast.server.conversations.values import StoreError
+from holdfast.server.jobs.batch_runner import REST_SECONDS
 from holdfast.server.jobs.files import DAYS_30, Files, unavailable
 from holdfast.server.jobs.owner import Owner
 from holdfast.server.jobs.tables import JobTable, TooMany, WrongPurpose
@@ -34,11 +35,13 @@ from holdfast.server.service import Service
 MOST_OPEN = 256
 """Most tuning jobs that have not ended, of all tenants."""
 MOST_KEPT = 1000
-"""Most jobs of one tenant whose adapters are kept."""
+"""Most jobs of one tenant whose adapters are kept, and most that have ended without any."""
 KEPT_SECONDS = DAYS_30
 """How long a job that left no adapter can be found."""
 TICK_SECONDS = 2.0
 """Jobs that were changed at another server, or whose server has ended, are seen so soon."""
+SERVE_SECONDS = 60.0
+"""What jobs at other servers have written is served here so soon, if it is in the directory."""
 CLEAN_SECONDS = 3600.0
 MODEL_CHARACTERS = 32
 """Of the base model's name, in that of a tuned one."""
@@ -137,7 +140,6 @@ class Tuning:
         self._tick_seconds = tick
         share = service.config.tenant_share if len(service.config.api_key) > 1 else 1
         self._tenant_limit = max(1, int(MOST_OPEN * share))
-        self._temporary: tempfile.TemporaryDirectory[str] | None = None
         self.runner = TuningRunner(service, files, self._open_directory(), now)
         self._ticking: asyncio.Task[None] | None = None
         self._closed = False
@@ -248,12 +250,15 @@ class Tuning:
     async def adapter_file(self, tenant: str, id: str, name: str) -> tuple[IO[bytes], int]:
         """A file of a job's newest adapter, and its size. Raises ApiError 404."""
         job = await self.retrieve(tenant, id)
+        reason = f"there is no adapter file {name[:64]!r} of this job; {' and '.join(ADAPTER_FILES)} come with an epoch"
+        missing = ApiError(reason, status=404, code="adapter_not_found")
         if name not in ADAPTER_FILES or not job.checkpoints:
-            reason = f"the job has no adapter file {name[:64]!r} yet; there are {' and '.join(ADAPTER_FILES)}"
-            raise ApiError(reason, status=404, code="adapter_not_found")
+            raise missing
         path = self.runner.checkpoint(job, job.checkpoints[-1].step) / name
         try:
             return await self.files.on_disk(lambda: (path.open("rb"), path.stat().st_size))
+        except FileNotFoundError:  # the model was deleted
+            raise missing from None
         except OSError as error:
             raise unavailable(error) from None
 
@@ -269,6 +274,8 @@ class Tuning:
             raise ApiError(f"a checkpoint goes with its model; delete {job.name}", param="model", code="not_tuned")
         await self._store.run(lambda store: JobTable(store.database).withdraw(tenant, id))
         await self.runner.give_up(id)
+        directory = self.runner.directory / id
+        await self.files.on_disk(lambda: shutil.rmtree(directory, ignore_errors=True))
 
     async def close(self) -> None:
         """Store what was told. The jobs go on at the next start. May be called more than once."""
@@ -279,14 +286,12 @@ class Tuning:
             self._ticking.cancel()
             await asyncio.gather(self._ticking, return_exceptions=True)
         await self.runner.close()
-        if self._temporary is not None:
-            self._temporary.cleanup()
 
     # All jobs
 
     async def _tick(self) -> None:
         """Look after the jobs, and delete what is old."""
-        next_clean = 0.0
+        next_clean = next_serve = 0.0
         while True:
             try:
                 if ids := list(self.runner.running):
@@ -294,8 +299,10 @@ class Tuning:
                     for id, asked in found.items():
                         self.runner.want(id, *asked)
                 await self._adopt()
-                if time.monotonic() >= next_clean:
+                if time.monotonic() >= next_serve:
                     await self._serve_all()
+                    next_serve = time.monotonic() + SERVE_SECONDS
+                if time.monotonic() >= next_clean:
                     await self._clean()
                     next_clean = time.monotonic() + CLEAN_SECONDS
             except EngineDead:
@@ -317,9 +324,13 @@ class Tuning:
         return await self.files.on_disk(lambda: [job for job in mine if whole(job)])
 
     async def _serve_all(self) -> None:
-        """Serve what jobs have written that no longer run, or that run elsewhere."""
-        for job in await self._here():
-            if job.id not in self.runner.running:
+        """Serve what jobs have written that no longer run, or run elsewhere; and no more what was deleted elsewhere."""
+        ran = {*self.runner.running}  # before the store is read: one that ends meanwhile is not among what is found
+        found = {job.id: job for job in await self._here()}
+        for id in {id for _, id in self._service.tuned.values()} - found.keys() - self.runner.running.keys() - ran:
+            await self.runner.give_up(id)
+        for id, job in found.items():
+            if id not in self.runner.running:
                 await self.runner.serve(job)
 
     async def _adopt(self) -> None:
@@ -346,7 +357,8 @@ class Tuning:
 
     async def _clean(self) -> None:
         oldest = self._now() - KEPT_SECONDS
-        await self._store.run(lambda store: JobTable(store.database).drop_old(oldest))
+        while await self._store.run(lambda store: JobTable(store.database).drop_old(oldest)):
+            await asyncio.sleep(REST_SECONDS)
 
     # Checks
 
@@ -375,14 +387,13 @@ class Tuning:
             raise ApiError(reason, param=f"{where}.target_modules", code="invalid_value") from None
 
     def _open_directory(self) -> Path:
-        """Where the jobs' directories lie. Raises StoreError."""
-        given = self._service.config.tuning_state
-        if given is None and self._service.config.store == MEMORY:
-            self._temporary = tempfile.TemporaryDirectory(prefix="holdfast-tuning-")
-            given = self._temporary.name
-        directory = Path(given) if given is not None else data_directory() / "tuning"
+        """Where the jobs' directories lie. It exists where jobs are taken. Raises StoreError."""
+        config = self._service.config
+        beside = self.files.directory if config.store == MEMORY else data_directory()
+        directory = Path(config.tuning_state) if config.tuning_state is not None else beside / "tuning"
         try:
-            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if self._tunes:
+                directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
             raise StoreError(f"the directory of tuning jobs {directory} cannot be used: {error.strerror}") from None
         return directory.absolute()

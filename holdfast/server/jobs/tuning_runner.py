@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import shutil
 import time
 import uuid
@@ -205,7 +206,7 @@ class TuningRunner:
         try:
             run = await self._client.tuning.start(self._order(running.job))
         except TuningError as error:
-            await self._fail(running, [("", LineFault(code="tuning_refused", message=str(error)))])
+            await self._fail(running, [("", LineFault(code="tuning_refused", message=without_paths(str(error))))])
             return
         await self._started(running, run.info)
         following = asyncio.create_task(self._follow(running, run))
@@ -324,7 +325,8 @@ class TuningRunner:
         await self._change(running, fields, events)
         for _ in told:
             running.told.popleft()
-        self._count(running.job, tokens - job.trained_tokens)
+        if loss is not None:
+            self._service.metrics.loss_of(job.id, loss)
         if "checkpoints" in fields:
             await self.serve(running.job)
         return ended
@@ -355,19 +357,13 @@ class TuningRunner:
         id = f"ftckpt_{uuid.uuid4().hex}"
         return JobCheckpoint(id=id, step=step, created=self._now(), loss=loss, validation=validation)
 
-    def _count(self, job: TuningJob, tokens: int) -> None:
-        metrics = self._service.metrics
-        metrics.training_tokens.inc(tokens)
-        if job.loss is not None:
-            metrics.loss_of(job.id, job.loss)
-
     async def _finish(self, running: RunningJob, ended: JobEnded) -> None:
         """End a job that the engine has done with."""
         match ended.outcome:
             case "cancelled":
                 await self._cancel(running)
             case "failed":
-                await self._fail(running, [("", LineFault(code="tuning_failed", message=ended.reason))])
+                await self._fail(running, [("", LineFault(code="tuning_failed", message=without_paths(ended.reason)))])
             case "succeeded":
                 made = await self._persist(lambda: self._write_results(running.job))
                 name = running.job.name
@@ -472,11 +468,10 @@ class TuningRunner:
                     await self._unload(name)
 
     async def give_up(self, job: str) -> None:
-        """Serve no adapter of a job any more, and delete its directory."""
+        """Serve no adapter of a job any more."""
         async with self._serving:
             for name in [name for name, (_, id) in self._service.tuned.items() if id == job]:
                 await self._unload(name)
-        await self._files.on_disk(lambda: shutil.rmtree(self.directory / job, ignore_errors=True))
 
     async def _unload(self, name: str) -> None:
         """Serve an adapter no more. Requests that use it run to their end."""
@@ -500,6 +495,11 @@ class TuningRunner:
                     path.unlink(missing_ok=True)
 
         await self._files.on_disk(delete)
+
+
+def without_paths(reason: str) -> str:
+    """The engine's reason, for a client: an error of the system names a file."""
+    return re.sub(r"'/[^']*'", "a file", reason)
 
 
 def in_words(param: str, fault: LineFault) -> str:

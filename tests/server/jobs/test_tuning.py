@@ -159,6 +159,10 @@ async def test_openais_client_tunes_a_model_and_uses_it(listening: Listening, cl
         async with httpx.AsyncClient() as plain:
             adapter = await plain.get(f"{server.url}/v1/fine_tuning/jobs/{job.id}/adapter/adapter_config.json")
             assert adapter.json() == {"step": 6}
+        async with httpx.AsyncClient() as plain:
+            series = [line for line in (await plain.get(f"{server.url}/metrics")).text.splitlines() if line[:1] != "#"]
+            names = [line.rpartition(" ")[0] for line in series]
+            assert f'holdfast_training_loss{{job="{job.id}"}}' in names and len(names) == len(set(names))
         assert (await api.models.delete(done.fine_tuned_model)).deleted
         assert [model.id async for model in api.models.list()] == ["tiny"] and list(client.adapters) == []
     (order,) = client.tuner.orders
@@ -346,20 +350,35 @@ async def test_a_name_of_a_tuned_model_cannot_be_loaded_over_or_unloaded(listeni
         assert job.fine_tuned_model in [model.id async for model in api.models.list()]
 
 
-async def test_a_stopped_server_goes_on_after_the_last_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("database", ["sqlite", "postgresql"])
+async def test_a_stopped_server_goes_on_after_the_last_step(
+    tmp_path: Path, database: str, request: pytest.FixtureRequest
+) -> None:
+    config = {} if database == "sqlite" else {"store": request.getfixturevalue("postgresql_schema")}
     client = tuning_client()
     client.tuner.seconds = 0.01
-    async with server(tmp_path, client) as here:
+    async with server(tmp_path, client, **config) as here:
         id = await here.submit([chat(str(n)) for n in range(40)], hyperparameters=tuning.Parameters(n_epochs=6))
         await here.until(id, lambda job: job.step >= 8)
     assert client.tuner.changes[-1] == (id, "pause")
     stored = len(client.tuner.steps)
     again = tuning_client()
-    async with server(tmp_path, again) as here:
+    async with server(tmp_path, again, **config) as here:
         job = await here.ended(id)
         assert job.status == "succeeded" and job.step == job.steps == 30
         assert await here.steps(id) == list(range(1, 31))
         assert again.tuner.steps[0] == (id, stored + 1)
+        assert await here.tuning.page("", limit=1, after=None, metadata={}) == ([job], False)
+        assert await here.tuning.page("", limit=1, after=id, metadata={}) == ([], False)
+        await here.tuning.delete_model("", job.name)
+        assert again.adapters == {} and not (tmp_path / "tuning" / id).exists()
+        with pytest.raises(ApiError, match="there is no adapter file") as gone:
+            await here.tuning.adapter_file("", id, "adapter_config.json")
+        assert gone.value.status == 404
+        here.now += 40 * 86400
+        await here.tuning._clean()
+        with pytest.raises(ApiError, match="was not found"):
+            await here.tuning.retrieve("", id)
 
 
 async def test_steps_that_a_killed_engine_stored_are_not_computed_again(tmp_path: Path) -> None:
@@ -397,6 +416,20 @@ async def test_adapters_of_ended_jobs_are_served_after_a_restart(tmp_path: Path)
         assert here.client.adapters == {}
 
 
+async def test_what_was_deleted_at_another_server_is_served_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuning, "SERVE_SECONDS", 0.01)
+    async with server(tmp_path) as first, server(tmp_path) as second:
+        job = await first.ended(await first.submit([chat()]))
+        while {*second.client.adapters} != {*job.served}:
+            await asyncio.sleep(0.01)
+        await first.tuning.delete_model("", job.name)
+        while second.client.adapters:
+            await asyncio.sleep(0.01)
+        assert second.service.tuned == {}
+
+
 async def test_a_request_for_an_adapter_that_is_being_loaded_is_told_to_wait(tmp_path: Path) -> None:
     async with server(tmp_path) as here:
         here.service.tuned["ft:x"] = "", "job"
@@ -432,8 +465,10 @@ async def test_a_job_that_the_engine_refuses_or_cannot_go_on_with_fails_with_its
         assert job.error is not None and job.error.code == "tuning_refused" and "make it 22" in job.error.message
         assert not (tmp_path / "tuning" / job.id).exists()
         here.client.tuner.refuse, here.client.tuner.breaks_at = "", 2
+        here.client.tuner.breaks_with = "[Errno 28] No space left on device: '/home/me/state.a'"
         job = await here.ended(await here.submit([chat()]))
-        assert job.error is not None and job.error.message == "the loss is not a number" and job.step == 1
+        assert job.error is not None and job.error.code == "tuning_failed" and job.step == 1
+        assert job.error.message == "[Errno 28] No space left on device: a file"
 
 
 async def test_a_file_cannot_be_deleted_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -467,6 +502,20 @@ async def test_open_jobs_are_limited_by_tenant(tmp_path: Path, monkeypatch: pyte
             await here.submit([chat()], "one")
         assert full.value.status == 429
         await here.submit([chat()], "two")
+
+
+async def test_of_jobs_that_left_nothing_only_the_newest_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuning, "MOST_KEPT", 2)
+    async with server(tmp_path) as here:
+        ids = []
+        for _ in range(4):
+            ids.append(await here.submit([{"prompt": "a"}]))
+            await here.ended(ids[-1])
+        last = await here.submit([chat()])
+        found, _ = await here.tuning.page("", limit=10, after=None, metadata={})
+        assert [job.id for job in found] == [last, ids[3], ids[2]]
 
 
 async def test_examples_hold_the_answers_tokens_as_what_is_learned(tmp_path: Path) -> None:

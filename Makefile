@@ -10,15 +10,17 @@ READY := $(VENV)/.ready
 # gigabytes of CUDA libraries, which a CPU does not need. To serve on a GPU, install the build for your CUDA version.
 TORCH := torch==2.13.0
 
-.PHONY: help setup demo test lint types unit fuzz mutants gpu-test memcheck rooms clean
+.PHONY: help setup demo demo-padded test lint types unit fuzz families mutants gpu-test memcheck rooms clean
 
 help:
 	@echo "make demo      serve the built-in model and hold a conversation with it"
+	@echo "make demo-padded  serve random models that only Transformers' own code runs; idle tokens by policy"
 	@echo "make test      style, types, architecture, tests"
 	@echo "make lint      style and architecture alone"
 	@echo "make types     types alone"
 	@echo "make unit      tests alone"
 	@echo "make fuzz      property tests over many fresh examples; SEED=N draws those of an earlier run, TESTS=FILE of one file"
+	@echo "make families  compare families of models on padded rows with Transformers alone, and write docs/families.md"
 	@echo "make mutants   put known bugs in, one at a time, and list which of them the tests catch"
 	@echo "make gpu-test  the tests that need a CUDA device"
 	@echo "make memcheck  every kernel's smallest tests under compute-sanitizer, on a CUDA device"
@@ -41,6 +43,9 @@ $(READY): pyproject.toml
 demo: $(READY)
 	@$(BIN)/python scripts/demo.py
 
+demo-padded: $(READY)
+	@$(BIN)/python -m scripts.padded_demo
+
 test: lint types unit
 
 lint: $(READY)
@@ -51,8 +56,9 @@ lint: $(READY)
 types: $(READY)
 	$(BIN)/mypy
 
+# A worker for each core, up to four, with one thread: two take half of the time of one with two threads.
 unit: $(READY)
-	$(BIN)/python -m pytest -m "not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" --numprocesses auto --maxprocesses 4 --dist loadfile
 
 # What CI runs has fixed examples; this draws others each time.
 fuzz: SEED := $(or $(SEED),$(shell od -An -N4 -tu4 /dev/urandom | tr -d ' '))
@@ -60,6 +66,10 @@ fuzz: $(READY)
 	@echo "make fuzz SEED=$(SEED)"
 	HOLDFAST_HISTORIES=500 $(BIN)/python -m pytest -m "hypothesis and not gpu" --timeout=3600 \
 		--hypothesis-profile=fuzz --hypothesis-seed=$(SEED) $(TESTS)
+	$(if $(TESTS),,$(BIN)/python -m tests.lm.padded.test_histories 10000 $(SEED))
+
+families: $(READY)
+	$(BIN)/python -m tests.lm.padded.test_families
 
 mutants: $(READY)
 	$(BIN)/python scripts/mutants.py

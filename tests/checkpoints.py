@@ -80,3 +80,311 @@ def make(directory: Path, name: str, *, seed: int = 0, shard: str = "50GB", **di
                 parameter.normal_(0.5, 0.5)  # a default of 0 or 1 would not tell whether it is used
     module.save_pretrained(directory, max_shard_size=shard)
     return module
+
+
+TINY_VOCAB = 97
+TINY_LONGEST = 128
+"""Most positions of a tiny model."""
+_PLAIN: dict[str, Any] = dict(
+    vocab_size=TINY_VOCAB,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    max_position_embeddings=TINY_LONGEST,
+    initializer_range=0.2,
+    pad_token_id=0,
+    bos_token_id=None,
+    eos_token_id=None,
+)
+_COMMON = _PLAIN | dict(num_key_value_heads=2, head_dim=16)
+_GPT: dict[str, Any] = dict(
+    vocab_size=TINY_VOCAB,
+    n_embd=64,
+    n_layer=2,
+    n_head=4,
+    n_positions=TINY_LONGEST,
+    n_ctx=TINY_LONGEST,
+    initializer_range=0.2,
+    pad_token_id=0,
+    bos_token_id=None,
+    eos_token_id=None,
+)
+_EXPERTS: dict[str, Any] = dict(num_local_experts=4, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+_LATENT: dict[str, Any] = DIFFERENCES["DeepseekV3"]
+_MAMBA2: dict[str, Any] = dict(
+    mamba_n_heads=4,
+    mamba_d_head=32,
+    mamba_n_groups=1,
+    mamba_d_state=16,
+    mamba_d_conv=4,
+    mamba_expand=2,
+    mamba_chunk_size=8,
+)
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", _COMMON),
+    "mistral-sliding": ("Mistral", _COMMON | dict(sliding_window=8)),
+    "qwen2": ("Qwen2", _COMMON),
+    "qwen3": ("Qwen3", _COMMON),
+    "falcon-alibi": ("Falcon", _PLAIN | dict(alibi=True, new_decoder_architecture=False, multi_query=True, bias=True)),
+    "falcon-rotary": ("Falcon", _PLAIN | dict(alibi=False, multi_query=True)),
+    "falcon-new": ("Falcon", _PLAIN | dict(alibi=False, new_decoder_architecture=True, num_kv_heads=2)),
+    "bloom": ("Bloom", _COMMON | dict(n_head=4, n_layer=2)),
+    "mpt": ("Mpt", _COMMON | dict(d_model=64, n_heads=4, n_layers=2, max_seq_len=128, expansion_ratio=2)),
+    "gptj": ("GPTJ", _GPT | dict(rotary_dim=8)),
+    "gpt-neo": (
+        "GPTNeo",
+        _COMMON | dict(num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]], window_size=8),
+    ),
+    "gpt-neox": ("GPTNeoX", _COMMON),
+    "codegen": ("CodeGen", _GPT | dict(rotary_dim=8)),
+    "stablelm": ("StableLm", _COMMON),
+    "gpt2": ("GPT2", _GPT),
+    "gpt-bigcode": ("GPTBigCode", _GPT),
+    "opt": ("OPT", _COMMON | dict(ffn_dim=128, word_embed_proj_dim=64)),
+    "phi": ("Phi", _COMMON),
+    "phi3": ("Phi3", _COMMON),
+    "phimoe": ("Phimoe", _COMMON | _EXPERTS),
+    "gemma": ("Gemma", _COMMON),
+    "gemma2": ("Gemma2", _COMMON | dict(sliding_window=8, query_pre_attn_scalar=16)),
+    "gemma3": ("Gemma3Text", _COMMON | dict(sliding_window=8, layer_types=["sliding_attention", "full_attention"])),
+    "gpt-oss": ("GptOss", _COMMON | dict(sliding_window=8) | _EXPERTS),
+    "olmo": ("Olmo", _COMMON),
+    "olmo2": ("Olmo2", _COMMON),
+    "olmoe": ("Olmoe", _COMMON | _EXPERTS),
+    "qwen2-moe": ("Qwen2Moe", _COMMON | _EXPERTS | dict(shared_expert_intermediate_size=32)),
+    "qwen3-moe": ("Qwen3Moe", _COMMON | _EXPERTS),
+    "mixtral": ("Mixtral", _COMMON | _EXPERTS),
+    "deepseek-v2": ("DeepseekV2", _COMMON | _LATENT | dict(topk_method="greedy")),
+    "deepseek-v3": ("DeepseekV3", _COMMON | _LATENT),
+    "starcoder2": ("Starcoder2", _COMMON),
+    "persimmon": ("Persimmon", _COMMON),
+    "cohere": ("Cohere", _COMMON),
+    "cohere2": ("Cohere2", _COMMON | dict(sliding_window=8)),
+    "granite": ("Granite", _COMMON),
+    "granitemoe": ("GraniteMoe", _COMMON | _EXPERTS),
+    "glm": ("Glm", _COMMON),
+    "glm4": ("Glm4", _COMMON),
+    "exaone4": ("Exaone4", _COMMON | dict(sliding_window=8, sliding_window_pattern=2)),
+    "smollm3": ("SmolLM3", _COMMON),
+    "nemotron": ("Nemotron", _COMMON),
+    "dbrx": (
+        "Dbrx",
+        _COMMON
+        | dict(
+            d_model=64,
+            n_heads=4,
+            n_layers=2,
+            max_seq_len=128,
+            attn_config=dict(kv_n_heads=2, clip_qkv=8.0, rope_theta=10000.0),
+            ffn_config=dict(ffn_hidden_size=64, moe_num_experts=4, moe_top_k=2, hidden_size=64),
+        ),
+    ),
+    "llama4-chunked": (
+        "Llama4Text",
+        _COMMON
+        | _EXPERTS
+        | dict(attention_chunk_size=8, intermediate_size_mlp=128, use_qk_norm=True, interleave_moe_layer_step=2),
+    ),
+    "minimax": ("MiniMax", _COMMON | _EXPERTS | dict(layer_types=["linear_attention", "full_attention"], block_size=4)),
+    "diffllama": ("DiffLlama", _COMMON),
+    "biogpt": ("BioGpt", _COMMON),
+    "xglm": ("XGLM", _COMMON | dict(d_model=64, ffn_dim=128, num_layers=2, attention_heads=4)),
+    "ctrl": ("CTRL", _GPT | dict(dff=128)),
+    "openai-gpt": ("OpenAIGPT", _GPT),
+    "rwkv": ("Rwkv", _COMMON | dict(context_length=128, attention_hidden_size=64)),
+    "mamba": ("Mamba", _COMMON | dict(state_size=16)),
+    "falcon-mamba": ("FalconMamba", _COMMON | dict(state_size=16)),
+    "mamba2": ("Mamba2", _COMMON | dict(state_size=16, num_heads=8, head_dim=16, n_groups=1, chunk_size=8, expand=2)),
+    "jamba": (
+        "Jamba",
+        _COMMON
+        | _EXPERTS
+        | dict(
+            attn_layer_period=2,
+            attn_layer_offset=1,
+            expert_layer_period=2,
+            expert_layer_offset=1,
+            mamba_d_state=16,
+            use_mamba_kernels=False,
+        ),
+    ),
+    "bamba": ("Bamba", _COMMON | _MAMBA2 | dict(attn_layer_indices=[1])),
+    "zamba": (
+        "Zamba",
+        _COMMON
+        | dict(
+            num_hidden_layers=3,
+            attn_layer_period=2,
+            attn_layer_offset=1,
+            layers_block_type=["mamba", "hybrid", "mamba"],
+            mamba_d_state=16,
+            n_mamba_heads=2,
+            tie_word_embeddings=False,
+            use_mamba_kernels=False,
+            num_key_value_heads=4,
+            attention_head_dim=32,
+            attention_hidden_size=128,
+        ),
+    ),
+    "zamba2": (
+        "Zamba2",
+        _COMMON
+        | dict(
+            num_hidden_layers=3,
+            layers_block_type=["mamba", "hybrid", "mamba"],
+            mamba_d_state=16,
+            n_mamba_heads=8,
+            mamba_headdim=16,
+            chunk_size=8,
+            num_mem_blocks=1,
+            use_mamba_kernels=False,
+            num_key_value_heads=4,
+            attention_head_dim=32,
+            attention_hidden_size=128,
+        ),
+    ),
+    "falcon-h1": ("FalconH1", _COMMON | _MAMBA2 | dict(mamba_d_ssm=128)),
+    "granitemoehybrid": (
+        "GraniteMoeHybrid",
+        _COMMON | _MAMBA2 | _EXPERTS | dict(layer_types=["mamba", "attention"], shared_intermediate_size=64),
+    ),
+    "nemotron-h": (
+        "NemotronH",
+        _COMMON
+        | dict(
+            layers_block_type=["mamba", "attention", "moe"],
+            mamba_num_heads=4,
+            mamba_head_dim=32,
+            ssm_state_size=16,
+            n_groups=1,
+            chunk_size=8,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=32,
+            moe_shared_expert_intermediate_size=32,
+        ),
+    ),
+    "recurrent-gemma": (
+        "RecurrentGemma",
+        _COMMON
+        | dict(
+            attention_window_size=8,
+            lru_width=64,
+            num_hidden_layers=3,
+            block_types=["recurrent", "recurrent", "attention"],
+        ),
+    ),
+    "qwen3-next": (
+        "Qwen3Next",
+        _COMMON
+        | _EXPERTS
+        | dict(
+            layer_types=["linear_attention", "full_attention"],
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=16,
+            linear_value_head_dim=16,
+            shared_expert_intermediate_size=32,
+        ),
+    ),
+    "qwen3.5": (
+        "Qwen3_5Text",
+        _COMMON
+        | dict(
+            layer_types=["linear_attention", "full_attention"],
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=16,
+            linear_value_head_dim=16,
+        ),
+    ),
+    "olmo-hybrid": (
+        "OlmoHybrid",
+        _COMMON
+        | dict(
+            layer_types=["linear_attention", "full_attention"],
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=16,
+            linear_value_head_dim=16,
+        ),
+    ),
+    "lfm2": ("Lfm2", _COMMON | dict(layer_types=["conv", "full_attention"], block_ff_dim=128)),
+    "xlstm": (
+        "xLSTM",
+        dict(
+            vocab_size=TINY_VOCAB,
+            hidden_size=64,
+            num_heads=4,
+            num_hidden_layers=2,
+            qk_dim_factor=1.0,
+            chunk_size=16,
+            pad_token_id=0,
+            bos_token_id=None,
+            eos_token_id=None,
+        ),
+    ),
+    "deepseek-v4": (
+        "DeepseekV4",
+        _COMMON
+        | dict(
+            layer_types=["compressed_sparse_attention", "heavily_compressed_attention"],
+            compress_rates={"compressed_sparse_attention": 4, "heavily_compressed_attention": 4},
+            sliding_window=8,
+        ),
+    ),
+    "kimi-linear": (
+        "KimiLinear",
+        _COMMON
+        | _LATENT
+        | dict(
+            layer_types=["linear_attention", "full_attention"],
+            linear_num_heads=4,
+            linear_head_dim=16,
+            linear_num_key_heads=4,
+            linear_num_value_heads=4,
+            linear_key_head_dim=16,
+            linear_value_head_dim=16,
+            n_group=1,
+            num_experts=4,
+            num_shared_experts=1,
+        ),
+    ),
+    "gemma3n": (
+        "Gemma3nText",
+        _COMMON
+        | dict(
+            sliding_window=8,
+            num_hidden_layers=4,
+            layer_types=["sliding_attention", "full_attention"] * 2,
+            num_kv_shared_layers=2,
+            hidden_size_per_layer_input=16,
+            vocab_size_per_layer_input=TINY_VOCAB,
+            laurel_rank=8,
+            altup_num_inputs=2,
+            activation_sparsity_pattern=[0.0] * 4,
+            intermediate_size=[128] * 4,
+        ),
+    ),
+}
+"""Causal decoders of Transformers by a name: the stem of the config class, and a config of a tiny model."""
+
+
+def tiny(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **differences: Any) -> Any:
+    """Transformers' own module of one of `FAMILIES` with random weights, in eval mode. Its attention is its own choice.
+
+    Biases and norms are drawn too: a default of 0 or 1 would not tell whether they are used.
+    """
+    stem, sizes = FAMILIES[family]
+    config = getattr(transformers, f"{stem}Config")(**{**sizes, "tie_word_embeddings": False, **differences})
+    torch.manual_seed(seed)
+    module = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if name.endswith("bias") and "dt" not in name:
+                parameter.normal_(0.0, 0.1)  # wider ones drown what the tokens say
+            elif name.endswith(("norm.weight", "layernorm.weight")):
+                parameter.normal_(1.0, 0.3)
+    return module

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from itertools import takewhile
 from pathlib import Path
 
 import httpx
@@ -50,22 +51,30 @@ def eventually(condition: Callable[[], bool]) -> None:
 def make_checkpoint(directory: Path) -> Path:
     """A small Llama of random weights that reads and writes bytes."""
     directory.mkdir()
+    write_tokenizer(directory)
+    (directory / "config.json").write_text(json.dumps(CONFIG))
+    return directory
+
+
+def write_tokenizer(directory: Path) -> Tokenizer:
+    """A tokenizer with a token for each byte, and a chat template."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
-    (directory / "config.json").write_text(json.dumps(CONFIG))
-    return directory
+    return tokenizer
 
 
 class Serving:
     """A `holdfast serve` process that is ready."""
 
-    def __init__(self, process: subprocess.Popen[str], url: str) -> None:
+    def __init__(self, process: subprocess.Popen[str], url: str, announced: str = "") -> None:
         self.process = process
         self.url = url
+        self.announced = announced
+        """The lines after the address, up to the end of the table."""
 
     def client(self, key: str = "one") -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)
@@ -100,6 +109,7 @@ def started(*options: str) -> Iterator[Serving]:
             assert process.stdout is not None and process.stderr is not None
             address = next((line for line in process.stdout if "address" in line), "")
             assert address, process.stderr.read()
-            yield Serving(process, address.split()[1])
+            table = "".join(takewhile(str.strip, process.stdout))
+            yield Serving(process, address.split()[1], table)
         finally:
             process.kill()

@@ -239,6 +239,8 @@ def simulation(config: BenchConfig, source: str, engine: EngineConfig, console: 
     else:
         profile, pipeline = CostProfile.load(Path(source)), None
         profile.require(engine)
+        if profile.rows is not None:
+            engine = replace(engine, executor="padded")
     if config.cache_tokens is not None:
         profile = replace(profile, cache_tokens=config.cache_tokens)
     if config.copy_gbs is not None:

@@ -6,7 +6,7 @@ import json
 import os
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +125,7 @@ def run(
         evaluations = planning.make_capacity_plan(question, layouts, policies, jobs, on_progress)
     best = best_of(evaluations)
     show_candidates(console, evaluations, best)
-    advice = recommend(evaluations, engine, BUILTIN_MODEL if question.model == BUILTIN_MODEL else model)
+    advice = recommend(evaluations, question.engine, BUILTIN_MODEL if question.model == BUILTIN_MODEL else model)
     for line in advice:
         console.print(Text(line), soft_wrap=True)
     if config.json is not None:
@@ -154,6 +154,8 @@ def question_of(
     profile = None if config.profile is None else CostProfile.load(Path(config.profile))
     if profile is not None:
         profile.require(engine)
+        if profile.rows is not None:
+            engine = replace(engine, executor="padded")
     device = config.device or DEVICE
     return CapacityQuestion(
         model=profile.cost.model if profile else configured_shape(shape_named(model or ""), device, engine),
@@ -235,9 +237,10 @@ def served_model(model: str | None) -> str:
 
 
 def serve_command(chosen: Candidate, engine: EngineConfig, model: str) -> str:
-    """The command line: the options of the candidate, and the shared options that the user gave for all candidates."""
+    """The command line: the options of the candidate, and what is the same for all candidates and no default."""
     default, given = asdict(EngineConfig()), asdict(engine)
-    shared = {name: given[name] for name in given if name in SHARED_OPTIONS and given[name] != default[name]}
+    same = ("executor", *SHARED_OPTIONS)
+    shared = {name: given[name] for name in given if name in same and given[name] != default[name]}
     words = []
     for name, value in (chosen.options() | shared).items():
         if isinstance(value, bool):

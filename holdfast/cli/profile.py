@@ -10,6 +10,7 @@ from rich.text import Text
 
 from holdfast.cli.output import require_writable, stage_printer
 from holdfast.core.config import AppConfig, EngineConfig, option
+from holdfast.core.cost import PaddedCost
 from holdfast.engine.app_client import AppClient
 from holdfast.engine.client import EngineClient
 from holdfast.engine.profiles import CellProfile, CostProfile
@@ -52,7 +53,10 @@ async def run(config: ProfileConfig, engine: EngineConfig) -> int:
     if config.out is not None:
         profile.save(Path(config.out).absolute())
         console.print(f"and to {config.out}", soft_wrap=True)
-    console.print(Text("holdfast serve --tbt-target MS uses it from now on", style="dim"))
+    used = " ".join(
+        ["holdfast serve", *(["--executor padded"] if engine.executor == "padded" else []), "--tbt-target MS"]
+    )
+    console.print(Text(f"{used} uses it from now on", style="dim"))
     return 0
 
 
@@ -95,17 +99,27 @@ def show_cells(console: Console, profile: CellProfile) -> None:
 
 
 def show(console: Console, profile: CostProfile) -> None:
-    """Print the measured points as two tables, in milliseconds."""
+    """Print the measured points as tables, in milliseconds."""
     cost = profile.cost
-    console.print(Text.assemble("\n", (cost.model, "bold"), f" on {cost.device}, {profile.precision}"))
-    linear = table("a step without attention", ("tokens", "ms", "tokens/s"))
+    on_rows = isinstance(cost, PaddedCost)
+    where = ", padded rows" if on_rows else ""
+    console.print(Text.assemble("\n", (cost.model, "bold"), f" on {cost.device}, {profile.precision}{where}"))
+    first = "a forward of the first chunk of a prompt" if on_rows else "a step without attention"
+    linear = table(first, ("tokens", "ms", "tokens/s"))
     for tokens, seconds in zip(cost.linear_tokens, cost.linear_seconds, strict=True):
         linear.add_row(f"{tokens:,}", f"{seconds * 1e3:.3f}", f"{tokens / seconds:,.0f}")
     console.print(linear)
     shown = range(0, len(cost.attention_contexts), 1 + len(cost.attention_contexts) // 8)
     contexts = [f"{cost.attention_contexts[index]:,}" for index in shown]
-    attention = table("attention of one segment, ms: query tokens (rows) by context (columns)", ("", *contexts))
+    added = "what a later chunk takes more" if on_rows else "attention of one segment"
+    attention = table(f"{added}, ms: query tokens (rows) by context (columns)", ("", *contexts))
     for query, row in zip(cost.attention_queries, cost.attention_seconds, strict=True):
         cells = (f"{row[index] * 1e3:.3f}" if cost.attention_contexts[index] >= query else "" for index in shown)
         attention.add_row(f"{query:,}", *cells)
     console.print(attention)
+    if isinstance(cost, PaddedCost):
+        decodes = table("a decode of the batch, ms: rows by width (columns)", ("", *contexts))
+        for rows in cost.decode_rows:
+            cells = (f"{cost.forward(rows, 1, cost.attention_contexts[index]) * 1e3:.3f}" for index in shown)
+            decodes.add_row(f"{rows:,}", *cells)
+        console.print(decodes)

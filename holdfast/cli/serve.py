@@ -60,10 +60,11 @@ def announce(console: Console, engine: EngineConfig, server: ServerConfig, info:
     rows = {
         "address": f"{url}  (API under /v1, described at /openapi.json)",
         "device": f"{memory.device}, {info.precision}",
+        "executor": f"{info.executor}, because {info.executor_reason}",
         "memory": f"weights {memory.weights / GB:.2f} GB, one step {memory.activations / GB:.2f} GB",
         "cache": tier(info, info.num_blocks),
         "host tier": tier(info, info.num_host_blocks) if info.num_host_blocks else no_host_tier(engine),
-        "retention": retention(engine),
+        "retention": retention(engine, info),
         "store": f"{shown(place(server.store))}, kept for {server.store_days:g} days, at most {server.store_gb:g} GB",
         "limits": f"{info.max_model_len:,} tokens a sequence, {info.max_sequences} sequences at once",
         "step": step(engine, info),
@@ -129,6 +130,8 @@ def step(engine: EngineConfig, info: EngineInfo) -> str:
 def tier(info: EngineInfo, blocks: int) -> str:
     """The size of one tier of the KV cache, in words."""
     size, tokens = blocks * info.memory.block / GB, blocks * info.block_size
+    if info.executor == "padded":
+        return f"{size:.2f} GB: {blocks:,} positions, of which each row takes as many as the longest"
     return f"{size:.2f} GB: {blocks:,} blocks of {info.block_size}, {tokens:,} tokens in all"
 
 
@@ -139,10 +142,12 @@ def no_host_tier(engine: EngineConfig) -> str:
     return "off (--host-cache-gb GB turns it on)"
 
 
-def retention(engine: EngineConfig) -> str:
+def retention(engine: EngineConfig, info: EngineInfo) -> str:
     """Which idle state is dropped first, in words."""
     if not engine.prefix_sharing:
         return "off (--no-prefix-sharing): a finished request leaves nothing behind"
+    if info.executor == "padded":
+        return f"{EVICTION[engine.eviction]}, a row at a time"
     chunk = -(-engine.chunk_size // engine.block_size) * engine.block_size
     return f"{EVICTION[engine.eviction]}, {chunk} tokens at a time"
 

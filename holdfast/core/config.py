@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from math import inf
 from typing import Any, Literal
@@ -11,13 +11,35 @@ from typing import Any, Literal
 BUILTIN_MODEL = "holdfast-tiny"
 
 SchedulerName = Literal[
-    "stall-free", "request-level", "orca", "prefill-first", "chunked-only", "hybrid-only", "unified"
+    "stall-free",
+    "request-level",
+    "orca",
+    "prefill-first",
+    "chunked-only",
+    "hybrid-only",
+    "unified",
+    "run-to-completion",
+    "prefill-apart",
+    "shaping",
+    "embedding",
+    "padded-batches",
 ]
 AttentionBackendName = Literal["auto", "holdfast", "torch", "vllm-flash-attn"]
 OrderName = Literal["fcfs", "priority", "deadline", "fair"]
 QuantizationName = Literal["none", "fp8"]
 CacheTypeName = Literal["auto", "fp8"]
+ExecutorName = Literal["paged", "padded"]
 
+ROW_SCHEDULERS: tuple[SchedulerName, ...] = (
+    "run-to-completion", "prefill-apart", "shaping", "embedding", "padded-batches",
+)  # fmt: skip
+"""Schedulers that plan padded rows only."""
+AHEAD_SCHEDULERS: tuple[SchedulerName, ...] = ("prefill-apart", "embedding")
+"""Schedulers that prefill prompts before there is a row for them in the batch."""
+PADDED_OPTIONS = ("trust_remote_code", "prefill_ahead", "shrink_threshold")
+"""Options that only the padded executor reads."""
+PAGED_OPTIONS = ("quantization", "kv_cache_dtype", "attention_backend")
+"""Options that only the paged executor reads."""
 KEY_VARIABLE = "HOLDFAST_API_KEY"
 """The environment variable that holds API keys."""
 
@@ -47,6 +69,14 @@ class EngineConfig:
     quantization: QuantizationName = option(  # noqa: RUF009  a string
         "none", "fp8 rounds the layers' weights to 8 bits while reading them: half the memory, faster, less exact"
     )
+    executor: Literal["auto", "paged", "padded"] = option(
+        "auto",
+        "how the model runs: paged is a native decoder, or Transformers' code with its attention swapped, over a paged "
+        "cache; padded is Transformers' code unmodified, on padded rows; auto is paged where it can be",
+    )
+    trust_remote_code: bool = option(
+        False, "run the checkpoint's own Python code, with all rights of this process; for the padded executor"
+    )
     max_model_len: int | None = option(None, "longest sequence in tokens; default: the model's own limit")
     max_sequences: int = option(256, "maximum number of sequences that run at once")
     block_size: int = option(16, "tokens in one block of the KV cache")
@@ -69,6 +99,14 @@ class EngineConfig:
     )
     memory_fraction: float = option(0.9, "share of the GPU's memory that Holdfast may use")
     headroom: float = option(0.1, "share of the blocks reserved for the growth of running sequences")
+    prefill_ahead: int | None = option(
+        None,
+        "prompts computed before there is a row for them in the batch; for the padded executor; default: max_sequences "
+        "where the scheduler works so, else 0",
+    )
+    shrink_threshold: float = option(
+        0.95, "rows leave the batch when it fills more than this share of its memory; for the padded executor"
+    )
     scheduler: SchedulerName = option(  # noqa: RUF009  a string
         "stall-free", "scheduling policy; all but the default are baselines for comparison"
     )
@@ -121,11 +159,17 @@ class EngineConfig:
             ("max_model_len", 2, 1 << 24),
             ("token_budget", 1, 1 << 20),
             ("threads", 1, 1024),
+            ("prefill_ahead", 0, 4096),
         ):
             value = getattr(self, name)
             if value is not None and value != "auto" and not low <= value <= high:
                 raise ValueError(f"{name} is {value}; it must lie between {low} and {high}")
-        for name, least, most in (("memory_fraction", 0.05, 1.0), ("headroom", 0.0, 0.9), ("swap_threshold", 0.0, 1.0)):
+        for name, least, most in (
+            ("memory_fraction", 0.05, 1.0),
+            ("headroom", 0.0, 0.9),
+            ("swap_threshold", 0.0, 1.0),
+            ("shrink_threshold", 0.1, 1.0),
+        ):
             value = getattr(self, name)
             if not least <= value <= most:
                 raise ValueError(f"{name} is {value}; it must lie between {least} and {most}")
@@ -149,12 +193,49 @@ class EngineConfig:
             raise ValueError(
                 "attention_backend is vllm-flash-attn, which reads no FP8, and kv_cache_dtype is fp8; choose auto"
             )
+        if self.executor == "paged":
+            self._refuse_set(PADDED_OPTIONS, "the padded executor")
+            if self.scheduler in ROW_SCHEDULERS:
+                raise ValueError(
+                    f"scheduler is {self.scheduler}, which plans padded rows, and executor is paged; choose another "
+                    "scheduler, or the padded executor"
+                )
+        elif self.executor == "padded":
+            self._refuse_set(PAGED_OPTIONS, "the paged executor")
+        if self.scheduler in AHEAD_SCHEDULERS:
+            if self.prefill_ahead == 0:
+                raise ValueError(f"prefill_ahead is 0, and scheduler is {self.scheduler}, which needs at least 1")
+        elif self.prefill_ahead:
+            raise ValueError(
+                f"prefill_ahead is {self.prefill_ahead}, which is for {' and '.join(AHEAD_SCHEDULERS)}, and scheduler "
+                f"is {self.scheduler}; drop one"
+            )
         if self.tbt_target is not None and self.fixed_token_budget is not None:
             raise ValueError("token_budget and tbt_target both set the step's size; give one of them")
         if self.tbt_target is None and self.token_budget == "auto":
             raise ValueError("token_budget is auto, which is computed from tbt_target; give a target or a number")
         if self.tbt_target is not None and self.scheduler != "stall-free":
             raise ValueError(f"tbt_target is for the stall-free scheduler, and scheduler is {self.scheduler}; drop one")
+
+    def _refuse_set(self, names: tuple[str, ...], owner: str) -> None:
+        """Raises ValueError for the first of these options that has another value than its default."""
+        default = {each.name: each.default for each in fields(self)}
+        for name in names:
+            value = getattr(self, name)
+            if value != default[name]:
+                raise ValueError(f"{name} is {value}, which is for {owner}, and executor is {self.executor}; drop one")
+
+    @property
+    def states_ahead(self) -> int:
+        """Most prompts that are computed before there is a row for them in the batch, on padded rows."""
+        if self.scheduler not in AHEAD_SCHEDULERS:
+            return 0
+        return self.max_sequences if self.prefill_ahead is None else self.prefill_ahead
+
+    @property
+    def plan_rows(self) -> int:
+        """Rows that a plan may name: those of the batch, and of states that wait for a place in it."""
+        return self.max_sequences + self.states_ahead
 
     @property
     def fixed_token_budget(self) -> int | None:

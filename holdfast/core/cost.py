@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import chain, pairwise
 from math import inf
 
@@ -150,6 +150,10 @@ class CostModel:
             decode_attention=tuple(times(decodes, row) for row in self.decode_attention),
         )
 
+    def predictor(self) -> Predictor:
+        """What gives these predictions from memory."""
+        return Predictor(self)
+
     def recompute(self, chunk: int, position: int) -> float:
         """Time that computing `chunk` tokens ending at `position` again adds to a full step: Cost(l) = attention + c.
 
@@ -159,6 +163,36 @@ class CostModel:
         """
         full = self.linear_tokens[-1]
         return self.attention(chunk, position) + self.linear(full) * chunk / full
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedCost(CostModel):
+    """The cost model of an unmodified model on padded rows: a step is several forwards, each with a launch of its own.
+
+    The points mean the same, measured on padded rows: `linear_seconds` is a forward of one prompt's chunk, and
+    `decode_attention` is what a row of a batch adds that is as wide as the context, whatever the row's own length.
+    """
+
+    @classmethod
+    def of(cls, cost: CostModel) -> PaddedCost:
+        """The same points, read as those of padded rows."""
+        return cls(**{each.name: getattr(cost, each.name) for each in fields(cost)})
+
+    def forward(self, rows: int, query: int, context: int) -> float:
+        """Time of one forward of `rows` rows, padded to `query` tokens each, in a batch `context` wide afterwards."""
+        if query == 1:
+            return self.decode_only(rows) + rows * self.decode(rows, context)
+        return self.linear(rows * query) + rows * self.attention(query, context)
+
+    def step(self, segments: Iterable[tuple[int, int]]) -> float:
+        """Time of a step of (query, context) segments: the decodes in one forward, each prompt in one of its own."""
+        pairs = list(segments)
+        decodes = [context for query, context in pairs if query == 1]
+        seconds = self.forward(len(decodes), 1, max(decodes)) if decodes else 0.0
+        return seconds + sum(self.forward(1, query, context) for query, context in pairs if query > 1)
+
+    def predictor(self) -> PaddedPredictor:
+        return PaddedPredictor(self)
 
 
 class Predictor:
@@ -178,6 +212,10 @@ class Predictor:
         if seconds is None:
             seconds = self._linear[tokens] = self.cost.linear(tokens)
         return seconds
+
+    def mixed(self, decodes: int, tokens: int) -> float:
+        """Seconds of everything but attention in a step of `decodes` decodes and `tokens` tokens of prompts."""
+        return self.linear(decodes + tokens)
 
     def decodes(self, contexts: list[int]) -> float:
         """Seconds of the attention of a step's decodes. `contexts` gives the length of each, with the new token."""
@@ -231,6 +269,32 @@ class Predictor:
         if seconds is None:
             seconds = self._decode_only[rows] = self.cost.decode_only(rows)
         return seconds
+
+
+class PaddedPredictor(Predictor):
+    """Gives a PaddedCost's predictions from memory. Each chunk brings its own forward; decodes share one."""
+
+    def mixed(self, decodes: int, tokens: int) -> float:
+        """Seconds of everything but attention in the forward of `decodes` rows; `chunk` has those of the prompts."""
+        return self._decodes_alone(decodes) if decodes else 0.0
+
+    def decodes(self, contexts: list[int]) -> float:
+        """Seconds of the attention of a batch of rows, all as wide as the longest of these contexts."""
+        return super().decodes([max(contexts)] * len(contexts)) if contexts else 0.0
+
+    def chunk(self, start: int, stop: int) -> float:
+        """Seconds of the forward that computes [start, stop) of one prompt."""
+        return self.linear(stop - start) + self.cost.attention(stop - start, stop)
+
+    def segments(self, spans: Iterable[tuple[int, int]]) -> float:
+        """Seconds of a step that decodes in one forward, and computes each other segment in one of its own."""
+        seconds, contexts = 0.0, []
+        for start, stop in spans:
+            if stop - start == 1:
+                contexts.append(stop)
+            else:
+                seconds += self.chunk(start, stop)
+        return seconds + self.mixed(len(contexts), 0) + self.decodes(contexts)
 
 
 def interpolate(points: Sequence[int], values: Sequence[float], at: float) -> float:

@@ -8,10 +8,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
-from holdfast.core.config import EngineConfig
+from holdfast.core.config import PADDED_OPTIONS, PAGED_OPTIONS, ROW_SCHEDULERS, EngineConfig, ExecutorName
+from holdfast.core.cost import CostModel
 from holdfast.core.stages import Stages
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.in_service import in_service
@@ -19,14 +21,26 @@ from holdfast.engine.messages import EngineInfo
 from holdfast.engine.profiles import CostProfile, cached_profile_path
 from holdfast.engine.trace import TracedExecutor
 from holdfast.lm.execution.cost_profile import estimate_cost, measure_cost
-from holdfast.lm.execution.host_memory import HostMemory
 from holdfast.lm.execution.paged_device import PagedDevice, resolve_device
 from holdfast.lm.kernels.attention import backends as attention
+from holdfast.lm.models.base import UnsupportedCheckpoint
+from holdfast.lm.models.hf import NotPaged, TransformersModel
 from holdfast.lm.models.loader import load
+from holdfast.lm.padded.cost_profile import estimate_padded_cost, measure_padded_cost
+from holdfast.lm.padded.device import PaddedDevice
+from holdfast.lm.padded.loading import load_unmodified
 from holdfast.lm.scheduler.choice import capacity_of, choose_policy, make_scheduler
 from holdfast.lm.scheduler.policies import LatencyTarget, StallFree
 from holdfast.lm.scheduler.scheduler import Scheduler
-from holdfast.lm.types import DEFAULT_TOKEN_BUDGET, EngineShape, LanguageExecutor, LanguageLoop, MemoryMeasurement
+from holdfast.lm.types import (
+    DEFAULT_TOKEN_BUDGET,
+    EngineShape,
+    HostTier,
+    LanguageDevice,
+    LanguageExecutor,
+    LanguageLoop,
+    MemoryMeasurement,
+)
 from holdfast.loop.loop import Loop
 
 clock = time.monotonic
@@ -49,8 +63,9 @@ def build(
     """Load the model, measure the device, allocate its memory, and put the loop together.
 
     `stages` notes when each stage begins and ends; by default they count from this call. `on_progress` gets the name
-    of each stage, for people. A latency target and a host tier need the device's cost profile (`find_profile`). Raises
-    ValueError (UnsupportedCheckpoint among them) and MemoryError with a reason for people.
+    of each stage, for people. A latency target, and the host tier of a paged cache, need the device's cost profile
+    (`find_profile`), and `measure` measures it in any case. Raises ValueError (UnsupportedCheckpoint among them) and
+    MemoryError with a reason for people.
     """
     stages = stages or Stages(clock(), clock)
     if config.threads is not None:
@@ -58,11 +73,13 @@ def build(
     checkpoint = Checkpoint.find(config.model)
     on_progress(f"loading {checkpoint.name}")
     with stages.stage("weights"):
-        device = make_device(config, checkpoint, stages)
+        device, reason = choose_device(config, checkpoint, stages)
     memory, shape = allocate(device, stages, on_progress)
-    path = cached_profile_path(checkpoint.directory, device.precision, pace_of(config, device.kind, memory.device))
+    pace = pace_of(config, device.kind, memory.device, shape.executor)
+    path = cached_profile_path(checkpoint.directory, device.precision, pace)
     profile = None
-    if measure or config.tbt_target is not None or (shape.num_host_blocks > 0 and config.eviction == "retention"):
+    ranks_chunks = shape.rows is None and shape.num_host_blocks > 0 and config.eviction == "retention"
+    if measure or config.tbt_target is not None or ranks_chunks:
         profile = find_profile(device, shape, path, stages, measure=measure, on_progress=on_progress)
     cost = profile.cost if profile is not None else None
     policy = choose_policy(config, shape, cost)
@@ -73,17 +90,19 @@ def build(
     keep, grow = nothing, nothing
     if profile is not None and not profile.measured and isinstance(policy, LatencyTarget):
         keep = partial(keep_corrected, profile, policy, path)
-    if (host := device.memory.host) is not None:  # it becomes usable bit by bit, beside the first requests
+    if (host := device.host) is not None:  # it becomes usable bit by bit, beside the first requests
         host.begin()
         grow = partial(grow_host_tier, scheduler, host)
     loop: LanguageLoop = Loop(scheduler, executor, config.steps_in_flight, clock, grow, keep, device.executor.prepare)
     info = EngineInfo(
         model=shape.model,
         precision=shape.precision,
+        executor=shape.executor,
+        executor_reason=f"{reason}; {on_rows(config, device)}" if isinstance(device, PaddedDevice) else reason,
         memory=memory,
         num_blocks=shape.num_blocks,
         num_host_blocks=shape.num_host_blocks,
-        block_size=config.block_size,
+        block_size=config.block_size if shape.rows is None else 1,
         token_budget=shape.max_step_tokens,
         max_model_len=shape.max_model_len,
         max_sequences=config.max_sequences,
@@ -96,13 +115,59 @@ def build(
     return loop, info
 
 
-def grow_host_tier(scheduler: Scheduler, host: HostMemory) -> None:
+def on_rows(config: EngineConfig, device: PaddedDevice) -> str:
+    """What padded rows do with the model, in words, and what they cannot do of what might be expected."""
+    said = [device.abilities.sentence]
+    if config.tbt_target is not None and not device.abilities.chunks:
+        said.append("the TBT target does not bind prompts, which the model cannot compute in chunks")
+    return "; ".join([*said, *([device.model.shortened] if device.model.shortened else [])])
+
+
+def grow_host_tier(scheduler: Scheduler, host: HostTier) -> None:
     """Tell the scheduler how much of the host tier can be used by now."""
     scheduler.resize_host_tier(host.ready, host.blocks)
 
 
-def make_device(config: EngineConfig, checkpoint: Checkpoint, stages: Stages) -> PagedDevice:
-    """The model on its device, before there is a cache. Raises ValueError, MemoryError."""
+class Choice(NamedTuple):
+    """A model on the device that its executor needs."""
+
+    device: PagedDevice | PaddedDevice
+    reason: str
+    """Why it is this executor, in words that can follow "because"."""
+
+
+def choose_device(config: EngineConfig, checkpoint: Checkpoint, stages: Stages) -> Choice:
+    """The model on its device, before there is a cache: paged if it can be, else padded, or as `executor` says.
+
+    Raises UnsupportedCheckpoint with both reasons if neither can run it, ValueError for an option that the executor
+    does not read, and MemoryError.
+    """
+    if config.executor == "padded":
+        return Choice(make_padded_device(config, checkpoint, stages), "executor is padded")
+    if config.executor == "auto" and config.scheduler in ROW_SCHEDULERS:
+        reason = f"scheduler is {config.scheduler}, which plans padded rows"
+        return Choice(make_padded_device(config, checkpoint, stages), reason)
+    try:
+        return make_paged_device(config, checkpoint, stages)
+    except UnsupportedCheckpoint as error:
+        if config.executor == "paged":
+            raise
+        refusal = error.with_traceback(None)  # its frames hold tensors
+    for name in PAGED_OPTIONS:
+        if (value := getattr(config, name)) != getattr(EngineConfig, name):
+            raise UnsupportedCheckpoint(f"{refusal}; padded rows cannot run it with {name} {value}") from None
+    try:
+        module = refusal.module if isinstance(refusal, NotPaged) else None
+        device = make_padded_device(config, checkpoint, stages, module=module)
+    except UnsupportedCheckpoint as error:
+        if str(error) == str(refusal):
+            raise
+        raise UnsupportedCheckpoint(f"{refusal}; on padded rows: {error}") from error
+    return Choice(device, str(refusal))
+
+
+def make_paged_device(config: EngineConfig, checkpoint: Checkpoint, stages: Stages) -> Choice:
+    """The model over a paged cache: a native decoder, or Transformers' code with its attention swapped."""
     device = resolve_device(config.device)
     if device.type == "cuda" and config.cuda_graphs:
         from holdfast.lm.kernels.compilation import prepare  # a CPU installation has no Triton
@@ -117,6 +182,12 @@ def make_device(config: EngineConfig, checkpoint: Checkpoint, stages: Stages) ->
         load_format=config.load_format,
         quantization=config.quantization,
     )
+    name = model.spec.architecture
+    swapped = isinstance(model, TransformersModel)
+    for option in PADDED_OPTIONS:
+        # Leave to run a checkpoint's code may be given to a model that needs none.
+        if option != "trust_remote_code" and (value := getattr(config, option)) != getattr(EngineConfig, option):
+            raise ValueError(f"{option} is {value}, which is for the padded executor, and {name} runs on the paged one")
     capacity = capacity_of(
         config.scheduler,
         token_budget=config.fixed_token_budget or DEFAULT_TOKEN_BUDGET[device.type],
@@ -124,11 +195,30 @@ def make_device(config: EngineConfig, checkpoint: Checkpoint, stages: Stages) ->
         max_sequences=config.max_sequences,
         limit=config.fixed_token_budget or LARGE_STEP * DEFAULT_TOKEN_BUDGET[device.type],
     )
-    return PagedDevice(model, config, name=checkpoint.name, max_step_tokens=capacity, stages=stages)
+    return Choice(
+        PagedDevice(model, config, name=checkpoint.name, max_step_tokens=capacity, stages=stages),
+        f"{name} lets Transformers swap its attention" if swapped else f"{name} has a native decoder",
+    )
+
+
+def make_padded_device(
+    config: EngineConfig, checkpoint: Checkpoint, stages: Stages, *, module: Any = None
+) -> PaddedDevice:
+    """The model as Transformers has it, for padded rows. `module` is one that was loaded for a paged cache."""
+    model = load_unmodified(
+        checkpoint.directory,
+        device=resolve_device(config.device),
+        dtype=config.dtype,
+        max_model_len=config.max_model_len,
+        load_format=config.load_format,
+        trust_remote_code=config.trust_remote_code,
+        module=module,
+    )
+    return PaddedDevice(model, config, name=checkpoint.name, stages=stages)
 
 
 def allocate(
-    device: PagedDevice, stages: Stages, on_progress: Callable[[str], None]
+    device: LanguageDevice, stages: Stages, on_progress: Callable[[str], None]
 ) -> tuple[MemoryMeasurement, EngineShape]:
     """Measure what a step takes, and allocate the cache of both tiers and the graphs of steps in what is left."""
     if device.captures:
@@ -143,16 +233,17 @@ def allocate(
     return memory, device.allocate(memory)
 
 
-def pace_of(config: EngineConfig, kind: str, name: str) -> str:
-    """The device's name, with the options that change how fast steps run on a device of this kind."""
-    if kind != "cuda":
-        return name
-    backend = [] if config.attention_backend in ("auto", "holdfast") else [config.attention_backend]
-    return ", ".join([name, *backend, *([] if config.cuda_graphs else ["no graphs"])])
+def pace_of(config: EngineConfig, kind: str, name: str, executor: ExecutorName = "paged") -> str:
+    """The device's name, with what changes how fast steps run on a device of this kind."""
+    changes = [name] if executor == "paged" else [name, "padded rows"]
+    if kind == "cuda":
+        changes += [] if config.attention_backend in ("auto", "holdfast") else [config.attention_backend]
+        changes += [] if config.cuda_graphs else ["no graphs"]
+    return ", ".join(changes)
 
 
 def find_profile(
-    device: PagedDevice,
+    device: PagedDevice | PaddedDevice,
     shape: EngineShape,
     path: Path,
     stages: Stages,
@@ -172,7 +263,10 @@ def find_profile(
             return stored
     on_progress(f"{'measuring' if in_full else 'estimating'} the device's pace")
     with stages.stage("profile"):
-        profile = make_profile(device, shape, in_full=in_full)
+        if isinstance(device, PaddedDevice):
+            profile = make_padded_profile(device, shape, in_full=in_full)
+        else:
+            profile = make_profile(device, shape, in_full=in_full)
     profile.save(path)
     return profile
 
@@ -194,12 +288,7 @@ def make_profile(device: PagedDevice, shape: EngineShape, *, in_full: bool) -> C
     config = device.config
     cost = (measure_cost if in_full else estimate_cost)(device, name=shape.model)
     if in_full and device.kind == "cpu":  # on a GPU the loop takes nothing from the device
-
-        def practice(watched: LanguageExecutor) -> LanguageLoop:
-            scheduler = make_scheduler(config, shape, None, policy=StallFree(shape.max_step_tokens))
-            return Loop(scheduler, watched, config.steps_in_flight, clock)
-
-        cost = in_service(cost, device.executor, practice, vocab_size=shape.vocab_size, clock=clock)
+        cost = as_in_service(cost, config, shape, device.executor)
     return CostProfile(
         cost=cost,
         dtype=str(device.model.spec.dtype).removeprefix("torch."),
@@ -212,3 +301,34 @@ def make_profile(device: PagedDevice, shape: EngineShape, *, in_full: bool) -> C
         token_bytes=device.block_bytes // config.block_size,
         measured=in_full,
     )
+
+
+def make_padded_profile(device: PaddedDevice, shape: EngineShape, *, in_full: bool) -> CostProfile:
+    """The same of padded rows, which are as they were afterwards: none has a state."""
+    config, executor = device.config, device.executor
+    measure = measure_padded_cost if in_full else estimate_padded_cost
+    cost: CostModel = measure(executor, shape, max_sequences=config.max_sequences, device=device.description)
+    if in_full and device.kind == "cpu":
+        cost = as_in_service(cost, replace(config, prefix_sharing=False, host_cache_gb=0.0), shape, executor)
+        executor.clear()
+    return CostProfile(
+        cost=cost,
+        dtype=device.precision,
+        cache_tokens=shape.num_blocks,
+        max_model_len=shape.max_model_len,
+        token_budget=DEFAULT_TOKEN_BUDGET[device.kind],
+        tile=shape.tile,
+        token_bytes=device.row_bytes.position,
+        measured=in_full,
+        rows=shape.rows,
+    )
+
+
+def as_in_service(cost: CostModel, config: EngineConfig, shape: EngineShape, executor: LanguageExecutor) -> CostModel:
+    """The cost as steps in service correct it. The states that these steps leave have no owner."""
+
+    def practice(watched: LanguageExecutor) -> LanguageLoop:
+        scheduler = make_scheduler(config, shape, None, policy=StallFree(shape.max_step_tokens))
+        return Loop(scheduler, watched, config.steps_in_flight, clock)
+
+    return in_service(cost, executor, practice, vocab_size=shape.vocab_size, clock=clock)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from holdfast.core.columns import Columns
-from holdfast.core.config import AppConfig, EngineConfig
+from holdfast.core.config import AppConfig, EngineConfig, ExecutorName
 from holdfast.core.stages import Stage
 from holdfast.core.types import FinishReason, Identity, Request, SequenceOutput
 from holdfast.lm.limits import RequestLimits
@@ -28,7 +28,9 @@ class EngineInfo:
     """The type of weights, activations and cache, for people; names those that are in FP8."""
     memory: MemoryMeasurement
     num_blocks: int
+    """Blocks of the KV cache; on padded rows positions, or rows where a state does not grow."""
     block_size: int
+    """Tokens of a block; 1 on padded rows."""
     token_budget: int
     max_model_len: int
     max_sequences: int
@@ -36,6 +38,9 @@ class EngineInfo:
     vocab_size: int
     started_in: float
     """Seconds from the client's call until the engine was ready."""
+    executor: ExecutorName = "paged"
+    executor_reason: str = ""
+    """Why it is this executor, and what it does with this model, for people."""
     num_host_blocks: int = 0
     """Blocks of the host tier."""
     profile_path: str = ""
@@ -47,7 +52,9 @@ class EngineInfo:
     def limits(self) -> RequestLimits:
         """The sizes that bound a request."""
         served = Identity(self.model, dtype=self.precision)
-        return RequestLimits(self.max_model_len, self.vocab_size, self.num_blocks * self.block_size, served)
+        # On padded rows the longest sequence is one that fits.
+        positions = self.num_blocks * self.block_size if self.executor == "paged" else self.max_model_len
+        return RequestLimits(self.max_model_len, self.vocab_size, positions, served)
 
 
 @dataclass(frozen=True, slots=True)

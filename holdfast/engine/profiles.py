@@ -15,10 +15,10 @@ from typing import NoReturn, TypeVar
 import msgspec
 
 from holdfast.core.cell_cost import CellCost, choose_sizes
-from holdfast.core.config import CacheTypeName, EngineConfig, QuantizationName
-from holdfast.core.cost import CostModel
+from holdfast.core.config import CacheTypeName, EngineConfig, ExecutorName, QuantizationName
+from holdfast.core.cost import CostModel, PaddedCost
 from holdfast.engine.checkpoint import JSON_LIMIT, read_json, read_text
-from holdfast.lm.types import precision_of
+from holdfast.lm.types import RowShape, precision_of
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -33,6 +33,7 @@ class CostProfile:
     """A cost model, and the sizes of the engine in which it was measured."""
 
     cost: CostModel
+    """Of padded rows a `PaddedCost`."""
     dtype: str
     """The type of activations, and of everything that is not in FP8."""
     quantization: QuantizationName = "none"
@@ -50,8 +51,12 @@ class CostProfile:
     """Bytes a second between device and host memory; 0 if it was not measured."""
     measured: bool = True
     """Whether it was measured in full. Otherwise it was estimated by a few steps, and perhaps corrected in service."""
+    rows: RowShape | None = None
+    """The padded rows that it was measured on; None: it was measured on a paged cache."""
 
     def __post_init__(self) -> None:
+        if self.rows is not None:
+            object.__setattr__(self, "cost", PaddedCost.of(self.cost))
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype is {self.dtype}, not one of {', '.join(DTYPES)}")
         if min(self.cache_tokens, self.max_model_len, self.token_budget, self.tile) < 1:
@@ -62,8 +67,18 @@ class CostProfile:
         """The types of its numbers, for people."""
         return precision_of(self.dtype, self.quantization, self.kv_cache_dtype)
 
+    @property
+    def executor(self) -> ExecutorName:
+        """The executor that it was measured on."""
+        return "paged" if self.rows is None else "padded"
+
     def require(self, config: EngineConfig) -> None:
-        """Raises ValueError naming both values, if the engine's weights or cache differ in type from the profile's."""
+        """Raises ValueError naming both values, if the engine's executor, weights or cache differ from its own."""
+        if config.executor not in ("auto", self.executor):
+            raise ValueError(
+                f"executor is {config.executor}, and the profile of {self.cost.model} on {self.cost.device} was "
+                f"measured on the {self.executor} one; leave it out, or give another profile"
+            )
         names = [name for name in ("quantization", "kv_cache_dtype") if getattr(config, name) != getattr(self, name)]
         if names:
             asked = " and ".join(f"{name} is {getattr(config, name)}" for name in names)

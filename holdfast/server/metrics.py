@@ -35,6 +35,11 @@ STATS = {
         "counter", "tokens_recovered", "Dropped positions computed again in front of cached state of their sequence"
     ),
     "tokens_computed": ("counter", "tokens_computed", "Query tokens that steps computed"),
+    "forwards": ("counter", "forwards", "Runs of a model on padded rows; a step may have several"),
+    "idle_tokens": ("counter", "idle_tokens", "Tokens computed on padded rows that belong to no request"),
+    "rows_wide": ("gauge", "row_width", "Positions of the longest padded row"),
+    "rows_prefilled": ("gauge", "rows_prefilled", "Prompts computed ahead of a place among the padded rows"),
+    "shrinks": ("counter", "shrinks", "Times that the device had no memory for padded rows; fewer run then"),
 }  # fmt: skip
 """Field of SchedulerStats -> kind, name and help of its metric."""
 

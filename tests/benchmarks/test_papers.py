@@ -1,12 +1,9 @@
-"""Varied deployments change the costs they name and nothing else; FineInfer's batch bound."""
+"""Varied deployments change the costs they name and nothing else."""
 
 import pytest
 
-from benchmarks import fineinfer_sim
-from benchmarks.fineinfer_sim import padded_batch
 from benchmarks.papers import deployed
 from holdfast.lab.simulator.deployment import deploy
-from holdfast.lab.workloads import Conversation, Turn
 
 YI = {"device": "a100-80gb", "tp": 2}
 PIPELINE = {"device": "a40", "tp": 4, "pp": 2, "link": "nvlink-pairs", "stage_link": "pcie4-staged"}
@@ -34,20 +31,3 @@ def test_extra_step_seconds_are_added_once_and_shared_by_pipeline_stages(model, 
         assert sum(stage.step(decodes) for stage in slow.pipeline.stages) == pytest.approx(
             sum(stage.step(decodes) for stage in plain.pipeline.stages) + 0.02
         )
-
-
-def test_padded_batch_is_bounded_by_the_longest_running_request() -> None:
-    long, short = (Conversation(0.0, (Turn(prompt, 2),)) for prompt in (1000, 10))
-    assert padded_batch(10 * 2048, [long, short], flat=True) == 10
-    assert padded_batch(10 * 2048, [short]) == 19  # about 1,035 each
-    assert padded_batch(10 * 2048, [long]) == 10  # about 2,025
-    assert padded_batch(10 * 2048, [long, short]) == 10  # one long among ten, nearly always
-
-
-def test_mean_batch_excludes_the_drain_after_full_load(monkeypatch) -> None:
-    def drawn(dataset: str, count: int) -> list[Conversation]:
-        return [Conversation(0.0, (Turn(100, 1000 if number == count - 1 else 50),)) for number in range(count)]
-
-    monkeypatch.setattr(fineinfer_sim, "requests", drawn)
-    row = fineinfer_sim.compare("Alpaca", 60, ["flat", "most"])
-    assert row["padded"]["batch"] == pytest.approx(13, abs=1)

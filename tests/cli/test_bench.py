@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -13,13 +14,26 @@ from holdfast.core.config import EngineConfig
 from holdfast.lab.metrics import Record, summary
 from holdfast.lab.reports.tables import show_figures
 from holdfast.lab.workloads import Conversation, Turn
+from holdfast.lm.types import RowBytes, RowShape
 from tests.lab.simulator.simulation import PROFILE
+from tests.padded_rows import ABLE
+
+SHAPED = ("--scheduler", "shaping")
 
 
 @pytest.fixture
 def profile(tmp_path):
     path = tmp_path / "profile.json"
     PROFILE.save(path)
+    return str(path)
+
+
+@pytest.fixture
+def rows(tmp_path):
+    """The file of a profile of padded rows."""
+    path = tmp_path / "rows.json"
+    shape = RowShape(memory=8_192_000, bytes=RowBytes(growing=((1000, None),)), abilities=ABLE)
+    replace(PROFILE, token_bytes=1000, rows=shape).save(path)
     return str(path)
 
 
@@ -36,6 +50,15 @@ def test_a_simulation_prints_metrics_and_writes_them_with_vllms_names(profile, t
         assert figures[f"p99_{name}_ms"] >= figures[f"median_{name}_ms"] > 0
     shown = capsys.readouterr().out
     assert "throughput" in shown and "TBT" in shown
+
+
+def test_a_profile_of_padded_rows_is_simulated_on_them_with_a_target_and_any_policy(rows, profile, tmp_path, capsys):
+    out, common = tmp_path / "figures.json", ("--requests", "20", "--rates", "5", "--max-sequences", "16")
+    for options in (("--tbt-target", "20ms"), ("--tbt-target", "20ms", "--token-budget", "auto"), SHAPED):
+        assert bench("--simulate", rows, *common, *options, "--json", str(out)) == 0
+        assert json.loads(out.read_text())["completed"] == 20
+    assert bench("--simulate", profile, *common, *SHAPED) == 2
+    assert "which plans padded rows" in capsys.readouterr().err
 
 
 def test_a_sweep_has_a_run_for_each_rate(profile, tmp_path):

@@ -13,7 +13,9 @@ from holdfast.cli.plan import recommend, serve_command, shape_named
 from holdfast.core.config import EngineConfig
 from holdfast.lab.planning import Candidate, Evaluation
 from holdfast.lab.simulator.shapes import MODELS
+from holdfast.lm.types import RowBytes, RowShape
 from tests.lab.simulator.simulation import PROFILE
+from tests.padded_rows import ABLE
 
 FIGURES = {"p99_itl_ms": 40.0, "p99_ttft_ms": 900.0}
 
@@ -127,6 +129,18 @@ def test_limits_that_no_candidate_meets_fail_with_advice(profile, capsys):
     assert plan("--profile", profile, *given) == 1
     shown = capsys.readouterr().out
     assert "nothing meets these limits" in shown and "holdfast serve" not in shown
+
+
+def test_a_profile_of_padded_rows_is_planned_on_them_and_served_so(tmp_path, capsys):
+    path, out = tmp_path / "rows.json", tmp_path / "plan.json"
+    able = replace(ABLE, shaping=False)
+    shape = RowShape(memory=8_192_000, bytes=RowBytes(growing=((1000, None),)), abilities=able)
+    replace(PROFILE, token_bytes=1000, rows=shape).save(path)
+    assert plan("--profile", str(path), *SMALL, "--schedulers", "stall-free,orca", "--json", str(out)) == 0
+    assert parsed(capsys.readouterr().out.strip().splitlines()[-1]).executor == "padded"
+    candidates = json.loads(out.read_text())["candidates"]
+    refused = [each["reason"] for each in candidates if each["scheduler"] == "orca"]
+    assert refused and all("gives wrong tokens there" in reason for reason in refused)
 
 
 def test_a_model_that_fits_no_layout_fails_with_one_message_and_advice(capsys):

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from holdfast.core import config
-from holdfast.core.config import AppConfig, EngineConfig
+from holdfast.core.config import ROW_SCHEDULERS, AppConfig, EngineConfig
 
 
 @pytest.mark.parametrize(
@@ -27,6 +27,8 @@ from holdfast.core.config import AppConfig, EngineConfig
         ("host_cache_gb", float("inf")),
         ("chunk_size", 0),
         ("swap_threshold", 1.5),
+        ("prefill_ahead", -1),
+        ("shrink_threshold", 0.0),
     ],
 )
 def test_an_error_names_the_field_and_value_out_of_range(field, value):
@@ -50,6 +52,25 @@ def test_vllm_flash_attn_with_an_fp8_cache_is_refused():
         EngineConfig(attention_backend="vllm-flash-attn", kv_cache_dtype="fp8")
     for backend in ("auto", "holdfast", "torch"):
         EngineConfig(attention_backend=backend, kv_cache_dtype="fp8")
+
+
+@pytest.mark.parametrize(
+    ("executor", "options", "owner"),
+    [
+        ("paged", {"trust_remote_code": True}, "padded"),
+        ("paged", {"prefill_ahead": 0}, "padded"),
+        ("paged", {"shrink_threshold": 0.5}, "padded"),
+        ("padded", {"quantization": "fp8"}, "paged"),
+        ("padded", {"kv_cache_dtype": "fp8"}, "paged"),
+        ("padded", {"attention_backend": "torch"}, "paged"),
+    ],
+)
+def test_an_option_of_the_other_executor_is_refused(executor, options, owner):
+    ((name, value),) = options.items()
+    with pytest.raises(ValueError, match=f"{name} is {value}, which is for the {owner} executor, and executor is"):
+        EngineConfig(executor=executor, **options)
+    EngineConfig(executor=owner, **options)
+    EngineConfig(executor="auto", **options)
 
 
 def test_every_field_has_a_help_text():
@@ -78,3 +99,20 @@ def test_an_application_of_cells_needs_numba(monkeypatch):
     AppConfig()
     with pytest.raises(ValueError, match=r"pip install 'holdfast\[cells\]'"):
         AppConfig(app=("dates",))
+
+
+@pytest.mark.parametrize("name", ROW_SCHEDULERS)
+def test_a_scheduler_of_padded_rows_is_refused_on_the_paged_executor(name):
+    assert EngineConfig(scheduler=name).scheduler == EngineConfig(scheduler=name, executor="padded").scheduler == name
+    with pytest.raises(ValueError, match=f"scheduler is {name}, which plans padded rows, and executor is paged"):
+        EngineConfig(scheduler=name, executor="paged")
+
+
+def test_prefilled_states_are_for_schedulers_that_prefill_ahead_of_a_row():
+    assert EngineConfig(scheduler="embedding", max_sequences=6).states_ahead == 6
+    assert EngineConfig(scheduler="prefill-apart", max_sequences=6, prefill_ahead=2).plan_rows == 8
+    assert EngineConfig(max_sequences=6).plan_rows == 6
+    with pytest.raises(ValueError, match="prefill_ahead is 2, which is for prefill-apart and embedding"):
+        EngineConfig(prefill_ahead=2, scheduler="shaping")
+    with pytest.raises(ValueError, match="prefill_ahead is 0, and scheduler is embedding"):
+        EngineConfig(prefill_ahead=0, scheduler="embedding")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.core.cost import Burst, CostModel, Predictor, interpolate
+from holdfast.core.cost import Burst, CostModel, PaddedCost, Predictor, interpolate
 
 COST = CostModel(
     model="m",
@@ -141,3 +141,49 @@ def test_a_burst_out_of_range_is_refused(changes):
     (name,) = changes
     with pytest.raises(ValueError, match=f"{name} of a burst .* must"):
         Burst(**changes)
+
+
+PADDED = PaddedCost(
+    model="m",
+    device="d",
+    linear_tokens=(1, 16, 512),
+    linear_seconds=(0.004, 0.005, 0.040),
+    attention_queries=(1, 512),
+    attention_contexts=(16, 4096),
+    attention_seconds=((0.00001, 0.0001), (0.0005, 0.004)),
+    decode_rows=(1, 8, 64),
+    decode_seconds=(0.003, 0.004, 0.009),
+    decode_attention=((0.00001, 0.0001), (0.000008, 0.00008), (0.000004, 0.00006)),
+)
+
+
+def test_padded_decodes_cost_as_much_as_the_longest_for_each_row():
+    assert PADDED.step([(1, 100), (1, 1000), (1, 30)]) == pytest.approx(
+        PADDED.decode_only(3) + 3 * PADDED.decode(3, 1000)
+    )
+
+
+def test_each_padded_prompt_brings_a_forward_of_its_own():
+    chunks = [(64, 64), (128, 640)]
+    alone = sum(PADDED.linear(query) + PADDED.attention(query, context) for query, context in chunks)
+    assert PADDED.step(chunks) == pytest.approx(alone)
+    assert PADDED.step([*chunks, (1, 9)]) == pytest.approx(alone + PADDED.step([(1, 9)]))
+    assert PADDED.step([]) == 0.0
+
+
+def test_a_forward_of_the_batch_is_priced_by_its_rectangle():
+    assert PADDED.forward(8, 50, 300) == pytest.approx(PADDED.linear(400) + 8 * PADDED.attention(50, 300))
+    assert PADDED.forward(8, 1, 300) == pytest.approx(PADDED.decode_only(8) + 8 * PADDED.decode(8, 300))
+
+
+@given(st.lists(st.tuples(st.integers(0, 3000), st.integers(1, 400)), max_size=20))
+def test_the_padded_predictor_equals_the_padded_cost(pairs):
+    spans = [(start, start + length) for start, length in pairs]
+    predicted = PADDED.predictor().segments(spans)
+    assert predicted == pytest.approx(PADDED.step([(stop - start, stop) for start, stop in spans]))
+
+
+def test_points_keep_their_values_and_kind_when_they_are_read_as_those_of_padded_rows():
+    padded = PaddedCost.of(COST)
+    assert asdict(padded) == asdict(COST)
+    assert isinstance(padded.slower(2.0, 2.0), PaddedCost)

@@ -7,7 +7,7 @@ import pytest
 
 from holdfast.engine.build import build
 from holdfast.engine.trace import TracedExecutor
-from holdfast.lm.types import CopyTime
+from holdfast.lm.types import CopyTime, Forward, RowMove, Segment, StepPlan, StepResult
 from holdfast.loop.loop import Loop
 from tests.lab.simulator.simulation import run
 from tests.lab.simulator.test_run import separate_requests
@@ -135,3 +135,65 @@ def test_the_engine_writes_the_trace_to_the_given_file(small, tmp_path):
         loop.step()
     loop.close()
     assert len([bar for bar in events_of(path, "X") if bar["pid"] == 0]) == 3
+
+
+class PaddedDevice:
+    """Answers plans of padded rows. In the steps that are named, copies to the host or the device take a moment."""
+
+    def __init__(self, out=(), into=()):
+        self.plans, self.out, self.into = [], out, into
+
+    def submit(self, plan):
+        self.plans.append(plan)
+
+    def collect(self):
+        plan = self.plans.pop(0)
+        ways = ((False, self.out), (True, self.into))
+        copies = tuple(CopyTime(plan.step, way, 10, 0.5) for way, steps in ways if plan.step in steps)
+        return StepResult(plan.step, (1,) * plan.num_sampled, seconds=1.0, copies=copies)
+
+    def close(self):
+        pass
+
+
+def test_forwards_share_the_bar_of_their_step_by_the_tokens_that_they_compute(tmp_path):
+    path = tmp_path / "t.json"
+    ticks = iter(range(0, 1000, 10))
+    traced = TracedExecutor(PaddedDevice(), path, lambda: float(next(ticks)))
+    segments = [Segment("a", 0, 9, 10, (1,), None), Segment("b", 1, 0, 3, (1, 2, 3), None)]
+    segments.append(Segment("c", 2, 0, 5, (1, 2, 3, 4, 5), None))
+    traced.submit(StepPlan(0, segments, forwards=(Forward(1, ended=(3, 4)), Forward(3, apart=True))))
+    traced.collect()
+    traced.submit(StepPlan(1, segments[:1], forwards=(Forward(1),)))
+    traced.collect()
+    traced.close()
+    bars = events_of(path, "X")
+    steps, forwards = ([bar for bar in bars if (bar["pid"], bar["tid"]) == (0, lane)] for lane in (0, 1))
+    assert [(bar["name"], bar["args"]["rows"], bar["args"]["idle tokens"]) for bar in forwards] == [
+        ("3 × 1", 3, 2),
+        ("2 × 5 apart", 2, 2),
+        ("1 × 1", 1, 0),
+    ]
+    assert steps[0]["args"]["idle tokens"] == 4 and steps[0]["args"]["forwards"] == 2
+    assert [bar["dur"] for bar in forwards] == pytest.approx([1e6 * 3 / 13, 1e6 * 10 / 13, 1e6])
+    assert forwards[1]["ts"] == pytest.approx(forwards[0]["ts"] + forwards[0]["dur"])
+    rows = {bar["tid"]: bar for bar in bars if bar["pid"] == 1 and bar["ts"] < steps[1]["ts"]}
+    assert rows[0]["ts"] == forwards[0]["ts"] and rows[1]["ts"] == rows[2]["ts"] == forwards[1]["ts"]
+
+
+def test_copies_of_rows_are_counted_where_they_cross_between_the_tiers(tmp_path):
+    path = tmp_path / "t.json"
+    ticks = iter(range(0, 1000, 10))
+    traced = TracedExecutor(PaddedDevice(out=(1,), into=(2,)), path, lambda: float(next(ticks)))
+    moves = {
+        0: [RowMove(0, "keep", row=0, slot=5, length=3), RowMove(0, "load", row=1, slot=5, length=3)],
+        1: [RowMove(0, "offload", slot=5, length=3), RowMove(0, "store", row=2, slot=6, length=4)],
+        2: [RowMove(0, "load", row=3, slot=6, length=4), RowMove(0, "forget", slot=5)],
+    }
+    for step, each in moves.items():
+        traced.submit(StepPlan(step, (), row_moves=tuple(each)))
+        traced.collect()
+    traced.close()
+    copies = [bar for bar in events_of(path, "X") if bar["pid"] == 2]
+    assert [(bar["name"], bar["args"]["rows"]) for bar in copies] == [("swap-out", 2), ("swap-in", 1)]
+    assert not traced._copying

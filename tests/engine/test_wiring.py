@@ -12,11 +12,13 @@ import torch
 
 from holdfast.core.config import EngineConfig
 from holdfast.core.stages import Stages
-from holdfast.engine.build import build, make_device
+from holdfast.engine.build import build, choose_device
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.trace import TracedExecutor
 from holdfast.lm.execution import paged_device
+from holdfast.lm.execution.executor import PagedExecutor
 from holdfast.lm.kernels.attention.protocol import CapturableAttention
+from holdfast.lm.memory.retention import EVICTIONS
 from tests.built import SCHEDULING, check, settings_of
 from tests.engine.conftest import SMALL
 
@@ -38,7 +40,7 @@ REPORTED = {
 """For each option that the engine reports: what sets it, the field of EngineInfo, and its value."""
 OTHERS = {
     "model", "device", "load_format", "memory_fraction", "steps_in_flight", "cuda_graphs", "attention_backend", "trace",
-    "threads",
+    "threads", "executor", "trust_remote_code", "prefill_ahead", "shrink_threshold",
 }  # fmt: skip
 """Options with a test of their own below."""
 
@@ -65,6 +67,23 @@ def test_every_option_of_the_sizes_shows_in_what_the_engine_reports(name, small,
     options, field, expected = REPORTED[name]
     assert getattr(built[1], field) != expected
     assert getattr(build(small(**options))[1], field) == expected
+
+
+def test_the_options_of_padded_rows_reach_the_pool_and_the_queues(small):
+    loop, _ = build(small(executor="padded", scheduler="embedding", shrink_threshold=0.5, prefill_ahead=3))
+    queues = loop.planner._queues
+    assert queues.pool._threshold == 0.5
+    assert (queues.prefill_ahead, queues.max_sequences, len(queues.free_rows)) == (3, 8, 11)
+    loop.close()
+    loop, _ = build(small(executor="padded", eviction="lru", prefix_sharing=False, swap_threshold=0.5))
+    pool = loop.planner._queues.pool
+    assert pool.kept._rule.eviction == EVICTIONS["lru"] and not pool.keeps and pool._low_water == 0.5
+    loop.close()
+
+
+def test_the_paged_executor_runs_where_it_is_asked_for(small):
+    loop, _ = build(small(executor="paged"))
+    assert isinstance(loop.executor, PagedExecutor)
 
 
 def test_the_model_is_read_from_its_directory(small, checkpoint, tmp_path):
@@ -110,7 +129,7 @@ def on_a_gpu(small, checkpoint, monkeypatch):
     """Makes the engine's device, which then takes itself for a GPU."""
 
     def make(**options):
-        device = make_device(small(**options), Checkpoint.find(str(checkpoint)), Stages(0.0, time.monotonic))
+        device, _ = choose_device(small(**options), Checkpoint.find(str(checkpoint)), Stages(0.0, time.monotonic))
         monkeypatch.setattr(device, "device", torch.device("cuda"))
         device.attention = create_autospec(CapturableAttention, instance=True)
         return device

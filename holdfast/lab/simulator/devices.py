@@ -110,6 +110,8 @@ DEVICES = {
         ),
         # Not measured: the A100's shares.
         replace(A100, name="rtx-3090", flops=71e12, bandwidth=0.936e12, memory=24e9, link="pcie4"),
+        replace(A100, name="rtx-4090", flops=165.2e12, bandwidth=1.008e12, memory=24e9, link="pcie4"),
+        replace(A100, name="a6000", flops=154.8e12, bandwidth=0.768e12, memory=48e9, link="pcie4"),
     )
 }
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import inf
 from typing import Protocol
 
 from holdfast.core.config import EngineConfig
@@ -14,12 +15,22 @@ from holdfast.engine.profiles import CostProfile
 from holdfast.lab.metrics import Record
 from holdfast.lab.simulator.deployment import Pipeline
 from holdfast.lab.simulator.executor import SimulatedExecutor, StepTimes, VirtualClock
+from holdfast.lab.simulator.padded import ENGINE, PaddedStepTimes, RowSoftware
 from holdfast.lab.simulator.pipeline_policy import PipelineLatencyTarget
 from holdfast.lab.workloads import PromptTokens, Workload
 from holdfast.lm.scheduler.builder import Policy
 from holdfast.lm.scheduler.choice import capacity_of, make_scheduler
 from holdfast.lm.scheduler.policies import whole_tiles
-from holdfast.lm.types import COPIES_AHEAD_BYTES, EngineShape, LanguageExecutor, LanguageLoop, SchedulerStats
+from holdfast.lm.types import (
+    COPIES_AHEAD_BYTES,
+    Abilities,
+    EngineShape,
+    LanguageExecutor,
+    LanguageLoop,
+    RowBytes,
+    RowShape,
+    SchedulerStats,
+)
 from holdfast.loop.loop import Loop
 
 VOCAB_SIZE = 32_000
@@ -50,6 +61,9 @@ def simulate(
     pipeline: Pipeline | None = None,
     wrap: Callable[[LanguageExecutor, VirtualClock], LanguageExecutor] = lambda executor, clock: executor,
     on_progress: Callable[[int], None] = lambda done: None,
+    software: RowSoftware = ENGINE,
+    make_policy: Callable[[EngineShape], Policy] | None = None,
+    until: float = inf,
 ) -> Outcome:
     """Serve `workload` with the engine that `config` describes on the device that `profile` was measured on.
 
@@ -57,6 +71,9 @@ def simulate(
     is kept open (closed loop). `host_seconds` is the host's time for each step. `pace(t)` multiplies the duration of a
     step that starts at t. With a `pipeline`, as many steps are in flight as it has stages, and `profile.cost` must be
     its `whole()`. `wrap` may wrap the executor. `on_progress` receives the number of requests that have ended.
+    With the executor "padded", or a profile of padded rows, plans are of padded rows, which `software` runs.
+    `make_policy` replaces the policy that `config` asks for. After `until` virtual seconds the run ends with what is
+    recorded by then.
 
     Deterministic: the same arguments give the same outcome. Raises ValueError for a request that this engine can never
     serve, and for a host tier if the profile has no cache size or copy rate.
@@ -64,16 +81,28 @@ def simulate(
     clock = VirtualClock()
     stages = len(pipeline.stages) if pipeline else 1
     host_blocks, copy_seconds = _host_tier(config, profile)
-    step_times = StepTimes(profile.cost, pipeline, copy_seconds, profile.token_bytes * config.block_size)
+    if on_rows(config, profile):
+        step_times: StepTimes = PaddedStepTimes(
+            profile.cost, token_bytes=profile.token_bytes, copy_rate=profile.copy_rate, software=software
+        )
+    else:
+        step_times = StepTimes(profile.cost, pipeline, copy_seconds, profile.token_bytes * config.block_size)
     executor = SimulatedExecutor(step_times, clock, host_seconds, pace)
     shape = engine_shape(config, profile, host_blocks=host_blocks)
-    policy = _pipeline_policy(config, shape, profile.cost, stages) if stages > 1 else None
+    policy = make_policy(shape) if make_policy else None
+    if stages > 1:
+        policy = policy or _pipeline_policy(config, shape, profile.cost, stages)
     scheduler = make_scheduler(config, shape, profile.cost, policy=policy, micro_batches=stages)
     loop = Loop(scheduler, wrap(executor, clock), stages if pipeline else config.steps_in_flight, clock)
     clients = Clients(workload, loop, clock, vocab_size=VOCAB_SIZE, concurrency=concurrency)
-    while clients.advance():
+    while clients.advance() and clock.now < until:
         on_progress(clients.ended)
     return Outcome(clients.records, clock.now, executor.busy, clients.steps, loop.stats())
+
+
+def on_rows(config: EngineConfig, profile: CostProfile) -> bool:
+    """Whether plans are of padded rows: the configuration says so, or the profile was measured on them."""
+    return config.executor == "padded" or profile.executor == "padded"
 
 
 def _host_tier(config: EngineConfig, profile: CostProfile) -> tuple[int, float]:
@@ -92,17 +121,24 @@ def _host_tier(config: EngineConfig, profile: CostProfile) -> tuple[int, float]:
 
 def context_length(config: EngineConfig, profile: CostProfile) -> int:
     """Longest sequence in tokens, prompt and output together."""
-    return min(config.max_model_len or profile.max_model_len, profile.cache_tokens + 1)
+    longest = config.max_model_len or profile.max_model_len
+    if profile.rows is None:
+        return min(longest, profile.cache_tokens + 1)
+    rows, longest = row_shape(config, profile), min(longest, profile.max_model_len)
+    while longest > rows.quantum and rows.bytes.of(-(-longest // rows.quantum) * rows.quantum) > rows.memory:
+        longest -= rows.quantum
+    return longest
 
 
 def engine_shape(config: EngineConfig, profile: CostProfile, *, host_blocks: int = 0) -> EngineShape:
     """The EngineShape that `config` gives on the device that `profile` was measured on."""
     max_model_len = context_length(config, profile)
+    rows = row_shape(config, profile) if on_rows(config, profile) else None
     budget = config.fixed_token_budget or profile.token_budget
     return EngineShape(
         model=profile.cost.model,
         precision=profile.precision,
-        num_blocks=profile.cache_tokens // config.block_size,
+        num_blocks=profile.cache_tokens if rows else profile.cache_tokens // config.block_size,
         num_host_blocks=host_blocks,
         copies_ahead=max(1, COPIES_AHEAD_BYTES // (profile.token_bytes * config.block_size)) if host_blocks else None,
         token_budget=budget,
@@ -112,10 +148,36 @@ def engine_shape(config: EngineConfig, profile: CostProfile, *, host_blocks: int
             max_model_len=max_model_len,
             max_sequences=config.max_sequences,
             limit=config.fixed_token_budget or profile.cache_tokens,
+            chunks=rows is None or rows.abilities.chunks,
         ),
         max_model_len=max_model_len,
         vocab_size=VOCAB_SIZE,
         tile=profile.tile,
+        executor="padded" if rows else "paged",
+        rows=rows,
+    )
+
+
+def row_shape(config: EngineConfig, profile: CostProfile) -> RowShape:
+    """Padded rows in the memory of the profile's cache: those that it was measured on.
+
+    From a profile of a paged cache, rows of a model with full attention, which has every ability. A host tier is as
+    large as `config` says; "auto" is none. Raises ValueError if the profile has no size of a position.
+    """
+    if not profile.token_bytes:
+        cost = profile.cost
+        raise ValueError(
+            f"executor is padded, and the profile of {cost.model} on {cost.device} does not say the size of a position"
+        )
+    host = 0.0 if config.host_cache_gb == "auto" else config.host_cache_gb
+    memory = profile.cache_tokens * profile.token_bytes
+    if profile.rows is not None:
+        return replace(profile.rows, memory=memory, host_memory=int(host * 1e9))
+    return RowShape(
+        memory=memory,
+        bytes=RowBytes(growing=((profile.token_bytes, None),)),
+        abilities=Abilities(chunks=True, left_padding=True, batched_decode=True, shaping=True, croppable=True),
+        host_memory=int(host * 1e9),
     )
 
 
@@ -192,7 +254,7 @@ class Clients:
             times = request.record.token_times
             if not times:
                 request.record.scheduled, request.record.cached_tokens = scheduled, cached
-            times.append(now)
+            times.extend([now] * len(tokens))
             if request.continues:
                 request.answer.extend(tokens)
             if reason:

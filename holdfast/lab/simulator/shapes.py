@@ -93,6 +93,7 @@ MODELS = {
         _llama("mistral-7b", 32, 4096, 32, 8, 14_336, max_model_len=32_768, window=4096),
         _llama("mistral-7b-v0.3", 32, 4096, 32, 8, 14_336, vocab=32_768, max_model_len=32_768),
         _llama("llama-3-8b", 32, 4096, 32, 8, 14_336, vocab=128_256, max_model_len=8192),
+        _llama("llama-2-7b", 32, 4096, 32, 32, 11_008),
         _llama("llama-2-13b", 40, 5120, 40, 40, 13_824),
         _llama("llama-2-13b-gqa", 40, 5120, 40, 10, 13_824),  # Pensieve §6.1: 10 KV heads in place of 40
         _llama("yi-34b", 60, 7168, 56, 8, 20_480, vocab=64_000, max_model_len=200_000),

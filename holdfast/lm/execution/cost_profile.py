@@ -17,7 +17,8 @@ import numpy as np
 import torch
 
 from holdfast.core.cost import HEAVY, Burst, CostModel, interpolate
-from holdfast.lm.execution.paged_device import PagedDevice, describe_device
+from holdfast.lm.devices import describe_device
+from holdfast.lm.execution.paged_device import PagedDevice
 from holdfast.lm.kernels.attention.protocol import CapturableAttention, Segments
 from holdfast.lm.types import Sampling, Segment, StepPlan, TableWrite
 

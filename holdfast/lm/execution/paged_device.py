@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import os
-import platform
-import resource
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property, partial
-from pathlib import Path
 
 import torch
 
 from holdfast.core.config import EngineConfig
 from holdfast.core.stages import Stages
 from holdfast.core.version import __version__
+from holdfast.lm.devices import describe_device, memory_of, taken_memory
 from holdfast.lm.execution.batch import Batch
 from holdfast.lm.execution.executor import Layers, PagedExecutor, PagedMemory, sample_rows
 from holdfast.lm.execution.graphs import GraphSizes, StepGraphs
@@ -117,6 +114,11 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
     def executor(self) -> PagedExecutor:
         """The executor over the allocated memory."""
         return PagedExecutor(self.model, self.attention, self.memory)
+
+    @property
+    def host(self) -> HostMemory | None:
+        """The host tier, where it has to be locked. Raises RuntimeError before `allocate`."""
+        return self.memory.host
 
     def compile(self) -> None:
         """Compile the kernels of captured steps, several at a time, then run each kind of step once.
@@ -341,41 +343,3 @@ def resolve_device(name: str) -> torch.device:
     if name == "cuda" or (name == "auto" and available):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
-
-
-def describe_device(device: torch.device) -> str:
-    """The device in words."""
-    if device.type == "cuda":
-        return str(torch.cuda.get_device_name(device))
-    threads = torch.get_num_threads()
-    return f"CPU ({platform.machine()}, {threads} thread{'s' if threads > 1 else ''})"
-
-
-def memory_of(device: torch.device) -> tuple[int, int]:
-    """Free and total bytes. On a CPU, the bytes that can be allocated without swapping, within the cgroup.
-
-    A cgroup's inactive file cache counts as free: reading a checkpoint fills it.
-    """
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return int(free), int(total)
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    free = total // 2
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-        free = int(fields["MemAvailable"].split()[0]) * 1024
-    limit, used = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))
-    if limit.exists() and (most := limit.read_text().strip()).isdigit():
-        total = min(total, int(most))
-        statistics = dict(line.split() for line in (limit.parent / "memory.stat").read_text().splitlines())
-        free = min(free, int(most) - int(used.read_text()) + int(statistics.get("inactive_file", 0)))
-    return max(free, 0), total
-
-
-def taken_memory(device: torch.device) -> int:
-    """Bytes that PyTorch's allocator holds on a GPU now; on a CPU, the most that the process ever held."""
-    if device.type == "cuda":
-        return int(torch.cuda.memory_reserved(device))
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from typing import Any
 
 from holdfast.lm.memory.allocator import Allocator
 from holdfast.lm.memory.copy_ledger import CopyLedger
 from holdfast.lm.memory.digests import DigestCache
 from holdfast.lm.memory.host_pool import HostPool
 from holdfast.lm.memory.prefix_index import PrefixIndex
+from holdfast.lm.memory.protocol import Found, SequenceState
 from holdfast.lm.memory.retention import IdleBlocks, RetentionRule, Use
 from holdfast.lm.types import BlockCopy
 
@@ -107,6 +109,10 @@ class BlockPool:
         """Blocks that hold this many positions."""
         return -(-positions // self.block_size)
 
+    def holds(self, count: int, blocks: int, longest: int) -> bool:
+        """Whether sequences that take `blocks` in all fit the pool; how many and how long they are does not matter."""
+        return blocks <= self.num_blocks
+
     def allocate(self, count: int, now: float) -> list[int]:
         """Give `count` blocks to one owner. The state of idle ones among them is dropped."""
         missing = count - len(self._free)
@@ -141,6 +147,25 @@ class BlockPool:
         if needed > self.allocatable:
             self._demand = max(self._demand, needed)
         return needed <= self.allocatable
+
+    def admits(self, found: Found, length: int, reserved: int) -> bool:
+        """Whether a sequence of `length` positions, these of them found, can start and leave `reserved` blocks."""
+        kept = found.shared
+        fresh = self.blocks_for(length) - len(kept)
+        return fresh + self.pinned_by(kept) <= self.available - reserved and self.fits(fresh, kept)
+
+    def needed(self, found: Found, length: int) -> int:
+        """Available blocks that starting a sequence of `length` positions takes: new ones, and kept ones it pins."""
+        kept = found.shared
+        return self.blocks_for(length) - len(kept) + self.pinned_by(kept)
+
+    def freed_by(self, victim: SequenceState[Any], after: Collection[SequenceState[Any]]) -> int:
+        """Blocks that preempting `victim` makes available, if it shares none; `after` does not matter."""
+        return len(victim.blocks)
+
+    def can_grow(self, state: SequenceState[Any]) -> bool:
+        """Whether a block can be allocated now."""
+        return self.allocatable > 0
 
     def share(self, blocks: Collection[int]) -> None:
         """Add an owner to each of these cached blocks, no block twice."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from holdfast.lm.memory.block_pool import BlockPool
@@ -24,6 +24,11 @@ class Found:
     def __len__(self) -> int:
         """Blocks that need not be computed."""
         return len(self.device) + len(self.host)
+
+    @property
+    def shared(self) -> Collection[int]:
+        """The blocks on the device."""
+        return self.device.values()
 
 
 class SequenceCache:

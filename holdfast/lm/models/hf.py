@@ -46,6 +46,15 @@ class Call:
     keywords: dict[str, Any]
 
 
+class NotPaged(UnsupportedCheckpoint):
+    """Transformers has loaded the module, and its attention cannot be replaced by paged attention."""
+
+    def __init__(self, reason: str, module: Any) -> None:
+        super().__init__(reason)
+        self.module = module
+        """Unchanged but for the name of its attention: `padded.loading` can take it over."""
+
+
 class TransformersModel:
     """A `Model` around a Transformers module that calls `paged_attention` in every layer.
 
@@ -132,7 +141,10 @@ def load(
     max_model_len: int | None,
     random: bool,
 ) -> Model:
-    """The model of a checkpoint that has no native decoder. Raises UnsupportedCheckpoint with the reason."""
+    """The model of a checkpoint that has no native decoder.
+
+    Raises UnsupportedCheckpoint with the reason, NotPaged if only its attention stands against it.
+    """
     architecture = config["architectures"][0]
     try:
         from transformers import AttentionInterface
@@ -142,36 +154,53 @@ def load(
         ) from None
     AttentionInterface.register(PAGED, paged_attention)
     AttentionInterface.register(RECORDED, recorded_attention)
-    module = _module(directory, config, device, dtype, random)
+    module = load_module(directory, config, device, dtype, random=random)
     try:
         return _accepted(module, architecture, device, dtype, eos_token_ids, max_model_len)
     except UnsupportedCheckpoint as reason:
-        raise UnsupportedCheckpoint(f"{architecture} cannot run on a paged cache: {reason}") from None
+        raise NotPaged(f"{architecture} cannot run on a paged cache: {reason}", module) from None
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, TypeError, AttributeError, IndexError) as error:
-        raise UnsupportedCheckpoint(f"{architecture} fails on a packed batch: {error}") from error
+        raise NotPaged(f"{architecture} fails on a packed batch: {error}", module) from error
 
 
-def _module(directory: Path, config: Mapping[str, Any], device: torch.device, dtype: torch.dtype, random: bool) -> Any:
-    """Transformers' own module with the checkpoint's weights."""
+def load_module(
+    directory: Path,
+    config: Mapping[str, Any],
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    random: bool,
+    own_code: bool = False,
+) -> Any:
+    """Transformers' own module with the checkpoint's weights, and the attention that it chooses itself.
+
+    With `own_code` the checkpoint's code (auto_map) is run. Raises UnsupportedCheckpoint with the reason.
+    """
     import transformers
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto import modeling_auto
 
     architecture, kind = config["architectures"][0], config.get("model_type")
-    if MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind) != architecture:
+    auto: Any = transformers.AutoModelForCausalLM
+    if config.get("is_encoder_decoder"):
+        auto, known = transformers.AutoModelForSeq2SeqLM, modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+    else:
+        known = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if known.get(kind) != architecture and not own_code:
         if "auto_map" in config:
             raise UnsupportedCheckpoint(
-                f"{architecture} needs the remote code in the checkpoint (auto_map), which is never run"
+                f"{architecture} needs the remote code in the checkpoint (auto_map), which runs only on the padded "
+                "executor and with trust_remote_code"
             )
+        decoder = "encoder-decoder" if config.get("is_encoder_decoder") else "causal decoder"
         raise UnsupportedCheckpoint(
-            f"{architecture} (model_type {kind!r}) is no causal decoder that "
-            f"Transformers {transformers.__version__} knows"
+            f"{architecture} (model_type {kind!r}) is no {decoder} that Transformers {transformers.__version__} knows"
         )
-    auto, report = transformers.AutoModelForCausalLM, dict[str, Any]()
-    options: dict[str, Any] = dict(dtype=dtype, attn_implementation=PLAIN, trust_remote_code=False)
+    report = dict[str, Any]()
+    options: dict[str, Any] = dict(dtype=dtype, trust_remote_code=own_code)
     try:
-        settings = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        settings = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=own_code)
         if random:
             with device:
                 module = auto.from_config(settings, **options)
@@ -201,12 +230,12 @@ def _accepted(
 ) -> Model:
     """The module as a Model, after probing that it runs on a paged cache. Raises UnsupportedCheckpoint if not."""
     config = module.config.get_text_config()
+    calls = _record(module, device)
     made_for = getattr(config, "max_position_embeddings", None) or max_model_len
     if made_for is None:
         raise UnsupportedCheckpoint("its config names no max_position_embeddings; give max_model_len")
     length = limited(max_model_len, int(made_for))
     _check_rope(config, length)
-    calls = _record(module, device)
     _check_calls(calls, config, length)
     spec = ModelSpec(
         architecture=architecture,
@@ -249,19 +278,19 @@ def _check_rope(config: Any, length: int) -> None:
 
 
 def _record(module: Any, device: torch.device) -> list[Call]:
-    """The calls of the module's attention function in one forward pass."""
+    """The calls of the module's attention function in one forward pass; at least one."""
     calls: list[Call] = []
     module.set_attn_implementation(RECORDED)
     ids = torch.arange(4, device=device)[None]
     module(input_ids=ids, position_ids=ids, use_cache=False, holdfast_step=calls)
+    if not calls:
+        raise UnsupportedCheckpoint("it never calls Transformers' attention function")
     return calls
 
 
 def _check_calls(calls: list[Call], config: Any, length: int) -> None:
     """Require one call per layer, all of the same shape, with the window as a keyword."""
     layers = list(range(config.num_hidden_layers))
-    if not calls:
-        raise UnsupportedCheckpoint("it never calls Transformers' attention function")
     if sorted(call.layer if call.layer is not None else -1 for call in calls) != layers:
         silent = sorted(set(layers) - {call.layer for call in calls})
         raise UnsupportedCheckpoint(

@@ -36,7 +36,8 @@ def load(
     `dtype` auto is the checkpoint's own on CUDA and float32 on a CPU. `max_model_len` shortens the model's own limit.
     With `load_format` random, only config.json is read, and the weights are drawn on the device (for benchmarks). With
     `quantization` fp8, the linear layers are rounded to FP8 as they are read, with one scale for each output.
-    Raises UnsupportedCheckpoint if the checkpoint is not supported. No code of a checkpoint is ever run.
+    Raises UnsupportedCheckpoint if the checkpoint is not supported, `hf.NotPaged` if Transformers' module of it could
+    run otherwise. No code of a checkpoint is ever run.
     """
     directory, device = Path(directory), torch.device(device)
     config = read_json(directory / "config.json")
@@ -76,16 +77,27 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def understood(config: Mapping[str, Any]) -> str:
-    """The architecture's name, once nothing in config.json speaks against serving it."""
+    """The architecture's name, once nothing in config.json speaks against serving it on a paged cache."""
+    architecture = architecture_of(config)
+    if config.get("is_encoder_decoder"):
+        raise UnsupportedCheckpoint(f"{architecture} is an encoder-decoder; only causal decoders are served")
+    refuse_quantized(config)
+    return architecture
+
+
+def architecture_of(config: Mapping[str, Any]) -> str:
+    """The one architecture that config.json names."""
     names = config.get("architectures") or []
     if len(names) != 1:
         raise UnsupportedCheckpoint(f"config.json must name one architecture; it names {len(names)}")
-    if config.get("is_encoder_decoder"):
-        raise UnsupportedCheckpoint(f"{names[0]} is an encoder-decoder; only causal decoders are served")
+    return str(names[0])
+
+
+def refuse_quantized(config: Mapping[str, Any]) -> None:
+    """Raises UnsupportedCheckpoint for weights that are not plain numbers."""
     if quantization := config.get("quantization_config"):
         method = quantization.get("quant_method", "unknown")
         raise UnsupportedCheckpoint(f"the checkpoint is quantized ({method}); give one in bfloat16, float16 or float32")
-    return str(names[0])
 
 
 def check_fp8(architecture: str, device: torch.device) -> None:

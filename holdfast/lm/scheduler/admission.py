@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from holdfast.lm.memory.protocol import Found
 from holdfast.lm.scheduler.entries import Entry
 from holdfast.lm.scheduler.queues import Queues
 from holdfast.lm.types import BlockCopy, TableWrite
@@ -41,23 +42,22 @@ class Admission:
         """
         queues, sequence = self._queues, entry.sequence
         pool = queues.pool
-        spare = pool.available - (queues.headroom if queues.running else 0)
-        if sequence.in_flight or spare <= 0:
+        reserved = queues.headroom if queues.running else 0
+        if sequence.in_flight or pool.available <= reserved:
             return False
-        found = entry.cache.match(sequence.tokens)
+        found: Found = entry.cache.match(sequence.tokens)
         if most is not None and sequence.length - len(found) * pool.block_size > most:
             return False
         if found.host and self.swap_in and len(self.swap_in) + len(found.host) > pool.max_copies:
             return False  # copies run one after the other: a step begins no more than one sequence needs
-        kept = found.device.values()
-        fresh = pool.blocks_for(sequence.length) - len(kept)
-        if fresh + pool.pinned_by(kept) > spare or not pool.fits(fresh, kept):
+        if not pool.admits(found, sequence.length, reserved):
             return False
         copies = queues.start(entry, found, self._now)
         pool.copies.start_swap_in([copy.target for copy in copies], self._number)
         self.swap_in += copies
-        self._writes.append(TableWrite(entry.row, 0, tuple(entry.cache.blocks)))
-        entry.swap_in_step = pool.copies.swap_in_step(kept if not copies else entry.cache.blocks)
+        if entry.cache.blocks:
+            self._writes.append(TableWrite(entry.row, 0, tuple(entry.cache.blocks)))
+        entry.swap_in_step = pool.copies.swap_in_step(found.shared if not copies else entry.cache.blocks)
         if entry.swap_in_step < 0 or at_once:
             queues.join(entry)
         return True

@@ -96,11 +96,20 @@ class Reservation:
 
     def __init__(self, step: StepBuilder) -> None:
         self._step = step
-        self._spare: int | None = None
+        self._count = -1
+        self._blocks = self._longest = 0
 
     def __call__(self, entry: Entry) -> bool:
-        step = self._step
-        if self._spare is None:  # counted only when a request waits
-            self._spare = step.pool.num_blocks - sum(step.pool.blocks_for(other.limit - 1) for other in step.running)
-        self._spare -= step.pool.blocks_for(entry.limit - 1)
-        return self._spare >= 0
+        pool = self._step.pool
+        if self._count < 0:  # counted only when a request waits
+            self._count = 0
+            for other in self._step.running:
+                self._add(other)
+        self._add(entry)
+        return pool.holds(self._count, self._blocks, self._longest)
+
+    def _add(self, entry: Entry) -> None:
+        positions = entry.limit - 1
+        self._count += 1
+        self._blocks += self._step.pool.blocks_for(positions)
+        self._longest = max(self._longest, positions)

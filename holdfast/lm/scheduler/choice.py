@@ -3,44 +3,87 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import get_args
+from typing import Any, get_args
 
-from holdfast.core.config import EngineConfig, SchedulerName
-from holdfast.core.cost import CostModel
+from holdfast.core.config import ROW_SCHEDULERS, EngineConfig, ExecutorName, SchedulerName
+from holdfast.core.cost import CostModel, PaddedCost
 from holdfast.core.types import Identity
 from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.memory.retention import Cost, RetentionRule, cost_by_position
+from holdfast.lm.memory.row_pool import RowPool
 from holdfast.lm.scheduler.baselines import ChunkedOnly, HybridOnly, Orca, PrefillFirst, RequestLevel, Unified
 from holdfast.lm.scheduler.builder import Policy
 from holdfast.lm.scheduler.order import make_order
 from holdfast.lm.scheduler.policies import LatencyTarget, StallFree, compute_token_budget, whole_tiles
+from holdfast.lm.scheduler.row_policies import (
+    Embedding,
+    PaddedBatches,
+    PaddedOrca,
+    PaddedRequestLevel,
+    PrefillApart,
+    RowPolicy,
+    RunToCompletion,
+    Shaping,
+)
+from holdfast.lm.scheduler.row_scheduler import RowScheduler
 from holdfast.lm.scheduler.scheduler import Scheduler
-from holdfast.lm.types import EngineShape
+from holdfast.lm.types import EngineShape, RowShape
 
-NAMES: tuple[SchedulerName, ...] = get_args(SchedulerName)
+EVERY_NAME: tuple[SchedulerName, ...] = get_args(SchedulerName)
+"""All policies; each plans padded rows."""
+NAMES: tuple[SchedulerName, ...] = tuple(name for name in EVERY_NAME if name not in ROW_SCHEDULERS)
+"""Policies that plan packed steps on a paged cache too."""
 CHUNKED = ("stall-free", "chunked-only")
 """Policies that cut prompts into chunks."""
-RESERVING = ("request-level", "orca")
+RESERVING = ("request-level", "orca", "padded-batches")
 """Policies that reserve room for a request's longest length. They need no headroom."""
 
 
-def capacity_of(name: SchedulerName, *, token_budget: int, max_model_len: int, max_sequences: int, limit: int) -> int:
+def capacity_of(
+    name: SchedulerName,
+    *,
+    token_budget: int,
+    max_model_len: int,
+    max_sequences: int,
+    limit: int,
+    chunks: bool = True,
+) -> int:
     """The most tokens of one step.
 
-    Policies that cut prompts fill a step up to `token_budget`. The others need room for the longest prompt beside all
-    decodes. `orca` and `request-level` put any number of whole prompts into a step, up to max_model_len tokens of
-    each of max_sequences (Sarathi-Serve §2.4, §5.1); for them `limit` bounds the capacity above that room. On a device
-    it should bound the activation memory, which grows with the capacity; in a simulation the size of the cache is one.
+    Policies that cut prompts fill a step up to `token_budget`, if the model takes `chunks`. The others need room for
+    the longest prompt beside all decodes. `orca`, `request-level`, `run-to-completion` and `padded-batches` put any
+    number of whole prompts into a step, up to max_model_len tokens of each of max_sequences (Sarathi-Serve §2.4, §5.1);
+    for these `limit` bounds the capacity above that room. On a device it should bound the activation memory, which
+    grows with the capacity; in a simulation the size of the cache is one.
     """
-    if name in CHUNKED:
+    if name in CHUNKED and chunks:
         return token_budget
     least = max(token_budget, max_model_len + max_sequences)
-    return max(least, min(limit, max_model_len * max_sequences)) if name in RESERVING else least
+    return max(least, min(limit, max_model_len * max_sequences)) if name in (*RESERVING, "run-to-completion") else least
 
 
-def make_policy(name: SchedulerName, *, token_budget: int, capacity: int) -> Policy:
-    """The policy of this name. Steps are filled up to `token_budget`; `capacity` is that of `capacity_of`."""
+def make_policy(name: SchedulerName, *, token_budget: int, capacity: int, executor: ExecutorName = "paged") -> Policy:
+    """The policy of this name. Steps are filled up to `token_budget`; `capacity` is that of `capacity_of`.
+
+    Raises ValueError for a policy of padded rows on the paged executor.
+    """
+    if name in ROW_SCHEDULERS and executor == "paged":
+        raise ValueError(f"scheduler is {name}, which plans padded rows, and the model runs on the paged executor")
     match name:
+        case "request-level" if executor == "padded":
+            return PaddedRequestLevel(capacity)
+        case "orca" if executor == "padded":
+            return PaddedOrca(capacity)
+        case "run-to-completion":
+            return RunToCompletion(capacity)
+        case "prefill-apart":
+            return PrefillApart(capacity)
+        case "shaping":
+            return Shaping(capacity)
+        case "embedding":
+            return Embedding(capacity)
+        case "padded-batches":
+            return PaddedBatches(capacity)
         case "stall-free":
             return StallFree(token_budget)
         case "chunked-only":
@@ -58,25 +101,49 @@ def make_policy(name: SchedulerName, *, token_budget: int, capacity: int) -> Pol
 
 
 def choose_policy(config: EngineConfig, shape: EngineShape, cost: CostModel | None) -> Policy:
-    """The policy that a configuration asks for. Raises ValueError for a latency target without a `cost` model.
+    """The policy that a configuration asks for.
+
+    Raises ValueError for a latency target without a `cost` model, and on padded rows for a policy that the model cannot
+    follow, or a token budget below `max_sequences`: a forward of the batch decodes every row.
 
     Token budgets above a tile are rounded down to a multiple of it: a step of 257 tokens takes up to a third longer
     than one of 256 (Sarathi-Serve §4.3).
     """
     capacity, budget = shape.max_step_tokens, shape.token_budget
+    if shape.rows is not None:
+        check_rows(config, shape, shape.rows)
+        cost = None if cost is None else PaddedCost.of(cost)
     if config.tbt_target is None:
         if config.scheduler in CHUNKED:
             budget = whole_tiles(budget, shape.tile)
-        return make_policy(config.scheduler, token_budget=budget, capacity=capacity)
+        return make_policy(config.scheduler, token_budget=budget, capacity=capacity, executor=shape.executor)
     if cost is None:
         raise ValueError(f"tbt_target is {config.tbt_target}, which takes a profile of the device")
     target, tile, ceiling = config.tbt_target / 1000, min(shape.tile, capacity), whole_tiles(capacity, shape.tile)
     if config.token_budget != "auto":
-        return LatencyTarget(cost, target, tile=tile, ceiling=ceiling)
+        whole = shape.rows is not None and not shape.rows.abilities.chunks
+        return LatencyTarget(cost, target, tile=tile, ceiling=ceiling, whole=whole)
     budget = compute_token_budget(
         cost, target, tile=tile, ceiling=ceiling, max_sequences=config.max_sequences, max_model_len=shape.max_model_len
     )
+    if shape.rows is not None:  # no row can be left out of a forward of the batch, so a tile comes on top of all rows
+        budget = max(budget, min(ceiling, config.max_sequences + tile))
     return StallFree(budget)
+
+
+def check_rows(config: EngineConfig, shape: EngineShape, rows: RowShape) -> None:
+    """Raise ValueError for a configuration that padded rows of this shape cannot follow."""
+    if config.scheduler in ("shaping", "orca") and not rows.abilities.shaping:
+        raise ValueError(
+            f"scheduler is {config.scheduler}, which computes prompts beside decodes in one forward, and {shape.model} "
+            "gives wrong tokens there; choose embedding"
+        )
+    budget = whole_tiles(min(shape.token_budget, shape.max_step_tokens), shape.tile)
+    if budget < config.max_sequences:
+        raise ValueError(
+            f"max_sequences is {config.max_sequences}, and a step holds {budget} tokens; on padded rows it must hold a "
+            "decode of every row: lower max_sequences, or raise token_budget"
+        )
 
 
 def retention_cost(config: EngineConfig, shape: EngineShape, cost: CostModel | None) -> Cost:
@@ -94,22 +161,13 @@ def make_scheduler(
     policy: Policy | None = None,
     micro_batches: int = 1,
 ) -> Scheduler:
-    """The scheduler of an engine of this shape, real or simulated, with its own block pool.
+    """The scheduler of an engine of this shape, real or simulated, with its own memory.
 
-    `policy` replaces the one that the configuration asks for. `micro_batches` is the number of pipeline stages.
+    `policy` replaces the one that the configuration asks for. `micro_batches` is the number of pipeline stages. Raises
+    ValueError as `choose_policy`, and for padded rows in a pipeline.
     """
-    pool = BlockPool(
-        shape.num_blocks,
-        config.block_size,
-        rule=RetentionRule.of(config, retention_cost(config, shape, cost)),
-        host_blocks=shape.num_host_blocks,
-        host_ready=shape.host_blocks_ready,
-        low_water=config.swap_threshold,
-        copies_ahead=shape.copies_ahead,
-    )
-    return Scheduler(
-        policy or choose_policy(config, shape, cost),
-        pool,
+    policy = policy or choose_policy(config, shape, cost)
+    settings: dict[str, Any] = dict(
         max_sequences=config.max_sequences,
         max_model_len=shape.max_model_len,
         vocab_size=shape.vocab_size,
@@ -119,5 +177,31 @@ def make_scheduler(
         served=Identity(shape.model, dtype=shape.precision),
         order=make_order(config),
         seed=config.seed,
-        micro_batches=micro_batches,
     )
+    rule = RetentionRule.of(config, retention_cost(config, shape, cost))
+    if shape.rows is not None:
+        if micro_batches > 1:
+            raise ValueError(f"a pipeline has {micro_batches} stages; padded rows run on one")
+        return RowScheduler(
+            policy,
+            RowPool(
+                shape.rows,
+                threshold=config.shrink_threshold,
+                rule=rule,
+                keeps=config.prefix_sharing,
+                low_water=config.swap_threshold,
+            ),
+            **settings,
+            prefill_ahead=config.states_ahead,
+            to_completion=isinstance(policy, RowPolicy) and policy.to_completion,
+        )
+    pool = BlockPool(
+        shape.num_blocks,
+        config.block_size,
+        rule=rule,
+        host_blocks=shape.num_host_blocks,
+        host_ready=shape.host_blocks_ready,
+        low_water=config.swap_threshold,
+        copies_ahead=shape.copies_ahead,
+    )
+    return Scheduler(policy, pool, **settings, micro_batches=micro_batches)

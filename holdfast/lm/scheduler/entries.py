@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import attrgetter
 
-from holdfast.lm.memory.sequence_cache import SequenceCache
+from holdfast.lm.memory.protocol import AnyState
 from holdfast.lm.types import Sampling, Sequence
 
 Rank = tuple[float, ...]
@@ -26,7 +26,8 @@ class Entry:
     sequence: Sequence
     id: str
     rank: Rank
-    cache: SequenceCache
+    cache: AnyState
+    """Which of its positions are resident."""
     sampling: Sampling
     limit: int
     """The sequence ends at this length."""
@@ -46,6 +47,8 @@ class Entry:
     A step that plans it sets this to the number of the following step, or to AWAITED: after a segment with drafted
     tokens, whose outcome is uncertain, and after any sampling segment where steps in flight are micro-batches.
     """
+    lost_before: int = 0
+    """Plans of a lower number may give it no token: its state was lost."""
     swap_in_step: int = -1
     """Number of the plan that copies in its state from the host; -1 once it is there or the next plan waits for it."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from holdfast.core.config import EngineConfig
 from holdfast.core.types import Request
@@ -127,6 +127,11 @@ class TenantQueue:
 
     def __len__(self) -> int:
         return sum(map(len, self._queues.values()))
+
+    def __iter__(self) -> Iterator[Entry]:
+        """All of the first tenant, then all of the next, by the counters as they are now."""
+        for tenant in sorted(self._queues, key=lambda name: (self._served[name], next(iter(self._queues[name])).rank)):
+            yield from self._queues[tenant]
 
     def add(self, entry: Entry) -> None:
         tenant, served = entry.sequence.request.identity.tenant, self._served

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import inf
 
-from holdfast.core.cost import CostModel, Predictor
+from holdfast.core.cost import CostModel, PaddedCost
 from holdfast.lm.scheduler.builder import Policy, StepBuilder
 from holdfast.lm.types import StepPlan, StepResult
 
@@ -75,9 +75,12 @@ class LatencyTarget(Policy):
 
     The prediction is corrected by the measured times of steps with prefill work, so that nearly all steps meet the
     target and not just the average one (`Correction`).
+
+    Where a model cannot compute prompts in chunks, they are `whole`. Then the target bounds how many of them a step
+    computes, and not the first.
     """
 
-    def __init__(self, cost: CostModel, target: float, *, tile: int, ceiling: int) -> None:
+    def __init__(self, cost: CostModel, target: float, *, tile: int, ceiling: int, whole: bool = False) -> None:
         """`target` in seconds; `ceiling` is the most tokens of a step, `tile` the tile size of its matrix products."""
         if not target > 0:
             raise ValueError(f"target is {target} s; it must be above 0")
@@ -86,8 +89,13 @@ class LatencyTarget(Policy):
         self.target = target
         self.tile = tile
         self.ceiling = ceiling
+        self.whole = whole
         self.correction = Correction(cost.deviation)
-        self._cost, self._predictor = cost, Predictor(cost)
+        self._cost, self._predictor = cost, cost.predictor()
+        self._apart = isinstance(cost, PaddedCost)
+        """Whether each chunk is a forward of its own, so that it fills tiles alone."""
+        self._decodes = 0
+        """Decodes of the step under construction."""
         self._attention = 0.0
         """Predicted seconds of attention in the step under construction."""
         self._bound = inf
@@ -99,7 +107,7 @@ class LatencyTarget(Policy):
         step.budget = self.ceiling
         step.displace()
         step.decode()
-        decodes = step.num_tokens
+        decodes = self._decodes = step.num_tokens
         # A stream that sits this step out, for lack of a block or of its last token, waits for it as well.
         self._bound = self.target if any(entry.decoding for entry in step.running) else inf
         step.budget = self.prefill_budget(step)
@@ -107,7 +115,7 @@ class LatencyTarget(Policy):
         step.pace = lambda start, stop: self._take(step.num_tokens, start, stop, first=step.num_tokens == decodes)
         step.prefill()
         step.admit(lambda entry: step.num_tokens == decodes or self._room(step.num_tokens, entry.sequence.length))
-        seconds = self.planned(step, self._predictor.linear(step.num_tokens) + self._attention)
+        seconds = self.planned(step, self._predictor.mixed(decodes, step.num_tokens - decodes) + self._attention)
         if step.num_tokens > decodes:
             self._predicted[step.number] = seconds
 
@@ -141,29 +149,33 @@ class LatencyTarget(Policy):
         The first chunk of a step always gets some.
         """
         tokens = stop - start
-        if not self._fits(planned + tokens, start, stop):
-            tile = self.tile
-            low, high = planned // tile + (1 if first else 0), (planned + tokens - 1) // tile
+        if not self.whole and not self._fits(planned + tokens, start, stop):
+            tile, filled = self.tile, 0 if self._apart else planned
+            low, high = filled // tile + (1 if first else 0), (filled + tokens - 1) // tile
             while low < high:  # search for the most tiles that fit; `low` counts as fitting
                 middle = (low + high + 1) // 2
-                if self._fits(middle * tile, start, start + middle * tile - planned):
+                added = middle * tile - filled
+                if self._fits(planned + added, start, start + added):
                     low = middle
                 else:
                     high = middle - 1
-            tokens = min(tokens, max(0, low * tile - planned))
+            tokens = min(tokens, max(0, low * tile - filled))
         if tokens:
             self._attention += self._predictor.chunk(start, start + tokens)
         return tokens
 
     def _room(self, planned: int, length: int) -> bool:
-        """Whether a step of `planned` tokens has room for the first tile of a prompt of this length."""
-        total = min(planned + length, (planned // self.tile + 1) * self.tile)
-        return self._fits(total, 0, total - planned)
+        """Whether a step of `planned` tokens has room for the first tile of a prompt of this length, or all of it."""
+        tokens = length
+        if not self.whole:
+            tokens = min(tokens, self.tile - (0 if self._apart else planned % self.tile))
+        return self._fits(planned + tokens, 0, tokens)
 
     def _fits(self, total: int, start: int, stop: int) -> bool:
         """Whether a step of `total` tokens that ends with the chunk [start, stop) is predicted to meet the target."""
         predictor = self._predictor
-        seconds = predictor.linear(total) + self._attention + predictor.chunk(start, stop)
+        rest = predictor.mixed(self._decodes, total - self._decodes)
+        seconds = rest + self._attention + predictor.chunk(start, stop)
         return self.wait(seconds * self.correction.factor) <= self._bound
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from holdfast.lm.memory.protocol import AnyState
 from holdfast.lm.scheduler.entries import Entry
 from holdfast.lm.scheduler.queues import Queues
 from holdfast.lm.types import TableWrite
@@ -40,16 +41,17 @@ class Preemption:
             sequence = entry.sequence
             if room <= 0 or sequence.in_flight or not running or entry.rank > running.last().rank:
                 return
-            kept = entry.cache.match(sequence.tokens).device.values()
-            needed = pool.blocks_for(sequence.length) - len(kept) + pool.pinned_by(kept)
+            needed = pool.needed(entry.cache.match(sequence.tokens), sequence.length)
             victims: list[Entry] = []
+            freed: list[AnyState] = []
             for other in reversed(running):
                 if (rows and spare >= needed) or other.rank < entry.rank:
                     break
                 if other.sequence.request.priority > sequence.request.priority and other.next_step <= self._number:
+                    spare += pool.freed_by(other.cache, freed)
                     victims.append(other)
+                    freed.append(other.cache)
                     rows += 1
-                    spare += len(other.cache.blocks)
             if not rows or spare < needed:
                 return
             for victim in victims:
@@ -63,7 +65,7 @@ class Preemption:
         the host tier. The first in rank always finds a block in the end, as the pool can hold any sequence alone.
         """
         queues, pool = self._queues, self._queues.pool
-        while not pool.allocatable:
+        while not pool.can_grow(entry.cache):
             if pool.can_swap_out:
                 return False
             victim = next(other for other in reversed(queues.running) if other.next_step <= self._number)
@@ -75,13 +77,14 @@ class Preemption:
 
     def grow_freely(self, entry: Entry, positions: int) -> None:
         """Give a running sequence blocks for this many positions, as far as free blocks last; preempts nothing."""
-        while entry.cache.capacity < positions and self._queues.pool.allocatable:
+        while entry.cache.capacity < positions and self._queues.pool.can_grow(entry.cache):
             self._add_block(entry)
 
     def _add_block(self, entry: Entry) -> None:
         blocks = entry.cache.blocks
         entry.cache.grow(self._now)
-        self._writes.append(TableWrite(entry.row, len(blocks) - 1, (blocks[-1],)))
+        if blocks:
+            self._writes.append(TableWrite(entry.row, len(blocks) - 1, (blocks[-1],)))
 
     def _preempt(self, victim: Entry) -> None:
         self._queues.preempt(victim, self._now)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast.lm.memory.block_pool import BlockPool
-from holdfast.lm.memory.sequence_cache import Found
+from holdfast.lm.memory.protocol import AnyMemory, Found
 from holdfast.lm.scheduler.entries import NO_ROW, Entry, RankedQueue
 from holdfast.lm.scheduler.order import Order
 from holdfast.lm.types import BlockCopy
@@ -16,7 +15,7 @@ class Queues:
     too; copies from the host fill the blocks while others run.
     """
 
-    def __init__(self, pool: BlockPool, max_sequences: int, headroom: float, order: Order, micro_batches: int) -> None:
+    def __init__(self, pool: AnyMemory, max_sequences: int, headroom: float, order: Order, micro_batches: int) -> None:
         self.pool = pool
         self.order = order
         self.micro_batches = micro_batches

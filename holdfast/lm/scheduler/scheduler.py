@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections import abc, deque
+from collections.abc import Callable
 from itertools import islice
+from typing import Any
 
 from holdfast.core.columns import Columns
 from holdfast.core.tokens import VOCABULARY_LIMIT
 from holdfast.core.types import MAX_SEED, FinishReason, Identity, Request, SequenceOutput
 from holdfast.lm.limits import RequestLimits
-from holdfast.lm.memory.block_pool import BlockPool
+from holdfast.lm.memory.protocol import AnyMemory, AnyState
 from holdfast.lm.memory.sequence_cache import SequenceCache
 from holdfast.lm.scheduler.builder import Policy, StepBuilder
 from holdfast.lm.scheduler.entries import Entry
@@ -29,7 +31,7 @@ class Scheduler:
     def __init__(
         self,
         policy: Policy,
-        pool: BlockPool,
+        pool: AnyMemory,
         *,
         max_sequences: int,
         max_model_len: int,
@@ -41,6 +43,9 @@ class Scheduler:
         order: Order | None = None,
         seed: int = 0,
         micro_batches: int = 1,
+        make_state: Callable[[Any, bytes | None], AnyState] = SequenceCache,
+        make_queues: Callable[[Any, int, float, Order, int], Queues] = Queues,
+        make_builder: Callable[[Any, int, float], StepBuilder] = StepBuilder,
     ) -> None:
         """`sharing` lets requests of one identity share the state of equal prefixes. `served` names the model, adapter
         and dtype of the executor; `add` refuses any other. None refuses nothing.
@@ -48,14 +53,20 @@ class Scheduler:
         `headroom` is the share of the blocks that admission leaves to running sequences. `order` ranks requests, by
         default by priority class. `seed` makes seeds for requests that bring none. With `micro_batches` above 1, steps
         in flight share no sequence whose token is being sampled, and each takes its share of the decodes.
+
+        `make_state` makes the state of one sequence, given the pool and the root of its chain of digests
+        (`Identity.root`), or None where it shares nothing. `make_queues` and `make_builder` make the queues, and the
+        builder of each plan. The three go with the kind of pool.
         """
         self._limits = RequestLimits(max_model_len, vocab_size, pool.num_blocks * pool.block_size, served)
         self._policy = policy
         self._order = order or Priority()
         self._sharing = sharing
+        self._make_state = make_state
         self._eos = frozenset(eos_token_ids)
         self._seed = seed
-        self._queues = Queues(pool, max_sequences, headroom, self._order, micro_batches)
+        self._queues = make_queues(pool, max_sequences, headroom, self._order, micro_batches)
+        self._make_builder = make_builder
         self._entries: dict[str, Entry] = {}
         self._in_flight: deque[tuple[int, list[Entry], int]] = deque()
         """Of each plan: its number, the sequences it samples for, and how many sequences had ended when it was made."""
@@ -80,7 +91,7 @@ class Scheduler:
             sequence=Sequence(request, seed),
             id=request.id,
             rank=self._order.rank(request, self._requests),
-            cache=SequenceCache(pool, request.identity.root() if self._sharing else None),
+            cache=self._make_state(pool, request.identity.root() if self._sharing else None),
             sampling=Sampling.of(params, seed),
             limit=limit,
             ends=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos),
@@ -101,7 +112,7 @@ class Scheduler:
     def schedule(self, now: float) -> StepPlan | None:
         """Decide the next step; it counts as submitted. None if nothing can run before a step in flight ends."""
         self._now = now
-        step = StepBuilder(self._queues, self._steps, now)
+        step = self._make_builder(self._queues, self._steps, now)
         self._policy.plan(step)
         plan = step.finish(in_flight=bool(self._in_flight))
         if plan is not None:
@@ -118,7 +129,7 @@ class Scheduler:
         number, sampling, ended = self._in_flight.popleft()
         ragged = plan.samples is not None or result.counts is not None
         if not plan.step == result.step == number or not (
-            valid_counts(plan, result, len(sampling)) if ragged else len(result.tokens) == len(sampling)
+            valid_counts(plan, result, sampling) if ragged else len(result.tokens) == len(sampling)
         ):
             raise RuntimeError(
                 f"step {number} with {len(sampling)} sampled tokens is due; got plan {plan.step}, "
@@ -145,7 +156,7 @@ class Scheduler:
 
     def _read_ragged(self, sampling: list[Entry], plan: StepPlan, result: StepResult) -> Columns[SequenceOutput]:
         """Apply a result with no, one or several tokens for each sampling segment."""
-        rest, before, grown, added = iter(result.tokens), self._ended, [], []
+        rest, before, grown = iter(result.tokens), self._ended, dict[Entry, int]()
         for place, entry in enumerate(sampling):
             tokens = tuple(islice(rest, result.counts[place] if result.counts is not None else 1))
             self._order.sampled([entry] * len(tokens))
@@ -161,9 +172,9 @@ class Scheduler:
                 if sequence.finish_reason is None:
                     self._append([entry], [token])
             if tokens:
-                grown.append(entry)
-                added.append(tuple(sequence.tokens[known:]))
-        return self._outputs(grown, added, some_ended=self._ended > before)
+                grown.setdefault(entry, known)
+        added = [tuple(entry.sequence.tokens[known:]) for entry, known in grown.items()]
+        return self._outputs([*grown], added, some_ended=self._ended > before)
 
     def _append(self, entries: list[Entry], tokens: abc.Sequence[int]) -> None:
         """Append one token to each of these sequences, and end those it is the last token of."""
@@ -240,12 +251,18 @@ class Scheduler:
         return int.from_bytes(digest[:8], "little") & MAX_SEED
 
 
-def valid_counts(plan: StepPlan, result: StepResult, segments: int) -> bool:
-    """Whether a ragged result gives each sampling segment as many tokens as its plan allows."""
-    counts = [1] * segments if result.counts is None else result.counts
-    most = [1] * segments if plan.samples is None else plan.samples
+def valid_counts(plan: StepPlan, result: StepResult, sampling: list[Entry]) -> bool:
+    """Whether a ragged result gives each sampling segment as many tokens as its plan allows.
+
+    Those of a sequence whose state was lost may give none.
+    """
+    counts = [1] * len(sampling) if result.counts is None else result.counts
+    most = [1] * len(sampling) if plan.samples is None else plan.samples
     return (
-        len(counts) == len(most) == segments
+        len(counts) == len(most) == len(sampling)
         and sum(counts) == len(result.tokens)
-        and all(count == 1 or (limit > 1 and 0 <= count <= limit) for count, limit in zip(counts, most, strict=True))
+        and all(
+            count == 1 or (limit > 1 and 0 <= count <= limit) or (count == 0 and plan.step < entry.lost_before)
+            for count, limit, entry in zip(counts, most, sampling, strict=True)
+        )
     )

@@ -4,12 +4,24 @@ from dataclasses import replace
 
 import pytest
 
-from holdfast.core.config import EngineConfig
+from holdfast.core.config import ROW_SCHEDULERS, EngineConfig
+from holdfast.core.cost import PaddedCost
 from holdfast.lm.scheduler.baselines import Unified
-from holdfast.lm.scheduler.choice import CHUNKED, NAMES, RESERVING, capacity_of, choose_policy, make_policy
+from holdfast.lm.scheduler.choice import (
+    CHUNKED,
+    EVERY_NAME,
+    NAMES,
+    RESERVING,
+    capacity_of,
+    choose_policy,
+    make_policy,
+    make_scheduler,
+)
 from holdfast.lm.scheduler.policies import LatencyTarget, StallFree
+from holdfast.lm.scheduler.row_scheduler import RowScheduler
 from holdfast.lm.types import EngineShape
 from tests.lm.scheduler.test_latency_target import COST
+from tests.padded_rows import ABLE, shape_of_rows
 from tests.scheduling import create_requests, create_scheduler
 
 
@@ -83,3 +95,54 @@ def test_a_latency_target_requires_the_stall_free_scheduler():
     assert EngineConfig(tbt_target=50).scheduler == "stall-free"
     with pytest.raises(ValueError, match="scheduler is orca"):
         EngineConfig(tbt_target=50, scheduler="orca")
+
+
+ROWS = replace(SHAPE, executor="padded", rows=shape_of_rows(4096))
+
+
+def padded(**options):
+    return EngineConfig(executor="padded", max_sequences=4, **options)
+
+
+@pytest.mark.parametrize("name", EVERY_NAME)
+def test_every_name_plans_padded_rows(name):
+    scheduler = make_scheduler(padded(scheduler=name, prefix_sharing=False), ROWS, None)
+    assert isinstance(scheduler, RowScheduler)
+    for request in create_requests(5, 8):
+        scheduler.add(replace(request, prompt=(1,) * len(request.prompt)))
+    plan = scheduler.schedule(0.0)
+    assert plan.forwards[-1].stop == len(plan.segments) > 0
+
+
+def test_each_name_is_a_policy_class_of_its_own_on_padded_rows():
+    assert len({type(choose_policy(padded(scheduler=name), ROWS, None)) for name in EVERY_NAME}) == len(EVERY_NAME)
+
+
+@pytest.mark.parametrize("name", ROW_SCHEDULERS)
+def test_a_model_that_runs_on_the_paged_executor_refuses_policies_of_rows(name):
+    with pytest.raises(ValueError, match=f"scheduler is {name}, which plans padded rows, and the model runs on the"):
+        make_scheduler(EngineConfig(scheduler=name), SHAPE, None)
+
+
+@pytest.mark.parametrize("name", ["shaping", "orca"])
+def test_prompts_beside_decodes_are_refused_where_the_model_gives_wrong_tokens(name):
+    shape = replace(ROWS, rows=shape_of_rows(4096, abilities=replace(ABLE, shaping=False)))
+    with pytest.raises(ValueError, match=f"scheduler is {name}.*choose embedding"):
+        make_scheduler(padded(scheduler=name), shape, None)
+
+
+def test_a_step_of_padded_rows_must_hold_a_decode_of_every_row():
+    config = EngineConfig(executor="padded", max_sequences=97)
+    with pytest.raises(ValueError, match="max_sequences is 97, and a step holds 96 tokens"):
+        make_scheduler(config, ROWS, None)
+    make_scheduler(replace(config, max_sequences=96), ROWS, None)
+
+
+def test_a_target_on_padded_rows_is_computed_from_the_cost_of_their_forwards():
+    policy = choose_policy(padded(tbt_target=50.0), ROWS, COST)
+    assert isinstance(policy, LatencyTarget) and isinstance(policy.corrected, PaddedCost)
+
+
+def test_padded_rows_run_on_one_stage():
+    with pytest.raises(ValueError, match="a pipeline has 2 stages"):
+        make_scheduler(padded(), ROWS, None, micro_batches=2)

@@ -1,0 +1,179 @@
+"""What the scheduler asks of memory, whatever holds the state of a sequence: blocks, or a row of a padded batch.
+
+Sizes are in blocks. Where state is not paged a block is one position, so `block_size` is 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence, Sized
+from typing import Any, Protocol, TypeVar
+
+from holdfast.lm.memory.copy_ledger import CopyLedger
+from holdfast.lm.memory.host_pool import HostPool
+from holdfast.lm.types import BlockCopy
+
+
+class Found(Sized, Protocol):
+    """What memory holds of a waiting sequence. Its length is the number of blocks that need not be computed."""
+
+    @property
+    def shared(self) -> Collection[int]:
+        """The blocks on the device among them. Empty where state is not paged."""
+        ...
+
+    @property
+    def host(self) -> Sized:
+        """Those that only the host has."""
+        ...
+
+
+FoundT = TypeVar("FoundT", bound=Found)
+
+
+class SequenceState(Protocol[FoundT]):
+    """Which positions of one sequence are resident, and how many it has room for.
+
+    Plans run on the device in the order in which they are made. So a position counts as resident for the plan that
+    computes it and for every later plan.
+    """
+
+    planned: int
+    """Positions [0, planned) are resident, or a plan already made computes them."""
+    capacity: int
+    """Positions that there is room for."""
+    next_full: int
+    """`cache_blocks` has nothing to do while fewer tokens than this are known."""
+
+    @property
+    def blocks(self) -> Sequence[int]:
+        """The block table. Always empty where state is not paged."""
+        ...
+
+    def missing(self, length: int) -> tuple[tuple[int, int], ...]:
+        """The ranges of [0, length) that are not resident and that no plan computes yet, in ascending order."""
+        ...
+
+    def plan(self, start: int, stop: int) -> None:
+        """Note that a plan computes [start, stop), the beginning of the first missing range."""
+        ...
+
+    def rollback(self, length: int) -> None:
+        """Count the positions from `length` on as not computed."""
+        ...
+
+    def match(self, tokens: Sequence[int]) -> FoundT:
+        """Find what is kept of these tokens. The last token never counts: it must be computed to give logits."""
+        ...
+
+    def touch(self, tokens: Sequence[int], now: float) -> None:
+        """Count what is kept of a waiting sequence as used now, so that it is still there when the sequence starts."""
+        ...
+
+    def allocate(self, found: FoundT, length: int, now: float) -> tuple[BlockCopy, ...]:
+        """Take what was found, and room for the rest of `length` positions. The sequence must have no room yet.
+
+        Returns the block copies from the host that the current plan must do.
+        """
+        ...
+
+    def grow(self, now: float) -> None:
+        """Add room for at least one more position. The memory must allow it (`SequenceMemory.can_grow`)."""
+        ...
+
+    def cache_blocks(self, tokens: Sequence[int]) -> None:
+        """Let others find all that is computed of these known tokens."""
+        ...
+
+    def free(self, now: float) -> None:
+        """Give up the room. What others can find stays until its place is needed."""
+        ...
+
+
+class SequenceMemory(Protocol[FoundT]):
+    """The memory behind the sequences of one device. `now` is in seconds and never decreases."""
+
+    num_blocks: int
+    block_size: int
+    max_copies: int
+    """The most blocks that one plan copies in either direction, unless a single sequence brings in more."""
+    copies: CopyLedger
+    """Block copies under way between the tiers."""
+    host: HostPool | None
+    """The blocks of the host tier."""
+    swapped_in: int
+    swapped_out: int
+    """Blocks copied so far."""
+    dropped: int
+    """Blocks so far whose state was lost: no tier has it any more."""
+
+    @property
+    def available(self) -> int:
+        """Blocks that can be allocated, now or once idle state has moved to the host."""
+        ...
+
+    @property
+    def allocatable(self) -> int:
+        """Blocks that can be allocated now."""
+        ...
+
+    @property
+    def can_swap_out(self) -> bool:
+        """Whether copies to the host are under way, or could begin, that make blocks allocatable."""
+        ...
+
+    @property
+    def cached(self) -> int:
+        """Blocks that nobody owns and that still hold state."""
+        ...
+
+    @property
+    def used(self) -> int:
+        """Blocks with an owner."""
+        ...
+
+    def blocks_for(self, positions: int) -> int:
+        """Blocks that hold this many positions of one sequence, alone."""
+        ...
+
+    def holds(self, count: int, blocks: int, longest: int) -> bool:
+        """Whether `count` sequences of at most `longest` positions fit, which take `blocks` in all if each is alone.
+
+        For policies that reserve a request's longest length.
+        """
+        ...
+
+    def admits(self, found: FoundT, length: int, reserved: int) -> bool:
+        """Whether a waiting sequence of `length` positions may start and leave `reserved` blocks available.
+
+        If what keeps it out is idle state that is still to be copied to the host, the next `swap_out` makes room.
+        """
+        ...
+
+    def needed(self, found: FoundT, length: int) -> int:
+        """Available blocks that starting a sequence of `length` positions takes, at least."""
+        ...
+
+    def freed_by(self, victim: SequenceState[FoundT], after: Collection[SequenceState[FoundT]]) -> int:
+        """Blocks that preempting `victim` makes available, once those of `after` are preempted.
+
+        An estimate: admission looks again at what there is. A batch of rows shrinks in width only when its longest
+        row leaves, so there the order counts.
+        """
+        ...
+
+    def can_grow(self, state: SequenceState[FoundT]) -> bool:
+        """Whether a running sequence can get room for one more position now."""
+        ...
+
+    def swap_out(self, step: int, num_tokens: int, now: float) -> tuple[BlockCopy, ...]:
+        """Begin to copy idle state to the host in plan `step`, which computes `num_tokens`; the copies to do."""
+        ...
+
+    def finish_swap_out(self, step: int) -> None:
+        """The copies to the host that plan `step` and earlier plans began are complete."""
+        ...
+
+
+AnyState = SequenceState[Any]
+AnyMemory = SequenceMemory[Any]
+"""As the scheduler sees them: it hands what `match` found back to the memory that found it."""

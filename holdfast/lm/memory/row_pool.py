@@ -1,0 +1,645 @@
+"""RowPool: memory as padded rows take it, by rows × longest, and where the state of each sequence is."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence, Sized
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from holdfast.lm.memory.copy_ledger import CopyLedger
+from holdfast.lm.memory.host_pool import HostPool
+from holdfast.lm.memory.kept_rows import KeptRows
+from holdfast.lm.memory.protocol import SequenceState
+from holdfast.lm.memory.retention import RetentionRule
+from holdfast.lm.types import BlockCopy, RowMove, RowMoveKind, RowShape
+
+Place = Literal["nowhere", "apart", "batch"]
+
+Root = bytes
+"""Starts the chain of digests of one identity (`Identity.root`)."""
+LESS = 0.1
+"""Share of the memory that is given up each time the device ran out of it."""
+RECOVERY = 256
+"""Steps without such a loss after which as much is tried again."""
+
+
+@dataclass(frozen=True, slots=True)
+class FoundRow:
+    """What is there of a waiting sequence: the first `length` positions, in a slot."""
+
+    length: int = 0
+    slot: int = -1
+    on_host: bool = False
+
+    def __len__(self) -> int:
+        """Positions that need not be computed."""
+        return self.length
+
+    @property
+    def shared(self) -> Collection[int]:
+        """No blocks: state is not paged."""
+        return ()
+
+    @property
+    def host(self) -> Sized:
+        """The positions that come from the host. They come by a `RowMove`, not by block copies."""
+        return range(self.length if self.on_host else 0)
+
+
+NOTHING_FOUND = FoundRow()
+
+
+class RowState:
+    """The state of one sequence: how many of its positions are computed, and where.
+
+        nowhere ──plan──▶ apart ──embed──▶ batch          nowhere ──join──▶ batch
+           ▲                └────leave, free, suspend───────┘                 (its prompt is computed in the batch)
+           └──occupy: its suspended state, or a copy of one that an ended sequence left, comes from a slot, apart
+
+    The pool gives up its memory with `leave`, `free` and `suspend`. Plans run in the order in which they are made, so a
+    move that is noted now happens before whatever is planned after it.
+    """
+
+    __slots__ = (
+        "_pool", "_root", "ahead", "capacity", "kept", "lost_alone", "next_full", "place", "planned", "resumed", "row",
+        "since", "slot", "source",
+    )  # fmt: skip
+
+    blocks: Sequence[int] = ()
+
+    def __init__(self, pool: RowPool, root: bytes | None = None) -> None:
+        """`root` starts the chain of digests (`Identity.root`); None: nothing of it may serve other requests."""
+        self._pool = pool
+        self._root = root
+        self.planned = 0
+        """Positions [0, planned) are computed, or a plan already made computes them."""
+        self.capacity = 0
+        """Positions that memory is counted for, beside what the longest row of the batch makes each row hold."""
+        self.next_full = sys.maxsize
+        self.place: Place = "nowhere"
+        self.row = -1
+        """The row of the plans that names it."""
+        self.ahead = False
+        """It was computed before there was a place for it in the batch."""
+        self.slot = -1
+        """Where a suspended state is."""
+        self.source = -1
+        """The slot of an ended sequence whose state this one began with."""
+        self.kept = -1
+        """The slot to which its own state went when the sequence ended."""
+        self.resumed = False
+        """The row does not hold its last token: the next decode must give it."""
+        self.since = -1
+        """Number of the plan that computes position 0."""
+        self.lost_alone = 0
+        """How often the device lost it while no other sequence had a state."""
+
+    def missing(self, length: int) -> tuple[tuple[int, int], ...]:
+        """The range of [0, length) that no plan computes yet."""
+        return ((self.planned, length),) if self.planned < length else ()
+
+    def plan(self, start: int, stop: int) -> None:
+        """Note that a plan computes [start, stop). A state that is nowhere begins apart."""
+        assert start == self.planned
+        self.planned = stop
+        self.capacity = max(self.capacity, stop)
+        if self.place == "nowhere":
+            self.place = "apart"
+
+    def rollback(self, length: int) -> None:
+        """Raises RuntimeError: no state of a row can forget a position."""
+        raise RuntimeError(f"row {self.row} is rolled back to {length} positions; rows verify no drafts")
+
+    def match(self, tokens: Sequence[int]) -> FoundRow:
+        """Find the suspended state of this sequence, or the state of an ended one that saves most of its tokens."""
+        if self.slot >= 0:
+            return FoundRow(self.planned, self.slot, on_host=True)
+        return self._pool.find(self._root, tokens)
+
+    def touch(self, tokens: Sequence[int], now: float) -> None:
+        """Count a state that an ended sequence left as used now. A suspended one stays in any case."""
+        found = self._pool.find(self._root, tokens)
+        if found.slot >= 0:
+            self._pool.kept.touch(found.slot, now)
+
+    def allocate(self, found: FoundRow, length: int, now: float) -> tuple[BlockCopy, ...]:
+        """Count memory for a row of the batch of `length` positions and one more. Returns no block copies."""
+        assert self.place == "nowhere" and self not in self._pool.members
+        if self.slot < 0 and found.slot >= 0:
+            self.source, self.since = found.slot, -1
+            self._pool.kept.touch(found.slot, now)
+            if found.on_host:
+                self._pool.swapped_in += found.length
+        self.planned, self.capacity = found.length, length + 1
+        self._pool.members[self] = None
+        return ()
+
+    def occupy(self, row: int) -> None:
+        """Take a row of the plans. A suspended state is loaded, and its slot is empty then.
+
+        So is a copy of a state that an ended sequence left.
+        """
+        self.row = row
+        if self.planned and self.slot < 0:
+            self._pool.move("load", row, self.source, self.planned)
+            self.place = "apart"
+        if self.slot >= 0:
+            self._pool.move("load", row, self.slot, self.planned)
+            self._forget_slot()
+            self.place = "apart"
+
+    def wait_ahead(self) -> None:
+        """Count it beside the batch, until `embed`."""
+        del self._pool.members[self]
+        self._pool.ahead[self] = None
+        self.ahead = True
+
+    def embed(self) -> None:
+        """Let a state apart join the batch (Baton §4.2)."""
+        assert self.place == "apart"
+        self.claim_place()
+        self._pool.move("embed", self.row, length=self.planned)
+        self.place = "batch"
+        self._pool._settled = False
+
+    def claim_place(self) -> None:
+        """Count a state that was computed ahead as a row of the batch."""
+        if self.ahead:
+            del self._pool.ahead[self]
+            self._pool.members[self] = None
+            self.ahead = False
+
+    def join(self) -> None:
+        """Join the batch in the forward that computes its whole prompt."""
+        assert self.place == "nowhere"
+        self.place = "batch"
+        self._pool._settled = False
+
+    def grow(self, now: float) -> None:
+        """Count memory for one more position."""
+        self.capacity += 1
+
+    def claim(self, positions: int) -> None:
+        """Count memory for this many positions, which the batch must have room for (`RowPool.can_decode`)."""
+        self.capacity = max(self.capacity, positions)
+
+    def cache_blocks(self, tokens: Sequence[int]) -> None:
+        """Nothing: other requests do not find this state."""
+
+    def leave(self) -> None:
+        """Give up the state: nothing more of the sequence is computed. Its row stays its own until `free`."""
+        if self.place != "nowhere":
+            self._pool.move("drop", self.row)
+        self._vanish()
+
+    def keep(self, known: int | None = None) -> None:
+        """Give up the row, whose sequence computes nothing more. Its state stays for others, if it can serve any.
+
+        `known` is how many tokens of the sequence there will ever be; None: at least as many as it has positions. A
+        state of more positions is cut, or given up.
+        """
+        length = self.planned if known is None else min(known, self.planned)
+        whole = length == self.planned or self._pool.shape.abilities.croppable
+        if self._root is None or not self._pool.keeps or self.place == "nowhere" or not length or not whole:
+            self.leave()
+            return
+        self.planned = length
+        self.kept = self._pool.keep(self)
+        self._vanish()
+
+    def settle(self, tokens: Sequence[int], now: float) -> None:
+        """Let others find what `keep` kept, now that the tokens of the sequence are known."""
+        if self.kept >= 0 and self._root is not None:
+            self._pool.settle(self.kept, self._root, tokens[: self.planned], self.planned, now)
+        self.kept = -1
+
+    def free(self, now: float) -> None:
+        """Give up the state, wherever it is, and count it as not computed."""
+        self.leave()
+        self._forget_slot()
+        self.planned = 0
+
+    def suspend(self) -> bool:
+        """Give up the row: its state goes to the host if there is room, or is computed again later. Whether it went."""
+        size, pool = self._pool.bytes(self.planned), self._pool
+        if self.place == "nowhere":
+            self._vanish()
+        elif pool.make_host_room(size):
+            self.slot = pool.store(self, size)
+            self._vanish()
+        else:
+            pool.dropped += self.planned
+            self.leave()
+            self.planned = 0
+        return self.slot >= 0
+
+    def run_on(self) -> None:
+        """Leave the sequence and stay in the batch, where its row is computed until the batch ends."""
+        assert self.place == "batch"
+        self._pool.ended[self.row] = self.planned
+        self._vanish()
+
+    def lose(self) -> None:
+        """The device has lost the state: nothing is computed, and nothing is to be moved.
+
+        If it began with what an ended sequence left, that may be what is lost, so it is given up, too.
+        """
+        if self.source in self._pool.kept:
+            self._pool.give_up(self.source)
+        self.source = -1
+        self._vanish()
+        self._forget_slot(lost=True)
+        self.planned = 0
+
+    def _vanish(self) -> None:
+        self._pool.members.pop(self, None)
+        self._pool.ahead.pop(self, None)
+        self.ahead = self.resumed = False
+        self.place, self.capacity = "nowhere", 0
+
+    def _forget_slot(self, *, lost: bool = False) -> None:
+        if self.slot >= 0:
+            self._pool.forget(self.slot, lost=lost)
+            self.slot = -1
+
+
+class RowPool:
+    """The memory of padded rows. Sizes are in positions for the scheduler, and in bytes within.
+
+    All rows of the batch are as wide as the longest of them, rounded up to the quantum of its buffers, so the batch
+    takes rows × longest. A sequence counts as a row of the batch as soon as its prompt is started, with all the
+    positions that are known. Beside the batch are the states that were computed ahead of a place in it.
+
+    Running rows grow up to the threshold, and admission leaves the headroom below it: above the one rows leave, below
+    the other they come back (Baton §4.3, batch size scaling). The first sequence in rank may use all the memory.
+
+    Where captured decodes have memory of their own (`RowShape.settled`), a batch that fits there takes nothing of this
+    one, once it has been decoded. What joins it may take it out, so it counts in full while a row is on its way in.
+
+    Moves of states are noted in order (`move`); the builder of plans takes them (`take_moves`) each time it begins a
+    forward, so they happen before it.
+    """
+
+    def __init__(
+        self,
+        shape: RowShape,
+        *,
+        threshold: float = 0.95,
+        rule: RetentionRule | None = None,
+        keeps: bool = True,
+        low_water: float = 0.25,
+    ) -> None:
+        """`threshold` is the share of the memory above which rows leave. While less than the share `low_water` is free,
+        states of ended sequences are copied to the host.
+
+        `rule` ranks the states that ended sequences left; `keeps` False leaves none.
+        """
+        self.shape = shape
+        self.keeps = keeps and shape.abilities.keeps_state and shape.abilities.continues
+        """Whether states of ended sequences stay. Not where a model gives none out, or they serve no other prompt."""
+        self.kept = KeptRows(shape.bytes.of, rule or RetentionRule(), croppable=shape.abilities.croppable)
+        """Those that others find."""
+        self._leaving: dict[int, int] = {}
+        """By slot, the bytes of states that stay and that others cannot find yet: not all of their tokens are known."""
+        self.num_blocks = shape.positions
+        self.block_size = 1
+        self.max_copies = self.num_blocks
+        self.copies = CopyLedger()
+        """Empty: there are no block copies."""
+        self.host: HostPool | None = None
+        """None: states on the host are not blocks."""
+        self._now = 0.0
+        """The latest time that any call gave."""
+        self.swapped_in = 0
+        self.swapped_out = 0
+        self.dropped = 0
+        self.members: dict[RowState, None] = {}
+        """States of running sequences: in the batch, or on their way there."""
+        self.ahead: dict[RowState, None] = {}
+        """States that were computed before there was a place for them."""
+        self.ended: dict[int, int] = {}
+        """By row, the length of states that stay in the batch although their sequences have ended."""
+        self.shrinks = 0
+        """How often the device ran out of memory."""
+        self.host_used = 0
+        """Bytes of states on the host."""
+        self._settled = False
+        """Whether the batch is in the memory of captured decodes, since the last forward that is planned of it."""
+        self._threshold = threshold
+        self._low_water = low_water
+        self._shares = 1.0
+        self._steps_since_loss = 0
+        self._moves: list[RowMove] = []
+        self._slots: dict[int, int] = {}
+        """By slot, the bytes of its state."""
+        self._next_slot = 0
+        self._stored: list[int] = []
+        """Bytes of stores whose plan is not known yet."""
+        self._storing: deque[tuple[int, int]] = deque()
+        """Plan and bytes of stores that are not complete."""
+
+    # Sizes, in bytes.
+
+    def bytes(self, length: int) -> int:
+        """Bytes of a state of this many positions, apart."""
+        return self.shape.bytes.of(length)
+
+    def row_bytes(self, width: int) -> int:
+        """Bytes of a row in a batch of this width."""
+        quantum = self.shape.quantum
+        return self.shape.bytes.of(-(-width // quantum) * quantum)
+
+    @property
+    def memory(self) -> int:
+        """Bytes that may be used in all; less than there are after the device ran out of them."""
+        return int(self.shape.memory * self._shares)
+
+    @property
+    def rows(self) -> int:
+        """Rows of the batch: those of running sequences, and those that stay until the batch ends."""
+        return len(self.members) + len(self.ended)
+
+    @property
+    def width(self) -> int:
+        """Positions of the longest row."""
+        return max((*(state.capacity for state in self.members), *self.ended.values()), default=0)
+
+    @property
+    def beside(self) -> int:
+        """Bytes of states beside the batch."""
+        return sum(self.bytes(state.capacity) for state in self.ahead)
+
+    @property
+    def in_use(self) -> int:
+        """Bytes in use, with those of rows that are about to leave for the host."""
+        leaving = sum(self._stored) + sum(size for _, size in self._storing)
+        return self._batch_bytes() + self.beside + leaving + sum(self._leaving.values())
+
+    @property
+    def host_free(self) -> int:
+        """Bytes that states on the host may still take."""
+        return self.shape.host_memory - self.host_used - self.kept.host_bytes
+
+    @property
+    def _most(self) -> int:
+        """Bytes that rows may grow to."""
+        return int(self.memory * self._threshold)
+
+    # What the scheduler asks, in positions.
+
+    @property
+    def available(self) -> int:
+        """Positions of one row that still fit; an empty memory takes a row of any length."""
+        if not (self.members or self.ended or self.ahead):
+            return self.num_blocks
+        return max(0, self._most - self.in_use) // self.shape.bytes.position
+
+    @property
+    def allocatable(self) -> int:
+        """The same: no idle state has to be copied first."""
+        return self.available
+
+    @property
+    def can_swap_out(self) -> bool:
+        """False: rows go to the host when others need their memory, and then at once."""
+        return False
+
+    @property
+    def cached(self) -> int:
+        """Positions of the states that ended sequences left on the device, as far as rows do not need their memory."""
+        free = max(0, self.shape.memory - self._batch_bytes() - self.beside)
+        return min(self.kept.device_bytes, free) // self.shape.bytes.position
+
+    @property
+    def used(self) -> int:
+        """Positions in use, of all rows as wide as the longest, rounded up; also where the batch has settled."""
+        used = self.rows * self.row_bytes(self.width) + self.beside
+        return min(self.num_blocks, -(-used // self.shape.bytes.position))
+
+    def blocks_for(self, positions: int) -> int:
+        """Positions that one row of this length takes, alone."""
+        return positions
+
+    def holds(self, count: int, blocks: int, longest: int) -> bool:
+        """Whether a batch of `count` rows of at most `longest` positions fits; one row always does."""
+        return count <= 1 or count * self.row_bytes(longest) + self.beside <= self._most
+
+    def admits(self, found: FoundRow, length: int, reserved: int) -> bool:
+        """Whether one more row of `length` positions, and one to come, may join and leave `reserved` available."""
+        return self.admits_without((), length, reserved)
+
+    def admits_without(self, victims: Collection[SequenceState[Any]], length: int, reserved: int) -> bool:
+        """As `admits`, once the rows of `victims` have left. An empty batch always takes a row, however long."""
+        rest = [state.capacity for state in self.members if state not in victims]
+        if not rest and not self.ended and not self.ahead:
+            return True
+        width = max((length + 1, *rest, *self.ended.values()))
+        total = (len(rest) + len(self.ended) + 1) * self.row_bytes(width) + self.in_use - self._batch_bytes()
+        return total <= self._most - reserved * self.shape.bytes.position
+
+    def admits_ahead(self, length: int, reserved: int) -> bool:
+        """Whether a state of `length` positions may be computed ahead and leave `reserved` available."""
+        if not (self.members or self.ended or self.ahead):
+            return True
+        return self.in_use + self.bytes(length + 1) <= self._most - reserved * self.shape.bytes.position
+
+    def admits_place(self, state: RowState, reserved: int) -> bool:
+        """Whether a state that was computed ahead may join the batch and leave `reserved` available."""
+        if not self.members and not self.ended and len(self.ahead) == 1:
+            return True
+        total = (self.rows + 1) * self.row_bytes(max(self.width, state.capacity)) + self.in_use - self._batch_bytes()
+        return total - self.bytes(state.capacity) <= self._most - reserved * self.shape.bytes.position
+
+    def needed(self, found: FoundRow, length: int) -> int:
+        """Positions that one more row of `length` takes, with those by which it makes the others wider."""
+        wider = (self.rows + 1) * self.row_bytes(max(self.width, length + 1)) - self._batch_bytes()
+        return wider // self.shape.bytes.position
+
+    def freed_by(self, victim: SequenceState[Any], after: Collection[SequenceState[Any]]) -> int:
+        """Positions that preempting `victim` makes available: its row, and what others lose if it was the longest."""
+        rest = [state.capacity for state in self.members if state not in after]
+        without = [state.capacity for state in self.members if state not in after and state is not victim]
+        ended = tuple(self.ended.values())
+
+        def size(capacities: Sequence[int]) -> int:
+            return (len(capacities) + len(ended)) * self.row_bytes(max((*capacities, *ended), default=0))
+
+        return (size(rest) - size(without)) // self.shape.bytes.position
+
+    def can_grow(self, state: SequenceState[Any]) -> bool:
+        """Whether this row may become one position longer."""
+        return self._grown_bytes(state.capacity + 1) + self.beside <= self._most
+
+    def can_decode(self, states: Iterable[RowState]) -> bool:
+        """Whether each of these rows, and each that has ended, may become one position longer.
+
+        States on their way to the host do not count: their room is there as soon as the copy is complete.
+        """
+        longest = max((state.planned + 1 for state in states), default=0)
+        longest = max(longest, max(self.ended.values(), default=-1) + 1)
+        return self._grown_bytes(longest) + self.beside <= self._most
+
+    def note_decode(self, *, newcomers: bool = False) -> None:
+        """A forward of the batch is planned. Afterwards the batch has settled if it fits, but for `newcomers` to it."""
+        lengths = [*(state.capacity for state in self.members if state.place == "batch"), *self.ended.values()]
+        self._settled = not newcomers and self.shape.settles(len(lengths), max(lengths, default=0))
+
+    def swap_out(self, step: int, num_tokens: int, now: float) -> tuple[BlockCopy, ...]:
+        """No block copies. Stores noted so far belong to plan `step`."""
+        self._now = max(self._now, now)
+        self._storing += [(step, size) for size in self._stored]
+        self._stored.clear()
+        return ()
+
+    def finish_swap_out(self, step: int) -> None:
+        """The stores that plan `step` and earlier plans began are complete."""
+        while self._storing and self._storing[0][0] <= step:
+            self._storing.popleft()
+
+    # Moves of states.
+
+    def move(self, kind: RowMoveKind, row: int = -1, slot: int = -1, length: int = 0) -> None:
+        """Note what happens to a state next."""
+        self._moves.append(RowMove(-1, kind, row, slot, length))
+
+    def take_moves(self, before: int) -> list[RowMove]:
+        """The moves noted since the last call, all before the forward of this index.
+
+        What ended sequences left goes before that, as far as rows need its memory.
+        """
+        self._trim()
+        moves = [move._replace(before=before) for move in self._moves]
+        self._moves.clear()
+        return moves
+
+    def store(self, state: RowState, size: int) -> int:
+        """Note that a row's state of `size` bytes goes to the host; its slot there."""
+        slot, self._next_slot = self._next_slot, self._next_slot + 1
+        self._slots[slot] = size
+        self.host_used += size
+        self.swapped_out += state.planned
+        self._stored.append(size)
+        self.move("store", state.row, slot, state.planned)
+        return slot
+
+    # States that ended sequences left.
+
+    def find(self, root: Root | None, tokens: Sequence[int]) -> FoundRow:
+        """The state that saves most of these tokens. `root` None finds nothing.
+
+        Where prompts cannot be computed in chunks, what a state does not save is computed token by token. Then it
+        serves only if that is at most half of what it saves.
+        """
+        found = None if root is None or not len(self.kept) else self.kept.find(root, tokens)
+        if found is None:
+            return NOTHING_FOUND
+        if not self.shape.abilities.chunks and 2 * (len(tokens) - found.length) > found.length:
+            return NOTHING_FOUND
+        return FoundRow(found.length, found.slot, found.on_host)
+
+    def keep(self, state: RowState) -> int:
+        """Note that the state of a row stays on the device when its sequence has ended; its slot."""
+        slot, self._next_slot = self._next_slot, self._next_slot + 1
+        self._leaving[slot] = self.bytes(state.planned)
+        self.move("keep", state.row, slot, state.planned)
+        return slot
+
+    def settle(self, slot: int, root: Root, tokens: Sequence[int], length: int, now: float) -> None:
+        """Let others find a state of `length` positions, if all of its tokens are known."""
+        self._now = max(self._now, now)
+        del self._leaving[slot]
+        useless = self.kept.add(slot, root, tokens, now) if len(tokens) == length else (slot,)
+        for each in useless:
+            self.move("forget", slot=each)
+
+    def give_up(self, slot: int) -> None:
+        """Note that a state that others find is given up."""
+        self.dropped += self.kept.length(slot)
+        self.kept.forget(slot)
+        self.move("forget", slot=slot)
+
+    def make_host_room(self, size: int) -> bool:
+        """Give up states that ended sequences left on the host until `size` bytes are free; whether they are."""
+        if size > self.shape.host_memory - self.host_used:
+            return False
+        victims = iter(self.kept.victims(self._now, on_host=True) if size > self.host_free else ())
+        while size > self.host_free:
+            self.give_up(next(victims))
+        return True
+
+    def _trim(self) -> None:
+        """Let states that ended sequences left go, the least valuable first.
+
+        What rows need now is given up. Where there is a host, states go there before rows need their memory.
+        """
+        kept = self.kept
+        if self.in_use + kept.device_bytes > self.memory:
+            for slot in kept.victims(self._now, on_host=False):
+                self.give_up(slot)
+                if self.in_use + kept.device_bytes <= self.memory:
+                    break
+        most = int(self.memory * (1 - self._low_water))
+        resident = self._batch_bytes() + self.beside
+        if not self.shape.host_memory or resident + kept.device_bytes <= most:
+            return
+        for slot in kept.victims(self._now, on_host=False):
+            size, length = kept.size(slot), kept.length(slot)
+            if not self.make_host_room(size):
+                continue
+            kept.offload(slot)
+            self._stored.append(size)
+            self.swapped_out += length
+            self.move("offload", slot=slot, length=length)
+            if resident + kept.device_bytes <= most:
+                return
+
+    def forget(self, slot: int, *, lost: bool = False) -> None:
+        """Note that a slot's state is given up; `lost`: it was never there."""
+        self.host_used -= self._slots.pop(slot)
+        if not lost:
+            self.move("forget", slot=slot)
+
+    # Rows that stay although their sequences have ended.
+
+    def extend_ended(self, most: int) -> tuple[list[int], list[int]]:
+        """Count one more position for each ended row. Rows of `most` positions leave; the others', and theirs."""
+        gone = [row for row, length in self.ended.items() if length >= most]
+        self.drop_ended(gone)
+        for row in self.ended:
+            self.ended[row] += 1
+        return list(self.ended), gone
+
+    def drop_ended(self, rows: Iterable[int]) -> None:
+        """Note that these ended rows leave the batch."""
+        for row in rows:
+            del self.ended[row]
+            self.move("drop", row)
+
+    # Memory that turns out to be less than was measured.
+
+    def shrink(self) -> None:
+        """The device ran out of memory: use less of it from now on."""
+        self.shrinks += 1
+        self._steps_since_loss = 0
+        self._shares *= 1 - LESS
+
+    def recover(self) -> None:
+        """A step had memory enough: after many of them, try as much again as before the last loss."""
+        if self._shares < 1.0:
+            self._steps_since_loss += 1
+            if self._steps_since_loss >= RECOVERY:
+                self._steps_since_loss = 0
+                self._shares = min(1.0, self._shares / (1 - LESS))
+
+    def _batch_bytes(self) -> int:
+        """Bytes of the batch, with those of rows on their way in."""
+        return self._grown_bytes(0)
+
+    def _grown_bytes(self, longest: int) -> int:
+        """The same, once its longest row has at least `longest` positions."""
+        rows, width = self.rows, max(self.width, longest)
+        if self._settled and self.shape.settles(rows, width) and all(each.place == "batch" for each in self.members):
+            return 0
+        return rows * self.row_bytes(width)

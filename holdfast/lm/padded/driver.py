@@ -1,0 +1,290 @@
+"""Driver: calls an unmodified model with input ids, attention mask, positions and its own cache object."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from holdfast.lm.models.base import UnsupportedCheckpoint
+from holdfast.lm.padded.growing_layer import let_grow
+from holdfast.lm.padded.loading import UnmodifiedModel
+from holdfast.lm.padded.state_layout import State
+
+MaskStyle = Literal["all columns", "this forward's", "none"]
+"""What a model takes for its mask: all columns, those of the forward's own tokens, or no mask."""
+STYLES: tuple[MaskStyle, ...] = ("all columns", "this forward's", "none")
+KEYWORDS = ("past_key_values", "cache_params", "state", "past_key_value", "mems")
+"""Arguments of Transformers' models that take a state. A model's own code may have others."""
+AGREES, AGREES_IN_HALF = 5e-3, 0.1
+"""Largest difference of logits between one forward and a prefill with decodes, as a share of the largest logit. A scan
+in chunks and one in steps sum in different orders; recurrent states carry that on. The second is for half precision."""
+
+SAME, SAME_IN_HALF = 1e-4, 2e-2
+"""The same between two ways to say that nothing is masked: at most another kernel of attention."""
+
+
+class Inputs(NamedTuple):
+    """The tensors of one forward of B rows, q tokens each, over a state of width L. On the device."""
+
+    ids: torch.Tensor  # [B, q] int64
+    mask: torch.Tensor  # [B, L + q] int64: 1 for tokens, 0 for placeholders
+    positions: torch.Tensor  # [B, q] int64: number of unmasked tokens before each; any number where masked
+    columns: torch.Tensor | None = None  # [B] int64: the column of `ids` whose logits are needed; None: the last
+    padded: bool = True  # whether the mask may have zeros; if it has none, only models that need one get it
+    ready: Any = None  # what the model is given for its mask, where that is not `mask`
+
+
+class Driver:
+    """One way to call any causal model, found from the signature of its `forward` and by trial.
+
+    The model makes its own state. Only layers of exactly Transformers' dynamic classes are replaced, by ones that grow
+    in place (`growing_layer`).
+    """
+
+    def __init__(self, model: UnmodifiedModel, *, growing: bool = True) -> None:
+        """`growing` False leaves every layer of the state as the model makes it.
+
+        Raises UnsupportedCheckpoint if the model's logits for a short prompt cannot be had.
+        """
+        self.model = model
+        self.growing = growing
+        self.keyword: str | None = None
+        """The argument of `forward` that takes the state; None where the model gives none out."""
+        self.mask_style: MaskStyle = "all columns"
+        parameters = inspect.signature(model.module.forward).parameters
+        self._names = frozenset(parameters)
+        self._keeps: Literal["nothing", "last", "columns"] = "nothing"
+        """Which logits the model can be told to compute alone."""
+        self._needs_mask = True
+        """Whether the model computes something else without a mask although nothing is masked."""
+        with torch.inference_mode():
+            try:
+                with in_float32(model.module) as exact:
+                    self._find_out(exact=exact)
+            except UnsupportedCheckpoint:
+                if model.dtype == torch.float32:
+                    raise
+                self._find_out(exact=False)  # code of its own may not run in float32
+
+    def forward(self, inputs: Inputs, state: State | None) -> tuple[torch.Tensor, State | None]:
+        """Logits [B, vocab_size] at the columns asked for, and the state afterwards, of width L + q.
+
+        `state` None starts rows at position 0. The state given is consumed. Where `keyword` is None the state stays
+        None, and the rows must be whole each time. Waits for the device only where the model's own code does.
+        """
+        with torch.inference_mode():
+            rows, tokens = inputs.ids.shape
+            columns = inputs.columns
+            keep: dict[str, Any] = {}
+            if columns is None:
+                if self._keeps != "nothing":
+                    keep = {"logits_to_keep": 1}
+            elif self._keeps == "columns" and rows < tokens:  # [rows, rows, V] are fewer than [rows, tokens, V]
+                keep = {"logits_to_keep": columns}
+                columns = torch.arange(rows, device=columns.device)
+            logits, new = self._call(inputs, state, **keep)
+            if columns is None:
+                return logits[:, -1], new
+            return logits.gather(1, columns[:, None, None].expand(-1, 1, logits.shape[-1]))[:, 0], new
+
+    def run(self, rows: int, tokens: int) -> State:
+        """The state after one forward of arbitrary tokens: what `StateLayout.discover` takes."""
+        return self.forward(self.inputs(self.text(rows, tokens)), None)[1]
+
+    def text(self, rows: int, tokens: int) -> torch.Tensor:
+        """Arbitrary tokens [rows, tokens], different ones in each row, without the placeholder."""
+        most = self.model.vocab_size - 1
+        numbers = torch.arange(rows)[:, None] * 31 + torch.arange(tokens) * 7 + (torch.arange(tokens) ** 2) % 11 + 3
+        return (1 + numbers % most).to(self.model.device)
+
+    @staticmethod
+    def inputs(ids: torch.Tensor, start: int = 0) -> Inputs:
+        """Inputs of rows without placeholders: ids [B, q], from position `start`.
+
+        Most models get no mask then. So they neither make one of their own of it nor wait for the device to see whether
+        they need it.
+        """
+        rows, tokens = ids.shape
+        mask = torch.ones(rows, start + tokens, dtype=torch.int64, device=ids.device)
+        return Inputs(
+            ids, mask, torch.arange(start, start + tokens, device=ids.device).expand(rows, tokens), padded=False
+        )
+
+    def _call(self, inputs: Inputs, state: State | None, **more: Any) -> tuple[torch.Tensor, State | None]:
+        """Logits of all columns, unless `more` says otherwise, and the state."""
+        tokens, width = inputs.ids.shape[1], inputs.mask.shape[1]
+        given: dict[str, Any] = dict(more)
+        if inputs.ready is not None:
+            given["attention_mask"] = inputs.ready
+        elif not inputs.padded and not self._needs_mask:
+            pass
+        elif self.mask_style == "all columns":
+            given["attention_mask"] = inputs.mask
+        elif self.mask_style == "this forward's" and tokens > 1:
+            given["attention_mask"] = inputs.mask[:, -tokens:]
+        if "position_ids" in self._names:
+            given["position_ids"] = inputs.positions
+        if "cache_position" in self._names:
+            given["cache_position"] = torch.arange(width - tokens, width, device=inputs.ids.device)
+        if "use_cache" in self._names:
+            given["use_cache"] = self.keyword is not None
+        if "return_dict" in self._names:
+            given["return_dict"] = True
+        if self.keyword is not None and state is not None:
+            given[self.keyword] = state
+        output = self.model.module(input_ids=inputs.ids, **given)
+        logits = output[0] if isinstance(output, tuple) else output.logits
+        if self.keyword is None:
+            return logits, None
+        new = output[1] if isinstance(output, tuple) else output[self.keyword]
+        return logits, let_grow(new) if self.growing and state is None else new
+
+    def _find_out(self, *, exact: bool) -> None:
+        """How the model is called. Raises UnsupportedCheckpoint."""
+        self.mask_style = "all columns" if "attention_mask" in self._names else "none"
+        self._needs_mask = True
+        self._find_keyword()
+        self._find_what_is_kept()
+        self._find_mask_style(AGREES if exact else AGREES_IN_HALF)
+        self._find_whether_it_needs_a_mask(SAME if exact else SAME_IN_HALF)
+
+    def _find_keyword(self) -> None:
+        """Run a short prompt, and look for what comes out and can be given in again."""
+        names = self._names
+        given: dict[str, Any] = {name: True for name in ("use_cache", "return_dict") if name in names}
+        ids = self.text(1, 4)
+        try:
+            output = self.model.module(input_ids=ids, **given)
+            logits = output[0] if isinstance(output, tuple) else output.logits
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # a model's own code may raise anything
+            raise UnsupportedCheckpoint(f"{self.model.architecture} fails on a prompt of 4 tokens: {error}") from error
+        if tuple(logits.shape[:2]) != (1, 4):
+            raise UnsupportedCheckpoint(
+                f"{self.model.architecture} gives logits of shape {tuple(logits.shape)} for 4 tokens, not one of each"
+            )
+        if not bool(torch.isfinite(logits).all()):
+            raise UnsupportedCheckpoint(f"{self.model.architecture} gives logits that are not finite for 4 tokens")
+        if isinstance(output, tuple):
+            if "past_key_values" in names and len(output) > 1 and output[1] is not None:
+                self.keyword = "past_key_values"
+            return
+        own = [name for name in output if name in names and name not in KEYWORDS and "cache" in name]
+        self.keyword = next(
+            (name for name in (*KEYWORDS, *own) if name in names and output.get(name) is not None), None
+        )
+
+    def _find_what_is_kept(self) -> None:
+        """Whether the model computes the last column's logits alone, or those of given columns."""
+        if "logits_to_keep" not in self._names:
+            return
+        inputs = self.inputs(self.text(1, 4))
+        wanted: tuple[tuple[Literal["last", "columns"], Any, list[int]], ...] = (
+            ("last", 1, [3]),
+            ("columns", torch.tensor([2, 0], device=inputs.ids.device), [2, 0]),
+        )
+        whole = self._call(inputs, None)[0]
+        for kind, argument, columns in wanted:
+            try:
+                logits = self._call(inputs, None, logits_to_keep=argument)[0]
+            except torch.OutOfMemoryError:
+                raise
+            except Exception:  # then it is not used
+                return
+            if logits.shape[1] != len(columns) or difference(logits, whole[:, columns]) > AGREES_IN_HALF:
+                return
+            self._keeps = kind
+
+    def _find_mask_style(self, most: float) -> None:
+        """Decode two prompts by turns in each style. Where none is right, rows are computed whole each time."""
+        if self.keyword is None:
+            return
+        texts = [self.text(2, 12)[row : row + 1, : 9 + 3 * row] for row in range(2)]
+        whole = [self._call(self.inputs(text), None)[0] for text in texts]
+        for style in STYLES if "attention_mask" in self._names else STYLES[2:]:
+            self.mask_style = style
+            try:
+                if self._by_turns(texts, whole) <= most:
+                    return
+            except torch.OutOfMemoryError:
+                raise
+            except Exception:  # a mask of another shape may raise anything
+                continue
+        self.keyword, self.mask_style = None, "all columns" if "attention_mask" in self._names else "none"
+
+    def _find_whether_it_needs_a_mask(self, most: float) -> None:
+        """Give a prompt of two rows in two parts and a decode, with a mask and without."""
+        text, given = self.text(2, 9), list[list[torch.Tensor]]()
+        for needed in (True, False):
+            self._needs_mask = needed
+            state, logits = None, list[torch.Tensor]()
+            try:
+                for start, stop in ((0, 5), (5, 8), (8, 9)) if self.keyword is not None else ((0, 9),):
+                    own, state = self._call(self.inputs(text[:, start:stop], start), state)
+                    logits.append(own[:, -1])
+            except torch.OutOfMemoryError:
+                raise
+            except Exception:  # it may not know rows, or parts; then it gets a mask
+                self._needs_mask = True
+                return
+            given.append(logits)
+        self._needs_mask = max(map(difference, given[1], given[0])) > most
+
+    def _by_turns(self, texts: list[torch.Tensor], whole: list[torch.Tensor]) -> float:
+        """The largest difference of two prompts that are decoded by turns from their logits in one forward."""
+        states, worst, prompt = [], 0.0, 6
+        for text, logits in zip(texts, whole, strict=True):
+            own, state = self._call(self.inputs(text[:, :prompt]), None)
+            states.append(state)
+            worst = max(worst, difference(own[:, -1], logits[:, prompt - 1]))
+        for column in range(prompt, min(text.shape[1] for text in texts)):
+            for index, (text, logits) in enumerate(zip(texts, whole, strict=True)):
+                inputs = self.inputs(text[:, column : column + 1], column)
+                own, states[index] = self._call(inputs, states[index])
+                worst = max(worst, difference(own[:, -1], logits[:, column]))
+        return worst
+
+
+def difference(given: torch.Tensor, right: torch.Tensor) -> float:
+    """The largest difference of logits as a share of the largest logit; infinite where they are not finite."""
+    if given.shape != right.shape or not bool(torch.isfinite(given).all()):
+        return float("inf")
+    return float((given.float() - right.float()).abs().max() / right.float().abs().max().clamp(min=1e-6))
+
+
+@contextmanager
+def in_float32(module: Any) -> Iterator[bool]:
+    """Raise the tensors of a module that are in half precision to float32 meanwhile, if they fit; whether they are.
+
+    Half precision is exact in float32, so each tensor is afterwards what it was.
+    """
+    half = [
+        (tensor, tensor.dtype)
+        for tensor in (*module.parameters(), *module.buffers())
+        if tensor.dtype in (torch.float16, torch.bfloat16)
+    ]
+    if sum(tensor.nbytes for tensor, _ in half) * 1.25 > _free_bytes(module.device):
+        yield not half
+        return
+    try:
+        with torch.inference_mode(False):  # parameters stay ordinary tensors
+            for tensor, _ in half:
+                tensor.data = tensor.data.float()
+        yield True
+    finally:
+        with torch.inference_mode(False):
+            for tensor, dtype in half:
+                tensor.data = tensor.data.to(dtype)
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Free memory of a device, or of the host."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

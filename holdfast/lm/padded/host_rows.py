@@ -1,0 +1,280 @@
+"""HostRows: states of single rows in pinned host memory, by slot."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+
+from holdfast.lm.padded.state_layout import State, StateLayout
+from holdfast.lm.types import CopyTime, RowBytes
+
+
+class CompletedCopies(NamedTuple):
+    """The fields of a `StepResult` about copies."""
+
+    swapped_out: int
+    swapped_in: int
+    copies: tuple[CopyTime, ...]
+
+
+class CopyEnd(Protocol):
+    """The end of a copy."""
+
+    def wait(self) -> None:
+        """Make computation started from now on, on the current stream, wait for the copy. Does not block the caller."""
+
+    def finish(self) -> None:
+        """Block the caller until the copy is done."""
+
+    def done(self) -> bool:
+        """Whether the copy is done."""
+
+    def seconds(self) -> float:
+        """Seconds that the copy took, once it is done."""
+
+
+class CopyQueue(Protocol):
+    """Runs copies in order, beside the computation."""
+
+    def follow(self) -> None:
+        """Make later copies wait for the computation started so far on the current stream."""
+
+    def copy(self, work: Callable[[], None], after: CopyEnd | None = None) -> CopyEnd:
+        """Run `work` once `after` is done; its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class DoneAtOnce:
+    """The end of a copy that a CPU has made at once."""
+
+    took: float
+
+    def wait(self) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+    def done(self) -> bool:
+        return True
+
+    def seconds(self) -> float:
+        return self.took
+
+
+class AtOnce:
+    """The copies of a CPU: they run in the thread that computes."""
+
+    def follow(self) -> None:
+        pass
+
+    def copy(self, work: Callable[[], None], after: CopyEnd | None = None) -> CopyEnd:
+        began = time.perf_counter()
+        work()
+        return DoneAtOnce(time.perf_counter() - began)
+
+
+class StreamEnd:
+    """The end of a copy on a CUDA stream."""
+
+    def __init__(self) -> None:
+        self.began, self.event = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self.event)
+
+    def finish(self) -> None:
+        self.event.synchronize()
+
+    def done(self) -> bool:
+        return bool(self.event.query())  # type: ignore[no-untyped-call]
+
+    def seconds(self) -> float:
+        return float(self.began.elapsed_time(self.event)) / 1000
+
+
+class OnStream:
+    """Copies on a CUDA stream of their own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def follow(self) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream())
+
+    def copy(self, work: Callable[[], None], after: CopyEnd | None = None) -> CopyEnd:
+        end = StreamEnd()
+        with torch.cuda.stream(self._stream):
+            if after is not None:
+                after.wait()
+            end.began.record()
+            work()
+            end.event.record()
+        return end
+
+
+def copies_on(device: torch.device) -> CopyQueue:
+    """What runs copies beside the computation of this device."""
+    return OnStream(device) if device.type == "cuda" else AtOnce()
+
+
+class LoadingState:
+    """A state that is being copied to the device."""
+
+    def __init__(self, layout: StateLayout) -> None:
+        self._layout = layout
+        self.state: State | None = None
+        self.end: CopyEnd
+
+    def take(self) -> State:
+        """The state. Computation started from now on, on the current stream, waits for the copy. Call it once."""
+        self.end.wait()
+        state, self.state = self.state, None
+        for tensor in self._layout.tensors(state):
+            if tensor.is_cuda:  # it belongs to the copies' stream: its memory must not go back there too soon
+                tensor.record_stream(torch.cuda.current_stream())
+        return state
+
+
+@dataclass(slots=True)
+class _Slot:
+    """A state on the host; None until its copy has run."""
+
+    length: int
+    bytes: int
+    stored: CopyEnd | None = None
+    state: State | None = None
+
+
+@dataclass(slots=True)
+class _Copy:
+    """A copy under way."""
+
+    step: int
+    bytes: int
+    end: CopyEnd
+    source: State
+    """Held until the copy has read it."""
+
+
+class HostRows:
+    """Copies states to the host and back on streams of their own; on a CPU a copy is complete at once.
+
+    A store waits for the computation begun so far. A load waits for the store of its slot, and what reads the state
+    afterwards waits for the load (`LoadingState.take`). So a load that begins a plan ahead costs that plan no time.
+    """
+
+    def __init__(
+        self,
+        layout: StateLayout,
+        capacity: int,
+        device: torch.device,
+        *,
+        row_bytes: RowBytes | None = None,
+        make_queue: Callable[[], CopyQueue] | None = None,
+    ) -> None:
+        """`capacity` in bytes. States come from `device` and go back there.
+
+        `row_bytes` is by default the layout's. `make_queue` makes what copies run on, one for each direction.
+        """
+        self.layout = layout
+        self.capacity = capacity
+        self.used = 0
+        """Bytes of the states that are stored."""
+        self._device = device
+        self._row_bytes = row_bytes or layout.row_bytes()
+        make = make_queue or (lambda: copies_on(device))
+        self._out, self._in = make(), make()
+        self._slots: dict[int, _Slot] = {}
+        self._going_out: deque[_Copy] = deque()
+        self._coming_in: deque[_Copy] = deque()
+
+    def __contains__(self, slot: int) -> bool:
+        return slot in self._slots
+
+    def length(self, slot: int) -> int:
+        """Positions of the state in a slot."""
+        return self._slots[slot].length
+
+    def store(self, slot: int, state: State, length: int, step: int) -> None:
+        """Begin to copy a state of one row to the slot, in plan `step`. Consumes it. What the slot held is lost.
+
+        Raises MemoryError beyond the capacity, which the scheduler counts too.
+        """
+        self.forget(slot)
+        size = self._row_bytes.of(length)
+        if self.used + size > self.capacity:
+            raise MemoryError(
+                f"slot {slot} needs {size} bytes of host memory for {length} positions; {self.used} of {self.capacity} "
+                "are used"
+            )
+        stored = _Slot(length, size)
+
+        def work() -> None:
+            stored.state = self.layout.to(state, torch.device("cpu"), pinned=self._device.type == "cuda")
+
+        self._out.follow()
+        stored.stored = self._out.copy(work)
+        self._slots[slot] = stored
+        self.used += size
+        self._going_out.append(_Copy(step, size, stored.stored, state))
+
+    def load(self, slot: int, length: int, step: int) -> LoadingState:
+        """Begin to copy a slot's first `length` positions to the device, in plan `step`. The slot keeps its state.
+
+        Raises ValueError for a slot without a state of this length, or a state that cannot be cut to it.
+        """
+        if slot not in self._slots or not 0 < length <= self._slots[slot].length:
+            held = self._slots[slot].length if slot in self._slots else 0
+            raise ValueError(f"{length} positions are wanted of slot {slot}, which has {held}")
+        stored, loading = self._slots[slot], LoadingState(self.layout)
+
+        def work() -> None:
+            state = self.layout.to(stored.state, self._device)
+            loading.state = state if length == stored.length else self.layout.cut(state, length)
+
+        loading.end = self._in.copy(work, after=stored.stored)
+        self._coming_in.append(_Copy(step, stored.bytes, loading.end, stored))
+        return loading
+
+    def forget(self, slot: int) -> None:
+        """Give up the slot's state, once copies of it are complete."""
+        if (stored := self._slots.pop(slot, None)) is not None:
+            self.used -= stored.bytes
+
+    def completed(self, step: int, *, wait: bool) -> CompletedCopies:
+        """Copies that have completed, of plans up to `step`. With `wait`, block until all begun so far have."""
+        copies: list[CopyTime] = []
+        out = self._passed(self._going_out, step, wait, copies)
+        return CompletedCopies(out, self._passed(self._coming_in, step, wait, copies), tuple(copies))
+
+    def close(self) -> None:
+        """Wait for the copies under way and give back the memory."""
+        for copy in (*self._going_out, *self._coming_in):
+            copy.end.finish()
+        self._going_out.clear()
+        self._coming_in.clear()
+        self._slots.clear()
+        self.used = 0
+
+    def _passed(self, queue: deque[_Copy], step: int, wait: bool, copies: list[CopyTime]) -> int:
+        """Move complete copies of plans up to `step` to `copies`; the last plan with all its copies complete."""
+        while queue and queue[0].step <= step:
+            copy = queue[0]
+            if wait:
+                copy.end.finish()
+            elif not copy.end.done():
+                return copy.step - 1
+            queue.popleft()
+            seconds, inward = copy.end.seconds(), queue is self._coming_in
+            if copies and (copies[-1].step, copies[-1].inward) == (copy.step, inward):
+                before = copies.pop()
+                copies.append(CopyTime(copy.step, inward, before.bytes + copy.bytes, before.seconds + seconds))
+            else:
+                copies.append(CopyTime(copy.step, inward, copy.bytes, seconds))
+        return step

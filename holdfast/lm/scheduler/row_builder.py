@@ -1,0 +1,481 @@
+"""RowBuilder: a plan of padded rows under construction. RowQueues: where the sequences of padded rows stand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
+from typing import Any, cast
+
+from holdfast.lm.memory.row_pool import FoundRow, RowPool, RowState
+from holdfast.lm.scheduler.builder import LAST_SAMPLED, StepBuilder
+from holdfast.lm.scheduler.entries import AWAITED, NO_ROW, Entry, RankedQueue
+from holdfast.lm.scheduler.order import Order
+from holdfast.lm.scheduler.queues import Queues
+from holdfast.lm.scheduler.row_groups import group
+from holdfast.lm.types import Forward, RowMove, StepPlan
+
+WINDOW = 4
+"""Prompts are grouped among the first waiting ones: this many times as many as a group may have."""
+SHORT_TAIL = 32
+"""A fixed budget is exceeded by up to 1/32 for the end of a prompt, which would take a forward of its own."""
+
+
+class RowQueues(Queues):
+    """Where every sequence of padded rows stands. It waits, is prefilled ahead of a place in the batch, or runs."""
+
+    pool: RowPool
+
+    def __init__(
+        self,
+        pool: RowPool,
+        max_sequences: int,
+        headroom: float,
+        order: Order,
+        *,
+        prefill_ahead: int,
+        to_completion: bool,
+    ) -> None:
+        """`prefill_ahead` is the most sequences that are prefilled and wait for a place.
+
+        `to_completion` leaves rows in the batch when their sequences have ended, until all of them have.
+        """
+        super().__init__(pool, max_sequences + prefill_ahead, headroom, order, 1)
+        self.max_sequences = max_sequences
+        self.prefill_ahead = prefill_ahead
+        self.to_completion = to_completion
+        self._ended: dict[int, str] = {}
+        """By row, the id of a sequence whose row stays in the batch although it has ended."""
+        self.suspensions = 0
+        """Preemptions whose state went to the host."""
+        self.prefilled = RankedQueue()
+        """Those that were prefilled ahead and wait for a place in the batch."""
+
+    @property
+    def places(self) -> int:
+        """Rows that may still join the batch."""
+        return self.max_sequences - self.pool.rows
+
+    def start(self, entry: Entry, found: FoundRow, now: float) -> tuple[()]:  # type: ignore[override]
+        """As `Queues.start`; a suspended state is loaded into the row."""
+        super().start(entry, found, now)
+        state_of(entry).occupy(entry.row)
+        return ()
+
+    def start_ahead(self, entry: Entry, now: float) -> None:
+        """Move a waiting entry to `prefilled`."""
+        self.start(entry, state_of(entry).match(entry.sequence.tokens), now)
+        self.swapping_in.remove(entry)
+        self.prefilled.add(entry)
+        state_of(entry).wait_ahead()
+
+    def join_batch(self, entry: Entry) -> None:
+        """Move an entry from `prefilled` to running."""
+        self.prefilled.remove(entry)
+        self.running.add(entry)
+        state_of(entry).claim_place()
+
+    def stop(self, entry: Entry, now: float) -> None:
+        """Remove an entry that has ended from its queue. Its row is free, unless it stays until the batch ends."""
+        state = state_of(entry)
+        if entry.row == NO_ROW:
+            self.waiting.remove(entry)
+        else:
+            self.end_row(entry, len(entry.sequence.tokens))
+        state.settle(entry.sequence.tokens, now)
+        state.free(now)
+        self._vacate(entry)
+
+    def end_row(self, entry: Entry, known: int | None = None) -> None:
+        """Nothing more of an entry is computed: its row leaves, or stays in the batch until the batch ends.
+
+        The state of a row that leaves may serve the next turn of a conversation. `known` as in `RowState.keep`.
+        """
+        if self.to_completion and state_of(entry).place == "batch":
+            state_of(entry).run_on()
+            self._ended[entry.row] = entry.id
+        else:
+            state_of(entry).keep(known)
+
+    def preempt(self, entry: Entry, now: float) -> None:
+        """Move a running or prefilled entry back to waiting. Its state goes to the host, or is computed again."""
+        self.suspensions += state_of(entry).suspend()
+        self._back(entry)
+
+    def lose(self, entry: Entry) -> None:
+        """The device has lost the state of an entry: it waits, with nothing computed and no token in flight."""
+        state_of(entry).lose()
+        if entry.row != NO_ROW:
+            self._back(entry)
+        entry.sequence.rollback(len(entry.sequence.tokens))
+        entry.next_step = 0
+
+    def drop_ended(self, rows: Iterable[int]) -> None:
+        """Let rows leave the batch that stayed in it although their sequences have ended."""
+        gone = list(rows)
+        self.pool.drop_ended(gone)
+        self.free_left(gone)
+
+    def lose_ended(self, ids: Collection[str]) -> None:
+        """The device has lost the states of ended rows, where they are of these sequences."""
+        gone = [row for row, name in self._ended.items() if name in ids]
+        for row in gone:
+            del self.pool.ended[row]
+        self.free_left(gone)
+
+    def _back(self, entry: Entry) -> None:
+        self._vacate(entry)
+        entry.decoding = False
+        entry.sequence.preemptions += 1
+        self.preemptions += 1
+        self.waiting.add(entry)
+
+    def _vacate(self, entry: Entry) -> None:
+        if entry.row == NO_ROW:
+            return
+        (self.prefilled if any(other is entry for other in self.prefilled) else self.running).remove(entry)
+        row, entry.row = entry.row, NO_ROW
+        if row not in self.pool.ended:
+            self.free_rows.append(row)
+
+    def free_left(self, rows: Iterable[int]) -> None:
+        """Free the rows of ended sequences, unless a sequence that sampled its last token still waits for it there."""
+        held = {entry.row for entry in self.running}
+        for row in rows:
+            del self._ended[row]
+            if row not in held:
+                self.free_rows.append(row)
+
+
+class RowBuilder(StepBuilder):
+    """The verbs of `StepBuilder` over padded rows, and those of Baton.
+
+    A step consists of forwards. One of the batch decodes all of its rows, as none can be left out, whatever the budget.
+    Prompts are computed apart, in chunks of one prompt each or in groups of whole ones; or in the batch (`shape`). A
+    prompt that is complete joins the batch before the next decode.
+    """
+
+    def __init__(self, queues: RowQueues, number: int, now: float, longest: int) -> None:
+        """`longest` is the most positions of a row."""
+        super().__init__(queues, number, now)
+        self.rows = queues
+        """The queues, to look at."""
+        self._pool = queues.pool
+        self._longest = longest
+        self._forwards: list[Forward] = []
+        self._moves: list[RowMove] = []
+        self._whole: list[tuple[Entry, int]] = []
+        """Whole prompts that are planned, and their lengths; their forwards are not yet."""
+        self._prompts = 0
+        """Prompts that the step computes, or parts of them."""
+        if not queues.running:
+            queues.drop_ended(self._pool.ended)
+
+    def displace(self) -> None:
+        """Preempt running sequences for waiting ones of a higher class, if the order displaces at all."""
+        queues, pool = self.rows, self._pool
+        for entry in queues.contenders or ():
+            length = entry.sequence.length
+            if entry.sequence.in_flight or not queues.running or entry.rank > queues.running.last().rank:
+                return
+            places, victims = queues.places, list[Entry]()
+            found: set[RowState] = set()
+            for other in reversed(queues.running):
+                if (places > 0 and pool.admits_without(found, length, queues.headroom)) or other.rank < entry.rank:
+                    break
+                if other.sequence.request.priority > entry.sequence.request.priority and self._may_leave(other):
+                    victims.append(other)
+                    found.add(state_of(other))
+                    places += 1
+            if places <= 0 or not pool.admits_without(found, length, queues.headroom):
+                return
+            for victim in victims:
+                self._preempt(victim)
+            if victims:
+                return  # one a step: what the others need is known once this one has started
+
+    def decode(self, *, newcomers: bool = False) -> None:
+        """Decode every row of the batch, and every prompt that an earlier step completed.
+
+        Rows are preempted if the batch would exceed its memory. With `newcomers`, also decode the sequences whose
+        prompts this step has computed so far (FineInfer, Algorithm 1).
+        """
+        self._plan_forwards()
+        self._run_batch(self._decoding(newcomers), [])
+
+    def shape(self, allow: Callable[[Entry], bool] | None = None, *, most: int | None = None) -> None:
+        """Decode every row, and compute whole prompts of waiting sequences in the same forward (Baton §4.1).
+
+        At most `most` sequences start, in rank order, as budget, rows, memory and `allow` permit. Where nothing runs,
+        this is a left-padded prefill. The first prompt of an empty batch may exceed the budget.
+        """
+        queues, newcomers = self.rows, list[Entry]()
+        decoding = self._decoding()
+        self._make_room(decoding)
+        self.budget -= len(decoding)
+        while queues.places > 0 and queues.free_rows and (most is None or len(newcomers) < most):
+            entry = queues.waiting.first()
+            if entry is None or (allow is not None and not allow(entry)):
+                break
+            room = None if not (decoding or newcomers) else self.budget
+            if not self._admission.start(entry, most=room, at_once=True):
+                break
+            if state_of(entry).planned:
+                self._chunk(entry)
+                decoding += [entry] * entry.decoding
+            else:
+                newcomers.append(entry)
+                self.budget -= entry.sequence.length
+        self.budget += len(decoding)
+        self._run_batch(decoding, newcomers)
+
+    def admit(
+        self, allow: Callable[[Entry], bool] | None = None, *, whole: bool = False, beyond_budget: bool = False
+    ) -> None:
+        """Start waiting sequences as `StepBuilder.admit` does; their prompts are computed apart.
+
+        Where the model cannot compute a prompt in chunks, prompts are whole, and the first of a step may exceed the
+        budget.
+        """
+        queues, chunks = self.rows, self._pool.shape.abilities.chunks
+        while (self.budget > 0 or beyond_budget) and queues.places > 0 and queues.free_rows:
+            entry = queues.waiting.first()
+            if entry is None or (allow is not None and not allow(entry)):
+                return
+            most = self.budget if whole or (not chunks and self._prompts) else None
+            if not self._admission.start(entry, most=most, at_once=True):
+                return
+            self._chunk(entry)
+
+    def prefill_ahead(self) -> None:
+        """Compute one group of prompts of similar length, whose sequences then wait for a place in the batch.
+
+        The group is that of the first in rank. Nothing is started that would not find room below the headroom.
+        """
+        queues, pool = self.rows, self._pool
+        most = min(queues.prefill_ahead - len(queues.prefilled), queues.max_sequences)
+        waiting = [entry for entry, _ in zip(queues.waiting, range(WINDOW * queues.max_sequences), strict=False)]
+        if most <= 0 or not waiting or waiting[0].sequence.in_flight:
+            return
+        ready = [entry for entry in waiting if not entry.sequence.in_flight]
+        lengths = [entry.sequence.length for entry in ready]
+        groups = group(lengths, most=most, unequal=pool.shape.abilities.left_padding)
+        own = next(each for each in groups if 0 in each)
+        for index in sorted(own):
+            entry = ready[index]
+            if self._prompts and lengths[index] > self.budget:
+                break
+            if not queues.free_rows or not pool.admits_ahead(lengths[index], queues.headroom):
+                break
+            queues.start_ahead(entry, self.now)
+            self._chunk(entry, whole=True)
+
+    def embed(self, key: Callable[[Entry], Any] | None = None, *, most: int | None = None) -> None:
+        """Let prefilled sequences join the batch, in rank order or in that of `key`, as places and memory permit.
+
+        One of a higher class preempts the last in rank of a lower class if the order displaces (Baton §4.3). Where
+        nothing runs, prefilled ones that rank last give up their states until the first fits.
+        """
+        queues, pool = self.rows, self._pool
+        for entry in sorted(queues.prefilled, key=key or (lambda entry: entry.rank))[:most]:
+            if entry.row == NO_ROW or entry.next_step > self.number:
+                continue
+            state = state_of(entry)
+            while queues.places <= 0 or not pool.admits_place(state, queues.headroom if queues.running else 0):
+                victim = self._displaced_by(entry) if queues.running else self._last_prefilled(entry)
+                if victim is None:
+                    return
+                self._preempt(victim)
+            queues.join_batch(entry)
+
+    def finish(self, in_flight: bool) -> StepPlan | None:
+        self._plan_forwards()
+        if not self._ids and not in_flight:  # what was suspended has come back, and lacks its last token alone
+            if not self.running:
+                self.embed()
+            self.decode()
+        plan = super().finish(in_flight)
+        if plan is None:
+            return None
+        self._moves += self._pool.take_moves(len(self._forwards))
+        twice = len({*self._ids}) < len(self._ids)
+        return replace(
+            plan,
+            forwards=tuple(self._forwards),
+            row_moves=tuple(self._moves),
+            samples=(1,) * len(self.sampling) if twice else None,
+        )
+
+    def _decoding(self, newcomers: bool = False) -> list[Entry]:
+        """The sequences that lack only their last token. Those that have sampled their last one leave the batch."""
+        number, chosen = self.number + newcomers, list[Entry]()
+        for entry in self.running:
+            if not entry.decoding or entry.next_step > number:
+                continue
+            state = state_of(entry)
+            if state.planned + 1 < entry.limit:
+                chosen.append(entry)
+                continue
+            self.rows.end_row(entry)
+            entry.next_step = AWAITED
+        return chosen
+
+    def _run_batch(self, decoding: list[Entry], newcomers: list[Entry]) -> None:
+        """Plan one forward of the batch: a token of each of `decoding`, the prompts of `newcomers`, and ended rows."""
+        self._make_room(decoding)
+        decoding, newcomers = ([entry for entry in each if entry.row != NO_ROW] for each in (decoding, newcomers))
+        if not decoding and not newcomers:
+            return
+        for entry in decoding:
+            state, sequence = state_of(entry), entry.sequence
+            if state.place == "apart":
+                state.embed()
+            start = state.planned
+            known = (sequence.tokens[start],) if state.resumed else LAST_SAMPLED
+            state.resumed = False
+            self._add(entry, start, start + 1, known)
+        for entry in newcomers:
+            state = state_of(entry)
+            state.join()
+            state.since = self.number
+            self._prompts += 1
+            self._add(entry, 0, entry.sequence.length, tuple(entry.sequence.tokens))
+            state.cache_blocks(entry.sequence.tokens)
+        ended, gone = self._pool.extend_ended(self._longest)
+        self.rows.free_left(gone)
+        self._forward(apart=False, ended=tuple(ended))
+        self._pool.note_decode(newcomers=bool(newcomers))
+
+    def _make_room(self, decoding: list[Entry]) -> None:
+        """Let rows leave until each of these can become one position longer; those that leave are not running then.
+
+        Rows that have ended go first, then what was prefilled ahead, then the longest of the last class. The first in
+        rank stays, and may use all the memory.
+        """
+        queues, pool = self.rows, self._pool
+        while not pool.can_decode(state_of(entry) for entry in decoding if entry.row != NO_ROW):
+            if pool.ended:
+                queues.drop_ended([max(pool.ended, key=pool.ended.__getitem__)])
+                continue
+            victim = self._last_prefilled() or self._longest_behind()
+            if victim is None:
+                break
+            self._preempt(victim)
+        for entry in decoding:
+            if entry.row != NO_ROW:
+                state_of(entry).claim(state_of(entry).planned + 1)
+
+    def _longest_behind(self) -> Entry | None:
+        """The longest sequence of the last class, the first in rank aside."""
+        behind = [entry for entry in self.running if self._may_leave(entry)]
+        if behind and behind[0] is self.running.first():
+            del behind[0]
+        return max(
+            behind,
+            key=lambda entry: (entry.sequence.request.priority, state_of(entry).capacity, entry.rank),
+            default=None,
+        )
+
+    def _last_prefilled(self, but: Entry | None = None) -> Entry | None:
+        """The last in rank of the prefilled sequences that may leave."""
+        return next((each for each in reversed(self.rows.prefilled) if each is not but and self._may_leave(each)), None)
+
+    def _displaced_by(self, entry: Entry) -> Entry | None:
+        """The running sequence that a prefilled one may preempt: the last in rank of a lower class behind it."""
+        if self.rows.contenders is None:
+            return None
+        for other in reversed(self.running):
+            if other.rank < entry.rank:
+                return None
+            if other.sequence.request.priority > entry.sequence.request.priority and self._may_leave(other):
+                return other
+        return None
+
+    def _may_leave(self, entry: Entry) -> bool:
+        return entry.next_step <= self.number
+
+    def _preempt(self, victim: Entry) -> None:
+        self.rows.preempt(victim, self.now)
+        self._preemption.preempted.append(victim.id)
+
+    def _chunk(self, entry: Entry, *, whole: bool = False) -> None:
+        """Plan what a sequence lacks apart from the batch, as far as the budget lasts.
+
+        A suspended sequence that lacks only its last token is decoded in the batch instead. A whole prompt waits for
+        others, to share a forward with those of similar length. `whole` looks at neither budget nor pace.
+        """
+        sequence, state = entry.sequence, state_of(entry)
+        start, length = state.planned, sequence.length
+        if not start or state.since < 0:
+            state.since = self.number
+        if start and length - start == 1:
+            entry.decoding = state.resumed = True
+            return
+        entry.next_step = self.number + 1
+        whole = whole or not self._pool.shape.abilities.chunks
+        stop = length if whole else min(length, start + self.budget)
+        if self.pace is not None:
+            most = start + self.pace(start, stop)
+            if most < stop and not whole:
+                stop, self.budget = most, most - start
+        elif length - stop <= (self.num_tokens + stop - start) // SHORT_TAIL:
+            stop = length
+        if stop <= start:
+            return
+        self._prompts += 1
+        if not start and stop == length:
+            self._whole.append((entry, length))
+            self._note(entry, start, stop)
+        else:
+            self._add(entry, start, stop, tuple(sequence.tokens[start:stop]))
+            self._forward(apart=True)
+        state.cache_blocks(sequence.tokens)
+
+    def _plan_forwards(self) -> None:
+        """Plan the forwards of the whole prompts noted so far, in groups."""
+        if not self._whole:
+            return
+        lengths = [length for _, length in self._whole]
+        unequal = self._pool.shape.abilities.left_padding
+        for indices in group(lengths, most=self.rows.max_sequences, unequal=unequal):
+            for index in sorted(indices):
+                entry, length = self._whole[index]
+                self._append(entry, 0, length, tuple(entry.sequence.tokens[:length]), samples=True)
+            self._forward(apart=True)
+        self._whole.clear()
+
+    def _add(self, entry: Entry, start: int, stop: int, tokens: tuple[int, ...]) -> None:
+        """Plan a segment of the forward under construction."""
+        samples = stop == entry.sequence.length
+        self._note(entry, start, stop)
+        self._append(entry, start, stop, tokens, samples=samples)
+
+    def _note(self, entry: Entry, start: int, stop: int) -> None:
+        """Count a segment as planned."""
+        state, sequence = state_of(entry), entry.sequence
+        state.plan(start, stop)
+        self.num_tokens += stop - start
+        self.budget -= stop - start
+        entry.next_step = self.number + 1
+        if stop == sequence.length:
+            sequence.length += 1
+            entry.decoding = True
+
+    def _append(self, entry: Entry, start: int, stop: int, tokens: tuple[int, ...], *, samples: bool) -> None:
+        self._ids.append(entry.id)
+        self._rows.append(entry.row)
+        self._starts.append(start)
+        self._stops.append(stop)
+        self._tokens.append(tokens)
+        self._samplings.append(entry.sampling if samples else None)
+        if samples:
+            self.sampling.append(entry)
+
+    def _forward(self, *, apart: bool, ended: tuple[int, ...] = ()) -> None:
+        """Close a forward over the segments since the last one. Moves noted so far happen before it."""
+        self._moves += self._pool.take_moves(len(self._forwards))
+        self._forwards.append(Forward(len(self._ids), apart, ended))
+
+
+def state_of(entry: Entry) -> RowState:
+    """The state of an entry's sequence."""
+    return cast(RowState, entry.cache)

@@ -1,0 +1,177 @@
+"""KeptRows: what a prompt finds, against a search through everything, and which state goes first."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from holdfast.core.types import Identity
+from holdfast.lm.memory.kept_rows import STRIDE, FoundRow, KeptRows
+from holdfast.lm.memory.retention import EVICTIONS, RetentionRule
+from holdfast.lm.types import RowBytes
+
+ROOT, OTHER = Identity("m").root(), Identity("m", tenant="other").root()
+GROWING, RECURRENT = RowBytes(growing=((8, None),)), RowBytes(fixed=1000)
+
+
+def kept_rows(*, croppable=True, sizes=GROWING, eviction="retention", cost=lambda position: 1.0):
+    return KeptRows(sizes.of, RetentionRule(EVICTIONS[eviction], cost=cost), croppable=croppable)
+
+
+def numbers(count, start=0):
+    return list(range(start, start + count))
+
+
+@pytest.mark.parametrize("croppable", [True, False])
+def test_the_next_turn_finds_the_whole_state_of_the_one_before(croppable):
+    for length in (1, STRIDE - 1, STRIDE, STRIDE + 1, 5 * STRIDE + 3):
+        kept = kept_rows(croppable=croppable)
+        kept.add(3, ROOT, numbers(length), 0.0)
+        assert kept.find(ROOT, numbers(length + 1)) == FoundRow(3, length, on_host=False)
+        assert kept.find(ROOT, numbers(length + 40)) == FoundRow(3, length, on_host=False)
+        assert kept.find(OTHER, numbers(length + 40)) is None
+
+
+def test_the_last_token_of_a_prompt_is_never_found():
+    kept, whole = kept_rows(), kept_rows(croppable=False)
+    for each in (kept, whole):
+        each.add(0, ROOT, numbers(2 * STRIDE), 0.0)
+    assert kept.find(ROOT, numbers(2 * STRIDE)) == FoundRow(0, STRIDE, on_host=False)
+    assert whole.find(ROOT, numbers(2 * STRIDE)) is None
+    assert kept.find(ROOT, numbers(2 * STRIDE + 1)) == FoundRow(0, 2 * STRIDE, on_host=False)
+    assert kept.find(ROOT, []) is None and kept.find(ROOT, [0]) is None
+
+
+def test_a_state_that_cannot_be_cut_serves_no_prompt_that_leaves_it():
+    kept, whole = kept_rows(), kept_rows(croppable=False)
+    branch = [*numbers(40), 500, *numbers(60, 600)]
+    for each in (kept, whole):
+        each.add(0, ROOT, numbers(70), 0.0)
+    assert kept.find(ROOT, branch) == FoundRow(0, 32, on_host=False)
+    assert whole.find(ROOT, branch) is None
+
+
+def test_a_longer_state_that_can_be_cut_replaces_those_that_it_begins_with():
+    kept = kept_rows()
+    assert kept.add(0, ROOT, numbers(20), 0.0) == ()
+    assert kept.add(1, ROOT, [*numbers(20), 900], 0.0) == (0,)
+    assert kept.add(2, ROOT, numbers(70), 0.0) == (), "it leaves the other after 20 tokens"
+    assert kept.add(3, ROOT, numbers(32), 1.0) == (3,), "all that it saves is saved by cutting the longer one"
+    assert sorted(slot for slot in range(4) if slot in kept) == [1, 2]
+    assert kept.device_bytes == GROWING.of(21) + GROWING.of(70)
+    whole = kept_rows(croppable=False)
+    assert whole.add(0, ROOT, numbers(20), 0.0) == whole.add(1, ROOT, numbers(40), 0.0) == ()
+    assert whole.add(2, ROOT, numbers(20), 5.0) == (2,), "equal states are kept once"
+    assert whole.add(3, ROOT, numbers(16), 5.0) == (), "a longer one that cannot be cut does not stand in for it"
+
+
+def test_an_equal_state_counts_as_used_in_place_of_the_second_one():
+    kept = kept_rows()
+    kept.add(0, ROOT, numbers(20), 0.0)
+    kept.add(1, ROOT, numbers(20, 100), 1.0)
+    assert kept.victims(9.0, on_host=False) == [0, 1]
+    kept.add(2, ROOT, numbers(20), 2.0)
+    assert kept.victims(9.0, on_host=False) == [1, 0]
+
+
+def test_a_state_on_the_device_is_found_before_an_equally_long_one_on_the_host():
+    kept = kept_rows()
+    kept.add(0, ROOT, numbers(40), 0.0)
+    kept.add(1, ROOT, [*numbers(35), 900], 0.0)
+    prompt = [*numbers(33), 800, 801]
+    assert kept.find(ROOT, prompt) == FoundRow(1, 32, on_host=False)
+    kept.offload(1)
+    assert kept.find(ROOT, prompt) == FoundRow(0, 32, on_host=False)
+    kept.offload(0)
+    assert kept.find(ROOT, prompt) == FoundRow(1, 32, on_host=True)
+    assert (kept.device_bytes, kept.host_bytes) == (0, GROWING.of(40) + GROWING.of(36))
+    assert kept.positions(on_host=True) == 76
+
+
+def test_the_cheapest_to_compute_again_goes_first_for_each_byte_and_second():
+    kept = kept_rows(cost=float)
+    kept.add(0, ROOT, numbers(64), 0.0)
+    kept.add(1, ROOT, numbers(16, 100), 0.0)
+    kept.add(2, ROOT, numbers(64, 200), 30.0)
+    # Worth of a byte: 32 / 8, 8 / 8 and 32 / 8, over the ages 40, 40 and 10.
+    assert kept.victims(40.0, on_host=False) == [1, 0, 2]
+    recurrent = kept_rows(cost=float, sizes=RECURRENT, croppable=False)
+    recurrent.add(0, ROOT, numbers(64), 0.0)
+    recurrent.add(1, ROOT, numbers(30, 100), 10.0)
+    # Both take 1,000 bytes: 32 * 64 / 40 against 15 * 30 / 30.
+    assert recurrent.victims(40.0, on_host=False) == [1, 0]
+
+
+def test_without_costs_the_least_recently_used_goes_first():
+    kept = kept_rows(eviction="lru", cost=float)
+    kept.add(0, ROOT, numbers(64), 0.0)
+    kept.add(1, ROOT, numbers(16, 100), 1.0)
+    assert kept.victims(9.0, on_host=False) == [0, 1]
+    kept.touch(0, 2.0)
+    assert kept.victims(9.0, on_host=False) == [1, 0]
+    kept.offload(1)
+    assert kept.victims(9.0, on_host=False) == [0] and kept.victims(9.0, on_host=True) == [1]
+
+
+def test_mistakes_of_the_caller_are_told():
+    kept = kept_rows()
+    kept.add(0, ROOT, [1], 0.0)
+    with pytest.raises(RuntimeError, match="slot 0 keeps a state already"):
+        kept.add(0, ROOT, [2], 0.0)
+    with pytest.raises(ValueError, match="tokens is empty"):
+        kept.add(1, ROOT, [], 0.0)
+    kept.offload(0)
+    with pytest.raises(RuntimeError, match="slot 0 is on the host already"):
+        kept.offload(0)
+
+
+def common(one, two):
+    return next((at for at, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
+
+
+@pytest.mark.parametrize("croppable", [True, False])
+def test_long_histories_find_what_a_search_through_all_kept_states_finds(croppable):
+    choose = random.Random(7)
+    kept, held, now = kept_rows(croppable=croppable), {}, 0.0
+    texts = [[choose.randint(0, 1) for _ in range(choose.randint(1, 100))] for _ in range(12)]
+
+    def draw():
+        root, text = choose.choice((ROOT, OTHER)), choose.choice(texts)
+        return root, text[: choose.randint(1, len(text))] + [choose.randint(2, 4) for _ in range(choose.randint(0, 20))]
+
+    def saved(root, state, prompt):
+        if state[0] != root:
+            return 0
+        shared = common(state[1], prompt[:-1])
+        if shared == len(state[1]):
+            return shared
+        return shared // STRIDE * STRIDE if croppable else 0
+
+    for slot in range(1500):
+        now += choose.random()
+        root, tokens = draw()
+        lost = kept.add(slot, root, tokens, now)
+        if lost != (slot,):
+            held[slot] = root, tokens, False
+        for other in set(lost) - {slot}:
+            assert croppable and held[other][0] == root and common(held[other][1], tokens) == len(held[other][1])
+            del held[other]
+        if choose.random() < 0.3 and (on_device := kept.victims(now, on_host=False)):
+            kept.offload(on_device[0])
+            held[on_device[0]] = *held[on_device[0]][:2], True
+        while len(held) > 25:
+            victim = kept.victims(now, on_host=(choose.random() < 0.5 and kept.host_bytes > 0) or not kept.device_bytes)
+            kept.forget(victim[0])
+            del held[victim[0]]
+        root, prompt = draw()
+        found = kept.find(root, prompt)
+        best = max((saved(root, state, prompt) for state in held.values()), default=0)
+        assert (found.length if found else 0) == best
+        if found:
+            assert saved(root, held[found.slot], prompt) == best and held[found.slot][2] == found.on_host
+        for on_host, total in ((False, kept.device_bytes), (True, kept.host_bytes)):
+            assert total == sum(GROWING.of(len(tokens)) for _, tokens, there in held.values() if there == on_host)
+    for slot in list(held):
+        kept.forget(slot)
+    assert not kept._ends and not kept._passing and kept.device_bytes == kept.host_bytes == 0

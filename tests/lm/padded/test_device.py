@@ -86,9 +86,9 @@ def test_captured_decodes_get_a_part_of_the_memory_for_states(llama, monkeypatch
     plain = device.measure()
     monkeypatch.setattr(device, "_masks", "columns")  # as the probe finds on a GPU
     sizes = device.measure()
-    assert sizes.cache == plain.cache - 4 * 256 * BYTES  # 3 rows are padded to 4, 128 columns to 256
+    assert sizes.cache == plain.cache - 4 * LONGEST * BYTES  # 3 rows are padded to 4
     shape = device.allocate(sizes)
-    assert (shape.rows.memory, shape.rows.settled, shape.rows.longest) == (sizes.cache, 4 * 256, LONGEST)
+    assert (shape.rows.memory, shape.rows.settled, shape.rows.longest) == (sizes.cache, 4 * LONGEST, LONGEST)
     (prompt,) = draw_prompts(9)
     moves = (RowMove(1, "embed", 2, length=9),)
     device.executor.submit(StepPlan(0, [segment(2, 0, prompt)], forwards=(Forward(1, apart=True),), row_moves=moves))

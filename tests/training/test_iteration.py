@@ -129,7 +129,7 @@ def test_places_do_not_overlap_and_later_ones_leave_earlier_ones(first: list[int
 
 
 @given(
-    plane_bytes=st.integers(3000, 5000), offset=st.integers(0, 300), size=st.integers(0, 700), block=st.integers(1, 99)
+    plane_bytes=st.integers(3500, 5500), offset=st.integers(0, 300), size=st.integers(0, 700), block=st.integers(1, 99)
 )
 def test_tensors_lie_aligned_within_the_blocks_that_are_asked_for(
     plane_bytes: int, offset: int, size: int, block: int

@@ -398,7 +398,7 @@ class RowBuilder(StepBuilder):
         self._preemption.preempted.append(victim.id)
 
     def _chunk(self, entry: Entry, *, whole: bool = False) -> None:
-        """Plan what a sequence lacks apart from the batch, as far as the budget lasts.
+        """Plan what a sequence lacks apart from the batch, as far as the budget lasts, and a short end beyond it.
 
         A suspended sequence that lacks only its last token is decoded in the batch instead. A whole prompt waits for
         others, to share a forward with those of similar length. `whole` looks at neither budget nor pace.

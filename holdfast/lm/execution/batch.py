@@ -132,6 +132,9 @@ class Batch:
         self.block_tables = torch.zeros(rows + 1, max_blocks, dtype=torch.int32, device=device)
         self._padding_row = rows * max_blocks
         self.last_token = torch.zeros(rows, dtype=torch.int64, device=device)
+        most = most_tiles(max_tokens, adapter_slots) if adapter_slots else 0
+        self._counts = torch.zeros(3 * most, dtype=torch.int32, device=device)
+        """Counters of the adapters' kernels, which leave them at 0."""
         self._beside: SideStream | None = None
         """Where adapters are computed beside the layers."""
         # The places of the fields are fixed, so that a captured graph finds them.
@@ -256,6 +259,7 @@ class Batch:
                 count,
                 self._persistent.take(f"{name}_order", count),
                 **{field: tensors[f"{name}_{field}"] for field in (*TILE_FIELDS, "used")},
+                counts=self._counts,
                 beside=self._beside,
             )
             for name, count in zip(ADAPTED, (num_tokens, num_rows), strict=True)

@@ -20,8 +20,9 @@ from holdfast.lm.kernels.lora.protocol import Finish, LoraStack
 
 PROGRAMS = 2048
 """A launch has at most about this many programs, as many as run at once. Each takes several tiles if there are more."""
-OUTPUTS = 128
+OUTPUTS, OUTPUTS_OF_LARGE_RANKS = 256, 128
 """Outputs of one program of the expand; twice as many where MANY_OUTPUTS would make several rounds of small tiles."""
+LARGE_RANK = 64
 MANY_OUTPUTS = 16_384
 PART_INPUTS = 256
 """Least inputs of one program of the shrink."""
@@ -42,6 +43,7 @@ class TiledLora:
     start: torch.Tensor  # [tiles] int64, in the order
     count: torch.Tensor  # [tiles] int64
     used: torch.Tensor  # [1] int64: the number of tiles
+    counts: torch.Tensor  # [3 * tiles or more] int32, zeros: the pieces of a part of a tile that are computed
     beside: SideStream | None = None
     """Where a step of few tokens computes adapters, while the layer's own product reads its weights."""
 
@@ -72,36 +74,38 @@ class TiledLora:
         return tile_size(self.tokens), tiles, max(16, triton.next_power_of_2(stack.a.shape[2]))
 
     def _shrink(self, x: torch.Tensor, stack: LoraStack) -> torch.Tensor:
-        """A x in pieces, [pieces, P, T, ranks] float32, in the order of the tiles' tokens."""
+        """A x, [P, T, ranks] in the type of B, in the order of the tiles' tokens."""
         _, parts, _, inputs = stack.a.shape
         tokens, (tile, tiles, ranks) = self.tokens, self._sizes(stack)
         pieces = input_pieces(inputs, tokens, parts)
-        low = x.new_empty(pieces, parts, tokens, ranks, dtype=torch.float32)
+        low = x.new_empty(parts, tokens, ranks, dtype=stack.b.dtype)
+        partials = x.new_empty(pieces, parts, tokens, ranks, dtype=torch.float32) if pieces > 1 else low
         lists = self.order, self.slot, self.start, self.count, self.used
-        options = dict(TILE=tile, RANKS=ranks, num_warps=4, **dependent_launch_options(x.device))
         block_k = 128 if tile == SMALL_TILE and ranks <= 64 else 64
         length = -(-inputs // (pieces * block_k)) * block_k
         shrink_kernel[(min(tiles, max(1, PROGRAMS // (parts * pieces))), parts, pieces)](
-            x, stack.a, stack.rank, low, *lists, tokens, inputs, length,
+            x, stack.a, stack.rank, low, partials, self.counts, *lists, tokens, inputs, length, tiles,
             x.stride(0), stack.a.stride(0), stack.a.stride(1), stack.rank.stride(0),
-            BLOCK_K=block_k, **options,
+            TILE=tile, RANKS=ranks, PIECES=pieces, BLOCK_K=block_k, num_warps=2 if tile == SMALL_TILE else 4,
+            **dependent_launch_options(x.device),
         )  # fmt: skip
         return low
 
     def _expand(self, out: torch.Tensor, low: torch.Tensor, stack: LoraStack) -> None:
         """Add scale · B low to out."""
-        pieces, parts, tokens, _ = low.shape
+        parts, tokens, _ = low.shape
         tile, tiles, ranks = self._sizes(stack)
         lists = self.order, self.slot, self.start, self.count, self.used
-        options = dict(TILE=tile, RANKS=ranks, num_warps=4, **dependent_launch_options(out.device))
         starts = [part.start for part in stack.parts]
         ends = [*stack.ends, *[stack.outputs] * (3 - parts)]
-        block_n = 2 * OUTPUTS if tile == SMALL_TILE and stack.outputs >= MANY_OUTPUTS else OUTPUTS
+        block_n = OUTPUTS if ranks < LARGE_RANK else OUTPUTS_OF_LARGE_RANKS
+        if tile == SMALL_TILE and stack.outputs >= MANY_OUTPUTS:
+            block_n *= 2
         blocks = sum(-(-(end - start) // block_n) for start, end in zip(starts, stack.ends, strict=True))
         expand_kernel[(min(tiles, max(1, PROGRAMS // blocks)), blocks)](
             low, stack.b, stack.rank, stack.scale, out, *lists, tokens, *ends,
             out.stride(0), stack.b.stride(0), stack.rank.stride(0),
-            PARTS=parts, PIECES=pieces, BLOCK_N=block_n, **options,
+            TILE=tile, RANKS=ranks, PARTS=parts, BLOCK_N=block_n, num_warps=4, **dependent_launch_options(out.device),
         )  # fmt: skip
 
 
@@ -114,14 +118,16 @@ def input_pieces(inputs: int, tokens: int, parts: int) -> int:
 
 @triton.jit(do_not_specialize=["tokens"])
 def shrink_kernel(
-    x, a, rank, low, order, tile_slot, tile_start, tile_count, used, tokens, inputs, length,
-    x_stride, slot_stride, part_stride, table_stride,
-    TILE: tl.constexpr, RANKS: tl.constexpr, BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
+    x, a, rank, low, partials, counts, order, tile_slot, tile_start, tile_count, used, tokens, inputs, length,
+    most_tiles, x_stride, slot_stride, part_stride, table_stride,
+    TILE: tl.constexpr, RANKS: tl.constexpr, PIECES: tl.constexpr, BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """low [pieces, parts, tokens, RANKS] = x Aᵀ over a piece of the inputs. Program (some tiles, part, piece).
+    """low [parts, tokens, RANKS] = x Aᵀ. Program (some tiles, part, piece of the inputs).
 
     `low` lies in the order of the tiles' tokens. What is beyond an adapter's rank is 0; where its rank is 0, nothing
-    is written.
+    is written. With several pieces, each writes its sum to `partials` [PIECES, parts, tokens, RANKS] and is counted in
+    `counts` [parts, most_tiles]. Whoever comes last adds them in order, so that the result does not depend on who it
+    is, and sets the count back to 0.
     """
     launch_dependents(DEPENDENT)
     part = tl.program_id(1)
@@ -149,8 +155,22 @@ def shrink_kernel(
                 )
                 weights = tl.load(a_at + k[:, None], mask=(at < ranks)[None, :] & inside[:, None], other=0.0)
                 acc = tl.dot(values, weights, acc, input_precision="ieee")
-            place = ((piece * tl.num_programs(1) + part).to(tl.int64) * tokens + start + item) * RANKS
-            tl.store(low + place[:, None] + at[None, :], acc, mask=held[:, None])
+            place = ((part * tokens.to(tl.int64) + start + item) * RANKS)[:, None] + at[None, :]
+            if PIECES == 1:
+                tl.store(low + place, acc.to(low.dtype.element_ty), mask=held[:, None])
+            else:
+                between = tl.num_programs(1) * tokens.to(tl.int64) * RANKS
+                tl.store(partials + piece * between + place, acc, mask=held[:, None])
+                tl.debug_barrier()  # all of the program have written before it is counted
+                count = counts + part * most_tiles + tile
+                if tl.atomic_add(count, 1) == PIECES - 1:
+                    total = tl.zeros([TILE, RANKS], tl.float32)
+                    for other in tl.static_range(PIECES):
+                        total += tl.load(
+                            partials + other * between + place, mask=held[:, None], other=0.0, cache_modifier=".cg"
+                        )
+                    tl.store(low + place, total.to(low.dtype.element_ty), mask=held[:, None])
+                    tl.store(count, 0)
     wait_for_previous(DEPENDENT)  # also where there was no tile
 
 
@@ -158,13 +178,11 @@ def shrink_kernel(
 def expand_kernel(
     low, b, rank, scale, out, order, tile_slot, tile_start, tile_count, used, tokens,
     first_end, second_end, third_end, out_stride, slot_stride, table_stride,
-    TILE: tl.constexpr, RANKS: tl.constexpr, PARTS: tl.constexpr, PIECES: tl.constexpr, BLOCK_N: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    TILE: tl.constexpr, RANKS: tl.constexpr, PARTS: tl.constexpr, BLOCK_N: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """out += scale · low Bᵀ for the tokens of the tiles. Program (some tiles, BLOCK_N outputs of one part).
 
-    The parts end at first_end, second_end and third_end; where there are fewer, the rest are equal. The pieces of
-    `low` are added in order.
+    The parts end at first_end, second_end and third_end; where there are fewer, the rest are equal.
     """
     launch_dependents(DEPENDENT)
     block = tl.program_id(1)
@@ -199,11 +217,9 @@ def expand_kernel(
         factor = tl.load(scale + slot * table_stride + part)
         wait_for_previous(DEPENDENT)
         if ranks > 0:
-            values = tl.zeros([TILE, RANKS], tl.float32)
-            for piece in tl.static_range(PIECES):
-                place = ((piece * PARTS + part) * tokens.to(tl.int64) + start + item) * RANKS
-                values += tl.load(low + place[:, None] + at[None, :], mask=held[:, None], other=0.0)
-            product = tl.dot(values.to(b.dtype.element_ty), weights, input_precision="ieee")
+            place = (part * tokens.to(tl.int64) + start + item) * RANKS
+            values = tl.load(low + place[:, None] + at[None, :], mask=held[:, None], other=0.0)
+            product = tl.dot(values, weights, input_precision="ieee")
             out_at = out + token[:, None] * out_stride + n[None, :]
             written = held[:, None] & (n < end_n)[None, :]
             added = tl.load(out_at, mask=written, other=0.0).to(tl.float32) + factor * product

@@ -62,7 +62,7 @@ def tiled(slots: list[int], num_slots: int, device: str, padding: int = 0) -> Ti
     order = np.full(tokens, 10**6)
     order[: len(groups.order)] = groups.order
     lists = [torch.from_numpy(each).to(device) for each in (order, *room, np.array([tiles.shape[1]]))]
-    return TiledLora(tokens, *lists)
+    return TiledLora(tokens, *lists, torch.zeros(3 * room.shape[1], dtype=torch.int32, device=device))
 
 
 CASES: dict[str, dict[str, Any]] = {

@@ -746,4 +746,4 @@ def _cast(vectors: dict[str, list[torch.Tensor]]) -> None:
     """Bring the copy of the parameters in the model's dtype up to date, if there is one."""
     if "cast" in vectors:
         with torch.no_grad():
-            _copy(vectors["params"], vectors["cast"])
+            torch._foreach_copy_(vectors["cast"], vectors["params"])

@@ -20,10 +20,9 @@ from holdfast.lm.kernels.lora.protocol import Finish, LoraStack
 
 PROGRAMS = 2048
 """A launch has at most about this many programs, as many as run at once. Each takes several tiles if there are more."""
-OUTPUTS, OUTPUTS_OF_LARGE_RANKS = 256, 128
-"""Outputs of one program of the expand; twice as many where MANY_OUTPUTS would make several rounds of small tiles."""
+OUTPUTS, FEWER_OUTPUTS = 256, 128
+"""Outputs of one program of the expand: in small tiles with ranks below LARGE_RANK, and else."""
 LARGE_RANK = 64
-MANY_OUTPUTS = 16_384
 PART_INPUTS = 256
 """Least inputs of one program of the shrink."""
 PIECES = (16, 4, 1)
@@ -86,7 +85,7 @@ class TiledLora:
         shrink_kernel[(min(tiles, max(1, PROGRAMS // (parts * pieces))), parts, pieces)](
             x, stack.a, stack.rank, low, partials, self.counts, *lists, tokens, inputs, length, tiles,
             x.stride(0), stack.a.stride(0), stack.a.stride(1), stack.rank.stride(0),
-            TILE=tile, RANKS=ranks, PIECES=pieces, BLOCK_K=block_k, num_warps=2 if tile == SMALL_TILE else 4,
+            TILE=tile, RANKS=ranks, PIECES=pieces, BLOCK_K=block_k, num_warps=2 if tile == SMALL_TILE else 8,
             **dependent_launch_options(x.device),
         )  # fmt: skip
         return low
@@ -98,9 +97,7 @@ class TiledLora:
         lists = self.order, self.slot, self.start, self.count, self.used
         starts = [part.start for part in stack.parts]
         ends = [*stack.ends, *[stack.outputs] * (3 - parts)]
-        block_n = OUTPUTS if ranks < LARGE_RANK else OUTPUTS_OF_LARGE_RANKS
-        if tile == SMALL_TILE and stack.outputs >= MANY_OUTPUTS:
-            block_n *= 2
+        block_n = OUTPUTS if tile == SMALL_TILE and ranks < LARGE_RANK else FEWER_OUTPUTS
         blocks = sum(-(-(end - start) // block_n) for start, end in zip(starts, stack.ends, strict=True))
         expand_kernel[(min(tiles, max(1, PROGRAMS // blocks)), blocks)](
             low, stack.b, stack.rank, stack.scale, out, *lists, tokens, *ends,

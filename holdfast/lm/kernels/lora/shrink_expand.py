@@ -271,7 +271,7 @@ def gated_expand_kernel(
         count = tl.load(tile_count + tile)
         held = item < count
         token = tl.load(order + start + item, mask=held, other=0)
-        # Without an adapter the ranks are 0: no weights are read, and nothing is multiplied.
+        # Without an adapter the ranks are 0: nothing is read of weights and low, and the products are 0.
         table = slot * table_stride
         gate_ranks = tl.load(rank + table, mask=slot >= 0, other=0)
         up_ranks = tl.load(rank + table + 1, mask=slot >= 0, other=0)
@@ -283,17 +283,18 @@ def gated_expand_kernel(
         wait_for_previous(DEPENDENT)
         written = held[:, None] & inside[None, :]
         gate_at = gate_up + token[:, None] * gate_up_stride + n[None, :]
-        gate = tl.load(gate_at, mask=written, other=0.0).to(tl.float32)
-        up = tl.load(gate_at + width, mask=written, other=0.0).to(tl.float32)
+        gate = tl.load(gate_at, mask=written, other=0.0)
+        up = tl.load(gate_at + width, mask=written, other=0.0)
         # Where the rank is 0, nothing was written to low.
         low_at = low + ((start + item) * RANKS)[:, None] + at[None, :]
         in_gate = item < tl.where(gate_ranks > 0, count, 0)
         in_up = item < tl.where(up_ranks > 0, count, 0)
         gate_low = tl.load(low_at, mask=in_gate[:, None], other=0.0)
         up_low = tl.load(low_at + tokens.to(tl.int64) * RANKS, mask=in_up[:, None], other=0.0)
-        if slot >= 0:
-            gate += gate_factor * tl.dot(gate_low, gate_weights, input_precision="ieee")
-            up += up_factor * tl.dot(up_low, up_weights, input_precision="ieee")
+        gate_added = tl.dot(gate_low, gate_weights, input_precision="ieee")
+        up_added = tl.dot(up_low, up_weights, input_precision="ieee")
+        gate = gate.to(tl.float32) + gate_factor * gate_added
+        up = up.to(tl.float32) + up_factor * up_added
         result = gate / (1.0 + tl.exp(-gate)) * up
         tl.store(out + token[:, None] * out_stride + n[None, :], result.to(out.dtype.element_ty), mask=written)
     wait_for_previous(DEPENDENT)  # also where there was no tile

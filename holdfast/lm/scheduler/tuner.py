@@ -101,6 +101,8 @@ class _Job:
     tenant: str
     step: int
     """The step that is planned next, with `micro_batch` and `unit`."""
+    keeps_up: Callable[[], bool]
+    """Whether a step may begin."""
     micro_batch: int = 0
     unit: int = 0
     paused: bool = False
@@ -123,6 +125,11 @@ class _Job:
     def runs(self) -> bool:
         """Whether there is anything to plan."""
         return not (self.paused or self.removed or self.complete)
+
+    @property
+    def waits(self) -> bool:
+        """Whether its next step may not begin yet."""
+        return not (self.micro_batch or self.unit or self.keeps_up())
 
     @property
     def batch(self) -> WorkBatch:
@@ -206,9 +213,19 @@ class Tuner:
 
     # What the engine calls
 
-    def add(self, job: str, steps: JobOutline, blocks: BlocksOf, *, step: int = 0, tenant: str = "") -> None:
+    def add(
+        self,
+        job: str,
+        steps: JobOutline,
+        blocks: BlocksOf,
+        *,
+        step: int = 0,
+        tenant: str = "",
+        keeps_up: Callable[[], bool] = lambda: True,
+    ) -> None:
         """Queue a job, from its optimizer step `step` on, its first micro-batch.
 
+        A step is begun only while `keeps_up` is true: what stores the job may be behind.
         A job with all steps done goes to `ended` at once. Raises ValueError with both numbers if the id is taken, if
         the job has fewer steps, if `max_blocks` do not hold its vectors and its largest micro-batch without kept
         activations, or if a unit takes longer than `max_unit_seconds`.
@@ -220,7 +237,7 @@ class Tuner:
         if step == steps.count:
             self.ended.append(job)
             return
-        added = _Job(job, steps, blocks, tenant, step)
+        added = _Job(job, steps, blocks, tenant, step, keeps_up)
         self._check(added)
         self._jobs[job] = added
 
@@ -283,8 +300,9 @@ class Tuner:
 
     @property
     def has_work(self) -> bool:
-        """Whether a job can run, or has to leave the device. Then the loop goes on without a request."""
-        return self.runs or self._resident is not None
+        """Whether a job can run now, or has to leave the device. Then the loop goes on without a request."""
+        job = self._choose()
+        return self.leaves or (job is not None and not job.waits)
 
     @property
     def needs(self) -> Needs:
@@ -343,7 +361,7 @@ class Tuner:
             room = at_least_one or seconds >= min(self._move_seconds(moved), self.max_unit_seconds)
             return self.act("offload" if moved is resident else "restore") if room else None
         fits = resident.size(sum(resident.batch.lengths)) <= self.lent
-        return self._run(resident, seconds, at_least_one) if fits else None
+        return self._run(resident, seconds, at_least_one) if fits and not resident.waits else None
 
     def act(self, action: TrainingAction) -> TrainingSlice:
         """Plan an action on the resident job, or `restore` of the job whose turn it is. There must be one."""

@@ -78,6 +78,21 @@ def test_slices_cut_a_micro_batch_where_the_time_ends():
     assert (take(tuner).first, tuner.step_of("0")) == (2, (1, 2))
 
 
+def test_a_step_begins_only_when_what_stores_the_job_keeps_up():
+    tuner, behind = make_tuner(), [False]
+    tuner.add("0", make_steps((16,) * 4, name="0", micro_batch=32), blocks_of(2), keeps_up=lambda: not behind[0])
+    tuner.lent = 100
+    take(tuner)
+    assert take(tuner, 0.0, at_least_one=True).stop == 1
+    behind[0] = True
+    assert (take(tuner).first, tuner.step_of("0")) == (1, (1, 2)), "a step that has begun goes on"
+    assert take(tuner) is None and not tuner.has_work and tuner.status("0") == "running" and tuner.runs
+    behind[0] = False
+    assert tuner.has_work and take(tuner).step == 1
+    behind[0] = True
+    assert tuner.has_work and take(tuner).action == "offload", "a job that is complete leaves"
+
+
 def test_activations_are_kept_where_the_lent_blocks_hold_them():
     tuner = a_tuner(lent=2 + 3 * 4)
     assert tuner.needs == Needs(2 + 4, 2 + 12)

@@ -403,6 +403,8 @@ class SchedulerStats:
     """Tokens of the micro-batches of tuning jobs that were computed."""
     training_seconds: float = 0.0
     """Device time of their slices."""
+    deferred_seconds: float = 0.0
+    """How long requests have waited by the deferral bound, summed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -182,12 +182,16 @@ class Tuner:
     All methods are called in the scheduler's thread, between its calls.
     """
 
-    def __init__(self, cost: TrainingCost, *, max_blocks: int, max_unit_seconds: float = inf) -> None:
+    def __init__(
+        self, cost: TrainingCost, *, max_blocks: int, max_unit_seconds: float = inf, no_room: str = ""
+    ) -> None:
         """`max_blocks` is the most blocks of the cache that are lent to training.
 
-        A job is refused if one of its units is predicted to take longer than `max_unit_seconds`.
+        A job is refused if one of its units is predicted to take longer than `max_unit_seconds`. `no_room` says why
+        that is no time at all, where it is not above 0.
         """
         self.cost, self.max_blocks, self.max_unit_seconds = cost, max_blocks, max_unit_seconds
+        self.no_room = no_room
         self.ended: deque[str] = deque()
         """Jobs that are complete, or were removed, and that are off the device: no slice of theirs is planned or in
         flight, and the copies of their vectors come before whatever uses their blocks next. They are not known any
@@ -228,7 +232,7 @@ class Tuner:
         A step is begun only while `keeps_up` is true: what stores the job may be behind.
         A job with all steps done goes to `ended` at once. Raises ValueError with both numbers if the id is taken, if
         the job has fewer steps, if `max_blocks` do not hold its vectors and its largest micro-batch without kept
-        activations, or if a unit takes longer than `max_unit_seconds`.
+        activations, if a unit takes longer than `max_unit_seconds`, or if there is `no_room`.
         """
         if job in self._jobs:
             raise ValueError(f"job {job} is in the queue already")
@@ -242,7 +246,9 @@ class Tuner:
         self._jobs[job] = added
 
     def _check(self, job: _Job) -> None:
-        """Raise ValueError if the job's micro-batches are too large."""
+        """Raise ValueError if the job's micro-batches are too large, or if there is no time for any."""
+        if self.no_room:
+            raise ValueError(f"job {job.id} can never run: {self.no_room}")
         tokens = job.steps.most_tokens
         if (blocks := job.size(tokens)) > self.max_blocks:
             raise ValueError(

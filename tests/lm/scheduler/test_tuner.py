@@ -184,6 +184,23 @@ def test_tenants_take_turns_between_steps_and_one_alone_is_never_interrupted():
     assert [job for job, action, _ in finish(alone) if action == "restore"] == ["0", "1"]
 
 
+def test_the_tenant_whose_last_turn_is_longest_ago_is_next():
+    cost = cost_model(slope=1.0)  # each step is a turn
+    tuner = a_tuner(jobs=3, tenants=("a", "b", "c"), lengths=(16,) * 8, cost=cost)
+    turns = [job for job, action, _ in finish(tuner) if action == "restore"]
+    assert turns[:6] == ["0", "1", "2", "0", "1", "2"]
+
+
+def test_a_backward_without_kept_activations_takes_the_time_of_its_forward_too():
+    tuner = a_tuner(lent=6)
+    take(tuner)
+    for _ in range(5):  # two layers and the head
+        assert not take(tuner, 0.0, at_least_one=True).keep
+    kept, again = (1.2 * tuner.cost.unit("mlp_backward", (16, 16), recompute=each) for each in (False, True))
+    assert take(tuner, kept) is None
+    assert take(tuner, 1.2 * again).stop == 6
+
+
 def test_t_ft_is_an_upper_estimate_that_measured_times_correct():
     tuner = a_tuner(lengths=(16,) * 200)
     predicted = tuner.cost.iteration((16, 16))

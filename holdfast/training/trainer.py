@@ -84,7 +84,7 @@ class LaunchedSlice:
         seconds = self._timer.seconds()
         return TrainingResult(
             given.job, given.step, given.micro_batch, given.action, given.first, given.stop, seconds, self._tokens,
-            None if self._loss is None else float(self._loss),
+            None if self._loss is None else float(self._loss), self._timer.launch_seconds,
         )  # fmt: skip
 
 
@@ -756,6 +756,7 @@ class _Timer:
     def __init__(self, device: torch.device) -> None:
         self._events: list[torch.cuda.Event] = []
         self._start, self._seconds = time.perf_counter(), 0.0
+        """When it was made, and how long the host took until `stop`."""
         if device.type == "cuda":
             self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
             self._events[0].record()
@@ -764,6 +765,11 @@ class _Timer:
         if self._events:
             self._events[1].record()
         self._seconds = time.perf_counter() - self._start
+
+    @property
+    def launch_seconds(self) -> float:
+        """The host's time until `stop`, where the device works meanwhile; else 0."""
+        return self._seconds if self._events else 0.0
 
     def seconds(self) -> float:
         """Waits for the device."""

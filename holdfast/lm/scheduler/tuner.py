@@ -11,6 +11,7 @@ close or discard (trainer)
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,8 @@ JobStatus = Literal["queued", "running", "paused", "ending"]
 
 DEVIATION = 0.1
 """How far units are believed to be from their predicted time, as a share of it, before any was measured."""
+LAUNCH_SECONDS = 0.0005
+"""Host time to launch a unit, about; it is corrected by measured times."""
 TURN_SECONDS = 30.0
 """Device time that one tenant's jobs get before another's, where several have any."""
 
@@ -183,7 +186,13 @@ class Tuner:
     """
 
     def __init__(
-        self, cost: TrainingCost, *, max_blocks: int, max_unit_seconds: float = inf, no_room: str = ""
+        self,
+        cost: TrainingCost,
+        *,
+        max_blocks: int,
+        max_unit_seconds: float = inf,
+        max_launch_seconds: float = inf,
+        no_room: str = "",
     ) -> None:
         """`max_blocks` is the most blocks of the cache that are lent to training.
 
@@ -191,6 +200,8 @@ class Tuner:
         that is no time at all, where it is not above 0.
         """
         self.cost, self.max_blocks, self.max_unit_seconds = cost, max_blocks, max_unit_seconds
+        self.max_launch_seconds = max_launch_seconds
+        """A slice has no more units than the host is predicted to launch within this time."""
         self.no_room = no_room
         self.ended: deque[str] = deque()
         """Jobs that are complete, or were removed, and that are off the device: no slice of theirs is planned or in
@@ -212,6 +223,8 @@ class Tuner:
         """By tenant, the number of its last turn."""
         deviation = max(DEVIATION, cost.cost.deviation)
         self._corrections = {kind: Correction(deviation) for kind in KINDS}
+        self._launch: Correction | None = None
+        """Of LAUNCH_SECONDS; None before any launch was measured."""
         self._expected: deque[tuple[_Job, float, tuple[UnitKind, ...]]] = deque()
         """Of each slice in flight: its job, its expected seconds, and the kinds of its units."""
 
@@ -388,6 +401,10 @@ class Tuner:
     def observe(self, result: TrainingResult) -> None:
         """Learn how long a slice took. Results come in the order of the slices."""
         job, expected, kinds = self._expected.popleft()
+        units = result.stop - result.first
+        if result.launch_seconds and units:
+            self._launch = self._launch or Correction(DEVIATION)
+            self._launch.update(result.launch_seconds / (units * LAUNCH_SECONDS))
         if expected:
             for kind in kinds:  # one ratio is all that is known of a slice: each kind takes its share of the error
                 correction = self._corrections[kind]
@@ -405,7 +422,7 @@ class Tuner:
         batch, first = job.batch, job.unit
         keep = not batch.validation and job.size(sum(batch.lengths), keep=True) <= self.lent
         stop, upper, expected, kinds = first, 0.0, 0.0, set[UnitKind]()
-        for kind, number in [(unit.kind, unit.number) for unit in batch.units[first:]]:
+        for kind, number in [(unit.kind, unit.number) for unit in batch.units[first : first + self._most_units]]:
             half = kind.removesuffix("_backward"), number
             backward = half[0] != kind
             price, correction = self._seconds(job, kind, again=half not in job.kept), self._corrections[kind]
@@ -426,6 +443,13 @@ class Tuner:
         self._note(job, expected, tuple(kind for kind in KINDS if kind in kinds))
         job.advance(stop)
         return slice_
+
+    @property
+    def _most_units(self) -> int:
+        """Units that the host can launch in time. A step that it launches late comes late."""
+        if self._launch is None or self.max_launch_seconds == inf:
+            return sys.maxsize
+        return max(1, int(self.max_launch_seconds / (LAUNCH_SECONDS * self._launch.factor)))
 
     def _note(self, job: _Job, expected: float, kinds: tuple[UnitKind, ...]) -> None:
         """A slice is planned."""

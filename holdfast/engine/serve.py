@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from holdfast.core.stages import Stage, Stages
 from holdfast.engine import messages
-from holdfast.engine.process import FAILED, Parent, await_address, die_with_parent, exit_at_end_of_input
+from holdfast.engine.process import FAILED, Parent, await_address, die_with_parent, end_process, exit_at_end_of_input
 from holdfast.engine.spawn import BUILD
 from holdfast.lm.types import LanguageLoop
 
@@ -271,4 +271,4 @@ def one_line(error: Exception) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), sys.argv[2], sys.argv[3]))
+    end_process(main(int(sys.argv[1]), sys.argv[2], sys.argv[3]))

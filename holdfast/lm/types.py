@@ -189,6 +189,8 @@ class TrainingResult:
     """Of the micro-batch, where the slice ended it."""
     loss: float | None = None
     """Mean over the step's tokens, where the slice ended the step."""
+    launch_seconds: float = 0.0
+    """Time that the host spent to launch it; 0 where it does not run beside the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -403,6 +405,8 @@ class SchedulerStats:
     """Tokens of the micro-batches of tuning jobs that were computed."""
     training_seconds: float = 0.0
     """Device time of their slices."""
+    deferred_seconds: float = 0.0
+    """How long requests have waited by the deferral bound, summed."""
 
 
 @dataclass(frozen=True, slots=True)

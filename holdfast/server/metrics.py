@@ -43,6 +43,7 @@ STATS = {
     "blocks_training": ("gauge", "blocks_training", "Blocks of the KV cache that are lent to training"),
     "training_tokens": ("counter", "training_tokens", "Tokens of the micro-batches that tuning jobs have computed"),
     "training_seconds": ("counter", "training_seconds", "Time of the device that tuning jobs have taken"),
+    "deferred_seconds": ("counter", "deferred_seconds", "Time that requests waited for training by the deferral bound"),
     "forwards": ("counter", "forwards", "Runs of a model on padded rows; a step may have several"),
     "idle_tokens": ("counter", "idle_tokens", "Tokens computed on padded rows that belong to no request"),
     "rows_wide": ("gauge", "row_width", "Positions of the longest padded row"),

@@ -305,6 +305,20 @@ async def test_closing_ends_the_streams_and_the_process(small):
     wait_for_end(client.pid)
 
 
+@pytest.mark.parametrize("ends", ["told to", "failing"])
+async def test_an_engine_with_every_library_loaded_says_nothing_at_its_end(small, capfd, ends):
+    client = await EngineClient.start(small(executor="padded"))  # it imports Transformers, and so Triton
+    stream = client.stream([5, 6], SHORT)
+    async for _ in stream:
+        pass
+    capfd.readouterr()
+    if ends == "failing":
+        client._child.send(Start(client.config, time.monotonic()))
+        await client._child.ended.wait()
+    await client.close()
+    assert capfd.readouterr().err == ""
+
+
 async def test_a_failed_start_gives_its_reason_and_leaves_no_process(small, checkpoint, tmp_path, capfd, room):
     with pytest.raises(EngineStartError, match="does not exist"):
         await EngineClient.start(small(model=str(tmp_path / "absent")))

@@ -59,6 +59,18 @@ def test_an_engine_process_ends_with_its_block():
     assert not Path(f"/proc/{process.pid}").exists()
 
 
+def test_the_end_of_a_process_does_what_is_registered_and_writes_what_was_printed():
+    program = (
+        "import atexit, sys\n"
+        "from holdfast.engine.process import end_process\n"
+        "atexit.register(print, 'registered')\n"
+        "print('printed')\n"
+        "end_process(7)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], env=ENVIRONMENT, capture_output=True, text=True)
+    assert (done.stdout, done.stderr, done.returncode) == ("printed\nregistered\n", "", 7)
+
+
 def test_a_start_removes_the_socket_of_one_that_was_killed_an_hour_ago(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 

@@ -42,6 +42,13 @@ def test_the_last_state_is_read_back_exactly(files: StateFiles) -> None:
     assert {path.name for path in files.directory.iterdir()} == {"state.a", "state.b"}
 
 
+def test_a_step_without_validation_is_read_back_as_one_and_a_loss_of_zero_as_zero(files: StateFiles) -> None:
+    records = (StepRecord(0.5, None, 7), StepRecord(0.25, 0.0, 9))
+    files.write(State(rows_of(records), *state_of(2).vectors))
+    found = files.read()
+    assert found is not None and found.records == records
+
+
 @given(kept=st.integers(0, 10_000), flipped=st.integers(0, 10_000), cut=st.booleans())
 def test_a_damaged_newest_file_gives_way_to_the_one_before(
     tmp_path_factory: pytest.TempPathFactory, kept: int, flipped: int, cut: bool

@@ -21,6 +21,9 @@ LAST_SAMPLED = (PENDING,)
 class Policy(ABC):
     """Chooses what runs in a step: sets the builder's budget, then calls its verbs in an order of its own."""
 
+    deferred_seconds = 0.0
+    """How long requests have waited so far because training goes first, summed."""
+
     @abstractmethod
     def plan(self, step: StepBuilder) -> None:
         """Plan a step."""

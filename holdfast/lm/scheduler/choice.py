@@ -38,7 +38,7 @@ from holdfast.lm.scheduler.row_policies import (
 )
 from holdfast.lm.scheduler.row_scheduler import RowScheduler
 from holdfast.lm.scheduler.scheduler import Scheduler
-from holdfast.lm.scheduler.slices import RESERVE, TrainingSlices
+from holdfast.lm.scheduler.slices import LAUNCH_SHARE, RESERVE, TrainingSlices
 from holdfast.lm.scheduler.tuner import Tuner
 from holdfast.lm.types import EngineShape, RowShape
 
@@ -179,16 +179,30 @@ def make_tuner(
 
     At most `memory_fraction` of the cache is lent to training. `block_seconds` is the time of copying a block between
     host and device, 0 if it is not known. With a target between tokens, a job is refused if one of its units takes
-    longer than what 32 decodes leave of the target. Raises ValueError for a fraction that is not above 0 and at most 1.
+    longer than what 32 decodes leave of the target, and every job if they leave nothing. Raises ValueError for a
+    fraction that is not above 0 and at most 1.
     """
     if not 0 < memory_fraction <= 1:
         raise ValueError(f"tuning_memory_fraction is {memory_fraction}; it must be above 0 and at most 1")
-    room = inf
+    room, no_room = inf, ""
     if config.tbt_target is not None:
         decodes, context = min(REFERENCE_DECODES, config.max_sequences), min(REFERENCE_CONTEXT, shape.max_model_len)
-        room = config.tbt_target / 1000 * (1 - RESERVE) - cost.step([(1, context)] * decodes)
+        seconds = cost.step([(1, context)] * decodes)
+        room = config.tbt_target / 1000 * (1 - RESERVE) - seconds
+        if room <= 0:
+            no_room = (
+                f"tbt_target is {config.tbt_target:g} ms, of which {RESERVE:.0%} stays free, and a step of {decodes} "
+                f"decodes takes {1e3 * seconds:.1f} ms, which leaves nothing for training: raise tbt_target, or give "
+                "a deferral_bound instead"
+            )
     training = TrainingCost(cost, sizes, block_seconds=block_seconds)
-    return Tuner(training, max_blocks=int(memory_fraction * shape.num_blocks), max_unit_seconds=room)
+    return Tuner(
+        training,
+        max_blocks=int(memory_fraction * shape.num_blocks),
+        max_unit_seconds=room,
+        max_launch_seconds=inf if config.tbt_target is None else LAUNCH_SHARE * config.tbt_target / 1000,
+        no_room=no_room,
+    )
 
 
 def make_scheduler(

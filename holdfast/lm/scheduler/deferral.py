@@ -26,14 +26,18 @@ class Deferred(Policy):
         if not bound >= 0:
             raise ValueError(f"deferral_bound is {bound}; it must be at least 0")
         self.inner, self.tuner, self.bound = inner, tuner, bound
+        self._applied: tuple[float, float] | None = None
+        """When the rule was last applied, and the latest arrival that started then; None while there is no job."""
 
     def plan(self, step: StepBuilder) -> None:
         tuner = self.tuner
         if tuner.in_flight and not step.running:
             return  # what starts now would start behind the iteration, and have waited longer than it looks
+        self._count(step)
         step.lend()
         if tuner.runs:
             latest = step.now + tuner.iteration_seconds() - self.bound
+            self._applied = step.now, latest
             step.due = lambda entry: entry.sequence.scheduled_at is not None or entry.sequence.request.arrival < latest
         self.inner.plan(step)
         if step.due is not None:
@@ -43,3 +47,15 @@ class Deferred(Policy):
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:
         self.inner.observe(plan, result)
+
+    def _count(self, step: StepBuilder) -> None:
+        """Add to `deferred_seconds` how long each request has waited by the rule since it was last applied."""
+        if self._applied is None:
+            return
+        since, latest = self._applied
+        self._applied = None
+        for entry in step.waiting:
+            sequence = entry.sequence
+            if sequence.scheduled_at is None and sequence.request.arrival >= latest:
+                until = min(step.now, sequence.request.arrival + (since - latest))  # it was due then
+                self.deferred_seconds += max(0.0, until - max(since, sequence.request.arrival))

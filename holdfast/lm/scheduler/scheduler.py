@@ -295,6 +295,7 @@ class Scheduler:
             blocks_training=queues.lent,
             training_tokens=self._training_tokens,
             training_seconds=self._training_seconds,
+            deferred_seconds=self._policy.deferred_seconds,
         )
 
     def _end(self, entry: Entry, reason: FinishReason) -> None:

@@ -194,9 +194,22 @@ def test_a_tuner_gets_its_share_of_the_cache_and_what_32_decodes_leave_of_the_ta
     tuner = make_tuner(EngineConfig(tbt_target=1000), SHAPE, COST, SIZES, block_seconds=0.5)
     assert tuner.max_unit_seconds == pytest.approx(1.0 * (1 - RESERVE) - COST.step([(1, 512)] * 32))
     assert tuner.cost.block_seconds == 0.5
-    tuner.max_unit_seconds = -1.0
+    tuner.max_unit_seconds = 1e-6
     with pytest.raises(ValueError, match="a step has room for"):
         tuner.add("job", make_steps([16]), blocks_of(1))
     for share in (0.0, 1.1):
         with pytest.raises(ValueError, match=f"tuning_memory_fraction is {share}"):
             make_tuner(EngineConfig(), SHAPE, COST, SIZES, memory_fraction=share)
+
+
+def test_a_target_that_decodes_alone_exceed_refuses_every_job_by_what_to_change():
+    seconds = COST.step([(1, 512)] * 32)
+    tuner = make_tuner(EngineConfig(tbt_target=1e3 * seconds), SHAPE, COST, SIZES)
+    with pytest.raises(ValueError) as refusal:
+        tuner.add("job", make_steps([16]), blocks_of(1))
+    target, took = f"{1e3 * seconds:g} ms", f"a step of 32 decodes takes {1e3 * seconds:.1f} ms"
+    assert str(refusal.value) == (
+        f"job job can never run: tbt_target is {target}, of which 5% stays free, and {took}, which leaves nothing for "
+        "training: raise tbt_target, or give a deferral_bound instead"
+    )
+    make_tuner(EngineConfig(tbt_target=3e3 * seconds), SHAPE, COST, SIZES).add("job", make_steps([16]), blocks_of(1))

@@ -116,6 +116,36 @@ def test_due_requests_start_even_if_the_step_has_no_room_for_their_tokens():
     assert spans(engine.plans[0][1]) == [("0", 0, 8)]
 
 
+def test_the_time_that_requests_wait_by_the_rule_is_counted():
+    engine = an_engine(1.0)
+    engine.run(2)
+    arrivals = {"first": engine.now, "second": engine.now + 0.05}
+    for name, arrival in arrivals.items():
+        engine.due.append(a_request(name, arrival=arrival, tokens=200))
+    engine.run_until("second")
+    engine.run(3)
+    waited = sum(engine.started[name] - arrival for name, arrival in arrivals.items())
+    one = engine.tuner.iteration_seconds()
+    counted = engine.scheduler.stats().deferred_seconds
+    assert waited - 2 * one < counted < waited
+    assert counted == pytest.approx(2 * (1.0 - one), rel=0.05), "a request is due so long after it has come"
+
+
+@pytest.mark.parametrize("bound", [0.0, 1.0, inf])
+def test_a_request_counts_as_deferred_only_while_the_rule_holds_it_back(bound):
+    engine = an_engine(bound, steps=make_steps([16] * 8, micro_batch=32))
+    engine.run(1)
+    engine.add(a_request("long ago", arrival=-5.0, tokens=3))
+    engine.run_until("long ago")
+    counted, start = engine.scheduler.stats().deferred_seconds, engine.started["long ago"]
+    assert counted == (pytest.approx(start) if bound == inf else 0.0), "at most since there is a job"
+    engine.run(20)
+    assert [*engine.tuner.ended] == ["job 0"]
+    engine.add(a_request("after the job", arrival=engine.now))
+    engine.run(1)
+    assert engine.scheduler.stats().deferred_seconds == counted
+
+
 @pytest.mark.parametrize("change", ["pause", "remove"])
 def test_nothing_is_deferred_without_a_job_that_can_run(change):
     engine = an_engine(100.0)

@@ -301,6 +301,18 @@ async def test_a_cancelled_job_keeps_its_checkpoints(tmp_path: Path) -> None:
             here.service.check_model(job.name, "")
 
 
+async def test_a_checkpoint_cannot_be_deleted_apart_from_its_model(tmp_path: Path) -> None:
+    async with server(tmp_path) as here:
+        wanted = {"hyperparameters": tuning.Parameters(n_epochs=3)}
+        job = await here.ended(await here.submit([chat(str(n)) for n in range(4)], **wanted))
+        first = next(iter(job.served))
+        with pytest.raises(ApiError, match=f"delete {job.name}"):
+            await here.tuning.delete_model("", first)
+        assert {job.name, first} <= {*here.client.adapters}
+        await here.tuning.delete_model("", job.name)
+        assert here.client.adapters == {}
+
+
 async def test_another_tenant_finds_neither_job_nor_file_nor_model(tmp_path: Path) -> None:
     async with server(tmp_path, api_key=("one", "two")) as here:
         id = await here.submit([chat()], "one")
@@ -449,6 +461,9 @@ async def test_a_paused_job_stays_paused_over_a_restart(tmp_path: Path) -> None:
         id = await here.submit([chat(str(n)) for n in range(40)])
         await here.until(id, lambda job: job.step >= 2)
         await here.tuning.ask("", id, "pause")
+    async with server(tmp_path, tuning_client(model="another")) as other:
+        await asyncio.sleep(0.1)
+        assert not other.tuning.runner.running, "it is left to a server of its model"
     again = tuning_client()
     async with server(tmp_path, again) as here:
         await asyncio.sleep(0.1)

@@ -111,16 +111,19 @@ def simulated(args: argparse.Namespace) -> list[dict[str, Any]]:
     def tuned(bound: float | None) -> Tuning:
         count = 1 << 40
         if bound == inf:
-            count = round(0.5 * args.seconds * rows[0]["tuning_tok_s"] / sum(lengths))
+            count = round(0.5 * max(args.seconds.values()) * rows[0]["tuning_tok_s"] / sum(lengths))
         return Tuning([job_of(shape, lengths, rank=RANK, count=count)], training_shape(shape), deferral_bound=bound)
 
     plain = EngineConfig(model=SHAPE, max_sequences=args.max_sequences)
     with_target = replace(plain, tbt_target=args.target)
     # One request that comes late: until then, training is alone.
-    late = [replace(each, arrival=args.seconds) for each in load_of(args.trace, 1.0, 2.0, profile.max_model_len)[:1]]
+    late = [
+        replace(each, arrival=max(args.seconds.values()))
+        for each in load_of(args.trace, 1.0, 2.0, profile.max_model_len)[:1]
+    ]
     row(0, "alone", with_target, tuned(None), late)
     for rate in args.rates:
-        workload = load_of(args.trace, rate, args.seconds, profile.max_model_len)
+        workload = load_of(args.trace, rate, args.seconds[rate], profile.max_model_len)
         row(rate, "without", with_target, None, workload)
         row(rate, "slices", with_target, tuned(None), workload)
         row(rate, "without, no target", plain, None, workload)
@@ -206,7 +209,7 @@ async def really(args: argparse.Namespace) -> list[dict[str, Any]]:
             try:
                 await served(client, load_of(args.trace, 4.0, 4.0, longest), "warm", None, 4.0, "warm-up")
                 for rate in args.rates if "without" in rules else ():
-                    load = load_of(args.trace, rate, args.seconds, longest)
+                    load = load_of(args.trace, rate, args.seconds[rate], longest)
                     rows.append(await served(client, load, f"{rate:g}", None, rate, "without"))
                 job = await Job.start(client, Path(scratch) / f"job-{len(rows)}", length, batch)
                 begin = time.monotonic()
@@ -216,7 +219,7 @@ async def really(args: argparse.Namespace) -> list[dict[str, Any]]:
                 print(json.dumps(alone), flush=True)
                 rows.append(alone)
                 for rate in args.rates:
-                    load = load_of(args.trace, rate, args.seconds, longest)
+                    load = load_of(args.trace, rate, args.seconds[rate], longest)
                     rows.append(await served(client, load, f"{rules[-1]} {rate:g}", job, rate, rules[-1]))
                 await job.end()
             finally:
@@ -289,7 +292,10 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, help="an Azure LLM inference trace")
     parser.add_argument("--rates", type=float, nargs="+", default=[1.0, 9.0, 13.0], help="requests a second")
     parser.add_argument("--bounds", type=float, nargs="*", default=None, help="deferral bounds, s")
-    parser.add_argument("--seconds", type=float, default=None, help="of arrivals; simulated 300, really 40")
+    parser.add_argument(
+        "--seconds", type=float, nargs="+", default=None,
+        help="of arrivals, one number for all rates or one for each; simulated 300, really 40",
+    )  # fmt: skip
     parser.add_argument("--target", type=float, default=25.0, help="ms between tokens")
     parser.add_argument("--micro-batch", type=int, default=2048)
     parser.add_argument("--max-sequences", type=int, default=256)
@@ -308,7 +314,10 @@ def main() -> None:
         parser.error("--trace is needed: an Azure LLM inference trace")
     if args.bounds is None:
         args.bounds = [0.0, 0.5, 2.0, inf] if args.what == "simulate" else []
-    args.seconds = args.seconds or (300.0 if args.what == "simulate" else 40.0)
+    given = args.seconds or [300.0 if args.what == "simulate" else 40.0]
+    if len(given) not in (1, len(args.rates)):
+        parser.error(f"--seconds has {len(given)} numbers for {len(args.rates)} rates: give one, or one for each")
+    args.seconds = dict(zip(args.rates, given * len(args.rates) if len(given) == 1 else given, strict=True))
     about = provenance()
     rows = simulated(args) if args.what == "simulate" else uvloop.run(really(args))
     name = "simulated" if args.what == "simulate" else about["device"].replace(" ", "-")

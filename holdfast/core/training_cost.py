@@ -30,7 +30,7 @@ HEAD_TOKENS = 1024
 """Tokens of one unit of the head, at most."""
 MICRO_BATCHES = (512, 1024, 2048, 4096, 8192)
 """Sizes in tokens that are chosen for jobs that give none."""
-OPTIMIZER = 2.75
+OPTIMIZER = 0.25
 """Time of the optimizer's unit over that of a step of one token, which reads all weights once."""
 
 

@@ -265,6 +265,7 @@ class TuningDesk:
                 lambda tokens, keep: self._trainer.blocks(job, tokens, keep=keep),
                 step=len(records),
                 tenant=start.tenant,
+                keeps_up=lambda: self._trainer.keeps_up(job),
             )
         except ValueError as refusal:
             self._trainer.close(job)

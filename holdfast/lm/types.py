@@ -189,6 +189,8 @@ class TrainingResult:
     """Of the micro-batch, where the slice ended it."""
     loss: float | None = None
     """Mean over the step's tokens, where the slice ended the step."""
+    launch_seconds: float = 0.0
+    """Time that the host spent to launch it; 0 where it does not run beside the device."""
 
 
 @dataclass(frozen=True, slots=True)

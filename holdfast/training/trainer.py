@@ -43,6 +43,9 @@ DISK_SECONDS = 60.0
 DISK_SHARE = 0.05
 """If writing a state to the disk takes less than this share of a step, every step is written there."""
 
+COPY_HASTE = 2.0
+"""How much of a step's state each slice of the next step copies to the host, over the slice's share of that step."""
+
 STORED = ("params", "means", "variances")
 """The vectors of a stored state. Without an update between, they are the same on host and device."""
 
@@ -81,7 +84,7 @@ class LaunchedSlice:
         seconds = self._timer.seconds()
         return TrainingResult(
             given.job, given.step, given.micro_batch, given.action, given.first, given.stop, seconds, self._tokens,
-            None if self._loss is None else float(self._loss),
+            None if self._loss is None else float(self._loss), self._timer.launch_seconds,
         )  # fmt: skip
 
 
@@ -94,6 +97,15 @@ class _Done:
     loss: torch.Tensor
     """On the host once the device is done."""
     validation: torch.Tensor | None
+
+
+@dataclass(eq=False)
+class _Copying:
+    """The copy of a state to the host, which goes on beside the slices of the next step."""
+
+    room: dict[str, torch.Tensor]
+    layers: int = 0
+    """How many have been copied."""
 
 
 @dataclass(eq=False)
@@ -156,12 +168,16 @@ class _Job:
     host_updated: dict[str, torch.Tensor] | None = None
     """Such vectors of a job that was offloaded. No state holds them before the step ends."""
     done: list[_Done] = field(default_factory=list)
-    """Steps whose storing has not begun."""
+    """Steps that the writer has not been told of."""
+    copying: _Copying | None = None
+    """Of the last of these."""
     unstored: list[_Done] = field(default_factory=list)
     """Steps that no file took so far. Only the writer changes it."""
     copied: torch.cuda.Event | None = None
-    """When the vectors have been copied to the host; the next update waits for it."""
+    """When the copies to the host that have begun have ended; the next update waits for it."""
     failed: bool = False
+    to_disk: bool = False
+    """The next state is to be written to the disk."""
     disk_seconds: float = 0.0
     """How long the last write to the disk took."""
     disk_at: float = -math.inf
@@ -406,6 +422,8 @@ class Trainer:
         if known.iteration is None:
             known.iteration = self._begin_micro_batch(known, resident, batch)
         iteration = known.iteration
+        units = sum(len(each.units) for each in known.batches)
+        self._go_on_copying(known, resident, COPY_HASTE * (slice_.stop - slice_.first) / units)
         _, everything = kept_places(known.halves, batch.tokens, resident.places)
         keeps = slice_.keep and any(
             unit.kind in ("attention", "mlp") for unit in batch.units[slice_.first : slice_.stop]
@@ -446,6 +464,9 @@ class Trainer:
 
     def _update(self, known: _Job, resident: _Resident) -> None:
         """The optimizer's unit."""
+        if known.done and known.copying is None and known.steps.checkpoint_after(known.step - 1):
+            self._wait(known)  # until there is room for it
+        self._go_on_copying(known, resident, 1.0)
         if known.copied is not None:
             torch.cuda.current_stream(self._device).wait_event(known.copied)
         chosen, vectors = known.job.hyperparameters, resident.vectors
@@ -461,7 +482,7 @@ class Trainer:
         _cast(vectors)
 
     def _end_step(self, known: _Job) -> torch.Tensor:
-        """Count the step and begin to store it. Returns its loss, on the host once the device is done."""
+        """Count the step; the next one stores it. Returns its loss, on the host once the device is done."""
         training, held_out = (
             [loss for loss, batch in zip(known.losses, known.batches, strict=True) if batch.validation is wanted]
             for wanted in (False, True)
@@ -474,8 +495,8 @@ class Trainer:
         known.updated = False
         now = time.monotonic()
         known.step_seconds, known.step_at = now - known.step_at, now
-        ends = known.step == known.steps.count
-        self._store(known, durable=ends)
+        if known.step == known.steps.count:
+            self._store(known, durable=True)
         return loss
 
     # Memory
@@ -566,48 +587,80 @@ class Trainer:
             found["mirror"] = StateFiles(self._mirror / job.id, job.digest(), durable=False)
         return found
 
-    def _store(self, known: _Job, *, durable: bool) -> None:
-        """Begin to store the last step: copy the vectors to the host if they are newer, and let the writer go on.
+    def keeps_up(self, job: str) -> bool:
+        """Whether the next step may begin. False while the last one's adapter is to be written, and has no room."""
+        known = self._jobs[job]
+        if not known.done or known.copying is not None or not known.steps.checkpoint_after(known.step - 1):
+            return True
+        with self._lock:
+            return self._room(known) is not None
 
-        It waits for the writer only if a checkpoint waits there. A state that waits gives way to a newer one.
+    def _store(self, known: _Job, *, durable: bool) -> None:
+        """Copy what is left of the last step to the host, and let the writer store it, if that was not done yet."""
+        with self._lock:
+            if known.resident is not None and known.host_step != known.step:
+                if known.copying is None and self._room(known) is None:
+                    self._wait(known)
+                self._go_on_copying(known, known.resident, 1.0, durable=durable)
+            elif known.host_step == known.step and (known.done or (durable and known.disk_step != known.step)):
+                self._write_soon(known, durable)
+
+    def _go_on_copying(self, known: _Job, resident: _Resident, share: float, *, durable: bool = False) -> None:
+        """Copy this share of the last step's vectors to the host, and tell the writer once all are there.
+
+        One large copy would hold up the tokens of the steps beside it, which take the same way to the host. Where
+        there is no room because the writer is behind, the step is stored with a later one.
         """
         with self._lock:
-            if known.done or known.disk_step != known.step:
-                self._store_newer(known, durable)
-
-    def _store_newer(self, known: _Job, durable: bool) -> None:
-        """`_store` of a step that the disk may not have."""
-        self._writes = [write for write in self._writes if not write.future.done()]
-        for write in [*self._writes]:
-            if write.known is known and not known.steps.checkpoint_after(write.step - 1) and write.future.cancel():
-                known.done = [*write.done, *known.done]
-                durable |= write.durable
-                self._writes.remove(write)
-        if known.host_step != known.step and known.resident is not None:
-            for room in (known.host, known.spare):
-                if not any(write.host is room for write in self._writes):
-                    break
-            else:
-                self._wait()
-            known.host, known.spare = room, known.spare if room is known.host else known.host
-            self._copy_to_host(known, known.resident)
-        if known.done or durable:
-            done, known.done = known.done, []
-            future = self._writer.submit(self._write, known, known.host, done, known.copied, known.step, durable)
-            self._writes.append(_Write(known, known.host, done, known.step, durable, future))
-            future.add_done_callback(lambda _: self.wake())
-
-    def _copy_to_host(self, known: _Job, resident: _Resident) -> None:
-        layers = len(resident.adapters)
-        if self._copies is not None:
-            self._copies.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.no_grad(), torch.cuda.stream(self._copies):
-            for name in STORED:
-                _copy(resident.vectors[name], known.host[name].chunk(layers))
+            if known.host_step == known.step or known.updated:
+                return
+            if known.copying is None:
+                self._take_back(known)
+                room = self._room(known)
+                if room is None:
+                    return
+                known.copying = _Copying(room)
+            copying, layers = known.copying, len(resident.adapters)
+            first = copying.layers
+            copying.layers = last = min(layers, first + math.ceil(share * layers))
             if self._copies is not None:
-                known.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                known.copied.record(self._copies)
-        known.host_step = known.step
+                self._copies.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.no_grad(), torch.cuda.stream(self._copies):
+                for name in STORED:
+                    _copy(resident.vectors[name][first:last], copying.room[name].chunk(layers)[first:last])
+                if self._copies is not None:
+                    known.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                    known.copied.record(self._copies)
+            if last == layers:
+                if copying.room is known.spare:
+                    known.host, known.spare = known.spare, known.host
+                known.copying, known.host_step = None, known.step
+                self._write_soon(known, durable)
+
+    def _take_back(self, known: _Job) -> None:
+        """A state that waits for the writer gives way to a newer one, unless its adapter is to be written."""
+        for write in [*self._writes]:
+            if write.known is known and not self._must_stay(write) and write.future.cancel():
+                known.done = [*write.done, *known.done]
+                known.to_disk |= write.durable
+                self._writes.remove(write)
+
+    def _must_stay(self, write: _Write) -> bool:
+        return write.future.running() or write.known.steps.checkpoint_after(write.step - 1)
+
+    def _room(self, known: _Job) -> dict[str, torch.Tensor] | None:
+        """Vectors on the host that no write needs, or only one that can be taken back."""
+        used = [write.host for write in self._writes if not write.future.done() and self._must_stay(write)]
+        return next((room for room in (known.spare, known.host) if not any(room is each for each in used)), None)
+
+    def _write_soon(self, known: _Job, durable: bool) -> None:
+        """Let the writer store the vectors on the host, with the steps that it has not been told of."""
+        done, known.done = known.done, []
+        durable, known.to_disk = durable or known.to_disk, False
+        self._writes = [write for write in self._writes if not write.future.done()]
+        future = self._writer.submit(self._write, known, known.host, done, known.copied, known.step, durable)
+        self._writes.append(_Write(known, known.host, done, known.step, durable, future))
+        future.add_done_callback(lambda _: self.wake())
 
     def _wait(self, known: _Job | None = None) -> None:
         """Wait until the writer has nothing to do for a job; None: for any."""
@@ -703,6 +756,7 @@ class _Timer:
     def __init__(self, device: torch.device) -> None:
         self._events: list[torch.cuda.Event] = []
         self._start, self._seconds = time.perf_counter(), 0.0
+        """When it was made, and how long the host took until `stop`."""
         if device.type == "cuda":
             self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
             self._events[0].record()
@@ -711,6 +765,11 @@ class _Timer:
         if self._events:
             self._events[1].record()
         self._seconds = time.perf_counter() - self._start
+
+    @property
+    def launch_seconds(self) -> float:
+        """The host's time until `stop`, where the device works meanwhile; else 0."""
+        return self._seconds if self._events else 0.0
 
     def seconds(self) -> float:
         """Waits for the device."""

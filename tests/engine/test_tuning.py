@@ -524,7 +524,7 @@ def test_graphs_are_captured_between_two_steps_of_a_job_once_each(bench: Callabl
         def __init__(self) -> None:
             self.turns = 0
             # Each step has several micro-batches.
-            job = new_job(tmp_path, epochs=9, batch_size=6, micro_batch=64)
+            job = new_job(tmp_path, examples=9 * drawn(), epochs=1, batch_size=6, micro_batch=64)
             self.first: list[messages.ToEngine] = [messages.StartJob(1, job)]
 
         def poll(self, seconds: float) -> bool:
@@ -607,7 +607,7 @@ async def steps_of(client: EngineClient, job: JobStart, *, kill_after: int = 0) 
 def test_a_killed_engine_goes_on_after_the_last_stored_step_with_the_same_losses_bit_for_bit(
     small: Callable[..., EngineConfig], alone: Callable[..., tuple[list[float], str]], tmp_path: Path
 ) -> None:
-    expected, digest = alone(epochs=5)
+    expected, digest = alone(epochs=12)
 
     async def killed_twice() -> tuple[list[list[JobStep]], list[JobInfo], Any]:
         told, infos, ended = [], [], None
@@ -615,7 +615,7 @@ def test_a_killed_engine_goes_on_after_the_last_stored_step_with_the_same_losses
             config = small(**TUNING | {"tuning_mirror": str(tmp_path / "mirror"), "cache_gb": 0.05})
             client = await EngineClient.start(config)
             try:
-                info, steps, ended = await steps_of(client, new_job(tmp_path, epochs=5), kill_after=kill_after)
+                info, steps, ended = await steps_of(client, new_job(tmp_path, epochs=12), kill_after=kill_after)
             finally:
                 await client.close()
             told.append(steps)
@@ -623,12 +623,12 @@ def test_a_killed_engine_goes_on_after_the_last_stored_step_with_the_same_losses
         return told, infos, ended
 
     told, infos, ended = asyncio.run(killed_twice())
-    assert infos[0].step == 0 and 4 <= infos[1].step < infos[2].step < 15
+    assert infos[0].step == 0 and 4 <= infos[1].step < infos[2].step < 36
     for info, steps in zip(infos, told, strict=True):
         assert [step.step for step in steps] == [*range(info.step + 1, info.step + 1 + len(steps))]
         assert [step.loss for step in steps] == expected[info.step : info.step + len(steps)]
         assert info.loss == (expected[info.step - 1] if info.step else None)
-    assert infos[2].step + len(told[2]) == 15
+    assert infos[2].step + len(told[2]) == 36
     assert ended.outcome == "succeeded" and digest_of_adapter(ended.checkpoint) == digest
 
 

@@ -224,13 +224,81 @@ def test_a_job_is_settled_when_its_last_state_is_written_and_whoever_waits_is_wo
 
     trainer.wake = wake
     monkeypatch.setattr(StateFiles, "write", slow)
-    while trainer.next_slice("job")[0] < 1:
-        advance(trainer, "job")
-    assert not trainer.settled("job") and not trainer.has_reports and trainer.is_resident("job")
+    while trainer.settled("job"):
+        advance(trainer, "job", 1)
+    assert trainer.next_slice("job")[0] == 1 and not trainer.has_reports and trainer.is_resident("job")
     free.set()
     assert woken.wait(20) and found == [(True, True)]
     act(trainer, "job", "offload")
     assert not trainer.is_resident("job")
+
+
+class HeldWriter:
+    """Lets no state be written until it is told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.free, self.steps = threading.Event(), list[int]()
+        write = StateFiles.write
+
+        def held(files: StateFiles, state: State) -> None:
+            assert self.free.wait(20)
+            self.steps.append(state.step)
+            write(files, state)
+
+        monkeypatch.setattr(StateFiles, "write", held)
+
+
+def test_a_state_is_copied_to_the_host_piece_by_piece_beside_the_slices_of_the_next_step(opened: Trainer) -> None:
+    while opened.next_slice("job")[0] < 1:
+        advance(opened, "job")
+    known = opened._jobs["job"]
+    assert known.resident is not None
+    after = [piece.clone() for piece in known.resident.vectors["params"]]
+    host = known.spare["params"].chunk(len(after))
+    layers = list[int]()
+    while not layers or layers[-1] < len(after):
+        advance(opened, "job", 1)
+        layers.append(sum(bool((piece == copied).all()) for piece, copied in zip(after, host, strict=True)))
+    assert layers[0] == 1 and len(layers) > 1, "a small slice copies a part"
+    assert opened.next_slice("job")[0] == 1, "all is copied long before the update"
+    assert torch.equal(opened.host_vector("job", "params"), torch.cat(after))
+    assert [report.step for report in step_reports(opened)] == [0]
+
+
+def test_a_step_whose_state_finds_no_room_is_stored_with_a_later_one(
+    model: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, trainer = HeldWriter(monkeypatch), trainer_for(model)
+    trainer.open(new_job(tmp_path, epochs=1, batch_size=1))
+    act(trainer, "job", "restore")
+    while trainer.next_slice("job")[0] < 8:
+        assert trainer.keeps_up("job")
+        advance(trainer, "job")
+    assert not trainer.has_reports
+    writer.free.set()
+    finish(trainer, "job")
+    trainer.close("job")
+    assert [report.step for report in step_reports(trainer)] == [*range(10)]
+    assert writer.steps[0] == 1 and {*writer.steps} < {1, 8, 9, 10} and writer.steps[-1] == 10
+
+
+def test_the_next_step_may_begin_only_when_there_is_room_for_an_adapter_that_is_to_be_written(
+    model: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, trainer = HeldWriter(monkeypatch), trainer_for(model)
+    trainer.open(new_job(tmp_path, epochs=4, batch_size=10, micro_batch=1000))  # a step is an epoch
+    act(trainer, "job", "restore")
+    kept_up = []
+    for _ in range(3):
+        kept_up.append(trainer.keeps_up("job"))
+        advance(trainer, "job")
+    assert kept_up == [True, True, True] and not trainer.keeps_up("job"), "two states fill the host's room"
+    writer.free.set()
+    trainer.host_vector("job", "params")  # waits for the writer
+    assert trainer.keeps_up("job")
+    finish(trainer, "job")
+    trainer.close("job")
+    assert [report.checkpoint is not None for report in step_reports(trainer)] == [True] * 4
 
 
 def test_a_state_that_is_on_the_disk_is_not_written_again(
@@ -280,7 +348,7 @@ def test_steps_that_no_file_took_are_reported_with_the_next_stored_one(
         if advance(trainer, "job").loss is not None:
             trainer.host_vector("job", "params")  # waits for the writer
             told[step] = [report.step for report in step_reports(trainer)]
-    assert told == {0: [0], 1: [], 2: [1, 2], 3: [], 4: [], 5: [3, 4, 5]}
+    assert told == {0: [], 1: [0], 2: [], 3: [1, 2], 4: [], 5: [3, 4, 5]}
 
 
 def test_validation_is_reported_and_does_not_change_what_is_learned(model: Decoder, tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ from holdfast.lm.scheduler.row_policies import (
 )
 from holdfast.lm.scheduler.row_scheduler import RowScheduler
 from holdfast.lm.scheduler.scheduler import Scheduler
-from holdfast.lm.scheduler.slices import RESERVE, TrainingSlices
+from holdfast.lm.scheduler.slices import LAUNCH_SHARE, RESERVE, TrainingSlices
 from holdfast.lm.scheduler.tuner import Tuner
 from holdfast.lm.types import EngineShape, RowShape
 
@@ -196,7 +196,13 @@ def make_tuner(
                 "a deferral_bound instead"
             )
     training = TrainingCost(cost, sizes, block_seconds=block_seconds)
-    return Tuner(training, max_blocks=int(memory_fraction * shape.num_blocks), max_unit_seconds=room, no_room=no_room)
+    return Tuner(
+        training,
+        max_blocks=int(memory_fraction * shape.num_blocks),
+        max_unit_seconds=room,
+        max_launch_seconds=inf if config.tbt_target is None else LAUNCH_SHARE * config.tbt_target / 1000,
+        no_room=no_room,
+    )
 
 
 def make_scheduler(

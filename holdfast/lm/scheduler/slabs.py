@@ -72,7 +72,7 @@ class Slabs:
 
     def settle(self) -> None:
         """Take everything back if training has ended, or is paused."""
-        if not (self._tuner.has_work or self._tuner.in_flight):
+        if not (self._tuner.runs or self._tuner.leaves or self._tuner.in_flight):
             self._reclaim(self._pool.training)
 
     def yield_for(self, short: int, now: float) -> bool:

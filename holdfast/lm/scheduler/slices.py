@@ -11,8 +11,11 @@ from holdfast.lm.scheduler.correction import Correction
 from holdfast.lm.scheduler.tuner import Tuner
 from holdfast.lm.types import StepPlan, StepResult
 
-RESERVE = 0.05
-"""This share of the target is left over, as the times of a step and of its slice err together."""
+RESERVE = 0.08
+"""This share of the target is left over, as the times of a step and of its slice err together, and as tokens take time
+to reach their stream."""
+LAUNCH_SHARE = 0.75
+"""The host spends at most this share of the target on launching a slice; what is left, it needs for the step."""
 IDLE_SECONDS = 0.010
 """While nothing runs, a slice takes at most so long."""
 BUSY_SECONDS = 1.0

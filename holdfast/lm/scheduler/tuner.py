@@ -11,6 +11,7 @@ close or discard (trainer)
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,8 @@ JobStatus = Literal["queued", "running", "paused", "ending"]
 
 DEVIATION = 0.1
 """How far units are believed to be from their predicted time, as a share of it, before any was measured."""
+LAUNCH_SECONDS = 0.0005
+"""Host time to launch a unit, about; it is corrected by measured times."""
 TURN_SECONDS = 30.0
 """Device time that one tenant's jobs get before another's, where several have any."""
 
@@ -101,6 +104,8 @@ class _Job:
     tenant: str
     step: int
     """The step that is planned next, with `micro_batch` and `unit`."""
+    keeps_up: Callable[[], bool]
+    """Whether a step may begin."""
     micro_batch: int = 0
     unit: int = 0
     paused: bool = False
@@ -123,6 +128,11 @@ class _Job:
     def runs(self) -> bool:
         """Whether there is anything to plan."""
         return not (self.paused or self.removed or self.complete)
+
+    @property
+    def waits(self) -> bool:
+        """Whether its next step may not begin yet."""
+        return not (self.micro_batch or self.unit or self.keeps_up())
 
     @property
     def batch(self) -> WorkBatch:
@@ -176,7 +186,13 @@ class Tuner:
     """
 
     def __init__(
-        self, cost: TrainingCost, *, max_blocks: int, max_unit_seconds: float = inf, no_room: str = ""
+        self,
+        cost: TrainingCost,
+        *,
+        max_blocks: int,
+        max_unit_seconds: float = inf,
+        max_launch_seconds: float = inf,
+        no_room: str = "",
     ) -> None:
         """`max_blocks` is the most blocks of the cache that are lent to training.
 
@@ -184,6 +200,8 @@ class Tuner:
         that is no time at all, where it is not above 0.
         """
         self.cost, self.max_blocks, self.max_unit_seconds = cost, max_blocks, max_unit_seconds
+        self.max_launch_seconds = max_launch_seconds
+        """A slice has no more units than the host is predicted to launch within this time."""
         self.no_room = no_room
         self.ended: deque[str] = deque()
         """Jobs that are complete, or were removed, and that are off the device: no slice of theirs is planned or in
@@ -205,14 +223,26 @@ class Tuner:
         """By tenant, the number of its last turn."""
         deviation = max(DEVIATION, cost.cost.deviation)
         self._corrections = {kind: Correction(deviation) for kind in KINDS}
+        self._launch: Correction | None = None
+        """Of LAUNCH_SECONDS; None before any launch was measured."""
         self._expected: deque[tuple[_Job, float, tuple[UnitKind, ...]]] = deque()
         """Of each slice in flight: its job, its expected seconds, and the kinds of its units."""
 
     # What the engine calls
 
-    def add(self, job: str, steps: JobOutline, blocks: BlocksOf, *, step: int = 0, tenant: str = "") -> None:
+    def add(
+        self,
+        job: str,
+        steps: JobOutline,
+        blocks: BlocksOf,
+        *,
+        step: int = 0,
+        tenant: str = "",
+        keeps_up: Callable[[], bool] = lambda: True,
+    ) -> None:
         """Queue a job, from its optimizer step `step` on, its first micro-batch.
 
+        A step is begun only while `keeps_up` is true: what stores the job may be behind.
         A job with all steps done goes to `ended` at once. Raises ValueError with both numbers if the id is taken, if
         the job has fewer steps, if `max_blocks` do not hold its vectors and its largest micro-batch without kept
         activations, if a unit takes longer than `max_unit_seconds`, or if there is `no_room`.
@@ -224,7 +254,7 @@ class Tuner:
         if step == steps.count:
             self.ended.append(job)
             return
-        added = _Job(job, steps, blocks, tenant, step)
+        added = _Job(job, steps, blocks, tenant, step, keeps_up)
         self._check(added)
         self._jobs[job] = added
 
@@ -289,8 +319,9 @@ class Tuner:
 
     @property
     def has_work(self) -> bool:
-        """Whether a job can run, or has to leave the device. Then the loop goes on without a request."""
-        return self.runs or self._resident is not None
+        """Whether a job can run now, or has to leave the device. Then the loop goes on without a request."""
+        job = self._choose()
+        return self.leaves or (job is not None and not job.waits)
 
     @property
     def needs(self) -> Needs:
@@ -349,7 +380,7 @@ class Tuner:
             room = at_least_one or seconds >= min(self._move_seconds(moved), self.max_unit_seconds)
             return self.act("offload" if moved is resident else "restore") if room else None
         fits = resident.size(sum(resident.batch.lengths)) <= self.lent
-        return self._run(resident, seconds, at_least_one) if fits else None
+        return self._run(resident, seconds, at_least_one) if fits and not resident.waits else None
 
     def act(self, action: TrainingAction) -> TrainingSlice:
         """Plan an action on the resident job, or `restore` of the job whose turn it is. There must be one."""
@@ -370,6 +401,10 @@ class Tuner:
     def observe(self, result: TrainingResult) -> None:
         """Learn how long a slice took. Results come in the order of the slices."""
         job, expected, kinds = self._expected.popleft()
+        units = result.stop - result.first
+        if result.launch_seconds and units:
+            self._launch = self._launch or Correction(DEVIATION)
+            self._launch.update(result.launch_seconds / (units * LAUNCH_SECONDS))
         if expected:
             for kind in kinds:  # one ratio is all that is known of a slice: each kind takes its share of the error
                 correction = self._corrections[kind]
@@ -387,7 +422,7 @@ class Tuner:
         batch, first = job.batch, job.unit
         keep = not batch.validation and job.size(sum(batch.lengths), keep=True) <= self.lent
         stop, upper, expected, kinds = first, 0.0, 0.0, set[UnitKind]()
-        for kind, number in [(unit.kind, unit.number) for unit in batch.units[first:]]:
+        for kind, number in [(unit.kind, unit.number) for unit in batch.units[first : first + self._most_units]]:
             half = kind.removesuffix("_backward"), number
             backward = half[0] != kind
             price, correction = self._seconds(job, kind, again=half not in job.kept), self._corrections[kind]
@@ -408,6 +443,13 @@ class Tuner:
         self._note(job, expected, tuple(kind for kind in KINDS if kind in kinds))
         job.advance(stop)
         return slice_
+
+    @property
+    def _most_units(self) -> int:
+        """Units that the host can launch in time. A step that it launches late comes late."""
+        if self._launch is None or self.max_launch_seconds == inf:
+            return sys.maxsize
+        return max(1, int(self.max_launch_seconds / (LAUNCH_SECONDS * self._launch.factor)))
 
     def _note(self, job: _Job, expected: float, kinds: tuple[UnitKind, ...]) -> None:
         """A slice is planned."""

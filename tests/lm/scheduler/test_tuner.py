@@ -19,10 +19,10 @@ def a_tuner(jobs=1, *, lent=100, lengths=(16,) * 4, vectors=2, tenants=("",), **
     return tuner
 
 
-def answer(tuner, slice_, seconds=0.0):
+def answer(tuner, slice_, seconds=0.0, **more):
     tuner.observe(
         TrainingResult(
-            slice_.job, slice_.step, slice_.micro_batch, slice_.action, slice_.first, slice_.stop, seconds
+            slice_.job, slice_.step, slice_.micro_batch, slice_.action, slice_.first, slice_.stop, seconds, **more
         )
     )  # fmt: skip
 
@@ -76,6 +76,38 @@ def test_slices_cut_a_micro_batch_where_the_time_ends():
     assert (first.first, first.stop) == (0, 1)
     assert take(tuner, 0.0, at_least_one=True).stop == 2
     assert (take(tuner).first, tuner.step_of("0")) == (2, (1, 2))
+
+
+def test_a_slice_has_no_more_units_than_the_host_can_launch_in_time():
+    tuner = a_tuner(lengths=(16,) * 800)
+    tuner.max_launch_seconds = 0.010
+    take(tuner)  # brings the job to the device
+
+    def most_units(launch_seconds):
+        taken = []
+        for _ in range(60):
+            slice_ = tuner.next_slice(float("inf"))
+            taken.append(slice_.stop - slice_.first)
+            answer(tuner, slice_, launch_seconds=launch_seconds * taken[-1])
+        return max(taken[-10:])
+
+    assert most_units(0.0) == UNITS, "it is not known"
+    assert [most_units(each) for each in (0.002, 0.1, 0.0001)] == [4, 1, UNITS]
+
+
+def test_a_step_begins_only_when_what_stores_the_job_keeps_up():
+    tuner, behind = make_tuner(), [False]
+    tuner.add("0", make_steps((16,) * 4, name="0", micro_batch=32), blocks_of(2), keeps_up=lambda: not behind[0])
+    tuner.lent = 100
+    take(tuner)
+    assert take(tuner, 0.0, at_least_one=True).stop == 1
+    behind[0] = True
+    assert (take(tuner).first, tuner.step_of("0")) == (1, (1, 2)), "a step that has begun goes on"
+    assert take(tuner) is None and not tuner.has_work and tuner.status("0") == "running" and tuner.runs
+    behind[0] = False
+    assert tuner.has_work and take(tuner).step == 1
+    behind[0] = True
+    assert tuner.has_work and take(tuner).action == "offload", "a job that is complete leaves"
 
 
 def test_activations_are_kept_where_the_lent_blocks_hold_them():

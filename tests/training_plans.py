@@ -214,7 +214,7 @@ class FakeEngine:
                 break
             seconds = self.step_seconds * self.step_share() if plan.segments else 0.0
             if plan.segments and self.predict is not None:
-                seconds = self.predict([(segment.start, segment.stop) for segment in plan.segments])
+                seconds = self.predict([(s.start, s.stop) for s in plan.segments]) * self.step_share()
             trained = None
             if plan.training is not None:
                 trained = self.slice_seconds(plan.training) * self.training_share()

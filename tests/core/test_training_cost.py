@@ -1,5 +1,7 @@
 """The cost of training: units add up to what a forward of as many tokens takes, and grow as they should."""
 
+from dataclasses import replace
+
 import pytest
 
 from holdfast.core.cost import CostModel
@@ -47,6 +49,22 @@ def test_attention_is_priced_by_sequence_and_more_in_the_backward():
     backward = cost.unit("attention_backward", (8192,)) - plain.unit("attention_backward", (8192,))
     assert forward == pytest.approx(0.25 * ATTENTION) and backward == pytest.approx(0.25 * ATTENTION_BACKWARD)
     assert cost.unit("mlp", (8192,)) == plain.unit("mlp", (8192,))
+
+
+def test_no_sequence_attends_to_another_one():
+    model = replace(a_cost().cost, attention_seconds=((0.0, 0.0), (0.0, 1.0)))
+    cost, plain = TrainingCost(model, SHAPE), a_cost()
+
+    def attention(*lengths):
+        return cost.unit("attention", lengths) - plain.unit("attention", lengths)
+
+    assert attention(4096, 4096) == pytest.approx(2 * attention(4096))
+    assert attention(8192) > 1.5 * attention(4096, 4096)
+
+
+def test_the_longest_unit_is_a_backward_that_computes_its_forward_again():
+    cost = a_cost()
+    assert cost.largest_unit(2048) == cost.unit("mlp_backward", (2048,), recompute=True)
 
 
 def test_a_backward_that_computes_its_forward_again_costs_both():

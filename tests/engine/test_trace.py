@@ -7,7 +7,16 @@ import pytest
 
 from holdfast.engine.build import build
 from holdfast.engine.trace import TracedExecutor
-from holdfast.lm.types import CopyTime, Forward, RowMove, Segment, StepPlan, StepResult
+from holdfast.lm.types import (
+    CopyTime,
+    Forward,
+    RowMove,
+    Segment,
+    StepPlan,
+    StepResult,
+    TrainingResult,
+    TrainingSlice,
+)
 from holdfast.loop.loop import Loop
 from tests.lab.simulator.simulation import run
 from tests.lab.simulator.test_run import separate_requests
@@ -179,6 +188,42 @@ def test_forwards_share_the_bar_of_their_step_by_the_tokens_that_they_compute(tm
     assert forwards[1]["ts"] == pytest.approx(forwards[0]["ts"] + forwards[0]["dur"])
     rows = {bar["tid"]: bar for bar in bars if bar["pid"] == 1 and bar["ts"] < steps[1]["ts"]}
     assert rows[0]["ts"] == forwards[0]["ts"] and rows[1]["ts"] == rows[2]["ts"] == forwards[1]["ts"]
+
+
+class TrainingDevice(PaddedDevice):
+    """A step takes a second, and a slice half a second."""
+
+    def collect(self):
+        plan = self.plans[0]
+        trained = plan.training and TrainingResult(*plan.training[:6], seconds=0.5)
+        return replace(super().collect(), seconds=float(bool(plan.segments)), training=trained)
+
+
+def test_a_slice_is_a_bar_behind_its_step_and_alone_where_there_is_none(tmp_path):
+    path = tmp_path / "t.json"
+    ticks = iter(range(0, 1000, 10))
+    traced = TracedExecutor(TrainingDevice(), path, lambda: float(next(ticks)))
+    segments = [Segment("a", 0, 9, 10, (1,), None)]
+    for plan in (
+        StepPlan(0, segments, lent=7, training=TrainingSlice("job", 3, 1, "run", 2, 6)),
+        StepPlan(1, [], lent=7, training=TrainingSlice("job", 3, 1, "offload")),
+        StepPlan(2, segments),
+    ):
+        traced.submit(plan)
+        traced.collect()
+    traced.close()
+    bars = events_of(path, "X")
+    steps, training = ([bar for bar in bars if (bar["pid"], bar["tid"]) == (0, lane)] for lane in (0, 2))
+    assert [(bar["name"], bar["ts"], bar["dur"]) for bar in steps] == [("step 0", 8.5e6, 1e6), ("step 2", 49e6, 1e6)]
+    assert [(bar["name"], bar["ts"], bar["dur"]) for bar in training] == [
+        ("training", 9.5e6, 0.5e6),
+        ("offload", 29.5e6, 0.5e6),
+    ]
+    assert training[0]["args"] == {
+        "plan": 0, "job": "job", "step": 3, "micro-batch": 1, "first unit": 2, "units": 4, "keeps": True,
+    }  # fmt: skip
+    lent = [event["args"]["training"] for event in events_of(path, "C") if event["name"] == "lent blocks"]
+    assert lent == [7, 0]
 
 
 def test_copies_of_rows_are_counted_where_they_cross_between_the_tiers(tmp_path):

@@ -195,10 +195,12 @@ def test_a_slow_disk_delays_reports_and_no_step(
     while trainer.next_slice("job")[0] < 3:
         losses.append(advance(trainer, "job").loss)
     assert not trainer.reports()
-    free.set()
+    threading.Timer(0.2, free.set).start()  # the next step waits for it, as a checkpoint waits for the disk
     losses += finish(trainer, "job")
     trainer.close("job")
-    assert [report.record.loss for report in step_reports(trainer)] == [loss for loss in losses if loss is not None]
+    reports = step_reports(trainer)
+    assert [report.record.loss for report in reports] == [loss for loss in losses if loss is not None]
+    assert [report.step for report in reports if report.checkpoint is not None] == [2, 5, 8, 11, 14, 17]
     assert written[0] == 1 and 2 not in written and written[-1] == 18
 
 

@@ -100,6 +100,15 @@ def test_training_takes_only_what_running_sequences_and_their_headroom_leave():
     assert plan.lent == 6, "32 - 16 for the sequence - 3 headroom - 2 spare: not enough for 14"
 
 
+def test_plans_go_on_while_copies_hold_the_blocks_that_training_waits_for():
+    engine = Engine()
+    copies = engine.scheduler._queues.pool.copies
+    copies.start_swap_in(range(16, 32), step=0)  # for a request that was aborted
+    plan = engine.step()
+    assert (plan.lent, plan.training, len(plan.segments)) == (0, None, 0), "its result tells that the copies are done"
+    assert action(engine.step()) == "restore"
+
+
 def test_unused_blocks_go_first_and_no_slice_is_needed_for_them():
     engine = Engine()
     engine.steps(1)  # restored: two blocks in use, 14 lent

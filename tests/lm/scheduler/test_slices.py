@@ -147,6 +147,20 @@ def test_measured_units_correct_the_size_of_slices():
     assert max(spent) <= TARGET - 0.004 and max(spent) > 0.5 * (TARGET - 0.004)
 
 
+def test_measured_steps_correct_the_room_that_is_left_to_slices():
+    """The device takes twice as long for steps as is predicted, and for units what is predicted."""
+    engine = an_engine(inner=StallFree(16))
+    engine.step_share = lambda: 2.0
+    engine.add(a_request("r", tokens=110))
+    engine.run(100)
+    late = [plan for _, plan in engine.plans[60:] if plan.training is not None]
+    spent = [
+        2.0 * engine.predict([(s.start, s.stop) for s in plan.segments]) + engine.slice_seconds(plan.training)
+        for plan in late
+    ]
+    assert 0.7 * TARGET < max(spent) <= TARGET
+
+
 def test_a_fixed_budget_computed_once_has_slices_too():
     engine = an_engine(inner=StallFree(16))
     engine.add(a_request("r", tokens=30))

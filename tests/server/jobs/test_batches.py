@@ -318,6 +318,20 @@ async def test_a_server_goes_on_with_no_batch_of_a_server_that_runs_or_of_anothe
         assert third.client.asked == []
 
 
+async def test_a_batch_of_another_model_whose_server_has_ended_expires_in_time(tmp_path: Path) -> None:
+    client = FakeClient(hold=asyncio.Event())
+    async with server(tmp_path, client) as first:
+        id = await first.submit([line("a")])
+        while not client.asked:
+            await asyncio.sleep(0.01)
+    late = Server(tmp_path, FakeClient(info=engine_info(model="other")))
+    late.now += 86400
+    await late.batches.start()
+    batch = await asyncio.wait_for(late.ended(id), 10)
+    await late.close()
+    assert (batch.status, batch.failed) == ("expired", 1)
+
+
 def test_an_owner_is_gone_once_its_lock_is(tmp_path: Path) -> None:
     one, two = Owner(tmp_path), Owner(tmp_path)
     assert not one.gone(two.id) and not two.gone(one.id)
@@ -353,7 +367,8 @@ async def test_a_line_that_finds_no_place_waits_and_an_error_of_ours_is_told(
 ) -> None:
     monkeypatch.setattr(batch_runner, "RETRY_SECONDS", (0.01, 0.02))
     client = FakeClient()
-    stream, refusals = client.stream, iter([QueueFull("full"), QueueFull("full"), ZeroDivisionError()])
+    busy = ApiError("too many requests of this key", status=429, code="rate_limit_exceeded")
+    stream, refusals = client.stream, iter([QueueFull("full"), busy, QueueFull("full"), ZeroDivisionError()])
 
     async def refusing(prompt: Any, params: Any, **more: Any) -> AsyncGenerator[Delta, None]:
         if (error := next(refusals, None)) is not None:
@@ -445,6 +460,15 @@ async def test_a_batch_whose_input_is_gone_fails(tmp_path: Path, when: str) -> N
             here.now += 86400
         batch = await here.ended(id)
         assert batch.status == "failed" and batch.faults[0].code == "input_file_missing"
+
+
+async def test_lines_go_on_behind_as_many_answers_as_may_wait_for_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_runner, "MOST_UNSTORED", 2)
+    async with server(tmp_path, FakeClient(info=engine_info(max_sequences=2)), max_choices=4) as here:
+        id = await here.submit([line(f"r{n}") for n in range(9)])
+        assert (await asyncio.wait_for(here.ended(id), 10)).completed == 9
 
 
 async def test_lines_are_bounded_and_chats_find_their_places_free(tmp_path: Path) -> None:

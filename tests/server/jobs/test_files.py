@@ -211,6 +211,25 @@ async def test_uploads_at_once_share_the_space_and_their_number_is_bounded(
         assert (await upload(api)).status_code == 200
 
 
+async def test_an_upload_has_only_the_space_that_those_meanwhile_have_left(http: Http) -> None:
+    go = asyncio.Event()
+
+    async def slow() -> AsyncIterator[bytes]:
+        whole = form(part("purpose", b"batch"), part("file", b"x" * 600_000, b'; filename="f"'))
+        yield whole[:200]
+        await go.wait()
+        yield whole[200:]
+
+    async with http(files_gb=0.001) as api:
+        kind = {"content-type": "multipart/form-data; boundary=B"}
+        first = asyncio.create_task(api.post("/v1/files", content=slow(), headers=kind))
+        await asyncio.sleep(0.1)
+        assert (await upload(api, b"x" * 500_000)).status_code == 200
+        go.set()
+        assert (await first).json()["error"]["code"] == "files_full"
+        assert len((await api.get("/v1/files")).json()["data"]) == 1
+
+
 async def test_a_full_disk_is_a_503_that_leaves_nothing_and_is_over_when_there_is_room(
     http: Http, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

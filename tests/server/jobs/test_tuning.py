@@ -14,6 +14,7 @@ import openai
 import pytest
 from batch_lines import jsonl
 from fake_engine import FakeClient, engine_info
+from fake_tuning import STATE
 
 from holdfast.core.config import EngineConfig
 from holdfast.server.config import ServerConfig
@@ -301,6 +302,18 @@ async def test_a_cancelled_job_keeps_its_checkpoints(tmp_path: Path) -> None:
             here.service.check_model(job.name, "")
 
 
+async def test_a_checkpoint_cannot_be_deleted_apart_from_its_model(tmp_path: Path) -> None:
+    async with server(tmp_path) as here:
+        wanted = {"hyperparameters": tuning.Parameters(n_epochs=3)}
+        job = await here.ended(await here.submit([chat(str(n)) for n in range(4)], **wanted))
+        first = next(iter(job.served))
+        with pytest.raises(ApiError, match=f"delete {job.name}"):
+            await here.tuning.delete_model("", first)
+        assert {job.name, first} <= {*here.client.adapters}
+        await here.tuning.delete_model("", job.name)
+        assert here.client.adapters == {}
+
+
 async def test_another_tenant_finds_neither_job_nor_file_nor_model(tmp_path: Path) -> None:
     async with server(tmp_path, api_key=("one", "two")) as here:
         id = await here.submit([chat()], "one")
@@ -402,6 +415,34 @@ async def test_steps_that_a_killed_engine_stored_are_not_computed_again(tmp_path
         assert {*job.served} <= {*again.adapters}
 
 
+async def test_steps_that_were_lost_are_computed_again_and_counted_once(tmp_path: Path) -> None:
+    client = tuning_client()
+    client.tuner.seconds = 0.01
+    wanted = {"hyperparameters": tuning.Parameters(n_epochs=1, batch_size=1)}
+    async with server(tmp_path, client) as here:
+        id = await here.submit([chat(str(n)) for n in range(20)], **wanted)
+        await here.until(id, lambda job: job.step >= 6)
+    (tmp_path / "tuning" / id / STATE).write_text('{"step": 2}')  # the host lost what was only in its memory
+    again = tuning_client()
+    async with server(tmp_path, again) as here:
+        job = await here.ended(id)
+        assert (job.status, again.tuner.steps[0]) == ("succeeded", (id, 3))
+        assert await here.steps(id) == list(range(1, 21)) and job.trained_tokens == 200
+
+
+async def test_a_wish_that_is_older_than_the_last_one_changes_nothing(tmp_path: Path) -> None:
+    client = tuning_client()
+    client.tuner.seconds = 0.01
+    async with server(tmp_path, client) as here:
+        id = await here.submit([chat(str(n)) for n in range(40)])
+        await here.until(id, lambda job: job.step >= 1)
+        await here.tuning.ask("", id, "pause")
+        here.tuning.runner.want(id, "cancel", asks=0)  # read from the store before somebody paused it
+        await asyncio.sleep(0.1)
+        assert (await here.tuning.retrieve("", id)).status == "paused"
+        assert ("cancel" not in {action for _, action in client.tuner.changes}) and client.tuner.changes
+
+
 async def test_adapters_of_ended_jobs_are_served_after_a_restart(tmp_path: Path) -> None:
     async with server(tmp_path) as here:
         job = await here.ended(await here.submit([chat()]))
@@ -449,6 +490,9 @@ async def test_a_paused_job_stays_paused_over_a_restart(tmp_path: Path) -> None:
         id = await here.submit([chat(str(n)) for n in range(40)])
         await here.until(id, lambda job: job.step >= 2)
         await here.tuning.ask("", id, "pause")
+    async with server(tmp_path, tuning_client(model="another")) as other:
+        await asyncio.sleep(0.1)
+        assert not other.tuning.runner.running, "it is left to a server of its model"
     again = tuning_client()
     async with server(tmp_path, again) as here:
         await asyncio.sleep(0.1)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from holdfast.lm.kernels.attention.protocol import Segments
-from holdfast.lm.kernels.lora.groups import Groups, Numbers, groups_of, most_tiles, tile_size, tiles_of
+from holdfast.lm.kernels.lora.groups import Groups, groups_of, most_tiles, tiles_of
 from holdfast.lm.kernels.lora.protocol import Lora
 from holdfast.lm.kernels.lora.torch_lora import TorchLora
 from holdfast.lm.types import PENDING, Sampling, StepPlan
@@ -145,7 +145,7 @@ class Batch:
         self._plain = sum(self._sizes.values())
         """Numbers of the buffer that a step without adapters needs."""
         for name, most in zip(ADAPTED, (max_tokens, rows), strict=True) if adapter_slots else ():
-            self._sizes |= {f"{name}_order": most, f"{name}_used": 1}
+            self._sizes |= {f"{name}_order": most, f"{name}_used": 2}
             self._sizes |= dict.fromkeys([f"{name}_{field}" for field in TILE_FIELDS], most_tiles(most, adapter_slots))
         self._mirror = np.full((rows, max_blocks), -1, np.int32)
         self._settings = np.zeros(rows, list(SAMPLING.items()))
@@ -367,8 +367,7 @@ class Batch:
 
 def write_tiles(arrays: Arrays, name: str, groups: Groups, size: int) -> None:
     """Write the tiles of a step of `size` tokens or rows into the fields that begin with `name`."""
-    tiles: Numbers = tiles_of(groups, tile_size(size))
-    arrays[f"{name}_order"][: len(groups.order)] = groups.order
-    for field, column in zip(TILE_FIELDS, tiles, strict=True):
+    tiles = tiles_of(groups, size)
+    for field in ("order", *TILE_FIELDS, "used"):
+        column = getattr(tiles, field)
         arrays[f"{name}_{field}"][: len(column)] = column
-    arrays[f"{name}_used"][0] = tiles.shape[1]

@@ -238,9 +238,9 @@ class Decoder:
                 qkv = ops.linear(normed, layer.qkv, layer.qkv_bias)
             else:
                 normed = ops.computed(normed)
-                add = adapters.tokens.begin(normed, adapters.layers[index].qkv)
+                finish = adapters.tokens.begin(normed, adapters.layers[index].qkv)
                 qkv = ops.linear(normed, layer.qkv, layer.qkv_bias)
-                add(qkv)
+                finish.add(qkv)
             query = ops.rotate_and_write(
                 qkv, rotation, layer.q_norm, layer.k_norm, step.caches[index], step.slot_mapping
             )
@@ -278,12 +278,10 @@ class Decoder:
         else:
             # Where a projection ends in the stream, so does what its adapters add.
             stacks, lora = adapters.layers[index], adapters.rows if sampled else adapters.tokens
-            add = lora.begin(attended, stacks.o, stream)
-            normed = ops.add_linear_norm(stream, attended, layer.o, layer.o_bias, layer.post_norm, partial(add, stream))
+            first = partial(lora.begin(attended, stacks.o, stream).add, stream)
+            normed = ops.add_linear_norm(stream, attended, layer.o, layer.o_bias, layer.post_norm, first)
             normed = ops.computed(normed)
-            add = lora.begin(normed, stacks.gate_up)
-            gate_up = ops.linear(normed, layer.gate_up, layer.gate_up_bias)
-            add(gate_up)
-            inner = ops.gate(gate_up)
-            first = partial(lora.begin(inner, stacks.down, stream), stream)
+            finish = lora.begin(normed, stacks.gate_up)
+            inner = ops.gate(ops.linear(normed, layer.gate_up, layer.gate_up_bias), finish)
+            first = partial(lora.begin(inner, stacks.down, stream).add, stream)
         return ops.add_linear_norm(stream, inner, layer.down, layer.down_bias, following, first)

@@ -293,10 +293,15 @@ def test_there_is_a_body_for_every_step_also_before_all_are_captured(most: int) 
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # padding attends to uninitialized memory
+@pytest.mark.parametrize("few", [3, 512])
 def test_graphs_compute_each_uploaded_step_with_its_own_adapters(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    few: int, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What graphs capture runs here without a graph, padded; the oracle computes the step as it is, in PyTorch."""
+    """What graphs capture runs here without a graph, padded; the oracle computes the step as it is, in PyTorch.
+
+    Steps of more than `few` tokens gate while they add adapters.
+    """
+    monkeypatch.setattr("holdfast.lm.kernels.lora.groups.FEW_TOKENS", few)
 
     def capture(self: StepGraphs, work: Any, size: int, segments: int | None = None) -> Captured:
         metadata = self._attention.reserve(min(segments or size, 6), size if segments else None)

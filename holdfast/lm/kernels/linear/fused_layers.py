@@ -23,6 +23,7 @@ from holdfast.lm.kernels.linear.fp8_linear import (
 from holdfast.lm.kernels.linear.fused_kernels import angles_kernel, norm_kernel, rotate_write_kernel, silu_mul_kernel
 from holdfast.lm.kernels.linear.layers import Gated, LayerOps, Normed, Rotation, Unnormed, nothing
 from holdfast.lm.kernels.linear.skinny_gemm import SkinnyLaunch, launch_for, skinny_gemm
+from holdfast.lm.kernels.lora.protocol import Finish
 
 ROTATED_AT_A_TIME = 512
 """Pairs of numbers that one program rotates."""
@@ -68,8 +69,14 @@ class FusedLayerOps(LayerOps):
             return quantize_rows(gate_up, gated=True)  # the next GEMM reads FP8
         return silu_mul(gate_up)
 
-    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        return silu_mul(gate_up) if self.shape.activation == "silu" else super().gate(gate_up)
+    def gate(self, gate_up: torch.Tensor, adapters: Finish | None = None) -> torch.Tensor:
+        if self.shape.activation != "silu":
+            return super().gate(gate_up, adapters)
+        if adapters is not None:
+            if adapters.gated is not None:
+                return adapters.gated(gate_up)
+            adapters.add(gate_up)
+        return silu_mul(gate_up)
 
     def add_linear_norm(
         self,

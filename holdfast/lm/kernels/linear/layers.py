@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from holdfast.lm.kernels.cache.kv_cache import write_slots
 from holdfast.lm.kernels.fp8 import Fp8Weight, Weight
+from holdfast.lm.kernels.lora.protocol import Finish
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": functional.silu,
@@ -83,8 +84,10 @@ class LayerOps:
         """activation(gate) * up, [T, N]. weight [2 N, K] and bias [2 N] stack the rows of gate above those of up."""
         return LayerOps.gate(self, self._linear(x, weight, bias))
 
-    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """activation(gate) * up, [T, N], of gate_up [T, 2 N]."""
+    def gate(self, gate_up: torch.Tensor, adapters: Finish | None = None) -> torch.Tensor:
+        """activation(gate) * up, [T, N], of gate_up [T, 2 N] with what `adapters` add. It may be written to."""
+        if adapters is not None:
+            adapters.add(gate_up)
         gate, up = gate_up.chunk(2, dim=-1)
         return ACTIVATIONS[self.shape.activation](gate).mul_(up)
 

@@ -16,14 +16,32 @@ SMALL_TILE, LARGE_TILE = 16, 64
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """The tokens that have an adapter, those of one adapter together."""
+    """The tokens of a step by their adapter, those of one adapter together."""
 
     order: Numbers
-    """Indices of the tokens."""
+    """Indices of the tokens. Those without an adapter come last."""
     slots: Numbers
     """The slot of each group, ascending."""
     starts: Numbers
-    """Where each group starts in `order`, and at last where the last one ends."""
+    """Where each group starts in `order`, and at last where the tokens without an adapter do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """The groups of a step, cut into tiles of up to `tile_size` tokens of one slot.
+
+    In a step with large tiles, the tokens without an adapter have tiles as well, the last ones. Their slot is -1.
+    """
+
+    order: Numbers
+    """Indices of the tokens; those of a tile lie together."""
+    slot: Numbers
+    start: Numbers
+    """Where each tile starts in `order`."""
+    count: Numbers
+    """Tokens of each tile."""
+    used: Numbers
+    """Two numbers: the tiles of adapters, and all tiles."""
 
 
 def groups_of(slots: Numbers) -> Groups:
@@ -31,9 +49,9 @@ def groups_of(slots: Numbers) -> Groups:
     order = np.argsort(slots, kind="stable")
     ordered = slots[order]
     first = int(np.searchsorted(ordered, 0))
-    order, ordered = order[first:], ordered[first:]
+    ordered = ordered[first:]
     changes = np.flatnonzero(np.diff(ordered, prepend=-1))
-    return Groups(order, ordered[changes], np.append(changes, len(order)))
+    return Groups(np.roll(order, -first), ordered[changes], np.append(changes, len(ordered)))
 
 
 def tile_size(tokens: int) -> int:
@@ -44,14 +62,22 @@ def tile_size(tokens: int) -> int:
 def most_tiles(tokens: int, slots: int) -> int:
     """Most tiles of any step of up to this many tokens with this many slots: each group may end with a part of one."""
     few = min(tokens, FEW_TOKENS)
-    return max(min(few, few // SMALL_TILE + slots), min(tokens, tokens // LARGE_TILE + slots))
+    small = min(few, few // SMALL_TILE + slots)
+    return small if tokens <= FEW_TOKENS else max(small, min(tokens, tokens // LARGE_TILE + slots + 1))
 
 
-def tiles_of(groups: Groups, size: int) -> Numbers:
-    """Cut groups into tiles of up to `size` tokens of one slot: [3, tiles] slots, starts in the order, counts."""
-    lengths = np.diff(groups.starts)
+def tiles_of(groups: Groups, tokens: int) -> Tiles:
+    """The tiles of a step that is padded to so many tokens. Padding has no adapter."""
+    size = tile_size(tokens)
+    order, slots, starts = groups.order, groups.slots, groups.starts
+    if size == LARGE_TILE:
+        order = np.append(order, np.arange(len(order), tokens))
+        slots, starts = np.append(slots, -1), np.append(starts, tokens)
+    lengths = np.diff(starts)
     tiles = -(-lengths // size)
     group = np.repeat(np.arange(len(lengths)), tiles)
     within = np.arange(len(group)) - np.repeat(np.cumsum(tiles) - tiles, tiles)
-    start = groups.starts[group] + within * size
-    return np.stack((groups.slots[group], start, np.minimum(size, groups.starts[group + 1] - start)))
+    start = starts[group] + within * size
+    slot = slots[group]
+    used = np.array([np.count_nonzero(slot >= 0), len(slot)])
+    return Tiles(order, slot, start, np.minimum(size, starts[group + 1] - start), used)

@@ -35,8 +35,17 @@ class LoraStack:
         return [slice(start, end) for start, end in zip((0, *self.ends), self.ends, strict=False)]
 
 
-Finish = Callable[[torch.Tensor], None]
-"""Ends what `Lora.begin` has begun."""
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Ends what `Lora.begin` has begun: one of these is called, once."""
+
+    add: Callable[[torch.Tensor], None]
+    """Add to out [T, N] in place."""
+    gated: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """silu(gate) * up, [T, N], of gate_up [T, 2 N] with what the adapters add. gate_up itself stays as it is.
+
+    None where that is not faster than `add` and then a gate.
+    """
 
 
 class Lora(Protocol):
@@ -47,7 +56,7 @@ class Lora(Protocol):
         ...
 
     def begin(self, x: torch.Tensor, stack: LoraStack, out: torch.Tensor | None = None) -> Finish:
-        """Begin `add` beside what is launched next, and return what ends it: call it with `out`.
+        """Begin `add` beside what is launched next, and return what ends it with `out`.
 
         What is given here as `out` may be neither read nor written until then; otherwise `out` may still be computed.
         """

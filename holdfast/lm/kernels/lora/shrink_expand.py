@@ -2,6 +2,8 @@
 
 The shrink computes low = A x of each token, the expand adds scale · B low to the output (as in Punica, Chen et al.,
 2023, §4). Tokens of one adapter form tiles, so that a tile reads its adapter once and multiplies on tensor cores.
+Where a step has many tokens, the expand of gate and up computes the gate as well: it reads their outputs once, and what
+is added to them is never written.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -15,7 +17,7 @@ import triton
 import triton.language as tl
 
 from holdfast.lm.kernels.launch import SideStream, dependent_launch_options, launch_dependents, wait_for_previous
-from holdfast.lm.kernels.lora.groups import FEW_TOKENS, SMALL_TILE, most_tiles, tile_size
+from holdfast.lm.kernels.lora.groups import LARGE_TILE, SMALL_TILE, most_tiles, tile_size
 from holdfast.lm.kernels.lora.protocol import Finish, LoraStack
 
 PROGRAMS = 2048
@@ -23,6 +25,8 @@ PROGRAMS = 2048
 OUTPUTS, FEWER_OUTPUTS = 256, 128
 """Outputs of one program of the expand: in small tiles with ranks below LARGE_RANK, and else."""
 LARGE_RANK = 64
+GATED_OUTPUTS, GATED_WARPS = 64, 4
+"""Outputs and warps of one program of the gated expand. It holds so many columns of gate, and as many of up."""
 PART_INPUTS = 256
 """Least inputs of one program of the shrink."""
 PIECES = (16, 4, 1)
@@ -37,11 +41,11 @@ class TiledLora:
     """
 
     tokens: int
-    order: torch.Tensor  # [tokens] int64: those that have an adapter, by slot
+    order: torch.Tensor  # [tokens] int64: by slot
     slot: torch.Tensor  # [tiles] int64
     start: torch.Tensor  # [tiles] int64, in the order
     count: torch.Tensor  # [tiles] int64
-    used: torch.Tensor  # [1] int64: the number of tiles
+    used: torch.Tensor  # [2] int64: the number of tiles of adapters, and of all tiles
     counts: torch.Tensor  # [3 * tiles or more] int32, zeros: the pieces of a part of a tile that are computed
     beside: SideStream | None = None
     """Where a step of few tokens computes adapters, while the layer's own product reads its weights."""
@@ -53,8 +57,12 @@ class TiledLora:
     def begin(self, x: torch.Tensor, stack: LoraStack, out: torch.Tensor | None = None) -> Finish:
         """See `Lora.begin`. Products of many tokens leave no room on the GPU for others beside them."""
         side = self.beside
-        if side is None or self.tokens > FEW_TOKENS:
-            return lambda added: self.add(added, x, stack)
+        if tile_size(self.tokens) == LARGE_TILE:
+            halves = stack.ends == (stack.outputs // 2, stack.outputs)
+            gated = (lambda gate_up: self._gated_expand(gate_up, self._shrink(x, stack), stack)) if halves else None
+            return Finish(lambda added: self.add(added, x, stack), gated)
+        if side is None:
+            return Finish(lambda added: self.add(added, x, stack))
         with side.fork():
             low = self._shrink(x, stack)
             if out is not None:
@@ -65,7 +73,7 @@ class TiledLora:
             if out is None:
                 self._expand(added, low, stack)
 
-        return end
+        return Finish(end)
 
     def _sizes(self, stack: LoraStack) -> tuple[int, int, int]:
         """Tokens of a tile, most tiles, and the ranks that a program computes."""
@@ -104,6 +112,21 @@ class TiledLora:
             out.stride(0), stack.b.stride(0), stack.rank.stride(0),
             TILE=tile, RANKS=ranks, PARTS=parts, BLOCK_N=block_n, num_warps=4, **dependent_launch_options(out.device),
         )  # fmt: skip
+
+    def _gated_expand(self, gate_up: torch.Tensor, low: torch.Tensor, stack: LoraStack) -> torch.Tensor:
+        """silu(gate) * up of gate_up + scale · B low, for all tokens."""
+        tile, tiles, ranks = self._sizes(stack)
+        width = stack.outputs // 2
+        out = gate_up.new_empty(self.tokens, width)
+        lists = self.order, self.slot, self.start, self.count, self.used
+        blocks = triton.cdiv(width, GATED_OUTPUTS)
+        gated_expand_kernel[(min(tiles, max(1, PROGRAMS // blocks)), blocks)](
+            low, stack.b, stack.rank, stack.scale, gate_up, out, *lists, self.tokens, width,
+            gate_up.stride(0), out.stride(0), stack.b.stride(0), stack.rank.stride(0),
+            TILE=tile, RANKS=ranks, BLOCK_N=GATED_OUTPUTS, num_warps=GATED_WARPS,
+            **dependent_launch_options(out.device),
+        )  # fmt: skip
+        return out
 
 
 def input_pieces(inputs: int, tokens: int, parts: int) -> int:
@@ -223,4 +246,55 @@ def expand_kernel(
             # Several threads may hold the same element: all must read it before one writes it.
             tl.debug_barrier()
             tl.store(out_at, added.to(out.dtype.element_ty), mask=written)
+    wait_for_previous(DEPENDENT)  # also where there was no tile
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def gated_expand_kernel(
+    low, b, rank, scale, gate_up, out, order, tile_slot, tile_start, tile_count, used, tokens, width,
+    gate_up_stride, out_stride, slot_stride, table_stride,
+    TILE: tl.constexpr, RANKS: tl.constexpr, BLOCK_N: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """out = silu(gate) * up of gate_up + scale · low Bᵀ, also for the tokens without an adapter.
+
+    gate_up is [gate, up] of 2 * width numbers, the two parts of the stack. Program (some tiles, BLOCK_N outputs).
+    """
+    launch_dependents(DEPENDENT)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = n < width
+    item = tl.arange(0, TILE)
+    at = tl.arange(0, RANKS)
+    tiles = tl.load(used + 1).to(tl.int32)
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
+        slot = tl.load(tile_slot + tile)
+        start = tl.load(tile_start + tile)
+        count = tl.load(tile_count + tile)
+        held = item < count
+        token = tl.load(order + start + item, mask=held, other=0)
+        # Without an adapter the ranks are 0: nothing is read of weights and low, and the products are 0.
+        table = slot * table_stride
+        gate_ranks = tl.load(rank + table, mask=slot >= 0, other=0)
+        up_ranks = tl.load(rank + table + 1, mask=slot >= 0, other=0)
+        b_at = b + slot * slot_stride + at[:, None].to(tl.int64) * (2 * width) + n[None, :]
+        gate_weights = tl.load(b_at, mask=(at < gate_ranks)[:, None] & inside[None, :], other=0.0)
+        up_weights = tl.load(b_at + width, mask=(at < up_ranks)[:, None] & inside[None, :], other=0.0)
+        gate_factor = tl.load(scale + table, mask=slot >= 0, other=0.0)
+        up_factor = tl.load(scale + table + 1, mask=slot >= 0, other=0.0)
+        wait_for_previous(DEPENDENT)
+        written = held[:, None] & inside[None, :]
+        gate_at = gate_up + token[:, None] * gate_up_stride + n[None, :]
+        gate = tl.load(gate_at, mask=written, other=0.0)
+        up = tl.load(gate_at + width, mask=written, other=0.0)
+        # Where the rank is 0, nothing was written to low.
+        low_at = low + ((start + item) * RANKS)[:, None] + at[None, :]
+        in_gate = item < tl.where(gate_ranks > 0, count, 0)
+        in_up = item < tl.where(up_ranks > 0, count, 0)
+        gate_low = tl.load(low_at, mask=in_gate[:, None], other=0.0)
+        up_low = tl.load(low_at + tokens.to(tl.int64) * RANKS, mask=in_up[:, None], other=0.0)
+        gate_added = tl.dot(gate_low, gate_weights, input_precision="ieee")
+        up_added = tl.dot(up_low, up_weights, input_precision="ieee")
+        gate = gate.to(tl.float32) + gate_factor * gate_added
+        up = up.to(tl.float32) + up_factor * up_added
+        result = gate / (1.0 + tl.exp(-gate)) * up
+        tl.store(out + token[:, None] * out_stride + n[None, :], result.to(out.dtype.element_ty), mask=written)
     wait_for_previous(DEPENDENT)  # also where there was no tile

@@ -24,7 +24,7 @@ class TorchLora:
 
     def begin(self, x: torch.Tensor, stack: LoraStack, out: torch.Tensor | None = None) -> Finish:
         """See `Lora.begin`. All of it is computed at the end."""
-        return lambda added: self.add(added, x, stack)
+        return Finish(lambda added: self.add(added, x, stack))
 
     def add(self, out: torch.Tensor, x: torch.Tensor, stack: LoraStack) -> None:
         """See `Lora.add`."""

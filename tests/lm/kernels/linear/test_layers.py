@@ -12,6 +12,7 @@ from holdfast.lm.kernels.fp8 import FP8
 from holdfast.lm.kernels.linear import fused_layers, layer_ops_for
 from holdfast.lm.kernels.linear.fused_layers import FusedLayerOps
 from holdfast.lm.kernels.linear.layers import LayerOps, LayerShape
+from holdfast.lm.kernels.lora.protocol import Finish
 
 EPS = 1e-5
 PRECISION = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -121,6 +122,21 @@ def test_gated_linear_equals_float64(
     found = FusedLayerOps(shape).gated_linear(x, weight, bias)
     assert found.dtype == dtype
     assert_near(found, oracle(shape).gated_linear(*doubled(x, weight, bias)))
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("kind", [LayerOps, FusedLayerOps])
+def test_what_adapters_add_is_gated(kind: type[LayerOps], together: bool, activation: str, device: str) -> None:
+    shape = shape_of(device, activation=activation)
+    gate_up, added = drawn(5, 80, device=device), drawn(5, 80, device=device)
+    expected = oracle(shape).gate(*doubled(gate_up + added))
+    silu = oracle(shape_of(device))  # the 1 added to its result shows who computed it
+    finish = Finish(lambda out: out.add_(added), (lambda before: silu.gate(before + added) + 1) if together else None)
+    found = kind(shape).gate(gate_up, finish)
+    if together and activation == "silu" and kind is FusedLayerOps:
+        found = found - 1
+    assert_near(found, expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

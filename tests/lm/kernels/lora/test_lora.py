@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.lm.kernels.launch import SideStream
+from holdfast.lm.kernels.lora import groups
 from holdfast.lm.kernels.lora.groups import groups_of, most_tiles, tile_size, tiles_of
 from holdfast.lm.kernels.lora.protocol import LoraStack
 from holdfast.lm.kernels.lora.shrink_expand import TiledLora
@@ -55,14 +57,13 @@ def expected(out: torch.Tensor, x: torch.Tensor, stack: LoraStack, slots: list[i
 def tiled(slots: list[int], num_slots: int, device: str, padding: int = 0) -> TiledLora:
     """As the batch uploads it: lists with room for any step of this size, their rest full of other steps' numbers."""
     tokens = len(slots) + padding
-    groups = groups_of(np.array(slots))
-    tiles = tiles_of(groups, tile_size(tokens))
-    room = np.full((3, most_tiles(tokens, num_slots)), 10**6)
-    room[:, : tiles.shape[1]] = tiles
-    order = np.full(tokens, 10**6)
-    order[: len(groups.order)] = groups.order
-    lists = [torch.from_numpy(each).to(device) for each in (order, *room, np.array([tiles.shape[1]]))]
-    return TiledLora(tokens, *lists, torch.zeros(3 * room.shape[1], dtype=torch.int32, device=device))
+    room = most_tiles(tokens, num_slots)
+    tiles = tiles_of(groups_of(np.array(slots)), tokens)
+    lists = []
+    for each, size in ((tiles.order, tokens), (tiles.slot, room), (tiles.start, room), (tiles.count, room)):
+        lists.append(np.append(each, np.full(size - len(each), 10**6)))
+    tensors = [torch.from_numpy(each).to(device) for each in (*lists, tiles.used)]
+    return TiledLora(tokens, *tensors, torch.zeros(3 * room, dtype=torch.int32, device=device))
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -130,17 +131,68 @@ def test_a_step_of_many_tokens_has_larger_tiles(device: str) -> None:
 def test_what_is_begun_is_added_at_its_end(how: str, known: bool, device: str) -> None:
     stack = stack_of([[4], [16]], 640, [48], 16, device, torch.float32)
     slots = [0, 1, 1, -1, 0]
-    groups = TorchLora(groups_of(np.array(slots)), torch.device(device))
-    lora = replace(tiled(slots, 2, device), beside=SideStream(torch.device(device))) if how == "tiled" else groups
+    where = torch.device(device)
+    by_groups = TorchLora(groups_of(np.array(slots)), where)
+    lora = replace(tiled(slots, 2, device), beside=SideStream(where)) if how == "tiled" else by_groups
     x, out = torch.randn(5, 640, device=device), torch.randn(5, 48, device=device)
     wanted = expected(out, x, stack, slots)
     if known:
-        lora.begin(x, stack, out)(out)
+        lora.begin(x, stack, out).add(out)
     else:
-        end, computed = lora.begin(x, stack), out.clone()
-        end(computed)
+        finish, computed = lora.begin(x, stack), out.clone()
+        finish.add(computed)
         out = computed
     torch.testing.assert_close(out.double(), wanted, rtol=0, atol=1e-5)
+
+
+GATED: dict[str, dict[str, Any]] = {
+    "with and without adapters": dict(ranks=[[4, 4], [16, 16], [7, 12]], most_ranks=16, slots=[0, 1, -1, 2, 0, -1, 2]),
+    "rank 128 and parts without": dict(
+        ranks=[[128, 128], [0, 5], [64, 0], [0, 0]], most_ranks=128, slots=[0, 2, 1, 2, 3, -1, 0, 1]
+    ),
+    "several tiles of each": dict(ranks=[[8, 3], [4, 8]], most_ranks=8, slots=[0] * 70 + [1, -1] * 67),
+    "one adapter for all": dict(ranks=[[4, 4]], most_ranks=4, slots=[0] * 5),
+    "no adapter": dict(ranks=[[4, 4]], most_ranks=4, slots=[-1] * 70),
+}
+
+
+@pytest.mark.parametrize("dtype", list(PRECISION))
+@pytest.mark.parametrize("programs", [1, 2048])
+@pytest.mark.parametrize("padding", [0, 3, 80])
+@pytest.mark.parametrize("case", GATED)
+def test_a_gated_expand_gates_every_token_with_its_own_adapter(
+    case: str, padding: int, programs: int, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(groups, "FEW_TOKENS", 1)
+    monkeypatch.setattr("holdfast.lm.kernels.lora.shrink_expand.PROGRAMS", programs)
+    torch.manual_seed(0)
+    settings = dict(GATED[case])
+    slots: list[int] = settings.pop("slots")
+    stack = stack_of(inputs=96, widths=[72, 72], device=device, dtype=dtype, **settings)
+    tokens = len(slots) + padding
+    x = torch.randn(tokens, 96, device=device).to(dtype)
+    gate_up = torch.randn(tokens, 144, device=device).to(dtype)
+    before = gate_up.clone()
+    finish = tiled(slots, len(stack.rank), device, padding).begin(x, stack)
+    assert finish.gated is not None
+    torch.use_deterministic_algorithms(True, warn_only=True)  # new tensors are NaN
+    try:
+        inner = finish.gated(gate_up)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    gate, up = expected(gate_up, x, stack, slots + [-1] * padding).chunk(2, dim=1)
+    wanted = torch.nn.functional.silu(gate) * up
+    assert inner.dtype == dtype and inner.shape == wanted.shape
+    assert (inner.double() - wanted).abs().max() <= PRECISION[dtype] * wanted.abs().max()
+    assert torch.equal(gate_up, before)
+
+
+def test_only_gate_and_up_of_many_tokens_are_gated_while_they_are_added(device: str) -> None:
+    x, pair, one = torch.randn(520, 64, device=device), [[4, 4]], [[4]]
+    gate_up = stack_of(pair, 64, [32, 32], 4, device, torch.float32)
+    assert tiled([0] * 520, 1, device).begin(x, gate_up).gated is not None
+    assert tiled([0] * 500, 1, device).begin(x[:500], gate_up).gated is None
+    assert tiled([0] * 520, 1, device).begin(x, stack_of(one, 64, [32], 4, device, torch.float32)).gated is None
 
 
 @pytest.mark.gpu
@@ -162,21 +214,31 @@ def test_a_captured_graph_reads_the_tiles_of_each_step() -> None:
         assert (out.double() - wanted).abs().max() <= 1.6e-2 * wanted.abs().max().clamp(min=1e-30)
 
 
-@given(st.lists(st.integers(-1, 5), max_size=200), st.sampled_from([16, 64]))
-def test_tiles_hold_each_token_with_an_adapter_once_and_are_of_one_slot(slots: list[int], size: int) -> None:
-    groups = groups_of(np.array(slots, np.int64))
-    tiles = tiles_of(groups, size)
+@given(st.lists(st.integers(-1, 5), max_size=200), st.sampled_from([0, 7, 100]), st.booleans())
+def test_tiles_hold_each_token_once_and_are_of_one_slot(slots: list[int], padding: int, many: bool) -> None:
+    """Large tiles hold all tokens and the padding; small tiles those that have an adapter."""
+    tokens = len(slots) + padding
+    with patch.object(groups, "FEW_TOKENS", 0 if many else 512):
+        tiles, size, room = (
+            tiles_of(groups_of(np.array(slots, np.int64)), tokens),
+            tile_size(tokens),
+            most_tiles(tokens, 6),
+        )
+    used, everything = tiles.used
+    assert (tiles.slot[:used] >= 0).all() and (tiles.slot[used:] == -1).all()
+    assert everything == len(tiles.slot) <= room and len(tiles.order) <= tokens
     held = [
         (int(token), int(slot))
-        for slot, start, count in tiles.T
-        for token in groups.order[start : start + count]
+        for slot, start, count in zip(tiles.slot, tiles.start, tiles.count, strict=True)
+        for token in tiles.order[start : start + count]
         if 1 <= count <= size
     ]
-    assert sorted(held) == [(token, slot) for token, slot in enumerate(slots) if slot >= 0]
+    wanted = list(enumerate(slots + [-1] * padding))
+    assert sorted(held) == (wanted if many else [(token, slot) for token, slot in wanted if slot >= 0])
 
 
 @given(st.integers(1, 3000), st.integers(1, 40), st.randoms())
 def test_no_step_has_more_tiles_than_there_is_room_for(tokens: int, slots: int, draw: Any) -> None:
-    given = [draw.randrange(-1, slots) for _ in range(tokens)]
-    assert tiles_of(groups_of(np.array(given)), tile_size(tokens)).shape[1] <= most_tiles(tokens, slots)
+    given = [draw.randrange(-1, slots) for _ in range(tokens - draw.randrange(tokens))]
+    assert len(tiles_of(groups_of(np.array(given)), tokens).slot) <= most_tiles(tokens, slots)
     assert most_tiles(tokens, slots) <= most_tiles(tokens + 1, slots)

@@ -209,7 +209,7 @@ def test_a_target_that_decodes_alone_exceed_refuses_every_job_by_what_to_change(
         tuner.add("job", make_steps([16]), blocks_of(1))
     target, took = f"{1e3 * seconds:g} ms", f"a step of 32 decodes takes {1e3 * seconds:.1f} ms"
     assert str(refusal.value) == (
-        f"job job can never run: tbt_target is {target}, of which {RESERVE:.0%} stays free, and {took}, which leaves nothing for "
-        "training: raise tbt_target, or give a deferral_bound instead"
+        f"job job can never run: tbt_target is {target}, of which {RESERVE:.0%} stays free, and {took}, which leaves "
+        "nothing for training: raise tbt_target, or give a deferral_bound instead"
     )
     make_tuner(EngineConfig(tbt_target=3e3 * seconds), SHAPE, COST, SIZES).add("job", make_steps([16]), blocks_of(1))

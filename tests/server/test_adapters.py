@@ -188,7 +188,8 @@ def test_openai_speaks_with_adapters_that_come_and_go_while_streams_run(server: 
     # The last bytes of an answer may be the beginning of a character.
     assert {name: text[:16] for name, text in beside.items()} == {name: text[:16] for name, text in alone.items()}
     assert [model.id for model in server.client("two").models.list()] == ["model", "b", "c"]
-    assert (server.gauge("adapters"), server.gauge("adapters_resident")) == (2, 2)
+    # An adapter that was replaced keeps its slot until its streams have ended, so it depends on them who has one now.
+    assert server.gauge("adapters") == 2 and 1 <= server.gauge("adapters_resident") <= 2
     assert server.gauge("adapter_loads_total") >= 4
 
 

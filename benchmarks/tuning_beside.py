@@ -11,6 +11,9 @@ without a target (0: inference first; inf: training to its end, so its job takes
 tokens are counted in the window from 40% of the arrivals to the last one. `alone` is training without requests, of
 whose speed the others are shares.
 
+Really, the rule `batch` is also run: instead of a job, BATCH_LINES lines of a batch are open all the time, of 512 and
+128 tokens and of the class that fills what streams leave. `busy`: the share of the time in which the device computes.
+
 `simulate` runs the scheduler and tuner that serve over a virtual clock, with the measured profile of an H200. `run`
 does it in an engine process on this device: `without` and `slices` in one engine, and each bound of --bounds in one of
 its own; --trace-out keeps the trace of the first.
@@ -39,7 +42,9 @@ from served_pace import give_tokenizer
 
 from holdfast.cli.targets import ask_engine
 from holdfast.core.config import EngineConfig
+from holdfast.core.types import BATCH_CLASS, SamplingParams
 from holdfast.engine.client import EngineClient
+from holdfast.engine.trace import DEVICE, STEPS, TRAINING
 from holdfast.engine.tuning import EXAMPLES_FILE, JobStart, JobStep, TuningRun, write_examples
 from holdfast.lab.load_client import LoadClient
 from holdfast.lab.metrics import Record, percentile
@@ -61,6 +66,7 @@ WINDOW = 0.4
 RANK = 16
 EXAMPLES = 512
 """Of the job's data. An epoch writes one checkpoint."""
+BATCH_LINES, BATCH_PROMPT, BATCH_OUTPUT = 64, 512, 128
 
 
 def load_of(trace: Path, rate: float, seconds: float, longest: int) -> Workload:
@@ -175,19 +181,58 @@ class Job:
         await self._following
 
 
+class Lines:
+    """A batch without an end: when its tokens came."""
+
+    def __init__(self, client: EngineClient, name: str) -> None:
+        self.times: list[float] = []
+        choose = random.Random(name)
+        self._open = [
+            asyncio.create_task(self._send(client, random.Random(choose.random()))) for _ in range(BATCH_LINES)
+        ]
+
+    async def _send(self, client: EngineClient, choose: random.Random) -> None:
+        params = SamplingParams(temperature=0.0, max_tokens=BATCH_OUTPUT, ignore_eos=True)
+        while True:
+            prompt = tuple(choose.choices(range(3, client.info.vocab_size), k=BATCH_PROMPT))
+            async for delta in client.stream(prompt, params, priority=BATCH_CLASS):
+                self.times += [time.monotonic()] * len(delta.tokens)
+
+    def speed(self, begin: float, end: float) -> float:
+        """Output tokens a second."""
+        return sum(begin <= at < end for at in self.times) / (end - begin)
+
+    async def end(self) -> None:
+        for each in self._open:
+            each.cancel()
+        await asyncio.gather(*self._open, return_exceptions=True)
+
+
+def busy_share(trace: Path, windows: Sequence[tuple[float, float]]) -> list[float]:
+    """The share of each window in which the device computed a step or a slice, by a trace on the same clock."""
+    computed = [0.0] * len(windows)
+    for line in trace.read_text().splitlines():
+        event = json.loads(line.strip().strip(",")) if line.startswith("{") else {}
+        if event.get("ph") == "X" and event["pid"] == DEVICE and event["tid"] in (STEPS, TRAINING):
+            at = event["ts"] / 1e6
+            for index, (begin, end) in enumerate(windows):
+                computed[index] += event["dur"] / 1e6 * (begin <= at < end)
+    return [round(seconds / (end - begin), 3) for seconds, (begin, end) in zip(computed, windows, strict=True)]
+
+
 async def served(
-    client: EngineClient, workload: Workload, name: str, job: Job | None, rate: float, rule: str
+    client: EngineClient, workload: Workload, name: str, beside: Job | Lines | None, rate: float, rule: str
 ) -> dict[str, Any]:
-    """One load, as its clients see it, and the job's speed meanwhile."""
+    """One load, as its clients see it, and the speed of what runs beside it."""
     tokens = PromptTokens(client.info.vocab_size, name)
     began = time.monotonic()
     records = await LoadClient(partial(ask_engine, client), tokens, lambda ended: None).run(workload)
     last = max(record.arrival for record in records)
     found = dict(rate=rate, rule=rule) | seen(records, began)
-    if job is not None:
-        found["tuning_tok_s"] = round(job.speed(began, last))
+    if beside is not None:
+        found["batch_tok_s" if isinstance(beside, Lines) else "tuning_tok_s"] = round(beside.speed(began, last))
     print(json.dumps(found), flush=True)
-    return found
+    return found | dict(window=(began, last))
 
 
 async def really(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -211,6 +256,11 @@ async def really(args: argparse.Namespace) -> list[dict[str, Any]]:
                 for rate in args.rates if "without" in rules else ():
                     load = load_of(args.trace, rate, args.seconds[rate], longest)
                     rows.append(await served(client, load, f"{rate:g}", None, rate, "without"))
+                for rate in args.rates if "batch" in rules else ():
+                    lines = Lines(client, f"lines {rate:g}")
+                    load = load_of(args.trace, rate, args.seconds[rate], longest)
+                    rows.append(await served(client, load, f"batch {rate:g}", lines, rate, "batch"))
+                    await lines.end()
                 job = await Job.start(client, Path(scratch) / f"job-{len(rows)}", length, batch)
                 begin = time.monotonic()
                 await asyncio.sleep(args.alone)
@@ -225,11 +275,14 @@ async def really(args: argparse.Namespace) -> list[dict[str, Any]]:
             finally:
                 await client.close()
 
-        trace = {"trace": str(args.trace_out)} if args.trace_out else {}
-        await engine(["without", "slices"], tbt_target=args.target, **trace)
+        trace = args.trace_out or Path(scratch) / "trace.json"
+        await engine(["without", "batch", "slices"], tbt_target=args.target, trace=str(trace))
+        windows = [row.pop("window") for row in rows if row["rate"]]
+        for row, share in zip([row for row in rows if row["rate"]], busy_share(trace, windows), strict=True):
+            row["busy"] = share
         for bound in args.bounds:
             await engine([rule_name(bound)], deferral_bound=bound)
-    return rows
+    return [{name: value for name, value in row.items() if name != "window"} for row in rows]
 
 
 # What comes of it
@@ -241,8 +294,9 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     whole = alone.get("slices") or alone.get("") or max(alone.values())
     without = {(row["rate"], row["rule"]): row["output_tok_s"] for row in rows if row["rule"].startswith("without")}
     said = ", ".join(f"{speed:,} tok/s" + (f" ({rule})" if rule else "") for rule, speed in alone.items())
-    heads = "requests/s", "rule", "TBT P50, P99, ms", "TTFT P50, P99, ms", "output tok/s", "of without", "tuning tok/s"
-    lines = [f"Training alone: {said}.", "", f"| {' | '.join(heads)} | of alone | busy |", "|---" * 9 + "|"]
+    heads: tuple[str, ...] = "requests/s", "rule", "TBT P50, P99, ms", "TTFT P50, P99, ms", "output tok/s", "of without"
+    heads += ("batch tok/s", "tuning tok/s", "of alone", "busy")
+    lines = [f"Training alone: {said}.", "", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for row in rows:
         if not row["rate"]:
             continue
@@ -255,6 +309,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             f"{row['ttft_p50']:,.0f}, {row['ttft_p99']:,.0f}",
             f"{row['output_tok_s']:,.0f}",
             f"{row['output_tok_s'] / without.get(own, without[rate, 'without']):.3f}",
+            f"{row['batch_tok_s']:,}" if "batch_tok_s" in row else "",
             "" if trained is None else f"{trained:,}",
             "" if trained is None else f"{trained / whole:.2f}",
             str(row.get("busy", "")),

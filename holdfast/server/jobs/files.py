@@ -10,6 +10,7 @@ import shutil
 import tempfile
 import time
 import uuid
+import weakref
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -57,12 +58,13 @@ class Files:
         self.limit = int(config.files_gb * 1e9)
         share = config.tenant_share if len(config.api_key) > 1 else 1
         self.tenant_limit = int(self.limit * share)
-        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        self._remove: Callable[[], object] = lambda: None
+        """Removes the directory, if it is for this server alone."""
         if config.files is not None:
             self.directory = Path(config.files)
         elif config.store == MEMORY:
-            self._temporary = tempfile.TemporaryDirectory(prefix="holdfast-files-")
-            self.directory = Path(self._temporary.name)
+            self.directory = Path(tempfile.mkdtemp(prefix="holdfast-files-"))
+            self._remove = weakref.finalize(self, shutil.rmtree, self.directory, ignore_errors=True)
         else:
             self.directory = data_directory() / "files"
         try:
@@ -191,8 +193,7 @@ class Files:
     def close(self) -> None:
         """Wait for what is being written. A temporary directory is deleted."""
         self._disk.shutdown()
-        if self._temporary is not None:
-            self._temporary.cleanup()
+        self._remove()
 
     async def _keep(self, file: IO[bytes], tenant: str, purpose: str, name: str, seconds: float | None) -> StoredFile:
         """Make a `new` file one of the tenant's, for so many seconds. Raises ApiError, OSError."""

@@ -166,7 +166,7 @@ def test_requests_and_jobs_of_a_random_history_both_get_what_they_get_alone(name
 
 
 def test_random_histories_exercise_every_way_of_giving_memory_back():
-    seen = sum((play(seed).seen for seed in range(100, 140)), Counter())
+    seen = sum((play(seed).seen for seed in range(100, 150)), Counter())
     assert seen["jobs done"] > 100
     assert min(seen[name] for name in ("run", "drop", "offload", "restore")) > 20 and seen["release"] > 3
     assert min(seen["kept"], seen["recomputed"], seen["beside requests"]) > 50

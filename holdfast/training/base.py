@@ -9,7 +9,8 @@ from dataclasses import fields
 import torch
 
 from holdfast.core.training_cost import TrainingShape
-from holdfast.lm.models.decoder import Decoder, DecoderSpec
+from holdfast.lm.models.decoder import Decoder
+from holdfast.lm.models.decoder_spec import DecoderSpec
 
 AT_A_TIME = 1 << 22
 """Numbers that are summed at once."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import prod
 from typing import Any, Protocol
 
 import torch
@@ -16,58 +15,7 @@ from holdfast.lm.kernels.linear import layer_ops_for
 from holdfast.lm.kernels.linear.layers import LayerShape, Normed, nothing
 from holdfast.lm.models.adapters import StepAdapters
 from holdfast.lm.models.base import ModelSpec, StepInput
-from holdfast.lm.models.rope import Rope
-
-Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class DecoderSpec:
-    """Sizes and options of one checkpoint. An option that is off costs nothing in `Decoder.forward`."""
-
-    architecture: str
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    max_positions: int
-    rms_eps: float
-    rope: Rope
-    names: WeightNames
-    activation: str = "silu"
-    tied: bool = False
-    """The LM head is the embedding."""
-    qk_norm: bool = False
-    """Queries and keys are normed within each head."""
-    qkv_bias: bool = False
-    o_bias: bool = False
-    mlp_bias: bool = False
-    windows: tuple[int | None, ...] = ()
-    """By layer, how many positions a query sees, including its own; None or empty: all."""
-    init_std: float = 0.02
-    """Standard deviation of random weights."""
-
-    @property
-    def scale(self) -> float:
-        return float(self.head_dim**-0.5)
-
-
-@dataclass(frozen=True)
-class WeightNames:
-    """The tensor names of a family of checkpoints. A fused weight lists its parts, from its first row down."""
-
-    embedding: str
-    norm: str
-    lm_head: str
-    layer: str
-    """The prefix of a layer, with {} for its number."""
-    fields: dict[str, tuple[str, ...]]
-    """By field of LayerWeights, the names after the prefix."""
-    ignored: tuple[str, ...] = ()
-    """Endings of tensors that are ignored: old checkpoints saved their rope frequencies."""
+from holdfast.lm.models.decoder_spec import LINEAR_FIELDS, DecoderSpec, Shape, elements_of, layer_shapes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,43 +36,11 @@ class LayerWeights:
     down_bias: torch.Tensor | None = None
 
 
-LINEAR_FIELDS = ("qkv", "o", "gate_up", "down")
-"""The fields of LayerWeights that may be FP8: nearly all bytes that a step reads, except the LM head."""
-
-
 class WeightSource(Protocol):
     """Where weights come from: a checkpoint, or a random generator."""
 
     def fill(self, name: str, into: torch.Tensor) -> None:
         """Write the tensor `name` into `into`, which has its shape. Raises UnsupportedCheckpoint if it cannot."""
-
-
-def layer_shapes(spec: DecoderSpec) -> dict[str, tuple[Shape, ...]]:
-    """By field of LayerWeights, the shapes of the parts that are fused along their rows."""
-    hidden, inner = spec.hidden_size, spec.intermediate_size
-    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    shapes: dict[str, tuple[Shape, ...]] = {
-        "input_norm": ((hidden,),),
-        "qkv": ((q, hidden), (kv, hidden), (kv, hidden)),
-        "o": ((hidden, q),),
-        "post_norm": ((hidden,),),
-        "gate_up": ((inner, hidden), (inner, hidden)),
-        "down": ((hidden, inner),),
-    }
-    if spec.qk_norm:
-        shapes |= {"q_norm": ((spec.head_dim,),), "k_norm": ((spec.head_dim,),)}
-    if spec.qkv_bias:
-        shapes["qkv_bias"] = ((q,), (kv,), (kv,))
-    if spec.o_bias:
-        shapes["o_bias"] = ((hidden,),)
-    if spec.mlp_bias:
-        shapes |= {"gate_up_bias": ((inner,), (inner,)), "down_bias": ((hidden,),)}
-    return shapes
-
-
-def elements_of(shapes: tuple[Shape, ...]) -> int:
-    """Numbers in all parts of a weight."""
-    return sum(prod(shape) for shape in shapes)
 
 
 class Decoder:

@@ -7,7 +7,7 @@ from typing import Any
 
 from holdfast.lm.kernels.linear.layers import ACTIVATIONS
 from holdfast.lm.models.base import UnsupportedCheckpoint
-from holdfast.lm.models.decoder import DecoderSpec, WeightNames
+from holdfast.lm.models.decoder_spec import DecoderSpec, WeightNames
 from holdfast.lm.models.rope import rope_of
 
 NAMES = WeightNames(

@@ -21,7 +21,8 @@ from holdfast.lm.kernels.linear.layers import LayerShape, Rotation
 from holdfast.lm.kernels.training import training_ops_for
 from holdfast.lm.kernels.training.attention import Packing, packed_attention_for, sent
 from holdfast.lm.kernels.training.ops import product_in_float32
-from holdfast.lm.models.decoder import LINEAR_FIELDS, Decoder, LayerWeights
+from holdfast.lm.models.decoder import Decoder, LayerWeights
+from holdfast.lm.models.decoder_spec import LINEAR_FIELDS
 from holdfast.lm.models.peft_files import MODULES, DecoderSizes, module_shapes
 
 GROUPS = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}

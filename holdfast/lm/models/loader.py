@@ -14,7 +14,8 @@ from holdfast.core.config import QuantizationName
 from holdfast.lm.kernels.fp8 import FIRST_CAPABILITY
 from holdfast.lm.models import hf
 from holdfast.lm.models.base import Model, UnsupportedCheckpoint, check_finite, limited
-from holdfast.lm.models.decoder import Decoder, DecoderSpec, WeightSource
+from holdfast.lm.models.decoder import Decoder, WeightSource
+from holdfast.lm.models.decoder_spec import DecoderSpec
 from holdfast.lm.models.families import NATIVE
 
 JSON_LIMIT = 64 << 20

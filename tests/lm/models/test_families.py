@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from holdfast.lm.models.base import UnsupportedCheckpoint
-from holdfast.lm.models.decoder import DecoderSpec, layer_shapes
+from holdfast.lm.models.decoder_spec import DecoderSpec, layer_shapes
 from holdfast.lm.models.families import NATIVE
 
 CONFIG: dict[str, Any] = {

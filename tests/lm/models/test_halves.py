@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from holdfast.lm.models.decoder import Decoder, DecoderSpec
+from holdfast.lm.models.decoder import Decoder
+from holdfast.lm.models.decoder_spec import DecoderSpec
 from holdfast.lm.models.families import NAMES
 from holdfast.lm.models.halves import AdapterLayout, Halves, PackedTokens
 from holdfast.lm.models.peft_files import MODULES, module_shapes

@@ -1,0 +1,89 @@
+"""The interface of collectives: what devices that share each layer of a model add up and exchange."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+
+
+class Group(Protocol):
+    """The devices that share each layer: every one has its own heads, and its own part of the MLP and the vocabulary.
+
+    All devices of a group make the same calls in the same order, with equal shapes unless a method says otherwise.
+    Every device gets the same bits from `add_norm`, `all_reduce`, `best` and `gather`. A tensor may have no rows; then
+    a call need not wait for anybody. CUDA graphs may capture every call. Results are tensors of their own: no later
+    call writes to them.
+    """
+
+    @property
+    def size(self) -> int:
+        """Devices in the group."""
+        ...
+
+    @property
+    def rank(self) -> int:
+        """This device's number among them, from 0."""
+        ...
+
+    def room(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """An empty contiguous tensor for this device's addends of the next `add_norm` or `all_reduce`.
+
+        Other devices can read it, where there is such memory, so it need not be copied. It may only be written until
+        that call, and not be used afterwards.
+        """
+        ...
+
+    def add_norm(
+        self,
+        stream: torch.Tensor,
+        partials: torch.Tensor,
+        bias: torch.Tensor | None,
+        norm: torch.Tensor,
+        eps: float,
+    ) -> torch.Tensor:
+        """Add to stream [T, hidden] in place; return its RMS norm, with eps, times norm [hidden]: [T, hidden].
+
+        What is added is the sum of partials [P, T, hidden] over P and over all devices, and bias [hidden] once. The sum
+        is float32, in a fixed order, and is rounded once to the stream's dtype, before it is normed. P may differ
+        between devices. Partials are of float32 or of the stream's dtype. They are from `room`, or any other tensor,
+        which is copied there first. Stream, bias and norm are equal on all devices.
+        """
+        ...
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of x [T, hidden] over all devices, in its dtype. x may be from `room`."""
+        ...
+
+    def best(self, values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """By row, the id [R] int64 of the largest of values [R] float32 over all devices, the lowest id among equals.
+
+        `ids` [R] int64 belong to the values. Those of one device are all lower than those of the next.
+        """
+        ...
+
+    def exchange_rows(self, logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
+        """Turn this device's columns of all rows, logits [R, V_own], into all columns of its own rows, [R_own, V].
+
+        V is `vocab_size`. Device i has the columns from i * ceil(V / size) on, so the last device may have fewer. Its
+        own rows are those of `own_rows`.
+        """
+        ...
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """x [n] int64 or float32 of every device, by rank: [size, n]. Also called while weights are loaded."""
+        ...
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Inside, in every thread, calls wait for no other device, and their results mean nothing.
+
+        So kernels can be compiled and rehearsed in any order. Nothing that is captured inside may be replayed.
+        """
+        ...
+
+
+def own_rows(count: int, size: int, rank: int) -> range:
+    """Which of `count` rows device `rank` of a group gets whole: a contiguous share of ceil(count / size) at most."""
+    share = -(-count // size)
+    return range(min(rank * share, count), min((rank + 1) * share, count))

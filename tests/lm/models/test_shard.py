@@ -1,0 +1,101 @@
+"""Shards of a decoder: every number of a checkpoint has its device, and no device has more than its share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.core.layout import Layout
+from holdfast.lm.models.decoder_spec import DecoderSpec, layer_shapes
+from holdfast.lm.models.families import NAMES
+from holdfast.lm.models.rope import Rope
+from holdfast.lm.models.shard import Shard, layer_pieces, shard_of, vocabulary_piece
+
+
+def spec(**changes: Any) -> DecoderSpec:
+    sizes = dict(
+        vocab_size=101,
+        hidden_size=24,
+        intermediate_size=40,
+        num_layers=6,
+        num_heads=8,
+        num_kv_heads=4,
+        head_dim=6,
+        max_positions=64,
+        qkv_bias=True,
+        o_bias=True,
+        mlp_bias=True,
+        qk_norm=True,
+        windows=(None, 1, 2, 3, 4, 5),
+    )
+    return DecoderSpec(architecture="Made", rms_eps=1e-6, rope=Rope(1e4), names=NAMES, **{**sizes, **changes})
+
+
+def shards(of: DecoderSpec, layout: Layout) -> list[Shard]:
+    return [shard_of(of, layout, rank) for rank in range(layout.ranks)]
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_shards_hold_every_number_of_a_split_tensor_once(tp: int) -> None:
+    whole = spec(num_kv_heads=8)
+    for field, shapes in layer_shapes(whole).items():
+        for part, shape in enumerate(shapes):
+            held = torch.zeros(shape)
+            pieces = [layer_pieces(whole, shard)[field][part] for shard in shards(whole, Layout(tp=tp))]
+            for piece in pieces:
+                assert piece.whole == shape
+                held[piece.slices] += 1
+                assert held[piece.slices].shape == piece.shape
+            split = field.removesuffix("_bias") in ("qkv", "gate_up") or field in ("o", "down")
+            assert (held == (1 if split else tp)).all(), field
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_query_heads_lie_with_their_kv_heads(tp: int) -> None:
+    for kv_heads in (1, 2, 4, 8):
+        whole = spec(num_kv_heads=kv_heads)
+        for shard in shards(whole, Layout(tp=tp)):
+            queries, keys = shard.part(8), shard.kv_heads(kv_heads)
+            # The query heads of one device share its KV heads evenly, in order: what attention computes.
+            assert [head * kv_heads // 8 for head in queries] == [
+                keys[place * len(keys) // len(queries)] for place in range(len(queries))
+            ]
+            assert shard.own(whole).num_kv_heads == len(keys) == max(1, kv_heads // tp)
+
+
+@pytest.mark.parametrize("vocab_size", [16, 97, 100, 101, 103])
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_every_token_has_one_device(vocab_size: int, tp: int) -> None:
+    pieces = [vocabulary_piece(spec(vocab_size=vocab_size), shard) for shard in shards(spec(), Layout(tp=tp))]
+    assert [token for piece in pieces for token in piece.own[0]] == list(range(vocab_size))
+    assert all(0 < piece.shape[0] <= -(-vocab_size // tp) for piece in pieces)
+
+
+def test_stages_hold_their_layers_and_windows() -> None:
+    whole = spec()
+    stages = shards(whole, Layout(pp=3))
+    assert [(shard.first, shard.last) for shard in stages] == [(True, False), (False, False), (False, True)]
+    assert [layer for shard in stages for layer in shard.layers] == list(range(6))
+    assert [window for shard in stages for window in shard.own(whole).windows] == list(whole.windows)
+    assert shards(spec(windows=()), Layout(pp=3))[1].own(spec(windows=())).windows == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "tp", "message"),
+    [
+        (dict(num_heads=6, num_kv_heads=6), 4, "must divide the model's 6 attention heads"),
+        (dict(intermediate_size=42), 4, "must divide the model's 42 MLP columns"),
+        (dict(num_heads=12, num_kv_heads=3), 4, "must divide, or be divided by, the model's 3 KV heads"),
+        (dict(vocab_size=15), 4, "a vocabulary of at least 16 tokens, not 15"),
+    ],
+)
+def test_a_size_that_cannot_be_split_is_named(changes: dict[str, int], tp: int, message: str) -> None:
+    with pytest.raises(ValueError, match=f"tp is {tp}; .*{message}"):
+        shard_of(spec(**changes), Layout(tp=tp), 0)
+
+
+def test_more_stages_than_layers_are_refused() -> None:
+    with pytest.raises(ValueError, match="pp is 7; the model has 6 layers"):
+        shard_of(spec(), Layout(pp=7), 0)

@@ -123,7 +123,9 @@ class Mailbox:
         capacity that is not a multiple of a cache line.
         """
         if capacity < 4 * LINE or capacity % LINE:
-            raise ValueError(f"the capacity is {capacity} bytes; it must be a multiple of {LINE}, and at least {4 * LINE}")
+            raise ValueError(
+                f"the capacity is {capacity} bytes; it must be a multiple of {LINE}, and at least {4 * LINE}"
+            )
         self.bells, self.capacity = bells, capacity
         self._memory = SharedWords(((1 + len(bells)) * LINE + capacity) // WORD, memory)
         self._words = self._memory.words

@@ -121,7 +121,7 @@ class Child:
         if status == FAILED:  # its Failure is on the way, or was read before
             self._loop.call_later(GRACE_SECONDS, self._on_end, "the engine process failed and gave no reason")
         else:
-            self._on_end(f"the engine process {_in_words(status)}")
+            self._on_end(f"the engine process {in_words(status)}")
 
 
 def remove_stale_sockets() -> None:
@@ -133,7 +133,8 @@ def remove_stale_sockets() -> None:
                 left.parent.rmdir()
 
 
-def _in_words(status: int) -> str:
+def in_words(status: int) -> str:
+    """How a process ended, as a clause: `was killed by SIGSEGV`."""
     if status < 0:
         name = signal.Signals(-status).name
         hint = "; the system may be out of memory" if name == "SIGKILL" else ""

@@ -1,0 +1,47 @@
+"""Place: where one rank stands among those that share a model, and how it reaches the others."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from holdfast.core.layout import Layout
+from holdfast.lm.execution.stage_link import GlooLink, StageLink
+from holdfast.lm.kernels.collectives.protocol import Group
+from holdfast.lm.kernels.collectives.torch_group import TorchGroup
+
+TIMEOUT = timedelta(hours=1)
+"""The longest that a message between processes takes. Whoever watches them ends them long before."""
+LOOPBACK = "127.0.0.1"
+
+
+class Place:
+    """One rank's place. All ranks make theirs at the same time, and wait for each other in doing so."""
+
+    def __init__(self, layout: Layout, rank: int, device: torch.device, meeting: str) -> None:
+        """`meeting` is a directory of these ranks alone, where they leave word how they can be reached."""
+        self.layout, self.rank, self.device = layout, rank, device
+        self._store = dist.FileStore(str(Path(meeting) / "ranks"), layout.ranks)
+        self._everyone: dist.ProcessGroup | None = None
+        if layout.pp > 1:
+            self._everyone = self._gloo("everyone", range(layout.ranks))
+        self.group: Group | None = None
+        """The devices that share each layer; None if there is only one."""
+        if layout.tp > 1:
+            stage = layout.stage_of(rank)
+            self.group = TorchGroup(self._gloo(f"stage {stage}", layout.ranks_of(stage)), device)
+
+    def link(self) -> StageLink | None:
+        """What carries streams and tokens between the stages; None if there is only one."""
+        return None if self._everyone is None else GlooLink(self._everyone, self.layout, self.rank)
+
+    def _gloo(self, name: str, ranks: range) -> dist.ProcessGroup:
+        """These ranks of this host as one process group. Nobody else can reach its sockets."""
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
+        options._timeout = TIMEOUT
+        store = dist.PrefixStore(name, self._store)
+        return dist.ProcessGroupGloo(store, ranks.index(self.rank), len(ranks), options)

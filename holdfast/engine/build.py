@@ -24,17 +24,22 @@ from holdfast.core.types import AdapterInfo
 from holdfast.engine.adapter_desk import AdapterDesk
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.in_service import in_service
+from holdfast.engine.many_device import ManyDevice
 from holdfast.engine.messages import EngineInfo
 from holdfast.engine.profiles import CostProfile, cached_profile_path
+from holdfast.engine.rank_messages import Loaded, StartRank
+from holdfast.engine.ranks import Ranks
 from holdfast.engine.trace import TracedExecutor
 from holdfast.engine.tuning_desk import TuningDesk, TuningRules
 from holdfast.lm.execution.cost_profile import estimate_cost, measure_cost
 from holdfast.lm.execution.paged_device import PagedDevice, resolve_device
+from holdfast.lm.execution.place import Place
 from holdfast.lm.kernels.attention import backends as attention
 from holdfast.lm.models.base import UnsupportedCheckpoint
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.hf import NotPaged, TransformersModel
-from holdfast.lm.models.loader import load
+from holdfast.lm.models.loader import decoder_spec, load
+from holdfast.lm.models.shard import shard_of
 from holdfast.lm.padded.cost_profile import estimate_padded_cost, measure_padded_cost
 from holdfast.lm.padded.device import PaddedDevice
 from holdfast.lm.padded.loading import load_unmodified
@@ -111,12 +116,33 @@ def build_engine(
     MemoryError with a reason for people.
     """
     stages = stages or Stages(clock(), clock)
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
     checkpoint = Checkpoint.find(config.model)
+    if config.layout.ranks == 1:
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        return put_together(config, checkpoint, None, stages, measure=measure, on_progress=on_progress)
+    check_layout(config, checkpoint)
+    ranks = Ranks(config)
+    try:
+        return put_together(config, checkpoint, ranks, stages, measure=measure, on_progress=on_progress)
+    except BaseException:
+        ranks.close(at_once=True)
+        raise
+
+
+def put_together(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    ranks: Ranks | None,
+    stages: Stages,
+    *,
+    measure: bool,
+    on_progress: Callable[[str], None],
+) -> Engine:
+    """Do what `build_engine` says. `ranks` are the processes of the other ranks, where there are any."""
     on_progress(f"loading {checkpoint.name}")
     with stages.stage("weights"):
-        device, reason = choose_device(config, checkpoint, stages)
+        device, reason = choose_device(config, checkpoint, stages, ranks)
     tuned = tuned_model(config, device)
     if tuned is not None and isinstance(device, PagedDevice):
         device.training_bytes = partial(training_workspace, config, tuned)
@@ -295,24 +321,26 @@ def grow_host_tier(scheduler: Scheduler, host: HostTier) -> None:
 class Choice(NamedTuple):
     """A model on the device that its executor needs."""
 
-    device: PagedDevice | PaddedDevice
+    device: PagedDevice | PaddedDevice | ManyDevice
     reason: str
     """Why it is this executor, in words that can follow "because"."""
 
 
-def choose_device(config: EngineConfig, checkpoint: Checkpoint, stages: Stages) -> Choice:
+def choose_device(config: EngineConfig, checkpoint: Checkpoint, stages: Stages, ranks: Ranks | None = None) -> Choice:
     """The model on its device, before there is a cache: paged if it can be, else padded, or as `executor` says.
 
-    Raises UnsupportedCheckpoint with both reasons if neither can run it, ValueError for an option that the executor
+    With the other `ranks` it is on all their devices. Raises UnsupportedCheckpoint with both reasons if neither can run it, ValueError for an option that the executor
     does not read, and MemoryError.
     """
+    if ranks is not None:
+        return make_many_device(config, ranks, stages)
     if config.executor == "padded":
         return Choice(make_padded_device(config, checkpoint, stages), "executor is padded")
     if config.executor == "auto" and config.scheduler in ROW_SCHEDULERS:
         reason = f"scheduler is {config.scheduler}, which plans padded rows"
         return Choice(make_padded_device(config, checkpoint, stages), reason)
     try:
-        return make_paged_device(config, checkpoint, stages)
+        return Choice(*make_paged_device(config, checkpoint, stages))
     except UnsupportedCheckpoint as error:
         if config.executor == "paged":
             raise
@@ -330,9 +358,61 @@ def choose_device(config: EngineConfig, checkpoint: Checkpoint, stages: Stages) 
     return Choice(device, str(refusal))
 
 
-def make_paged_device(config: EngineConfig, checkpoint: Checkpoint, stages: Stages) -> Choice:
-    """The model over a paged cache: a native decoder, or Transformers' code with its attention swapped."""
-    device = resolve_device(config.device)
+def check_layout(config: EngineConfig, checkpoint: Checkpoint) -> None:
+    """Raise ValueError for a model or a machine that cannot be shared by so many ranks."""
+    layout = config.layout
+    shard_of(decoder_spec(checkpoint.directory), layout, 0)
+    if resolve_device(config.device).type == "cuda" and torch.cuda.device_count() < layout.ranks:
+        raise ValueError(
+            f"tp is {layout.tp} and pp is {layout.pp}, which takes {layout.ranks} GPUs, and PyTorch finds "
+            f"{torch.cuda.device_count()}"
+        )
+
+
+def make_many_device(config: EngineConfig, ranks: Ranks, stages: Stages) -> Choice:
+    """The model on the devices of all ranks. Raises RankFailure, naming the rank."""
+    torch.set_num_threads(threads_of(config))
+    own, answers = ranks.together(
+        StartRank(config, ranks.meeting), partial(make_rank, config, 0, ranks.meeting, stages)
+    )
+    loaded = [answer for answer in answers if isinstance(answer, Loaded)]
+    return Choice(ManyDevice(own.device, ranks, loaded), own.reason)
+
+
+def threads_of(config: EngineConfig) -> int:
+    """CPU threads of each rank: they share the cores."""
+    return max(1, (config.threads or torch.get_num_threads()) // config.layout.ranks)
+
+
+def make_rank(config: EngineConfig, rank: int, meeting: str, stages: Stages | None = None) -> PagedChoice:
+    """One rank's part of the model, on its device. All ranks do this at the same time.
+
+    `meeting` is a directory of these ranks alone, where they find each other.
+    """
+    if rank:
+        torch.set_num_threads(threads_of(config))
+    if resolve_device(config.device).type == "cuda":
+        torch.cuda.set_device(rank)
+    place = Place(config.layout, rank, resolve_device(config.device), meeting)
+    return make_paged_device(config, Checkpoint.find(config.model), stages, place)
+
+
+class PagedChoice(NamedTuple):
+    """A model over a paged cache."""
+
+    device: PagedDevice
+    reason: str
+    """As in Choice."""
+
+
+def make_paged_device(
+    config: EngineConfig, checkpoint: Checkpoint, stages: Stages | None, place: Place | None = None
+) -> PagedChoice:
+    """The model over a paged cache: a native decoder, or Transformers' code with its attention swapped.
+
+    With a `place`, this rank's part of it.
+    """
+    device = resolve_device(config.device) if place is None else place.device
     if device.type == "cuda" and config.cuda_graphs:
         from holdfast.lm.kernels.compilation import prepare  # a CPU installation has no Triton
 
@@ -345,6 +425,9 @@ def make_paged_device(config: EngineConfig, checkpoint: Checkpoint, stages: Stag
         max_model_len=config.max_model_len,
         load_format=config.load_format,
         quantization=config.quantization,
+        layout=config.layout,
+        rank=0 if place is None else place.rank,
+        group=None if place is None else place.group,
     )
     name = model.spec.architecture
     swapped = isinstance(model, TransformersModel)
@@ -359,8 +442,8 @@ def make_paged_device(config: EngineConfig, checkpoint: Checkpoint, stages: Stag
         max_sequences=config.max_sequences,
         limit=config.fixed_token_budget or LARGE_STEP * DEFAULT_TOKEN_BUDGET[device.type],
     )
-    return Choice(
-        PagedDevice(model, config, name=checkpoint.name, max_step_tokens=capacity, stages=stages),
+    return PagedChoice(
+        PagedDevice(model, config, name=checkpoint.name, max_step_tokens=capacity, stages=stages, place=place),
         f"{name} lets Transformers swap its attention" if swapped else f"{name} has a native decoder",
     )
 
@@ -407,7 +490,7 @@ def pace_of(config: EngineConfig, kind: str, name: str, executor: ExecutorName =
 
 
 def find_profile(
-    device: PagedDevice | PaddedDevice,
+    device: PagedDevice | PaddedDevice | ManyDevice,
     shape: EngineShape,
     path: Path,
     stages: Stages,
@@ -447,7 +530,7 @@ def nothing() -> None:
     """Do nothing."""
 
 
-def make_profile(device: PagedDevice, shape: EngineShape, *, in_full: bool) -> CostProfile:
+def make_profile(device: PagedDevice | ManyDevice, shape: EngineShape, *, in_full: bool) -> CostProfile:
     """Measure the cost profile of an allocated device, or estimate it by a few steps."""
     config = device.config
     cost = (measure_cost if in_full else estimate_cost)(device, name=shape.model)

@@ -17,8 +17,6 @@ class StartRank(Message, tag="start"):
     """Find the other ranks, and load this rank's part of the model. Answered by Loaded."""
 
     config: EngineConfig
-    directory: str
-    """Of the checkpoint."""
     meeting: str
     """A directory of this start alone, where ranks leave word how they can be reached."""
 
@@ -100,11 +98,10 @@ class Stepped(Message, tag="stepped"):
 
     step: int
     tokens: tuple[int, ...]
-    """From the first rank of the last stage; empty from the others."""
+    """From the last stage; empty from others."""
     seconds: float
-    swapped_out: int
-    swapped_in: int
     copies: tuple[CopyTime, ...]
+    """Those that were seen to complete since the last message."""
 
 
 class Failed(Message, tag="failed"):

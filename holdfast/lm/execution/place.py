@@ -12,6 +12,7 @@ from holdfast.core.layout import Layout
 from holdfast.lm.execution.stage_link import GlooLink, StageLink
 from holdfast.lm.kernels.collectives.protocol import Group
 from holdfast.lm.kernels.collectives.torch_group import TorchGroup
+from holdfast.lm.models.base import ModelSpec
 
 TIMEOUT = timedelta(hours=1)
 """The longest that a message between processes takes. Whoever watches them ends them long before."""
@@ -34,8 +35,11 @@ class Place:
             stage = layout.stage_of(rank)
             self.group = TorchGroup(self._gloo(f"stage {stage}", layout.ranks_of(stage)), device)
 
-    def link(self) -> StageLink | None:
-        """What carries streams and tokens between the stages; None if there is only one."""
+    def link(self, spec: ModelSpec, max_tokens: int, max_rows: int) -> StageLink | None:
+        """What carries streams and tokens between the stages; None if there is only one.
+
+        `spec` is that of this rank's part; a step has at most so many tokens and sampled rows.
+        """
         return None if self._everyone is None else GlooLink(self._everyone, self.layout, self.rank)
 
     def _gloo(self, name: str, ranks: range) -> dist.ProcessGroup:

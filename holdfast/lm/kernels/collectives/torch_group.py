@@ -24,11 +24,11 @@ class TorchGroup(Group):
 
     @property
     def size(self) -> int:
-        return dist.get_world_size(self._processes)
+        return self._processes.size()
 
     @property
     def rank(self) -> int:
-        return dist.get_rank(self._processes)
+        return self._processes.rank()
 
     def room(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self._device)

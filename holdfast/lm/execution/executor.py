@@ -18,7 +18,9 @@ from holdfast.lm.execution.host_memory import HostMemory
 from holdfast.lm.execution.transfer import Transfers
 from holdfast.lm.kernels.attention.protocol import Attention
 from holdfast.lm.kernels.cache.kv_cache import KVCache, copy_blocks
+from holdfast.lm.kernels.collectives.protocol import Group
 from holdfast.lm.kernels.sampling.sample import sample
+from holdfast.lm.kernels.sampling.sharded import sample_sharded
 from holdfast.lm.models.adapters import StepAdapters
 from holdfast.lm.models.base import LayerCache, LayerCaches, Model, StepInput
 from holdfast.lm.types import StepPlan, StepResult, TableWrite, TrainingResult, TrainingSlice
@@ -105,8 +107,12 @@ class PagedExecutor:
     token (`PENDING`) that the step before it has not yet given to the host.
     """
 
-    def __init__(self, model: Model, attention: Attention[Any], memory: PagedMemory) -> None:
+    def __init__(
+        self, model: Model, attention: Attention[Any], memory: PagedMemory, group: Group | None = None
+    ) -> None:
+        """`group` is the devices that share the model's layers, if there are several."""
         self._model, self._attention, self.memory = model, attention, memory
+        self._sampler = Sampler(model.spec.vocab_size, group)
         self._device = model.spec.device
         self.training: Training | None = None
         """What computes the slices of plans. Set before the first of them."""
@@ -207,7 +213,7 @@ class PagedExecutor:
         graphs = memory.graphs if staged.adapted is None else memory.adapter_graphs
         started = graphs.run(staged) if graphs is not None and not swapping_in else None
         packed, logits = started or self._eager(staged, layers)
-        tokens = sample_rows(logits, packed, staged.any_random, staged.any_filtered)
+        tokens = self._sampler.sample(logits, packed, staged.any_random, staged.any_filtered)
         memory.batch.last_token.index_copy_(0, packed.sample_rows, tokens)
         return tokens
 
@@ -228,8 +234,18 @@ class PagedExecutor:
         return packed, self._model.forward(step)
 
 
-def sample_rows(logits: torch.Tensor, packed: PackedStep, any_random: bool, any_filtered: bool) -> torch.Tensor:
-    """A token for each row of the logits, drawn as the row's sampling record says."""
-    return sample(
-        logits, **packed.sampling, position=packed.sample_position, any_random=any_random, any_filtered=any_filtered
-    )
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    """Draws the tokens of steps."""
+
+    vocab_size: int
+    group: Group | None
+    """The devices that share the vocabulary, if there are several."""
+
+    def sample(self, logits: torch.Tensor, packed: PackedStep, any_random: bool, any_filtered: bool) -> torch.Tensor:
+        """A token for each row of the logits, drawn as the row's sampling record says."""
+        options: dict[str, Any] = {**packed.sampling, "position": packed.sample_position}
+        if self.group is None:
+            return sample(logits, **options, any_random=any_random, any_filtered=any_filtered)
+        parts = logits, self.group, self.vocab_size
+        return sample_sharded(*parts, **options, any_random=any_random, any_filtered=any_filtered)

@@ -329,8 +329,8 @@ class Choice(NamedTuple):
 def choose_device(config: EngineConfig, checkpoint: Checkpoint, stages: Stages, ranks: Ranks | None = None) -> Choice:
     """The model on its device, before there is a cache: paged if it can be, else padded, or as `executor` says.
 
-    With the other `ranks` it is on all their devices. Raises UnsupportedCheckpoint with both reasons if neither can run it, ValueError for an option that the executor
-    does not read, and MemoryError.
+    With the other `ranks` it is on all their devices. Raises UnsupportedCheckpoint with both reasons if neither can run
+    it, ValueError for an option that the executor does not read, and MemoryError.
     """
     if ranks is not None:
         return make_many_device(config, ranks, stages)

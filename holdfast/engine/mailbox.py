@@ -36,7 +36,7 @@ class SharedWords:
     """Integers of 64 bits in memory that child processes inherit. It has no name, and goes with the last process."""
 
     def __init__(self, words: int, inherited: int | None = None) -> None:
-        """New memory of zeros, or that of the file descriptor `inherited` from the process that made it. Raises OSError."""
+        """New memory of zeros, or that of an `inherited` file descriptor. Raises OSError."""
         size = words * WORD
         if inherited is None:
             directory = Path("/dev/shm")
@@ -119,8 +119,8 @@ class Mailbox:
     def __init__(self, bells: tuple[Bell, ...], capacity: int = CAPACITY, memory: int | None = None) -> None:
         """A new mailbox with a reader for each of `bells`, or the one behind the file descriptor `memory`.
 
-        A bell may serve several mailboxes of one reader; whoever made it closes it. Raises OSError, and ValueError for a
-        capacity that is not a multiple of a cache line.
+        A bell may serve several mailboxes of one reader; whoever made it closes it. Raises OSError, and ValueError for
+        a capacity that is not a multiple of a cache line.
         """
         if capacity < 4 * LINE or capacity % LINE:
             raise ValueError(

@@ -11,17 +11,26 @@ from functools import cached_property, partial
 from math import inf
 from typing import Any, NamedTuple
 
-import torch
-
 from holdfast.core.config import EngineConfig
 from holdfast.core.layout import Layout
-from holdfast.engine.rank_messages import Allocate, BeginHost, Compile, Done, Loaded, Measure, Measured
-from holdfast.engine.rank_messages import PlanWriter, Prepare, Stepped, Withdraw
+from holdfast.engine.rank_messages import (
+    Allocate,
+    BeginHost,
+    Compile,
+    Done,
+    Loaded,
+    Measure,
+    Measured,
+    PlanWriter,
+    Prepare,
+    Stepped,
+)
 from holdfast.engine.ranks import BEAT_SECONDS, HOST_BLOCKS, HOST_READY, STEP_SECONDS, Ranks
 from holdfast.lm.execution.executor import PagedExecutor, PagedMemory
 from holdfast.lm.execution.paged_device import PagedDevice
 from holdfast.lm.kernels.attention.protocol import Attention
 from holdfast.lm.models.base import Model
+from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.types import (
     CopyTime,
     DeviceExecutor,
@@ -45,6 +54,7 @@ class ManyDevice(LanguageDevice):
         self.block_bytes = own.block_bytes + sum(other.block_bytes for other in loaded)
         """Of a block of the cache, on all ranks together."""
         self.max_step_tokens = own.max_step_tokens
+        """Most tokens of one step."""
 
     @property
     def kind(self) -> str:
@@ -69,9 +79,11 @@ class ManyDevice(LanguageDevice):
         return in_words(self._own.description, self._ranks.layout)
 
     @property
-    def device(self) -> torch.device:
-        """Rank 0's device."""
-        return self._own.device
+    def num_layers(self) -> int:
+        """Layers of the whole model."""
+        model = self._own.model
+        assert isinstance(model, Decoder)
+        return model.decoder.num_layers
 
     @property
     def model(self) -> Model:
@@ -215,16 +227,11 @@ class ManyExecutor(DeviceExecutor):
         return self._with_copies(result)
 
     def prepare(self) -> bool:
-        """Use a pause to capture one more graph on every rank. False if that is not possible on all of them."""
+        """Use a pause to capture one more graph on every rank. False if none is left on any."""
         if not self._captures or self._in_flight:
             return False
         own, answers = self._ranks.together(Prepare(), self._own.prepare)
-        captured = [own, *(isinstance(answer, Done) and answer.result for answer in answers)]
-        self._captures = all(captured)
-        if any(captured) and not self._captures:  # a rank lacks the memory, and all must run a step in the same size
-            self._ranks.send(Withdraw())
-            if own:
-                self._own.withdraw()
+        self._captures = own or any(isinstance(answer, Done) and answer.result for answer in answers)
         return self._captures
 
     def close(self) -> None:

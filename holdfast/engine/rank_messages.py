@@ -9,7 +9,7 @@ from holdfast.core.config import EngineConfig
 from holdfast.lm.types import BlockCopy, BlockMove, CopyTime, MemoryMeasurement, Sampling, Segment, StepPlan, TableWrite
 
 
-class Message(msgspec.Struct, array_like=True, frozen=True):
+class Message(msgspec.Struct, array_like=True):
     """The base of all messages."""
 
 
@@ -45,10 +45,6 @@ class BeginHost(Message, tag="host"):
 
 class Prepare(Message, tag="prepare"):
     """Use a pause to capture one more graph, once all steps have ended. Answered by Done: whether it did."""
-
-
-class Withdraw(Message, tag="withdraw"):
-    """Forget the graph captured last, and capture no more: not every rank has it."""
 
 
 class Plan(Message, tag="plan"):
@@ -113,7 +109,7 @@ class Failed(Message, tag="failed"):
     """When, on the clock that all processes share."""
 
 
-Command = StartRank | Compile | Measure | Allocate | BeginHost | Prepare | Withdraw | Plan | End
+Command = StartRank | Compile | Measure | Allocate | BeginHost | Prepare | Plan | End
 Answer = Loaded | Measured | Done | Stepped | Failed
 
 _encoder = msgspec.msgpack.Encoder()
@@ -128,12 +124,14 @@ def encode(message: Command | Answer) -> bytes:
 
 def decode_command(data: bytes) -> Command:
     """A command from bytes."""
-    return _commands.decode(data)
+    command: Command = _commands.decode(data)
+    return command
 
 
 def decode_answer(data: bytes) -> Answer:
     """An answer from bytes."""
-    return _answers.decode(data)
+    answer: Answer = _answers.decode(data)
+    return answer
 
 
 class PlanWriter:

@@ -1,4 +1,4 @@
-"""A rank's process, started by `Ranks`: do what rank 0 commands, run the plans that it sends, and say what they gave."""
+"""A rank's process, started by `Ranks`: do what rank 0 commands, run its plans, and say what they gave."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Rank:
 
     def _obey(self, device: PagedDevice, *, reports: bool) -> None:
         """Do what is commanded until the end. `reports`: whether rank 0 needs to know of every step."""
-        plans, prepared = messages.PlanReader(), False
+        plans = messages.PlanReader()
         while True:
             match self._next():
                 case messages.Plan() as plan:
@@ -97,11 +97,7 @@ class Rank:
                     device.host.begin()
                 case messages.Prepare():
                     self._submitted.join()
-                    prepared = device.executor.prepare()
-                    self._answer(messages.Done(prepared))
-                case messages.Withdraw():
-                    if prepared:
-                        device.executor.withdraw()
+                    self._answer(messages.Done(device.executor.prepare()))
                 case messages.End():
                     return
                 case other:

@@ -40,7 +40,7 @@ GRACE_SECONDS = 2.0
 
 BOARD_WORDS = LINE // WORD
 BEATS, STEPS, HOST_READY, HOST_BLOCKS = range(4)
-"""The words of a rank on the board: beats so far, steps done, and blocks of the host tier that are ready, and will be."""
+"""A rank's words on the board: beats so far, steps done, and blocks of the host tier that are ready, and will be."""
 
 Result = TypeVar("Result")
 
@@ -71,11 +71,11 @@ class Seat(NamedTuple):
     def from_json(cls, text: str) -> Seat:
         """The seat that `to_json` wrote."""
         rank, commands, answers, board, ranks = json.loads(text)
-        tickets = [
+        first, second = (
             Ticket(memory, tuple(Bell(*bell) for bell in bells), capacity)
             for memory, bells, capacity in (commands, answers)
-        ]
-        return cls(rank, *tickets, board, ranks)
+        )
+        return cls(rank, first, second, board, ranks)
 
 
 class Board:

@@ -20,7 +20,9 @@ from holdfast.lm.execution.stage_link import StageEnd
 from holdfast.lm.execution.transfer import Transfers
 from holdfast.lm.kernels.attention.protocol import Attention
 from holdfast.lm.kernels.cache.kv_cache import KVCache, copy_blocks
+from holdfast.lm.kernels.collectives.protocol import Group
 from holdfast.lm.kernels.sampling.sample import sample
+from holdfast.lm.kernels.sampling.sharded import sample_sharded
 from holdfast.lm.models.adapters import StepAdapters
 from holdfast.lm.models.base import LayerCache, LayerCaches, Model, StepInput
 from holdfast.lm.types import StepPlan, StepResult, TableWrite, TrainingResult, TrainingSlice
@@ -120,13 +122,20 @@ class PagedExecutor:
     """
 
     def __init__(
-        self, model: Model, attention: Attention[Any], memory: PagedMemory, stage: StageEnd | None = None
+        self,
+        model: Model,
+        attention: Attention[Any],
+        memory: PagedMemory,
+        group: Group | None = None,
+        stage: StageEnd | None = None,
     ) -> None:
-        """`stage` is where steps come from and go to, if this is a stage of a pipeline.
+        """`group` is the devices that share the model's layers, if there are several.
 
-        Tokens are sampled on the last stage; on the others results have none.
+        `stage` is where steps come from and go to, if this is a stage of a pipeline. Tokens are sampled on the last
+        one; on the others results have none.
         """
         self._model, self._attention, self.memory, self._stage = model, attention, memory, stage
+        self._sampler = Sampler(model.spec.vocab_size, group)
         self._device = model.spec.device
         self.training: Training | None = None
         """What computes the slices of plans. Set before the first of them."""
@@ -179,11 +188,6 @@ class PagedExecutor:
         packing = memory.adapters.store.packing if memory.adapters is not None else nullcontext()
         with pinning, packing, torch.inference_mode():
             return any(graphs.capture_next() for graphs in (memory.graphs, memory.adapter_graphs) if graphs is not None)
-
-    def withdraw(self) -> None:
-        """Undo the last `prepare`, and capture no more. Nothing may be in flight."""
-        if self.memory.graphs is not None:
-            self.memory.graphs.withdraw()
 
     def close(self) -> None:
         """Stop the worker, or wait for the device, and unlock the host tier. Steps in flight are abandoned."""
@@ -248,7 +252,7 @@ class PagedExecutor:
         packed, given = started or self._eager(staged, layers)
         stage = self._stage
         if stage is None or stage.last:
-            given = sample_rows(given, packed, staged.any_random, staged.any_filtered)
+            given = self._sampler.sample(given, packed, staged.any_random, staged.any_filtered)
             memory.batch.last_token.index_copy_(0, packed.sample_rows, given)
         if stage is not None:
             stage.leave(staged, packed.sample_rows, given)
@@ -284,8 +288,18 @@ class PagedExecutor:
         return packed, self._model.forward(step)
 
 
-def sample_rows(logits: torch.Tensor, packed: PackedStep, any_random: bool, any_filtered: bool) -> torch.Tensor:
-    """A token for each row of the logits, drawn as the row's sampling record says."""
-    return sample(
-        logits, **packed.sampling, position=packed.sample_position, any_random=any_random, any_filtered=any_filtered
-    )
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    """Draws the tokens of steps."""
+
+    vocab_size: int
+    group: Group | None
+    """The devices that share the vocabulary, if there are several."""
+
+    def sample(self, logits: torch.Tensor, packed: PackedStep, any_random: bool, any_filtered: bool) -> torch.Tensor:
+        """A token for each row of the logits, drawn as the row's sampling record says."""
+        options: dict[str, Any] = {**packed.sampling, "position": packed.sample_position}
+        if self.group is None:
+            return sample(logits, **options, any_random=any_random, any_filtered=any_filtered)
+        parts = logits, self.group, self.vocab_size
+        return sample_sharded(*parts, **options, any_random=any_random, any_filtered=any_filtered)

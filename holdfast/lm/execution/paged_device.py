@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 
@@ -17,7 +18,7 @@ from holdfast.core.version import __version__
 from holdfast.lm.devices import describe_device, memory_of, taken_memory
 from holdfast.lm.execution.adapter_transfer import AdapterStore, AdapterTransfers
 from holdfast.lm.execution.batch import Batch
-from holdfast.lm.execution.executor import Layers, PagedExecutor, PagedMemory, sample_rows
+from holdfast.lm.execution.executor import Layers, PagedExecutor, PagedMemory, Sampler
 from holdfast.lm.execution.graphs import GraphSizes, StepGraphs
 from holdfast.lm.execution.host_memory import HostMemory
 from holdfast.lm.execution.place import Place
@@ -71,11 +72,14 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
     ) -> None:
         """`name` is the name under which the model is served. `max_step_tokens` is by default the token budget.
 
-        `place` is this rank's, where `model` is its part of a model that several share. `make_stream` makes the streams that blocks are copied on; by default those of the device's kind. `stages`
-        notes what `allocate` spends its time on.
+        `make_stream` makes the streams that blocks are copied on; by default those of the device's kind. `stages`
+        notes what `allocate` spends its time on. `place` is this rank's, where `model` is its part of a model that
+        several ranks share.
         """
         spec = model.spec
         self.model, self.config, self.device, self.name = model, config, spec.device, name
+        self.group = model.group if isinstance(model, Decoder) else None
+        """The devices that share the model's layers, if there are several."""
         self.token_budget = config.fixed_token_budget or DEFAULT_TOKEN_BUDGET[spec.device.type]
         self.max_step_tokens = max_step_tokens or self.token_budget
         self.cache_dtype = FP8 if config.kv_cache_dtype == "fp8" else spec.dtype
@@ -93,7 +97,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         """A block's bytes on all ranks together; a rank's share of them is its share of a configured size. Set before
         `measure`."""
         link = None if place is None else place.link(spec, self.max_step_tokens, config.max_sequences)
-        self._stage_end = None if link is None else StageEnd(link, spec, self.max_step_tokens)
+        self._stage = None if link is None else StageEnd(link, spec, self.max_step_tokens)
         self.adapter_slots = make_slots(model, config)
         """The adapters on the device; None if none are served."""
         self.adapter_store = self._store_adapters()
@@ -113,6 +117,11 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
     def description(self) -> str:
         """The device in words."""
         return describe_device(self.device)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model."""
+        return self.model.spec.num_layers
 
     @property
     def precision(self) -> str:
@@ -136,7 +145,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
     @cached_property
     def executor(self) -> PagedExecutor:
         """The executor over the allocated memory."""
-        return PagedExecutor(self.model, self.attention, self.memory, self._stage_end)
+        return PagedExecutor(self.model, self.attention, self.memory, self.group, self._stage)
 
     @property
     def host(self) -> HostMemory | None:
@@ -158,22 +167,27 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         graphs, adapter_graphs = self._graphs(batch, layers, self._graph_sizes.kinds())
         if graphs is None:
             return
-        logits = torch.zeros(1, self.model.spec.vocab_size, dtype=self.model.spec.dtype, device=self.device)
+        spec, sampler = self.model.spec, Sampler(self.model.spec.vocab_size, self.group)
+        logits = torch.zeros(1, spec.own_vocab_size, dtype=spec.dtype, device=self.device)
         packed = batch.apply(1, 1)
-        draws = [partial(sample_rows, logits, packed, *variant) for variant in SAMPLING_VARIANTS]
+        draws = [partial(sampler.sample, logits, packed, *variant) for variant in SAMPLING_VARIANTS]
         works: list[Callable[[], object]] = [*graphs.rehearsals(), *draws]
         if adapter_graphs is not None:
             works += adapter_graphs.rehearsals()
         from holdfast.lm.kernels.compilation import compile_once  # a CPU installation has no Triton
 
-        compile_once(partial(self._run_all, works), *self._compiled_for)
-        with ThreadPoolExecutor(min(len(works), os.cpu_count() or 1), "holdfast-compile") as pool:
-            for running in [pool.submit(self._run_in_thread, work) for work in works]:
-                running.result()
+        with nullcontext() if self.group is None else self.group.alone():
+            compile_once(partial(self._run_all, works), *self._compiled_for)
+            self._run_at_once(works)
         torch.cuda.synchronize(self.device)
         # cuBLAS allocated a workspace for each thread.
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
+
+    def _run_at_once(self, works: list[Callable[[], object]]) -> None:
+        with ThreadPoolExecutor(min(len(works), os.cpu_count() or 1), "holdfast-compile") as pool:
+            for running in [pool.submit(self._run_in_thread, work) for work in works]:
+                running.result()
 
     @property
     def _compiled_for(self) -> tuple[object, ...]:
@@ -250,7 +264,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
     def _run_once(self, plans: list[StepPlan], blocks: int) -> None:
         """Run these steps over a cache of this many blocks, which is freed when this returns."""
         memory = self._allocate(blocks, 0, self._graph_sizes.largest())
-        executor = PagedExecutor(self.model, self.attention, memory, self._stage_end)
+        executor = PagedExecutor(self.model, self.attention, memory, self.group, self._stage)
         if self.adapter_slots is not None:
             self.adapter_slots.fill()
         try:
@@ -322,7 +336,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
             return None, None
         assert isinstance(self.model, CapturableModel) and isinstance(self.attention, CapturableAttention)
         parts = self.model, self.attention, batch, layers, sizes
-        graphs = StepGraphs(*parts)
+        graphs = StepGraphs(*parts, group=self.group)
         if self.adapter_slots is None:
             return graphs, None
         return graphs, StepGraphs(*parts, adapters=self.adapter_slots.layers, beside=graphs)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
+from torch.distributed.distributed_c10d import PrefixStore
 
 from holdfast.core.layout import Layout
 from holdfast.lm.execution.stage_link import GlooLink, StageLink
@@ -25,7 +28,7 @@ class Place:
     def __init__(self, layout: Layout, rank: int, device: torch.device, meeting: str) -> None:
         """`meeting` is a directory of these ranks alone, where they leave word how they can be reached."""
         self.layout, self.rank, self.device = layout, rank, device
-        self._store = dist.FileStore(str(Path(meeting) / "ranks"), layout.ranks)
+        self._store = FileStore(str(Path(meeting) / "ranks"), layout.ranks)
         self._everyone: dist.ProcessGroup | None = None
         if layout.pp > 1:
             self._everyone = self._gloo("everyone", range(layout.ranks))
@@ -44,8 +47,9 @@ class Place:
 
     def _gloo(self, name: str, ranks: range) -> dist.ProcessGroup:
         """These ranks of this host as one process group. Nobody else can reach its sockets."""
-        options = dist.ProcessGroupGloo._Options()
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname=LOOPBACK)]
         options._timeout = TIMEOUT
-        store = dist.PrefixStore(name, self._store)
-        return dist.ProcessGroupGloo(store, ranks.index(self.rank), len(ranks), options)
+        processes: dist.ProcessGroup = gloo(PrefixStore(name, self._store), ranks.index(self.rank), len(ranks), options)
+        return processes

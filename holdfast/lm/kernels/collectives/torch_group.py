@@ -63,14 +63,14 @@ class TorchGroup(Group):
         sent[:count, : logits.shape[1]] = logits
         received = torch.empty_like(sent)
         if count and not self._alone:
-            dist.all_to_all_single(received, sent, group=self._processes)
+            self._processes.alltoall_base(received, sent, [], []).wait()
         whole = received.view(size, rows, columns).transpose(0, 1).reshape(rows, size * columns)
         return whole[: len(own_rows(count, size, self.rank)), :vocab_size]
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         everyones = x.new_zeros(self.size, len(x))
         if len(x) and not self._alone:
-            dist.all_gather([*everyones], x.contiguous(), group=self._processes)
+            self._processes.allgather([*everyones], x.contiguous()).wait()
         return everyones
 
     @contextmanager
@@ -86,5 +86,5 @@ class TorchGroup(Group):
         if x.device.type == "cpu":
             x = x.float()
         if x.numel() and not self._alone:
-            dist.all_reduce(x, group=self._processes)
+            self._processes.allreduce(x).wait()
         return x

@@ -171,6 +171,7 @@ def put_together(
         shape,
         cost,
         policy=policy,
+        micro_batches=config.pp,
         tuner=tuner,
         deferral_bound=config.deferral_bound,
         tuning_progress=config.tuning_progress,
@@ -193,7 +194,9 @@ def put_together(
     if (host := device.host) is not None:  # it becomes usable bit by bit, beside the first requests
         host.begin()
         grow = partial(grow_host_tier, scheduler, host)
-    loop: LanguageLoop = Loop(scheduler, executor, config.steps_in_flight, clock, grow, keep, device.executor.prepare)
+    loop: LanguageLoop = Loop(
+        scheduler, executor, config.steps_in_flight + config.pp - 1, clock, grow, keep, device.executor.prepare
+    )
     info = EngineInfo(
         model=shape.model,
         precision=shape.precision,

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from holdfast.core.config import PADDED_OPTIONS, PAGED_OPTIONS, ROW_SCHEDULERS, EngineConfig, ExecutorName
+from holdfast.core.config import PAGED_OPTIONS, ROW_SCHEDULERS, EngineConfig, ExecutorName
 from holdfast.core.cost import CostModel
 from holdfast.core.stages import Stages
 from holdfast.core.training_cost import MICRO_BATCHES
@@ -26,6 +26,7 @@ from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.in_service import in_service
 from holdfast.engine.many_device import ManyDevice
 from holdfast.engine.messages import EngineInfo
+from holdfast.engine.paged import check_layout, make_paged_device, make_rank, threads_of
 from holdfast.engine.profiles import CostProfile, cached_profile_path
 from holdfast.engine.rank_messages import Loaded, StartRank
 from holdfast.engine.ranks import Ranks
@@ -33,17 +34,13 @@ from holdfast.engine.trace import TracedExecutor
 from holdfast.engine.tuning_desk import TuningDesk, TuningRules
 from holdfast.lm.execution.cost_profile import estimate_cost, measure_cost
 from holdfast.lm.execution.paged_device import PagedDevice, resolve_device
-from holdfast.lm.execution.place import Place
-from holdfast.lm.kernels.attention import backends as attention
 from holdfast.lm.models.base import UnsupportedCheckpoint
 from holdfast.lm.models.decoder import Decoder
-from holdfast.lm.models.hf import NotPaged, TransformersModel
-from holdfast.lm.models.loader import decoder_spec, load
-from holdfast.lm.models.shard import shard_of
+from holdfast.lm.models.hf import NotPaged
 from holdfast.lm.padded.cost_profile import estimate_padded_cost, measure_padded_cost
 from holdfast.lm.padded.device import PaddedDevice
 from holdfast.lm.padded.loading import load_unmodified
-from holdfast.lm.scheduler.choice import capacity_of, choose_policy, make_scheduler, make_tuner
+from holdfast.lm.scheduler.choice import choose_policy, make_scheduler, make_tuner
 from holdfast.lm.scheduler.deferral import DEFAULT_BOUND
 from holdfast.lm.scheduler.policies import LatencyTarget, StallFree
 from holdfast.lm.scheduler.scheduler import Scheduler
@@ -70,12 +67,6 @@ MIRROR_SECONDS = 7 * 86_400.0
 """States that lie in the host's memory for so long without a change are deleted."""
 HOST_BYTES_PER_SECOND = {"cuda": 40e9, "cpu": 5e9}
 """Speed of copies between the cache and the host, roughly. The planner only needs to know which slices are long."""
-
-LARGE_STEP = 16
-"""Steps of many whole prompts hold at most this many default token budgets, unless the budget is configured.
-
-By calculation, 32,768 tokens (CUDA) of an 8B model take 3 GB of activations and about a second on an H100.
-"""
 
 
 class Engine(NamedTuple):
@@ -361,17 +352,6 @@ def choose_device(config: EngineConfig, checkpoint: Checkpoint, stages: Stages, 
     return Choice(device, str(refusal))
 
 
-def check_layout(config: EngineConfig, checkpoint: Checkpoint) -> None:
-    """Raise ValueError for a model or a machine that cannot be shared by so many ranks."""
-    layout = config.layout
-    shard_of(decoder_spec(checkpoint.directory), layout, 0)
-    if resolve_device(config.device).type == "cuda" and torch.cuda.device_count() < layout.ranks:
-        raise ValueError(
-            f"tp is {layout.tp} and pp is {layout.pp}, which takes {layout.ranks} GPUs, and PyTorch finds "
-            f"{torch.cuda.device_count()}"
-        )
-
-
 def make_many_device(config: EngineConfig, ranks: Ranks, stages: Stages) -> Choice:
     """The model on the devices of all ranks. Raises RankFailure, naming the rank."""
     torch.set_num_threads(threads_of(config))
@@ -380,75 +360,6 @@ def make_many_device(config: EngineConfig, ranks: Ranks, stages: Stages) -> Choi
     )
     loaded = [answer for answer in answers if isinstance(answer, Loaded)]
     return Choice(ManyDevice(own.device, ranks, loaded), own.reason)
-
-
-def threads_of(config: EngineConfig) -> int:
-    """CPU threads of each rank: they share the cores."""
-    return max(1, (config.threads or torch.get_num_threads()) // config.layout.ranks)
-
-
-def make_rank(config: EngineConfig, rank: int, meeting: str, stages: Stages | None = None) -> PagedChoice:
-    """One rank's part of the model, on its device. All ranks do this at the same time.
-
-    `meeting` is a directory of these ranks alone, where they find each other.
-    """
-    if rank:
-        torch.set_num_threads(threads_of(config))
-    if resolve_device(config.device).type == "cuda":
-        torch.cuda.set_device(rank)
-    place = Place(config.layout, rank, resolve_device(config.device), meeting)
-    return make_paged_device(config, Checkpoint.find(config.model), stages, place)
-
-
-class PagedChoice(NamedTuple):
-    """A model over a paged cache."""
-
-    device: PagedDevice
-    reason: str
-    """As in Choice."""
-
-
-def make_paged_device(
-    config: EngineConfig, checkpoint: Checkpoint, stages: Stages | None, place: Place | None = None
-) -> PagedChoice:
-    """The model over a paged cache: a native decoder, or Transformers' code with its attention swapped.
-
-    With a `place`, this rank's part of it.
-    """
-    device = resolve_device(config.device) if place is None else place.device
-    if device.type == "cuda" and config.cuda_graphs:
-        from holdfast.lm.kernels.compilation import prepare  # a CPU installation has no Triton
-
-        prepare()
-    attention.require(config.attention_backend, device, fp8_cache=config.kv_cache_dtype == "fp8")
-    model = load(
-        checkpoint.directory,
-        device=device,
-        dtype=config.dtype,
-        max_model_len=config.max_model_len,
-        load_format=config.load_format,
-        quantization=config.quantization,
-        layout=config.layout,
-        rank=0 if place is None else place.rank,
-        group=None if place is None else place.group,
-    )
-    name = model.spec.architecture
-    swapped = isinstance(model, TransformersModel)
-    for option in PADDED_OPTIONS:
-        # Leave to run a checkpoint's code may be given to a model that needs none.
-        if option != "trust_remote_code" and (value := getattr(config, option)) != getattr(EngineConfig, option):
-            raise ValueError(f"{option} is {value}, which is for the padded executor, and {name} runs on the paged one")
-    capacity = capacity_of(
-        config.scheduler,
-        token_budget=config.fixed_token_budget or DEFAULT_TOKEN_BUDGET[device.type],
-        max_model_len=model.spec.max_model_len,
-        max_sequences=config.max_sequences,
-        limit=config.fixed_token_budget or LARGE_STEP * DEFAULT_TOKEN_BUDGET[device.type],
-    )
-    return PagedChoice(
-        PagedDevice(model, config, name=checkpoint.name, max_step_tokens=capacity, stages=stages, place=place),
-        f"{name} lets Transformers swap its attention" if swapped else f"{name} has a native decoder",
-    )
 
 
 def make_padded_device(

@@ -58,7 +58,7 @@ class Rank:
         start = self._next()
         assert isinstance(start, messages.StartRank), f"the first command was {start}"
         gc.disable()  # it would look at all modules again and again while they are imported
-        from holdfast.engine.build import make_rank  # it imports PyTorch
+        from holdfast.engine.paged import make_rank  # it imports PyTorch
 
         device = make_rank(start.config, self._seat.rank, start.meeting).device
         self._answer(messages.Loaded(device.block_bytes))

@@ -78,6 +78,8 @@ class Engine(NamedTuple):
     """Loads and unloads adapters; None if none may be served."""
     tuning: TuningDesk | None
     """Takes tuning jobs; None if tuning is off. To be closed after the loop."""
+    ranks: Ranks | None
+    """The other processes of the engine; None if there are none. Closing the loop ends them."""
 
 
 def build(
@@ -207,8 +209,10 @@ def put_together(
         stages=tuple(stages.done),
         adapters=tuple(adapters),
         adapter_slots=shape.adapter_slots,
+        tp=config.tp,
+        pp=config.pp,
     )
-    return Engine(loop, info, desk, tuning)
+    return Engine(loop, info, desk, tuning, ranks)
 
 
 def tuned_model(config: EngineConfig, device: LanguageDevice) -> Decoder | None:

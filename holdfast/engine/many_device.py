@@ -132,8 +132,9 @@ class ManyDevice(LanguageDevice):
 
 
 def in_words(device: str, layout: Layout) -> str:
-    """The devices of all ranks, in words."""
-    return f"{layout.ranks} × {device}, tp {layout.tp}, pp {layout.pp}"
+    """The devices of all ranks in words: `4 × NVIDIA H200 (tp 2, pp 2)`."""
+    sizes = [f"{name} {size}" for name, size in (("tp", layout.tp), ("pp", layout.pp)) if size > 1]
+    return f"{layout.ranks} × {device} ({', '.join(sizes)})"
 
 
 def combined(memories: Sequence[MemoryMeasurement], layout: Layout, kind: str) -> MemoryMeasurement:

@@ -243,7 +243,7 @@ class Ranks:
             for rank in self._ranks:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     rank.process.wait(max(0.0, deadline - time.monotonic()))
-        self._kill()
+        self._bury()
         self._own.shutdown(wait=not failed, cancel_futures=True)
         self._meeting.cleanup()
         for mailbox in (self._commands, *(rank.answers for rank in self._ranks)):
@@ -314,12 +314,13 @@ class Ranks:
     def _fail(self, reason: str) -> None:
         """Kill all ranks, and let every call raise RankFailure from now on."""
         self.failure = self.failure or reason
-        self._kill()
+        for rank in self._ranks:
+            rank.process.kill()
         self._bell.ring()
         self.on_failure()
 
-    def _kill(self) -> None:
-        """Kill all processes that still run, and wait until they have ended."""
+    def _bury(self) -> None:
+        """Kill the processes that still run, and wait until all have ended."""
         for rank in self._ranks:
             rank.process.kill()
         for rank in self._ranks:

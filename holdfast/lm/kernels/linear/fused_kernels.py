@@ -18,8 +18,8 @@ def embed_kernel(ids, embedding, out, first, held_tokens, width, stride, BLOCK: 
     Program (token, part of the row).
     """
     token = tl.program_id(0).to(tl.int64)
-    place = tl.load(ids + token) - first
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    place = tl.load(ids + token + tl.zeros([BLOCK], tl.int64)) - first
     held = (at < width) & (place >= 0) & (place < held_tokens)
     row = tl.load(embedding + place * stride + at, mask=held, other=0.0)
     tl.store(out + token * width + at, row, mask=at < width)

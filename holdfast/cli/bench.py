@@ -31,7 +31,7 @@ from holdfast.lab.workloads import Workload, WorkloadConfig, num_requests
 SIMULATED_OPTIONS = (
     "scheduler", "token_budget", "tbt_target", "max_sequences", "max_model_len", "block_size", "headroom",
     "steps_in_flight", "prefix_sharing", "trace", "seed", "host_cache_gb", "chunk_size", "eviction", "swap_threshold",
-    "memory_fraction", "quantization", "kv_cache_dtype",
+    "memory_fraction", "quantization", "kv_cache_dtype", "tp", "pp",
 )  # fmt: skip
 """Engine options that affect a simulation."""
 SHORT_SECONDS = 20.0
@@ -48,8 +48,6 @@ class BenchConfig:
         "simulate it with this profile, a file written by `holdfast profile --out`; or with MODEL@DEVICE, MODEL one of "
         f"{', '.join(sorted(MODELS))}, DEVICE one of {', '.join(sorted(DEVICES))}",
     )
-    tp: int = option(1, "devices that share each layer, for a simulated MODEL@DEVICE")
-    pp: int = option(1, "pipeline stages that divide the layers, for a simulated MODEL@DEVICE")
     link: str | None = option(
         None, f"link between the devices of a layer: {', '.join(LINKS)}; default: the device's own"
     )
@@ -85,14 +83,6 @@ class BenchConfig:
         check_url(self.url)
         require_at_least_1(self, "concurrency", "cache_tokens")
         require_positive(self, "speed", "slo_ttft", "slo_tpot", "slo_e2el", "capacity", "rates", "copy_gbs")
-        if (self.tp, self.pp, self.link, self.stage_link) != (1, 1, None, None) and "@" not in (self.simulate or ""):
-            raise ValueError(
-                "tp, pp, link and stage_link are for --simulate MODEL@DEVICE; a profile has its own layout"
-            )
-        if self.link is not None and self.tp == self.pp == 1:
-            raise ValueError(f"link is {self.link}, which joins devices; give --tp or --pp above 1")
-        if self.stage_link is not None and self.pp == 1:
-            raise ValueError(f"stage_link is {self.stage_link}, which joins stages; give --pp above 1")
         if not 0 <= self.host_us < float("inf"):
             raise ValueError(f"host_us is {self.host_us:g}; it must be at least 0 and finite")
         if self.concurrency is not None and (self.rates or self.capacity):
@@ -109,6 +99,7 @@ def run(config: BenchConfig, workload: WorkloadConfig, engine: EngineConfig, arg
     `arguments` are those of the command line, for the report. Raises ValueError, OSError, EngineStartError.
     """
     check_outputs(config.json, engine.trace, report=config.report, plots=config.plots)
+    check_links(config, engine)
     if engine.trace is not None and (config.capacity is not None or len(config.rates) > 1):
         raise ValueError("trace is the timeline of one run; give it with at most one rate, and without --capacity")
     console = Console(highlight=False)
@@ -154,6 +145,19 @@ def run(config: BenchConfig, workload: WorkloadConfig, engine: EngineConfig, arg
         written = report.write(config.report, config.plots, settings=settings, command=command)
         console.print(f"written: {', '.join(written)}", soft_wrap=True)
     return 0
+
+
+def check_links(config: BenchConfig, engine: EngineConfig) -> None:
+    """Raise ValueError for links that join nothing, and for a layout beside a profile, which has its own."""
+    derived = "@" in (config.simulate or "")
+    if not derived and (config.link, config.stage_link) != (None, None):
+        raise ValueError("link and stage_link are for --simulate MODEL@DEVICE")
+    if config.simulate is not None and not derived and engine.layout.ranks > 1:
+        raise ValueError("tp and pp are for --simulate MODEL@DEVICE; a profile has its own layout")
+    if config.link is not None and engine.layout.ranks == 1:
+        raise ValueError(f"link is {config.link}, which joins devices; give --tp or --pp above 1")
+    if config.stage_link is not None and engine.pp == 1:
+        raise ValueError(f"stage_link is {config.stage_link}, which joins stages; give --pp above 1")
 
 
 @dataclass
@@ -231,7 +235,7 @@ def simulation(config: BenchConfig, source: str, engine: EngineConfig, console: 
     if at and not Path(source).exists():
         shape = configured_shape(model, device, engine)
         links = {"link": config.link, "stage_link": config.stage_link}
-        found = deploy(shape, device, tp=config.tp, pp=config.pp, **links, memory_fraction=engine.memory_fraction)
+        found = deploy(shape, device, tp=engine.tp, pp=engine.pp, **links, memory_fraction=engine.memory_fraction)
         profile, pipeline = found.profile, found.pipeline
         origin = "measured" if found.measured else "derived from data sheets"
         told = f"{profile.precision}, {origin}: {profile.cache_tokens:,} tokens of KV cache"

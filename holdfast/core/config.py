@@ -8,6 +8,8 @@ from importlib.util import find_spec
 from math import inf
 from typing import Any, Literal
 
+from holdfast.core.layout import Layout
+
 BUILTIN_MODEL = "holdfast-tiny"
 
 SchedulerName = Literal[
@@ -92,16 +94,18 @@ class EngineConfig:
     trust_remote_code: bool = option(
         False, "run the checkpoint's own Python code, with all rights of this process; for the padded executor"
     )
+    tp: int = option(1, "devices that share each layer (tensor parallelism); one process each")
+    pp: int = option(1, "stages that each hold a part of the layers, on tp devices each (pipeline parallelism)")
     max_model_len: int | None = option(None, "longest sequence in tokens; default: the model's own limit")
     max_sequences: int = option(256, "maximum number of sequences that run at once")
     block_size: int = option(16, "tokens in one block of the KV cache")
     cache_gb: float | None = option(
-        None, "size of the KV cache in GB; default: the measured free memory (at most 4 on a CPU)"
+        None, "size of the KV cache in GB, on all devices; default: the measured free memory (at most 4 on a CPU)"
     )
     host_cache_gb: float | Literal["auto"] = option(
         "auto",
-        "size of the host tier in GB, where idle conversations go; auto is a quarter of the free host memory on CUDA, "
-        "at most 32, and 0 on a CPU; 0 is off",
+        "size of the host tier in GB, for all devices, where idle conversations go; auto is a quarter of the free host "
+        "memory on CUDA, at most 32, and 0 on a CPU; 0 is off",
     )
     chunk_size: int = option(32, "tokens that are evicted together; rounded up to whole blocks")
     eviction: Literal["retention", "lru", "lru-conversation", "tail-first"] = option(
@@ -182,7 +186,9 @@ class EngineConfig:
         "corrected by what steps take in service",
         unit="ms",
     )
-    steps_in_flight: int = option(2, "steps in flight at once; 1 waits for each step before planning the next")
+    steps_in_flight: int = option(
+        2, "steps in flight at once, and one more for each stage after the first; 1 waits before planning the next"
+    )
     cuda_graphs: bool = option(
         True, "run steps as captured CUDA graphs, if there is a GPU and the attention backend can be captured"
     )
@@ -195,10 +201,14 @@ class EngineConfig:
     max_waiting: int = option(4096, "maximum number of waiting requests; more are refused with 503")
     trace: str | None = option(None, "write a trace of every step to this file, in Chrome's trace format")
     seed: int = option(0, "seed for requests that give none")
-    threads: int | None = option(None, "number of CPU threads of the engine; default: PyTorch's choice")
+    threads: int | None = option(
+        None, "number of CPU threads of the engine, in all its processes; default: PyTorch's choice"
+    )
 
     def __post_init__(self) -> None:
         for name, low, high in (
+            ("tp", 1, 64),
+            ("pp", 1, 64),
             ("max_sequences", 1, 4096),
             ("block_size", 1, 1024),
             ("steps_in_flight", 1, 64),
@@ -269,6 +279,7 @@ class EngineConfig:
             raise ValueError(f"tbt_target is for the stall-free scheduler, and scheduler is {self.scheduler}; drop one")
         self._check_adapters()
         self._check_tuning()
+        self._check_layout()
 
     def _refuse_set(self, names: tuple[str, ...], owner: str) -> None:
         """Raises ValueError for the first of these options that has another value than its default."""
@@ -311,6 +322,24 @@ class EngineConfig:
             raise ValueError(f"tuning is for the stall-free scheduler, and scheduler is {self.scheduler}; drop one")
         if not self.tuning_mirror:
             raise ValueError("tuning_mirror is empty; it must be auto, off, or a directory")
+
+    def _check_layout(self) -> None:
+        """Raises ValueError for what takes the whole model on one device, where there are several."""
+        several = next((name for name in ("tp", "pp") if getattr(self, name) > 1), None)
+        if several is None:
+            return
+        said = f"{several} is {getattr(self, several)}"
+        if self.executor == "padded" or self.scheduler in ROW_SCHEDULERS:
+            name = "executor" if self.executor == "padded" else "scheduler"
+            raise ValueError(f"{said}, and {name} is {getattr(self, name)}: padded rows run on one device; drop one")
+        for name, given in (("tuning", self.tuning), ("adapter", self.adapter), ("max_adapters", self.max_adapters)):
+            if given:
+                raise ValueError(f"{said}, and {name} needs the whole model on one device; drop one")
+
+    @property
+    def layout(self) -> Layout:
+        """How the engine's processes share the model."""
+        return Layout(self.tp, self.pp)
 
     @property
     def adapters(self) -> list[tuple[str, str]]:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from holdfast.core.config import PADDED_OPTIONS, PAGED_OPTIONS, ROW_SCHEDULERS, EngineConfig, ExecutorName
+from holdfast.core.config import PAGED_OPTIONS, ROW_SCHEDULERS, EngineConfig, ExecutorName
 from holdfast.core.cost import CostModel
 from holdfast.core.stages import Stages
 from holdfast.core.training_cost import MICRO_BATCHES
@@ -24,21 +24,23 @@ from holdfast.core.types import AdapterInfo
 from holdfast.engine.adapter_desk import AdapterDesk
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.in_service import in_service
+from holdfast.engine.many_device import ManyDevice
 from holdfast.engine.messages import EngineInfo
+from holdfast.engine.paged import check_layout, make_paged_device, make_rank, threads_of
 from holdfast.engine.profiles import CostProfile, cached_profile_path
+from holdfast.engine.rank_messages import Loaded, StartRank
+from holdfast.engine.ranks import Ranks
 from holdfast.engine.trace import TracedExecutor
 from holdfast.engine.tuning_desk import TuningDesk, TuningRules
 from holdfast.lm.execution.cost_profile import estimate_cost, measure_cost
 from holdfast.lm.execution.paged_device import PagedDevice, resolve_device
-from holdfast.lm.kernels.attention import backends as attention
 from holdfast.lm.models.base import UnsupportedCheckpoint
 from holdfast.lm.models.decoder import Decoder
-from holdfast.lm.models.hf import NotPaged, TransformersModel
-from holdfast.lm.models.loader import load
+from holdfast.lm.models.hf import NotPaged
 from holdfast.lm.padded.cost_profile import estimate_padded_cost, measure_padded_cost
 from holdfast.lm.padded.device import PaddedDevice
 from holdfast.lm.padded.loading import load_unmodified
-from holdfast.lm.scheduler.choice import capacity_of, choose_policy, make_scheduler, make_tuner
+from holdfast.lm.scheduler.choice import choose_policy, make_scheduler, make_tuner
 from holdfast.lm.scheduler.deferral import DEFAULT_BOUND
 from holdfast.lm.scheduler.policies import LatencyTarget, StallFree
 from holdfast.lm.scheduler.scheduler import Scheduler
@@ -66,12 +68,6 @@ MIRROR_SECONDS = 7 * 86_400.0
 HOST_BYTES_PER_SECOND = {"cuda": 40e9, "cpu": 5e9}
 """Speed of copies between the cache and the host, roughly. The planner only needs to know which slices are long."""
 
-LARGE_STEP = 16
-"""Steps of many whole prompts hold at most this many default token budgets, unless the budget is configured.
-
-By calculation, 32,768 tokens (CUDA) of an 8B model take 3 GB of activations and about a second on an H100.
-"""
-
 
 class Engine(NamedTuple):
     """An engine that is ready to serve."""
@@ -82,6 +78,8 @@ class Engine(NamedTuple):
     """Loads and unloads adapters; None if none may be served."""
     tuning: TuningDesk | None
     """Takes tuning jobs; None if tuning is off. To be closed after the loop."""
+    ranks: Ranks | None
+    """The other processes of the engine; None if there are none. Closing the loop ends them."""
 
 
 def build(
@@ -111,12 +109,33 @@ def build_engine(
     MemoryError with a reason for people.
     """
     stages = stages or Stages(clock(), clock)
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
     checkpoint = Checkpoint.find(config.model)
+    if config.layout.ranks == 1:
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        return put_together(config, checkpoint, None, stages, measure=measure, on_progress=on_progress)
+    check_layout(config, checkpoint)
+    ranks = Ranks(config)
+    try:
+        return put_together(config, checkpoint, ranks, stages, measure=measure, on_progress=on_progress)
+    except BaseException:
+        ranks.close(at_once=True)
+        raise
+
+
+def put_together(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    ranks: Ranks | None,
+    stages: Stages,
+    *,
+    measure: bool,
+    on_progress: Callable[[str], None],
+) -> Engine:
+    """Do what `build_engine` says. `ranks` are the processes of the other ranks, where there are any."""
     on_progress(f"loading {checkpoint.name}")
     with stages.stage("weights"):
-        device, reason = choose_device(config, checkpoint, stages)
+        device, reason = choose_device(config, checkpoint, stages, ranks)
     tuned = tuned_model(config, device)
     if tuned is not None and isinstance(device, PagedDevice):
         device.training_bytes = partial(training_workspace, config, tuned)
@@ -145,6 +164,7 @@ def build_engine(
         shape,
         cost,
         policy=policy,
+        micro_batches=config.pp,
         tuner=tuner,
         deferral_bound=config.deferral_bound,
         tuning_progress=config.tuning_progress,
@@ -167,7 +187,9 @@ def build_engine(
     if (host := device.host) is not None:  # it becomes usable bit by bit, beside the first requests
         host.begin()
         grow = partial(grow_host_tier, scheduler, host)
-    loop: LanguageLoop = Loop(scheduler, executor, config.steps_in_flight, clock, grow, keep, device.executor.prepare)
+    loop: LanguageLoop = Loop(
+        scheduler, executor, config.steps_in_flight + config.pp - 1, clock, grow, keep, device.executor.prepare
+    )
     info = EngineInfo(
         model=shape.model,
         precision=shape.precision,
@@ -187,8 +209,10 @@ def build_engine(
         stages=tuple(stages.done),
         adapters=tuple(adapters),
         adapter_slots=shape.adapter_slots,
+        tp=config.tp,
+        pp=config.pp,
     )
-    return Engine(loop, info, desk, tuning)
+    return Engine(loop, info, desk, tuning, ranks)
 
 
 def tuned_model(config: EngineConfig, device: LanguageDevice) -> Decoder | None:
@@ -295,24 +319,26 @@ def grow_host_tier(scheduler: Scheduler, host: HostTier) -> None:
 class Choice(NamedTuple):
     """A model on the device that its executor needs."""
 
-    device: PagedDevice | PaddedDevice
+    device: PagedDevice | PaddedDevice | ManyDevice
     reason: str
     """Why it is this executor, in words that can follow "because"."""
 
 
-def choose_device(config: EngineConfig, checkpoint: Checkpoint, stages: Stages) -> Choice:
+def choose_device(config: EngineConfig, checkpoint: Checkpoint, stages: Stages, ranks: Ranks | None = None) -> Choice:
     """The model on its device, before there is a cache: paged if it can be, else padded, or as `executor` says.
 
-    Raises UnsupportedCheckpoint with both reasons if neither can run it, ValueError for an option that the executor
-    does not read, and MemoryError.
+    With the other `ranks` it is on all their devices. Raises UnsupportedCheckpoint with both reasons if neither can run
+    it, ValueError for an option that the executor does not read, and MemoryError.
     """
+    if ranks is not None:
+        return make_many_device(config, ranks, stages)
     if config.executor == "padded":
         return Choice(make_padded_device(config, checkpoint, stages), "executor is padded")
     if config.executor == "auto" and config.scheduler in ROW_SCHEDULERS:
         reason = f"scheduler is {config.scheduler}, which plans padded rows"
         return Choice(make_padded_device(config, checkpoint, stages), reason)
     try:
-        return make_paged_device(config, checkpoint, stages)
+        return Choice(*make_paged_device(config, checkpoint, stages))
     except UnsupportedCheckpoint as error:
         if config.executor == "paged":
             raise
@@ -330,39 +356,14 @@ def choose_device(config: EngineConfig, checkpoint: Checkpoint, stages: Stages) 
     return Choice(device, str(refusal))
 
 
-def make_paged_device(config: EngineConfig, checkpoint: Checkpoint, stages: Stages) -> Choice:
-    """The model over a paged cache: a native decoder, or Transformers' code with its attention swapped."""
-    device = resolve_device(config.device)
-    if device.type == "cuda" and config.cuda_graphs:
-        from holdfast.lm.kernels.compilation import prepare  # a CPU installation has no Triton
-
-        prepare()
-    attention.require(config.attention_backend, device, fp8_cache=config.kv_cache_dtype == "fp8")
-    model = load(
-        checkpoint.directory,
-        device=device,
-        dtype=config.dtype,
-        max_model_len=config.max_model_len,
-        load_format=config.load_format,
-        quantization=config.quantization,
+def make_many_device(config: EngineConfig, ranks: Ranks, stages: Stages) -> Choice:
+    """The model on the devices of all ranks. Raises RankFailure, naming the rank."""
+    torch.set_num_threads(threads_of(config))
+    own, answers = ranks.together(
+        StartRank(config, ranks.meeting), partial(make_rank, config, 0, ranks.meeting, stages)
     )
-    name = model.spec.architecture
-    swapped = isinstance(model, TransformersModel)
-    for option in PADDED_OPTIONS:
-        # Leave to run a checkpoint's code may be given to a model that needs none.
-        if option != "trust_remote_code" and (value := getattr(config, option)) != getattr(EngineConfig, option):
-            raise ValueError(f"{option} is {value}, which is for the padded executor, and {name} runs on the paged one")
-    capacity = capacity_of(
-        config.scheduler,
-        token_budget=config.fixed_token_budget or DEFAULT_TOKEN_BUDGET[device.type],
-        max_model_len=model.spec.max_model_len,
-        max_sequences=config.max_sequences,
-        limit=config.fixed_token_budget or LARGE_STEP * DEFAULT_TOKEN_BUDGET[device.type],
-    )
-    return Choice(
-        PagedDevice(model, config, name=checkpoint.name, max_step_tokens=capacity, stages=stages),
-        f"{name} lets Transformers swap its attention" if swapped else f"{name} has a native decoder",
-    )
+    loaded = [answer for answer in answers if isinstance(answer, Loaded)]
+    return Choice(ManyDevice(own.device, ranks, loaded), own.reason)
 
 
 def make_padded_device(
@@ -407,7 +408,7 @@ def pace_of(config: EngineConfig, kind: str, name: str, executor: ExecutorName =
 
 
 def find_profile(
-    device: PagedDevice | PaddedDevice,
+    device: PagedDevice | PaddedDevice | ManyDevice,
     shape: EngineShape,
     path: Path,
     stages: Stages,
@@ -447,7 +448,7 @@ def nothing() -> None:
     """Do nothing."""
 
 
-def make_profile(device: PagedDevice, shape: EngineShape, *, in_full: bool) -> CostProfile:
+def make_profile(device: PagedDevice | ManyDevice, shape: EngineShape, *, in_full: bool) -> CostProfile:
     """Measure the cost profile of an allocated device, or estimate it by a few steps."""
     config = device.config
     cost = (measure_cost if in_full else estimate_cost)(device, name=shape.model)

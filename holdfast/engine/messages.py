@@ -48,6 +48,10 @@ class EngineInfo:
     """The adapters that are served from the start."""
     adapter_slots: int = 0
     """Adapters that the device holds at a time; 0: none are served."""
+    tp: int = 1
+    """Devices that share each layer. `memory` is that of all devices."""
+    pp: int = 1
+    """Stages that share the layers."""
     profile_path: str = ""
     """The file with the device's cost profile; empty if the engine needed none."""
     stages: tuple[Stage, ...] = ()

@@ -121,7 +121,7 @@ class Child:
         if status == FAILED:  # its Failure is on the way, or was read before
             self._loop.call_later(GRACE_SECONDS, self._on_end, "the engine process failed and gave no reason")
         else:
-            self._on_end(f"the engine process {_in_words(status)}")
+            self._on_end(f"the engine process {in_words(status)}")
 
 
 def remove_stale_sockets() -> None:
@@ -133,7 +133,8 @@ def remove_stale_sockets() -> None:
                 left.parent.rmdir()
 
 
-def _in_words(status: int) -> str:
+def in_words(status: int) -> str:
+    """How a process ended, as a clause: `was killed by SIGSEGV`."""
     if status < 0:
         name = signal.Signals(-status).name
         hint = "; the system may be out of memory" if name == "SIGKILL" else ""
@@ -161,8 +162,8 @@ class Parent:
         self._socket.send(messages.encode(message))
 
     def poll(self, seconds: float) -> bool:
-        """Whether a message arrives within this time."""
-        return bool(self._socket.poll(int(seconds * 1000)))
+        """Whether a message arrives within this time, or another thread calls `wake`, as for `wait`."""
+        return bool(self._poller.poll(int(seconds * 1000)))
 
     def wait(self) -> None:
         """Wait for a message, or until another thread calls `wake`, now or since the last wait."""
@@ -175,9 +176,10 @@ class Parent:
         with contextlib.suppress(BlockingIOError):  # the pipe is full, so the wait ends anyway
             os.write(self._wake, b".")
 
-    def receive(self) -> messages.ToEngine:
-        """Wait for the next message. Raises ValueError for an invalid one."""
-        return messages.decode_to_engine(self._socket.recv())
+    def receive(self) -> messages.ToEngine | None:
+        """Wait for the next message; None if another thread calls `wake` first. Raises ValueError if it is invalid."""
+        self.wait()
+        return next(self.waiting(), None)
 
     def waiting(self) -> Iterator[messages.ToEngine]:
         """The messages that have arrived. Does not wait for more."""

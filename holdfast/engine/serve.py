@@ -8,11 +8,13 @@ import gc
 import importlib
 import importlib.util
 import itertools
+import logging
 import os
 import sys
 import threading
 import time
 import traceback
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +26,7 @@ from holdfast.lm.types import LanguageLoop
 
 if TYPE_CHECKING:
     from holdfast.engine.adapter_desk import AdapterDesk  # it imports PyTorch
+    from holdfast.engine.ranks import Ranks
     from holdfast.engine.tuning_desk import TuningDesk
 
 STEPS_PER_COLLECTION = 64
@@ -32,6 +35,10 @@ SWITCH_SECONDS = 1e-4
 """In an engine of cells: how long one thread may keep another from running Python. Several threads plan and submit."""
 QUIET_SECONDS = 1.0
 """All garbage is collected in a pause of this length. That takes as long as several steps."""
+STUCK_SECONDS = 5.0
+"""Time to end for a process of which another rank has failed."""
+
+log = logging.getLogger("holdfast.engine")
 
 
 def main(parent_pid: int, device: str, builder: str) -> int:
@@ -104,7 +111,7 @@ def run(start: messages.Start, parent: Parent, loading: Loading | None = None) -
     stages = begin(start.began, parent, loading or Loading(start.config.device))
     from holdfast.engine.build import build_engine
 
-    loop, info, desk, tuning = build_engine(
+    loop, info, desk, tuning, ranks = build_engine(
         start.config,
         stages=stages,
         measure=start.measure,
@@ -116,7 +123,7 @@ def run(start: messages.Start, parent: Parent, loading: Loading | None = None) -
     gc.disable()
     parent.send(messages.Ready(info))
     try:
-        serve(loop, parent, desk, tuning)
+        serve(loop, parent, desk, tuning, ranks)
     finally:
         if desk is not None:
             desk.close()
@@ -178,18 +185,26 @@ def wake_gpu() -> None:
 
 
 def serve(
-    loop: LanguageLoop, parent: Parent, desk: AdapterDesk | None = None, tuning: TuningDesk | None = None
+    loop: LanguageLoop,
+    parent: Parent,
+    desk: AdapterDesk | None = None,
+    tuning: TuningDesk | None = None,
+    ranks: Ranks | None = None,
 ) -> None:
     """Handle all messages that have arrived, do one step, send its outputs; wait for a message when idle.
 
     `desk` answers messages about adapters, and `tuning` those about tuning jobs, where there may be some. While a job
     can run, the loop is never idle. So graphs are captured between two of its steps, one at a time, while no request
-    runs.
+    runs. `ranks` are the other processes of the engine; if one fails, this raises RankFailure at once.
     """
+    if ranks is not None:
+        ranks.on_failure = partial(end_soon, parent, ranks)
     desks = [each for each in (desk, tuning) if each is not None]
     for each in desks:
         each.wake = parent.wake
     for step in itertools.count():
+        if ranks is not None:
+            ranks.check()
         idle = not loop.has_work()
         if idle or step % STEPS_PER_COLLECTION == 0:
             gc.collect(0)
@@ -200,7 +215,7 @@ def serve(
                 pass
             elif any(each.busy for each in desks):
                 parent.wait()
-            elif not handle(await_message(parent), loop, parent, desk, tuning):
+            elif (message := await_message(parent)) is not None and not handle(message, loop, parent, desk, tuning):
                 return
         for message in parent.waiting():
             if not handle(message, loop, parent, desk, tuning):
@@ -216,8 +231,21 @@ def serve(
                 loop.prepare()
 
 
-def await_message(parent: Parent) -> messages.ToEngine:
-    """The next message. All garbage is collected if it takes QUIET_SECONDS to come."""
+def end_soon(parent: Parent, ranks: Ranks) -> None:
+    """Let `serve` see that a rank has failed. If it cannot, as it waits for a device, the process ends all the same."""
+
+    def end() -> None:
+        log.critical("holdfast: %s", ranks.failure)
+        os._exit(FAILED)
+
+    parent.wake()
+    timer = threading.Timer(STUCK_SECONDS, end)
+    timer.daemon = True
+    timer.start()
+
+
+def await_message(parent: Parent) -> messages.ToEngine | None:
+    """The next message; None if `parent` is woken. All garbage is collected if it takes QUIET_SECONDS to come."""
     if not parent.poll(QUIET_SECONDS):
         gc.collect()
     return parent.receive()

@@ -33,7 +33,7 @@ class EngineProcess:
             [sys.executable, "-P", "-m", "holdfast.engine.serve", str(os.getpid()), device, builder],
             stdin=subprocess.PIPE,  # end of file tells the engine that we are gone
             stdout=2,  # what libraries print is not output of the program
-            env=_environment(),
+            env=child_environment(),
             start_new_session=True,  # the terminal's Ctrl-C must reach only us
         )
 
@@ -69,8 +69,8 @@ class EngineProcess:
         self.wait()
 
 
-def _environment() -> dict[str, str]:
-    """Our environment without API keys.
+def child_environment() -> dict[str, str]:
+    """Our environment without API keys, for a child process.
 
     PYTHONPATH is extended so that the engine imports this same `holdfast` from a checkout.
     """

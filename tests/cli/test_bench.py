@@ -272,7 +272,7 @@ def test_a_host_tier_is_simulated(capsys):
         (("--simulate", "mistral-7b@h200", "--link", "pcie5"), "link is pcie5, which joins devices; give --tp or --pp"),
         (("--simulate", "mistral-7b@h200", "--tp", "2", "--stage-link", "pcie5"), "joins stages; give --pp above 1"),
         (("--simulate", "llama-2-70b@a40"), "take more devices"),
-        (("--simulate", "PROFILE", "--tp", "2"), "are for --simulate MODEL@DEVICE"),
+        (("--simulate", "PROFILE", "--tp", "2"), "tp and pp are for --simulate MODEL@DEVICE"),
         (("--simulate", "PROFILE", "--host-cache-gb", "1"), "give the rate with --copy-gbs"),
         (("--simulate", "PROFILE", "--copy-gbs", "0"), "copy_gbs is 0;"),
         (("--simulate", "PROFILE", "--workload", "poems"), "workload poems is unknown"),

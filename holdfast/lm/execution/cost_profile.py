@@ -12,15 +12,17 @@ from functools import cache as cached
 from functools import partial
 from itertools import accumulate, chain, islice
 from statistics import median
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
+from holdfast.core.config import EngineConfig
 from holdfast.core.cost import HEAVY, Burst, CostModel, interpolate
-from holdfast.lm.devices import describe_device
-from holdfast.lm.execution.paged_device import PagedDevice
-from holdfast.lm.kernels.attention.protocol import CapturableAttention, Segments
-from holdfast.lm.types import Sampling, Segment, StepPlan, TableWrite
+from holdfast.lm.execution.executor import PagedMemory
+from holdfast.lm.kernels.attention.protocol import Attention, CapturableAttention, Segments
+from holdfast.lm.models.base import Model
+from holdfast.lm.types import DeviceExecutor, Sampling, Segment, StepPlan, TableWrite
 
 SECONDS_A_POINT = 0.01
 """How long each point is repeated, at least REPEATS times. The median counts."""
@@ -71,8 +73,47 @@ Spans = tuple[tuple[int, int], ...]
 """The ranges [start, stop) of a step, one for each row."""
 
 
+class TimedDevice(Protocol):
+    """An allocated device: a `PagedDevice`, or several that share a model, with what the first of them holds of it."""
+
+    @property
+    def config(self) -> EngineConfig: ...
+
+    @property
+    def kind(self) -> str:
+        """cuda or cpu."""
+        ...
+
+    @property
+    def description(self) -> str:
+        """The device in words."""
+        ...
+
+    @property
+    def model(self) -> Model: ...
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the whole model."""
+        ...
+
+    @property
+    def max_step_tokens(self) -> int: ...
+
+    @property
+    def attention(self) -> Attention[Any]: ...
+
+    @property
+    def memory(self) -> PagedMemory: ...
+
+    @property
+    def executor(self) -> DeviceExecutor:
+        """Runs steps on all devices."""
+        ...
+
+
 @torch.inference_mode()
-def measure_cost(device: PagedDevice, *, name: str) -> CostModel:
+def measure_cost(device: TimedDevice, *, name: str) -> CostModel:
     """Time the model on its device.
 
     Overwrites the cache: call it after `allocate` and before the first step. Contexts are measured up to what the cache
@@ -86,9 +127,9 @@ def measure_cost(device: PagedDevice, *, name: str) -> CostModel:
     queries = sorted({min(query, limit) for query in (*powers(1, longest), *between)})
     cost = _attention_alone(device, name, queries)
     contexts = cost.attention_contexts
-    graphs = device.memory.graphs
-    while graphs is not None and graphs.capture_next():  # else steps would be measured as padded to larger sizes
+    while device.executor.prepare():  # else steps would be measured as padded to larger sizes
         pass
+    graphs = device.memory.graphs
     sizes = [size for size in graphs.sizes.tokens if size < limit] if graphs is not None else []
     measured = sorted({*powers(1, limit), *(size for size in sizes if size <= SPARSE)})
     rows = tuple(powers(1, min(device.config.max_sequences, device.memory.cache.num_blocks, limit)))
@@ -120,7 +161,7 @@ def measure_cost(device: PagedDevice, *, name: str) -> CostModel:
 
 
 @torch.inference_mode()
-def estimate_cost(device: PagedDevice, *, name: str) -> CostModel:
+def estimate_cost(device: TimedDevice, *, name: str) -> CostModel:
     """Time a few steps, in place of `measure_cost`: within a second on a GPU. Its `deviation` says how rough it is.
 
     Overwrites the cache, as `measure_cost` does. Attention is taken as proportional to (query, position) pairs, what a
@@ -156,7 +197,7 @@ def estimate_cost(device: PagedDevice, *, name: str) -> CostModel:
     queries = tuple(powers(1, min(limit, longest)))
     return CostModel(
         model=name,
-        device=describe_device(device.device),
+        device=device.description,
         linear_tokens=linear_tokens,
         linear_seconds=linear_seconds,
         attention_queries=queries,
@@ -195,18 +236,18 @@ def powers(first: int, last: int) -> Iterator[int]:
     yield last
 
 
-def _chunks(device: PagedDevice, tokens: int) -> Spans:
+def _chunks(device: TimedDevice, tokens: int) -> Spans:
     """The fewest segments that together have this many tokens."""
     longest = device.model.spec.max_model_len
     return tuple((0, min(longest, tokens - first)) for first in range(0, tokens, longest))
 
 
-def _longest(device: PagedDevice) -> int:
+def _longest(device: TimedDevice) -> int:
     """Tokens of the longest sequence that the model and the cache hold."""
     return min(device.model.spec.max_model_len, device.memory.cache.num_blocks * device.config.block_size)
 
 
-def _attention_alone(device: PagedDevice, name: str, queries: Sequence[int]) -> CostModel:
+def _attention_alone(device: TimedDevice, name: str, queries: Sequence[int]) -> CostModel:
     """A cost model of attention alone: segments of these lengths (ascending), contexts at powers of two."""
     longest = _longest(device)
     queries = tuple(dict.fromkeys(min(query, longest) for query in queries))
@@ -218,7 +259,7 @@ def _attention_alone(device: PagedDevice, name: str, queries: Sequence[int]) -> 
     attention = cached(partial(_attention, device))
     return CostModel(
         model=name,
-        device=describe_device(device.device),
+        device=device.description,
         linear_tokens=(1,),
         linear_seconds=(0.0,),
         attention_queries=queries,
@@ -229,7 +270,7 @@ def _attention_alone(device: PagedDevice, name: str, queries: Sequence[int]) -> 
     )
 
 
-def _load(device: PagedDevice, spans: Spans, share: float = 1.0) -> None:
+def _load(device: TimedDevice, spans: Spans, share: float = 1.0) -> None:
     """Repeat a step of these ranges until the device runs at its steady pace, or for a `share` of that time."""
     began = time.perf_counter()
     while time.perf_counter() - began < share * LOAD_SECONDS[device.kind]:
@@ -276,7 +317,7 @@ def _decode_attention(
     return tuple(interpolate(points, added, context) for context in contexts)
 
 
-def _burst(device: PagedDevice, cost: CostModel, most: int) -> Burst:
+def _burst(device: TimedDevice, cost: CostModel, most: int) -> Burst:
     """How much faster than `cost` heavy steps of up to `most` tokens are after decodes, and for how long."""
     tokens, times = min(BURST_TOKENS, most), BURST_TIMES[device.kind]
     if tokens < HEAVY or not times:
@@ -305,7 +346,7 @@ def burst_of(ratios: Sequence[float], seconds: float) -> Burst:
     return Burst(share, saved / (1 / share - 1))
 
 
-def _in_rounds(device: PagedDevice, steps: Sequence[Spans]) -> dict[Spans, float]:
+def _in_rounds(device: TimedDevice, steps: Sequence[Spans]) -> dict[Spans, float]:
     """Median seconds of each kind of step."""
     taken: dict[Spans, list[float]] = {spans: [] for spans in steps}
     for number in range(ROUNDS[device.kind]):
@@ -314,13 +355,13 @@ def _in_rounds(device: PagedDevice, steps: Sequence[Spans]) -> dict[Spans, float
     return {spans: median(seconds) for spans, seconds in taken.items()}
 
 
-def _step(device: PagedDevice, spans: Spans) -> list[float]:
+def _step(device: TimedDevice, spans: Spans) -> list[float]:
     """Seconds of the counted steps that compute these ranges, one after another."""
     uncounted = WARM_UP[device.kind]
     return _taken(device, _repeated(device, spans, uncounted + COUNTED[device.kind]))[uncounted:]
 
 
-def _taken(device: PagedDevice, plans: Sequence[StepPlan]) -> list[float]:
+def _taken(device: TimedDevice, plans: Sequence[StepPlan]) -> list[float]:
     """Seconds of each of these steps. Two steps are in flight at any time."""
     taken = []
     device.executor.submit(plans[0])
@@ -330,13 +371,13 @@ def _taken(device: PagedDevice, plans: Sequence[StepPlan]) -> list[float]:
     return [*taken, device.executor.collect().seconds]
 
 
-def _repeated(device: PagedDevice, spans: Spans, times: int) -> list[StepPlan]:
+def _repeated(device: TimedDevice, spans: Spans, times: int) -> list[StepPlan]:
     """The same step `times` times. Only the first writes the block tables."""
     plan = _plan(device, spans)
     return [plan, *[replace(plan, table_writes=())] * (times - 1)]
 
 
-def _plan(device: PagedDevice, spans: Spans) -> StepPlan:
+def _plan(device: TimedDevice, spans: Spans) -> StepPlan:
     """A step that computes these ranges."""
     random, vocabulary = np.random.default_rng(0), device.model.spec.vocab_size  # different tokens, as in text
     greedy = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
@@ -356,7 +397,7 @@ def _plan(device: PagedDevice, spans: Spans) -> StepPlan:
     )
 
 
-def _attention(device: PagedDevice, query: int, context: int) -> float:
+def _attention(device: TimedDevice, query: int, context: int) -> float:
     """Seconds that one segment of `query` tokens ending at `context` adds to a step, over all layers."""
     spec, memory = device.model.spec, device.memory
     block_size, num_blocks = device.config.block_size, memory.cache.num_blocks
@@ -383,7 +424,7 @@ def _attention(device: PagedDevice, query: int, context: int) -> float:
             device.attention.attend(heads, keys, values, block_tables, metadata, scale=1.0)
 
     captured = isinstance(device.attention, CapturableAttention)
-    return _seconds(attend, spec.device, captured=captured) * len(memory.layers) / len(layers) / count
+    return _seconds(attend, spec.device, captured=captured) * device.num_layers / len(layers) / count
 
 
 def _seconds(work: Callable[[], object], device: torch.device, *, captured: bool) -> float:

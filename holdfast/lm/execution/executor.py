@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -15,10 +16,13 @@ from holdfast.lm.execution.adapter_transfer import AdapterTransfers
 from holdfast.lm.execution.batch import Batch, PackedStep, StagedStep
 from holdfast.lm.execution.graphs import StepGraphs
 from holdfast.lm.execution.host_memory import HostMemory
+from holdfast.lm.execution.stage_link import StageEnd
 from holdfast.lm.execution.transfer import Transfers
 from holdfast.lm.kernels.attention.protocol import Attention
 from holdfast.lm.kernels.cache.kv_cache import KVCache, copy_blocks
+from holdfast.lm.kernels.collectives.protocol import Group
 from holdfast.lm.kernels.sampling.sample import sample
+from holdfast.lm.kernels.sampling.sharded import sample_sharded
 from holdfast.lm.models.adapters import StepAdapters
 from holdfast.lm.models.base import LayerCache, LayerCaches, Model, StepInput
 from holdfast.lm.types import StepPlan, StepResult, TableWrite, TrainingResult, TrainingSlice
@@ -75,6 +79,10 @@ class PagedMemory:
         return self.transfers.begin(plan)
 
 
+QUERY_SECONDS = 2e-5
+"""How often a step in flight is looked at, where the wait for it must be able to end before it does."""
+
+
 @dataclass(frozen=True, slots=True)
 class CudaFlight:
     """A step in flight on a GPU. Its tokens are in pinned memory once `done` has passed."""
@@ -92,6 +100,14 @@ class CudaFlight:
         training = None if self.training is None else self.training.result()
         return StepResult(self.step, tuple(self.tokens.tolist()), seconds, training=training)
 
+    def wait(self, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while not self.done.query():  # type: ignore[no-untyped-call]
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(QUERY_SECONDS)
+        return True
+
 
 Flight = CudaFlight | Future[StepResult]
 """A step in flight. Its `result` waits for the step, and raises what the step raised."""
@@ -105,8 +121,21 @@ class PagedExecutor:
     token (`PENDING`) that the step before it has not yet given to the host.
     """
 
-    def __init__(self, model: Model, attention: Attention[Any], memory: PagedMemory) -> None:
-        self._model, self._attention, self.memory = model, attention, memory
+    def __init__(
+        self,
+        model: Model,
+        attention: Attention[Any],
+        memory: PagedMemory,
+        group: Group | None = None,
+        stage: StageEnd | None = None,
+    ) -> None:
+        """`group` is the devices that share the model's layers, if there are several.
+
+        `stage` is where steps come from and go to, if this is a stage of a pipeline. Tokens are sampled on the last
+        one; on the others results have none.
+        """
+        self._model, self._attention, self.memory, self._stage = model, attention, memory, stage
+        self._sampler = Sampler(model.spec.vocab_size, group)
         self._device = model.spec.device
         self.training: Training | None = None
         """What computes the slices of plans. Set before the first of them."""
@@ -130,6 +159,11 @@ class PagedExecutor:
         else:
             flight = self._start_on_cuda(plan, staged)
         self._in_flight.append((staged, staged is None and plan.training is None, flight))
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for the oldest step in flight, at most so long. Returns whether it has ended."""
+        flight = self._in_flight[0][2]
+        return bool(wait_for([flight], seconds).done) if isinstance(flight, Future) else flight.wait(seconds)
 
     def collect(self) -> StepResult:
         """Wait for the oldest step in flight. Raises what that step raised."""
@@ -169,6 +203,9 @@ class PagedExecutor:
     def _run_on_cpu(self, plan: StepPlan, staged: StagedStep | None) -> StepResult:
         began = time.perf_counter()
         layers = self.memory.begin_copies(plan)
+        if self._stage is not None and staged is not None:
+            self._stage.enter(staged, self.memory.batch.last_token)
+            began = time.perf_counter()  # the time that a stage waits for others is not the step's
         tokens = tuple(self._forward(staged, layers).tolist()) if staged is not None else ()
         seconds = time.perf_counter() - began
         launched = self._train(plan)
@@ -179,6 +216,9 @@ class PagedExecutor:
             began, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             began.record()
             layers = self.memory.begin_copies(plan)
+            if self._stage is not None and staged is not None:
+                self._stage.enter(staged, self.memory.batch.last_token)
+                began.record()
             sampled = self._forward(staged, layers) if staged is not None else self._no_tokens
             tokens = torch.empty(sampled.shape, dtype=sampled.dtype, pin_memory=True)
             tokens.copy_(sampled, non_blocking=True)
@@ -200,19 +240,29 @@ class PagedExecutor:
 
     @torch.inference_mode()
     def _forward(self, staged: StagedStep, layers: LayerCaches) -> torch.Tensor:
-        """Run one step on the device; the sampled tokens [R], which also become the last tokens of their rows."""
+        """Run one step on the device; the sampled tokens [R], which also become the last tokens of their rows.
+
+        Before the last stage of a pipeline there are none.
+        """
         memory = self.memory
         # A graph cannot wait, layer by layer, for blocks that are being swapped in.
         swapping_in = layers is not memory.layers
         graphs = memory.graphs if staged.adapted is None else memory.adapter_graphs
         started = graphs.run(staged) if graphs is not None and not swapping_in else None
-        packed, logits = started or self._eager(staged, layers)
-        tokens = sample_rows(logits, packed, staged.any_random, staged.any_filtered)
-        memory.batch.last_token.index_copy_(0, packed.sample_rows, tokens)
-        return tokens
+        packed, given = started or self._eager(staged, layers)
+        stage = self._stage
+        if stage is None or stage.last:
+            given = self._sampler.sample(given, packed, staged.any_random, staged.any_filtered)
+            memory.batch.last_token.index_copy_(0, packed.sample_rows, given)
+        if stage is not None:
+            stage.leave(staged, packed.sample_rows, given)
+        return given if stage is None or stage.last else self._no_tokens
 
     def _eager(self, staged: StagedStep, layers: LayerCaches) -> tuple[PackedStep, torch.Tensor]:
-        """Upload a step and launch its kernels one by one; its inputs, and its logits [R, vocab_size]."""
+        """Upload a step and launch its kernels one by one; its inputs, and its logits [R, own_vocab_size].
+
+        Before the last stage of a pipeline, its stream [T, width].
+        """
         batch, attention = self.memory.batch, self._attention
         packed = batch.enter(staged)
         sample_at = packed.sample_at if staged.num_sampled < staged.num_tokens else None
@@ -222,14 +272,34 @@ class PagedExecutor:
             assert self.memory.adapters is not None
             tokens, rows = batch.adapters(staged)
             adapters = StepAdapters(self.memory.adapters.slots.layers, tokens, tokens if sample_at is None else rows)
+        incoming = None if self._stage is None else self._stage.incoming
         step = StepInput(
-            packed.ids, packed.positions, sample_at, packed.slot_mapping, tables, layers, attention, metadata, adapters
+            packed.ids,
+            packed.positions,
+            sample_at,
+            packed.slot_mapping,
+            tables,
+            layers,
+            attention,
+            metadata,
+            adapters,
+            None if incoming is None else incoming[: staged.num_tokens],
         )
         return packed, self._model.forward(step)
 
 
-def sample_rows(logits: torch.Tensor, packed: PackedStep, any_random: bool, any_filtered: bool) -> torch.Tensor:
-    """A token for each row of the logits, drawn as the row's sampling record says."""
-    return sample(
-        logits, **packed.sampling, position=packed.sample_position, any_random=any_random, any_filtered=any_filtered
-    )
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    """Draws the tokens of steps."""
+
+    vocab_size: int
+    group: Group | None
+    """The devices that share the vocabulary, if there are several."""
+
+    def sample(self, logits: torch.Tensor, packed: PackedStep, any_random: bool, any_filtered: bool) -> torch.Tensor:
+        """A token for each row of the logits, drawn as the row's sampling record says."""
+        options: dict[str, Any] = {**packed.sampling, "position": packed.sample_position}
+        if self.group is None:
+            return sample(logits, **options, any_random=any_random, any_filtered=any_filtered)
+        parts = logits, self.group, self.vocab_size
+        return sample_sharded(*parts, **options, any_random=any_random, any_filtered=any_filtered)

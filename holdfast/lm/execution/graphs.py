@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 
 from holdfast.lm.execution.batch import Batch, PackedStep, StagedStep
 from holdfast.lm.kernels.attention.protocol import CapturableAttention
+from holdfast.lm.kernels.collectives.protocol import Group
 from holdfast.lm.models.adapters import LayerStacks, StepAdapters
 from holdfast.lm.models.base import CapturableModel, StepInput
 
@@ -147,20 +149,22 @@ class StepGraphs:
         *,
         adapters: tuple[LayerStacks, ...] | None = None,
         beside: StepGraphs | None = None,
+        group: Group | None = None,
     ) -> None:
         """Prepare graphs of `sizes`; `capture` makes them.
 
         With the stacks of `adapters`, they are for steps in which a token has one. They share all memory with the
-        graphs `beside` them, which have the same sizes and are captured first.
+        graphs `beside` them, which have the same sizes and are captured first. `group` is the devices that share the
+        model's layers, if there are several. All capture the same sizes; in a rehearsal none waits for another.
         """
         self._model, self._attention, self._batch, self._caches = model, attention, batch, caches
-        self._adapters, self._beside = adapters, beside
+        self._adapters, self._beside, self._group = adapters, beside, group
         self.sizes, self._most_rows = sizes, sizes.rows[-1]
         spec = model.spec
         self._logits: torch.Tensor = (
             beside._logits
             if beside is not None
-            else torch.empty(self._most_rows, spec.vocab_size, dtype=spec.dtype, device=spec.device)
+            else torch.empty(self._most_rows, spec.own_vocab_size, dtype=spec.dtype, device=spec.device)
         )
         self._between: tuple[torch.Tensor, ...] = () if beside is None else beside._between
         self._pool: Any = None
@@ -171,8 +175,8 @@ class StepGraphs:
         self._ready_bodies: list[tuple[int, int]] = []
         self._ready_heads: list[int] = []
         self._ready_decodes: list[int] = []
-        self._left: deque[Callable[[], None]] = deque()
-        """Each captures one size that the start left out."""
+        self._left: deque[Callable[[], Callable[[], None]]] = deque()
+        """Each captures one size that the start left out, and gives what puts it into use."""
         batch.clear()
 
     def capture(self) -> None:
@@ -184,11 +188,11 @@ class StepGraphs:
             self._pool, self._between = self._beside._pool, self._beside._between
         # The largest first: the others fit into its memory.
         for body in sizes.first_bodies:
-            self._capture_body(body)
+            self._capture_body(body)()
         for size in reversed(first.rows):
-            self._capture_head(size)
+            self._capture_head(size)()
         for size in reversed(first.decodes):
-            self._capture_decode(size)
+            self._capture_decode(size)()
         # Those that take least time come first.
         self._left.extend(partial(self._capture_decode, size) for size in sizes.decodes if size not in first.decodes)
         self._left.extend(partial(self._capture_head, size) for size in sizes.rows if size not in first.rows)
@@ -198,29 +202,33 @@ class StepGraphs:
     def capture_next(self) -> bool:
         """Capture one of the sizes that are left, while no step is in flight. False if none is left.
 
-        None is left, either, once the memory for its rehearsal is missing.
+        None is left, either, once the memory for its rehearsal is missing on any device of the group: all of them must
+        pad a step to the same size.
         """
         if not self._left:
             return False
         self._batch.clear()  # else the rehearsal would run the last step again
         try:
-            self._left.popleft()()
+            use = self._left.popleft()()
         except torch.OutOfMemoryError:
+            use = None
+        if self._group is not None:
+            done = torch.tensor([use is not None], dtype=torch.int64, device=self._batch.device)
+            use = use if self._group.gather(done).all() else None
+        if use is None:
             self._left.clear()
             return False
+        use()
         return True
 
-    def _capture_body(self, body: tuple[int, int]) -> None:
-        self._bodies[body] = self._capture(self._body, *body)
-        insort(self._ready_bodies, body)
+    def _capture_body(self, body: tuple[int, int]) -> Callable[[], None]:
+        return partial(_add, body, self._capture(self._body, *body), self._bodies, self._ready_bodies)
 
-    def _capture_head(self, size: int) -> None:
-        self._heads[size] = self._capture(self._head, size)
-        insort(self._ready_heads, size)
+    def _capture_head(self, size: int) -> Callable[[], None]:
+        return partial(_add, size, self._capture(self._head, size), self._heads, self._ready_heads)
 
-    def _capture_decode(self, size: int) -> None:
-        self._decodes[size] = self._capture(self._decode, size)
-        insort(self._ready_decodes, size)
+    def _capture_decode(self, size: int) -> Callable[[], None]:
+        return partial(_add, size, self._capture(self._decode, size), self._decodes, self._ready_decodes)
 
     def rehearsals(self) -> list[Callable[[], None]]:
         """One call per size that runs its kernels once, without a graph. The calls may run concurrently."""
@@ -229,9 +237,9 @@ class StepGraphs:
         return bodies + [partial(self._rehearse, self._decode, size) for size in sizes.decodes]
 
     def run(self, staged: StagedStep) -> tuple[PackedStep, torch.Tensor] | None:
-        """Upload a step and start its graphs. Returns its inputs and logits [R, vocab_size], valid until the next run.
+        """Upload a step and start its graphs. Returns its inputs and logits [R, own_vocab_size].
 
-        Returns None, with no effect, for a step that no graph can run.
+        The logits are valid until the next run. Returns None, with no effect, for a step that no graph can run.
         """
         rows, tokens = staged.num_sampled, staged.num_tokens
         if tokens > self.sizes.tokens[-1]:
@@ -270,7 +278,8 @@ class StepGraphs:
         `segments` is None where each segment is one token.
         """
         metadata = self._attention.reserve(min(segments or size, self._most_rows), size if segments else None)
-        work(size, metadata)
+        with nullcontext() if self._group is None else self._group.alone():
+            work(size, metadata)
         return metadata
 
     def _body(self, size: int, metadata: Any) -> None:
@@ -305,6 +314,12 @@ class StepGraphs:
         return StepInput(
             packed.ids, packed.positions, sample_at, packed.slot_mapping, tables, caches, attention, metadata, adapters
         )
+
+
+def _add(size: Any, captured: Captured, to: dict[Any, Captured], ready: list[Any]) -> None:
+    """Put the graph of a size into use."""
+    to[size] = captured
+    insort(ready, size)
 
 
 def _is_power_of_two(number: float) -> bool:

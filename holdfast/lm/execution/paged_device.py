@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 
@@ -17,9 +18,11 @@ from holdfast.core.version import __version__
 from holdfast.lm.devices import describe_device, memory_of, taken_memory
 from holdfast.lm.execution.adapter_transfer import AdapterStore, AdapterTransfers
 from holdfast.lm.execution.batch import Batch
-from holdfast.lm.execution.executor import Layers, PagedExecutor, PagedMemory, sample_rows
+from holdfast.lm.execution.executor import Layers, PagedExecutor, PagedMemory, Sampler
 from holdfast.lm.execution.graphs import GraphSizes, StepGraphs
 from holdfast.lm.execution.host_memory import HostMemory
+from holdfast.lm.execution.place import Place
+from holdfast.lm.execution.stage_link import StageEnd
 from holdfast.lm.execution.transfer import CopyStream, Transfers, stream_for
 from holdfast.lm.kernels.attention.backends import attention_for
 from holdfast.lm.kernels.attention.protocol import CapturableAttention
@@ -65,14 +68,18 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         max_step_tokens: int | None = None,
         make_stream: Callable[[], CopyStream] | None = None,
         stages: Stages | None = None,
+        place: Place | None = None,
     ) -> None:
         """`name` is the name under which the model is served. `max_step_tokens` is by default the token budget.
 
         `make_stream` makes the streams that blocks are copied on; by default those of the device's kind. `stages`
-        notes what `allocate` spends its time on.
+        notes what `allocate` spends its time on. `place` is this rank's, where `model` is its part of a model that
+        several ranks share.
         """
         spec = model.spec
         self.model, self.config, self.device, self.name = model, config, spec.device, name
+        self.group = model.group if isinstance(model, Decoder) else None
+        """The devices that share the model's layers, if there are several."""
         self.token_budget = config.fixed_token_budget or DEFAULT_TOKEN_BUDGET[spec.device.type]
         self.max_step_tokens = max_step_tokens or self.token_budget
         self.cache_dtype = FP8 if config.kv_cache_dtype == "fp8" else spec.dtype
@@ -86,6 +93,11 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
             cache_dtype=self.cache_dtype,
         )
         self.block_bytes = self._cache(1, torch.device("meta")).data.nbytes
+        self.whole_block_bytes = self.block_bytes
+        """A block's bytes on all ranks together; a rank's share of them is its share of a configured size. Set before
+        `measure`."""
+        link = None if place is None else place.link(spec, self.max_step_tokens, config.max_sequences)
+        self._stage = None if link is None else StageEnd(link, spec, self.max_step_tokens)
         self.adapter_slots = make_slots(model, config)
         """The adapters on the device; None if none are served."""
         self.adapter_store = self._store_adapters()
@@ -100,6 +112,16 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
     def kind(self) -> str:
         """cuda or cpu."""
         return self.device.type
+
+    @property
+    def description(self) -> str:
+        """The device in words."""
+        return describe_device(self.device)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model."""
+        return self.model.spec.num_layers
 
     @property
     def precision(self) -> str:
@@ -123,12 +145,17 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
     @cached_property
     def executor(self) -> PagedExecutor:
         """The executor over the allocated memory."""
-        return PagedExecutor(self.model, self.attention, self.memory)
+        return PagedExecutor(self.model, self.attention, self.memory, self.group, self._stage)
 
     @property
     def host(self) -> HostMemory | None:
         """The host tier, where it has to be locked. Raises RuntimeError before `allocate`."""
         return self.memory.host
+
+    def in_thread(self) -> None:
+        """Let the calling thread use this device. A new thread begins with the first one."""
+        if self.kind == "cuda":
+            torch.cuda.set_device(self.device)
 
     def compile(self) -> None:
         """Compile the kernels of captured steps, several at a time, then run each kind of step once.
@@ -140,22 +167,27 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         graphs, adapter_graphs = self._graphs(batch, layers, self._graph_sizes.kinds())
         if graphs is None:
             return
-        logits = torch.zeros(1, self.model.spec.vocab_size, dtype=self.model.spec.dtype, device=self.device)
+        spec, sampler = self.model.spec, Sampler(self.model.spec.vocab_size, self.group)
+        logits = torch.zeros(1, spec.own_vocab_size, dtype=spec.dtype, device=self.device)
         packed = batch.apply(1, 1)
-        draws = [partial(sample_rows, logits, packed, *variant) for variant in SAMPLING_VARIANTS]
+        draws = [partial(sampler.sample, logits, packed, *variant) for variant in SAMPLING_VARIANTS]
         works: list[Callable[[], object]] = [*graphs.rehearsals(), *draws]
         if adapter_graphs is not None:
             works += adapter_graphs.rehearsals()
         from holdfast.lm.kernels.compilation import compile_once  # a CPU installation has no Triton
 
-        compile_once(partial(self._run_all, works), *self._compiled_for)
-        with ThreadPoolExecutor(min(len(works), os.cpu_count() or 1), "holdfast-compile") as pool:
-            for running in [pool.submit(self._run_in_thread, work) for work in works]:
-                running.result()
+        with nullcontext() if self.group is None else self.group.alone():
+            compile_once(partial(self._run_all, works), *self._compiled_for)
+            self._run_at_once(works)
         torch.cuda.synchronize(self.device)
         # cuBLAS allocated a workspace for each thread.
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
+
+    def _run_at_once(self, works: list[Callable[[], object]]) -> None:
+        with ThreadPoolExecutor(min(len(works), os.cpu_count() or 1), "holdfast-compile") as pool:
+            for running in [pool.submit(self._run_in_thread, work) for work in works]:
+                running.result()
 
     @property
     def _compiled_for(self) -> tuple[object, ...]:
@@ -187,7 +219,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
             torch.cuda.empty_cache()
         free, total = memory_of(self.device)
         return MemoryMeasurement(
-            device=describe_device(self.device),
+            device=self.description,
             total=total,
             weights=self.model.spec.weight_bytes,
             activations=activations,
@@ -231,7 +263,8 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
 
     def _run_once(self, plans: list[StepPlan], blocks: int) -> None:
         """Run these steps over a cache of this many blocks, which is freed when this returns."""
-        executor = PagedExecutor(self.model, self.attention, self._allocate(blocks, 0, self._graph_sizes.largest()))
+        memory = self._allocate(blocks, 0, self._graph_sizes.largest())
+        executor = PagedExecutor(self.model, self.attention, memory, self.group, self._stage)
         if self.adapter_slots is not None:
             self.adapter_slots.fill()
         try:
@@ -303,7 +336,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
             return None, None
         assert isinstance(self.model, CapturableModel) and isinstance(self.attention, CapturableAttention)
         parts = self.model, self.attention, batch, layers, sizes
-        graphs = StepGraphs(*parts)
+        graphs = StepGraphs(*parts, group=self.group)
         if self.adapter_slots is None:
             return graphs, None
         return graphs, StepGraphs(*parts, adapters=self.adapter_slots.layers, beside=graphs)
@@ -319,12 +352,12 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         """Bytes of the KV cache. Raises MemoryError for a size that is not free, or is less than a block."""
         config = self.config
         if config.cache_gb is not None:
-            cache = int(config.cache_gb * 1e9)
+            cache = self._own_share(config.cache_gb * 1e9)
         elif self.kind == "cuda":
             reserved_by_others = total - free
             cache = int(total * config.memory_fraction) - reserved_by_others - activations
         else:
-            cache = min(CPU_CACHE_BYTES, free // 2)
+            cache = self._own_share(min(CPU_CACHE_BYTES, free // 2))
         place = f"of {total / 1e9:.1f} GB on {describe_device(self.device)} {free / 1e9:.1f} are free"
         if cache > free:
             raise MemoryError(f"cache_gb is {config.cache_gb}: {place}; lower it, or leave it out")
@@ -342,14 +375,18 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         free, total = memory_of(torch.device("cpu"))
         if wanted == "auto":
             on = self.kind == "cuda" and self.config.prefix_sharing
-            return min(HOST_CACHE_BYTES, free // 4) if on else 0
+            return self._own_share(min(HOST_CACHE_BYTES, free // 4)) if on else 0
         size = int(wanted * 1e9)
-        if size > free or 0 < wanted * 1e9 < self.block_bytes:
+        if size > free or 0 < wanted * 1e9 < self.whole_block_bytes:
             raise MemoryError(
                 f"host_cache_gb is {wanted}: of {total / 1e9:.1f} GB of host memory {free / 1e9:.1f} are free, and a "
-                f"block takes {self.block_bytes / 1e9:.6f}; choose a size between, 0 for no host tier, or auto"
+                f"block takes {self.whole_block_bytes / 1e9:.6f}; choose a size between, 0 for no host tier, or auto"
             )
-        return size
+        return self._own_share(size)
+
+    def _own_share(self, size: float) -> int:
+        """This rank's share of so many bytes."""
+        return int(size) * self.block_bytes // self.whole_block_bytes
 
     def _widest_plans(self) -> Iterator[StepPlan]:
         """The steps that take most memory: one long prefill, then as many sequences as fit, drawn and filtered."""

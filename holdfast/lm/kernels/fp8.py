@@ -42,16 +42,21 @@ Weight = torch.Tensor | Fp8Weight
 """A weight [N, K] of a linear layer."""
 
 
-def quantize(weight: torch.Tensor) -> Fp8Weight:
-    """Quantize weight [N, K] of any float dtype. The scales make each row's largest magnitude LARGEST."""
+def row_maxima(weight: torch.Tensor) -> torch.Tensor:
+    """The largest magnitude of each row of weight [N, K]: [N] float32."""
+    return torch.cat([rows.abs().amax(dim=1).float() for rows in torch.split(weight, ROWS_AT_A_TIME)])
+
+
+def quantize(weight: torch.Tensor, maxima: torch.Tensor | None = None) -> Fp8Weight:
+    """Quantize weight [N, K] of any float dtype. The scales make each row's largest magnitude LARGEST.
+
+    `maxima` [N] are the `row_maxima` of the whole rows, if weight has only some of their columns.
+    """
     data = torch.empty(weight.shape, dtype=FP8, device=weight.device)
-    scale = torch.empty(len(weight), dtype=torch.float32, device=weight.device)
+    scale = (row_maxima(weight) if maxima is None else maxima) / LARGEST
+    # For a row of zeros, the least normal number as the scale keeps the quotients finite.
+    scale.clamp_(min=torch.finfo(torch.float32).tiny)
     pieces = (torch.split(each, ROWS_AT_A_TIME) for each in (weight, data, scale))
     for rows, into, factors in zip(*pieces, strict=True):
-        wide = rows.float()
-        torch.amax(wide.abs(), dim=1, out=factors)
-        factors.div_(LARGEST)
-        # For a row of zeros, the least normal number as the scale keeps the quotients finite.
-        factors.clamp_(min=torch.finfo(torch.float32).tiny)
-        into.copy_((wide / factors[:, None]).clamp_(-LARGEST, LARGEST))
+        into.copy_((rows.float() / factors[:, None]).clamp_(-LARGEST, LARGEST))
     return Fp8Weight(data, scale)

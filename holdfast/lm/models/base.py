@@ -44,7 +44,10 @@ def check_finite(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """What the engine must know about a model of any architecture."""
+    """What the engine must know about a model of any architecture.
+
+    Where several devices share a model, layers, heads and bytes are those of this device's part.
+    """
 
     architecture: str
     num_layers: int
@@ -53,6 +56,8 @@ class ModelSpec:
     num_kv_heads: int
     head_dim: int
     vocab_size: int
+    own_vocab_size: int
+    """Tokens of the vocabulary whose logits this device computes."""
     max_model_len: int
     """Longest sequence in tokens."""
     eos_token_ids: tuple[int, ...]
@@ -60,6 +65,12 @@ class ModelSpec:
     """Of weights and activations; also of the cache, unless the engine's configuration says otherwise."""
     device: torch.device
     weight_bytes: int
+    stream_width: int = 0
+    """Numbers per token in the residual stream between the stages of a pipeline; 0 for a model in one stage."""
+    first: bool = True
+    """Whether this is the first stage, which embeds tokens. Others begin with the stream of the stage before."""
+    last: bool = True
+    """Whether this is the last stage, which gives logits. Others give their stream."""
 
 
 LayerCache = tuple[torch.Tensor, torch.Tensor]
@@ -85,6 +96,7 @@ class StepInput:
     attention: Attention[Any]
     metadata: Any  # from `attention.make_metadata` for this batch
     adapters: StepAdapters | None = None  # None: no token has an adapter
+    stream: torch.Tensor | None = None  # [T, hidden] of the stage before, which this one may overwrite; None: the first
 
     def attend(
         self,
@@ -118,18 +130,22 @@ class Model(Protocol):
     def spec(self) -> ModelSpec: ...
 
     def forward(self, step: StepInput) -> torch.Tensor:
-        """Logits [R, vocab_size] of the tokens at `sample_at`. Writes the cache; never waits for the device."""
+        """Logits [R, own_vocab_size] of the tokens at `sample_at`; the stream [T, hidden] in a stage before the last.
+
+        Writes the cache; never waits for the device.
+        """
 
 
 @runtime_checkable
 class CapturableModel(Model, Protocol):
     """A model that launches the same work for any batch of the same size, so that CUDA graphs may capture it.
 
-    `forward` is `head` of `body`. `body` computes every token; `head` only the tokens whose logits are needed.
+    `forward` is `head` of `body`. `body` computes every token; `head` only the tokens whose logits are needed. A stage
+    before the last has no head: `forward` is what `body` gives, its stream.
     """
 
     def body(self, step: StepInput) -> tuple[torch.Tensor, ...]:
         """The input of `head`: tensors of R rows, for the tokens at `sample_at`. Writes the cache."""
 
     def head(self, rows: tuple[torch.Tensor, ...], adapters: StepAdapters | None = None) -> torch.Tensor:
-        """Logits [R, vocab_size] from the result of `body`, which it may overwrite. `adapters` are the step's."""
+        """Logits [R, own_vocab_size] from the result of `body`, which it may overwrite. `adapters` are the step's."""

@@ -8,19 +8,20 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch.nn import functional
 
-from holdfast.lm.kernels.fp8 import Fp8Weight, Weight, quantize
+from holdfast.lm.kernels.collectives.protocol import Group
+from holdfast.lm.kernels.fp8 import Fp8Weight, Weight, quantize, row_maxima
 from holdfast.lm.kernels.linear import layer_ops_for
 from holdfast.lm.kernels.linear.layers import LayerShape, Normed, nothing
 from holdfast.lm.models.adapters import StepAdapters
 from holdfast.lm.models.base import ModelSpec, StepInput
-from holdfast.lm.models.decoder_spec import LINEAR_FIELDS, DecoderSpec, Shape, elements_of, layer_shapes
+from holdfast.lm.models.decoder_spec import LINEAR_FIELDS, DecoderSpec, elements_of
+from holdfast.lm.models.shard import Piece, Shard, layer_pieces, vocabulary_piece
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
-    """The tensors of one layer; None if the architecture has none."""
+    """The tensors of one layer, or this device's part of them; None if the architecture has none."""
 
     input_norm: torch.Tensor  # [hidden]
     qkv: Weight  # [(H + 2 Hkv) D, hidden]
@@ -39,12 +40,12 @@ class LayerWeights:
 class WeightSource(Protocol):
     """Where weights come from: a checkpoint, or a random generator."""
 
-    def fill(self, name: str, into: torch.Tensor) -> None:
-        """Write the tensor `name` into `into`, which has its shape. Raises UnsupportedCheckpoint if it cannot."""
+    def fill(self, name: str, piece: Piece, into: torch.Tensor) -> None:
+        """Write a piece of the tensor `name` into `into`. Raises UnsupportedCheckpoint if it cannot."""
 
 
 class Decoder:
-    """A `Model` of the architectures in `families.NATIVE`, run on packed tokens without padding."""
+    """A `Model` of the architectures in `families.NATIVE`, or one device's shard of it, run on packed tokens."""
 
     def __init__(
         self,
@@ -56,100 +57,130 @@ class Decoder:
         max_model_len: int,
         eos_token_ids: tuple[int, ...],
         fp8: bool = False,
+        shard: Shard | None = None,
+        group: Group | None = None,
     ) -> None:
-        """Fill the weights from `source`. With `fp8`, quantize those of LINEAR_FIELDS as each one is loaded."""
+        """Fill the weights from `source`. With `fp8`, quantize those of LINEAR_FIELDS as each one is loaded.
+
+        `shard` is what this device holds, by default all. `group` is the devices that share its layers, if there are
+        several; they load at the same time.
+        """
         names = decoder.names
+        shard = shard or Shard(layers=range(decoder.num_layers))
         self._source, self._device, self._dtype = source, device, dtype
         self._bytes = 0
         self.decoder = decoder
-        vocabulary = ((decoder.vocab_size, decoder.hidden_size),)
-        self.embedding = self._fused((names.embedding,), vocabulary)
-        shapes = layer_shapes(decoder)
+        """The whole decoder, of which this may be a shard."""
+        self.shard, self.group = shard, group
+        own = shard.own(decoder)
+        tokens = vocabulary_piece(decoder, shard)
+        self.embedding = self._fused((names.embedding,), (tokens,)) if shard.first else self._none
+        pieces = layer_pieces(decoder, shard)
         quantized = LINEAR_FIELDS if fp8 else ()
         # One buffer for all weights that are quantized. Freeing one for each would fragment memory.
-        self._unquantized = self._empty(max((elements_of(shapes[field]) for field in quantized), default=0))
-        self.layers = tuple(self._layer(index, shapes, quantized) for index in range(decoder.num_layers))
+        sizes = (elements_of(tuple(piece.shape for piece in pieces[field])) for field in quantized)
+        self._unquantized = self._empty(max(sizes, default=0))
+        self.layers = tuple(self._layer(index, pieces, quantized) for index in shard.layers)
         del self._unquantized
-        self.norm = self._fused((names.norm,), ((decoder.hidden_size,),))
-        self.lm_head = self.embedding if decoder.tied else self._fused((names.lm_head,), vocabulary)
+        self.norm = self._fused((names.norm,), (Piece.all_of(decoder.hidden_size),))
+        if decoder.tied and shard.first and shard.last:
+            self.lm_head = self.embedding
+        elif shard.last:
+            self.lm_head = self._fused((names.embedding if decoder.tied else names.lm_head,), (tokens,))
+        else:
+            self.lm_head = self._none
         del self._source
-        self._ops = layer_ops_for(
-            LayerShape(
-                num_heads=decoder.num_heads,
-                num_kv_heads=decoder.num_kv_heads,
-                head_dim=decoder.head_dim,
-                eps=decoder.rms_eps,
-                activation=decoder.activation,
-                dtype=dtype,
-                inverse_frequencies=decoder.rope.inverse_frequencies(decoder.head_dim).to(device),
-                amplitude=decoder.rope.amplitude,
-            )
+        self._first_token = tokens.own[0].start
+        self._windows = own.windows or (None,) * own.num_layers
+        shape = LayerShape(
+            num_heads=own.num_heads,
+            num_kv_heads=own.num_kv_heads,
+            head_dim=decoder.head_dim,
+            eps=decoder.rms_eps,
+            activation=decoder.activation,
+            dtype=dtype,
+            inverse_frequencies=decoder.rope.inverse_frequencies(decoder.head_dim).to(device),
+            amplitude=decoder.rope.amplitude,
         )
+        self._ops = layer_ops_for(shape, group)
         self.spec = ModelSpec(
             architecture=decoder.architecture,
-            num_layers=decoder.num_layers,
-            num_heads=decoder.num_heads,
-            num_kv_heads=decoder.num_kv_heads,
+            num_layers=own.num_layers,
+            num_heads=own.num_heads,
+            num_kv_heads=own.num_kv_heads,
             head_dim=decoder.head_dim,
             vocab_size=decoder.vocab_size,
+            own_vocab_size=len(tokens.own[0]),
             max_model_len=max_model_len,
             eos_token_ids=eos_token_ids,
             dtype=dtype,
             device=device,
             weight_bytes=self._bytes,
+            stream_width=0 if shard.first and shard.last else decoder.hidden_size,
+            first=shard.first,
+            last=shard.last,
         )
 
-    def _layer(self, index: int, shapes: dict[str, tuple[Shape, ...]], quantized: tuple[str, ...]) -> LayerWeights:
+    @property
+    def _none(self) -> torch.Tensor:
+        """The embedding or the LM head of a stage that has none, [0, hidden]."""
+        return self._empty(0, self.decoder.hidden_size)
+
+    def _layer(self, index: int, pieces: dict[str, tuple[Piece, ...]], quantized: tuple[str, ...]) -> LayerWeights:
         family, weights = self.decoder.names, dict[str, Any]()
-        for field, parts in shapes.items():
+        for field, parts in pieces.items():
             names = tuple(family.layer.format(index) + name for name in family.fields[field])
             weights[field] = self._quantized(names, parts) if field in quantized else self._fused(names, parts)
         return LayerWeights(**weights)
 
-    def _fused(self, names: tuple[str, ...], shapes: tuple[Shape, ...]) -> torch.Tensor:
+    def _fused(self, names: tuple[str, ...], pieces: tuple[Piece, ...]) -> torch.Tensor:
         """One tensor with the rows of all parts."""
-        rows = [shape[0] for shape in shapes]
-        shape = (sum(rows), *shapes[0][1:])
+        rows = [piece.shape[0] for piece in pieces]
+        shape = (sum(rows), *pieces[0].shape[1:])
         if self._device.type == "cpu" and len(shape) == 2 and names[0] != self.decoder.names.embedding:
             # Stored by inputs, which MKL computes up to twice as fast for few tokens.
             whole = self._empty(*shape[::-1]).t()
         else:
             whole = self._empty(*shape)
-        self._fill(names, torch.split(whole, rows))
+        self._fill(names, pieces, torch.split(whole, rows))
         self._bytes += whole.nbytes
         return whole
 
-    def _quantized(self, names: tuple[str, ...], shapes: tuple[Shape, ...]) -> Fp8Weight:
-        """One FP8 weight with the rows of all parts."""
-        whole = self._unquantized[: elements_of(shapes)].view(-1, shapes[0][1])
-        self._fill(names, torch.split(whole, [shape[0] for shape in shapes]))
-        weight = quantize(whole)
+    def _quantized(self, names: tuple[str, ...], pieces: tuple[Piece, ...]) -> Fp8Weight:
+        """One FP8 weight with the rows of all parts. Its scales are those of whole rows."""
+        rows, columns = [piece.shape[0] for piece in pieces], pieces[0].shape[1]
+        whole = self._unquantized[: sum(rows) * columns].view(-1, columns)
+        self._fill(names, pieces, torch.split(whole, rows))
+        maxima = row_maxima(whole)
+        if self.group is not None and columns < pieces[0].whole[1]:
+            maxima = self.group.gather(maxima).amax(0)
+        weight = quantize(whole, maxima)
         self._bytes += weight.nbytes
         return weight
 
-    def _fill(self, names: tuple[str, ...], parts: Sequence[torch.Tensor]) -> None:
-        for name, part in zip(names, parts, strict=True):
-            self._source.fill(name, part)
+    def _fill(self, names: tuple[str, ...], pieces: tuple[Piece, ...], parts: Sequence[torch.Tensor]) -> None:
+        for name, piece, part in zip(names, pieces, parts, strict=True):
+            self._source.fill(name, piece, part)
 
     def _empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, device=self._device, dtype=self._dtype)
 
     def forward(self, step: StepInput) -> torch.Tensor:
-        """Logits [R, vocab_size]."""
-        return self.head(self.body(step), step.adapters)
+        rows = self.body(step)
+        return self.head(rows, step.adapters) if self.shard.last else rows[0]
 
     def body(self, step: StepInput) -> tuple[torch.Tensor, ...]:
         """The residual stream and the last layer's attention output, [R, ...]. Only these rows are needed from here on.
 
-        The residual stream is one tensor that every layer adds to in place.
+        The residual stream is one tensor that every layer adds to in place. A stage before the last gives the stream of
+        all tokens, [T, hidden], and nothing else.
         """
         spec, ops = self.decoder, self._ops
-        windows = spec.windows or (None,) * spec.num_layers
         rotation = ops.rotation(step.positions)
-        stream = functional.embedding(step.ids, self.embedding)  # [T, hidden]
+        stream = ops.embed(step.ids, self.embedding, self._first_token) if step.stream is None else step.stream
         normed = ops.norm(stream, self.layers[0].input_norm)
         adapters = step.adapters
-        for index, (layer, window) in enumerate(zip(self.layers, windows, strict=True)):
+        for index, (layer, window) in enumerate(zip(self.layers, self._windows, strict=True)):
             if adapters is None:
                 qkv = ops.linear(normed, layer.qkv, layer.qkv_bias)
             else:
@@ -161,16 +192,18 @@ class Decoder:
                 qkv, rotation, layer.q_norm, layer.k_norm, step.caches[index], step.slot_mapping
             )
             attended = step.attend(index, query, scale=spec.scale, window=window).flatten(1)
-            if index < spec.num_layers - 1:
+            if index < len(self.layers) - 1 or not self.shard.last:
                 normed = self._finish(index, stream, attended, adapters)
+        if not self.shard.last:
+            return (stream,)
         if step.sample_at is None:
             return stream, attended
         return stream.index_select(0, step.sample_at), attended.index_select(0, step.sample_at)
 
     def head(self, rows: tuple[torch.Tensor, ...], adapters: StepAdapters | None = None) -> torch.Tensor:
-        """Logits [R, vocab_size]: the rest of the last layer, and the LM head."""
+        """Logits [R, own_vocab_size]: the rest of the last layer, and the LM head."""
         stream, attended = rows
-        last = self.decoder.num_layers - 1
+        last = len(self.layers) - 1
         return self._ops.linear(self._finish(last, stream, attended, adapters, sampled=True), self.lm_head)
 
     def _finish(
@@ -187,7 +220,8 @@ class Decoder:
         The stream is that of all tokens, or of the `sampled` ones only.
         """
         ops, layer = self._ops, self.layers[index]
-        following = self.norm if index == self.decoder.num_layers - 1 else self.layers[index + 1].input_norm
+        # The normed stream of a stage before the last is not read, so any norm will do for it.
+        following = self.norm if index == len(self.layers) - 1 else self.layers[index + 1].input_norm
         if adapters is None:
             normed = ops.add_linear_norm(stream, attended, layer.o, layer.o_bias, layer.post_norm)
             inner, first = ops.gated_linear(normed, layer.gate_up, layer.gate_up_bias), nothing

@@ -244,6 +244,7 @@ def _accepted(
         num_kv_heads=calls[0].key[1],
         head_dim=calls[0].query[-1],
         vocab_size=config.vocab_size,
+        own_vocab_size=config.vocab_size,
         max_model_len=length,
         eos_token_ids=eos_token_ids,
         dtype=dtype,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -11,15 +12,21 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from holdfast.core.config import QuantizationName
+from holdfast.core.layout import Layout
+from holdfast.lm.kernels.collectives.protocol import Group
 from holdfast.lm.kernels.fp8 import FIRST_CAPABILITY
 from holdfast.lm.models import hf
 from holdfast.lm.models.base import Model, UnsupportedCheckpoint, check_finite, limited
 from holdfast.lm.models.decoder import Decoder, WeightSource
-from holdfast.lm.models.decoder_spec import DecoderSpec
+from holdfast.lm.models.decoder_spec import DecoderSpec, layer_shapes
 from holdfast.lm.models.families import NATIVE
+from holdfast.lm.models.shard import Piece, shard_of
 
 JSON_LIMIT = 64 << 20
 """Most bytes of a JSON file. The index of a large mixture of experts has 10 MB."""
+ONE_RANK = Layout()
+ROWS_AT_A_TIME = 1024
+"""Rows of a random weight that are drawn together."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -31,12 +38,19 @@ def load(
     max_model_len: int | None = None,
     load_format: Literal["auto", "random"] = "auto",
     quantization: QuantizationName = "none",
+    layout: Layout = ONE_RANK,
+    rank: int = 0,
+    group: Group | None = None,
 ) -> Model:
     """The model of a Hugging Face checkpoint directory, its weights on `device`.
 
     `dtype` auto is the checkpoint's own on CUDA and float32 on a CPU. `max_model_len` shortens the model's own limit.
     With `load_format` random, only config.json is read, and the weights are drawn on the device (for benchmarks). With
     `quantization` fp8, the linear layers are rounded to FP8 as they are read, with one scale for each output.
+
+    Where several ranks share the model by `layout`, the result is the part of `rank`, and only that part of the weights
+    is read. With tp above 1, `group` is the devices that share its layers.
+
     Raises UnsupportedCheckpoint if the checkpoint is not supported, `hf.NotPaged` if Transformers' module of it could
     run otherwise. No code of a checkpoint is ever run.
     """
@@ -48,16 +62,32 @@ def load(
     if quantization == "fp8":
         check_fp8(architecture, device)
     if architecture not in NATIVE:
+        if layout.ranks > 1:
+            raise UnsupportedCheckpoint(
+                f"tp is {layout.tp} and pp is {layout.pp}, which native decoders take ({', '.join(NATIVE)}); "
+                f"{architecture} runs by Transformers' code on one device: leave them out"
+            )
         if load_format == "auto" and (directory / "model.safetensors.index.json").exists():
             files_of(directory)  # Transformers would follow an index to files outside
         return hf.load(directory, config, **options, max_model_len=max_model_len, random=load_format == "random")
     spec = NATIVE[architecture](config)
-    source = RandomWeights(spec, device) if load_format == "random" else Safetensors(directory)
+    shard = shard_of(spec, layout, rank)
     length = limited(max_model_len, spec.max_positions)
-    model = Decoder(spec, source, **options, max_model_len=length, fp8=quantization == "fp8")
-    if isinstance(source, Safetensors):
-        source.finish(spec)
-    return model
+    options |= dict(max_model_len=length, fp8=quantization == "fp8", shard=shard, group=group)
+    if load_format == "random":
+        return Decoder(spec, RandomWeights(spec, device), **options)
+    source = Safetensors(directory)
+    source.check_names(spec)
+    return Decoder(spec, source, **options)
+
+
+def decoder_spec(directory: str | Path) -> DecoderSpec:
+    """The sizes of a native decoder, from its config.json. Raises UnsupportedCheckpoint for any other model."""
+    config = read_json(Path(directory) / "config.json")
+    architecture = understood(config)
+    if architecture not in NATIVE:
+        raise UnsupportedCheckpoint(f"{architecture} is no native decoder; those are {', '.join(NATIVE)}")
+    return NATIVE[architecture](config)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -149,26 +179,29 @@ class Safetensors(WeightSource):
                 if name in self._files:
                     raise UnsupportedCheckpoint(f"tensor {name} stands in two files, one of them {path.name}")
                 self._files[name] = opened
-        self._left = set(self._files)
 
-    def fill(self, name: str, into: torch.Tensor) -> None:
+    def fill(self, name: str, piece: Piece, into: torch.Tensor) -> None:
         if name not in self._files:
             raise UnsupportedCheckpoint(f"the checkpoint has no tensor {name}, which its config.json asks for")
-        shape = tuple(self._files[name].get_slice(name).get_shape())
-        if shape != tuple(into.shape):
-            raise UnsupportedCheckpoint(f"tensor {name} has shape {shape}; config.json makes it {tuple(into.shape)}")
-        tensor = self._files[name].get_tensor(name)
+        stored = self._files[name].get_slice(name)
+        shape = tuple(stored.get_shape())
+        if shape != piece.whole:
+            raise UnsupportedCheckpoint(f"tensor {name} has shape {shape}; config.json makes it {piece.whole}")
+        # A whole tensor is mapped into memory, a slice is copied.
+        tensor = self._files[name].get_tensor(name) if piece.shape == shape else stored[piece.slices]
         if not tensor.is_floating_point() or tensor.element_size() < 2:
             raise UnsupportedCheckpoint(f"tensor {name} is {tensor.dtype}; quantized checkpoints are not supported")
         into.copy_(tensor)
         # On a GPU the copy is quick to read. On a CPU it may be stored by columns, which is slow to read.
         check_finite(name, into if into.is_cuda else tensor, into.dtype)
-        self._left.discard(name)
 
-    def finish(self, spec: DecoderSpec) -> None:
-        """Raise UnsupportedCheckpoint if the checkpoint holds a tensor that `spec` neither uses nor ignores."""
-        ignored = {spec.names.lm_head} if spec.tied else set()
-        if left := sorted(name for name in self._left - ignored if not name.endswith(spec.names.ignored)):
+    def check_names(self, spec: DecoderSpec) -> None:
+        """Raise UnsupportedCheckpoint if the checkpoint holds a tensor that the whole decoder has no use for."""
+        names = spec.names
+        used = {names.embedding, names.norm, names.lm_head}  # of a tied head there may be a copy
+        fields = [name for field in layer_shapes(spec) for name in names.fields[field]]
+        used.update(names.layer.format(layer) + name for layer in range(spec.num_layers) for name in fields)
+        if left := sorted(name for name in self._files.keys() - used if not name.endswith(names.ignored)):
             raise UnsupportedCheckpoint(
                 f"the checkpoint holds {len(left)} tensors that its config.json does not explain, first {left[0]}"
             )
@@ -193,16 +226,32 @@ def files_of(directory: Path) -> list[Path]:
 
 
 class RandomWeights(WeightSource):
-    """Weights drawn on the device: norms 1, biases 0, the rest normal with the config's standard deviation."""
+    """Weights drawn on the device: norms 1, biases 0, the rest normal with the config's standard deviation.
+
+    A number depends on its tensor's name and its place there, so it is the same however ranks share the model.
+    """
 
     def __init__(self, spec: DecoderSpec, device: torch.device) -> None:
         self._std = spec.init_std
-        self._generator = torch.Generator(device).manual_seed(0)
+        self._generator = torch.Generator(device)
 
-    def fill(self, name: str, into: torch.Tensor) -> None:
+    def fill(self, name: str, piece: Piece, into: torch.Tensor) -> None:
         if name.endswith(".bias"):
             into.zero_()
         elif into.ndim == 1:
             into.fill_(1.0)
         else:
-            into.normal_(0.0, self._std, generator=self._generator)
+            self._draw(name, piece, into)
+
+    def _draw(self, name: str, piece: Piece, into: torch.Tensor) -> None:
+        """Draw all columns of the rows that are needed, some rows at a time, each time from a seed of their own."""
+        (total, width), (rows, columns) = piece.whole, piece.own
+        seed = zlib.crc32(name.encode()) << 24
+        for start in range(rows.start - rows.start % ROWS_AT_A_TIME, rows.stop, ROWS_AT_A_TIME):
+            stop = min(start + ROWS_AT_A_TIME, total)
+            drawn = into.new_empty(stop - start, width)
+            drawn.normal_(0.0, self._std, generator=self._generator.manual_seed(seed + start // ROWS_AT_A_TIME))
+            first, last = max(start, rows.start), min(stop, rows.stop)
+            into[first - rows.start : last - rows.start] = drawn[
+                first - start : last - start, columns.start : columns.stop
+            ]

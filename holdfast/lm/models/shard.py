@@ -99,6 +99,11 @@ class Piece:
     own: tuple[range, ...]
     """What the device holds of each dimension."""
 
+    @classmethod
+    def all_of(cls, *shape: int) -> Piece:
+        """A whole tensor of this shape."""
+        return cls(shape, tuple(map(range, shape)))
+
     @property
     def shape(self) -> Shape:
         return tuple(map(len, self.own))
@@ -128,7 +133,7 @@ def layer_pieces(spec: DecoderSpec, shard: Shard) -> dict[str, tuple[Piece, ...]
     columns = {"o": q, "down": inner}
 
     def piece(field: str, part: int, shape: Shape) -> Piece:
-        own = [*map(range, shape)]
+        own = [*Piece.all_of(*shape).own]
         if field in rows:
             own[0] = rows[field][part]
         elif field in columns:

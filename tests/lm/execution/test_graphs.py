@@ -87,7 +87,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> tuple[StepGraphs, list[Any], li
 
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(StepGraphs, "_capture", capture)
-    spec, batch = SimpleNamespace(vocab_size=8, dtype=torch.float32, device=torch.device("cpu")), MagicMock()
+    spec, batch = SimpleNamespace(own_vocab_size=8, dtype=torch.float32, device=torch.device("cpu")), MagicMock()
     sizes = GraphSizes.of(200, 1024)
     graphs = StepGraphs(SimpleNamespace(spec=spec), MagicMock(), batch, [], sizes)  # type: ignore[arg-type]
     monkeypatch.setattr(graphs, "_start", lambda staged, graph, size, head=None: run.append(graph.name) or ())

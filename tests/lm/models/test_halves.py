@@ -17,6 +17,7 @@ from holdfast.lm.models.families import NAMES
 from holdfast.lm.models.halves import AdapterLayout, Halves, PackedTokens
 from holdfast.lm.models.peft_files import MODULES, module_shapes
 from holdfast.lm.models.rope import Rope
+from holdfast.lm.models.shard import Piece
 
 SCALE = 1.5
 
@@ -27,7 +28,7 @@ class Drawn:
     def __init__(self) -> None:
         self._generator = torch.Generator().manual_seed(3)
 
-    def fill(self, name: str, into: torch.Tensor) -> None:
+    def fill(self, name: str, piece: Piece, into: torch.Tensor) -> None:
         mean, spread = (1.0, 0.3) if "norm" in name else (0.0, 0.2)
         into.normal_(mean, spread, generator=self._generator)
 

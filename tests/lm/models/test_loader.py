@@ -13,11 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from holdfast.core.layout import Layout
 from holdfast.lm.kernels.fp8 import Fp8Weight
 from holdfast.lm.models import loader
 from holdfast.lm.models.base import UnsupportedCheckpoint
 from holdfast.lm.models.decoder import Decoder
-from holdfast.lm.models.loader import eos_token_ids, load
+from holdfast.lm.models.loader import decoder_spec, eos_token_ids, load
+from holdfast.lm.models.shard import Piece, layer_pieces, shard_of, vocabulary_piece
 from tests.checkpoints import make
 
 
@@ -144,6 +146,49 @@ def test_random_weights_need_no_tensors(llama: Path) -> None:
     for one, other in zip(weights(model), weights(again), strict=True):
         assert torch.equal(one, other)
         assert one.isfinite().all() and one.any()
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(pp=2), Layout(2, 2)], ids=["tp2", "pp2", "2x2"])
+def test_a_rank_reads_nothing_but_its_own_part(llama: Path, layout: Layout) -> None:
+    spec = decoder_spec(llama)
+    tensors = load_file(llama / "model.safetensors")
+    for rank in range(layout.ranks):
+        shard = shard_of(spec, layout, rank)
+        own = {
+            spec.names.layer.format(layer) + name: piece
+            for layer in shard.layers
+            for field, pieces in layer_pieces(spec, shard).items()
+            for name, piece in zip(spec.names.fields[field], pieces, strict=True)
+        }
+        own[spec.names.norm] = Piece.all_of(spec.hidden_size)
+        own |= {spec.names.embedding: vocabulary_piece(spec, shard)} if shard.first else {}
+        own |= {spec.names.lm_head: vocabulary_piece(spec, shard)} if shard.last else {}
+        spoilt = {name: torch.full_like(tensor, math.nan) for name, tensor in tensors.items()}
+        for name, piece in own.items():
+            spoilt[name][piece.slices] = tensors[name][piece.slices]
+        save_file(spoilt, llama / "model.safetensors")
+        part = load(llama, device="cpu", layout=layout, rank=rank)  # would refuse a NaN
+        assert part.spec.weight_bytes == 4 * sum(math.prod(piece.shape) for piece in own.values())
+        name, piece = next(iter(own.items()))
+        spoilt[name][piece.slices] = math.nan
+        save_file(spoilt, llama / "model.safetensors")
+        assert f"{name} holds NaN" in refusal(llama, layout=layout, rank=rank)
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(pp=2)])
+def test_transformers_models_are_not_split(tmp_path: Path, layout: Layout) -> None:
+    make(tmp_path, "GPT2")
+    reason = f"tp is {layout.tp} and pp is {layout.pp}, which native decoders take"
+    assert reason in refusal(tmp_path, layout=layout)
+    with pytest.raises(UnsupportedCheckpoint, match="GPT2LMHeadModel is no native decoder"):
+        decoder_spec(tmp_path)
+
+
+def test_a_layout_that_does_not_fit_the_model_is_refused(llama: Path) -> None:
+    with pytest.raises(ValueError, match="tp is 3; it must divide the model's 4 attention heads"):
+        load(llama, device="cpu", layout=Layout(tp=3))
+    with pytest.raises(ValueError, match="pp is 3; the model has 2 layers"):
+        load(llama, device="cpu", layout=Layout(pp=3))
 
 
 def test_max_model_len_shortens_and_never_lengthens(llama: Path) -> None:

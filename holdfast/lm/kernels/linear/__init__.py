@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from holdfast.lm.kernels.collectives.protocol import Group
 from holdfast.lm.kernels.linear.layers import LayerOps, LayerShape
 
 
-def layer_ops_for(shape: LayerShape) -> LayerOps:
-    """The backend for the device of `shape.inverse_frequencies`: Triton kernels on CUDA, PyTorch elsewhere."""
+def layer_ops_for(shape: LayerShape, group: Group | None = None) -> LayerOps:
+    """The backend for the device of `shape.inverse_frequencies`: Triton kernels on CUDA, PyTorch elsewhere.
+
+    `group` is the devices that share each layer, if there are several.
+    """
     if shape.inverse_frequencies.device.type == "cuda":
         # Imported here because a CPU installation has no Triton.
         from holdfast.lm.kernels.linear.fused_layers import FusedLayerOps
 
-        return FusedLayerOps(shape)
-    return LayerOps(shape)
+        return FusedLayerOps(shape, group)
+    return LayerOps(shape, group)

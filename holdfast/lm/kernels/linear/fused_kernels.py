@@ -11,6 +11,20 @@ from holdfast.lm.kernels.fp8_conversion import to_cache_dtype
 from holdfast.lm.kernels.launch import launch_dependents, wait_for_previous
 
 
+@triton.jit(do_not_specialize=["first", "held_tokens"])
+def embed_kernel(ids, embedding, out, first, held_tokens, width, stride, BLOCK: tl.constexpr):
+    """The rows [T, width] of tokens `ids` of an embedding that holds the tokens from `first` on; else zeros.
+
+    Program (token, part of the row).
+    """
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    place = tl.load(ids + token + tl.zeros([BLOCK], tl.int64)) - first
+    held = (at < width) & (place >= 0) & (place < held_tokens)
+    row = tl.load(embedding + place * stride + at, mask=held, other=0.0)
+    tl.store(out + token * width + at, row, mask=at < width)
+
+
 @triton.jit
 def norm_kernel(
     stream, partials, bias, weight, out, width, stream_stride, out_stride, eps,

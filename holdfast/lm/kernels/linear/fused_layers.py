@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import triton
 
+from holdfast.lm.kernels.collectives.protocol import Group
 from holdfast.lm.kernels.fp8 import Fp8Weight, Weight
 from holdfast.lm.kernels.launch import dependent_launch_options
 from holdfast.lm.kernels.linear.fp8_linear import (
@@ -20,7 +21,13 @@ from holdfast.lm.kernels.linear.fp8_linear import (
     has_tiles,
     quantize_rows,
 )
-from holdfast.lm.kernels.linear.fused_kernels import angles_kernel, norm_kernel, rotate_write_kernel, silu_mul_kernel
+from holdfast.lm.kernels.linear.fused_kernels import (
+    angles_kernel,
+    embed_kernel,
+    norm_kernel,
+    rotate_write_kernel,
+    silu_mul_kernel,
+)
 from holdfast.lm.kernels.linear.layers import Gated, LayerOps, Normed, Rotation, Unnormed, nothing
 from holdfast.lm.kernels.linear.skinny_gemm import SkinnyLaunch, launch_for, skinny_gemm
 from holdfast.lm.kernels.lora.protocol import Finish
@@ -43,6 +50,16 @@ class FusedLayerOps(LayerOps):
     to cuBLAS, which adds the residual as it writes: fewer bytes than a later addition, and one rounding less. With FP8
     weights they go to FP8 tensor cores, with activations quantized by token.
     """
+
+    def embed(self, ids: torch.Tensor, embedding: torch.Tensor, first: int = 0) -> torch.Tensor:
+        if self.group is None:
+            return super().embed(ids, embedding, first)
+        tokens, width = len(ids), embedding.shape[1]
+        rows = self.group.room((tokens, width), embedding.dtype)
+        embed_kernel[(tokens, triton.cdiv(width, GATED_AT_A_TIME))](
+            ids, embedding, rows, first, len(embedding), width, embedding.stride(0), BLOCK=GATED_AT_A_TIME, num_warps=4
+        )
+        return self.group.all_reduce(rows)
 
     def norm(self, stream: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return self._add_norm(stream, None, None, weight)
@@ -88,6 +105,10 @@ class FusedLayerOps(LayerOps):
         first: Callable[[], None] = nothing,
     ) -> Normed:
         launch = None if isinstance(x, Fp8Rows) else self.launch(x, weight, cut=True)
+        if self.group is not None:
+            partials = self._partials(self.group, x, weight, launch)
+            first()
+            return self.group.add_norm(stream, partials, bias, norm, self.shape.eps)
         if launch is None:
             if isinstance(weight, Fp8Weight):
                 partials = self._linear(x, weight, None)[None]
@@ -105,6 +126,20 @@ class FusedLayerOps(LayerOps):
         self._run_skinny(x, weight, None, partials, launch)
         first()
         return self._add_norm(stream, partials, bias, norm)
+
+    def _partials(self, group: Group, x: Gated, weight: Weight, launch: SkinnyLaunch | None) -> torch.Tensor:
+        """This device's partial sums [P, T, outputs] of the projection of x, where the group can add them up."""
+        outputs = weight.shape[0]
+        if launch is not None:
+            partials = group.room((launch.parts, len(x), outputs), torch.float32)
+            self._run_skinny(x, weight, None, partials, launch)
+            return partials
+        if isinstance(weight, Fp8Weight):
+            return self._linear(x, weight, None)[None]
+        partials = group.room((1, len(x), outputs), x.dtype)
+        for part in _pieces(len(x)):
+            torch.mm(x[part], weight.t(), out=partials[0, part])
+        return partials
 
     def _in_pieces(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
         """The library's GEMM [T, N], in the pieces of PIECES."""

@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional
 
 from holdfast.lm.kernels.cache.kv_cache import write_slots
+from holdfast.lm.kernels.collectives.protocol import Group
 from holdfast.lm.kernels.fp8 import Fp8Weight, Weight
 from holdfast.lm.kernels.lora.protocol import Finish
 
@@ -25,7 +26,7 @@ Rotation = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class LayerShape:
-    """Sizes and settings that all layers of a decoder share."""
+    """Sizes and settings that all layers of a decoder share. Heads are those of this device."""
 
     num_heads: int
     num_kv_heads: int
@@ -67,10 +68,22 @@ class LayerOps:
     This is the backend of a CPU and the oracle of the Triton kernels. A projection and its neighbours are one call, so
     that a backend may fuse them. The projection that ends each half of a layer adds to the residual stream in place,
     and returns the stream normed for the next half.
+
+    With a `group`, each device has its own heads, and its own rows of what reads the stream. What adds to the stream
+    has its own columns, so its results are partial sums, which the group adds up. The stream is equal on all devices.
     """
 
-    def __init__(self, shape: LayerShape) -> None:
-        self.shape = shape
+    def __init__(self, shape: LayerShape, group: Group | None = None) -> None:
+        self.shape, self.group = shape, group
+
+    def embed(self, ids: torch.Tensor, embedding: torch.Tensor, first: int = 0) -> torch.Tensor:
+        """The stream [T, hidden] of tokens ids [T]. `embedding` has this device's tokens, from `first` on."""
+        if self.group is None:
+            return functional.embedding(ids, embedding)
+        place = ids - first
+        absent = (place < 0) | (place >= len(embedding))
+        rows = functional.embedding(place.masked_fill_(absent, 0), embedding)
+        return self.group.all_reduce(rows.masked_fill_(absent[:, None], 0))
 
     def norm(self, stream: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """RMS norm [T, hidden] times weight [hidden], accumulated in float32, in the dtype of the stream."""
@@ -106,9 +119,12 @@ class LayerOps:
     ) -> Normed:
         """Add the projection of x to the stream [T, hidden] in place; return the sum normed by `norm` [hidden].
 
-        `first` is called before anything here reads or writes the stream.
+        `first` is called before anything here reads or writes the stream. With a group, x and weight are this device's
+        part of the inputs, and the bias is the whole one.
         """
         first()
+        if self.group is not None:
+            return self.group.add_norm(stream, self._linear(x, weight, None)[None], bias, norm, self.shape.eps)
         if isinstance(weight, Fp8Weight):
             stream += self._linear(x, weight, None)
         else:

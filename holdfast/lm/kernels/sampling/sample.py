@@ -38,25 +38,44 @@ def sample(
         if not any_random:
             return argmax(logits)
         return sample_rows(logits, temperature, top_k, top_p, seed, position, any_filtered=any_filtered)
-    if not any_random:
-        return _argmax(logits)
+    if not any_filtered:
+        _, tokens = best_tokens(logits, temperature, seed, position, any_random=any_random)
+        return tokens
     is_random = (temperature > 0)[:, None]
     heat = torch.where(is_random, temperature[:, None], 1.0)
-    tokens = torch.arange(logits.shape[-1], dtype=torch.int32)[None, :]
-    order = None
-    if any_filtered:
-        scores, order = _filtered(logits.float(), heat, top_k, top_p)
-        tokens = order.to(torch.int32)
+    scores, order = _filtered(logits.float(), heat, top_k, top_p)
+    scores = torch.where(is_random, scores + _gumbel(seed, position, order.to(torch.int32)), scores)
+    return order.gather(1, scores.argmax(-1, keepdim=True))[:, 0]
+
+
+def best_tokens(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    seed: torch.Tensor,
+    position: torch.Tensor,
+    *,
+    any_random: bool,
+    first: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest score of each row [B] float32, and its token [B] int64: the token of `sample` without filters.
+
+    logits [B, V] may be a part of the vocabulary, from the token `first` on. The best of all parts' scores, the lowest
+    token among equals, is then the token of the whole row. The rest is as in `sample`.
+    """
+    if any_random:
+        is_random = (temperature > 0)[:, None]
+        tokens = torch.arange(first, first + logits.shape[-1], dtype=torch.int32, device=logits.device)[None, :]
+        scores = logits.float() / torch.where(is_random, temperature[:, None], 1.0)
+        scores = torch.where(is_random, scores + _gumbel(seed, position, tokens), scores)
     else:
-        scores = logits.float() / heat
-    scores = torch.where(is_random, scores + _gumbel(seed, position, tokens), scores)
-    choice = scores.argmax(-1)
-    return choice if order is None else order.gather(1, choice[:, None])[:, 0]
+        scores = logits
+    best = _argmax(scores)
+    return scores.gather(1, best[:, None])[:, 0].float(), best + first
 
 
 def _argmax(logits: torch.Tensor) -> torch.Tensor:
-    """The token with the largest logit in each row. NumPy's argmax is vectorised; PyTorch's is not on a CPU."""
-    if logits.dtype == torch.float32:
+    """The place of the largest number in each row. NumPy's argmax is vectorised; PyTorch's is not on a CPU."""
+    if logits.dtype == torch.float32 and logits.device.type == "cpu":
         return torch.from_numpy(logits.numpy().argmax(-1))
     return logits.argmax(-1)
 

@@ -1,0 +1,199 @@
+"""The messages between rank 0, which plans, and the other ranks of an engine: commands, plans, and what they gave."""
+
+from __future__ import annotations
+
+import msgspec
+
+from holdfast.core.columns import Columns
+from holdfast.core.config import EngineConfig
+from holdfast.lm.types import BlockCopy, BlockMove, CopyTime, MemoryMeasurement, Sampling, Segment, StepPlan, TableWrite
+
+
+class Message(msgspec.Struct, array_like=True):
+    """The base of all messages."""
+
+
+class StartRank(Message, tag="start"):
+    """Find the other ranks, and load this rank's part of the model. Answered by Loaded."""
+
+    config: EngineConfig
+    meeting: str
+    """A directory of this start alone, where ranks leave word how they can be reached."""
+
+
+class Compile(Message, tag="compile"):
+    """Compile the kernels of captured steps. Answered by Done."""
+
+
+class Measure(Message, tag="measure"):
+    """Measure memory. Answered by Measured."""
+
+    block_bytes: int
+    """Bytes of a block on all ranks together: a configured size is divided among them by their shares of it."""
+
+
+class Allocate(Message, tag="allocate"):
+    """Allocate the caches of both tiers. Answered by Done."""
+
+    num_blocks: int
+    num_host_blocks: int
+
+
+class BeginHost(Message, tag="host"):
+    """Begin to make the host tier usable."""
+
+
+class Prepare(Message, tag="prepare"):
+    """Use a pause to capture one more graph, once all steps have ended. Answered by Done: whether it did."""
+
+
+class Plan(Message, tag="plan"):
+    """Run this step. A rank answers what of it the planner needs, by Stepped."""
+
+    step: int
+    rows: list[int]
+    starts: list[int]
+    stops: list[int]
+    tokens: list[tuple[int, ...]]
+    samples: bytes
+    """For each segment, whether it samples."""
+    drawn: list[tuple[int, Sampling]]
+    """By row, how those segments sample whose row has not sampled so before."""
+    table_writes: tuple[TableWrite, ...]
+    swap_in: tuple[BlockCopy, ...]
+    swap_out: tuple[BlockCopy, ...]
+    awaits: int
+    block_moves: tuple[BlockMove, ...]
+
+
+class End(Message, tag="end"):
+    """End the process."""
+
+
+class Loaded(Message, tag="loaded"):
+    """The rank's part of the model is on its device."""
+
+    block_bytes: int
+    """What a block of the cache takes on this rank: its layers, and its heads."""
+
+
+class Measured(Message, tag="measured"):
+    """What the rank measured of its device."""
+
+    memory: MemoryMeasurement
+
+
+class Done(Message, tag="done"):
+    """A command is done."""
+
+    result: bool = True
+
+
+class Stepped(Message, tag="stepped"):
+    """What one step gave on this rank, of what the planner needs from it."""
+
+    step: int
+    tokens: tuple[int, ...]
+    """From the last stage; empty from others."""
+    seconds: float
+    copies: tuple[CopyTime, ...]
+    """Those that were seen to complete since the last message."""
+
+
+class Failed(Message, tag="failed"):
+    """The rank cannot go on, and ends."""
+
+    reason: str
+    """In one line."""
+    at: float
+    """When, on the clock that all processes share."""
+
+
+Command = StartRank | Compile | Measure | Allocate | BeginHost | Prepare | Plan | End
+Answer = Loaded | Measured | Done | Stepped | Failed
+
+_encoder = msgspec.msgpack.Encoder()
+_commands = msgspec.msgpack.Decoder(Command)
+_answers = msgspec.msgpack.Decoder(Answer)
+
+
+def encode(message: Command | Answer) -> bytes:
+    """A message as bytes."""
+    return _encoder.encode(message)
+
+
+def decode_command(data: bytes) -> Command:
+    """A command from bytes."""
+    command: Command = _commands.decode(data)
+    return command
+
+
+def decode_answer(data: bytes) -> Answer:
+    """An answer from bytes."""
+    answer: Answer = _answers.decode(data)
+    return answer
+
+
+class PlanWriter:
+    """Turns plans into messages. A sequence's sampling record is sent once, not with each of its tokens."""
+
+    def __init__(self) -> None:
+        self._drawn: dict[int, Sampling] = {}
+        """By row, the record that the readers have."""
+
+    def write(self, plan: StepPlan) -> Plan:
+        """A plan as a message: all that an executor of a paged cache reads."""
+        columns = plan.columns
+        rows: list[int] = columns.column("row")
+        sampling: list[Sampling | None] = columns.column("sampling")
+        known, drawn = self._drawn, []
+        for row, record in zip(rows, sampling, strict=True):
+            if record is not None and known.get(row) is not record:
+                known[row] = record
+                drawn.append((row, record))
+        return Plan(
+            step=plan.step,
+            rows=rows,
+            starts=columns.column("start"),
+            stops=columns.column("stop"),
+            tokens=columns.column("tokens"),
+            samples=bytes([record is not None for record in sampling]),
+            drawn=drawn,
+            table_writes=plan.table_writes,
+            swap_in=plan.swap_in,
+            swap_out=plan.swap_out,
+            awaits=plan.awaits,
+            block_moves=plan.block_moves,
+        )
+
+
+class PlanReader:
+    """Turns the messages of one `PlanWriter` back into plans, all of them, in order."""
+
+    def __init__(self) -> None:
+        self._drawn: dict[int, Sampling] = {}
+
+    def read(self, message: Plan) -> StepPlan:
+        """The plan, but for the names of its sequences."""
+        drawn = self._drawn
+        drawn.update(message.drawn)
+        count = len(message.rows)
+        return StepPlan(
+            message.step,
+            segments=Columns(
+                Segment,
+                sequence_id=[""] * count,
+                row=message.rows,
+                start=message.starts,
+                stop=message.stops,
+                tokens=message.tokens,
+                sampling=[
+                    drawn[row] if samples else None for row, samples in zip(message.rows, message.samples, strict=True)
+                ],
+            ),
+            table_writes=message.table_writes,
+            swap_in=message.swap_in,
+            swap_out=message.swap_out,
+            awaits=message.awaits,
+            block_moves=message.block_moves,
+        )

@@ -1,0 +1,335 @@
+"""Ranks: the processes of an engine beside rank 0, as rank 0 starts them, commands them, and sees them fail."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from functools import partial
+from math import inf
+from typing import NamedTuple, TypeVar
+
+from holdfast.core.config import EngineConfig
+from holdfast.engine import rank_messages as messages
+from holdfast.engine.mailbox import LINE, WORD, Bell, Mailbox, Reader, SharedWords, Ticket
+from holdfast.engine.process import FAILED, in_words
+from holdfast.engine.spawn import child_environment
+
+BEAT_SECONDS = 0.045
+"""How often a rank shows that it runs, and how often rank 0 looks."""
+SILENT_BEATS = 20
+"""A rank that has been silent for so many looks hangs. They are counted, not timed: if all processes are stopped and go
+on, no time has passed."""
+SILENT_STARTING = 2400
+"""The same while ranks start. Reading a checkpoint from a slow disk may keep Python's lock."""
+STEP_SECONDS = 120.0
+"""The longest that rank 0 waits for a step without any. Ranks that run and wait for each other forever beat too."""
+CAUSE_SECONDS = 0.5
+"""After a failure, how long to wait for an earlier one: the others fail because the first did."""
+GRACE_SECONDS = 2.0
+"""Time for ranks to end by themselves."""
+
+BOARD_WORDS = LINE // WORD
+BEATS, STEPS, HOST_READY, HOST_BLOCKS = range(4)
+"""A rank's words on the board: beats so far, steps done, and blocks of the host tier that are ready, and will be."""
+
+Result = TypeVar("Result")
+
+
+class RankFailure(RuntimeError):
+    """A rank has failed; the message names it, and says what is known of it."""
+
+
+class Seat(NamedTuple):
+    """What the process of a rank is started with: inherited file descriptors."""
+
+    rank: int
+    commands: Ticket
+    answers: Ticket
+    board: int
+    ranks: int
+
+    @property
+    def descriptors(self) -> list[int]:
+        """All that the process must inherit."""
+        return [*self.commands.descriptors, *self.answers.descriptors, self.board]
+
+    def to_json(self) -> str:
+        """As one argument of a command line."""
+        return json.dumps(self)
+
+    @classmethod
+    def from_json(cls, text: str) -> Seat:
+        """The seat that `to_json` wrote."""
+        rank, commands, answers, board, ranks = json.loads(text)
+        first, second = (
+            Ticket(memory, tuple(Bell(*bell) for bell in bells), capacity)
+            for memory, bells, capacity in (commands, answers)
+        )
+        return cls(rank, first, second, board, ranks)
+
+
+class Board:
+    """A few numbers of each rank, which all processes see. Each rank writes its own."""
+
+    def __init__(self, ranks: int, inherited: int | None = None) -> None:
+        self._memory = SharedWords(ranks * BOARD_WORDS, inherited)
+        self.descriptor = self._memory.descriptor
+
+    def get(self, rank: int, word: int) -> int:
+        """A number of a rank."""
+        return self._memory.words[rank * BOARD_WORDS + word]
+
+    def set(self, rank: int, word: int, value: int) -> None:
+        """Change a number of a rank, which is the caller's own."""
+        self._memory.words[rank * BOARD_WORDS + word] = value
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._memory.close()
+
+
+class _Rank(NamedTuple):
+    """One process, and what comes from it."""
+
+    number: int
+    process: subprocess.Popen[bytes]
+    answers: Mailbox
+    reader: Reader
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.number} (process {self.process.pid})"
+
+
+class Ranks:
+    """The processes of ranks 1 and up. For one thread, but for `check` and `failure`.
+
+    They get every command in one order, through one mailbox. Rank 0's own part of a command runs in a thread of its
+    own, so that a rank that fails ends the wait for the others. Once a rank has failed, all are killed, and every call
+    raises RankFailure.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Start the processes, from the thread that lives longest. Raises OSError."""
+        self.layout = config.layout
+        self.failure = ""
+        """What has failed; empty while nothing has."""
+        self.on_failure: Callable[[], None] = lambda: None
+        """Called once, in another thread, when a rank has failed."""
+        self.steady = False
+        """Whether a rank that is silent for a second counts as hanging. While ranks start, they may take longer."""
+        others = range(1, self.layout.ranks)
+        self._closing = threading.Event()
+        self._incoming = threading.Lock()
+        self._arrived: deque[tuple[int, messages.Answer]] = deque()
+        """What the ranks have sent, with their numbers, but for failures."""
+        self._reported: list[tuple[float, str]] = []
+        """When ranks have failed, and why, as they say themselves."""
+        self._own = ThreadPoolExecutor(1, "holdfast-rank-0")
+        self._meeting = tempfile.TemporaryDirectory(prefix="holdfast-ranks-")  # mode 0700
+        self._bell = Bell.new()
+        self._commands = Mailbox(tuple(Bell.new() for _ in others))
+        self._board = Board(self.layout.ranks)
+        self._ranks: list[_Rank] = []
+        self._watching = threading.Thread(target=self._watch, name="holdfast-watch-ranks", daemon=True)
+        try:
+            for number in others:
+                self._ranks.append(self._start(number))
+        except BaseException:
+            self.close(at_once=True)
+            raise
+        self._watching.start()
+
+    @property
+    def meeting(self) -> str:
+        """A directory of this start alone, where ranks leave word how they can be reached."""
+        return self._meeting.name
+
+    @property
+    def pids(self) -> list[int]:
+        """The process ids of ranks 1 and up."""
+        return [rank.process.pid for rank in self._ranks]
+
+    def send(self, command: messages.Command) -> None:
+        """Send all ranks a command. Raises RankFailure."""
+        self.check()
+        self._commands.send(messages.encode(command), self.check)
+
+    def together(
+        self, command: messages.Command, work: Callable[[], Result]
+    ) -> tuple[Result, Sequence[messages.Answer]]:
+        """Send a command and do rank 0's own part of it; its result, and the answers of the others by rank.
+
+        Raises RankFailure, and what `work` raises unless another rank has failed before.
+        """
+        self.send(command)
+        own = self.do(work)
+        found: dict[int, messages.Answer] = {}
+        while True:
+            found.update(self.arrived())
+            if len(found) == len(self._ranks):
+                return own, [found[number] for number in sorted(found)]
+            self.wait(1.0)
+
+    def do(self, work: Callable[[], Result]) -> Result:
+        """Do a part of rank 0 that may wait for the others. Raises as `together` does."""
+        self.check()
+        running = self._own.submit(work)
+        while not wait_for([running], BEAT_SECONDS).done:
+            self.check()
+        if (error := running.exception()) is not None:
+            raise self.cause(error)
+        return running.result()
+
+    def cause(self, error: BaseException) -> BaseException:
+        """What to raise where rank 0 has failed with `error`: that, or another rank's failure that led to it."""
+        deadline = time.monotonic() + CAUSE_SECONDS
+        while not self.failure and time.monotonic() < deadline:
+            time.sleep(BEAT_SECONDS)
+        return RankFailure(self.failure) if self.failure else error
+
+    def arrived(self) -> list[tuple[int, messages.Answer]]:
+        """What other ranks have sent since the last call, with their numbers. Raises RankFailure."""
+        self.check()
+        self._receive()
+        return [self._arrived.popleft() for _ in range(len(self._arrived))]
+
+    def wait(self, seconds: float) -> None:
+        """Wait until another rank sends something, at most so long. Raises RankFailure."""
+        self._bell.sleep(seconds)
+        self.check()
+
+    def least(self, word: int) -> int:
+        """The least over the other ranks of one of their numbers on the board."""
+        return min(self._board.get(rank.number, word) for rank in self._ranks)
+
+    def check(self) -> None:
+        """Raise RankFailure if a rank has failed."""
+        if self.failure:
+            raise RankFailure(self.failure)
+
+    def give_up(self, step: int) -> None:
+        """Raise RankFailure because a step does not end."""
+        least = self.least(STEPS)
+        behind = [rank.name for rank in self._ranks if self._board.get(rank.number, STEPS) == least]
+        self._fail(f"step {step} has not ended after {STEP_SECONDS:g} s; the fewest steps have ended on {behind[0]}")
+        self.check()
+
+    def close(self, *, at_once: bool = False) -> None:
+        """End all ranks: by themselves within GRACE_SECONDS, unless `at_once`; then they are killed.
+
+        May be called more than once.
+        """
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        if self._watching.ident is not None:
+            self._watching.join()
+        failed = at_once or bool(self.failure)
+        if not failed:
+            deadline = time.monotonic() + GRACE_SECONDS
+            with contextlib.suppress(TimeoutError):
+                self._commands.send(messages.encode(messages.End()), partial(_raise_after, deadline))
+            for rank in self._ranks:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    rank.process.wait(max(0.0, deadline - time.monotonic()))
+        self._bury()
+        self._own.shutdown(wait=not failed, cancel_futures=True)
+        self._meeting.cleanup()
+        for mailbox in (self._commands, *(rank.answers for rank in self._ranks)):
+            mailbox.close()
+        self._board.close()
+        for bell in (self._bell, *self._commands.bells):
+            bell.close()
+
+    def _start(self, number: int) -> _Rank:
+        """Start the process of a rank. Raises OSError."""
+        answers = Mailbox((self._bell,))
+        seat = Seat(number, self._commands.ticket, answers.ticket, self._board.descriptor, self.layout.ranks)
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "holdfast.engine.rank_work", str(os.getpid()), seat.to_json()],
+            stdin=subprocess.PIPE,  # end of file tells the rank that we are gone
+            stdout=2,
+            pass_fds=seat.descriptors,
+            env=child_environment(),
+        )
+        return _Rank(number, process, answers, answers.reader())
+
+    def _receive(self) -> None:
+        """Sort what has arrived."""
+        with self._incoming:
+            for rank in self._ranks:
+                while (data := rank.reader.poll()) is not None:
+                    answer = messages.decode_answer(data)
+                    if isinstance(answer, messages.Failed):
+                        self._reported.append((answer.at, f"rank {rank.number}: {answer.reason}"))
+                    else:
+                        self._arrived.append((rank.number, answer))
+
+    def _watch(self) -> None:
+        """Look for failures, in a thread, until one is found or all are closed."""
+        beats = {rank.number: 0 for rank in self._ranks}
+        silent = dict.fromkeys(beats, 0)
+        last_look = time.monotonic()
+        while not self._closing.wait(BEAT_SECONDS):
+            looked, last_look = last_look, time.monotonic()
+            self._receive()  # before looking who has ended: whoever reports that is another one
+            for rank in self._ranks:
+                beat = self._board.get(rank.number, BEATS)
+                silent[rank.number] = silent[rank.number] + 1 if beat == beats[rank.number] else 0
+                beats[rank.number] = beat
+            reason = self._reason(silent, looked)
+            if reason and not self._closing.is_set():
+                self._fail(reason)
+                return
+
+    def _reason(self, silent: Mapping[int, int], looked: float) -> str:
+        """What has failed first; empty if nothing has. All that has ended now still ran when we `looked` before."""
+        ended = [(rank, status) for rank in self._ranks if (status := rank.process.poll()) is not None]
+        self._receive()
+        at, report = min(self._reported, default=(inf, ""))
+        for rank, status in ended:
+            if status != FAILED and at >= looked:  # what others report then may have come of it
+                return f"{rank.name} {in_words(status)}"
+        if report:
+            return report
+        if ended:
+            return f"{ended[0][0].name} failed and gave no reason"
+        most = SILENT_BEATS if self.steady else SILENT_STARTING
+        for rank in self._ranks:
+            if silent[rank.number] >= most:
+                return f"{rank.name} has not answered for {most * BEAT_SECONDS:.0f} s"
+        return ""
+
+    def _fail(self, reason: str) -> None:
+        """Kill all ranks, and let every call raise RankFailure from now on."""
+        self.failure = self.failure or reason
+        for rank in self._ranks:
+            rank.process.kill()
+        self._bell.ring()
+        self.on_failure()
+
+    def _bury(self) -> None:
+        """Kill the processes that still run, and wait until all have ended."""
+        for rank in self._ranks:
+            rank.process.kill()
+        for rank in self._ranks:
+            rank.process.wait()
+            assert rank.process.stdin is not None
+            rank.process.stdin.close()
+
+
+def _raise_after(deadline: float) -> None:
+    """Raise TimeoutError once it is so late."""
+    if time.monotonic() > deadline:
+        raise TimeoutError

@@ -1,0 +1,55 @@
+"""Place: where one rank stands among those that share a model, and how it reaches the others."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
+from torch.distributed.distributed_c10d import PrefixStore
+
+from holdfast.core.layout import Layout
+from holdfast.lm.execution.stage_link import GlooLink, StageLink
+from holdfast.lm.kernels.collectives.protocol import Group
+from holdfast.lm.kernels.collectives.torch_group import TorchGroup
+from holdfast.lm.models.base import ModelSpec
+
+TIMEOUT = timedelta(hours=1)
+"""The longest that a message between processes takes. Whoever watches them ends them long before."""
+LOOPBACK = "127.0.0.1"
+
+
+class Place:
+    """One rank's place. All ranks make theirs at the same time, and wait for each other in doing so."""
+
+    def __init__(self, layout: Layout, rank: int, device: torch.device, meeting: str) -> None:
+        """`meeting` is a directory of these ranks alone, where they leave word how they can be reached."""
+        self.layout, self.rank, self.device = layout, rank, device
+        self._store = FileStore(str(Path(meeting) / "ranks"), layout.ranks)
+        self._everyone: dist.ProcessGroup | None = None
+        if layout.pp > 1:
+            self._everyone = self._gloo("everyone", range(layout.ranks))
+        self.group: Group | None = None
+        """The devices that share each layer; None if there is only one."""
+        if layout.tp > 1:
+            stage = layout.stage_of(rank)
+            self.group = TorchGroup(self._gloo(f"stage {stage}", layout.ranks_of(stage)), device)
+
+    def link(self, spec: ModelSpec, max_tokens: int, max_rows: int) -> StageLink | None:
+        """What carries streams and tokens between the stages; None if there is only one.
+
+        `spec` is that of this rank's part; a step has at most so many tokens and sampled rows.
+        """
+        return None if self._everyone is None else GlooLink(self._everyone, self.layout, self.rank)
+
+    def _gloo(self, name: str, ranks: range) -> dist.ProcessGroup:
+        """These ranks of this host as one process group. Nobody else can reach its sockets."""
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname=LOOPBACK)]
+        options._timeout = TIMEOUT
+        processes: dist.ProcessGroup = gloo(PrefixStore(name, self._store), ranks.index(self.rank), len(ranks), options)
+        return processes

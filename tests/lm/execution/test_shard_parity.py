@@ -1,0 +1,242 @@
+"""Shards and stages of a model give the logits and tokens of the whole model, for the same steps."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.core.config import EngineConfig, QuantizationName
+from holdfast.core.layout import Layout
+from holdfast.core.types import Request, SamplingParams
+from holdfast.lm.execution.executor import PagedExecutor
+from holdfast.lm.memory.block_pool import BlockPool
+from holdfast.lm.models.base import StepInput
+from holdfast.lm.models.decoder import Decoder
+from holdfast.lm.models.loader import load
+from holdfast.lm.scheduler.policies import StallFree
+from holdfast.lm.scheduler.scheduler import Scheduler
+from holdfast.lm.types import StepPlan
+from holdfast.loop.loop import Loop
+from tests.checkpoints import make
+from tests.paged import allocated
+from tests.ranks import Rank, in_ranks
+
+VOCAB = 389  # a prime number: no number of devices divides it
+REQUESTS, BUDGET, BLOCKS = 8, 24, 40
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", dict(attention_bias=True, mlp_bias=True)),
+    "mistral": ("Mistral", {}),  # a sliding window
+    "qwen2": ("Qwen2", {}),  # biases of queries, keys and values, and a window in some layers
+    "qwen3": ("Qwen3", dict(tie_word_embeddings=True)),  # norms within heads, and the embedding as the LM head
+}
+LAYOUTS = {"tp2": Layout(tp=2), "tp4": Layout(tp=4), "pp2": Layout(pp=2), "pp3": Layout(pp=3), "2x2": Layout(2, 2)}
+
+
+@dataclass
+class Ran:
+    """What steps gave: by step, its logits and its tokens."""
+
+    logits: list[torch.Tensor]
+    tokens: list[tuple[int, ...]]
+
+
+class Watched:
+    """A decoder that keeps the logits of each step."""
+
+    def __init__(self, model: Decoder) -> None:
+        self.model, self.spec = model, model.spec
+        self.logits: list[torch.Tensor] = []
+
+    def forward(self, step: StepInput) -> torch.Tensor:
+        self.logits.append(self.model.forward(step))
+        return self.logits[-1]
+
+
+class Staged(Watched):
+    """One rank's part of a decoder, which gets its stream from the stage before, and sends it to the next one."""
+
+    def __init__(self, model: Decoder, rank: Rank) -> None:
+        super().__init__(model)
+        layout, spec = rank.layout, model.spec
+        self._before, self._after = rank.rank - layout.tp, rank.rank + layout.tp
+        self._everyone = rank.processes(range(layout.ranks)) if layout.pp > 1 else None
+        self._nothing = torch.zeros(0, spec.own_vocab_size)
+
+    def forward(self, step: StepInput) -> torch.Tensor:
+        if self._everyone is not None and not self.spec.first:
+            stream = torch.empty(len(step.ids), self.spec.stream_width)
+            self._everyone.recv([stream], self._before, 0).wait()
+            step = replace(step, stream=stream)
+        given = super().forward(step)
+        if self._everyone is None or self.spec.last:
+            return given
+        assert given.shape == (len(step.ids), self.spec.stream_width)
+        self._everyone.send([given.contiguous()], self._after, 0).wait()
+        rows = len(step.ids) if step.sample_at is None else len(step.sample_at)
+        return given.new_zeros(rows, self.spec.own_vocab_size)  # what it samples goes nowhere
+
+
+class Recorded(PagedExecutor):
+    """An executor that keeps its plans, and the tokens that they gave."""
+
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
+        self.plans: list[StepPlan] = []
+        self.tokens: list[tuple[int, ...]] = []
+
+    def submit(self, plan: StepPlan) -> None:
+        self.plans.append(plan)
+        super().submit(plan)
+
+    def collect(self) -> Any:
+        result = super().collect()
+        self.tokens.append(result.tokens)
+        return result
+
+
+CONFIG = EngineConfig(block_size=4, token_budget=BUDGET, max_sequences=REQUESTS)
+
+
+def whole(model: Decoder, requests: Sequence[Request]) -> tuple[list[StepPlan], Ran]:
+    """The steps of the requests on one device with little memory, and what they gave.
+
+    Every token of the steps is known: what the last stage samples goes nowhere here.
+    """
+    watched = Watched(model)
+    device = allocated(watched, CONFIG, BLOCKS)  # type: ignore[arg-type]
+    executor = Recorded(watched, device.attention, device.memory)
+    scheduler = Scheduler(
+        StallFree(BUDGET),
+        BlockPool(BLOCKS, CONFIG.block_size),
+        max_sequences=REQUESTS,
+        max_model_len=model.spec.max_model_len,
+        headroom=0.0,
+        sharing=True,
+    )
+    ticks = count()
+    loop = Loop(scheduler, executor, 1, lambda: float(next(ticks)))
+    known = {request.id: request.prompt for request in requests}
+    for request in requests:
+        loop.add(request)
+    while loop.has_work():
+        for output in loop.step() or ():
+            known[output.request_id] += output.tokens
+    executor.close()
+    plans = [
+        replace(
+            plan,
+            segments=tuple(
+                each._replace(tokens=known[each.sequence_id][each.start : each.stop]) for each in plan.segments
+            ),
+        )
+        for plan in executor.plans
+    ]
+    return plans, Ran(watched.logits, executor.tokens)
+
+
+def in_shards(directory: Path, layout: Layout, plans: Sequence[StepPlan], **options: Any) -> list[tuple[Decoder, Ran]]:
+    """The same steps on every rank of a layout: each one's part of the model, and what it gave."""
+
+    def work(rank: Rank) -> tuple[Decoder, Ran]:
+        group = rank.group()
+        model = load(directory, device="cpu", layout=layout, rank=rank.rank, group=group, **options)
+        assert isinstance(model, Decoder)
+        device = allocated(model, CONFIG, BLOCKS)
+        staged = Staged(model, rank)
+        executor = Recorded(staged, device.attention, device.memory, group)
+        for plan in plans:
+            executor.submit(plan)
+            executor.collect()
+        executor.close()
+        return model, Ran(staged.logits, executor.tokens)
+
+    return in_ranks(layout, work)
+
+
+def requests_of(draw: random.Random) -> list[Request]:
+    """Requests of all kinds of sampling, two of which begin alike."""
+    settings = [
+        dict(temperature=0.0),
+        dict(temperature=1.0, seed=3),
+        dict(temperature=0.8, top_k=20, seed=4),
+        dict(temperature=1.2, top_p=0.8, seed=5),
+    ]
+    prompts = [tuple(draw.randrange(VOCAB) for _ in range(draw.randint(1, 40))) for _ in range(REQUESTS)]
+    prompts[-1] = (*prompts[0][: len(prompts[0]) // 2], 7, 8, 9)
+    return [
+        Request(str(at), prompt, SamplingParams(max_tokens=draw.randint(2, 8), ignore_eos=True, **settings[at % 4]))
+        for at, prompt in enumerate(prompts)
+    ]
+
+
+def check(directory: Path, layout: Layout, **options: Any) -> list[Decoder]:
+    """Compare a layout's logits and tokens with those of the whole model; the parts of the model."""
+    model = load(directory, device="cpu", **options)
+    assert isinstance(model, Decoder)
+    plans, expected = whole(model, requests_of(random.Random(1)))
+    assert max(plan.num_tokens for plan in plans) == BUDGET
+    assert any(len(tokens) < plan.num_tokens for plan, tokens in zip(plans, expected.tokens, strict=True))
+    ranks = in_shards(directory, layout, plans, **options)
+    last = ranks[-layout.tp :]
+    for step, wanted in enumerate(expected.logits):
+        found = torch.cat([ran.logits[step] for _, ran in last], dim=1)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=2e-4)
+    assert all(ran.tokens == expected.tokens for _, ran in last)
+    return [part for part, _ in ranks]
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with fewer KV heads than the widest layout has devices."""
+    family, differences = MODELS[request.param]
+    directory: Path = tmp_path_factory.mktemp(request.param)
+    make(directory, family, vocab_size=VOCAB, num_hidden_layers=3, num_key_value_heads=2, **differences)
+    return directory
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_shards_and_stages_give_the_logits_and_tokens_of_the_whole_model(checkpoint: Path, layout: Layout) -> None:
+    check(checkpoint, layout)
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(2, 2)], ids=["tp2", "2x2"])
+def test_fp8_shards_give_the_logits_of_the_whole_fp8_model(checkpoint: Path, layout: Layout) -> None:
+    quantization: QuantizationName = "fp8"
+    check(checkpoint, layout, quantization=quantization)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_random_weights_are_the_same_in_every_layout(tmp_path: Path, layout: Layout) -> None:
+    # More rows than are drawn at a time.
+    make(tmp_path, "Llama", vocab_size=2500, num_hidden_layers=3)
+    (tmp_path / "model.safetensors").unlink()
+    check(tmp_path, layout, load_format="random")
+
+
+def test_no_device_holds_more_than_its_share(checkpoint: Path) -> None:
+    one = load(checkpoint, device="cpu").spec.weight_bytes
+    for layout in (Layout(tp=2), Layout(pp=2), Layout(2, 2)):
+        parts = in_ranks(
+            layout,
+            lambda rank, layout=layout: load(  # type: ignore[misc]
+                checkpoint, device="cpu", layout=layout, rank=rank.rank, group=rank.group()
+            ),
+        )
+        sizes = [part.spec.weight_bytes for part in parts]
+        assert sum(sizes) < 1.25 * one  # norms, and with a tied head the embedding, are there more than once
+        assert max(sizes) < 1.25 * one / layout.tp * (1 if layout.pp == 1 else 2 / 3)
+        held = {id(tensor): tensor.nbytes for part in parts for tensor in tensors_of(part)}
+        assert sum(held.values()) == sum(sizes)
+
+
+def tensors_of(model: Any) -> list[torch.Tensor]:
+    layers = [getattr(layer, name) for layer in model.layers for name in layer.__slots__]
+    return [each for each in (model.embedding, *layers, model.norm, model.lm_head) if each is not None]

@@ -1,0 +1,101 @@
+"""The operations of a layer that two devices share: what both add up to is what one device computes."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import pytest
+import torch
+from torch.nn import functional
+
+from holdfast.lm.kernels.collectives.protocol import Group
+from holdfast.lm.kernels.fp8 import Weight, quantize, row_maxima
+from holdfast.lm.kernels.linear.fused_layers import FusedLayerOps
+from holdfast.lm.kernels.linear.layers import LayerOps
+from tests.lm.kernels.linear.test_layers import assert_near, drawn, oracle, shape_of
+
+KINDS = pytest.mark.parametrize("kind", [LayerOps, FusedLayerOps])
+
+
+class Half(Group):
+    """One of two devices, which have their turns one after the other: the second adds what the first one `gave`."""
+
+    size = 2
+
+    def __init__(self, gave: torch.Tensor | float, device: str) -> None:
+        self.gives, self._device = gave, device
+
+    def room(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.full(shape, torch.nan, dtype=dtype, device=self._device)
+
+    def add_norm(
+        self,
+        stream: torch.Tensor,
+        partials: torch.Tensor,
+        bias: torch.Tensor | None,
+        norm: torch.Tensor,
+        eps: float,
+    ) -> torch.Tensor:
+        assert partials.dtype in (torch.float32, stream.dtype)
+        self.gives = partials.float().sum(0) + self.gives
+        stream += self.gives if bias is None else self.gives + bias
+        return functional.rms_norm(stream, norm.shape, norm, eps)
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        self.gives = x + self.gives
+        return self.gives
+
+    def alone(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+def halves(weight: torch.Tensor, fp8: bool) -> list[Weight]:
+    """The columns of a weight that each device has."""
+    parts = [part.contiguous() for part in weight.chunk(2, dim=1)]
+    return [quantize(part, row_maxima(weight)) for part in parts] if fp8 else [*parts]
+
+
+@KINDS
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("tokens", [0, 1, 5, 70])
+def test_partial_sums_of_two_devices_are_added_and_normed(
+    tokens: int, dtype: torch.dtype, with_bias: bool, fp8: bool, kind: type[LayerOps], device: str
+) -> None:
+    width, inputs = 64, 1040  # 520 for each device: no multiple of what a program reads at a time
+    stream, x = (drawn(tokens, size, device=device, dtype=dtype) for size in (width, inputs))
+    weight = drawn(width, inputs, device=device, dtype=dtype, spread=inputs**-0.5)
+    bias = drawn(width, device=device, dtype=dtype) if with_bias else None
+    norm = drawn(width, device=device, dtype=dtype)
+    shape = shape_of(device, dtype)
+    exact = quantize(weight).dequantized(torch.float64) if fp8 else weight.double()
+    expected_stream = stream.double()
+    exact_bias = None if bias is None else bias.double()
+    expected = oracle(shape).add_linear_norm(expected_stream, x.double(), exact, exact_bias, norm.double())
+    gave: torch.Tensor | float = 0.0
+    for own_x, own in zip(x.chunk(2, dim=1), halves(weight, fp8), strict=True):
+        group, own_stream = Half(gave, device), stream.clone()
+        normed = kind(shape, group).add_linear_norm(own_stream, own_x.contiguous(), own, bias, norm)
+        gave = group.gives
+    if tokens == 0:
+        assert normed.shape == (0, width)
+    elif fp8 and tokens > 64 and dtype != torch.float32:  # activations are rounded to FP8, too
+        assert (normed.double() - expected).norm() / expected.norm() < 0.06
+    else:
+        assert_near(own_stream, expected_stream)
+        assert_near(normed, expected)
+
+
+@KINDS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_each_device_embeds_its_own_tokens(dtype: torch.dtype, kind: type[LayerOps], device: str) -> None:
+    embedding = drawn(11, 1500, device=device, dtype=dtype)
+    ids = torch.tensor([0, 10, 5, 6, 5, 3], device=device)
+    gave: torch.Tensor | float = 0.0
+    for rank, own in enumerate((embedding[:6], embedding[6:])):
+        group = Half(gave, device)
+        stream = kind(shape_of(device, dtype), group).embed(ids, own, 6 * rank)
+        gave = group.gives
+    assert torch.equal(stream, embedding[ids])
+    assert torch.equal(kind(shape_of(device, dtype)).embed(ids, embedding), embedding[ids])

@@ -239,7 +239,7 @@ def _write_norm(out_at, value, held, gain, width, eps):
     tl.store(out_at, (value * scale * gain.to(tl.float32)).to(out_at.dtype.element_ty), mask=held)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def reduce_kernel(
     partials, bias, stream, norm, out, own, mailboxes, counters, alone,
     rows, width, part_stride, row_stride, stream_stride, out_stride, half, eps,
@@ -347,7 +347,7 @@ def reduce_kernel(
         tl.store(counter_at, turn + 1 - is_alone)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def best_kernel(
     values, ids, out, own, mailboxes, counters, alone, rows, offset, first_counter,
     RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,

@@ -137,9 +137,9 @@ class Probe:
         """Whether these are equal, bit by bit, on all ranks."""
         equal = True
         for tensor in tensors:
-            bits = tensor.view(torch.int16 if tensor.element_size() == 2 else torch.int32)
+            bits = tensor.contiguous().view(torch.uint8)
             everyones = [torch.empty_like(bits) for _ in range(self.size)]
-            dist.all_gather(everyones, bits.contiguous())
+            dist.all_gather(everyones, bits)
             equal &= all(torch.equal(each, everyones[0]) for each in everyones)
         return equal
 

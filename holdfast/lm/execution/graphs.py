@@ -150,22 +150,28 @@ class StepGraphs:
         adapters: tuple[LayerStacks, ...] | None = None,
         beside: StepGraphs | None = None,
         group: Group | None = None,
+        incoming: torch.Tensor | None = None,
     ) -> None:
         """Prepare graphs of `sizes`; `capture` makes them.
 
         With the stacks of `adapters`, they are for steps in which a token has one. They share all memory with the
         graphs `beside` them, which have the same sizes and are captured first. `group` is the devices that share the
         model's layers, if there are several. All capture the same sizes; in a rehearsal none waits for another.
+        `incoming` is where the stream [max tokens, width] of the stage before is when a step starts, if this is not the
+        first stage; it is overwritten.
         """
         self._model, self._attention, self._batch, self._caches = model, attention, batch, caches
         self._adapters, self._beside, self._group = adapters, beside, group
         self.sizes, self._most_rows = sizes, sizes.rows[-1]
         spec = model.spec
-        self._logits: torch.Tensor = (
-            beside._logits
-            if beside is not None
-            else torch.empty(self._most_rows, spec.own_vocab_size, dtype=spec.dtype, device=spec.device)
-        )
+        self._incoming = incoming
+        if beside is not None:
+            self._given: torch.Tensor = beside._given
+        elif incoming is not None and not spec.last:
+            self._given = incoming  # each layer adds to the stream in place
+        else:
+            size = (self._most_rows, spec.own_vocab_size) if spec.last else (sizes.tokens[-1], spec.stream_width)
+            self._given = torch.empty(size, dtype=spec.dtype, device=spec.device)
         self._between: tuple[torch.Tensor, ...] = () if beside is None else beside._between
         self._pool: Any = None
         self._bodies: dict[tuple[int, int], Captured] = {}
@@ -189,13 +195,15 @@ class StepGraphs:
         # The largest first: the others fit into its memory.
         for body in sizes.first_bodies:
             self._capture_body(body)()
-        for size in reversed(first.rows):
-            self._capture_head(size)()
+        head_sizes = sizes.rows if self._model.spec.last else ()
+        for size in reversed(head_sizes):
+            if size in first.rows:
+                self._capture_head(size)()
         for size in reversed(first.decodes):
             self._capture_decode(size)()
         # Those that take least time come first.
         self._left.extend(partial(self._capture_decode, size) for size in sizes.decodes if size not in first.decodes)
-        self._left.extend(partial(self._capture_head, size) for size in sizes.rows if size not in first.rows)
+        self._left.extend(partial(self._capture_head, size) for size in head_sizes if size not in first.rows)
         left = set(sizes.bodies()) - set(sizes.first_bodies)
         self._left.extend(partial(self._capture_body, body) for body in sorted(left))
 
@@ -239,7 +247,8 @@ class StepGraphs:
     def run(self, staged: StagedStep) -> tuple[PackedStep, torch.Tensor] | None:
         """Upload a step and start its graphs. Returns its inputs and logits [R, own_vocab_size].
 
-        The logits are valid until the next run. Returns None, with no effect, for a step that no graph can run.
+        A stage before the last gives its stream [T, width]. Both are valid until the next run. Returns None, with no
+        effect, for a step that no graph can run.
         """
         rows, tokens = staged.num_sampled, staged.num_tokens
         if tokens > self.sizes.tokens[-1]:
@@ -248,7 +257,7 @@ class StepGraphs:
             size = _next(self._ready_decodes, tokens)
             return self._start(staged, self._decodes[size], size)
         body = self.sizes.body(tokens, len(staged.segments.row), self._ready_bodies)
-        head = _next(self._ready_heads, rows) if rows else None
+        head = _next(self._ready_heads, rows) if rows and self._model.spec.last else None
         started = self._start(staged, self._bodies[body], body[0], head)
         if started is not None and head is not None:
             self._heads[head].graph.replay()
@@ -262,7 +271,7 @@ class StepGraphs:
             return None
         packed = self._batch.upload(staged, size, min(size, self._most_rows), head)
         captured.graph.replay()
-        return packed, self._logits[: staged.num_sampled]
+        return packed, self._given[: staged.num_sampled if self._model.spec.last else staged.num_tokens]
 
     def _capture(self, work: Callable[[int, Any], None], size: int, segments: int | None = None) -> Captured:
         """Run `work` once, then capture it."""
@@ -285,6 +294,9 @@ class StepGraphs:
     def _body(self, size: int, metadata: Any) -> None:
         packed = self._batch.apply(size, min(size, self._most_rows))
         rows = self._model.body(self._input(packed, packed.sample_at, metadata, self._adapters_of(size, size)))
+        if not self._model.spec.last:
+            self._give(rows[0])
+            return
         if not self._between:  # kept outside of the pool: the head's graph takes memory of its own there
             self._between = tuple(part.new_empty(self._most_rows, *part.shape[1:]) for part in rows)
         for place, part in zip(self._between, rows, strict=True):
@@ -292,14 +304,19 @@ class StepGraphs:
 
     def _head(self, size: int, metadata: Any) -> None:
         rows = tuple(part[:size] for part in self._between)
-        self._logits[:size].copy_(self._model.head(rows, self._adapters_of(size, size)))
+        self._give(self._model.head(rows, self._adapters_of(size, size)))
 
     def _decode(self, size: int, metadata: Any) -> None:
         packed = self._batch.apply(size, size)
         adapters = self._adapters_of(size, size)
         if adapters is not None:
             adapters = replace(adapters, rows=adapters.tokens)
-        self._logits[:size].copy_(self._model.forward(self._input(packed, None, metadata, adapters)))
+        self._give(self._model.forward(self._input(packed, None, metadata, adapters)))
+
+    def _give(self, result: torch.Tensor) -> None:
+        """Keep a result outside of the pool: logits, or the stream of a stage before the last."""
+        if self._given is not self._incoming:
+            self._given[: len(result)].copy_(result)
 
     def _adapters_of(self, tokens: int, rows: int) -> StepAdapters | None:
         """The adapters of steps of this size."""
@@ -310,9 +327,18 @@ class StepGraphs:
     def _input(
         self, packed: PackedStep, sample_at: torch.Tensor | None, metadata: Any, adapters: StepAdapters | None
     ) -> StepInput:
-        tables, caches, attention = self._batch.block_tables, self._caches, self._attention
+        stream = None if self._incoming is None else self._incoming[: len(packed.ids)]
         return StepInput(
-            packed.ids, packed.positions, sample_at, packed.slot_mapping, tables, caches, attention, metadata, adapters
+            packed.ids,
+            packed.positions,
+            sample_at,
+            packed.slot_mapping,
+            self._batch.block_tables,
+            self._caches,
+            self._attention,
+            metadata,
+            adapters,
+            stream,
         )
 
 

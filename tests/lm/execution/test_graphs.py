@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from holdfast.core.config import EngineConfig
+from holdfast.core.layout import Layout
 from holdfast.lm.execution.batch import Batch
 from holdfast.lm.execution.graphs import MAX_TOKENS, Captured, GraphSizes, StepGraphs
 from holdfast.lm.execution.paged_device import PagedDevice
@@ -87,7 +88,10 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> tuple[StepGraphs, list[Any], li
 
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(StepGraphs, "_capture", capture)
-    spec, batch = SimpleNamespace(own_vocab_size=8, dtype=torch.float32, device=torch.device("cpu")), MagicMock()
+    spec, batch = (
+        SimpleNamespace(own_vocab_size=8, last=True, dtype=torch.float32, device=torch.device("cpu")),
+        MagicMock(),
+    )
     sizes = GraphSizes.of(200, 1024)
     graphs = StepGraphs(SimpleNamespace(spec=spec), MagicMock(), batch, [], sizes)  # type: ignore[arg-type]
     monkeypatch.setattr(graphs, "_start", lambda staged, graph, size, head=None: run.append(graph.name) or ())
@@ -290,6 +294,74 @@ def test_there_is_a_body_for_every_step_also_before_all_are_captured(most: int) 
             for segments in range(1, min(most, tokens) + 1):
                 body = sizes.body(tokens, segments, bodies[::-1])
                 assert body in bodies and body[0] >= tokens and body[1] >= segments
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # padding attends to uninitialized memory
+def test_graphs_of_stages_give_the_logits_of_the_whole_model(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What graphs capture runs here without a graph, padded; the oracle computes the step as it is, in PyTorch."""
+
+    def capture(self: StepGraphs, work: Any, size: int, segments: int | None = None) -> Captured:
+        metadata = self._attention.reserve(min(segments or size, 6), size if segments else None)
+        return Captured(SimpleNamespace(replay=lambda: work(size, metadata)), metadata)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(StepGraphs, "_capture", capture)
+    path = checkpoint / "config.json"
+    path.write_text(json.dumps(CONFIG | dict(num_hidden_layers=3)))
+    where = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    options: dict[str, Any] = dict(device=where, load_format="random", dtype="float32")
+    heads = dict(num_kv_heads=2, head_dim=16, block_size=4)
+
+    def parts(model: Any) -> tuple[Batch, list[Any]]:
+        cache = KVCache.allocate(
+            layers=model.spec.num_layers, num_blocks=12, dtype=torch.float32, device=where, **heads
+        )
+        batch = Batch(rows=6, max_blocks=16, max_tokens=20, block_size=4, device=where)
+        return batch, [cache.layer(index) for index in range(model.spec.num_layers)]
+
+    stages: list[tuple[Batch, StepGraphs, torch.Tensor | None]] = []
+    for rank in range(3):
+        model = load(checkpoint, layout=Layout(pp=3), rank=rank, **options)
+        assert isinstance(model, Decoder)
+        model._ops = FusedLayerOps(model._ops.shape)
+        attention = PagedAttention(device=where, num_processors=4, num_heads=4, **heads)
+        incoming = torch.zeros(20, model.spec.stream_width, device=where) if rank else None
+        batch, layers = parts(model)
+        graphs = StepGraphs(model, attention, batch, layers, GraphSizes.of(6, 20).kinds(), incoming=incoming)
+        graphs.capture()
+        stages.append((batch, graphs, incoming))
+    plain = load(checkpoint, **options)
+    assert isinstance(plain, Decoder)
+    plain._ops = LayerOps(plain._ops.shape)
+    whole, whole_layers = parts(plain)
+    greedy = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
+    prompts = StepPlan(
+        0,
+        tuple(Segment(str(row), row, 0, 5, (row, 3, 1, 4, 1), None if row == 1 else greedy) for row in range(3)),
+        tuple(TableWrite(row, 0, (2 * row, 2 * row + 1)) for row in range(3)),
+    )
+    decodes = StepPlan(1, tuple(Segment(str(row), row, 5, 6, (7,), greedy) for row in range(3)))
+    oracle = TorchAttention(device=where, num_heads=4, **heads)
+    with torch.inference_mode():
+        for plan in (prompts, decodes):
+            given: torch.Tensor | None = None
+            for batch, graphs, incoming in stages:
+                staged = batch.stage(plan)
+                if incoming is not None and given is not None:
+                    assert len(given) == staged.num_tokens
+                    incoming[: len(given)] = given
+                started = graphs.run(staged)
+                assert started is not None
+                given = started[1]
+            staged = whole.stage(plan)
+            packed = whole.enter(staged)
+            expected = plain.forward(
+                StepInput(
+                    packed.ids, packed.positions, packed.sample_at, packed.slot_mapping, whole.block_tables,
+                    whole_layers, oracle, oracle.make_metadata(staged.segments),
+                )
+            )  # fmt: skip
+            torch.testing.assert_close(given, expected, rtol=0, atol=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # padding attends to uninitialized memory

@@ -291,7 +291,8 @@ class StepResult:
     tokens: tuple[int, ...]
     """The tokens of all sampling segments, in plan order."""
     seconds: float
-    """Time that the device spent on the step."""
+    """Time that the device spent on the step. In a pipeline, that of all stages and of what they send, without their
+    waits for each other: what the step takes alone in the pipeline."""
     swapped_out: int = -1
     """Number of a plan: its copies to the host, and those of all plans before it, are complete."""
     swapped_in: int = -1
@@ -309,6 +310,8 @@ class StepResult:
     """Number of a plan: its adapter loads, and those of all plans before it, are complete."""
     adapters_lost: tuple[str, ...] = ()
     """Those of such adapters that could not be read any more. Their slots hold what they held."""
+    stages: tuple[float, ...] = ()
+    """The time that each stage of a pipeline spent on the step; empty for one stage."""
 
 
 @dataclass(slots=True, eq=False)

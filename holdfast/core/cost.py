@@ -7,7 +7,7 @@ Times are in seconds. They are measured for each model and device.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import chain, pairwise
@@ -15,6 +15,8 @@ from math import inf
 
 HEAVY = 512
 """A step of at least this many query tokens is heavy: limited by arithmetic, with the highest power draw."""
+SHARES_ROUNDED = 1e-6
+"""How far the shares of a pipeline's stages may be from a sum of 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +54,11 @@ class CostModel:
       less work than equal ones. If it is empty, `attention_seconds` applies.
     - `burst`: how much faster the first heavy steps after light work are.
     - `deviation`: how far steps are believed to be from their prediction, as a share of it, before any was seen.
+    - `stage_shares`: where steps pass the stages of a pipeline, each stage's share of the time of a step. All other
+      times are then those of all stages together, which a step alone in the pipeline takes. Empty: all are equal.
 
-    Raises ValueError if points are missing or do not ascend, if points and times differ in number, or if a time or
-    `deviation` is negative or not finite.
+    Raises ValueError if points are missing or do not ascend, if points and times differ in number, if a time or
+    `deviation` is negative or not finite, or if the shares are not above 0 with a sum of 1.
     """
 
     model: str
@@ -69,6 +73,7 @@ class CostModel:
     decode_attention: tuple[tuple[float, ...], ...] = ()
     burst: Burst = Burst()
     deviation: float = 0.02
+    stage_shares: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         pairs = ((self.linear_tokens, self.linear_seconds), (self.decode_rows, self.decode_seconds))
@@ -89,6 +94,20 @@ class CostModel:
             raise ValueError(f"cost profile of {self.model} on {self.device}: deviation is {self.deviation}")
         if not all(0 <= seconds < inf for seconds in times):
             raise ValueError(f"cost profile of {self.model} on {self.device}: a time is below 0 or not finite")
+        if self.stage_shares and (min(self.stage_shares) <= 0 or abs(sum(self.stage_shares) - 1) > SHARES_ROUNDED):
+            raise ValueError(
+                f"cost profile of {self.model} on {self.device}: the shares of its stages are {self.stage_shares}; "
+                "each must be above 0, and their sum 1"
+            )
+
+    def shares(self, stages: int) -> tuple[float, ...]:
+        """The share of each of `stages` stages in the time of a step. Raises ValueError for another number of them."""
+        if self.stage_shares and len(self.stage_shares) != stages:
+            raise ValueError(
+                f"the pipeline has {stages} stages, and the cost profile of {self.model} on {self.device} has "
+                f"{len(self.stage_shares)}"
+            )
+        return self.stage_shares or (1 / stages,) * stages
 
     def decode_only(self, rows: int) -> float:
         """Time of everything but attention in a step of `rows` decodes and nothing else."""
@@ -227,6 +246,10 @@ class Predictor:
         share = (rows - counts[left]) / (counts[right] - counts[left])
         fewer = self._added(left, contexts)
         return fewer + share * (self._added(right, contexts) - fewer) if share else fewer
+
+    def decode(self, rows: int, context: int) -> float:
+        """Seconds that the attention of one decode adds among `rows`, priced as among the next measured number."""
+        return self._added(min(bisect_left(self._rows, rows), len(self._rows) - 1), [context])
 
     def _added(self, index: int, contexts: list[int]) -> float:
         """Seconds that decodes of these contexts add, each priced as one of `_rows[index]` decodes."""

@@ -40,7 +40,7 @@ from holdfast.lm.models.hf import NotPaged
 from holdfast.lm.padded.cost_profile import estimate_padded_cost, measure_padded_cost
 from holdfast.lm.padded.device import PaddedDevice
 from holdfast.lm.padded.loading import load_unmodified
-from holdfast.lm.scheduler.choice import choose_policy, make_scheduler, make_tuner
+from holdfast.lm.scheduler.choice import choose_policy, make_scheduler, make_tuner, steps_in_flight
 from holdfast.lm.scheduler.deferral import DEFAULT_BOUND
 from holdfast.lm.scheduler.policies import LatencyTarget, StallFree
 from holdfast.lm.scheduler.scheduler import Scheduler
@@ -148,7 +148,7 @@ def put_together(
     if measure or config.tbt_target is not None or ranks_chunks or tuned is not None:
         profile = find_profile(device, shape, path, stages, measure=measure, on_progress=on_progress)
     cost = profile.cost if profile is not None else None
-    policy = choose_policy(config, shape, cost)
+    policy = choose_policy(config, shape, cost, stages=config.pp)
     tuner = None
     if tuned is not None and cost is not None and isinstance(device, PagedDevice):
         tuner = make_tuner(
@@ -164,7 +164,7 @@ def put_together(
         shape,
         cost,
         policy=policy,
-        micro_batches=config.pp,
+        stages=config.pp,
         tuner=tuner,
         deferral_bound=config.deferral_bound,
         tuning_progress=config.tuning_progress,
@@ -188,7 +188,7 @@ def put_together(
         host.begin()
         grow = partial(grow_host_tier, scheduler, host)
     loop: LanguageLoop = Loop(
-        scheduler, executor, config.steps_in_flight + config.pp - 1, clock, grow, keep, device.executor.prepare
+        scheduler, executor, steps_in_flight(config, config.pp), clock, grow, keep, device.executor.prepare
     )
     info = EngineInfo(
         model=shape.model,
@@ -493,7 +493,7 @@ def as_in_service(cost: CostModel, config: EngineConfig, shape: EngineShape, exe
     """The cost as steps in service correct it. The states that these steps leave have no owner."""
 
     def practice(watched: LanguageExecutor) -> LanguageLoop:
-        scheduler = make_scheduler(config, shape, None, policy=StallFree(shape.max_step_tokens))
-        return Loop(scheduler, watched, config.steps_in_flight, clock)
+        scheduler = make_scheduler(config, shape, None, policy=StallFree(shape.max_step_tokens), stages=config.pp)
+        return Loop(scheduler, watched, steps_in_flight(config, config.pp), clock)
 
     return in_service(cost, executor, practice, vocab_size=shape.vocab_size, clock=clock)

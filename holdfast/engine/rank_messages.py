@@ -57,8 +57,8 @@ class Plan(Message, tag="plan"):
     tokens: list[tuple[int, ...]]
     samples: bytes
     """For each segment, whether it samples."""
-    drawn: list[tuple[int, Sampling]]
-    """By row, how those segments sample whose row has not sampled so before."""
+    drawn: dict[int, Sampling]
+    """By index, how those segments sample whose row did not sample so the last time."""
     table_writes: tuple[TableWrite, ...]
     swap_in: tuple[BlockCopy, ...]
     swap_out: tuple[BlockCopy, ...]
@@ -146,11 +146,10 @@ class PlanWriter:
         columns = plan.columns
         rows: list[int] = columns.column("row")
         sampling: list[Sampling | None] = columns.column("sampling")
-        known, drawn = self._drawn, []
-        for row, record in zip(rows, sampling, strict=True):
+        known, drawn = self._drawn, {}
+        for index, (row, record) in enumerate(zip(rows, sampling, strict=True)):
             if record is not None and known.get(row) is not record:
-                known[row] = record
-                drawn.append((row, record))
+                known[row] = drawn[index] = record
         return Plan(
             step=plan.step,
             rows=rows,
@@ -175,21 +174,21 @@ class PlanReader:
 
     def read(self, message: Plan) -> StepPlan:
         """The plan, but for the names of its sequences."""
-        drawn = self._drawn
-        drawn.update(message.drawn)
-        count = len(message.rows)
+        known, drawn, sampling = self._drawn, message.drawn, list[Sampling | None]()
+        for index, (row, samples) in enumerate(zip(message.rows, message.samples, strict=True)):
+            if samples and index in drawn:
+                known[row] = drawn[index]
+            sampling.append(known[row] if samples else None)
         return StepPlan(
             message.step,
             segments=Columns(
                 Segment,
-                sequence_id=[""] * count,
+                sequence_id=[""] * len(sampling),
                 row=message.rows,
                 start=message.starts,
                 stop=message.stops,
                 tokens=message.tokens,
-                sampling=[
-                    drawn[row] if samples else None for row, samples in zip(message.rows, message.samples, strict=True)
-                ],
+                sampling=sampling,
             ),
             table_writes=message.table_writes,
             swap_in=message.swap_in,

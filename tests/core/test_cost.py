@@ -128,6 +128,31 @@ def test_slower_scales_decode_steps_and_other_steps_by_separate_factors():
     assert slower.step([(512, 2048)]) == pytest.approx(3 * FEW_AND_MANY.step([(512, 2048)]))
 
 
+def test_stages_have_equal_shares_of_a_step_unless_they_were_measured():
+    assert COST.shares(4) == (0.25,) * 4
+    measured = replace(COST, stage_shares=(0.4, 0.6))
+    assert measured.shares(2) == measured.slower(2.0, 3.0).shares(2) == (0.4, 0.6)
+    assert msgspec.convert(json.loads(json.dumps(asdict(measured))), CostModel) == measured
+    with pytest.raises(ValueError, match="the pipeline has 3 stages, and the cost profile of m on d has 2"):
+        measured.shares(3)
+
+
+@pytest.mark.parametrize("shares", [(0.5, 0.4), (0.5, 0.6), (1.5, -0.5), (0.0, 1.0)])
+def test_shares_of_stages_that_are_no_parts_of_a_whole_are_refused(shares):
+    with pytest.raises(ValueError, match="each must be above 0, and their sum 1"):
+        replace(COST, stage_shares=shares)
+
+
+def test_one_decode_is_priced_as_among_the_next_measured_number_of_them():
+    cost = replace(
+        COST, decode_rows=(1, 4), decode_seconds=(0.001, 0.002), decode_attention=((1e-5, 4e-5), (2e-5, 9e-5))
+    )
+    predictor = Predictor(cost)
+    for rows, priced in ((1, 1), (2, 4), (4, 4), (50, 4)):
+        assert predictor.decode(rows, 1000) == pytest.approx(cost.decode(priced, 1000))
+    assert Predictor(COST).decode(7, 1000) == pytest.approx(COST.attention(1, 1000))
+
+
 def test_a_burst_round_trips_through_json_and_may_be_missing():
     bursting = replace(COST, burst=Burst(0.86, 0.04))
     assert msgspec.convert(json.loads(json.dumps(asdict(bursting))), CostModel) == bursting

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from holdfast.core.cost import HEAVY, Burst, CostModel, Predictor
 from holdfast.lab.simulator.deployment import Pipeline
 from holdfast.lab.simulator.training import SimulatedTrainer
-from holdfast.lm.types import CopyTime, StepPlan, StepResult, TrainingResult
+from holdfast.lm.types import PENDING, CopyTime, StepPlan, StepResult, TrainingResult
 
 TOKEN = 7
 """The token that every step samples. No model runs: a sequence ends at its maximum length."""
@@ -86,6 +86,10 @@ class StepTimes:
         """Seconds to send the plan's activations to the next stage."""
         return self._pipeline.hop(plan.num_tokens) if self._pipeline else 0.0
 
+    def hop_of_tokens(self) -> float:
+        """Seconds to send a step's sampled tokens from the last stage to the first: the shortest message."""
+        return self._pipeline.hop(0) if self._pipeline else 0.0
+
 
 class SimulatedExecutor:
     """A `loop.contracts.Executor` without a device. Steps run in order, for the time that the cost model predicts.
@@ -95,7 +99,8 @@ class SimulatedExecutor:
       device, as in the real engine.
     - Pace: `pace(t)` multiplies the duration of a step that starts at t, for a device whose speed varies over time.
     - Pipelines: a step passes the stages in order, and a stage runs its steps in order. A stage starts a step when its
-      previous step has ended and the previous stage's output has arrived. The time that it waits is a bubble.
+      previous step has ended and the previous stage's output has arrived. The time that it waits is a bubble. Sampled
+      tokens go from the last stage to the first without the host; a step that asks for one (`PENDING`) waits for it.
     - Copies: they run on their own link, as in `lm.execution.transfer`. Swap-in starts after the computation submitted
       so far. A step that needs these blocks reads them layer by layer, so it ends no earlier than they do. Swap-out
       waits for both the computation and swap-in. Results report the copies that have completed.
@@ -119,42 +124,48 @@ class SimulatedExecutor:
         self._reserves = step_times.reserves()
         self._free_at = [0.0] * len(self._reserves)
         """By stage: when it has finished all submitted steps."""
-        self._in_flight: deque[tuple[StepPlan, float, float, TrainingResult | None]] = deque()
-        """Plans, each with its duration in seconds and its end, and what its slice gave."""
+        self._in_flight: deque[tuple[StepPlan, tuple[float, ...], float, float, TrainingResult | None]] = deque()
+        """Plans, each with the seconds of each stage, of what they sent and of its end, and what its slice gave."""
         self._in_free = self._out_free = 0.0
         """When each direction of the copy link becomes free."""
         self._swapping_out: deque[Copying] = deque()
         self._swapping_in: deque[Copying] = deque()
         """Copies under way: to the host, and from it."""
         self._last_step = -1
-        self.busy = 0.0
-        """Seconds during which the device computed; with several stages, their mean."""
+        self._sampled_at: dict[int, float] = {}
+        """When the first stage has the last token of each row; only in a pipeline."""
+        self.stages_busy = [0.0] * len(self._reserves)
+        """Seconds during which each stage computed."""
 
     def submit(self, plan: StepPlan) -> None:
         self._clock.now += self._host_seconds
         now, free_at, step_times = self._clock.now, self._free_at, self._step_times
-        began = at = max(now, free_at[0])
-        self._copy(plan, began)
+        at = max(now, free_at[0], self._tokens_at(plan))
+        self._copy(plan, at)
         arrived = max((copy.ends for copy in self._swapping_in if copy.time.step <= plan.awaits), default=0.0)
         hop = step_times.hop(plan)
-        pace = self._pace(began)
-        stages = [pace * seconds for seconds in step_times.stages(plan)]
+        pace = self._pace(at)
+        stages, took = [pace * seconds for seconds in step_times.stages(plan)], []
         for stage, reserve in enumerate(self._reserves):
             idle = max(0.0, at - free_at[stage])
+            begins = free_at[stage] + idle
             stages[stage] = reserve.step(plan.num_tokens, stages[stage], idle)
-            at = max(free_at[stage] + idle + stages[stage], arrived)
-            free_at[stage] = at
-            at += hop
+            free_at[stage] = max(begins + stages[stage], arrived)
+            took.append(free_at[stage] - begins)
+            at = free_at[stage] + hop
         computed, trained = free_at[-1], None
         if plan.training is not None:
             assert self._trainer is not None and len(stages) == 1
             trained = self._trainer.time(plan.training)
             free_at[0] += trained.seconds
-        self.busy += sum(stages) / len(stages)
-        self._in_flight.append((plan, computed - began, free_at[-1], trained))
+        self.stages_busy = [before + seconds for before, seconds in zip(self.stages_busy, stages, strict=True)]
+        if len(stages) > 1:
+            back = computed + step_times.hop_of_tokens()
+            self._sampled_at |= {segment.row: back for segment in plan.segments if segment.sampling is not None}
+        self._in_flight.append((plan, tuple(took), hop * (len(stages) - 1), free_at[-1], trained))
 
     def collect(self) -> StepResult:
-        plan, seconds, ends, trained = self._in_flight.popleft()
+        plan, stages, sent, ends, trained = self._in_flight.popleft()
         clock, directions = self._clock, (self._swapping_out, self._swapping_in)
         clock.advance_to(ends)
         if not (plan.num_tokens or trained):  # a plan without segments is complete when all copies are
@@ -165,10 +176,24 @@ class SimulatedExecutor:
                 done.append(copies.popleft().time)
         out, into = (copies[0].time.step - 1 if copies else self._last_step for copies in directions)
         tokens = (TOKEN,) * plan.num_sampled
-        return StepResult(plan.step, tokens, seconds, out, into, tuple(done), training=trained)
+        seconds, of_stages = sum(stages) + sent, stages if len(stages) > 1 else ()
+        return StepResult(plan.step, tokens, seconds, out, into, tuple(done), training=trained, stages=of_stages)
+
+    @property
+    def busy(self) -> float:
+        """Seconds during which the device computed; with several stages, their mean."""
+        return sum(self.stages_busy) / len(self.stages_busy)
 
     def close(self) -> None:
         self._in_flight.clear()
+
+    def _tokens_at(self, plan: StepPlan) -> float:
+        """When the first stage of a pipeline has the tokens that a plan asks for."""
+        if not self._sampled_at:
+            return 0.0
+        columns = plan.columns
+        rows = zip(columns.column("row"), columns.column("tokens"), strict=True)
+        return max((self._sampled_at[row] for row, tokens in rows if tokens[0] == PENDING), default=0.0)
 
     def _copy(self, plan: StepPlan, computed: float) -> None:
         """Start the plan's copies. `computed` is when the computation submitted so far ends."""

@@ -10,19 +10,16 @@ from math import inf
 from typing import Protocol
 
 from holdfast.core.config import EngineConfig
-from holdfast.core.cost import CostModel
 from holdfast.core.types import Request, SamplingParams
 from holdfast.engine.profiles import CostProfile
 from holdfast.lab.metrics import Record
 from holdfast.lab.simulator.deployment import Pipeline
 from holdfast.lab.simulator.executor import SimulatedExecutor, StepTimes, VirtualClock
 from holdfast.lab.simulator.padded import ENGINE, PaddedStepTimes, RowSoftware
-from holdfast.lab.simulator.pipeline_policy import PipelineLatencyTarget
 from holdfast.lab.simulator.training import SimulatedTrainer, Tuning
 from holdfast.lab.workloads import PromptTokens, Workload
 from holdfast.lm.scheduler.builder import Policy
-from holdfast.lm.scheduler.choice import capacity_of, make_scheduler, make_tuner
-from holdfast.lm.scheduler.policies import whole_tiles
+from holdfast.lm.scheduler.choice import capacity_of, make_scheduler, make_tuner, steps_in_flight
 from holdfast.lm.scheduler.tuner import Tuner
 from holdfast.lm.types import (
     COPIES_AHEAD_BYTES,
@@ -78,8 +75,8 @@ def simulate(
 
     Conversations arrive at their times. With `concurrency`, arrival times are ignored and that number of conversations
     is kept open (closed loop). `host_seconds` is the host's time for each step. `pace(t)` multiplies the duration of a
-    step that starts at t. With a `pipeline`, as many steps are in flight as it has stages, and `profile.cost` must be
-    its `whole()`. `wrap` may wrap the executor. `on_progress` receives the number of requests that have ended.
+    step that starts at t. With a `pipeline`, one more step is in flight for each further stage, and `profile.cost` must
+    be its `whole()`. `wrap` may wrap the executor. `on_progress` receives the number of requests that have ended.
     With the executor "padded", or a profile of padded rows, plans are of padded rows, which `software` runs.
     `make_policy` replaces the policy that `config` asks for. `tuning` has jobs of training beside the requests; the run
     ends with the last request. After `until` virtual seconds it ends with what is recorded by then.
@@ -103,19 +100,17 @@ def simulate(
         tuner, trainer = _begin_tuning(config, profile, shape, tuning, block_bytes)
     executor = SimulatedExecutor(step_times, clock, host_seconds, pace, trainer)
     policy = make_policy(shape) if make_policy else None
-    if stages > 1:
-        policy = policy or _pipeline_policy(config, shape, profile.cost, stages)
     scheduler = make_scheduler(
         config,
         shape,
         profile.cost,
         policy=policy,
-        micro_batches=stages,
+        stages=stages,
         tuner=tuner,
         deferral_bound=tuning.deferral_bound if tuning is not None else None,
         tuning_progress=tuning is not None and tuning.progress,
     )
-    loop = Loop(scheduler, wrap(executor, clock), stages if pipeline else config.steps_in_flight, clock)
+    loop = Loop(scheduler, wrap(executor, clock), steps_in_flight(config, stages), clock)
     clients = Clients(workload, loop, clock, vocab_size=VOCAB_SIZE, concurrency=concurrency)
     while clients.advance() and clock.now < until:
         on_progress(clients.ended)
@@ -225,14 +220,6 @@ def row_shape(config: EngineConfig, profile: CostProfile) -> RowShape:
         abilities=Abilities(chunks=True, left_padding=True, batched_decode=True, shaping=True, croppable=True),
         host_memory=int(host * 1e9),
     )
-
-
-def _pipeline_policy(config: EngineConfig, shape: EngineShape, cost: CostModel, stages: int) -> Policy | None:
-    """The policy for a pipeline where it differs from the engine's: a latency target bounds the whole wait there."""
-    if config.tbt_target is None or config.token_budget == "auto":
-        return None
-    tile, ceiling = min(shape.tile, shape.max_step_tokens), whole_tiles(shape.max_step_tokens, shape.tile)
-    return PipelineLatencyTarget(cost, config.tbt_target / 1000, tile=tile, ceiling=ceiling, stages=stages)
 
 
 class WaitableClock(Protocol):

@@ -336,7 +336,8 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
             return None, None
         assert isinstance(self.model, CapturableModel) and isinstance(self.attention, CapturableAttention)
         parts = self.model, self.attention, batch, layers, sizes
-        graphs = StepGraphs(*parts, group=self.group)
+        incoming = None if self._stage is None else self._stage.incoming
+        graphs = StepGraphs(*parts, group=self.group, incoming=incoming)
         if self.adapter_slots is None:
             return graphs, None
         return graphs, StepGraphs(*parts, adapters=self.adapter_slots.layers, beside=graphs)

@@ -16,6 +16,8 @@ from holdfast.lm.types import PENDING, AdapterLoad, BlockMove, Sampling, Segment
 
 LAST_SAMPLED = (PENDING,)
 """The token of a decode: the last one that its row sampled."""
+ROUNDING = 1e-9
+"""A step's share of the decodes is full when less than this part of it is left."""
 
 
 class Policy(ABC):
@@ -47,6 +49,8 @@ class StepBuilder:
         """Tokens planned so far."""
         self.pace: Callable[[int, int], int] | None = None
         """How many tokens of [start, stop) the step may compute, where a policy bounds prefills by more than tokens."""
+        self.weigh: Callable[[Entry], float] | None = None
+        """What a sequence's decode adds to a step, where a policy of a pipeline balances steps; above 0."""
         self.sampling: list[Entry] = []
         """The sequence of each sampling segment, in plan order."""
         self.number = number
@@ -62,8 +66,12 @@ class StepBuilder:
         self.pool = queues.pool
         """The blocks, to look at."""
         self._queues = queues
-        self._after_sampling = number + 1 if queues.micro_batches == 1 else AWAITED
-        """`Entry.next_step` of a sequence for which this step samples one token."""
+        self._after_sampling = number + queues.stages
+        """`Entry.next_step` of a sequence for which this step samples one token.
+
+        When that step enters the first stage of a full pipeline, this one has left the last, and its tokens are on the
+        device.
+        """
         self._ids: list[str] = []
         self._rows: list[int] = []
         self._starts: list[int] = []
@@ -127,13 +135,18 @@ class StepBuilder:
     def decode(self) -> None:
         """Plan one token of every decoding sequence, preempting those that rank last if blocks run out.
 
-        With micro-batches a step takes at most its share of the decodes. Otherwise all of them would gather in one
-        micro-batch and the others would be empty.
+        In a pipeline a step takes its share of the decodes, by `weigh` or else by number. Otherwise all of them would
+        gather in one step, and the stages would be empty beside it. Any so many steps in a row have room for each
+        sequence once, so none is left out.
         """
         number, room, after = self.number, self.budget, self._after_sampling
-        parts = self._queues.micro_batches
-        if parts > 1:
-            room = min(room, -(-len(self.running) // parts))
+        stages, weigh, left = self._queues.stages, None, 0.0
+        if stages > 1:
+            if (weigh := self.weigh) is not None:
+                left = sum(weigh(entry) for entry in self.running if entry.decoding) / stages
+            else:
+                room = min(room, -(-len(self.running) // stages))
+        least = ROUNDING * left
         chosen: list[Entry] = []
         starts: list[int] = []
         stops: list[int] = []
@@ -153,6 +166,10 @@ class StepBuilder:
             cache.planned = stop
             entry.sequence.length = stop + 1
             entry.next_step = after
+            if weigh is not None:
+                left -= weigh(entry)
+                if left <= least:
+                    break
         self._ids += [entry.id for entry in chosen]
         self._rows += [entry.row for entry in chosen]
         self._starts += starts

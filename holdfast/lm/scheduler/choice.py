@@ -18,6 +18,7 @@ from holdfast.lm.scheduler.baselines import ChunkedOnly, HybridOnly, Orca, Prefi
 from holdfast.lm.scheduler.builder import Policy
 from holdfast.lm.scheduler.deferral import DEFAULT_BOUND, Deferred
 from holdfast.lm.scheduler.order import make_order
+from holdfast.lm.scheduler.pipeline_target import PipelineLatencyTarget
 from holdfast.lm.scheduler.policies import (
     REFERENCE_CONTEXT,
     REFERENCE_DECODES,
@@ -113,8 +114,8 @@ def make_policy(name: SchedulerName, *, token_budget: int, capacity: int, execut
             return Unified(token_budget, capacity)
 
 
-def choose_policy(config: EngineConfig, shape: EngineShape, cost: CostModel | None) -> Policy:
-    """The policy that a configuration asks for.
+def choose_policy(config: EngineConfig, shape: EngineShape, cost: CostModel | None, *, stages: int = 1) -> Policy:
+    """The policy that a configuration asks for, in a pipeline of `stages`; `cost` is that of a step through all.
 
     Raises ValueError for a latency target without a `cost` model, and on padded rows for a policy that the model cannot
     follow, or a token budget below `max_sequences`: a forward of the batch decodes every row.
@@ -133,6 +134,8 @@ def choose_policy(config: EngineConfig, shape: EngineShape, cost: CostModel | No
     if cost is None:
         raise ValueError(f"tbt_target is {config.tbt_target}, which takes a profile of the device")
     target, tile, ceiling = config.tbt_target / 1000, min(shape.tile, capacity), whole_tiles(capacity, shape.tile)
+    if config.token_budget != "auto" and stages > 1:
+        return PipelineLatencyTarget(cost, target, tile=tile, ceiling=ceiling, stages=stages)
     if config.token_budget != "auto":
         whole = shape.rows is not None and not shape.rows.abilities.chunks
         return LatencyTarget(cost, target, tile=tile, ceiling=ceiling, whole=whole)
@@ -157,6 +160,14 @@ def check_rows(config: EngineConfig, shape: EngineShape, rows: RowShape) -> None
             f"max_sequences is {config.max_sequences}, and a step holds {budget} tokens; on padded rows it must hold a "
             "decode of every row: lower max_sequences, or raise token_budget"
         )
+
+
+def steps_in_flight(config: EngineConfig, stages: int) -> int:
+    """Most steps in flight in a pipeline of `stages`: what one stage has, and one more for each further stage.
+
+    By default that is a step on each stage, and one that is ready for the first.
+    """
+    return config.steps_in_flight + stages - 1
 
 
 def retention_cost(config: EngineConfig, shape: EngineShape, cost: CostModel | None) -> Cost:
@@ -211,23 +222,23 @@ def make_scheduler(
     cost: CostModel | None,
     *,
     policy: Policy | None = None,
-    micro_batches: int = 1,
+    stages: int = 1,
     tuner: Tuner | None = None,
     deferral_bound: float | None = None,
     tuning_progress: bool = False,
 ) -> Scheduler:
     """The scheduler of an engine of this shape, real or simulated, with its own memory.
 
-    `policy` replaces the one that the configuration asks for. `micro_batches` is the number of pipeline stages. With a
+    `policy` replaces the one that the configuration asks for. `stages` is the number of pipeline stages. With a
     `tuner` (`make_tuner`) it plans training too: in slices beside streams if there is a target between tokens, else by
     the deferral rule with `deferral_bound` seconds (None: DEFAULT_BOUND). `Scheduler.tuner` is that tuner. With
     `tuning_progress`, slices go on however full the steps are. Raises
     ValueError as `choose_policy`, for padded rows in a pipeline, for a tuner on padded rows, in a pipeline or under a
     scheduler that is not stall-free, and for a bound with a target or without a tuner.
     """
-    policy = policy or choose_policy(config, shape, cost)
+    policy = policy or choose_policy(config, shape, cost, stages=stages)
     if tuner is not None:
-        policy = _with_training(config, shape, cost, policy, tuner, micro_batches, deferral_bound, tuning_progress)
+        policy = _with_training(config, shape, cost, policy, tuner, stages, deferral_bound, tuning_progress)
     elif deferral_bound is not None:
         raise ValueError(f"deferral_bound is {deferral_bound}, and no training is taken; drop it")
     settings: dict[str, Any] = dict(
@@ -243,8 +254,8 @@ def make_scheduler(
     )
     rule = RetentionRule.of(config, retention_cost(config, shape, cost))
     if shape.rows is not None:
-        if micro_batches > 1:
-            raise ValueError(f"a pipeline has {micro_batches} stages; padded rows run on one")
+        if stages > 1:
+            raise ValueError(f"a pipeline has {stages} stages; padded rows run on one")
         return RowScheduler(
             policy,
             RowPool(
@@ -268,7 +279,7 @@ def make_scheduler(
         copies_ahead=shape.copies_ahead,
     )
     adapters = AdapterPool(shape.adapter_slots) if shape.adapter_slots else None
-    return Scheduler(policy, pool, **settings, adapters=adapters, tuner=tuner, micro_batches=micro_batches)
+    return Scheduler(policy, pool, **settings, adapters=adapters, tuner=tuner, stages=stages)
 
 
 def _with_training(
@@ -277,15 +288,15 @@ def _with_training(
     cost: CostModel | None,
     policy: Policy,
     tuner: Tuner,
-    micro_batches: int,
+    stages: int,
     deferral_bound: float | None,
     progress: bool,
 ) -> Policy:
     """A policy of inference with training beside it. Raises ValueError as `make_scheduler`."""
     if shape.rows is not None:
         raise ValueError("tuning needs a paged cache, and the model runs on padded rows")
-    if micro_batches > 1:
-        raise ValueError(f"a pipeline has {micro_batches} stages; tuning runs on one")
+    if stages > 1:
+        raise ValueError(f"a pipeline has {stages} stages; tuning runs on one")
     if config.scheduler != "stall-free":
         raise ValueError(f"tuning is for the stall-free scheduler, and scheduler is {config.scheduler}; drop one")
     if config.tbt_target is None:

@@ -16,7 +16,7 @@ Rank = tuple[float, ...]
 
 NO_ROW = -1
 AWAITED = sys.maxsize
-"""`Entry.next_step` of a sequence that sits out until the result of its last step is known."""
+"""`Entry.next_step` of a sequence that sits out until the outcome of its drafted tokens is known."""
 
 
 @dataclass(slots=True, eq=False)
@@ -44,8 +44,9 @@ class Entry:
     next_step: int = 0
     """First step that may plan or preempt it; it sits out all steps before that one.
 
-    A step that plans it sets this to the number of the following step, or to AWAITED: after a segment with drafted
-    tokens, whose outcome is uncertain, and after any sampling segment where steps in flight are micro-batches.
+    A step that plans it sets this to the number of the following step. After a sampling segment it is as many steps
+    later as a pipeline has stages, or the next step once the token is known. After drafted tokens, whose outcome is
+    uncertain, it is AWAITED.
     """
     lost_before: int = 0
     """Plans of a lower number may give it no token: its state was lost."""

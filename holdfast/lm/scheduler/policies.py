@@ -109,7 +109,8 @@ class LatencyTarget(Policy):
         step.pace = lambda start, stop: self._take(step.num_tokens, start, stop, first=step.num_tokens == decodes)
         step.prefill()
         step.admit(lambda entry: step.num_tokens == decodes or self._room(step.num_tokens, entry.sequence.length))
-        seconds = self.planned(step, self._predictor.mixed(decodes, step.num_tokens - decodes) + self._attention)
+        seconds = self._predictor.mixed(decodes, step.num_tokens - decodes) + self._attention
+        self.planned(step, seconds)
         if step.num_tokens > decodes:
             self._predicted[step.number] = seconds
 
@@ -121,9 +122,8 @@ class LatencyTarget(Policy):
         """How long a stream waits for its token if the step under construction takes `seconds`."""
         return seconds
 
-    def planned(self, step: StepBuilder, seconds: float) -> float:
-        """Take note of a finished step, predicted to take `seconds`; returns the time expected to be measured."""
-        return seconds
+    def planned(self, step: StepBuilder, seconds: float) -> None:
+        """Take note of a finished step, predicted to take `seconds`."""
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:
         """Correct the prediction by the measured time of a step."""

@@ -20,11 +20,11 @@ class Queues:
     too; copies from the host fill the blocks while others run.
     """
 
-    def __init__(self, pool: AnyMemory, max_sequences: int, headroom: float, order: Order, micro_batches: int) -> None:
+    def __init__(self, pool: AnyMemory, max_sequences: int, headroom: float, order: Order, stages: int) -> None:
         self.pool = pool
         self.order = order
-        self.micro_batches = micro_batches
-        """Steps in flight that share no sequence whose token is being sampled; 1 for ordinary steps in flight."""
+        self.stages = stages
+        """Stages of the pipeline that a step passes; so many steps are computed at a time."""
         self.waiting = waiting = order.queue()
         self.contenders = waiting if order.displaces and isinstance(waiting, RankedQueue) else None
         """The waiting sequences, if the order lets them displace running ones."""

@@ -45,7 +45,7 @@ class RowScheduler(Scheduler):
     ) -> None:
         """As `Scheduler`; `prefill_ahead` and `to_completion` as `RowQueues`."""
 
-        def make_queues(pool: RowPool, rows: int, headroom: float, order: Order, micro_batches: int) -> RowQueues:
+        def make_queues(pool: RowPool, rows: int, headroom: float, order: Order, stages: int) -> RowQueues:
             return RowQueues(pool, rows, headroom, order, prefill_ahead=prefill_ahead, to_completion=to_completion)
 
         super().__init__(

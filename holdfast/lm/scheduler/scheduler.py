@@ -46,7 +46,7 @@ class Scheduler:
         tuner: Tuner | None = None,
         order: Order | None = None,
         seed: int = 0,
-        micro_batches: int = 1,
+        stages: int = 1,
         make_state: Callable[[Any, bytes | None], AnyState] = SequenceCache,
         make_queues: Callable[[Any, int, float, Order, int], Queues] = Queues,
         make_builder: Callable[[Any, int, float], StepBuilder] = StepBuilder,
@@ -57,8 +57,9 @@ class Scheduler:
         policy says when they run.
 
         `headroom` is the share of the blocks that admission leaves to running sequences. `order` ranks requests, by
-        default by priority class. `seed` makes seeds for requests that bring none. With `micro_batches` above 1, steps
-        in flight share no sequence whose token is being sampled, and each takes its share of the decodes.
+        default by priority class. `seed` makes seeds for requests that bring none. `stages` is the number of stages of
+        a pipeline: a sequence sampled in step k may be in step k + stages before the host knows its token, and in no
+        step between unless the host knows it. Each step takes its share of the decodes.
 
         `make_state` makes the state of one sequence, given the pool and the root of its chain of digests
         (`Identity.root`), or None where it shares nothing. `make_queues` and `make_builder` make the queues, and the
@@ -71,7 +72,7 @@ class Scheduler:
         self._make_state = make_state
         self._eos = frozenset(eos_token_ids)
         self._seed = seed
-        self._queues = make_queues(pool, max_sequences, headroom, self._order, micro_batches)
+        self._queues = make_queues(pool, max_sequences, headroom, self._order, stages)
         self._adapters = adapters
         if adapters is not None:
             self._queues.serve_adapters(adapters)
@@ -192,9 +193,10 @@ class Scheduler:
             self._training_seconds += result.training.seconds
             self._queues.slabs.settle()
         self._policy.observe(plan, result)
-        if self._queues.micro_batches > 1:
+        if (stages := self._queues.stages) > 1:
             for entry in sampling:
-                entry.next_step = 0
+                if entry.next_step == number + stages:  # no later step has planned it
+                    entry.next_step = 0
         if ragged:
             return self._read_ragged(sampling, plan, result)
         self._order.sampled(sampling)

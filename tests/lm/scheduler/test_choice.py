@@ -17,8 +17,10 @@ from holdfast.lm.scheduler.choice import (
     make_policy,
     make_scheduler,
     make_tuner,
+    steps_in_flight,
 )
 from holdfast.lm.scheduler.deferral import DEFAULT_BOUND, Deferred
+from holdfast.lm.scheduler.pipeline_target import PipelineLatencyTarget
 from holdfast.lm.scheduler.policies import LatencyTarget, StallFree
 from holdfast.lm.scheduler.row_scheduler import RowScheduler
 from holdfast.lm.scheduler.slices import RESERVE, TrainingSlices
@@ -148,9 +150,23 @@ def test_a_target_on_padded_rows_is_computed_from_the_cost_of_their_forwards():
     assert isinstance(policy, LatencyTarget) and isinstance(policy.corrected, PaddedCost)
 
 
+def test_a_target_in_a_pipeline_bounds_the_wait_for_all_stages():
+    config = EngineConfig(tbt_target=50.0)
+    policy = choose_policy(config, SHAPE, COST, stages=2)
+    assert isinstance(policy, PipelineLatencyTarget)
+    assert not isinstance(choose_policy(config, SHAPE, COST), PipelineLatencyTarget)
+    with pytest.raises(ValueError, match="the pipeline has 2 stages, and the cost profile of m on d has 3"):
+        make_scheduler(config, SHAPE, replace(COST, stage_shares=(0.25, 0.25, 0.5)), stages=2)
+
+
+@pytest.mark.parametrize(("given", "stages", "steps"), [(2, 1, 2), (2, 2, 3), (2, 4, 5), (1, 3, 3)])
+def test_each_further_stage_has_one_more_step_in_flight(given, stages, steps):
+    assert steps_in_flight(EngineConfig(steps_in_flight=given), stages) == steps
+
+
 def test_padded_rows_run_on_one_stage():
     with pytest.raises(ValueError, match="a pipeline has 2 stages"):
-        make_scheduler(padded(), ROWS, None, micro_batches=2)
+        make_scheduler(padded(), ROWS, None, stages=2)
 
 
 def tuned(config=None, shape=SHAPE, cost=COST, **options):
@@ -172,7 +188,7 @@ def test_training_goes_by_the_deferral_rule_without_a_target_and_in_slices_with_
     ("change", "words"),
     [
         (dict(config=EngineConfig(scheduler="orca")), "tuning is for the stall-free scheduler, and scheduler is orca"),
-        (dict(micro_batches=2), "a pipeline has 2 stages; tuning runs on one"),
+        (dict(stages=2), "a pipeline has 2 stages; tuning runs on one"),
         (dict(config=EngineConfig(tbt_target=50), deferral_bound=1.0), "deferral_bound is 1.0 and tbt_target is 50"),
         (dict(config=EngineConfig(executor="padded", max_sequences=64), shape=ROWS), "tuning needs a paged cache"),
         (dict(deferral_bound=-1.0), "deferral_bound is -1.0; it must be at least 0"),

@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 
 from holdfast.core.cost import CostModel
 from holdfast.core.types import Identity, Request, SamplingParams
-from holdfast.lab.simulator.pipeline_policy import PipelineLatencyTarget
 from holdfast.lm.memory.retention import EVICTIONS
 from holdfast.lm.scheduler.builder import Policy
 from holdfast.lm.scheduler.choice import RESERVING, capacity_of, make_policy
 from holdfast.lm.scheduler.order import Deadline, Fair, Fcfs, Priority
+from holdfast.lm.scheduler.pipeline_target import PipelineLatencyTarget
 from holdfast.lm.scheduler.policies import LatencyTarget
 from tests.invariants import check_scheduler
 from tests.scheduling import EOS, VOCABULARY, FakeDevice, create_scheduler, run_alone, sampled
@@ -79,13 +79,13 @@ class AnyOrder(Policy):
 class History:
     """One random run: its settings, its requests, what came out of it."""
 
-    def __init__(self, seed, name="stall-free", order=None, pipelined=False):
+    def __init__(self, seed, name="stall-free", order=None, stages=1):
         self.random = choose = random.Random(seed)
         self.block_size = choose.choice((1, 2, 4, 16))
         least = -(-(MAX_MODEL_LEN - 1) // self.block_size)
         self.blocks = choose.choice((least, least + 1, 2 * least, 6 * least))
         self.budget = choose.choice((1, 2, 3, 7, 16, 64))
-        self.steps_in_flight = choose.randint(1, 3)
+        self.steps_in_flight = choose.randint(1, 3) + stages - 1
         self.max_sequences = choose.choice((1, 2, 4, 12))
         self.host_blocks = choose.choice((0, 0, 0, 1, least // 2 + 1, 4 * least))
         self.growth = random.Random(seed)
@@ -93,9 +93,9 @@ class History:
         self.any_order = name == "stall-free" and choose.random() < 0.25
         self.never_preempts = name in RESERVING
         self.order = order or Priority(aging=choose.choice((0.5, 20.0, 1e6)))
-        self.micro_batches = self.steps_in_flight if pipelined else 1
+        self.stages = stages
         self.scheduler = create_scheduler(
-            micro_batches=self.micro_batches,
+            stages=stages,
             policy=self.policy(name),
             order=self.order,
             blocks=self.blocks,
@@ -138,8 +138,8 @@ class History:
         if name == "latency-target":
             tile, target = self.random.choice((1, 4, 16)), self.random.choice((0.5, 3.0, 8.0))
             self.budget = max(self.budget, tile)
-            if self.micro_batches > 1:
-                return PipelineLatencyTarget(COST, target, tile=tile, ceiling=self.budget, stages=self.micro_batches)
+            if self.stages > 1:
+                return PipelineLatencyTarget(COST, target, tile=tile, ceiling=self.budget, stages=self.stages)
             return LatencyTarget(COST, target, tile=tile, ceiling=self.budget)
         threshold, self.budget = (
             self.budget,
@@ -227,7 +227,11 @@ class History:
             ranges = Counter(segment.sequence_id for segment in plan.segments)
             self.seen["holes"] += sum(count > 1 for count in ranges.values())
             assert all(segment.length == len(segment.tokens) for segment in plan.segments)
-            awaited = {segment.sequence_id for earlier in self.plans for segment in sampled(earlier)}
+            within = [earlier for earlier in self.plans if earlier.step > plan.step - self.stages]
+            under_way = {segment.sequence_id for earlier in within for segment in sampled(earlier)}
+            assert not under_way & {*ranges, *plan.preempted}, "its token is still in the pipeline"
+            unknown = {segment.sequence_id for earlier in self.plans for segment in sampled(earlier)}
+            self.seen["before its token is known"] += len(unknown & ranges.keys())
             uncertain = {
                 segment.sequence_id
                 for earlier in self.plans
@@ -237,7 +241,6 @@ class History:
             assert not uncertain & {*ranges, *plan.preempted}, "it sits out until its outcome is known"
             for segment in plan.segments:
                 assert segment.sequence_id not in self.aborted
-                assert self.micro_batches == 1 or segment.sequence_id not in awaited, "stages wait for no other's token"
                 assert segment.stop < self.limit(segment.sequence_id), "what is computed can still be of use"
             assert not (plan.preempted and self.never_preempts)
             self.seen["suspended"] += len(plan.preempted) * bool(self.host_blocks)
@@ -299,8 +302,8 @@ class History:
             assert self.steps <= bound + (self.device.refused - refused) * each, "a request starves"
 
 
-def play(seed, name="stall-free", order=None, pipelined=False):
-    history = History(seed, name, order, pipelined)
+def play(seed, name="stall-free", order=None, stages=1):
+    history = History(seed, name, order, stages)
     while history.steps < STEPS:
         while history.random.random() < 0.4 and history.scheduler.stats().waiting < 12:
             history.add()
@@ -328,19 +331,20 @@ def test_every_request_gets_the_tokens_it_gets_alone_under_every_order(name, ord
 
 
 @pytest.mark.parametrize("name", ("stall-free", *OTHERS))
-@pytest.mark.parametrize("seed", range(10))
-def test_every_request_gets_the_tokens_it_gets_alone_in_micro_batches(name, seed):
-    check(play(seed, name, pipelined=True))
+@pytest.mark.parametrize("stages", (2, 3, 4))
+@pytest.mark.parametrize("seed", range(8))
+def test_every_request_gets_the_tokens_it_gets_alone_in_a_pipeline(name, stages, seed):
+    check(play(seed, name, stages=stages))
 
 
 @given(
     seed=st.integers(0, 1 << 32),
     name=st.sampled_from(("stall-free", "stall-free", *OTHERS)),
     order=st.sampled_from((None, Fcfs, Deadline, Fair)),
-    pipelined=st.booleans(),
+    stages=st.integers(1, 4),
 )
-def test_every_request_gets_the_tokens_it_gets_alone_under_any_policy_and_order(seed, name, order, pipelined):
-    check(play(seed, name, order and order(), pipelined))
+def test_every_request_gets_the_tokens_it_gets_alone_under_any_policy_and_order(seed, name, order, stages):
+    check(play(seed, name, order and order(), stages))
 
 
 def check(history):
@@ -368,6 +372,18 @@ def test_random_histories_exercise_caching_preemption_swapping_and_recovery():
     assert seen["holes"] > 30
     assert seen["recovered"] > 100
     assert seen["waits for copies"] > 10
+
+
+@pytest.mark.parametrize("stages", (2, 3, 4))
+def test_random_histories_in_a_pipeline_exercise_tokens_that_the_host_does_not_know_preemption_and_swapping(stages):
+    seen = Counter()
+    for seed in range(40):
+        seen += play(seed, stages=stages).seen
+    assert seen["before its token is known"] > 200
+    assert seen["preempted"] > 100
+    assert seen["swapped out"] > 500
+    assert seen["swapped in"] > 50
+    assert seen["suspended"] > 5
 
 
 def test_random_histories_exercise_drafts_that_give_no_and_several_tokens():

@@ -264,33 +264,66 @@ def test_stats_report_queues_and_blocks():
     assert scheduler.stats().blocks_cached == 2
 
 
-def test_micro_batches_share_no_sequence_and_split_the_decodes():
-    scheduler = create_scheduler(micro_batches=2)
+def test_steps_of_a_pipeline_share_no_sequence_and_split_the_decodes():
+    scheduler = create_scheduler(stages=2)
     for request in create_requests(3, 3, 3, 3):
         scheduler.add(request)
     run_step(scheduler)
     first, second = scheduler.schedule(0.0), scheduler.schedule(0.0)
     assert [name for name, _, _ in spans(first)] == ["0", "1"]
     assert [name for name, _, _ in spans(second)] == ["2", "3"]
-    assert scheduler.schedule(0.0) is None  # every sequence waits for its token
-    scheduler.update(first, answer(first), 0.0)
-    assert spans(scheduler.schedule(0.0)) == [("0", 4, 5), ("1", 4, 5)]
+    assert spans(scheduler.schedule(0.0)) == [("0", 4, 5), ("1", 4, 5)], "their tokens have left the last stage by then"
+    scheduler.abort("2")
+    assert spans(scheduler.schedule(0.0)) == [("3", 4, 5)]
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+def test_a_sequence_is_planned_before_its_token_is_known_as_many_steps_later_as_there_are_stages(stages):
+    scheduler = create_scheduler(stages=stages)
+    for request in create_requests(*[3] * stages, max_tokens=5):
+        scheduler.add(request)
+    run_step(scheduler)
+    names = [[name for name, _, _ in spans(scheduler.schedule(0.0))] for _ in range(3 * stages)]
+    assert names == [[str(at % stages)] for at in range(3 * stages)]
+
+
+def test_a_sequence_alone_in_a_pipeline_goes_on_when_its_token_is_known():
+    scheduler = create_scheduler(stages=3)
+    scheduler.add(create_requests(3)[0])
+    for span in ((0, 3), (3, 4), (4, 5)):
+        plan = scheduler.schedule(0.0)
+        assert spans(plan) == [("0", *span)]
+        assert scheduler.schedule(0.0) is None, "its token is under way"
+        scheduler.update(plan, answer(plan), 0.0)
+
+
+def test_a_known_token_does_not_free_a_sequence_whose_next_token_is_under_way():
+    scheduler = create_scheduler(stages=2)
+    for request in create_requests(3, 3, max_tokens=8):
+        scheduler.add(request)
+    run_step(scheduler)
+    plans = [scheduler.schedule(0.0) for _ in range(3)]
+    assert [[name for name, _, _ in spans(plan)] for plan in plans] == [["0"], ["1"], ["0"]]
+    scheduler.update(plans[0], answer(plans[0]), 0.0)
+    assert spans(scheduler.schedule(0.0)) == [("1", 4, 5)]
 
 
 @pytest.mark.parametrize(("running", "stages", "shares"), [(5, 2, [3, 2]), (7, 3, [3, 3, 1]), (2, 3, [1, 1])])
-def test_each_micro_batch_takes_its_share_of_the_decodes_rounded_up(running, stages, shares):
-    scheduler = create_scheduler(micro_batches=stages)
+def test_each_step_of_a_pipeline_takes_its_share_of_the_decodes_rounded_up(running, stages, shares):
+    scheduler = create_scheduler(stages=stages)
     for request in create_requests(*[3] * running):
         scheduler.add(request)
     run_step(scheduler)
     assert [len(scheduler.schedule(0.0).segments) for _ in shares] == shares
-    assert scheduler.schedule(0.0) is None
 
 
-def test_chunks_of_one_prompt_go_into_consecutive_micro_batches():
-    scheduler = create_scheduler(budget=4, micro_batches=2)
-    scheduler.add(create_requests(10)[0])
-    assert [spans(scheduler.schedule(0.0)) for _ in range(2)] == [[("0", 0, 4)], [("0", 4, 8)]]
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+def test_chunks_of_one_prompt_follow_each_other_in_successive_steps_of_a_pipeline(stages):
+    scheduler = create_scheduler(budget=4, stages=stages)
+    for request in create_requests(10, 5):
+        scheduler.add(request)
+    planned = [spans(scheduler.schedule(0.0)) for _ in range(3)]
+    assert planned == [[("0", 0, 4)], [("0", 4, 8)], [("0", 8, 10), ("1", 0, 2)]]
 
 
 def test_an_end_token_at_the_limit_ends_a_sequence_once_as_stopped():

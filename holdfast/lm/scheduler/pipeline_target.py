@@ -1,0 +1,100 @@
+"""The latency target in a pipeline: a stream waits for the steps ahead of its own as well as for its own."""
+
+from __future__ import annotations
+
+from holdfast.core.cost import CostModel
+from holdfast.lm.scheduler.builder import StepBuilder
+from holdfast.lm.scheduler.entries import Entry
+from holdfast.lm.scheduler.policies import LatencyTarget
+from holdfast.lm.types import StepPlan, StepResult
+
+EFFICIENT = 1.1
+"""A step is large enough when its time per token is within 10% of the best."""
+LEAST_ROW = 1e-9
+"""Seconds that the rows of a step add at least, so that rows count where nothing else differs."""
+
+
+class PipelineLatencyTarget(LatencyTarget):
+    """A latency target where steps pass the stages of a pipeline: it bounds a stream's whole wait (`wait`).
+
+    It predicts when each stage will have finished the steps in flight. A step takes the same share of its time on a
+    stage as any other step (`CostModel.shares`), and each stage runs the steps in order.
+
+    Steps of equal predicted time leave no stage idle (the thesis on BatchMaker and Pensieve, §4.1.1). Three rules make
+    them equal: each step takes decodes until it has its share of their predicted time; the target gives the steps after
+    this one as much time as this one; and when over half the rows are busy, a step is capped where time per token
+    stops improving. Larger steps would leave small ones behind them, of decodes alone; and requests then wait for rows,
+    not for larger steps.
+    """
+
+    def __init__(self, cost: CostModel, target: float, *, tile: int, ceiling: int, stages: int) -> None:
+        """As `LatencyTarget`, in a pipeline of `stages`; `cost` is that of a step through all of them."""
+        super().__init__(cost, target, tile=tile, ceiling=ceiling)
+        sizes = [*range(tile, ceiling, tile), ceiling]
+        best = min(cost.linear(size) / size for size in sizes)
+        self.efficient_tokens: int = next(size for size in sizes if cost.linear(size) / size <= EFFICIENT * best)
+        """The smallest step whose time per token is within 10% of the best."""
+        self._shares = cost.shares(stages)
+        self._ends = [0.0] * stages
+        """By stage, when it finishes all planned steps."""
+        self._in_flight: dict[int, float] = {}
+        """The predicted end of each step, by number, the oldest first."""
+        self._ended: float | None = None
+        """Predicted end of the last step whose result was seen."""
+        self._since = [0.0] * stages
+        """When the streams of the step under construction, and those of each step after it, get their last tokens."""
+
+    def plan(self, step: StepBuilder) -> None:
+        late = 0.0 if self._ended is None else step.now - self._ended  # all predictions shift by the last one's error
+        self._ends = [end + late if self._in_flight else step.now for end in self._ends]
+        self._in_flight = {number: end + late for number, end in self._in_flight.items()}
+        self._ended = None
+        stages = len(self._shares)
+        self._since = [
+            max(step.now, self._in_flight.get(step.number + later - stages, step.now)) for later in range(stages)
+        ]
+        self._weigh_decodes(step)
+        super().plan(step)
+
+    def prefill_budget(self, step: StepBuilder) -> int:
+        if not step.mostly_busy:
+            return step.budget
+        return min(step.budget, max(self.tile, self.efficient_tokens - step.num_tokens))
+
+    def wait(self, seconds: float) -> float:
+        """The longest wait of any stream for its token if the next step takes `seconds`, and so do those after it.
+
+        A stream is in every so many steps as there are stages. So those in the next step wait since the step so many
+        before it gave their tokens, until the next step ends. Those in a later step wait until that one ends: a step
+        leaves the last stage as long after the one before it as the slowest stage takes. If the later steps were not
+        given as much time, long and short steps would alternate, and stages would stand idle.
+        """
+        end, apart = self._passage(seconds)[-1], max(self._shares) * seconds
+        return max(end + apart * later - since for later, since in enumerate(self._since))
+
+    def planned(self, step: StepBuilder, seconds: float) -> None:
+        if step.num_tokens:
+            self._ends = self._passage(seconds * self.correction.mean)
+            self._in_flight[step.number] = self._ends[-1]
+
+    def observe(self, plan: StepPlan, result: StepResult) -> None:
+        self._ended = self._in_flight.pop(plan.step, self._ended)  # steps without segments were not added
+        super().observe(plan, result)
+
+    def _weigh_decodes(self, step: StepBuilder) -> None:
+        """Let decodes share the step's time: each counts for its row in the matrices and for its attention."""
+        predictor, rows = self._predictor, -(-len(step.running) // len(self._shares))
+        of_a_row = max(predictor.mixed(rows + 1, 0) - predictor.mixed(1, 0), LEAST_ROW) / max(1, rows)
+
+        def weigh(entry: Entry) -> float:
+            return of_a_row + predictor.decode(rows, entry.cache.planned + 1)
+
+        step.weigh = weigh
+
+    def _passage(self, seconds: float) -> list[float]:
+        """When each stage would finish a step that is planned now. The first stage waits for the step's last tokens."""
+        at, ends = self._since[0], []
+        for end, share in zip(self._ends, self._shares, strict=True):
+            at = max(at, end) + share * seconds
+            ends.append(at)
+        return ends

@@ -1,0 +1,148 @@
+"""Engines of several ranks, each in a process of its own: their requests get the tokens of one process."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from holdfast.core.config import EngineConfig
+from holdfast.core.layout import Layout
+from holdfast.core.types import Request, SamplingParams
+from holdfast.engine.build import build_engine
+from holdfast.engine.many_device import combined
+from holdfast.lm.types import MemoryMeasurement
+from tests.checkpoints import VOCAB, make
+from tests.engine.conftest import SMALL
+from tests.invariants import check_scheduler
+
+BLOCK = 4 * 2 * 16 * 2 * 16 * 4
+"""Bytes of a block: layers, keys and values, tokens, heads, head size, bytes."""
+TIERS = {"cache_gb": 24.5 * BLOCK / 1e9, "host_cache_gb": 60.5 * BLOCK / 1e9, "chunk_size": 16, "headroom": 0.0}
+"""So few blocks that running sequences are suspended to the host."""
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+LONG = replace(GREEDY, max_tokens=70)
+FILTERED = SamplingParams(temperature=1.0, top_k=20, top_p=0.9, seed=5, max_tokens=24, ignore_eos=True)
+DRAWN = SamplingParams(temperature=1.5, seed=11, max_tokens=24, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def make_engine(tmp_path_factory):
+    """Makes engines of one small model, by what differs in their configuration."""
+    directory = tmp_path_factory.mktemp("models") / "four-layers"
+    make(directory, "Llama", num_hidden_layers=4, max_position_embeddings=512)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        options = {**SMALL, "model": str(directory), "token_budget": 48}
+        yield lambda **changes: build_engine(EngineConfig(**{**options, **changes}))
+
+
+@pytest.fixture(scope="module")
+def alone(make_engine):
+    """The tokens that one process gives a request, with nothing beside it."""
+    loop = make_engine().loop
+
+    @cache
+    def tokens(prompt, params):
+        loop.add(Request("alone", prompt, params))
+        return run_to_the_end(loop)["alone"]
+
+    yield tokens
+    loop.close()
+
+
+@pytest.fixture(scope="module", params=[(2, 1), (1, 2), (2, 2), (4, 1)], ids=str)
+def engine(request, make_engine):
+    """An engine with this layout, and far too little memory."""
+    tp, pp = request.param
+    engine = make_engine(**TIERS, tp=tp, pp=pp)
+    yield engine
+    engine.loop.close()
+
+
+def run_to_the_end(loop, tokens=None):
+    """What each request was given."""
+    tokens = {} if tokens is None else tokens
+    while loop.has_work():
+        for output in loop.step() or ():
+            tokens.setdefault(output.request_id, []).extend(output.tokens)
+    return tokens
+
+
+def prompt_of(choose, length):
+    return tuple(choose.choices(range(1, VOCAB), k=length))
+
+
+def test_the_ranks_hold_the_blocks_that_one_process_would(engine):
+    info = engine.info
+    assert (info.num_blocks, info.num_host_blocks) == (24, 60) if info.tp < 4 else (12, 30), (
+        "4 ranks keep 2 heads twice"
+    )
+    assert info.memory.device.startswith(f"{info.tp * info.pp} × CPU")
+    assert len(engine.ranks.pids) == info.tp * info.pp - 1
+
+
+@pytest.mark.parametrize("params", [GREEDY, FILTERED, DRAWN], ids=["greedy", "filtered", "drawn"])
+def test_requests_get_the_tokens_of_one_process(engine, alone, params):
+    choose = random.Random(1)
+    prompts = {f"{params.seed}-{number}": prompt_of(choose, choose.randint(1, 90)) for number in range(6)}
+    for name, prompt in prompts.items():
+        engine.loop.add(Request(name, prompt, params))
+    assert run_to_the_end(engine.loop) == {name: alone(prompt, params) for name, prompt in prompts.items()}
+
+
+def test_conversations_that_go_to_the_host_and_come_back_get_the_tokens_of_one_process(engine, alone):
+    choose, before = random.Random(2), engine.loop.stats()
+    talks = {f"talk-{number}": prompt_of(choose, 20) for number in range(7)}
+    for turn in range(2):
+        for name, tokens in talks.items():
+            engine.loop.add(Request(f"{name}-{turn}", tokens, LONG))
+        given = run_to_the_end(engine.loop)
+        for name, tokens in talks.items():
+            answer = given[f"{name}-{turn}"]
+            assert answer == alone(tokens, LONG)
+            talks[name] = (*tokens, *answer, *prompt_of(choose, 5))
+        check_scheduler(engine.loop.planner)
+    after = engine.loop.stats()
+    assert after.blocks_swapped_out > before.blocks_swapped_out
+    assert after.blocks_swapped_in > before.blocks_swapped_in
+    assert after.preemptions > before.preemptions
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_random_history_with_aborts_gives_the_tokens_of_one_process(engine, alone, seed):
+    choose, loop, given, requests, aborted = random.Random(seed), engine.loop, {}, {}, set()
+    for step in range(80):
+        if choose.random() < 0.3:
+            known = choose.choice([(), *(request.prompt for request in requests.values())])
+            prompt = (*known[: choose.randint(0, 60)], *prompt_of(choose, choose.randint(1, 40)))
+            params = choose.choice([GREEDY, FILTERED, DRAWN])
+            request = Request(f"{seed}-{step}", prompt, params, priority=choose.randint(0, 1))
+            requests[request.id] = request
+            loop.add(request)
+        if requests and choose.random() < 0.1:
+            name = choose.choice([*requests])
+            loop.abort(name)
+            aborted.add(name)
+        for output in loop.step() or ():
+            given.setdefault(output.request_id, []).extend(output.tokens)
+        check_scheduler(loop.planner)
+    run_to_the_end(loop, given)
+    for name, request in requests.items():
+        expected = alone(request.prompt, request.params)
+        got = given.get(name, [])
+        assert got == (expected[: len(got)] if name in aborted else expected)
+    assert (loop.stats().running, loop.stats().waiting, loop.stats().blocks_used) == (0, 0, 0)
+
+
+def test_a_block_is_what_all_ranks_keep_of_it_and_the_least_rank_counts():
+    first = MemoryMeasurement(
+        device="GPU", total=100, weights=10, activations=3, cache=30, block=3, host_cache=9, adapters=0
+    )
+    second = MemoryMeasurement(device="GPU", total=100, weights=20, activations=5, cache=16, block=2, host_cache=20)
+    assert combined([first, second], Layout(pp=2), "cuda") == MemoryMeasurement(
+        device="2 × GPU (pp 2)", total=200, weights=30, activations=8, cache=40, block=5, host_cache=15
+    )
+    assert combined([first, second], Layout(tp=2), "cpu").total == 100, "they share it"

@@ -17,6 +17,7 @@ from holdfast.engine.rank_messages import (
     Allocate,
     BeginHost,
     Compile,
+    Copied,
     Done,
     Loaded,
     Measure,
@@ -194,8 +195,8 @@ class ManyExecutor(DeviceExecutor):
         """The first ranks of later stages, which say how long each step took them; the last has the tokens."""
         self._writer = PlanWriter()
         self._in_flight: deque[_Flight] = deque()
-        self._stepped: dict[tuple[int, int], Stepped] = {}
-        """By rank and step, what `_later` have said of steps in flight."""
+        self._stepped: dict[int, deque[Stepped]] = {rank: deque() for rank in self._later}
+        """What they have said, in order, of steps that were not collected."""
         self._copying: dict[tuple[int, bool], list[CopyTime]] = {}
         """By step and direction (True: to the device), in order: the copies that ranks have completed."""
 
@@ -222,7 +223,7 @@ class ManyExecutor(DeviceExecutor):
             self._check(flight, deadline)
             self._take()
         if self._later and not flight.waits:
-            parts = [self._stepped.pop((rank, flight.step)) for rank in self._later]
+            parts = [self._stepped[rank].popleft() for rank in self._later]
             seconds = (result.seconds, *(part.seconds for part in parts))
             result = replace(result, tokens=parts[-1].tokens, seconds=sum(seconds), stages=seconds)
         return self._with_copies(result)
@@ -256,10 +257,13 @@ class ManyExecutor(DeviceExecutor):
     def _take(self) -> None:
         """Take note of what the other ranks have sent."""
         for number, answer in self._ranks.arrived():
-            assert isinstance(answer, Stepped), f"rank {number} sent {answer} while steps ran"
-            self._note(answer.copies)
-            if number in self._later:
-                self._stepped[number, answer.step] = answer
+            match answer:
+                case Stepped():
+                    self._stepped[number].append(answer)
+                case Copied(copies):
+                    self._note(copies)
+                case _:
+                    raise RuntimeError(f"rank {number} sent {type(answer).__name__} while steps ran")
 
     def _note(self, copies: Iterable[CopyTime]) -> None:
         """Take note of copies that one rank has completed."""
@@ -270,7 +274,7 @@ class ManyExecutor(DeviceExecutor):
         """Whether all is known that a step's result is put together from."""
         if flight.waits:
             return all(step > flight.step or self._copied(done) for (step, _), done in self._copying.items())
-        return all((rank, flight.step) in self._stepped for rank in self._later)
+        return all(self._stepped.values())
 
     def _copied(self, done: list[CopyTime]) -> bool:
         return len(done) == self._ranks.layout.ranks

@@ -48,7 +48,7 @@ class Prepare(Message, tag="prepare"):
 
 
 class Plan(Message, tag="plan"):
-    """Run this step. A rank answers what of it the planner needs, by Stepped."""
+    """Run this step. What the planner needs to know of it comes as Stepped and Copied."""
 
     step: int
     rows: list[int]
@@ -90,14 +90,17 @@ class Done(Message, tag="done"):
 
 
 class Stepped(Message, tag="stepped"):
-    """What one step gave on this rank, of what the planner needs from it."""
+    """A step has ended on this rank. Only the first rank of each stage after the first says so."""
 
-    step: int
     tokens: tuple[int, ...]
     """From the last stage; empty from others."""
     seconds: float
+
+
+class Copied(Message, tag="copied"):
+    """These copies between the tiers are complete on this rank."""
+
     copies: tuple[CopyTime, ...]
-    """Those that were seen to complete since the last message."""
 
 
 class Failed(Message, tag="failed"):
@@ -110,7 +113,7 @@ class Failed(Message, tag="failed"):
 
 
 Command = StartRank | Compile | Measure | Allocate | BeginHost | Prepare | Plan | End
-Answer = Loaded | Measured | Done | Stepped | Failed
+Answer = Loaded | Measured | Done | Stepped | Copied | Failed
 
 _encoder = msgspec.msgpack.Encoder()
 _commands = msgspec.msgpack.Decoder(Command)

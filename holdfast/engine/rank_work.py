@@ -122,8 +122,10 @@ class Rank:
                 result = device.executor.collect()
                 steps += 1
                 board.set(rank, STEPS, steps)
-                if result.copies or (reports and has_segments):
-                    self._answer(messages.Stepped(result.step, result.tokens, result.seconds, result.copies))
+                if result.copies:
+                    self._answer(messages.Copied(result.copies))
+                if reports and has_segments:
+                    self._answer(messages.Stepped(result.tokens, result.seconds))
                 self._submitted.task_done()
         except BaseException as error:
             self.fail(error)

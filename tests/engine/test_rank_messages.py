@@ -11,6 +11,7 @@ from holdfast.core.columns import Columns
 from holdfast.core.config import EngineConfig
 from holdfast.engine.rank_messages import (
     Allocate,
+    Copied,
     Failed,
     Measured,
     PlanReader,
@@ -86,7 +87,8 @@ def test_commands_and_answers_arrive_as_they_were_sent():
         assert decode_command(encode(command)) == command
     for answer in (
         Measured(memory),
-        Stepped(3, (1, 2), 0.25, (CopyTime(3, True, 64, 0.5),)),
+        Stepped((1, 2), 0.25),
+        Copied((CopyTime(3, True, 64, 0.5),)),
         Failed("out of memory", 12.5),
     ):
         assert decode_answer(encode(answer)) == answer

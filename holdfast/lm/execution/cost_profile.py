@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import cache as cached
 from functools import partial
 from itertools import accumulate, chain, islice
-from statistics import median
+from statistics import fmean, median
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,7 +22,7 @@ from holdfast.core.cost import HEAVY, Burst, CostModel, interpolate
 from holdfast.lm.execution.executor import PagedMemory
 from holdfast.lm.kernels.attention.protocol import Attention, CapturableAttention, Segments
 from holdfast.lm.models.base import Model
-from holdfast.lm.types import DeviceExecutor, Sampling, Segment, StepPlan, TableWrite
+from holdfast.lm.types import DeviceExecutor, Sampling, Segment, StepPlan, StepResult, TableWrite
 
 SECONDS_A_POINT = 0.01
 """How long each point is repeated, at least REPEATS times. The median counts."""
@@ -156,6 +156,7 @@ def measure_cost(device: TimedDevice, *, name: str) -> CostModel:
         decode_rows=rows,
         decode_seconds=tuple(taken[row[0][1]] for row in decodes),
         decode_attention=tuple(_decode_attention(row, taken, contexts) for row in decodes),
+        stage_shares=_stage_shares(device, chunks[-1], decodes[-1][0][1]),
     )
     return replace(steady, burst=_burst(device, steady, min(limit, longest)))
 
@@ -210,6 +211,7 @@ def estimate_cost(device: TimedDevice, *, name: str) -> CostModel:
         decode_seconds=tuple(accumulate((taken[row[0][1]] for row in decodes), max)),
         decode_attention=tuple(_decode_attention(row, taken, contexts) for row in decodes),
         deviation=ESTIMATE_DEVIATION,
+        stage_shares=_stage_shares(device, chunks[limit], decodes[-1][0][1]),
     )
 
 
@@ -355,6 +357,17 @@ def _in_rounds(device: TimedDevice, steps: Sequence[Spans]) -> dict[Spans, float
     return {spans: median(seconds) for spans, seconds in taken.items()}
 
 
+def _stage_shares(device: TimedDevice, *steps: Spans) -> tuple[float, ...]:
+    """The share of each stage of a pipeline in the time of these kinds of steps, in the mean; empty for one stage."""
+    if device.config.pp == 1:
+        return ()
+    shares = []
+    for spans in steps:
+        stages = [result.stages for result in _results(device, _repeated(device, spans, 2))][-1]
+        shares.append([seconds / sum(stages) for seconds in stages])
+    return tuple(map(fmean, zip(*shares, strict=True)))
+
+
 def _step(device: TimedDevice, spans: Spans) -> list[float]:
     """Seconds of the counted steps that compute these ranges, one after another."""
     uncounted = WARM_UP[device.kind]
@@ -362,13 +375,18 @@ def _step(device: TimedDevice, spans: Spans) -> list[float]:
 
 
 def _taken(device: TimedDevice, plans: Sequence[StepPlan]) -> list[float]:
-    """Seconds of each of these steps. Two steps are in flight at any time."""
-    taken = []
+    """Seconds of each of these steps."""
+    return [result.seconds for result in _results(device, plans)]
+
+
+def _results(device: TimedDevice, plans: Sequence[StepPlan]) -> list[StepResult]:
+    """What these steps give. Two steps are in flight at any time."""
+    results = []
     device.executor.submit(plans[0])
     for plan in plans[1:]:
         device.executor.submit(plan)
-        taken.append(device.executor.collect().seconds)
-    return [*taken, device.executor.collect().seconds]
+        results.append(device.executor.collect())
+    return [*results, device.executor.collect()]
 
 
 def _repeated(device: TimedDevice, spans: Spans, times: int) -> list[StepPlan]:

@@ -65,7 +65,7 @@ class Probe:
         self.step = "peer memory"
         self.group: SymmetricGroup | None = None
         try:
-            self.group = SymmetricGroup(self.world, self.prefixed("group"), self.device)
+            self.group = SymmetricGroup(self.prefixed("group"), self.rank, self.size, self.device)
             self.box = self.group.mailboxes
         except RuntimeError as error:
             self.tell("no peer memory", error=str(error)[:300])

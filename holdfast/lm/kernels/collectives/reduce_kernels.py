@@ -112,7 +112,7 @@ def reduce_rows(
         count = part.stop - part.start
         each = -(-count // programs)
         grid = -(-count // each)
-        reduce_kernel[(2 * grid,)](
+        device_sum_kernel[(2 * grid,)](
             partials[:, part],
             bias,
             None if stream is None else stream[part],
@@ -240,7 +240,7 @@ def _write_norm(out_at, value, held, gain, width, eps):
 
 
 @triton.jit(do_not_specialize=["rows"])
-def reduce_kernel(
+def device_sum_kernel(
     partials, bias, stream, norm, out, own, mailboxes, counters, alone,
     rows, width, part_stride, row_stride, stream_stride, out_stride, half, eps,
     RANK: tl.constexpr, SIZE: tl.constexpr, PARTS: tl.constexpr, TWO_SHOT: tl.constexpr, EMPTY: tl.constexpr,

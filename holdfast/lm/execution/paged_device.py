@@ -428,11 +428,14 @@ def make_slots(model: Model, config: EngineConfig) -> AdapterSlots | None:
     )
 
 
-def resolve_device(name: str) -> torch.device:
-    """The device that a config's `auto`, `cpu` or `cuda` means. Raises ValueError for cuda without a GPU."""
+def resolve_device(name: str, index: int | None = None) -> torch.device:
+    """The device that a config's `auto`, `cpu` or `cuda` means; of several GPUs the one at `index`, or the current one.
+
+    Raises ValueError for cuda without a GPU.
+    """
     available = torch.cuda.is_available()
     if name == "cuda" and not available:
         raise ValueError("device is cuda, and PyTorch finds no GPU; choose cpu or auto")
     if name == "cuda" or (name == "auto" and available):
-        return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cuda", torch.cuda.current_device() if index is None else index)
     return torch.device("cpu")

@@ -13,7 +13,7 @@ from holdfast.core.layout import Layout
 from holdfast.lm.kernels.collectives.torch_group import TorchGroup
 
 Result = TypeVar("Result")
-TIMEOUT = timedelta(seconds=60)
+TIMEOUT = timedelta(seconds=20)
 
 
 class Rank:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 from holdfast.core.cost import CostModel
 from holdfast.lm.scheduler.builder import StepBuilder
 from holdfast.lm.scheduler.entries import Entry
@@ -21,10 +23,9 @@ class PipelineLatencyTarget(LatencyTarget):
     stage as any other step (`CostModel.shares`), and each stage runs the steps in order.
 
     Steps of equal predicted time leave no stage idle (the thesis on BatchMaker and Pensieve, §4.1.1). Three rules make
-    them equal: each step takes decodes until it has its share of their predicted time; the target gives the steps after
-    this one as much time as this one; and when over half the rows are busy, a step is capped where time per token
-    stops improving. Larger steps would leave small ones behind them, of decodes alone; and requests then wait for rows,
-    not for larger steps.
+    them equal: each step takes decodes until it has its share of their predicted time; it takes its share of what all
+    prompts lack, but no less than is efficient; and the target gives the steps after this one as much time as this one.
+    Otherwise a large step would leave small ones behind it, of decodes alone.
     """
 
     def __init__(self, cost: CostModel, target: float, *, tile: int, ceiling: int, stages: int) -> None:
@@ -57,9 +58,14 @@ class PipelineLatencyTarget(LatencyTarget):
         super().plan(step)
 
     def prefill_budget(self, step: StepBuilder) -> int:
-        if not step.mostly_busy:
-            return step.budget
-        return min(step.budget, max(self.tile, self.efficient_tokens - step.num_tokens))
+        """A share of what all prompts lack, or what is efficient if that is more."""
+        stages, lacking = len(self._shares), 0
+        running = (entry.sequence.length - entry.cache.planned for entry in step.running if not entry.decoding)
+        for tokens in chain(running, (entry.sequence.length for entry in step.waiting)):
+            lacking += tokens
+            if lacking >= stages * step.budget:
+                return step.budget
+        return min(step.budget, max(self.tile, self.efficient_tokens - step.num_tokens, -(-lacking // stages)))
 
     def wait(self, seconds: float) -> float:
         """The longest wait of any stream for its token if the next step takes `seconds`, and so do those after it.

@@ -74,7 +74,8 @@ class Group(Protocol):
     def alone(self) -> AbstractContextManager[None]:
         """Inside, in every thread, calls wait for no other device, and their results mean nothing.
 
-        So kernels can be compiled and rehearsed in any order. Nothing that is captured inside may be replayed.
+        So kernels can be compiled and rehearsed in any order. Nothing that is captured inside may be replayed. Not to
+        be nested.
         """
         ...
 

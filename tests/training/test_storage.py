@@ -6,6 +6,7 @@ import json
 import shutil
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from holdfast.training.trainer import Trainer
 from tests.tuning import (
     act,
     advance,
+    drawn_examples,
     finish,
     native,
     new_job,
@@ -188,6 +190,29 @@ def test_the_next_step_may_begin_only_when_there_is_room_for_an_adapter_that_is_
     finish(trainer, "job")
     trainer.close("job")
     assert [report.checkpoint is not None for report in step_reports(trainer)] == [True] * 4
+
+
+def test_a_job_closed_between_an_update_and_its_validation_goes_on_from_the_last_whole_state(
+    model: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen: dict[str, Any] = dict(epochs=2, batch_size=5, micro_batch=1000, validation=drawn_examples(5, seed=9))
+    alone, trainer = trainer_for(model), trainer_for(model)
+    alone.open(new_job(tmp_path / "alone", **chosen))
+    act(alone, "job", "restore")
+    finish(alone, "job")
+    writer = HeldWriter(monkeypatch)
+    directory = new_job(tmp_path / "closed", **chosen)
+    trainer.open(directory)
+    act(trainer, "job", "restore")
+    while trainer.next_slice("job") != (3, 1, 0):  # the state of step 2 has found no room, and its vectors are gone
+        advance(trainer, "job")
+    threading.Timer(0.2, writer.free.set).start()
+    trainer.close("job")
+    trainer.open(directory)
+    assert trainer.next_slice("job") == (2, 0, 0)
+    act(trainer, "job", "restore")
+    finish(trainer, "job")
+    assert all(torch.equal(*pair) for pair in zip(vectors_of(trainer, "job"), vectors_of(alone, "job"), strict=True))
 
 
 def test_a_state_that_is_on_the_disk_is_not_written_again(

@@ -23,7 +23,7 @@ from holdfast.core.config import BUILTIN_MODEL, EngineConfig
 from holdfast.core.training_cost import TrainingCost
 from holdfast.core.types import Identity, Request, SamplingParams
 from holdfast.engine import messages
-from holdfast.engine.build import build_engine, mirror_directory
+from holdfast.engine.build import build_engine
 from holdfast.engine.client import AdapterError, EngineClient
 from holdfast.engine.connection import EngineDead
 from holdfast.engine.messages import JobEnded, JobInfo, JobStart, JobStatus, JobStep
@@ -540,21 +540,6 @@ def test_graphs_are_captured_between_two_steps_of_a_job_once_each(bench: Callabl
     serve(each.loop, Parent(), each.desk, each.tuning)  # type: ignore[arg-type]
     assert len(each.result("job")[0]) == 9
     assert sorted({*prepared}) == prepared and {*prepared} >= {*range(1, 9)}
-
-
-def test_old_states_in_shared_memory_are_deleted_and_others_stay(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr("holdfast.engine.build.SHARED_MEMORY", tmp_path)
-    path = mirror_directory("auto")
-    assert path is not None and path.stat().st_mode & 0o777 == 0o700
-    for name, age in (("old", 8 * 86_400), ("young", 60)):
-        (path / name).mkdir()
-        os.utime(path / name, (time.time() - age,) * 2)
-    assert mirror_directory("auto") == path and [each.name for each in path.iterdir()] == ["young"]
-    assert mirror_directory("off") is None
-    path.chmod(0o777)
-    assert mirror_directory("auto") is None
 
 
 @pytest.mark.gpu

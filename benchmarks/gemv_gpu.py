@@ -1,11 +1,12 @@
 """Time skinny GEMMs on a GPU, and a decoder layer around attention, against cuBLAS and PyTorch.
 
-    python benchmarks/gemv_gpu.py [--tune] [--fp8] [--tokens 1 2 4 8 16 32 64] [--out results.json]
+    python benchmarks/gemv_gpu.py [--tune] [--fp8] [--split N] [--tokens 1 2 4 8 16 32 64] [--out results.json]
 
 The shapes are Llama-3-8B's, bf16. A product is timed with the operations that the decoder fuses to it (residual and
 norm, or the gate), as one CUDA graph over more weights than L2 holds. Its figure is the weights' bytes over that time,
 as a share of the rate of a device-to-device copy. `--tune` times launches other than the rule's. With `--fp8` the
-weights are FP8; only PyTorch's product is timed beside them, beyond 64 tokens. Prints a table, writes JSON lines.
+weights are FP8; only PyTorch's product is timed beside them, beyond 64 tokens. With `--split` the products are those of
+one of N devices that share each layer. Prints a table, writes JSON lines.
 """
 
 from __future__ import annotations
@@ -30,13 +31,17 @@ QKV = (HEADS + 2 * KV_HEADS) * HEAD_DIM
 DTYPE = torch.bfloat16
 RING_BYTES = 400_000_000  # weights that pass before one is read again
 
-PRODUCTS = {  # kind, rows and columns of the weight
-    "qkv": ("linear", QKV, HIDDEN),
-    "o": ("add_norm", HIDDEN, HIDDEN),
-    "gate_up": ("gated", 2 * INNER, HIDDEN),
-    "down": ("add_norm", HIDDEN, INNER),
-    "lm_head": ("linear", VOCAB, HIDDEN),
-}
+KINDS = {"qkv": "linear", "o": "add_norm", "gate_up": "gated", "down": "add_norm", "lm_head": "linear"}
+"""By product, the operations that are timed with it."""
+
+
+def weight_size(product: str, split: int) -> tuple[int, int]:
+    """Rows and columns of the weight of one of `split` devices."""
+    if KINDS[product] == "add_norm":
+        return HIDDEN, {"o": HIDDEN, "down": INNER}[product] // split
+    return {"qkv": QKV, "gate_up": 2 * INNER, "lm_head": VOCAB}[product] // split, HIDDEN
+
+
 ONE_TOKEN = [  # rows of weights, inputs at a time, warps, stages
     *((4, 1024, 4, 4), (8, 256, 2, 4), (8, 512, 4, 3), (8, 1024, 4, 3), (16, 256, 4, 4), (16, 256, 4, 6)),
     *((16, 512, 4, 3), (16, 512, 8, 4), (32, 128, 4, 4), (32, 256, 4, 4), (32, 256, 8, 4)),
@@ -171,7 +176,7 @@ def brief(launch: SkinnyLaunch | None) -> str:
 
 def compare(name: str, tokens: int, weights: Sequence[Weight], rate: float, tune: bool) -> list[dict[str, object]]:
     """Time cuBLAS, the rule's launch and, when tuning, other launches; prints a line with the best."""
-    kind, weight_bytes = PRODUCTS[name][0], weights[0].nbytes
+    kind, weight_bytes = KINDS[name], weights[0].nbytes
     own = FusedLayerOps(shape())
     rule = own.launch(random(tokens, weights[0].shape[1]), weights[0], cut=kind == "add_norm")
     fp8 = isinstance(weights[0], Fp8Weight)
@@ -196,7 +201,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tune", action="store_true", help="time other launches than the rule's too")
     parser.add_argument("--fp8", action="store_true", help="FP8 weights; layers are left out")
-    parser.add_argument("--products", nargs="*", choices=PRODUCTS, default=list(PRODUCTS))
+    parser.add_argument("--products", nargs="*", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--split", type=int, default=1, help="devices that share each layer")
     parser.add_argument("--tokens", nargs="*", type=int, default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--layers", nargs="*", type=int, default=[1, 2, 4, 8, 16, 64, 256, 2048], metavar="TOKENS")
     parser.add_argument("--out", type=Path, help="write every measurement here, a JSON line each")
@@ -207,7 +213,7 @@ def main() -> None:
     print(json.dumps(lines[0]), flush=True)
     print("product  tokens   share of the copy rate: PyTorch, the rule's launch, the best of the others", flush=True)
     for name in arguments.products:
-        _, outputs, inputs = PRODUCTS[name]
+        outputs, inputs = weight_size(name, arguments.split)
         size = 1 if arguments.fp8 else DTYPE.itemsize
         copies = max(1, -(-RING_BYTES // (outputs * inputs * size)))
         drawn = (random(outputs, inputs, spread=0.01) for _ in range(copies))

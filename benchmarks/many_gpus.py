@@ -225,7 +225,7 @@ def small(arguments: argparse.Namespace) -> None:
 
     directory = directory_of(SMALL_SHAPE)
     alone: dict[tuple[int, str], list[int]] = {}
-    seeds, steps = range(2), 150
+    seeds, steps = arguments.seeds, 150
     for layout in ("one", *arguments.layouts_small):
         engine = started(layout, model=directory, **small_options(layout))
         loop, began = engine.loop, time.perf_counter()
@@ -244,7 +244,9 @@ def small(arguments: argparse.Namespace) -> None:
                 got, expected = given.get(name, []), alone[seed, name]
                 if got != (expected[: len(got)] if name in aborted else expected):
                     pairs = zip(got, expected, strict=False)
-                    wrong[name] = next((place for place, (a, b) in enumerate(pairs) if a != b), "short")
+                    place = next((place for place, (a, b) in enumerate(pairs) if a != b), "short")
+                    params = requests[name].params
+                    wrong[name] = (place, params.temperature, params.top_k, params.max_tokens)
             stats = loop.stats()
             tell(
                 "tokens",
@@ -383,6 +385,7 @@ def main() -> None:
     parser.add_argument(
         "--layouts-small", nargs="*", choices=LAYOUTS, default=["tp2", "pp2"], help="of the part `small`"
     )
+    parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1], help="of the histories of the part `small`")
     parser.add_argument("--shape", choices=("8b", "0.6b", "small"), default="8b", help="of the part `served`")
     parser.add_argument("--child", choices=PARTS, help=argparse.SUPPRESS)
     parser.add_argument("--layout", choices=LAYOUTS, default="tp2", help=argparse.SUPPRESS)
@@ -394,6 +397,7 @@ def main() -> None:
     end = time.monotonic() + arguments.seconds
     for name in arguments.parts:
         options = ["--shape", arguments.shape, "--layouts-small", *arguments.layouts_small]
+        options += ["--seeds", *map(str, arguments.seeds)]
         for layout in arguments.layouts if name == "served" else ["tp2"]:
             left = end - time.monotonic()
             if left < 5:

@@ -220,6 +220,7 @@ ROWS: dict[str, Callable[[Loop], dict[str, Any]]] = {
     "bs128": lambda loop: offline(loop, "bs128 512/128", [(512, 128)] * 128),
     "chat": lambda loop: offline(loop, "chat 1000", chat_lengths()),
     "prefill": lambda loop: offline(loop, "prefill 16x8192", [(8192, 16)] * 16),
+    "prefill8": lambda loop: offline(loop, "prefill 8x8192", [(8192, 16)] * 8),
     "bs256": lambda loop: offline(loop, "bs256 128/128", [(128, 128)] * 256),
     "first": lambda loop: first_token(loop),
 }

@@ -13,6 +13,7 @@ from holdfast.core.layout import Layout
 from holdfast.core.types import Request, SamplingParams
 from holdfast.engine.build import build_engine
 from holdfast.engine.many_device import combined
+from holdfast.engine.paged import threads_of
 from holdfast.lm.types import MemoryMeasurement
 from tests.checkpoints import VOCAB, make
 from tests.engine.conftest import SMALL
@@ -88,6 +89,7 @@ def test_the_ranks_hold_the_blocks_that_one_process_would(engine):
     )
     assert info.memory.device.startswith(f"{info.tp * info.pp} × CPU")
     assert len(engine.ranks.pids) == info.tp * info.pp - 1
+    assert engine.loop._steps_in_flight == 1 + info.pp
 
 
 @layouts((2, 1), (1, 2), (2, 2), (4, 1))
@@ -144,6 +146,10 @@ def test_a_random_history_with_aborts_gives_the_tokens_of_one_process(engine, al
         got = given.get(name, [])
         assert got == (expected[: len(got)] if name in aborted else expected)
     assert (loop.stats().running, loop.stats().waiting, loop.stats().blocks_used) == (0, 0, 0)
+
+
+def test_ranks_share_the_threads():
+    assert [threads_of(EngineConfig(threads=threads, tp=2, pp=2)) for threads in (1, 8, 11)] == [1, 2, 2]
 
 
 def test_a_block_is_what_all_ranks_keep_of_it_and_the_least_rank_counts():

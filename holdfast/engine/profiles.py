@@ -16,7 +16,8 @@ import msgspec
 
 from holdfast.core.cell_cost import CellCost, choose_sizes
 from holdfast.core.config import CacheTypeName, EngineConfig, ExecutorName, QuantizationName
-from holdfast.core.cost import CostModel, PaddedCost
+from holdfast.core.cost import CostModel, LinkCost, PaddedCost
+from holdfast.core.layout import Layout
 from holdfast.engine.checkpoint import JSON_LIMIT, read_json, read_text
 from holdfast.lm.types import RowShape, precision_of
 
@@ -53,19 +54,35 @@ class CostProfile:
     """Whether it was measured in full. Otherwise it was estimated by a few steps, and perhaps corrected in service."""
     rows: RowShape | None = None
     """The padded rows that it was measured on; None: it was measured on a paged cache."""
+    tp: int = 1
+    """Devices that share each layer."""
+    pp: int = 1
+    """Stages of a pipeline. The times of `cost` are those of all stages together, and it has each one's share."""
+    stream_bytes: int = 0
+    """Bytes that a token's activations take between two layers, and so from stage to stage; 0 if unknown."""
+    all_reduce: LinkCost | None = None
+    """The sum of a message over the devices that share a layer, as measured alone. `cost` has it already."""
+    send: LinkCost | None = None
+    """A message from a stage to the next one."""
 
     def __post_init__(self) -> None:
         if self.rows is not None:
             object.__setattr__(self, "cost", PaddedCost.of(self.cost))
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype is {self.dtype}, not one of {', '.join(DTYPES)}")
-        if min(self.cache_tokens, self.max_model_len, self.token_budget, self.tile) < 1:
+        if min(self.cache_tokens, self.max_model_len, self.token_budget, self.tile, self.tp, self.pp) < 1:
             raise ValueError("a size is below 1")
+        self.cost.shares(self.pp)
 
     @property
     def precision(self) -> str:
         """The types of its numbers, for people."""
         return precision_of(self.dtype, self.quantization, self.kv_cache_dtype)
+
+    @property
+    def layout(self) -> Layout:
+        """How its devices share the model."""
+        return Layout(self.tp, self.pp)
 
     @property
     def executor(self) -> ExecutorName:

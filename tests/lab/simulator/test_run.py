@@ -189,7 +189,7 @@ def test_a_host_tier_is_refused_if_the_profile_has_no_cache_size():
 
 
 STAGED = Pipeline((COST, COST), Link("wire", 1e9, 1e-4), token_bytes=100)
-BOTH = replace(PROFILE, cost=STAGED.whole())
+BOTH = replace(PROFILE, cost=STAGED.whole(), pp=2)
 
 
 @pytest.mark.parametrize("name", NAMES)

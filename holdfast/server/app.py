@@ -6,6 +6,7 @@ import hashlib
 import hmac
 import ipaddress
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 
 from fastapi import FastAPI, Request, Response
 from prometheus_client import CollectorRegistry
@@ -33,6 +34,7 @@ from holdfast.server.routes.files import UPLOAD, add_file_routes
 from holdfast.server.routes.generation import add_completion_routes, add_response_routes
 from holdfast.server.routes.http import JSON, BodyBudget
 from holdfast.server.routes.inference import LIVE, READY, add_inference_routes
+from holdfast.server.routes.openapi import document
 from holdfast.server.routes.status import add_model_routes, add_root_route, add_status_routes
 from holdfast.server.routes.tuning import add_tuning_routes
 from holdfast.server.service import Service, internal
@@ -93,6 +95,8 @@ def create_app(
     add_error_handlers(app, service.metrics.outcome if service is not None else lambda route, outcome: None)
     add_root_route(app, service, applications)
     add_status_routes(app, service, applications, registry)
+    describe = cache(partial(document, app, keyed=bool(config.api_key), open_paths=OPEN_PATHS))
+    app.openapi = describe  # type: ignore[method-assign]
     return app
 
 

@@ -32,6 +32,7 @@ def add_model_routes(app: FastAPI, service: Service) -> None:
         }
 
     @app.get("/v1/models")
+    @app.head("/v1/models", include_in_schema=False)
     async def models(request: Request) -> dict[str, Any]:
         """The model that is served, then its adapters: those for all keys, and the key's own."""
         tenant = tenant_of(request)
@@ -58,6 +59,7 @@ def add_root_route(app: FastAPI, service: Service | None, applications: Applicat
         apis.append("Open Inference Protocol: /v2, /v2/models/{name}, /v2/models/{name}/infer")
 
     @app.get("/")
+    @app.head("/", include_in_schema=False)
     async def root() -> dict[str, Any]:
         """This server's name, what it serves, and its main paths."""
         return {
@@ -76,6 +78,7 @@ def add_status_routes(
     """GET /health and /metrics. Both ask the engines, within a time limit."""
 
     @app.get("/health")
+    @app.head("/health", include_in_schema=False)
     async def health(request: Request) -> Response:
         """200 after a round trip through each engine; 503 if one does not answer, or if the server drains.
 

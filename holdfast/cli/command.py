@@ -215,8 +215,10 @@ def serve_command() -> Command:
         # Not for the help, which needs the options alone.
         from holdfast.engine.checkpoint import Checkpoint
         from holdfast.engine.spawn import EngineProcess
-        from holdfast.server.address import listen
+        from holdfast.server.address import check_tls, listen
 
+        with value_errors_as_usage():
+            check_tls(server)
         with listen(server) as listener, ExitStack() as held:
             process = None
             if not alone:

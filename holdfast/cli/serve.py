@@ -40,7 +40,9 @@ async def run(
     `process` is the language model's, `threads` the number of CPU threads of each application's engine. Raises
     EngineStartError, StoreError.
     """
-    logging.basicConfig(format="holdfast: %(message)s", level=logging.WARNING)
+    verbose = server.log_level in ("debug", "info")
+    logging.basicConfig(format=f"{'%(asctime)s ' * verbose}holdfast: %(message)s", level=logging.WARNING)
+    logging.getLogger("holdfast").setLevel(server.log_level.upper())
     console = Console(highlight=False)
 
     def ready(engines: Engines, url: str) -> None:

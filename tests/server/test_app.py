@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import pytest
@@ -19,6 +19,7 @@ from serving import listening
 from sqlalchemy.exc import DatabaseError
 from tokenizers_made import byte_level
 
+from holdfast.core.version import __version__
 from holdfast.engine.client import Delta
 from holdfast.engine.connection import QueueFull
 from holdfast.engine.text import Text
@@ -481,6 +482,59 @@ async def test_head_is_answered_as_get_is_without_a_body(client: FakeClient, pat
         head, got = await api.head(f"{server.url}{path}"), await api.get(f"{server.url}{path}")
     assert (head.status_code, head.content) == (200, b"")
     assert head.headers["content-length"] == got.headers["content-length"]
+
+
+class TestOtherSites:
+    """CORS: pages of web sites that are named may use the server, and no others."""
+
+    ASKED: ClassVar = {"origin": "https://app.example", "access-control-request-method": "POST",
+                       "access-control-request-headers": "authorization, content-type, x-stainless-os"}  # fmt: skip
+
+    async def test_a_named_site_may_ask_first_and_then_send_without_a_key_for_asking(self, http: Http) -> None:
+        async with http(allowed_origin=("https://app.example",), api_key=("secret",)) as api:
+            asked = await api.options(CHAT, headers=self.ASKED)
+            sent = {"origin": "https://app.example"}
+            answered = await api.post(CHAT, json=HELLO, headers={**sent, "authorization": "Bearer secret"})
+            refused = await api.post(CHAT, json=HELLO, headers=sent)
+        assert asked.status_code == 200
+        assert "authorization" in asked.headers["access-control-allow-headers"]
+        assert "POST" in asked.headers["access-control-allow-methods"]
+        assert (answered.status_code, refused.status_code) == (200, 401)
+        for answer in (asked, answered, refused):
+            assert answer.headers["access-control-allow-origin"] == "https://app.example"
+        assert "x-request-id" in answered.headers["access-control-expose-headers"]
+
+    async def test_a_page_can_read_a_failure_too(self, http: Http, client: FakeClient) -> None:
+        client.refuse = RuntimeError("a bug")
+        async with http(allowed_origin=("*",)) as api:
+            failed = await api.post(CHAT, json=HELLO, headers={"origin": "https://any.example"})
+        assert (failed.status_code, failed.headers["access-control-allow-origin"]) == (500, "*")
+
+    @pytest.mark.parametrize("allowed", [(), ("https://other.example",)])
+    async def test_others_are_not_allowed(self, http: Http, allowed: tuple[str, ...]) -> None:
+        async with http(allowed_origin=allowed) as api:
+            asked = await api.options(CHAT, headers=self.ASKED)
+        assert asked.status_code >= 400 and "access-control-allow-origin" not in asked.headers
+
+    @pytest.mark.parametrize("allowed", ["*", "https://app.example"])
+    async def test_an_allowed_site_may_upload_files_to_a_server_without_keys(self, http: Http, allowed: str) -> None:
+        async with http(allowed_origin=(allowed,)) as api:
+            del api.headers["content-type"]
+            answers = [
+                await api.post(
+                    "/v1/files",
+                    data={"purpose": "batch"},
+                    files={"file": ("a.jsonl", b"{}")},
+                    headers={"origin": origin},
+                )
+                for origin in ("https://app.example", "https://other.example")
+            ]
+        assert [answer.status_code for answer in answers] == [200, 200 if allowed == "*" else 403]
+
+
+async def test_the_version_is_told(http: Http) -> None:
+    async with http() as api:
+        assert (await api.get("/version")).json() == {"version": __version__}
 
 
 async def test_unknown_paths_and_methods_have_openais_shape_too(http: Http) -> None:

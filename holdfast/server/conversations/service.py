@@ -100,7 +100,8 @@ class Responses:
         """Tokens of the prompt that a turn would have. Raises ApiError."""
         wanted = replace_struct(wanted, model=wanted.model or self.service.client.info.model, background=False)
         writing = self.write(wanted, tenant)
-        return len((await writing.compose(most=None)).tokens)
+        with self.service.lane.admission.admit(1, tenant):
+            return len((await writing.compose(most=None)).tokens)
 
     async def compact(self, wanted: CompactRequest, tenant: str) -> dict[str, Any]:
         """A turn's input and what it builds on, as fewer items: the user's own, and a summary. Raises ApiError."""

@@ -59,6 +59,7 @@ async def read_request(request: Request, service: Service, shape: type[Body]) ->
 
 async def respond(request: Request, answer: Answer, shape: Shape) -> Response:
     """The whole answer, or a stream."""
+    request.state.usage = answer.usage  # for the log
     if not answer.wanted.stream:
         return JSON(await while_connected(request.receive, answer.whole(shape)))
     return await start_stream(request, answer_events(answer, shape), lambda error: event(failure(answer, error).body()))
@@ -105,10 +106,12 @@ def add_response_routes(app: FastAPI, responses: Responses) -> None:
         wanted = await read_request(request, responses.service, ResponseRequest)
         if wanted.background:
             background = await responses.start(wanted, tenant_of(request))
+            request.state.usage = background.writing.answer.usage
             if not wanted.stream:
                 return JSON(background.writing.shape.response)
             return await stream(request, background.follow(), error_event)
         writing = responses.write(wanted, tenant_of(request))
+        request.state.usage = writing.answer.usage
         if wanted.stream:
             return await stream(request, writing.events(), writing.failed)
         return JSON(await while_connected(request.receive, writing.whole()))

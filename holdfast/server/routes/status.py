@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from prometheus_client import CollectorRegistry, generate_latest
 
+from holdfast.core.version import __version__
 from holdfast.engine.connection import EngineDead
 from holdfast.lm.types import SchedulerStats
 from holdfast.server.inference.service import Applications
@@ -44,8 +45,8 @@ def add_model_routes(app: FastAPI, service: Service) -> None:
         return card(model, tenant_of(request))
 
 
-def add_root_route(app: FastAPI, service: Service | None, applications: Applications) -> None:
-    """GET /."""
+def add_root_routes(app: FastAPI, service: Service | None, applications: Applications) -> None:
+    """GET / and /version."""
     served: dict[str, Any] = {}
     apis = []
     if service is not None:
@@ -54,6 +55,7 @@ def add_root_route(app: FastAPI, service: Service | None, applications: Applicat
             "OpenAI's: /v1/responses, /v1/conversations, /v1/chat/completions, /v1/completions, /v1/files, "
             "/v1/batches, /v1/fine_tuning/jobs, /v1/models"
         )
+        apis.append("vLLM's: /tokenize, /detokenize, /version")
     if applications.apps:
         served["applications"] = list(applications.apps)
         apis.append("Open Inference Protocol: /v2, /v2/models/{name}, /v2/models/{name}/infer")
@@ -70,6 +72,11 @@ def add_root_route(app: FastAPI, service: Service | None, applications: Applicat
             "health": "/health",
             "metrics": "/metrics",
         }
+
+    @app.get("/version")
+    async def version() -> dict[str, Any]:
+        """The version of Holdfast."""
+        return {"version": __version__}
 
 
 def add_status_routes(

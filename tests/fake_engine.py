@@ -120,6 +120,8 @@ class FakeClient:
     reason: str = ""
     closed: bool = False
 
+    on_steps: Any = None
+
     def __post_init__(self) -> None:
         self.tuner = FakeTuner(self.adapters, self._check_alive)
         self.tuning = self.tuner.client

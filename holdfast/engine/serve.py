@@ -20,6 +20,7 @@ from holdfast.core.stages import Stage, Stages
 from holdfast.engine import messages
 from holdfast.engine.process import FAILED, Parent, await_address, die_with_parent, end_process, exit_at_end_of_input
 from holdfast.engine.spawn import BUILD
+from holdfast.engine.step_log import StepLog
 from holdfast.lm.types import LanguageLoop
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ STEPS_PER_COLLECTION = 64
 """Python's new garbage is collected after this many steps, and at each pause. What survives is not looked at again."""
 SWITCH_SECONDS = 1e-4
 """In an engine of cells: how long one thread may keep another from running Python. Several threads plan and submit."""
+STEPS_PER_MESSAGE = 256
+"""Steps are told after so many of them, and before each answer to Ask."""
 QUIET_SECONDS = 1.0
 """All garbage is collected in a pause of this length. That takes as long as several steps."""
 
@@ -189,6 +192,13 @@ def serve(
     desks = [each for each in (desk, tuning) if each is not None]
     for each in desks:
         each.wake = parent.wake
+    loop.executor = log = StepLog(loop.executor)
+
+    def handled(message: messages.ToEngine) -> bool:
+        if isinstance(message, messages.Ask):
+            parent.send(log.take())
+        return handle(message, loop, parent, desk, tuning)
+
     for step in itertools.count():
         idle = not loop.has_work()
         if idle or step % STEPS_PER_COLLECTION == 0:
@@ -200,10 +210,10 @@ def serve(
                 pass
             elif any(each.busy for each in desks):
                 parent.wait()
-            elif not handle(await_message(parent), loop, parent, desk, tuning):
+            elif not handled(await_message(parent)):
                 return
         for message in parent.waiting():
-            if not handle(message, loop, parent, desk, tuning):
+            if not handled(message):
                 return
         for each in desks:
             for answer in each.answers():
@@ -214,6 +224,8 @@ def serve(
                 parent.send(messages.Outputs(**outputs.by_name))
             elif tuning is not None and tuning.between_steps():
                 loop.prepare()
+            if len(log) >= STEPS_PER_MESSAGE:
+                parent.send(log.take())
 
 
 def await_message(parent: Parent) -> messages.ToEngine:

@@ -118,7 +118,8 @@ class Service:
     def __init__(self, client: EngineClient, config: ServerConfig) -> None:
         self.client = client
         self.config = config
-        self.metrics = Metrics()
+        self.metrics = Metrics(client.info.model)
+        client.on_steps = self.metrics.steps
         sequences, waiting = client.info.max_sequences, client.info.max_waiting
         share = config.tenant_share if len(config.api_key) > 1 else 1  # a single tenant may have all places
         self.admission = Admission(sequences + waiting, sequences + int(share * waiting))
@@ -319,6 +320,7 @@ class Answer:
                     if delta.usage is not None:
                         if number == 0:
                             self.usage.cached_tokens += delta.usage.cached_tokens
+                        metrics.finished.labels(delta.finish_reason or "").inc()
                         metrics.prompt_tokens.inc(len(prompt))
                         metrics.cached_tokens.inc(delta.usage.cached_tokens)
                         if lane.timed:

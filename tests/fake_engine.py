@@ -62,7 +62,10 @@ class FakeText:
     def encode_after(self, before: str, text: str, *, most: int | None = None) -> list[int]:
         return self.encode(text)
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def token_strings(self, ids: Sequence[int]) -> list[str]:
+        return [chr(token) for token in ids]
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return "".join(WORDS[token] if token < len(WORDS) else chr(token) for token in ids)
 
     def is_visible(self, token: int) -> bool:
@@ -116,6 +119,8 @@ class FakeClient:
     dead: asyncio.Event = field(default_factory=asyncio.Event)
     reason: str = ""
     closed: bool = False
+
+    on_steps: Any = None
 
     def __post_init__(self) -> None:
         self.tuner = FakeTuner(self.adapters, self._check_alive)

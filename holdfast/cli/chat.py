@@ -9,16 +9,13 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
 import msgspec
-from prompt_toolkit import PromptSession
-from prompt_toolkit.formatted_text import FormattedText
-from prompt_toolkit.patch_stdout import patch_stdout
 from rich.console import Console
 from rich.text import Text
 
@@ -26,6 +23,7 @@ from holdfast.cli.batch_input import InputError
 from holdfast.cli.batch_mode import Batching, BatchPlace, LocalPlace, RemotePlace
 from holdfast.cli.flags import check_url, require_at_least_1
 from holdfast.cli.talkers import ChatError, Head, LocalTalker, Settings, StatefulTalker, Talker, connect, server_client
+from holdfast.cli.terminal import CommandCompleter, Words, lines
 from holdfast.core.config import EngineConfig, option
 from holdfast.engine.client import EngineClient, Usage
 from holdfast.server.config import ServerConfig
@@ -51,8 +49,13 @@ HELP = """\
 /batch [...]    submit a batch; answers of at most 128 tokens, or of the lengths in the second list
 /batches        list the batches in progress
 /chat           back to the conversation; batches go on, and wait for batching mode when they have ended
-/exit           end (Ctrl-D does as well)
+/exit           end (/quit and Ctrl-D do as well)
+A message of several lines begins and ends with three quotes (\"\"\"). Tab completes commands and names.
 Ctrl-C during an answer stops it and takes the turn back."""
+COMMANDS = ("/help", "/clear", "/undo", "/save", "/load", "/branch", "/conversations", "/system", "/stats", "/batch",
+            "/batches", "/chat", "/exit", "/quit")  # fmt: skip
+NAMED = ("/save", "/load", "/branch")
+"""Commands that take the name of a conversation."""
 
 LAST = "last"
 """The name under which every turn is saved automatically."""
@@ -65,6 +68,7 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 class ChatConfig:
     """The options of a conversation. Raises ValueError for an invalid one."""
 
+    prompt: str | None = option(None, "answer this one prompt on standard output, and end")
     url: str | None = option(None, "talk to the server at this URL; MODEL is then a name that it serves")
     api_key: str | None = option(None, "key for that server; default: HOLDFAST_API_KEY")
     system: str | None = option(None, "system message, which tells the model how to behave")
@@ -82,13 +86,15 @@ class ChatConfig:
 async def run(config: ChatConfig, engine: EngineConfig, model: str | None) -> int:
     """Converse until the end of input. `model` is a model of the server at the URL, or None for its first.
 
-    Returns the exit code, which is 1 if input is a pipe and a turn failed. Raises ChatError, EngineStartError.
+    Returns the exit code, which is 1 if input is a pipe, or there is one prompt, and a turn failed. Raises ChatError,
+    EngineStartError.
     """
-    piped = not sys.stdin.isatty()
+    piped = config.prompt is not None or not sys.stdin.isatty()
     console = Console(highlight=False)
     notes = Console(highlight=False, stderr=True) if piped else console
     async with open_talker(config, engine, model, notes) as (talker, place):
-        notes.print(Text.assemble("talking to ", (talker.name, "bold"), ("  /help lists the commands", "dim")))
+        if config.prompt is None:
+            notes.print(Text.assemble("talking to ", (talker.name, "bold"), ("  /help lists the commands", "dim")))
         bookmarks = Bookmarks(data_directory() / "chats.json", config.url or "here")
         conversation = Conversation(talker, config.system, console, notes, bookmarks)
         if place is not None:
@@ -96,12 +102,15 @@ async def run(config: ChatConfig, engine: EngineConfig, model: str | None) -> in
             conversation.batching = Batching(place, settings, lambda text: console.print(Text(CONTROL.sub("", text))))
         if config.load is not None:
             await conversation.load(config.load)
+        if config.prompt is not None:
+            return int(not await conversation.turn(config.prompt))
         failed = False
+        completer = CommandCompleter(COMMANDS, NAMED, lambda: conversation.bookmarks.all())
         try:
-            async for line in lines(piped, conversation.mark):
+            async for line, block in lines(piped, conversation.mark, completer):
                 if not line.strip():
                     continue
-                if line.startswith("/"):
+                if line.startswith("/") and not block:
                     if not await conversation.command(line.rstrip()):
                         break
                 elif conversation.batches_shown:
@@ -144,22 +153,6 @@ async def open_talker(
             await client.close()
     finally:
         store.close()
-
-
-async def lines(piped: bool, mark: Callable[[], str]) -> AsyncIterator[str]:
-    """The user's lines, until the end of input. `mark` is shown where the next one is typed."""
-    if piped:
-        while line := await asyncio.to_thread(sys.stdin.readline):
-            yield line
-        return
-    session: PromptSession[str] = PromptSession(reserve_space_for_menu=0)
-    while True:
-        try:
-            with patch_stdout(raw=True):  # a batch that ends is printed above the line that is typed
-                line = await session.prompt_async(FormattedText([("bold", mark())]))
-        except EOFError:
-            return
-        yield line
 
 
 @dataclass
@@ -354,16 +347,25 @@ class Conversation:
         usage: Usage | None = None
         began = last = time.monotonic()
         first: float | None = None
+        words = Words(self.console.file, self.console.width) if self.console.is_terminal else None
         async with aclosing(self.talker.answer(said, self.system, self.head)) as pieces:
             async for piece in pieces:
                 usage, head = piece.usage or usage, piece.head or head
                 if piece.text:
                     last = time.monotonic()
                     first = first or last
-                    self.console.out(CONTROL.sub("", piece.text), end="", highlight=False)
-                    self.console.file.flush()
-        self.console.print()
+                    if words is not None:
+                        words.write(CONTROL.sub("", piece.text))
+                    else:
+                        self.console.out(CONTROL.sub("", piece.text), end="", highlight=False)
+                        self.console.file.flush()
+        if words is not None:
+            words.end()
+        else:
+            self.console.print()
         self.note(self._status(usage, (first or last) - began, last - (first or last)))
+        if words is not None:
+            self.console.print()  # a blank line between turns
         if head is None:
             raise ChatError("the answer broke off; the turn is taken back")
         return head

@@ -15,7 +15,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
 
+from holdfast.cli.completion import SCRIPTS, SHELLS, options_of
 from holdfast.cli.flags import CommandError, ConfigT, Parser, UsageError, add_flags, build, flag_of, read_file, signed
+from holdfast.cli.topics import common, titled
 from holdfast.core.config import BUILTIN_MODEL, KEY_VARIABLE, AppConfig, EngineConfig
 from holdfast.core.version import __version__
 
@@ -31,7 +33,19 @@ examples:
   holdfast profile                            measure the device, for serve --tbt-target
   holdfast bench --url http://127.0.0.1:8000  measure a server under load
   holdfast plan mistral-7b --device h200      how to serve it, and what it sustains
+  source <(holdfast completion bash)          complete commands and options in this shell
 """
+HINTS = {
+    "run": "holdfast chat MODEL talks to a model, and holdfast serve MODEL serves it",
+    "pull": "models are directories of Hugging Face checkpoints; `hf download NAME --local-dir DIR` fetches one",
+    "list": "a server has one model and its adapters; curl URL/v1/models lists them",
+    "generate": "holdfast chat -p PROMPT answers one prompt",
+    "train": "holdfast tune DATA tunes an adapter",
+    "stop": "Ctrl-C or SIGTERM ends a server",
+}
+"""Commands of other programs, each with what does it here."""
+HINTS |= {"ls": HINTS["list"], "ps": HINTS["list"], "show": HINTS["list"], "download": HINTS["pull"],
+          "complete": HINTS["generate"], "start": HINTS["run"]}  # fmt: skip
 MODEL_HELP = f"{BUILTIN_MODEL}, which is built in (default), or the directory of a Hugging Face checkpoint"
 BAD_USAGE = 2
 INTERRUPTED = 130
@@ -46,7 +60,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         given = list(sys.argv[1:] if arguments is None else arguments)
         # No option before the command takes a value, so the first word that is not an option is the command.
-        parser = make_parser(next((word for word in given if not word.startswith("-")), None))
+        command = next((word for word in given if not word.startswith("-")), None)
+        if command in HINTS:
+            raise UsageError(f"there is no command {command}: {HINTS[command]}")
+        parser = make_parser(command, whole="--help-all" in given)
         options, unknown = parser.parse_known_args(signed(given))
         if options.command is None:
             parser.print_help()
@@ -111,15 +128,18 @@ class Command:
         names = [
             field.name for config in self.groups for field in fields(config) if field.name not in self.without(config)
         ]
-        return [flag_of(name) for name in names]
+        return ["--help-all", *(flag_of(name) for name in names)]
 
     def without(self, config: type) -> Sequence[str]:
         """The fields of a config that are no options of this command."""
         return self.engine_without if config is EngineConfig else ()
 
 
-def make_parser(command: str | None) -> argparse.ArgumentParser:
-    """The parser of the whole command line. Only `command` gets its options, since each command's cost an import."""
+def make_parser(command: str | None, *, whole: bool = False) -> argparse.ArgumentParser:
+    """The parser of the whole command line. Only `command` gets its options, since each command's cost an import.
+
+    Without `whole` its help has only the common ones.
+    """
     parser = Parser(
         prog="holdfast",
         description="Serve language models, and talk to them.",
@@ -135,22 +155,38 @@ def make_parser(command: str | None) -> argparse.ArgumentParser:
         usage = f"holdfast {name} {operand} [OPTION ...]"
         added = parsers.add_parser(name, usage=usage, help=help, allow_abbrev=False)
         if name == command:
-            add_options(added, load())
+            add_options(added, load(), whole=whole)
     return parser
 
 
-def add_options(parser: argparse.ArgumentParser, command: Command) -> None:
-    """Add MODEL, --config, and a flag for every field of the command's configs."""
+def add_options(parser: argparse.ArgumentParser, command: Command, *, whole: bool) -> None:
+    """Add MODEL, --config, and a flag for every field of the command's configs.
+
+    The help has all of them by topic if it is `whole`, otherwise the common ones.
+    """
     parser.description = command.description
     name = command.operand
     parser.add_argument(name.lower(), nargs="?", default=argparse.SUPPRESS, metavar=name, help=command.model)
-    parser.add_argument(
-        "--config",
-        metavar="FILE",
-        help="YAML file with any of the options below, as in `max_model_len: 4096`; flags win over it",
-    )
+    parser.set_defaults(config=None)
+    hidden = 0
+    if command.groups:
+        parser.add_argument(
+            "--config",
+            metavar="FILE",
+            help="YAML file with any of the options, as in `max_model_len: 4096`; flags win over it",
+        )
+        parser.add_argument("--help-all", action="help", help="show this message with every option, and exit")
     for config, title in command.groups.items():
-        add_flags(parser, config, title, without=command.without(config))
+        names = [field.name for field in fields(config) if field.name not in command.without(config)]
+        if whole:
+            for topic, members in titled(config, title, names):
+                add_flags(parser, config, topic, members)
+        else:
+            shown = common(config, names)
+            hidden += len(names) - len(shown)
+            add_flags(parser, config, title, names, shown)
+    if hidden:
+        parser.epilog = f"{hidden} more options: {parser.prog} --help-all"
 
 
 def unknown_flag(given: str, command: str) -> str:
@@ -215,8 +251,10 @@ def serve_command() -> Command:
         # Not for the help, which needs the options alone.
         from holdfast.engine.checkpoint import Checkpoint
         from holdfast.engine.spawn import EngineProcess
-        from holdfast.server.address import listen
+        from holdfast.server.address import check_tls, listen
 
+        with value_errors_as_usage():
+            check_tls(server)
         with listen(server) as listener, ExitStack() as held:
             process = None
             if not alone:
@@ -387,6 +425,31 @@ def plan_command() -> Command:
     )
 
 
+def completion_command() -> Command:
+    """`holdfast completion`."""
+
+    def run(asked: Asked) -> int:
+        shell = asked.flags.get("shell")
+        if shell not in SHELLS:
+            raise UsageError(f"SHELL is {shell or 'missing'}; it must be one of {', '.join(SHELLS)}")
+        commands = {}
+        for name, (help, load) in COMMANDS.items():
+            parser = argparse.ArgumentParser()
+            add_options(parser, load(), whole=True)
+            commands[name] = help, options_of(parser)
+        print(SCRIPTS[shell](commands), end="")
+        return 0
+
+    return Command(
+        run=run,
+        description="Print a script that completes commands and options in a shell. In bash: "
+        "source <(holdfast completion bash); in zsh the same with zsh; in fish: holdfast completion fish | source.",
+        groups={},
+        model=f"one of {', '.join(SHELLS)}",
+        operand="SHELL",
+    )
+
+
 COMMANDS: Mapping[str, tuple[str, Callable[[], Command]]] = {
     "serve": ("serve a model over HTTP, with OpenAI's API", serve_command),
     "chat": ("talk to a model in the terminal", chat_command),
@@ -395,11 +458,12 @@ COMMANDS: Mapping[str, tuple[str, Callable[[], Command]]] = {
     "profile": ("measure a model's pace on this device, for --tbt-target and simulations", profile_command),
     "bench": ("measure a model or a server under load, or simulate one", bench_command),
     "plan": ("find out how to serve a model on which devices, by simulation", plan_command),
+    "completion": ("print a completion script for bash, zsh or fish", completion_command),
 }
 """Each command by its name: its line in the help, and the function that imports it."""
 
 
-OPERANDS = {"batch": "FILE", "tune": "DATA"}
+OPERANDS = {"batch": "FILE", "tune": "DATA", "completion": "SHELL"}
 """What a command's usage names in place of [MODEL]."""
 
 

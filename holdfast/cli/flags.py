@@ -45,16 +45,26 @@ def signed(words: Sequence[str]) -> list[str]:
     return joined
 
 
-def add_flags(parser: argparse.ArgumentParser, config: type, title: str, without: Sequence[str] = ()) -> None:
-    """Add a flag for every field of a config dataclass: `max_model_len` becomes --max-model-len, a bool --x and --no-x.
+LETTERS = {"prompt": "-p"}
+"""Fields whose flags have a short form, too."""
 
-    A flag that is not given sets no attribute, so that a file and the defaults apply.
+
+def add_flags(
+    parser: argparse.ArgumentParser, config: type, title: str, names: Sequence[str], shown: Sequence[str] | None = None
+) -> None:
+    """Add a flag for these fields of a config: `max_model_len` becomes --max-model-len, a bool --x and --no-x.
+
+    A flag that is not given sets no attribute, so that a file and the defaults apply. The help has those that are
+    `shown`, by default all.
     """
     group = parser.add_argument_group(title)
     hints = typing.get_type_hints(config)
-    for field in dataclasses.fields(config):
-        if field.name not in without:
-            group.add_argument(flag_of(field.name), **_argument(field, hints[field.name]))
+    by_name = {field.name: field for field in dataclasses.fields(config)}
+    for name in names:
+        argument = _argument(by_name[name], hints[name])
+        if shown is not None and name not in shown:
+            argument["help"] = argparse.SUPPRESS
+        group.add_argument(*filter(None, (LETTERS.get(name), flag_of(name))), **argument)
 
 
 def flag_of(name: str) -> str:
@@ -107,6 +117,15 @@ def milliseconds(text: str) -> float:
         return float(number) * factor
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a time, as in 50, 50ms or 0.05s") from None
+
+
+def full_url(given: str) -> str:
+    """A server's URL, where the scheme may be left out, as in localhost:8123 or :8123."""
+    if re.fullmatch(r":\d+(/\S*)?", given):
+        given = f"127.0.0.1{given}"
+    if "://" not in given and re.match(r"(localhost|\[[0-9a-fA-F:]+\]|[\w.-]+(?=[:.]))[\w.-]*(:\d+)?(/|$)", given):
+        return f"http://{given}"
+    return given
 
 
 def check_url(url: str | None) -> None:
@@ -195,6 +214,8 @@ def build(config: type[ConfigT], *sources: Mapping[str, Any]) -> ConfigT:
     for source in sources:
         for name in names & source.keys() - given.keys():
             value = source[name]
+            if name == "url" and isinstance(value, str):
+                value = full_url(value)
             given[name] = tuple(value) if isinstance(value, list) else value
     try:
         return config(**given)

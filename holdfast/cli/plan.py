@@ -49,7 +49,7 @@ class PlanConfig:
         "use this profile, a file written by `holdfast profile --out` on one device, in place of MODEL and --device",
     )
     slo_tbt: float = option(100.0, "P99 TBT must be at most this", unit="ms")
-    slo_ttft: float | None = option(None, "P99 TTFT must be at most this", unit="ms")
+    slo_ttft: float | None = option(None, "P99 TTFT must be at most this; default: no limit", unit="ms")
     schedulers: str = option("stall-free,prefill-first,orca", "policies to compare, separated by commas, or all")
     token_budgets: tuple[float, ...] = option((512, 2048), "fixed token budgets for policies that chunk prompts")
     tp: tuple[float, ...] = option((), "devices that share each layer; default: 1, 2, 4 … up to --devices")
@@ -194,10 +194,12 @@ def describe(question: CapacityQuestion, workload: WorkloadConfig) -> str:
     model = question.model.name if isinstance(question.model, ModelShape) else question.model
     dtype = question.profile.dtype if question.profile else "bfloat16"
     precision = precision_of(dtype, question.engine.quantization, question.engine.kv_cache_dtype)
-    ttft = "" if question.ttft_ms is None else f", P99 TTFT within {question.ttft_ms:g} ms"
+    within = (
+        "of any length (--slo-ttft MS limits it)" if question.ttft_ms is None else f"within {question.ttft_ms:g} ms"
+    )
     return (
         f"{model} on {question.devices} x {question.device}, {precision}, {workload.title}, "
-        f"P99 TBT within {question.tbt_ms:g} ms{ttft}"
+        f"P99 TBT within {question.tbt_ms:g} ms, P99 TTFT {within}"
     )
 
 

@@ -40,14 +40,16 @@ async def run(
     `process` is the language model's, `threads` the number of CPU threads of each application's engine. Raises
     EngineStartError, StoreError.
     """
-    logging.basicConfig(format="holdfast: %(message)s", level=logging.WARNING)
+    verbose = server.log_level in ("debug", "info")
+    logging.basicConfig(format=f"{'%(asctime)s ' * verbose}holdfast: %(message)s", level=logging.WARNING)
+    logging.getLogger("holdfast").setLevel(server.log_level.upper())
     console = Console(highlight=False)
 
     def ready(engines: Engines, url: str) -> None:
         if engine is not None and engines.model is not None:
             announce(console, engine, server, engines.model.info, url)
         if engines.apps:
-            announce_apps(console, [client.info for client in engines.apps], url, keyed=bool(server.api_key))
+            announce_apps(console, [client.info for client in engines.apps], url, keys=len(server.api_key))
 
     return await run_server(
         engine, server, apps, listener, process, threads=threads, on_progress=stage_printer(console), on_ready=ready
@@ -56,7 +58,7 @@ async def run(
 
 def announce(console: Console, engine: EngineConfig, server: ServerConfig, info: EngineInfo, url: str) -> None:
     """Print what runs and how to talk to it."""
-    memory, keyed = info.memory, bool(server.api_key)
+    memory, keys = info.memory, len(server.api_key)
     rows = {
         "address": f"{url}  (API under /v1, described at /openapi.json)",
         "device": f"{memory.device}, {info.precision}",
@@ -83,12 +85,12 @@ def announce(console: Console, engine: EngineConfig, server: ServerConfig, info:
     console.print(table)
     console.print("\n  try it\n", style="dim")
     # Printed without wrapping, so that they can be copied.
-    console.print(Text(curl_line(url, info.model, keyed)), soft_wrap=True)
-    console.print(Text(f"\n{python_lines(url, info.model, keyed)}"), soft_wrap=True)
+    console.print(Text(curl_line(url, info.model, keys)), soft_wrap=True)
+    console.print(Text(f"\n{python_lines(url, info.model, keys)}"), soft_wrap=True)
     console.print(f"\n  Ctrl-C ends it.  holdfast chat --url {url} talks to it.\n", style="dim")
 
 
-def announce_apps(console: Console, apps: Sequence[AppInfo], url: str, *, keyed: bool) -> None:
+def announce_apps(console: Console, apps: Sequence[AppInfo], url: str, *, keys: int) -> None:
     """Print which applications run, what they take and give, and how to try one."""
     console.print()
     console.print(
@@ -109,7 +111,7 @@ def announce_apps(console: Console, apps: Sequence[AppInfo], url: str, *, keyed:
     for name, value in rows:
         table.add_row(Text(f"  {name}", style="dim"), Text(value))
     console.print(table)
-    key = ' -H "authorization: Bearer $HOLDFAST_API_KEY"' if keyed else ""
+    key = key_header(keys)
     console.print("\n  what it takes\n", style="dim")
     console.print(Text(f"curl {url}/v2/models/{apps[0].name}{key}"), soft_wrap=True)
     console.print("\n  Ctrl-C ends it.\n", style="dim")
@@ -171,18 +173,23 @@ EVICTION = {
 }
 
 
-def curl_line(url: str, model: str, keyed: bool) -> str:
+def key_header(keys: int) -> str:
+    """The option of curl that sends the first of so many keys, which are in the variable with commas between them."""
+    first = "${HOLDFAST_API_KEY%%,*}" if keys > 1 else "$HOLDFAST_API_KEY"
+    return f' -H "authorization: Bearer {first}"' if keys else ""
+
+
+def curl_line(url: str, model: str, keys: int) -> str:
     """A shell command that sends the server a chat message."""
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": HELLO}]})
-    key = ' -H "authorization: Bearer $HOLDFAST_API_KEY"' if keyed else ""
-    return f"curl {url}/v1/chat/completions -H 'content-type: application/json'{key} -d '{body}'"
+    return f"curl {url}/v1/chat/completions -H 'content-type: application/json'{key_header(keys)} -d '{body}'"
 
 
-def python_lines(url: str, model: str, keyed: bool) -> str:
+def python_lines(url: str, model: str, keys: int) -> str:
     """The same in Python, with the openai package."""
-    key = 'os.environ["HOLDFAST_API_KEY"]' if keyed else '"none"'
+    key = 'os.environ["HOLDFAST_API_KEY"]' + '.split(",")[0]' * (keys > 1) if keys else '"none"'
     return (
-        ("import os\n" if keyed else "")
+        ("import os\n" if keys else "")
         + "from openai import OpenAI\n"
         + f'client = OpenAI(base_url="{url}/v1", api_key={key})\n'
         + f'messages = [{{"role": "user", "content": "{HELLO}"}}]\n'

@@ -97,6 +97,8 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         self._measure = measure
         self._streams: dict[str, _Stream] = {}
         self._waiting: set[str] = set()
+        self.on_steps: Callable[[Sequence[int], Sequence[float]], None] = lambda tokens, seconds: None
+        """Called with the tokens and the seconds of the engine's steps, some at a time."""
         self.adapters: dict[str, AdapterInfo] = {}
         """The adapters that requests may name, by name."""
         self._changing: set[str] = set()
@@ -269,6 +271,8 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
                 now = time.monotonic()
                 for output in message.outputs:
                     self._deliver(output, now)
+            case messages.Steps(tokens, seconds):
+                self.on_steps(tokens, seconds)
             case messages.Refused(request_id, reason):
                 stream = self._streams.get(request_id)
                 if stream is not None and self._forget(request_id):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import difflib
 import threading
 import weakref
 from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -52,7 +53,11 @@ class LLM:
     """
 
     def __init__(self, model: str = BUILTIN_MODEL, **options: Any) -> None:
-        """`options` are fields of EngineConfig. Raises ValueError for a wrong one, EngineStartError with the reason."""
+        """`options` are fields of EngineConfig. Raises ValueError for a wrong one, EngineStartError with the reason.
+
+        Raises TypeError for an option that there is not.
+        """
+        check_options(options)
         config = EngineConfig(model=model, **options)
         self._thread = _LoopThread()
         try:
@@ -190,6 +195,16 @@ class LLM:
             completion = await complete(prompt, self._client.stream(prompt, params, adapter=adapter))
         bar.advance(len(completion.token_ids))
         return completion
+
+
+def check_options(options: Iterable[str]) -> None:
+    """Raises TypeError for an option that EngineConfig does not have. Names the nearest one."""
+    known = [each.name for each in fields(EngineConfig)]
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else "; EngineConfig has them all"
+            raise TypeError(f"LLM has no option {name}{hint}")
 
 
 async def complete(prompt: Sequence[int], stream: AsyncGenerator[Delta, None]) -> Completion:

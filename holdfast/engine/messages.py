@@ -443,6 +443,15 @@ class Stats(Message, tag="stats"):
     stats: SchedulerStats
 
 
+class Steps(Message, tag="steps"):
+    """From the engine: the steps since the last such message that computed tokens, oldest first."""
+
+    tokens: list[int]
+    """Query tokens of each."""
+    seconds: list[float]
+    """Time that the device spent on each."""
+
+
 class AppAnswer(Message, tag="app-stats"):
     """From the engine of an application: the answer to Ask."""
 
@@ -482,7 +491,7 @@ AdapterAnswer = AdapterLoaded | AdapterRefused | AdapterUnloaded
 TuningAnswer = JobStarted | JobChanged | JobRefused | JobProgress
 FromEngine = (
     Hello | Progress | Ready | AppReady | Outputs | Results | Refused | AdapterAnswer | TuningAnswer | Failed | Stats
-    | AppAnswer | Failure
+    | Steps | AppAnswer | Failure
 )  # fmt: skip
 
 _encode = msgspec.msgpack.Encoder().encode

@@ -23,6 +23,7 @@ from holdfast.engine import messages
 from holdfast.engine.process import FAILED, Parent, await_address, die_with_parent, end_process, exit_at_end_of_input
 from holdfast.engine.ranks import Ranks
 from holdfast.engine.spawn import BUILD
+from holdfast.engine.step_log import StepLog
 from holdfast.lm.types import LanguageLoop
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ STEPS_PER_COLLECTION = 64
 """Python's new garbage is collected after this many steps, and at each pause. What survives is not looked at again."""
 SWITCH_SECONDS = 1e-4
 """In an engine of cells: how long one thread may keep another from running Python. Several threads plan and submit."""
+STEPS_PER_MESSAGE = 256
+"""Steps are told after so many of them, and before each answer to Ask."""
 QUIET_SECONDS = 1.0
 """All garbage is collected in a pause of this length. That takes as long as several steps."""
 STUCK_SECONDS = 5.0
@@ -204,6 +207,13 @@ def serve(
     desks = [each for each in (desk, tuning) if each is not None]
     for each in desks:
         each.wake = parent.wake
+    loop.executor = steps = StepLog(loop.executor)
+
+    def handled(message: messages.ToEngine) -> bool:
+        if isinstance(message, messages.Ask):
+            parent.send(steps.take())
+        return handle(message, loop, parent, desk, tuning)
+
     for step in itertools.count():
         if ranks is not None:
             ranks.check()
@@ -217,10 +227,10 @@ def serve(
                 pass
             elif any(each.busy for each in desks):
                 parent.wait()
-            elif (message := await_message(parent)) is not None and not handle(message, loop, parent, desk, tuning):
+            elif (message := await_message(parent)) is not None and not handled(message):
                 return
         for message in parent.waiting():
-            if not handle(message, loop, parent, desk, tuning):
+            if not handled(message):
                 return
         for each in desks:
             for answer in each.answers():
@@ -231,6 +241,8 @@ def serve(
                 parent.send(messages.Outputs(**outputs.by_name))
             elif tuning is not None and tuning.between_steps():
                 loop.prepare()
+            if len(steps) >= STEPS_PER_MESSAGE:
+                parent.send(steps.take())
 
 
 def end_soon(parent: Parent, ranks: Ranks) -> None:

@@ -121,6 +121,10 @@ class Text:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 
+    def token_strings(self, ids: Sequence[int]) -> list[str]:
+        """Each token as the tokenizer's vocabulary spells it; empty for an id that it does not have."""
+        return [self._tokenizer.id_to_token(id) or "" for id in ids]
+
     def is_visible(self, token: int) -> bool:
         """Whether a token has text. Special tokens and ids outside the tokenizer have none."""
         return token < len(self._visible) and self._visible[token] == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+import ssl
 
 from holdfast.server.config import ServerConfig
 
@@ -33,8 +34,23 @@ def loopback(host: str) -> bool:
         return host.lower() == "localhost"
 
 
-def url_of(listener: socket.socket) -> str:
+def check_tls(config: ServerConfig) -> None:
+    """Raises ValueError if the certificate and its key cannot be used."""
+    if config.ssl_certfile is None:
+        return
+    try:
+        # Without a password: nobody is there to type one.
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(
+            config.ssl_certfile, config.ssl_keyfile, password=lambda: ""
+        )
+    except OSError as error:  # SSLError is one
+        files = " and ".join(filter(None, (config.ssl_certfile, config.ssl_keyfile)))
+        raise ValueError(f"{files} cannot be used as certificate and key: {error.strerror or error}") from None
+
+
+def url_of(listener: socket.socket, config: ServerConfig) -> str:
     """The server's URL for clients on this machine."""
+    scheme = "http" if config.ssl_certfile is None else "https"
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

@@ -6,10 +6,13 @@ import hashlib
 import hmac
 import ipaddress
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
+from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from prometheus_client import CollectorRegistry
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -29,16 +32,38 @@ from holdfast.server.protocol import ApiError, ChatRequest, CompletionRequest, i
 from holdfast.server.routes.adapters import add_adapter_routes
 from holdfast.server.routes.batches import add_batch_routes
 from holdfast.server.routes.conversations import add_conversation_routes
+from holdfast.server.routes.edge import Edge
 from holdfast.server.routes.files import UPLOAD, add_file_routes
 from holdfast.server.routes.generation import add_completion_routes, add_response_routes
 from holdfast.server.routes.http import JSON, BodyBudget
 from holdfast.server.routes.inference import LIVE, READY, add_inference_routes
-from holdfast.server.routes.status import add_model_routes, add_root_route, add_status_routes
+from holdfast.server.routes.openapi import document
+from holdfast.server.routes.status import add_model_routes, add_root_routes, add_status_routes
+from holdfast.server.routes.tokens import add_token_routes
 from holdfast.server.routes.tuning import add_tuning_routes
 from holdfast.server.service import Service, internal
 
 OPEN_PATHS = ("/health", LIVE, READY)
 """Paths that need no API key."""
+QUIET_PATHS = (*OPEN_PATHS, "/metrics")
+"""Paths that are asked for again and again: they are in the log only for debugging."""
+
+
+class App(FastAPI):
+    """FastAPI within the edge, and within CORS where other web sites may use it: failures pass through both, too."""
+
+    def __init__(self, config: ServerConfig, **options: Any) -> None:
+        self.config = config
+        super().__init__(**options)
+
+    def build_middleware_stack(self) -> ASGIApp:
+        stack = super().build_middleware_stack()
+        if self.config.allowed_origin:
+            stack = CORSMiddleware(
+                stack, allow_origins=self.config.allowed_origin, allow_methods=["*"], allow_headers=["*"],
+                allow_private_network=True, expose_headers=["x-request-id", "retry-after"],
+            )  # fmt: skip
+        return Edge(stack, self.config.root_path, QUIET_PATHS)
 
 
 def create_app(
@@ -50,18 +75,20 @@ def create_app(
     `app.state.responses.close()` closes the store.
     `app.state.admissions` count the requests in progress; `app.state.clients` are those of all engines.
     """
-    app = FastAPI(
+    app = App(
+        config,
         title="Holdfast",
         version=__version__,
         summary="OpenAI's API over a model that holds each conversation's state",
         docs_url=None,  # its page comes from a CDN
         redoc_url=None,
+        servers=[{"url": config.root_path}] if config.root_path else None,
     )
     app.state.bodies = BodyBudget(int(config.max_bodies_mb * 1e6))
     if config.api_key:
         app.add_middleware(KeyCheck, keys=config.api_key)
     else:
-        app.add_middleware(BrowserCheck, hosts=(config.host, *config.allowed_host))
+        app.add_middleware(BrowserCheck, hosts=(config.host, *config.allowed_host), origins=config.allowed_origin)
     service = Service(client, config) if client is not None else None
     app.state.service = service
     app.state.responses = None
@@ -78,6 +105,7 @@ def create_app(
         add_adapter_routes(app, service)
         add_completion_routes(app, service)
         add_response_routes(app, responses)
+        add_token_routes(app, service)
         add_conversation_routes(app, responses)
         files = Files(responses.store, config)
         batches = Batches(responses, files)
@@ -91,8 +119,10 @@ def create_app(
     if apps:
         add_inference_routes(app, applications)
     add_error_handlers(app, service.metrics.outcome if service is not None else lambda route, outcome: None)
-    add_root_route(app, service, applications)
+    add_root_routes(app, service, applications)
     add_status_routes(app, service, applications, registry)
+    describe = cache(partial(document, app, keyed=bool(config.api_key), open_paths=OPEN_PATHS))
+    app.openapi = describe  # type: ignore[method-assign]
     return app
 
 
@@ -173,9 +203,11 @@ class BrowserCheck:
     here without asking first (CORS) cannot say that it sends JSON.
     """
 
-    def __init__(self, app: ASGIApp, hosts: Sequence[str]) -> None:
+    def __init__(self, app: ASGIApp, hosts: Sequence[str], origins: Sequence[str] = ()) -> None:
+        """`origins` are web sites that may send forms; `*` stands for all."""
         self.app = app
         self.hosts = {host.lower() for host in ("localhost", *hosts)}
+        self.origins = {origin.lower() for origin in origins}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -215,12 +247,15 @@ class BrowserCheck:
         """
         if b"origin" not in headers:
             return None
-        place = headers[b"origin"].decode("latin-1").lower().partition("://")[2]
+        origin = headers[b"origin"].decode("latin-1").lower()
+        if self.origins & {origin, "*"}:
+            return None
+        place = origin.partition("://")[2]
         name = place[1:].partition("]")[0] if place.startswith("[") else place.partition(":")[0]
         same = bool(place) and place == headers.get(b"host", b"").decode("latin-1").lower()
         if same or name in self.hosts or name.endswith(".localhost") or (name and loopback(name)):
             return None
-        reason = "files are not taken from another web site; add its host with --allowed-host to allow it"
+        reason = "files are not taken from another web site; add it with --allowed-origin to allow it"
         return ApiError(reason, status=403, code="origin_not_allowed")
 
     def known(self, host: str) -> bool:

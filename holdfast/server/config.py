@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from typing import Literal
 
 from holdfast.core.config import option
 
@@ -21,6 +23,16 @@ class ServerConfig:
     allowed_host: tuple[str, ...] = option(
         (),
         "name under which clients reach a server without keys, besides localhost and addresses; repeat it for several",
+    )
+    allowed_origin: tuple[str, ...] = option(
+        (),
+        "web site whose pages may use this server (CORS), as https://app.example, or * for all; repeat it for several",
+    )
+    root_path: str = option("", "path under which a proxy serves this, as /llm; requests may begin with it")
+    ssl_certfile: str | None = option(None, "certificate in PEM, with its chain: serve HTTPS")
+    ssl_keyfile: str | None = option(None, "the certificate's key in PEM, if it is in a file of its own")
+    log_level: Literal["debug", "info", "warning", "error"] = option(
+        "warning", "what is logged; info has a line for each request, debug has health checks too"
     )
     max_choices: int = option(64, "most choices of one request: n times its prompts")
     tenant_share: float = option(
@@ -86,5 +98,12 @@ class ServerConfig:
             value = getattr(self, name)
             if not low <= value <= high:
                 raise ValueError(f"{name} is {value}; it must lie between {low} and {high}")
+        if self.root_path and not re.fullmatch(r"(/[\w.~-]+)+", self.root_path, re.ASCII):
+            raise ValueError(f"root_path is {self.root_path}; it must look like /llm, without / at its end")
+        for origin in self.allowed_origin:
+            if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin):
+                raise ValueError(f"allowed_origin is {origin}; it must look like https://app.example, or be *")
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise ValueError(f"ssl_keyfile is {self.ssl_keyfile}, and there is no ssl_certfile; give both")
         if any(not key or not key.isascii() or not key.isprintable() or " " in key for key in self.api_key):
             raise ValueError("api_key is empty or holds something other than visible ASCII; choose another key")

@@ -284,7 +284,8 @@ class Connection(HttpToolsProtocol):
         self.shared.waiting.setdefault(self, self.loop.time())
         if unread:
             self.hold(False)
-            self.transport.write_eof()
+            if self.transport.can_write_eof():  # TLS cannot
+                self.transport.write_eof()
             self.reading = self.loop.call_later(LINGER_SECONDS, self.close)
         else:
             self.close()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -12,6 +12,7 @@ from holdfast.lm.types import SchedulerStats
 
 SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 LONG = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 MOST_LOSSES = 16
 """Tuning jobs that have a gauge of their own."""
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -53,10 +54,31 @@ STATS = {
 """Field of SchedulerStats -> kind, name and help of its metric."""
 
 
+VLLM = {
+    "ttft_seconds": "time_to_first_token_seconds",
+    "tbt_seconds": "inter_token_latency_seconds",
+    "e2e_seconds": "e2e_request_latency_seconds",
+    "queue_seconds": "request_queue_time_seconds",
+    "step_tokens": "iteration_tokens_total",
+    "prompt_tokens": "prompt_tokens",
+    "generated_tokens": "generation_tokens",
+    "choices_finished": "request_success",
+    "requests_running": "num_requests_running",
+    "requests_waiting": "num_requests_waiting",
+    "preemptions": "num_preemptions",
+    "prefix_tokens_queried": "prefix_cache_queries",
+    "prefix_tokens_hit": "prefix_cache_hits",
+}
+"""Metrics that vLLM has as well, with their names there, so that its dashboards work here. Of a counter, the name is
+what comes before _total."""
+
+
 class Metrics(Collector):
     """All metrics of one server, in a registry of their own. Times in seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: str = "") -> None:
+        """`model` is the label of the metrics under vLLM's names."""
+        self.model = model
         self.registry = CollectorRegistry()
         self.registry.register(self)
         self.stats: SchedulerStats | None = None
@@ -108,7 +130,21 @@ class Metrics(Collector):
         self.queue = self._histogram("queue_seconds", "Time from a request's arrival to its first step", LONG)
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of finished choices")
         self.generated_tokens = self._counter("generated_tokens", "Tokens generated")
+        self.step_seconds = self._histogram("step_seconds", "Time that the device spent on a step", SHORT)
+        self.step_tokens = self._histogram("step_tokens", "Query tokens of a step", SIZES)
+        self.finished = Counter(
+            "holdfast_choices_finished",
+            "Choices that came to their end, by reason",
+            ["finished_reason"],
+            registry=self.registry,
+        )
         self.cached_tokens = self._counter("cached_tokens", "Prompt tokens found in the prefix cache")
+
+    def steps(self, tokens: Sequence[int], seconds: Sequence[float]) -> None:
+        """Count the engine's steps: the query tokens and the time of each."""
+        for size, time in zip(tokens, seconds, strict=True):
+            self.step_tokens.observe(size)
+            self.step_seconds.observe(time)
 
     def loss_of(self, job: str, loss: float) -> None:
         """Set the loss of a tuning job's last step."""
@@ -130,13 +166,24 @@ class Metrics(Collector):
     def _counter(self, name: str, help: str) -> Counter:
         return Counter(f"holdfast_{name}", help, registry=self.registry)
 
-    def exposition(self, stats: SchedulerStats | None) -> bytes:
-        """Prometheus' text format. Without stats the engine counts as down, and its metrics are left out."""
-        self.stats = stats
-        return generate_latest(self.registry)
-
     def collect(self) -> Iterator[Metric]:
-        """The engine's metrics, for the registry."""
+        """The engine's metrics and those under vLLM's names, for the registry."""
+        engine = list(self._engine())
+        yield from engine
+        own = [self.ttft, self.tbt, self.e2e, self.queue, self.step_tokens]
+        counted = [self.prompt_tokens, self.generated_tokens, self.finished]
+        for metric in [*engine, *(found for each in (*own, *counted) for found in each.collect())]:
+            if (name := VLLM.get(metric.name.removeprefix("holdfast_"))) is not None:
+                yield renamed(metric, f"vllm:{name}", {"model_name": self.model, "engine": "0"})
+        if (stats := self.stats) is not None:
+            used = GaugeMetricFamily(
+                "vllm:kv_cache_usage_perc", "Share of the KV cache that running requests own", labels=["model_name"]
+            )
+            used.add_metric([self.model], stats.blocks_used / max(1, stats.blocks_total))
+            yield used
+
+    def _engine(self) -> Iterator[Metric]:
+        """The engine's metrics as of the last scrape. Without stats it counts as down, and they are left out."""
         stats = self.stats
         yield GaugeMetricFamily("holdfast_engine_up", "1 if the engine answered this scrape", value=stats is not None)
         if stats is None:
@@ -144,3 +191,12 @@ class Metrics(Collector):
         for field, (kind, name, help) in STATS.items():
             family = GaugeMetricFamily if kind == "gauge" else CounterMetricFamily
             yield family(f"holdfast_{name}", help, value=getattr(stats, field))
+
+
+def renamed(metric: Metric, name: str, labels: dict[str, str]) -> Metric:
+    """The same metric under another name, with more labels."""
+    copy = Metric(name, metric.documentation, metric.type)
+    for sample in metric.samples:
+        if not sample.name.endswith("_created"):
+            copy.add_sample(name + sample.name.removeprefix(metric.name), {**sample.labels, **labels}, sample.value)
+    return copy

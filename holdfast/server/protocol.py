@@ -69,6 +69,8 @@ class StreamOptions(Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tru
     """`stream_options`."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
+    """With `include_usage`: every chunk has the counts so far, as in vLLM."""
     include_obfuscation: bool = False
     """Padding against traffic analysis. None is added, so the value has no effect."""
 
@@ -77,7 +79,10 @@ class RequestBody(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True)
     """A JSON object from a client. Besides its fields it may hold the parameters below."""
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {}
-    """Known parameters that are not supported, each with the values that have no effect. null is always accepted."""
+    """Known parameters that are not supported, each with the values that have no effect. null is always accepted.
+
+    One that is a field as well is told in the answer.
+    """
     harmless: ClassVar[tuple[str, ...]] = ()
     """Parameters that cannot change the answer; any value is accepted."""
 
@@ -112,7 +117,8 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
     temperature: Annotated[float, Meta(ge=0, le=2)] = 1.0
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Meta(ge=-1, le=1 << 24)] = 0
-    seed: Annotated[int, Meta(ge=0, le=MAX_SEED)] | None = None
+    seed: Annotated[int, Meta(ge=-1, le=MAX_SEED)] | None = None
+    """-1 stands for none, as in other servers."""
     stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)] = []
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] = []
     ignore_eos: bool = False
@@ -135,7 +141,7 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
             temperature=self.temperature,
             top_k=max(self.top_k, 0),
             top_p=self.top_p,
-            seed=None if self.seed is None else (self.seed + choice) % (MAX_SEED + 1),
+            seed=None if self.seed in (None, -1) else (self.seed + choice) % (MAX_SEED + 1),
             max_tokens=max_tokens,
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
             stop_token_ids=tuple(self.stop_token_ids),
@@ -160,16 +166,14 @@ class GenerationRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknow
         "min_tokens": (0,),
         "modalities": (["text"],),
         "prediction": (),
-        "reasoning_effort": ("none",),
         "repetition_penalty": (1,),
         "response_format": ({"type": "text"},),
         "skip_special_tokens": (True,),
-        "store": (False,),
         "suffix": ("",),
-        "verbosity": ("medium",),
         "web_search_options": (),
     }
-    harmless = (*SampledRequest.harmless, "metadata")
+    # No chat template here knows an effort or a verbosity, and completions are never stored.
+    harmless = (*SampledRequest.harmless, "metadata", "reasoning_effort", "store", "verbosity")
 
     max_tokens: Count | None = None
     n: Annotated[int, Meta(ge=1, le=1024)] = 1
@@ -258,13 +262,13 @@ def typed(fields: Mapping[str, Any], shape: type[Body]) -> Body:
     known = shape.__struct_fields__
     given = {}
     for name, value in fields.items():
+        neutral = shape.unsupported.get(name)
+        if neutral is not None and value is not None and not any(_same(value, each) for each in neutral):
+            raise ApiError(f"{name} is not supported yet; leave it out", param=name, code="unsupported_parameter")
         if name in known:
             if value is not None:
                 given[name] = value
-        elif name in shape.unsupported:
-            if value is not None and not any(_same(value, neutral) for neutral in shape.unsupported[name]):
-                raise ApiError(f"{name} is not supported yet; leave it out", param=name, code="unsupported_parameter")
-        elif name not in shape.harmless:
+        elif neutral is None and name not in shape.harmless:
             near = difflib.get_close_matches(name[:64], known, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ApiError(f"unknown parameter: {name[:64]}{hint}", param=name[:64], code="unknown_parameter")
@@ -312,10 +316,17 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "assistant":
 
 
 def read_message(message: Mapping[str, Any], name: str) -> dict[str, str]:
-    """A message for the chat template: role and plain text. Raises ApiError. `name` is its path in the request."""
+    """A message for the chat template: role and plain text. Raises ApiError. `name` is its path in the request.
+
+    Who said it (`name` in the message) is taken and dropped: chat templates have no place for it.
+    """
     role = checked_role(message, name)
-    refuse_extra(message, ("role", "content"), name)
+    refuse_extra(message, ("role", "content", "name"), name)
+    if not isinstance(message.get("name", ""), str | None):
+        raise ApiError(f"{name}.name must be a string", param=f"{name}.name", code="invalid_value")
     content = message.get("content")
+    if content is None and role == "assistant":  # clients send back an answer without text so
+        content = ""
     texts = text_parts(content, f"{name}.content", ("text",))
     for index, part in enumerate(content if isinstance(content, list) else ()):
         refuse_extra(part, ("type", "text"), f"{name}.content[{index}]")

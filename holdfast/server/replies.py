@@ -36,14 +36,17 @@ class RequestUsage:
         """Tokens of prompts and answers."""
         return self.prompt_tokens + self.completion_tokens
 
-    def reply(self) -> Reply:
-        """`usage` of completions."""
+    def counts(self) -> Reply:
+        """`usage` of a chunk: the counts so far. What came from the cache is told at the end."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.total_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
+
+    def reply(self) -> Reply:
+        """`usage` of completions."""
+        return {**self.counts(), "prompt_tokens_details": {"cached_tokens": self.cached_tokens}}
 
 
 class Shape:

@@ -156,7 +156,8 @@ async def serve(
         uvicorn.Config(
             app, http=partial(Connection, shared=Connections(config)), ws="none",  # type: ignore[arg-type]
             lifespan="off", log_config=None, access_log=False, server_header=False, timeout_graceful_shutdown=1,
-            timeout_keep_alive=config.idle_seconds, log_level="error",  # it warns of each request that is not HTTP
+            timeout_keep_alive=config.idle_seconds, ssl_certfile=config.ssl_certfile, ssl_keyfile=config.ssl_keyfile,
+            log_level="error",  # it warns of each request that is not HTTP
         )
     )  # fmt: skip
     with signals() as received:
@@ -172,7 +173,7 @@ async def serve(
                 await each.start()
             except ApiError as error:  # tried again every few seconds
                 log.error("batches and tuning jobs of an earlier start cannot go on yet: %s", error.message)
-        on_ready(engines, url_of(listener))
+        on_ready(engines, url_of(listener, config))
         await asyncio.wait({died, stop, serving}, return_when=asyncio.FIRST_COMPLETED)
         if died.done():
             log.error("the engine has ended, so the server ends: %s", died.result())

@@ -118,7 +118,8 @@ class Service:
     def __init__(self, client: EngineClient, config: ServerConfig) -> None:
         self.client = client
         self.config = config
-        self.metrics = Metrics()
+        self.metrics = Metrics(client.info.model)
+        client.on_steps = self.metrics.steps
         sequences, waiting = client.info.max_sequences, client.info.max_waiting
         share = config.tenant_share if len(config.api_key) > 1 else 1  # a single tenant may have all places
         self.admission = Admission(sequences + waiting, sequences + int(share * waiting))
@@ -254,7 +255,7 @@ class Answer:
             except EngineDead:
                 raise engine_dead() from None
             except RequestRefused as error:
-                raise refused(error, self.wanted) from None
+                raise refused(error, self.wanted, self.service.client) from None
 
     async def whole(self, shape: Shape) -> Reply:
         """All choices as one completion. Raises ApiError."""
@@ -275,7 +276,7 @@ class Answer:
         try:
             prompts = await self.encode()
         except RequestRefused as error:  # too long, whatever its tokens are
-            raise refused(error, self.wanted) from None
+            raise refused(error, self.wanted, self.service.client) from None
         except ValueError as error:  # the chat template refuses these messages
             raise ApiError(str(error), param=self.wanted.prompt_param, code="invalid_value") from None
         for prompt in prompts:
@@ -315,10 +316,11 @@ class Answer:
                             wait.observe(now - since)
                         last = now
                         metrics.generated_tokens.inc(len(delta.tokens))
+                        self.usage.completion_tokens += len(delta.tokens)
                     if delta.usage is not None:
-                        self.usage.completion_tokens += delta.usage.completion_tokens
                         if number == 0:
                             self.usage.cached_tokens += delta.usage.cached_tokens
+                        metrics.finished.labels(delta.finish_reason or "").inc()
                         metrics.prompt_tokens.inc(len(prompt))
                         metrics.cached_tokens.inc(delta.usage.cached_tokens)
                         if lane.timed:
@@ -384,20 +386,43 @@ async def side_by_side(
 
 
 def check_length(prompt_tokens: int, client: EngineClient, wanted: SampledRequest) -> None:
-    """Raises ApiError when the prompt, with the answer's length if the client gave one, does not fit the context."""
+    """Raises ApiError when the prompt, with the answer's length if the client gave one, does not fit the context.
+
+    Clients look for OpenAI's words, and for the numbers in them.
+    """
+    limit, answer, what = client.info.max_model_len, wanted.most_tokens, wanted.prompt_param
+    if prompt_tokens >= limit:
+        raise context_exceeded(
+            limit, f"your {what} resulted in {prompt_tokens} tokens. Please reduce the length of the {what}"
+        )
+    if answer is not None and prompt_tokens + answer > limit:
+        raise context_exceeded(
+            limit,
+            f"you requested {prompt_tokens + answer} tokens ({prompt_tokens} in the {what}, {answer} in the "
+            f"completion). Please reduce the length of the {what} or {wanted.max_tokens_param} "
+            f"({limit - prompt_tokens} at most)",
+            wanted.max_tokens_param,
+        )
     try:
-        client.info.limits.check_length(prompt_tokens, wanted.most_tokens, wanted.max_tokens_param)
+        client.info.limits.check_length(prompt_tokens)
     except RequestRefused as error:
-        raise refused(error, wanted) from None
+        raise refused(error, wanted, client) from None
 
 
-def refused(error: RequestRefused, wanted: SampledRequest) -> ApiError:
+def context_exceeded(limit: int, why: str, param: str | None = None) -> ApiError:
+    """The refusal of a request that does not fit the context, in OpenAI's words."""
+    reason = f"This model's maximum context length is {limit} tokens. However, {why}"
+    return ApiError(reason, param=param, code=CONTEXT_LENGTH_EXCEEDED)
+
+
+def refused(error: RequestRefused, wanted: SampledRequest, client: EngineClient) -> ApiError:
     """The engine's refusal as OpenAI's error, which names the route's own parameter.
 
     As in OpenAI's API, a prompt that is too long names none.
     """
-    prompt = None if error.code == CONTEXT_LENGTH_EXCEEDED else wanted.prompt_param
-    param = {"prompt": prompt, "max_tokens": wanted.max_tokens_param}.get(error.param, error.param)
+    if error.code == CONTEXT_LENGTH_EXCEEDED:
+        return context_exceeded(client.info.max_model_len, str(error))
+    param = {"prompt": wanted.prompt_param, "max_tokens": wanted.max_tokens_param}.get(error.param, error.param)
     return ApiError(str(error), param=param, code=error.code)
 
 

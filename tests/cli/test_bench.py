@@ -263,7 +263,7 @@ def test_a_host_tier_is_simulated(capsys):
         (("--simulate", "PROFILE", "--report", "/no/such/place/a.html"), "/no/such/place is not a directory"),
         (("--url", "http://localhost:1", "--simulate", "x"), "one of them"),
         (("--simulate", "PROFILE", "--speed", "2"), "speed is 2, which replays a trace's own times"),
-        (("--url", "localhost"), "must look like"),
+        (("--url", "nowhere"), "must look like"),
         (("--url", "http://localhost:1", "--scheduler", "orca"), "--scheduler is for a model that runs here"),
         (("--simulate", "nowhere.json"), "holdfast: nowhere.json cannot be read: No such file or directory"),
         (("--simulate", "PROFILE", "--workload", "no.csv"), "workload no.csv cannot be read: No such file"),

@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import AsyncGenerator
@@ -208,6 +209,46 @@ async def test_a_pipe_talks_to_a_server_and_goes_on_where_it_left_off(
         "<system>be kind<user>hello<assistant>Ahoy, sailor!<user>and again<assistant>Ahoy, sailor!<user>and on"
         "<assistant>"
     )
+
+
+async def test_one_prompt_is_answered_on_standard_output_alone(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    say(monkeypatch, "never")
+    client = keeping_client()
+    async with listening(client) as server:
+        config = chat.ChatConfig(url=server.url, prompt="hello", system="be kind")
+        assert await chat.run(config, EngineConfig(), None) == 0
+        refused = chat.ChatConfig(url=server.url, prompt="mutiny")
+        assert await chat.run(refused, EngineConfig(), None) == 1
+    out, err = capsys.readouterr()
+    assert out == "Ahoy, sailor!\n"
+    assert "talking to" not in err and "the chat template refuses this conversation" in err
+    assert client.text.decode(client.asked[0].prompt) == "<system>be kind<user>hello<assistant>"
+    assert len(client.asked) == 1
+
+
+async def test_several_lines_between_quotes_are_one_turn(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    say(monkeypatch, '"""/help me', "with this", '"""', "/exit")
+    client = keeping_client()
+    async with listening(client) as server:
+        assert await chat.run(chat.ChatConfig(url=server.url), EngineConfig(), None) == 0
+    assert client.text.decode(client.asked[0].prompt) == "<user>/help me\nwith this<assistant>"
+    assert len(client.asked) == 1
+
+
+async def test_in_a_terminal_words_wrap_and_turns_have_a_blank_line_between_them(tmp_path: Path) -> None:
+    talk = Talk(Echo(), tmp_path)
+    talk.it.console = Console(file=talk.out, width=12, force_terminal=True)
+    talk.it.notes = talk.it.console
+    await talk.hear("the sea is wide", "and on")
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", talk.out.getvalue())
+    assert shown.startswith("you said the\nsea is wide\nfirst token")
+    assert "\n\nyou said and\non\n" in shown and shown.endswith("\n\n")
 
 
 async def test_a_refused_turn_in_a_pipe_shows_the_reason_and_exits_with_1(

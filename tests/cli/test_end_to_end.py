@@ -101,7 +101,7 @@ def test_unknown_tokens_and_prompts_that_are_too_long_are_refused(serving: Servi
         with pytest.raises(openai.BadRequestError, match="token id 256") as refused:
             client.completions.create(model="bytes", prompt=[1, 256])
         assert refused.value.param == "prompt"
-        with pytest.raises(openai.BadRequestError, match="the prompt has 5000 tokens") as refused:
+        with pytest.raises(openai.BadRequestError, match="your prompt resulted in 5000 tokens") as refused:
             client.completions.create(model="bytes", prompt="a" * 5000)
         assert refused.value.code == "context_length_exceeded"
 

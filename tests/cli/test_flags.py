@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -12,9 +13,10 @@ import pytest
 import torch
 
 import holdfast.cli
+from holdfast.cli.chat import ChatConfig
 from holdfast.cli.command import main, make_parser
-from holdfast.cli.flags import UsageError, build, read_file
-from holdfast.core.config import EngineConfig
+from holdfast.cli.flags import UsageError, build, check_url, flag_of, read_file
+from holdfast.core.config import AppConfig, EngineConfig
 from holdfast.server.config import ServerConfig
 
 
@@ -147,6 +149,12 @@ def test_an_invalid_file_is_refused_in_one_line(tmp_path: Path, text: str, messa
         (["profile", "--out", "/"], "/ cannot be written: it is a directory"),
         (["profile", "--out", "/no/such/place/p.json"], "/no/such/place is not a directory"),
         (["sing"], "invalid choice: 'sing'"),
+        (["run", "llama3"], "there is no command run: holdfast chat MODEL talks to a model"),
+        (["pull", "llama3"], "there is no command pull: models are directories"),
+        (["list"], "there is no command list: a server has one model"),
+        (["completion"], "SHELL is missing; it must be one of bash, zsh, fish"),
+        (["completion", "tcsh"], "SHELL is tcsh; it must be one of bash, zsh, fish"),
+        (["completion", "bash", "--port", "1"], "unknown option --port"),
         (["chat", "--url", "nowhere"], "url is nowhere; it must look like http://127.0.0.1:8000"),
         (["chat", "--url", "http://x", "--block-size", "1"], "--block-size is for a model that runs here"),
     ],
@@ -222,15 +230,52 @@ def test_an_unavailable_attention_backend_is_one_line_and_exit_code_2(
     assert message in capsys.readouterr().err
 
 
-def test_help_has_every_option_with_its_text(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_whole_help_has_every_option_with_its_text(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["serve", "--help"])
+        main(["serve", "--help-all"])
     shown = " ".join(capsys.readouterr().out.split())
     assert ended.value.code == 0
+    for config in (EngineConfig, ServerConfig, AppConfig):
+        for field in dataclasses.fields(config):
+            assert field.name == "model" or f"{flag_of(field.name)}" in shown
     assert "--max-model-len N longest sequence in tokens" in shown
     assert "tokens in one block of the KV cache (default: 16)" in shown
     assert "--no-prefix-sharing" in shown
     assert "--host-cache-gb X|auto" in shown
+
+
+def test_the_help_has_the_common_options_and_says_where_the_others_are(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["serve", "--help"])
+    shown = capsys.readouterr().out
+    assert "--port N" in shown and "--max-model-len" in shown and "--block-size" not in shown
+    assert "more options: holdfast serve --help-all" in shown
+    assert len(shown.splitlines()) < 70
+    assert engine("--block-size", "8").block_size == 8, "hidden options are taken"
+
+
+@pytest.mark.parametrize(
+    ("given", "url"),
+    [
+        ("localhost:8123", "http://localhost:8123"),
+        ("localhost", "http://localhost"),
+        (":8123", "http://127.0.0.1:8123"),
+        ("127.0.0.1:8123/v1", "http://127.0.0.1:8123/v1"),
+        ("[::1]:8123", "http://[::1]:8123"),
+        ("gpu.lan", "http://gpu.lan"),
+        ("box:80", "http://box:80"),
+        ("https://gpu.lan", "https://gpu.lan"),
+    ],
+)
+def test_a_url_may_lack_its_scheme(given: str, url: str) -> None:
+    assert build(ChatConfig, {"url": given}).url == url
+    check_url(url)
+
+
+@pytest.mark.parametrize("given", ["nowhere", "ftp://x", "a b:1", ""])
+def test_what_is_no_url_is_left_and_refused(given: str) -> None:
+    with pytest.raises(UsageError, match="it must look like http"):
+        build(ChatConfig, {"url": given})
 
 
 def test_without_a_command_the_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:

@@ -150,6 +150,15 @@ def test_a_model_that_fits_no_layout_fails_with_one_message_and_advice(capsys):
     assert "no layout fits these devices" in shown and "--slo-tbt" not in shown
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [((), "P99 TTFT of any length (--slo-ttft MS limits it)"), (("--slo-ttft", "2s"), "P99 TTFT within 2000 ms")],
+)
+def test_the_question_says_which_limit_the_first_token_has(given, said, capsys):
+    plan("falcon-180b", "--device", "a40", *given)
+    assert said in capsys.readouterr().out
+
+
 def test_a_slower_link_lowers_the_capacity(tmp_path):
     capacities = []
     for link in ("nvlink4", "ethernet-25g"):

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fake_app import INFO
@@ -82,17 +83,27 @@ def test_a_key_variable_without_a_key_ends_the_start_with_2(
     assert "HOLDFAST_API_KEY is set but holds no key" in capsys.readouterr().err
 
 
-def test_the_announced_examples_are_valid() -> None:
-    words = shlex.split(curl_line("http://h:1", "tiny", keyed=True))
-    assert json.loads(words[-1])["model"] == "tiny"
-    assert "authorization: Bearer $HOLDFAST_API_KEY" in words
-    for keyed in (False, True):
-        compile(python_lines("http://h:1", "tiny", keyed), "try it", "exec")
+@pytest.mark.parametrize(("keys", "variable", "sent"), [(1, "one", "one"), (2, "one,two", "one")])
+def test_the_announced_examples_send_the_first_key(keys: int, variable: str, sent: str) -> None:
+    command = curl_line("http://h:1", "tiny", keys).replace("curl ", "printf '%s\\n' ", 1)
+    environment = {**os.environ, "HOLDFAST_API_KEY": variable}
+    shown = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True, check=True)
+    lines = shown.stdout.splitlines()
+    assert f"authorization: Bearer {sent}" in lines
+    assert json.loads(lines[-1])["model"] == "tiny"
+    key = python_lines("http://h:1", "tiny", keys).partition("api_key=")[2].partition(")\n")[0]
+    assert eval(key, {"os": SimpleNamespace(environ=environment)}) == sent
+
+
+def test_the_announced_examples_are_valid_without_keys() -> None:
+    words = shlex.split(curl_line("http://h:1", "tiny", 0))
+    assert json.loads(words[-1])["model"] == "tiny" and not any("authorization" in word for word in words)
+    compile(python_lines("http://h:1", "tiny", 0), "try it", "exec")
 
 
 def test_the_announcement_of_applications_shows_what_they_take_and_give() -> None:
     out = io.StringIO()
-    announce_apps(Console(file=out, width=160), [INFO], "http://127.0.0.1:8000", keyed=True)
+    announce_apps(Console(file=out, width=160), [INFO], "http://127.0.0.1:8000", keys=1)
     shown = out.getvalue()
     for part in (
         "serves sums", "http://127.0.0.1:8000", "numbers int64[1 to 8], pairs float32[1 to 4, 2], flags bool[2]",
@@ -106,7 +117,7 @@ def test_the_announcement_of_applications_shows_what_they_take_and_give() -> Non
 def test_the_announcement_of_an_application_says_that_a_profile_picked_its_sizes() -> None:
     out = io.StringIO()
     measured = replace(INFO, sizes=((1, 4096),), profile_path="/cache/sums.json")
-    announce_apps(Console(file=out, width=160), [measured], "http://127.0.0.1:8000", keyed=False)
+    announce_apps(Console(file=out, width=160), [measured], "http://127.0.0.1:8000", keys=0)
     assert "at most 4,096 sums-cell in a task (as holdfast profile measured)" in out.getvalue()
 
 

@@ -5,20 +5,21 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import re
 import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import pytest
 from fake_engine import WORDS, FakeClient, engine_info
 from prometheus_client.parser import text_string_to_metric_families
+from serving import listening
 from sqlalchemy.exc import DatabaseError
 from tokenizers_made import byte_level
 
+from holdfast.core.version import __version__
 from holdfast.engine.client import Delta
 from holdfast.engine.connection import QueueFull
 from holdfast.engine.text import Text
@@ -109,6 +110,21 @@ async def test_a_stream_ends_with_its_usage_when_asked(http: Http) -> None:
     assert last["usage"]["completion_tokens"] == 4
 
 
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+async def test_every_chunk_has_the_counts_so_far_when_asked(http: Http, client: FakeClient, path: str) -> None:
+    client.ends = True
+    asked = {**HELLO} if path == CHAT else {"model": "tiny", "prompt": "hello"}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    async with http() as api:
+        *chunks, last = events_of(await api.post(path, json={**asked, "stream": True, "stream_options": options}))
+    prompt = last["usage"]["prompt_tokens"]
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == ([1, 1, 2, 3, 5, 5] if path == CHAT else [1, 2, 3, 5])
+    assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {prompt}
+    assert all(chunk["usage"]["total_tokens"] == prompt + count for chunk, count in zip(chunks, counts, strict=True))
+    assert last["usage"]["completion_tokens"] == 5
+
+
 async def test_a_text_completion_has_the_same_text_whole_and_streamed(http: Http) -> None:
     asked = {"model": "tiny", "prompt": "Say", "max_tokens": 2}
     async with http() as api:
@@ -183,7 +199,6 @@ async def test_max_tokens_defaults_to_the_rest_of_the_context_for_chats_and_16_f
         ({"logprobs": 0}, "logprobs", "unsupported_parameter"),
         ({"logit_bias": {"5": 1}}, "logit_bias", "unsupported_parameter"),
         ({"presence_penalty": 0.5}, "presence_penalty", "unsupported_parameter"),
-        ({"store": True}, "store", "unsupported_parameter"),
         ({"suffix": "x"}, "suffix", "unsupported_parameter"),
         ({"echo": True}, "echo", "unsupported_parameter"),
         ({"temprature": 1}, "temprature", "unknown_parameter"),
@@ -197,7 +212,7 @@ async def test_max_tokens_defaults_to_the_rest_of_the_context_for_chats_and_16_f
         ({"max_tokens": 0}, "max_tokens", "invalid_value"),
         ({"n": 1000000000000}, "n", "invalid_value"),
         ({"n": 100}, "n", "invalid_value"),
-        ({"seed": -1}, "seed", "invalid_value"),
+        ({"seed": -2}, "seed", "invalid_value"),
         ({"stop": [""]}, "stop[0]", "invalid_value"),
         ({"stop": ["a"] * 17}, "stop", "invalid_value"),
         ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens", "invalid_value"),
@@ -206,7 +221,8 @@ async def test_max_tokens_defaults_to_the_rest_of_the_context_for_chats_and_16_f
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "invalid_value"),
         ({"messages": [{"content": "x"}]}, "messages[0].role", "invalid_value"),
         ({"messages": [{"role": "user"}]}, "messages[0].content", "invalid_value"),
-        ({"messages": [{"role": "user", "content": "a", "name": "Jo"}]}, "messages[0].name", "unsupported_parameter"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", "invalid_value"),
+        ({"messages": [{"role": "user", "content": "a", "name": 5}]}, "messages[0].name", "invalid_value"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
             "messages[0].content[0].type",
@@ -250,12 +266,27 @@ async def test_unsupported_parameters_with_neutral_values_are_accepted(http: Htt
         "response_format": {"type": "text"},
         "user": "someone",
         "metadata": {"any": "thing"},
-        "store": False,
         "stop": None,
     }
     async with http() as api:
         response = await api.post(CHAT, json={**HELLO, **neutral})
     assert response.status_code == 200
+
+
+async def test_parameters_that_cannot_change_the_answer_are_accepted(http: Http, client: FakeClient) -> None:
+    harmless = {
+        "store": True,
+        "verbosity": "high",
+        "reasoning_effort": "minimal",
+        "seed": -1,
+        "service_tier": "flex",
+        "parallel_tool_calls": False,
+        "metadata": {"any": "thing"},
+    }
+    async with http() as api:
+        response = await api.post(CHAT, json={**HELLO, **harmless})
+    assert response.status_code == 200
+    assert client.asked[0].params.seed is None, "-1 stands for no seed"
 
 
 async def test_sampling_parameters_reach_the_engine(http: Http, client: FakeClient) -> None:
@@ -285,12 +316,39 @@ async def test_messages_accept_text_parts_and_dumped_answers(http: Http, client:
         {"role": "developer", "content": "be brief"},
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
         {"role": "assistant", "content": "c", "refusal": None, "tool_calls": None, "annotations": []},
-        {"role": "user", "content": "d"},
+        {"role": "user", "content": "d", "name": "Jo"},
+        {"role": "assistant", "content": None},
+        {"role": "user", "content": "e"},
     ]
     async with http() as api:
         assert (await api.post(CHAT, json={"model": "tiny", "messages": messages})).status_code == 200
     rendered = "".join(map(chr, client.asked[0].prompt))
-    assert rendered == "<system>be brief<user>a\nb<assistant>c<user>d"
+    assert rendered == "<system>be brief<user>a\nb<assistant>c<user>d<assistant><user>e"
+
+
+@pytest.mark.parametrize(
+    ("path", "given", "message"),
+    [
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": "x" * 244}]},
+            "your messages resulted in 250 tokens. Please reduce the length of the messages",
+        ),
+        (
+            TEXT,
+            {"prompt": "x" * 150, "max_tokens": 60},
+            "you requested 210 tokens (150 in the prompt, 60 in the completion). "
+            "Please reduce the length of the prompt or max_tokens (50 at most)",
+        ),
+    ],
+)
+async def test_a_request_beyond_the_context_is_refused_in_openais_words(
+    http: Http, path: str, given: dict[str, Any], message: str
+) -> None:
+    async with http() as api:
+        error = error_of(await api.post(path, json={"model": "tiny", **given}))
+    assert error["message"] == f"This model's maximum context length is 200 tokens. However, {message}"
+    assert error["code"] == "context_length_exceeded"
 
 
 async def test_models_are_listed_and_other_models_are_not_found(http: Http) -> None:
@@ -418,13 +476,65 @@ async def test_slow_chat_templates_do_not_hold_up_prompts_without_one(
         assert [(await chat).status_code for chat in chats] == [200] * 4
 
 
-async def test_the_openapi_document_holds_all_that_it_refers_to(http: Http) -> None:
+@pytest.mark.parametrize("path", ["/", "/health", "/v1/models"])
+async def test_head_is_answered_as_get_is_without_a_body(client: FakeClient, path: str) -> None:
+    async with listening(client) as server, httpx.AsyncClient() as api:
+        head, got = await api.head(f"{server.url}{path}"), await api.get(f"{server.url}{path}")
+    assert (head.status_code, head.content) == (200, b"")
+    assert head.headers["content-length"] == got.headers["content-length"]
+
+
+class TestOtherSites:
+    """CORS: pages of web sites that are named may use the server, and no others."""
+
+    ASKED: ClassVar = {"origin": "https://app.example", "access-control-request-method": "POST",
+                       "access-control-request-headers": "authorization, content-type, x-stainless-os"}  # fmt: skip
+
+    async def test_a_named_site_may_ask_first_and_then_send_without_a_key_for_asking(self, http: Http) -> None:
+        async with http(allowed_origin=("https://app.example",), api_key=("secret",)) as api:
+            asked = await api.options(CHAT, headers=self.ASKED)
+            sent = {"origin": "https://app.example"}
+            answered = await api.post(CHAT, json=HELLO, headers={**sent, "authorization": "Bearer secret"})
+            refused = await api.post(CHAT, json=HELLO, headers=sent)
+        assert asked.status_code == 200
+        assert "authorization" in asked.headers["access-control-allow-headers"]
+        assert "POST" in asked.headers["access-control-allow-methods"]
+        assert (answered.status_code, refused.status_code) == (200, 401)
+        for answer in (asked, answered, refused):
+            assert answer.headers["access-control-allow-origin"] == "https://app.example"
+        assert "x-request-id" in answered.headers["access-control-expose-headers"]
+
+    async def test_a_page_can_read_a_failure_too(self, http: Http, client: FakeClient) -> None:
+        client.refuse = RuntimeError("a bug")
+        async with http(allowed_origin=("*",)) as api:
+            failed = await api.post(CHAT, json=HELLO, headers={"origin": "https://any.example"})
+        assert (failed.status_code, failed.headers["access-control-allow-origin"]) == (500, "*")
+
+    @pytest.mark.parametrize("allowed", [(), ("https://other.example",)])
+    async def test_others_are_not_allowed(self, http: Http, allowed: tuple[str, ...]) -> None:
+        async with http(allowed_origin=allowed) as api:
+            asked = await api.options(CHAT, headers=self.ASKED)
+        assert asked.status_code >= 400 and "access-control-allow-origin" not in asked.headers
+
+    @pytest.mark.parametrize("allowed", ["*", "https://app.example"])
+    async def test_an_allowed_site_may_upload_files_to_a_server_without_keys(self, http: Http, allowed: str) -> None:
+        async with http(allowed_origin=(allowed,)) as api:
+            del api.headers["content-type"]
+            answers = [
+                await api.post(
+                    "/v1/files",
+                    data={"purpose": "batch"},
+                    files={"file": ("a.jsonl", b"{}")},
+                    headers={"origin": origin},
+                )
+                for origin in ("https://app.example", "https://other.example")
+            ]
+        assert [answer.status_code for answer in answers] == [200, 200 if allowed == "*" else 403]
+
+
+async def test_the_version_is_told(http: Http) -> None:
     async with http() as api:
-        document = (await api.get("/openapi.json")).json()
-    for path in set(re.findall(r'"\$ref": "(.*?)"', json.dumps(document))):
-        found = document
-        for name in path.removeprefix("#/").split("/"):
-            found = found[name]
+        assert (await api.get("/version")).json() == {"version": __version__}
 
 
 async def test_unknown_paths_and_methods_have_openais_shape_too(http: Http) -> None:

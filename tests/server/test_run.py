@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -19,7 +22,7 @@ from fake_engine import WORDS, FakeClient
 
 from holdfast.core.config import AppConfig, EngineConfig
 from holdfast.engine.spawn import EngineProcess
-from holdfast.server.address import listen
+from holdfast.server.address import check_tls, listen
 from holdfast.server.config import ServerConfig
 from holdfast.server.conversations.values import StoreError
 from holdfast.server.run import run
@@ -73,6 +76,62 @@ async def test_the_official_client_raises_its_own_errors(listening: Listening) -
         async with official(server.url, "wrong") as stranger:
             with pytest.raises(openai.AuthenticationError):
                 await stranger.models.list()
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """A certificate of this machine's own address, and its key."""
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed")
+    place = tmp_path_factory.mktemp("tls")
+    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", *names]
+    subprocess.run([*command, "-keyout", "key.pem", "-out", "cert.pem"], cwd=place, check=True, capture_output=True)
+    return str(place / "cert.pem"), str(place / "key.pem")
+
+
+class TestTLS:
+    """HTTPS with a certificate and its key."""
+
+    async def test_the_official_client_streams_over_https(
+        self, listening: Listening, certificate: tuple[str, str]
+    ) -> None:
+        trusted = httpx.AsyncClient(verify=ssl.create_default_context(cafile=certificate[0]))
+        async with listening(ssl_certfile=certificate[0], ssl_keyfile=certificate[1]) as server, trusted:
+            assert server.url.startswith("https://")
+            api = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", http_client=trusted, max_retries=0)
+            stream = await api.chat.completions.create(model="tiny", messages=HELLO, stream=True)
+            assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == "Ahoy, sailor!"
+
+    async def test_a_refused_request_gets_its_answer_and_the_connection_ends(
+        self, listening: Listening, certificate: tuple[str, str]
+    ) -> None:
+        trusted = httpx.AsyncClient(verify=ssl.create_default_context(cafile=certificate[0]))
+        options = {"ssl_certfile": certificate[0], "ssl_keyfile": certificate[1], "max_body_mb": 0.001}
+        async with listening(**options) as server, trusted:
+            large = await trusted.post(f"{server.url}/v1/completions", json={"model": "tiny", "prompt": "x" * 100_000})
+            assert large.status_code == 413
+            host, port = server.url.removeprefix("https://").split(":")
+            context = ssl.create_default_context(cafile=certificate[0])
+            reader, writer = await asyncio.open_connection(host, int(port), ssl=context)
+            writer.write(b"nonsense\r\n\r\n")
+            assert b"400 Bad Request" in await reader.read()
+            writer.close()
+
+    def test_a_certificate_is_checked_before_anything_starts(
+        self, certificate: tuple[str, str], tmp_path: Path
+    ) -> None:
+        check_tls(ServerConfig(ssl_certfile=certificate[0], ssl_keyfile=certificate[1]))
+        check_tls(ServerConfig())
+        (tmp_path / "bad.pem").write_text("no certificate")
+        for files in (
+            {"ssl_certfile": str(tmp_path / "none.pem")},
+            {"ssl_certfile": str(tmp_path / "bad.pem")},
+            {"ssl_certfile": certificate[0]},
+            {"ssl_certfile": certificate[0], "ssl_keyfile": certificate[0]},
+        ):
+            with pytest.raises(ValueError, match=r"\.pem.* cannot be used as certificate and key"):
+                check_tls(ServerConfig(**files))
 
 
 async def test_an_engine_that_dies_ends_streams_with_an_error_and_the_server_with_1(

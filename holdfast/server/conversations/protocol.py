@@ -6,11 +6,12 @@ import itertools
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
 
 from holdfast.core.types import FinishReason
+from holdfast.server.conversations.compaction import OPENING, seal, unseal
 from holdfast.server.conversations.values import Item
 from holdfast.server.protocol import (
     MAX_MESSAGES,
@@ -32,6 +33,7 @@ MAX_NEW_ITEMS = 20
 """Most items that one call may add to a conversation, as in OpenAI's API."""
 
 Id = Annotated[str, Meta(min_length=1, max_length=64)]
+Label = Annotated[str, Meta(max_length=1024)]
 NewItems = Annotated[list[dict[str, Any]], Meta(max_length=MAX_NEW_ITEMS)]
 
 TEXT_KINDS = ("input_text", "output_text", "text")
@@ -47,6 +49,26 @@ class ConversationParam(Struct, kw_only=True, frozen=True, forbid_unknown_fields
     id: Id
 
 
+class ReasoningOptions(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """`reasoning`: told in the answer, and without effect on a model that does not reason."""
+
+    effort: Label | None = None
+    summary: Label | None = None
+    generate_summary: Label | None = None
+
+
+class TextOptions(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """`text`. The verbosity is told in the answer, and without effect."""
+
+    format: dict[str, Any] = field(default_factory=lambda: {"type": "text"})
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+    def __post_init__(self) -> None:
+        if self.format != {"type": "text"}:
+            reason = "text.format is not supported yet, except for plain text; leave it out"
+            raise ApiError(reason, param="text.format", code="unsupported_parameter")
+
+
 class ResponseRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """POST /v1/responses."""
 
@@ -55,11 +77,9 @@ class ResponseRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknown_
     max_tokens_param = "max_output_tokens"
     unsupported = SampledRequest.unsupported | {
         "context_management": ([],),
-        "include": ([],),
+        "include": ([], ["reasoning.encrypted_content"]),
         "max_tool_calls": (),
         "prompt": (),
-        "reasoning": ({}, {"effort": "none"}, {"effort": None, "summary": None}),
-        "text": ({}, {"format": {"type": "text"}}, {"format": {"type": "text"}, "verbosity": "medium"}),
         "truncation": ("disabled",),
     }
     harmless = (*SampledRequest.harmless, "prompt_cache_options")
@@ -72,6 +92,14 @@ class ResponseRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknown_
     background: bool = False
     max_output_tokens: Count | None = None
     metadata: Metadata = field(default_factory=dict)
+    # Told in the answer, and without effect on it.
+    parallel_tool_calls: bool = True
+    prompt_cache_key: Label | None = None
+    reasoning: ReasoningOptions = ReasoningOptions()
+    safety_identifier: Label | None = None
+    text: TextOptions = field(default_factory=TextOptions)
+    tool_choice: Literal["none", "auto"] = "auto"
+    user: Label | None = None
 
     @property
     def most_tokens(self) -> int | None:
@@ -93,6 +121,18 @@ class ResponseRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknown_
         if isinstance(self.input, str):
             return [new_item("user", self.input)] if self.input else []
         return read_items(self.input, "input")
+
+
+class InputTokensRequest(ResponseRequest, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """POST /v1/responses/input_tokens: a turn that is counted and not answered, of the served model by default."""
+
+    model: str = ""
+
+
+class CompactRequest(ResponseRequest, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """POST /v1/responses/compact."""
+
+    unsupported = ResponseRequest.unsupported | {"background": (False,), "conversation": (), "stream": (False,)}
 
 
 class ConversationRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -137,6 +177,10 @@ def read_items(given: Sequence[Mapping[str, Any]], name: str) -> list[Item]:
 
 def _read_item(item: Mapping[str, Any], name: str) -> Item:
     kind = item.get("type", "message")
+    if kind == "compaction":
+        refuse_extra(item, ("type", "id", "encrypted_content", "created_by"), name)
+        summary = unseal(item.get("encrypted_content"), f"{name}.encrypted_content")
+        return new_item("assistant", f"{OPENING}{summary}")
     if kind != "message":
         reason = f"{name}.type is {shown(kind)}; only messages are supported"
         raise ApiError(reason, param=f"{name}.type", code="unsupported_content")
@@ -160,49 +204,65 @@ def event_bytes(event: Event) -> bytes:
     return f"event: {event['type']}\ndata: ".encode() + encode(event) + b"\n\n"
 
 
+def new_response(wanted: ResponseRequest, served: str) -> Response:
+    """A response before it is answered."""
+    conversation = wanted.conversation_id
+    return {
+        "id": new_id("resp"),
+        "object": "response",
+        "created_at": int(time.time()),
+        "completed_at": None,
+        "status": "queued" if wanted.background else "in_progress",
+        "background": wanted.background,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": wanted.instructions,
+        "max_output_tokens": wanted.max_output_tokens,
+        "max_tool_calls": None,
+        "metadata": wanted.metadata,
+        "model": served,
+        "output": [],
+        "parallel_tool_calls": wanted.parallel_tool_calls,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "previous_response_id": wanted.previous_response_id,
+        "conversation": None if conversation is None else {"id": conversation},
+        "prompt_cache_key": wanted.prompt_cache_key,
+        "reasoning": {"effort": wanted.reasoning.effort, "summary": wanted.reasoning.summary},
+        "safety_identifier": wanted.safety_identifier,
+        "service_tier": "default",
+        "store": wanted.store,
+        "temperature": wanted.temperature,
+        "text": {"format": wanted.text.format, "verbosity": wanted.text.verbosity or "medium"},
+        "tool_choice": wanted.tool_choice,
+        "tools": [],
+        "top_logprobs": 0,
+        "top_p": wanted.top_p,
+        "truncation": "disabled",
+        "usage": None,
+        "user": wanted.user,
+    }
+
+
 class ResponseShape:
     """The wire format of one response, from its creation to its end. `response` is its present state."""
 
-    def __init__(self, wanted: ResponseRequest, served: str) -> None:
-        self.item_id = new_id("msg")
+    def __init__(self, response: Response, item_id: str | None = None) -> None:
+        """`item_id` is that of its message, where it is known."""
+        self.response = response
+        self.item_id = item_id or new_id("msg")
         self.text: list[str] = []
         self.numbers = itertools.count()
-        conversation = wanted.conversation_id
-        self.response: Response = {
-            "id": new_id("resp"),
-            "object": "response",
-            "created_at": int(time.time()),
-            "completed_at": None,
-            "status": "queued" if wanted.background else "in_progress",
-            "background": wanted.background,
-            "error": None,
-            "incomplete_details": None,
-            "instructions": wanted.instructions,
-            "max_output_tokens": wanted.max_output_tokens,
-            "max_tool_calls": None,
-            "metadata": wanted.metadata,
-            "model": served,
-            "output": [],
-            "parallel_tool_calls": True,
-            "previous_response_id": wanted.previous_response_id,
-            "conversation": None if conversation is None else {"id": conversation},
-            "reasoning": {"effort": None, "summary": None},
-            "service_tier": "default",
-            "store": wanted.store,
-            "temperature": wanted.temperature,
-            "text": {"format": {"type": "text"}, "verbosity": "medium"},
-            "tool_choice": "auto",
-            "tools": [],
-            "top_logprobs": 0,
-            "top_p": wanted.top_p,
-            "truncation": "disabled",
-            "usage": None,
-            "user": None,
-        }
+
+    def queued(self) -> Iterator[Event]:
+        """The first events of a background response, before anything of it runs."""
+        yield self._event("response.created", response=self.response)
+        yield self._event("response.queued", response=self.response)
 
     def opening(self) -> Iterator[Event]:
-        """The first events of a stream."""
-        yield self._event("response.created", response=self.response)
+        """The events before the text: the first ones of a stream that does not run in the background."""
+        if not self.response["background"]:
+            yield self._event("response.created", response=self.response)
         self.response = self.response | {"status": "in_progress"}
         yield self._event("response.in_progress", response=self.response)
         yield self._event("response.output_item.added", output_index=0, item=self._item("in_progress", []))
@@ -231,14 +291,23 @@ class ResponseShape:
             },
         }
 
+    def cancelled(self) -> Response:
+        """The response as it is when it is cancelled: with the text so far, if any was sent."""
+        text = "".join(self.text)
+        output = [self._item("incomplete", [_output_text(text)])] if text else []
+        return ended(self.response, "cancelled") | {"output": output}
+
     def closing(self) -> Iterator[Event]:
-        """The last events of a stream, sent once the response is stored."""
-        (item,) = self.response["output"]
-        (part,) = item["content"]
-        yield self._part("response.output_text.done", text=part["text"], logprobs=[])
-        yield self._part("response.content_part.done", part=part)
-        yield self._event("response.output_item.done", output_index=0, item=item)
-        yield self._event(f"response.{self.response['status']}", response=self.response)
+        """The last events of a stream, sent once the response is stored.
+
+        OpenAI's types have no event for a cancelled response: it is response.incomplete, and its response says more.
+        """
+        for item in self.response["output"]:
+            (part,) = item["content"]
+            yield self._part("response.output_text.done", text=part["text"], logprobs=[])
+            yield self._part("response.content_part.done", part=part)
+            yield self._event("response.output_item.done", output_index=0, item=item)
+        yield self._event(f"response.{LAST_EVENTS[self.response['status']]}", response=self.response)
 
     def failed(self, error: ApiError) -> Event:
         """The last event of a stream that failed. Marks the response as failed."""
@@ -254,6 +323,52 @@ class ResponseShape:
 
     def _item(self, status: str, content: list[dict[str, Any]]) -> Item:
         return new_item("assistant") | {"id": self.item_id, "status": status, "content": content}
+
+
+def compacted(response: Response, items: Sequence[Item]) -> dict[str, Any]:
+    """The answer to /v1/responses/compact: what the user said in these items, then the summary in the response."""
+    summary = "".join(part["text"] for item in response["output"] for part in item["content"])
+    said = [item for item in items if item["role"] == "user"]
+    return {
+        "id": response["id"],
+        "object": "response.compaction",
+        "created_at": response["created_at"],
+        "output": [*said, {"id": new_id("cmp"), "type": "compaction", "encrypted_content": seal(summary)}],
+        "usage": response["usage"],
+    }
+
+
+def error_event(error: ApiError) -> Event:
+    """The last event of a stream whose reader is failed, and not the response."""
+    return {
+        "type": "error", "code": error.code, "message": error.message, "param": error.param, "sequence_number": 0
+    }  # fmt: skip
+
+
+LAST_EVENTS = {"completed": "completed", "incomplete": "incomplete", "cancelled": "incomplete", "failed": "failed"}
+"""The last event of a stream, by the status of its response."""
+
+
+def replay(response: Response, after: int = -1) -> Iterator[Event]:
+    """The events above `after` of a background response that has ended, whose own are no longer kept.
+
+    All text comes as one delta, so there may be fewer than there were. The last one always comes, with the response.
+    """
+    begun = response | {"status": "queued", "output": [], "usage": None, "completed_at": None}
+    begun |= {"incomplete_details": None, "error": None}
+    shape = ResponseShape(begun, response["output"][0]["id"] if response["output"] else None)
+    *events, last = list(_replayed(shape, response))
+    yield from (event for event in events if event["sequence_number"] > after)
+    yield last | {"sequence_number": max(last["sequence_number"], after + 1)}
+
+
+def _replayed(shape: ResponseShape, response: Response) -> Iterator[Event]:
+    yield from shape.queued()
+    if response["output"]:
+        yield from shape.opening()
+        yield shape.delta(response["output"][0]["content"][0]["text"])
+    shape.response = response
+    yield from shape.closing()
 
 
 def ended(response: Response, status: str, code: str | None = None, message: str = "") -> Response:

@@ -4,20 +4,39 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
+
+from msgspec.structs import replace as replace_struct
 
 from holdfast.core.types import FinishReason
 from holdfast.lm.limits import RequestRefused
+from holdfast.server.conversations.compaction import MOST_TOKENS, SUMMARIZE
 from holdfast.server.conversations.prompt import Prompt, compose
-from holdfast.server.conversations.protocol import Event, Response, ResponseRequest, ResponseShape, ended, messages
+from holdfast.server.conversations.protocol import (
+    CompactRequest,
+    Event,
+    InputTokensRequest,
+    Response,
+    ResponseRequest,
+    ResponseShape,
+    compacted,
+    ended,
+    messages,
+    new_item,
+    new_response,
+    replay,
+)  # fmt: skip
 from holdfast.server.conversations.store import AsyncStore
 from holdfast.server.conversations.values import GOOD, Context, Item, Turn
 from holdfast.server.protocol import ApiError
 from holdfast.server.service import Answer, Lane, Service, check_length, internal, refused
 
 RUNNING = ("queued", "in_progress")
+KEPT_EVENTS = 1 << 16
+"""Most events of background responses that have ended which are kept for readers that come back."""
 
 
 class Responses:
@@ -28,6 +47,9 @@ class Responses:
         self.store = store
         self._locked: set[tuple[str, str]] = set()
         self._background: dict[str, Background] = {}
+        self._ended: dict[str, list[Event]] = {}
+        """The events of background responses that have ended lately, the oldest first."""
+        self._kept_events = 0
 
     def write(self, wanted: ResponseRequest, tenant: str, lane: Lane | None = None, name: str | None = None) -> Writing:
         """Prepare a response; it runs when its events are iterated. Raises ApiError for errors visible at once.
@@ -46,8 +68,52 @@ class Responses:
             background.task.cancel()
             raise
         self._background[writing.id] = background
-        background.task.add_done_callback(lambda task: self._background.pop(writing.id, None))
+        background.task.add_done_callback(lambda task: self._end(background))
         return background
+
+    def _end(self, background: Background) -> None:
+        """Keep the events of a background response that has ended, and drop the oldest of such."""
+        del self._background[background.writing.id]
+        self._ended[background.writing.id] = background.events
+        self._kept_events += len(background.events)
+        while self._kept_events > KEPT_EVENTS:
+            self._forget(next(iter(self._ended)))
+
+    def _forget(self, response: str) -> None:
+        """Drop the events of a response, if they are kept."""
+        self._kept_events -= len(self._ended.pop(response, ()))
+
+    async def events(self, tenant: str, response: str) -> Events:
+        """The events of a background response, past and future. Raises ApiError 404, and 400 for another response."""
+        stored = await self.retrieve(tenant, response)
+        if not stored["background"]:
+            reason = "only a response with background: true can be streamed again"
+            raise ApiError(reason, param="stream", code="invalid_value")
+        background, kept = self.running(tenant, response), self._ended.get(response)
+        if background is not None:
+            return Events(len(background.events) - 1, background.follow)
+        if kept is not None:
+            return Events(len(kept) - 1, lambda after: each(kept[after + 1 :]))
+        return Events(None, lambda after: each(replay(stored, after)))
+
+    async def count(self, wanted: InputTokensRequest, tenant: str) -> int:
+        """Tokens of the prompt that a turn would have. Raises ApiError."""
+        wanted = replace_struct(wanted, model=wanted.model or self.service.client.info.model, background=False)
+        writing = self.write(wanted, tenant)
+        with self.service.lane.admission.admit(1, tenant):
+            return len((await writing.compose(most=None)).tokens)
+
+    async def compact(self, wanted: CompactRequest, tenant: str) -> dict[str, Any]:
+        """A turn's input and what it builds on, as fewer items: the user's own, and a summary. Raises ApiError."""
+        most = wanted.max_output_tokens or max(1, min(MOST_TOKENS, self.service.client.info.max_model_len // 4))
+        writing = self.write(replace_struct(wanted, store=False, max_output_tokens=most), tenant)
+        if not writing.input and wanted.previous_response_id is None:
+            reason = "input and previous_response_id are missing: there is nothing to compact"
+            raise ApiError(reason, param="input", code="invalid_value")
+        given = list(writing.input)
+        writing.input.append(new_item("user", SUMMARIZE))
+        response = await writing.whole()
+        return compacted(response, [*writing.context.items, *given])
 
     def running(self, tenant: str, response: str) -> Background | None:
         """A background response that this process is writing."""
@@ -81,6 +147,7 @@ class Responses:
         if background is not None:
             await background.stop()
         await self.store.run(lambda store: store.turns.delete(tenant, response))
+        self._forget(response)
 
     @contextmanager
     def lock(self, tenant: str, conversation: str | None) -> Iterator[None]:
@@ -117,7 +184,7 @@ class Writing:
         self.responses = responses
         self.wanted = wanted
         self.tenant = tenant
-        self.shape = ResponseShape(wanted, wanted.model)
+        self.shape = ResponseShape(new_response(wanted, wanted.model))
         self.context = Context()
         self.prompt = Prompt("", array("I"), 0)
         self.answer = Answer(service, wanted, tenant, self._prepare, 1, lane, name)
@@ -139,6 +206,9 @@ class Writing:
             opened = False
             tokens: list[int] = []
             reason: FinishReason | None = None
+            if self.wanted.background:
+                for event in self.shape.queued():
+                    yield event
             async with aclosing(self.answer.deltas()) as deltas:
                 async for _, delta in deltas:
                     if not opened:
@@ -163,23 +233,33 @@ class Writing:
                 pass
         return self.shape.response
 
-    async def _prepare(self) -> list[Sequence[int]]:
-        """Find the context that the response builds on, and compose its prompt. Returns the prompt's tokens."""
+    def failed(self, error: ApiError) -> Event:
+        """The event that ends the stream after an error. Counts the request as failed."""
+        self.answer.ended("failed")
+        return self.shape.failed(error)
+
+    async def compose(self, most: int | None) -> Prompt:
+        """Find the context that the response builds on, and compose its prompt, of `most` tokens. Raises ApiError."""
         service = self.responses.service
         self.context = await self._find_context()
         said = messages(self.wanted.instructions, [*self.context.items, *self.input])
         if not said:
             raise ApiError("input is missing: there is nothing to answer", param="input", code="invalid_value")
         try:
-            text, most = service.client.text, service.client.info.max_model_len
+            text = service.client.text
             size = sum(len(message["content"]) for message in said)
-            self.prompt = await service.off_loop(
+            return await service.off_loop(
                 size, lambda: compose(text, said, self.context, most), renders=True, lane=self.answer.lane
             )
         except RequestRefused as error:
-            raise refused(error, self.wanted) from None
+            raise refused(error, self.wanted, service.client) from None
         except ValueError as error:  # the chat template refuses these messages
             raise ApiError(str(error), param="input", code="invalid_value") from None
+
+    async def _prepare(self) -> list[Sequence[int]]:
+        """Compose the prompt, and store the beginning of a background response. Returns the prompt's tokens."""
+        service = self.responses.service
+        self.prompt = await self.compose(service.client.info.max_model_len)
         check_length(len(self.prompt.tokens), service.client, self.wanted)
         if self.wanted.background:
             await self._keep(self._turn(self.shape.response))
@@ -230,6 +310,22 @@ class Writing:
         self.settled = True
         with suppress(ApiError):  # deleted meanwhile
             await self._keep(self._turn(response))
+
+
+@dataclass(frozen=True, slots=True)
+class Events:
+    """The events of a background response."""
+
+    last: int | None
+    """The sequence_number of the last one so far; None if that is not known any more."""
+    after: Callable[[int], AsyncGenerator[Event, None]]
+    """Those above a sequence_number."""
+
+
+async def each(events: Iterable[Event]) -> AsyncGenerator[Event, None]:
+    """Events that are there already."""
+    for event in events:
+        yield event
 
 
 class Background:
@@ -283,7 +379,9 @@ class Background:
                     self._add(event)
         except asyncio.CancelledError:
             if writing.begun and not writing.settled:
-                await writing.end(ended(writing.shape.response, "cancelled"))
+                await writing.end(writing.shape.cancelled())
+                for event in writing.shape.closing():
+                    self._add(event)
         except Exception as error:
             refusal = error if isinstance(error, ApiError) else internal(error)
             if not writing.begun:

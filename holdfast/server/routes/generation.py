@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 
-from holdfast.server.conversations.protocol import Event, ResponseRequest, event_bytes
-from holdfast.server.conversations.service import Responses, Writing
+from holdfast.server.conversations.protocol import (
+    CompactRequest,
+    Event,
+    InputTokensRequest,
+    ResponseRequest,
+    error_event,
+    event_bytes,
+)
+from holdfast.server.conversations.service import Responses
 from holdfast.server.protocol import ApiError, Body, ChatRequest, CompletionRequest, parse
 from holdfast.server.replies import DONE, ChatShape, Shape, TextShape, event
 from holdfast.server.routes.http import (
@@ -23,6 +30,9 @@ from holdfast.server.routes.http import (
     while_connected,
 )  # fmt: skip
 from holdfast.server.service import LARGE, Answer, Service, internal
+
+MOST_EVENTS = 999_999_999
+"""Largest `starting_after`, where it is not known how many events there were."""
 
 
 def add_completion_routes(app: FastAPI, service: Service) -> None:
@@ -49,6 +59,7 @@ async def read_request(request: Request, service: Service, shape: type[Body]) ->
 
 async def respond(request: Request, answer: Answer, shape: Shape) -> Response:
     """The whole answer, or a stream."""
+    request.state.usage = answer.usage  # for the log
     if not answer.wanted.stream:
         return JSON(await while_connected(request.receive, answer.whole(shape)))
     return await start_stream(request, answer_events(answer, shape), lambda error: event(failure(answer, error).body()))
@@ -56,11 +67,13 @@ async def respond(request: Request, answer: Answer, shape: Shape) -> Response:
 
 async def answer_events(answer: Answer, shape: Shape) -> AsyncGenerator[bytes, None]:
     """The answer as server-sent events."""
+    options = answer.wanted.stream_options
+    counted = options.include_usage and options.continuous_usage_stats
     async with aclosing(answer.deltas()) as deltas:
         async for choice, delta in deltas:
             for chunk in shape.chunks(choice, delta.text, delta.finish_reason):
-                yield event(chunk)
-    if answer.wanted.stream_options.include_usage:
+                yield event({**chunk, "usage": answer.usage.counts()} if counted else chunk)
+    if options.include_usage:
         yield event(shape.usage(answer.usage))
     yield DONE
 
@@ -72,7 +85,20 @@ def failure(answer: Answer, error: Exception) -> ApiError:
 
 
 def add_response_routes(app: FastAPI, responses: Responses) -> None:
-    """POST, GET, DELETE /v1/responses, cancel and input_items."""
+    """POST, GET, DELETE /v1/responses, cancel, input_items, input_tokens and compact."""
+
+    @app.post("/v1/responses/input_tokens", openapi_extra=described(InputTokensRequest))
+    async def input_tokens(request: Request) -> Response:
+        """Count the tokens of a turn's prompt, with what it builds on. Nothing is answered or stored."""
+        wanted = await read_request(request, responses.service, InputTokensRequest)
+        count = await while_connected(request.receive, responses.count(wanted, tenant_of(request)))
+        return JSON({"object": "response.input_tokens", "input_tokens": count})
+
+    @app.post("/v1/responses/compact", openapi_extra=described(CompactRequest))
+    async def compact(request: Request) -> Response:
+        """Make a long conversation short: the user's messages stay, and the model sums up the rest."""
+        wanted = await read_request(request, responses.service, CompactRequest)
+        return JSON(await while_connected(request.receive, responses.compact(wanted, tenant_of(request))))
 
     @app.post("/v1/responses", openapi_extra=described(ResponseRequest))
     async def create(request: Request) -> Response:
@@ -80,26 +106,25 @@ def add_response_routes(app: FastAPI, responses: Responses) -> None:
         wanted = await read_request(request, responses.service, ResponseRequest)
         if wanted.background:
             background = await responses.start(wanted, tenant_of(request))
+            request.state.usage = background.writing.answer.usage
             if not wanted.stream:
                 return JSON(background.writing.shape.response)
-            return await stream(request, background.writing, background.follow())
+            return await stream(request, background.follow(), error_event)
         writing = responses.write(wanted, tenant_of(request))
+        request.state.usage = writing.answer.usage
         if wanted.stream:
-            return await stream(request, writing, writing.events())
+            return await stream(request, writing.events(), writing.failed)
         return JSON(await while_connected(request.receive, writing.whole()))
 
     @app.get("/v1/responses/{response_id}")
     async def retrieve(request: Request, response_id: str) -> Response:
-        """A stored response; with `stream`, the events of a running background response."""
+        """A stored response; with `stream`, the events of a background response, after `starting_after`."""
         tenant, query = tenant_of(request), request.query_params
         if query.get("stream") != "true":
             return JSON(await responses.retrieve(tenant, response_id))
-        background = responses.running(tenant, response_id)
-        if background is None:
-            await responses.retrieve(tenant, response_id)
-            raise ApiError("only a background response can be streamed, while it is written", param="stream")
-        after = query_integer(request, "starting_after", 0, len(background.events) - 1)
-        return await stream(request, background.writing, background.follow(-1 if after is None else after))
+        events = await responses.events(tenant, response_id)
+        after = query_integer(request, "starting_after", 0, MOST_EVENTS if events.last is None else events.last)
+        return await stream(request, events.after(-1 if after is None else after), error_event)
 
     @app.delete("/v1/responses/{response_id}")
     async def delete(request: Request, response_id: str) -> dict[str, Any]:
@@ -120,7 +145,9 @@ def add_response_routes(app: FastAPI, responses: Responses) -> None:
         return JSON(page(request, found))
 
 
-async def stream(request: Request, writing: Writing, events: AsyncGenerator[Event, None]) -> Response:
+async def stream(
+    request: Request, events: AsyncGenerator[Event, None], failed: Callable[[ApiError], Event]
+) -> Response:
     """A response as server-sent events. After the first one, an error ends it with `response.failed`."""
 
     async def encoded() -> AsyncGenerator[bytes, None]:
@@ -128,6 +155,7 @@ async def stream(request: Request, writing: Writing, events: AsyncGenerator[Even
             async for event in events:
                 yield event_bytes(event)
 
-    return await start_stream(
-        request, encoded(), lambda error: event_bytes(writing.shape.failed(failure(writing.answer, error)))
-    )
+    def last(error: Exception) -> bytes:
+        return event_bytes(failed(error if isinstance(error, ApiError) else internal(error)))
+
+    return await start_stream(request, encoded(), last)

@@ -17,7 +17,7 @@ from holdfast.server.config import ServerConfig
 from holdfast.server.conversations.protocol import item_list
 from holdfast.server.conversations.store import not_found
 from holdfast.server.conversations.values import Item
-from holdfast.server.protocol import ApiError
+from holdfast.server.protocol import ApiError, RequestBody
 from holdfast.server.replies import encode
 
 T = TypeVar("T")
@@ -212,7 +212,7 @@ def query_integer(request: Request, name: str, least: int, most: int) -> int | N
     return int(given)
 
 
-def described(shape: type[msgspec.Struct]) -> dict[str, Any]:
+def described(shape: type[RequestBody]) -> dict[str, Any]:
     """The OpenAPI entry of a request body, which FastAPI cannot infer because the routes parse bodies themselves."""
     _, components = msgspec.json.schema_components([shape], ref_template="{name}")
 
@@ -224,4 +224,8 @@ def described(shape: type[msgspec.Struct]) -> dict[str, Any]:
         return inlined(components[schema["$ref"]]) if "$ref" in schema else {k: inlined(v) for k, v in schema.items()}
 
     body = inlined(components[shape.__name__])
+    more: dict[str, Any] = {name: {"description": "taken, without effect"} for name in shape.harmless}
+    for name, neutral in shape.unsupported.items():
+        more[name] = {"enum": [*neutral, None], "description": "not supported, except for what has no effect"}
+    body["properties"] = more | body["properties"]
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": body}}}}

@@ -43,11 +43,13 @@ def add_inference_routes(app: FastAPI, applications: Applications) -> None:
         return {"name": "holdfast", "version": __version__, "extensions": list(EXTENSIONS)}
 
     @app.get(LIVE)
+    @app.head(LIVE, include_in_schema=False)
     async def live() -> dict[str, Any]:
         """Whether the server answers."""
         return {"live": True}
 
     @app.get(READY)
+    @app.head(READY, include_in_schema=False)
     async def ready() -> Response:
         """200 if the server takes requests, after a round trip through each engine; else 503."""
         if (reason := await trouble(app.state.admissions, app.state.clients, config.health_seconds)) is not None:

@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from prometheus_client import CollectorRegistry, generate_latest
 
+from holdfast.core.version import __version__
 from holdfast.engine.connection import EngineDead
 from holdfast.lm.types import SchedulerStats
 from holdfast.server.inference.service import Applications
@@ -32,6 +33,7 @@ def add_model_routes(app: FastAPI, service: Service) -> None:
         }
 
     @app.get("/v1/models")
+    @app.head("/v1/models", include_in_schema=False)
     async def models(request: Request) -> dict[str, Any]:
         """The model that is served, then its adapters: those for all keys, and the key's own."""
         tenant = tenant_of(request)
@@ -43,8 +45,8 @@ def add_model_routes(app: FastAPI, service: Service) -> None:
         return card(model, tenant_of(request))
 
 
-def add_root_route(app: FastAPI, service: Service | None, applications: Applications) -> None:
-    """GET /."""
+def add_root_routes(app: FastAPI, service: Service | None, applications: Applications) -> None:
+    """GET / and /version."""
     served: dict[str, Any] = {}
     apis = []
     if service is not None:
@@ -53,11 +55,13 @@ def add_root_route(app: FastAPI, service: Service | None, applications: Applicat
             "OpenAI's: /v1/responses, /v1/conversations, /v1/chat/completions, /v1/completions, /v1/files, "
             "/v1/batches, /v1/fine_tuning/jobs, /v1/models"
         )
+        apis.append("vLLM's: /tokenize, /detokenize, /version")
     if applications.apps:
         served["applications"] = list(applications.apps)
         apis.append("Open Inference Protocol: /v2, /v2/models/{name}, /v2/models/{name}/infer")
 
     @app.get("/")
+    @app.head("/", include_in_schema=False)
     async def root() -> dict[str, Any]:
         """This server's name, what it serves, and its main paths."""
         return {
@@ -69,6 +73,11 @@ def add_root_route(app: FastAPI, service: Service | None, applications: Applicat
             "metrics": "/metrics",
         }
 
+    @app.get("/version")
+    async def version() -> dict[str, Any]:
+        """The version of Holdfast."""
+        return {"version": __version__}
+
 
 def add_status_routes(
     app: FastAPI, service: Service | None, applications: Applications, registry: CollectorRegistry
@@ -76,6 +85,7 @@ def add_status_routes(
     """GET /health and /metrics. Both ask the engines, within a time limit."""
 
     @app.get("/health")
+    @app.head("/health", include_in_schema=False)
     async def health(request: Request) -> Response:
         """200 after a round trip through each engine; 503 if one does not answer, or if the server drains.
 

@@ -15,6 +15,8 @@ from fake_engine import FakeClient, FakeText, engine_info
 from serving import listening
 
 from holdfast.engine.connection import EngineDead
+from holdfast.server.conversations import service
+from holdfast.server.conversations.compaction import OPENING, SUMMARIZE
 from holdfast.server.conversations.turn_store import TurnStore
 from holdfast.server.conversations.values import Turn
 
@@ -67,6 +69,53 @@ async def test_a_response_has_openais_shape(api: openai.AsyncOpenAI, client: Fak
     assert response.usage.total_tokens == response.usage.input_tokens + 5
     assert (response.metadata, response.instructions) == ({"a": "b"}, "be kind")
     assert await api.responses.retrieve(response.id) == response
+
+
+async def test_a_response_tells_what_was_sent_and_has_no_effect(api: openai.AsyncOpenAI) -> None:
+    sent: dict[str, Any] = {
+        "user": "somebody",
+        "safety_identifier": "abc",
+        "prompt_cache_key": "def",
+        "parallel_tool_calls": False,
+        "tool_choice": "none",
+        "reasoning": {"effort": "low", "summary": "auto"},
+        "text": {"verbosity": "high", "format": {"type": "text"}},
+        "presence_penalty": 0,
+        "frequency_penalty": 0.0,
+        "include": ["reasoning.encrypted_content"],
+        "service_tier": "flex",
+    }
+    response = await api.responses.with_raw_response.create(model="tiny", input="hello", extra_body=sent)
+    told = response.http_response.json()
+    del sent["include"]
+    assert {name: told[name] for name in sent} == {**sent, "service_tier": "default"}
+    plain = (await api.responses.with_raw_response.create(model="tiny", input="hello")).http_response.json()
+    assert {name: plain[name] for name in sent} == {
+        "user": None,
+        "safety_identifier": None,
+        "prompt_cache_key": None,
+        "parallel_tool_calls": True,
+        "tool_choice": "auto",
+        "reasoning": {"effort": None, "summary": None},
+        "text": {"verbosity": "medium", "format": {"type": "text"}},
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "service_tier": "default",
+    }
+
+
+async def test_the_tokens_of_a_turn_are_counted_with_what_it_builds_on(
+    api: openai.AsyncOpenAI, client: FakeClient
+) -> None:
+    first = await api.responses.create(model="tiny", input="hello")
+    counted = await api.responses.input_tokens.count(model="tiny", input="on", previous_response_id=first.id)
+    assert counted.object == "response.input_tokens"
+    assert counted.input_tokens == len("<user>hello<assistant>") + 4 + len("<user>on<assistant>"), "4 of the answer"
+    assert len(client.asked) == 1, "nothing is answered"
+    nameless = await api.responses.input_tokens.count(input="a" * 9000)
+    assert nameless.input_tokens == 9000 + len("<user><assistant>"), "also beyond the context"
+    with pytest.raises(openai.NotFoundError):
+        await api.responses.input_tokens.count(model="other", input="on")
 
 
 async def test_stream_events_arrive_in_openais_order(api: openai.AsyncOpenAI) -> None:
@@ -223,6 +272,51 @@ async def test_a_conflict_at_the_commit_ends_the_stream_as_failed_and_never_as_c
         await api.responses.retrieve(events[0].response.id)
 
 
+class TestCompaction:
+    """A long conversation becomes the user's messages and a summary, which stands for the rest as input."""
+
+    async def test_the_summary_and_what_the_user_said_stand_for_a_conversation(
+        self, api: openai.AsyncOpenAI, client: FakeClient
+    ) -> None:
+        first = await api.responses.create(model="tiny", input="hello")
+        made = await api.responses.compact(model="tiny", input="and on", previous_response_id=first.id)
+        assert prompts(client)[-1] == (f"<user>hello<assistant>{ANSWER}<user>and on<user>{SUMMARIZE}<assistant>")
+        assert made.object == "response.compaction" and made.usage.output_tokens == 5
+        said, more, summary = made.output
+        assert (said.content[0].text, more.content[0].text) == ("hello", "and on")  # type: ignore[union-attr]
+        assert summary.type == "compaction"
+        given: Any = [*(item.to_dict(warnings=False) for item in made.output), {"role": "user", "content": "go"}]
+        await api.responses.create(model="tiny", input=given)
+        assert prompts(client)[-1] == f"<user>hello<user>and on<assistant>{OPENING}{ANSWER}<user>go<assistant>"
+        with pytest.raises(openai.NotFoundError):
+            await api.responses.retrieve(made.id)
+
+    async def test_its_length_is_bounded_by_the_context_or_the_client(
+        self, api: openai.AsyncOpenAI, client: FakeClient
+    ) -> None:
+        await api.responses.compact(model="tiny", input="hello")
+        await api.responses.compact(model="tiny", input="hello", extra_body={"max_output_tokens": 2})
+        assert [asked.params.max_tokens for asked in client.asked] == [1024, 2]
+
+    @pytest.mark.parametrize(
+        ("given", "param"),
+        [({}, "input"), ({"conversation": "conv_x", "input": "a"}, "conversation"), ({"stream": True}, "stream")],
+    )
+    async def test_what_cannot_be_compacted_is_refused_by_name(
+        self, api: openai.AsyncOpenAI, given: dict[str, Any], param: str
+    ) -> None:
+        with pytest.raises(openai.BadRequestError) as refused:
+            await api.responses.compact(model="tiny", extra_body=given)
+        assert refused.value.param == param
+
+    @pytest.mark.parametrize("sealed", ["", "x", "bnVsbA==", "²", 5, None])
+    async def test_a_summary_that_no_server_made_is_refused(self, api: openai.AsyncOpenAI, sealed: Any) -> None:
+        given: Any = [{"type": "compaction", "encrypted_content": sealed}]
+        with pytest.raises(openai.BadRequestError, match="was not made by") as refused:
+            await api.responses.create(model="tiny", input=given)
+        assert refused.value.param == "input[0].encrypted_content"
+
+
 class TestWhatIsNotStored:
     """store=false, a client that leaves, an engine that dies: nothing is stored, and conversations are unchanged."""
 
@@ -272,14 +366,14 @@ class TestWhatIsNotStored:
             await api.responses.create(model="tiny", input="hello", stream=True)
 
 
-async def held_after_event_4(api: openai.AsyncOpenAI, client: FakeClient) -> str:
-    """The id of a background response that has had its first delta, number 4, and gets no further."""
+async def held_after_event_5(api: openai.AsyncOpenAI, client: FakeClient) -> str:
+    """The id of a background response that has had its first delta, number 5, and gets no further."""
     client.hold = asyncio.Event()
     stream = await api.responses.create(model="tiny", input="hello", background=True, stream=True)
     async for event in stream:
         if event.type == "response.created":
             id = event.response.id
-        if event.sequence_number == 4:
+        if event.sequence_number == 5:
             break
     await stream.close()
     return id
@@ -316,30 +410,91 @@ class TestBackground:
         assert [event.sequence_number for event in events] == list(range(2, 2 + len(events)))
         assert events[-1].type == "response.completed"
 
-    @pytest.mark.parametrize("after", ["-4", "-1", "²", "٣", "", "+1", "1.5", "1_0", "5", "1000000", "1" + "0" * 5000])
+    @pytest.mark.parametrize("after", ["-4", "-1", "²", "٣", "", "+1", "1.5", "1_0", "6", "1000000", "1" + "0" * 5000])
     async def test_a_resumed_stream_starts_after_an_event_that_exists(
         self, api: openai.AsyncOpenAI, client: FakeClient, after: str
     ) -> None:
-        response = await held_after_event_4(api, client)
-        with pytest.raises(openai.BadRequestError, match=r"starting_after is .* between 0 and 4") as refused:
+        response = await held_after_event_5(api, client)
+        with pytest.raises(openai.BadRequestError, match=r"starting_after is .* between 0 and 5") as refused:
             await api.responses.retrieve(response, stream=True, extra_query={"starting_after": after})
         assert (refused.value.param, refused.value.code) == ("starting_after", "invalid_value")
 
-    async def test_a_stream_that_has_no_more_events_ends_empty(
+    async def test_a_cancelled_stream_ends_with_an_event_that_has_the_text_so_far(
         self, api: openai.AsyncOpenAI, client: FakeClient
     ) -> None:
-        response = await held_after_event_4(api, client)
-        rest = asyncio.create_task(api.responses.retrieve(response, stream=True, starting_after=4))
-        await asyncio.sleep(0.1)  # now it waits for event 5, which never comes
-        await api.responses.cancel(response)
-        assert [event async for event in await rest] == []
+        response = await held_after_event_5(api, client)
+        rest = asyncio.create_task(api.responses.retrieve(response, stream=True, starting_after=5))
+        await asyncio.sleep(0.1)  # now it waits for event 6
+        cancelled = await api.responses.cancel(response)
+        events = [event async for event in await rest]
+        assert [event.type for event in events] == [
+            "response.output_text.done",
+            "response.content_part.done",
+            "response.output_item.done",
+            "response.incomplete",
+        ]
+        assert [event.sequence_number for event in events] == [6, 7, 8, 9]
+        assert events[-1].response == cancelled == await api.responses.retrieve(response)
+        assert (cancelled.status, cancelled.output_text) == ("cancelled", "Ahoy")
+        assert cancelled.output[0].status == "incomplete"
+
+    async def test_it_is_queued_before_it_is_in_progress(self, api: openai.AsyncOpenAI) -> None:
+        stream = await api.responses.create(model="tiny", input="hello", background=True, stream=True)
+        events = [event async for event in stream]
+        assert [(event.type, event.response.status) for event in events if hasattr(event, "response")] == [
+            ("response.created", "queued"),
+            ("response.queued", "queued"),
+            ("response.in_progress", "in_progress"),
+            ("response.completed", "completed"),
+        ]
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+
+    async def test_its_stream_can_be_read_again_after_its_end(self, api: openai.AsyncOpenAI) -> None:
+        stream = await api.responses.create(model="tiny", input="hello", background=True, stream=True)
+        events = [event async for event in stream]
+        id = events[-1].response.id
+        for after in (0, 5, len(events) - 2, len(events) - 1):
+            again = [event async for event in await api.responses.retrieve(id, stream=True, starting_after=after)]
+            assert again == events[after + 1 :]
+        with pytest.raises(openai.BadRequestError, match=f"between 0 and {len(events) - 1}"):
+            await api.responses.retrieve(id, stream=True, starting_after=len(events))
+
+    async def test_its_stream_is_made_again_from_the_store_once_its_events_are_gone(
+        self, api: openai.AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(service, "KEPT_EVENTS", 0)
+        stream = await api.responses.create(model="tiny", input="hello", background=True, stream=True)
+        events = [event async for event in stream]
+        id = events[-1].response.id
+        again = [event async for event in await api.responses.retrieve(id, stream=True)]
+        assert [event.type for event in again] == [
+            "response.created",
+            "response.queued",
+            "response.in_progress",
+            "response.output_item.added",
+            "response.content_part.added",
+            "response.output_text.delta",
+            "response.output_text.done",
+            "response.content_part.done",
+            "response.output_item.done",
+            "response.completed",
+        ]
+        assert [event.sequence_number for event in again] == list(range(10))
+        assert again[5].delta == ANSWER and again[-1].response == events[-1].response
+        last = [event async for event in await api.responses.retrieve(id, stream=True, starting_after=99)]
+        assert [(event.type, event.sequence_number) for event in last] == [("response.completed", 100)]
+
+    async def test_only_a_background_response_can_be_streamed_again(self, api: openai.AsyncOpenAI) -> None:
+        response = await api.responses.create(model="tiny", input="hello")
+        with pytest.raises(openai.BadRequestError, match="background: true"):
+            await api.responses.retrieve(response.id, stream=True)
 
     async def test_a_background_response_can_be_cancelled(self, api: openai.AsyncOpenAI, client: FakeClient) -> None:
         client.hold = asyncio.Event()
         conversation = await api.conversations.create()
         queued = await api.responses.create(model="tiny", input="hello", background=True, conversation=conversation.id)
         cancelled = await api.responses.cancel(queued.id)
-        assert cancelled.status == "cancelled" and cancelled.output == []
+        assert cancelled.status == "cancelled" and cancelled.output_text in ("", "Ahoy")
         assert (await api.responses.retrieve(queued.id)).status == "cancelled"
         assert [asked.ended for asked in client.asked] in ([], ["aborted"])
         with pytest.raises(openai.BadRequestError, match="is cancelled"):
@@ -538,8 +693,9 @@ class TestTenants:
         ({"input": "mutiny"}, "input", "invalid_value"),
         ({"tools": [{"type": "web_search"}]}, "tools", "unsupported_parameter"),
         ({"truncation": "auto"}, "truncation", "unsupported_parameter"),
-        ({"text": {"format": {"type": "json_object"}}}, "text", "unsupported_parameter"),
-        ({"reasoning": {"effort": "high"}}, "reasoning", "unsupported_parameter"),
+        ({"text": {"format": {"type": "json_object"}}}, "text.format", "unsupported_parameter"),
+        ({"presence_penalty": 1}, "presence_penalty", "unsupported_parameter"),
+        ({"tool_choice": "required"}, "tool_choice", "unsupported_parameter"),
         ({"include": ["message.output_text.logprobs"]}, "include", "unsupported_parameter"),
         ({"messages": []}, "messages", "unknown_parameter"),
         ({"max_output_tokens": 0}, "max_output_tokens", "invalid_value"),

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import sqlalchemy
+from prometheus_client import generate_latest
 
 from holdfast.server.config import ServerConfig
 from holdfast.server.conversations import database, turn_store
@@ -563,7 +564,7 @@ async def test_a_file_damaged_in_service_is_a_503_and_told_by_health_and_metrics
     with pytest.raises(ApiError):
         await store.read(lambda store: store.turns.context("a", "turn9"))
     store.close()
-    exposed = metrics.exposition(None).decode()
+    exposed = generate_latest(metrics.registry).decode()
     failed = float(exposed.split('holdfast_store_operations_total{outcome="failed"} ')[1].split()[0])
     assert failed == sum(error.status == 503 for error in refused) + 1
     assert not store.up and "holdfast_store_up 0.0" in exposed

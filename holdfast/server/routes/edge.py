@@ -1,0 +1,86 @@
+"""The edge: what is done for every request, refused ones too: its id, the path that a proxy puts in front, the log."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Collection
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from holdfast.server.replies import RequestUsage
+
+MAX_ID = 128
+"""Most characters of a request's id that is taken from its client."""
+MAX_SHOWN = 256
+"""Most characters of a path in the log."""
+LEFT = 499
+"""The status in the log of a request whose client has left before its answer began."""
+
+log = logging.getLogger("holdfast.requests")
+
+
+class Edge:
+    """Wraps the application. Each answer has the header x-request-id: the client's own id, or a new one."""
+
+    def __init__(self, app: ASGIApp, root_path: str = "", quiet: Collection[str] = ()) -> None:
+        """`root_path` is cut off where a path begins with it. Requests for `quiet` paths are logged for debugging."""
+        self.app = app
+        self.root_path = root_path
+        self.quiet = quiet
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        scope = self.without_root(scope)
+        id = request_id(scope)
+        state: dict[str, Any] = scope.setdefault("state", {})
+        began, status, size = time.monotonic(), LEFT, 0
+
+        async def sent(message: Message) -> None:
+            nonlocal status, size
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", id)]
+            else:
+                size += len(message.get("body", b""))
+            await send(message)
+
+        try:
+            await self.app(scope, receive, sent)
+        finally:
+            level = logging.DEBUG if scope["path"] in self.quiet else logging.INFO
+            if log.isEnabledFor(level):
+                log.log(level, line(scope, state, id, status, size, time.monotonic() - began))
+
+    def without_root(self, scope: Scope) -> Scope:
+        """The request as the application knows it, whether or not the proxy has cut its prefix off."""
+        root = self.root_path
+        if not root or not f"{scope['path']}/".startswith(f"{root}/"):
+            return scope
+        return {**scope, "path": scope["path"][len(root) :] or "/"}
+
+
+def request_id(scope: Scope) -> bytes:
+    """The id that the client gave, if it is short and visible ASCII, or a new one."""
+    given = dict(scope["headers"]).get(b"x-request-id", b"")
+    if 0 < len(given) <= MAX_ID and all(0x21 <= byte <= 0x7E for byte in given):
+        return bytes(given)
+    return uuid.uuid4().hex.encode()
+
+
+def line(scope: Scope, state: dict[str, Any], id: bytes, status: int, size: int, seconds: float) -> str:
+    """One line of the log. It has neither text nor keys: of a key, it has the beginning of the tenant's digest."""
+    path = "".join(each if each.isprintable() and each != " " else "?" for each in scope["path"][:MAX_SHOWN])
+    parts = [f"{scope['method']} {path} {status} {seconds:.3f}s bytes={size}"]
+    usage = state.get("usage")
+    if isinstance(usage, RequestUsage):
+        parts.append(f"in={usage.prompt_tokens} cached={usage.cached_tokens} out={usage.completion_tokens}")
+    if client := scope.get("client"):
+        parts.append(f"client={client[0]}")
+    if tenant := state.get("tenant"):
+        parts.append(f"key={tenant[:8]}")
+    return " ".join([*parts, f"id={id.decode()}"])

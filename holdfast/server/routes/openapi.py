@@ -1,0 +1,262 @@
+"""The OpenAPI document: what FastAPI knows of the routes, and the replies, queries and keys that it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+
+from holdfast.server.protocol import is_inference
+
+Schema = dict[str, Any]
+
+TEXT: Schema = {"type": "string"}
+COUNT: Schema = {"type": "integer", "minimum": 0}
+TIME: Schema = {"type": "integer", "description": "seconds since 1970"}
+TRUTH: Schema = {"type": "boolean"}
+ANYTHING: Schema = {"type": "object"}
+
+
+def ref(name: str) -> Schema:
+    """A schema by its name."""
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+def many(schema: Schema) -> Schema:
+    """A list of such."""
+    return {"type": "array", "items": schema}
+
+
+def nullable(schema: Schema) -> Schema:
+    """Such, or null."""
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+def one_of(*words: str) -> Schema:
+    """One of these words."""
+    return {"type": "string", "enum": list(words)}
+
+
+def record(**fields: Schema) -> Schema:
+    """An object with all of these fields. It may have others."""
+    return {"type": "object", "required": list(fields), "properties": fields}
+
+
+def page_of(name: str) -> Schema:
+    """A page of a list."""
+    return record(
+        object=one_of("list"),
+        data=many(ref(name)),
+        first_id=nullable(TEXT),
+        last_id=nullable(TEXT),
+        has_more=TRUTH,
+    )
+
+
+SCHEMAS: Mapping[str, Schema] = {
+    "Error": record(
+        error=record(message=TEXT, type=TEXT, param=nullable(TEXT), code=nullable(TEXT)),
+    ),
+    "InferenceError": record(error=TEXT),
+    "Usage": record(prompt_tokens=COUNT, completion_tokens=COUNT, total_tokens=COUNT),
+    "ChatCompletion": record(
+        id=TEXT,
+        object=one_of("chat.completion"),
+        created=TIME,
+        model=TEXT,
+        choices=many(
+            record(
+                index=COUNT,
+                message=record(role=one_of("assistant"), content=nullable(TEXT)),
+                finish_reason=TEXT,
+            )
+        ),
+        usage=ref("Usage"),
+    ),
+    "ChatCompletionChunk": record(
+        id=TEXT,
+        object=one_of("chat.completion.chunk"),
+        created=TIME,
+        model=TEXT,
+        choices=many(record(index=COUNT, delta=ANYTHING, finish_reason=nullable(TEXT))),
+    ),
+    "Completion": record(
+        id=TEXT,
+        object=one_of("text_completion"),
+        created=TIME,
+        model=TEXT,
+        choices=many(record(index=COUNT, text=TEXT, finish_reason=nullable(TEXT))),
+    ),
+    "Item": record(id=TEXT, type=TEXT, status=TEXT, role=TEXT, content=many(ANYTHING)),
+    "Items": page_of("Item"),
+    "Response": record(
+        id=TEXT,
+        object=one_of("response"),
+        created_at=TIME,
+        status=one_of("queued", "in_progress", "completed", "incomplete", "failed", "cancelled"),
+        model=TEXT,
+        output=many(ref("Item")),
+        error=nullable(record(code=TEXT, message=TEXT)),
+        usage=nullable(record(input_tokens=COUNT, output_tokens=COUNT, total_tokens=COUNT)),
+        metadata=ANYTHING,
+    ),
+    "ResponseEvent": record(type=TEXT, sequence_number=COUNT),
+    "InputTokens": record(object=one_of("response.input_tokens"), input_tokens=COUNT),
+    "Compaction": record(
+        id=TEXT, object=one_of("response.compaction"), created_at=TIME, output=many(ANYTHING), usage=ANYTHING
+    ),
+    "Conversation": record(id=TEXT, object=one_of("conversation"), created_at=TIME, metadata=ANYTHING),
+    "Deleted": record(id=TEXT, object=TEXT, deleted=TRUTH),
+    "Model": record(id=TEXT, object=one_of("model"), created=TIME, owned_by=TEXT, max_model_len=COUNT),
+    "Models": record(object=one_of("list"), data=many(ref("Model"))),
+    "File": record(id=TEXT, object=one_of("file"), bytes=COUNT, created_at=TIME, filename=TEXT, purpose=TEXT),
+    "Files": page_of("File"),
+    "Batch": record(id=TEXT, object=one_of("batch"), endpoint=TEXT, status=TEXT, input_file_id=TEXT, created_at=TIME),
+    "Batches": page_of("Batch"),
+    "TuningJob": record(id=TEXT, object=one_of("fine_tuning.job"), status=TEXT, model=TEXT, created_at=TIME),
+    "TuningJobs": page_of("TuningJob"),
+    "TuningEvent": record(id=TEXT, object=one_of("fine_tuning.job.event"), created_at=TIME, message=TEXT),
+    "TuningEvents": page_of("TuningEvent"),
+    "TuningCheckpoint": record(id=TEXT, object=one_of("fine_tuning.job.checkpoint"), created_at=TIME),
+    "TuningCheckpoints": page_of("TuningCheckpoint"),
+    "Tokens": record(count=COUNT, max_model_len=COUNT, tokens=many(COUNT), token_strs=nullable(many(TEXT))),
+    "Text": record(prompt=TEXT),
+    "Version": record(version=TEXT),
+    "Root": record(name=TEXT, api=TEXT),
+    "Health": record(status=TEXT),
+    "Any": ANYTHING,
+}
+"""The replies, with the fields that are always there."""
+
+
+class Reply(NamedTuple):
+    """The body of an answer with status 200: a name of SCHEMAS as JSON, events of another, or bytes of a type."""
+
+    json: str | None = None
+    events: str | None = None
+    bytes: str | None = None
+
+    def content(self) -> Schema:
+        """As OpenAPI has it."""
+        content: Schema = {}
+        if self.json is not None:
+            content["application/json"] = {"schema": ref(self.json)}
+        if self.events is not None:
+            content["text/event-stream"] = {"schema": ref(self.events)}
+        if self.bytes is not None:
+            content[self.bytes] = {"schema": TEXT}
+        return content
+
+
+LIMIT = ("limit", {"type": "integer", "minimum": 1, "maximum": 100, "default": 20}, "most entries of the page")
+ORDER = ("order", {"type": "string", "enum": ["asc", "desc"], "default": "desc"}, "oldest or newest first")
+AFTER = ("after", TEXT, "the id of the last entry of the page before")
+PAGE = (LIMIT, AFTER)
+
+TUNING = "/v1/fine_tuning/jobs"
+REPLIES: Mapping[str, Reply] = {
+    "GET /": Reply("Root"),
+    "GET /health": Reply("Health"),
+    "GET /version": Reply("Version"),
+    "POST /tokenize": Reply("Tokens"),
+    "POST /detokenize": Reply("Text"),
+    "GET /metrics": Reply(bytes="text/plain"),
+    "GET /v1/models": Reply("Models"),
+    "GET /v1/models/{model}": Reply("Model"),
+    "DELETE /v1/models/{model}": Reply("Deleted"),
+    "POST /v1/load_lora_adapter": Reply(bytes="text/plain"),
+    "POST /v1/unload_lora_adapter": Reply(bytes="text/plain"),
+    "POST /v1/chat/completions": Reply("ChatCompletion", "ChatCompletionChunk"),
+    "POST /v1/completions": Reply("Completion", "Completion"),
+    "POST /v1/responses": Reply("Response", "ResponseEvent"),
+    "POST /v1/responses/input_tokens": Reply("InputTokens"),
+    "POST /v1/responses/compact": Reply("Compaction"),
+    "GET /v1/responses/{response_id}": Reply("Response", "ResponseEvent"),
+    "DELETE /v1/responses/{response_id}": Reply("Deleted"),
+    "POST /v1/responses/{response_id}/cancel": Reply("Response"),
+    "GET /v1/responses/{response_id}/input_items": Reply("Items"),
+    "POST /v1/conversations": Reply("Conversation"),
+    "GET /v1/conversations/{conversation_id}": Reply("Conversation"),
+    "POST /v1/conversations/{conversation_id}": Reply("Conversation"),
+    "DELETE /v1/conversations/{conversation_id}": Reply("Deleted"),
+    "POST /v1/conversations/{conversation_id}/items": Reply("Items"),
+    "GET /v1/conversations/{conversation_id}/items": Reply("Items"),
+    "GET /v1/conversations/{conversation_id}/items/{item_id}": Reply("Item"),
+    "DELETE /v1/conversations/{conversation_id}/items/{item_id}": Reply("Conversation"),
+    "POST /v1/files": Reply("File"),
+    "GET /v1/files": Reply("Files"),
+    "GET /v1/files/{file_id}": Reply("File"),
+    "DELETE /v1/files/{file_id}": Reply("Deleted"),
+    "GET /v1/files/{file_id}/content": Reply(bytes="application/octet-stream"),
+    "POST /v1/batches": Reply("Batch"),
+    "GET /v1/batches": Reply("Batches"),
+    "GET /v1/batches/events": Reply(events="Any"),
+    "GET /v1/batches/{batch_id}": Reply("Batch"),
+    "POST /v1/batches/{batch_id}/cancel": Reply("Batch"),
+    f"POST {TUNING}": Reply("TuningJob"),
+    f"GET {TUNING}": Reply("TuningJobs"),
+    f"GET {TUNING}/{{job_id}}": Reply("TuningJob"),
+    f"GET {TUNING}/{{job_id}}/events": Reply("TuningEvents"),
+    f"GET {TUNING}/{{job_id}}/checkpoints": Reply("TuningCheckpoints"),
+    f"GET {TUNING}/{{job_id}}/adapter/{{name}}": Reply(bytes="application/octet-stream"),
+    **{f"POST {TUNING}/{{job_id}}/{verb}": Reply("TuningJob") for verb in ("pause", "resume", "cancel")},
+}
+"""By method and path. What is missing here, as under /v2, answers with some JSON."""
+
+QUERIES: Mapping[str, tuple[tuple[str, Schema, str], ...]] = {
+    "GET /v1/responses/{response_id}": (
+        ("stream", TRUTH, "the events of a background response"),
+        ("starting_after", COUNT, "with stream: the sequence_number of the last event that is known"),
+    ),
+    "GET /v1/responses/{response_id}/input_items": (LIMIT, ORDER, AFTER),
+    "GET /v1/conversations/{conversation_id}/items": (LIMIT, ORDER, AFTER),
+    "GET /v1/files": (
+        ("limit", {"type": "integer", "minimum": 1, "maximum": 10000, "default": 10000}, LIMIT[2]),
+        ORDER,
+        AFTER,
+        ("purpose", TEXT, "only files for this"),
+    ),
+    "GET /v1/batches": PAGE,
+    f"GET {TUNING}": PAGE,
+    f"GET {TUNING}/{{job_id}}/events": (
+        ("limit", {"type": "integer", "minimum": 1, "maximum": 1000, "default": 20}, LIMIT[2]),
+        AFTER,
+    ),
+    f"GET {TUNING}/{{job_id}}/checkpoints": PAGE,
+}
+"""By method and path."""
+METHODS = ("get", "post", "delete")
+
+
+def document(app: FastAPI, *, keyed: bool, open_paths: Collection[str]) -> Schema:
+    """The OpenAPI document of an application; `keyed` if all paths but `open_paths` need an API key."""
+    made = get_openapi(
+        title=app.title, version=app.version, summary=app.summary, routes=app.routes, servers=app.servers or None
+    )
+    for path, item in made["paths"].items():
+        for method in METHODS:
+            if (operation := item.get(method)) is not None:
+                describe(operation, f"{method.upper()} {path}", path)
+                if path in open_paths:
+                    operation["security"] = []
+    made["components"] = {"schemas": dict(SCHEMAS)}
+    if keyed:
+        made["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        made["security"] = [{"key": []}]
+    return made
+
+
+def describe(operation: Schema, route: str, path: str) -> None:
+    """Add the replies and query parameters of a route. FastAPI's own are of checks that it does not do here."""
+    error = {"application/json": {"schema": ref("InferenceError" if is_inference(path) else "Error")}}
+    operation["responses"] = {
+        "200": {"description": "Done", "content": REPLIES.get(route, Reply("Any")).content()},
+        "4XX": {"description": "Refused; the message says why", "content": error},
+        "5XX": {"description": "Not served now (503), or failed", "content": error},
+    }
+    for name, schema, what in QUERIES.get(route, ()):
+        operation.setdefault("parameters", []).append(
+            {"name": name, "in": "query", "required": False, "schema": schema, "description": what}
+        )

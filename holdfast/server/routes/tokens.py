@@ -1,0 +1,98 @@
+"""Routes that turn text into tokens and back, with vLLM's paths and fields."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar
+
+from fastapi import FastAPI, Request, Response
+from msgspec import Meta
+
+from holdfast.server.protocol import MAX_MESSAGES, ApiError, RequestBody, TokenId, check_parts, read_message
+from holdfast.server.routes.generation import read_request
+from holdfast.server.routes.http import JSON, described, tenant_of
+from holdfast.server.service import Service
+
+MAX_TOKENS = 1 << 20
+"""Most tokens of one request."""
+
+
+class TokenizeRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """The body of POST /tokenize: a prompt, or the messages of a chat."""
+
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "chat_template": (),
+        "chat_template_kwargs": ({},),
+        "continue_final_message": (False,),
+        "mm_processor_kwargs": ({},),
+        "tools": ([],),
+    }
+
+    model: str = ""
+    prompt: str | None = None
+    messages: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    add_special_tokens: bool | None = None
+    """By default a prompt has them, and a chat has those that its template writes."""
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """The body of POST /detokenize."""
+
+    model: str = ""
+    tokens: Annotated[list[TokenId], Meta(max_length=MAX_TOKENS)]
+
+
+def add_token_routes(app: FastAPI, service: Service) -> None:
+    """POST /tokenize and /detokenize."""
+    client = service.client
+
+    @app.post("/tokenize", openapi_extra=described(TokenizeRequest))
+    async def tokenize(request: Request) -> Response:
+        """The tokens of a prompt or a chat, as the model would get them."""
+        wanted = await read_request(request, service, TokenizeRequest)
+        service.check_model(wanted.model or client.info.model, tenant_of(request))
+        if (wanted.prompt is None) == (wanted.messages is None):
+            raise ApiError("give a prompt or messages, one of them", param="prompt", code="invalid_value")
+        special, size = wanted.add_special_tokens, len(wanted.prompt or "")
+        if wanted.messages is not None:
+            check_parts(wanted.messages, "messages")
+            said = [read_message(message, f"messages[{at}]") for at, message in enumerate(wanted.messages)]
+            size = sum(len(message["content"]) for message in said)
+
+        def work() -> dict[str, Any]:
+            text = wanted.prompt
+            if text is None:
+                text = client.text.render_chat(said, add_generation_prompt=wanted.add_generation_prompt)
+            tokens = client.text.encode(
+                text, add_special_tokens=wanted.messages is None if special is None else special
+            )
+            strings = client.text.token_strings(tokens) if wanted.return_token_strs else None
+            return {
+                "count": len(tokens),
+                "max_model_len": client.info.max_model_len,
+                "tokens": tokens,
+                "token_strs": strings,
+            }
+
+        try:
+            with service.lane.admission.admit(1, tenant_of(request)):
+                return JSON(await service.off_loop(size, work, renders=wanted.messages is not None))
+        except ValueError as error:  # the chat template refuses these messages, or the text is not Unicode
+            param = "prompt" if wanted.messages is None else "messages"
+            raise ApiError(str(error), param=param, code="invalid_value") from None
+
+    @app.post("/detokenize", openapi_extra=described(DetokenizeRequest))
+    async def detokenize(request: Request) -> Response:
+        """The text of tokens, with that of special ones."""
+        wanted = await read_request(request, service, DetokenizeRequest)
+        service.check_model(wanted.model or client.info.model, tenant_of(request))
+        if wanted.tokens and (largest := max(wanted.tokens)) >= client.info.vocab_size:
+            reason = f"tokens holds {largest}; the model's ids are below {client.info.vocab_size}"
+            raise ApiError(reason, param="tokens", code="invalid_value")
+
+        def work() -> str:
+            return client.text.decode(wanted.tokens, skip_special_tokens=False)
+
+        with service.lane.admission.admit(1, tenant_of(request)):
+            return JSON({"prompt": await service.off_loop(len(wanted.tokens), work)})

@@ -1,0 +1,112 @@
+"""The edge: ids of requests, the prefix of a proxy, the log."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+from fake_engine import FakeClient
+
+Http = Callable[..., httpx.AsyncClient]
+CHAT = "/v1/chat/completions"
+HELLO: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
+
+
+class TestIds:
+    """Every answer has an id: the client's own, where it can be one."""
+
+    async def test_the_clients_own_id_comes_back(self, http: Http) -> None:
+        async with http() as api:
+            answer = await api.post(CHAT, json=HELLO, headers={"x-request-id": "abc-123"})
+        assert answer.headers["x-request-id"] == "abc-123"
+
+    @pytest.mark.parametrize("given", [None, "", "a b", "a" * 129, "caf\xe9", "a\tb"])
+    async def test_without_a_fit_one_there_is_a_new_one(self, http: Http, given: str | None) -> None:
+        headers = {} if given is None else {"x-request-id": given.encode("latin-1")}
+        async with http() as api:
+            ids = [(await api.get("/version", headers=headers)).headers["x-request-id"] for _ in range(2)]
+        assert len(set(ids)) == 2 and all(len(id) == 32 and id != given for id in ids)
+
+    async def test_refusals_and_failures_have_one_too(self, http: Http, client: FakeClient) -> None:
+        client.refuse = RuntimeError("a bug")
+        async with http(api_key=("secret",)) as api:
+            refused = await api.post(CHAT, json=HELLO)
+            failed = await api.post(CHAT, json=HELLO, headers={"authorization": "Bearer secret"})
+            missing = await api.get("/health/none", headers={"authorization": "Bearer secret"})
+        assert [answer.status_code for answer in (refused, failed, missing)] == [401, 500, 404]
+        assert all(answer.headers["x-request-id"] for answer in (refused, failed, missing))
+
+
+class TestRootPath:
+    """A proxy may keep its prefix or cut it off."""
+
+    @pytest.mark.parametrize("prefix", ["", "/llm/v1x"])
+    async def test_paths_are_served_with_and_without_the_prefix(self, http: Http, prefix: str) -> None:
+        async with http(root_path="/llm/v1x", api_key=("secret",)) as api:
+            assert (await api.get(f"{prefix}/health")).status_code == 200, "open without a key"
+            assert (await api.post(f"{prefix}{CHAT}", json=HELLO)).status_code == 401
+            headers = {"authorization": "Bearer secret"}
+            assert (await api.post(f"{prefix}{CHAT}", json=HELLO, headers=headers)).status_code == 200
+            document = (await api.get(f"{prefix}/openapi.json", headers=headers)).json()
+        assert document["servers"] == [{"url": "/llm/v1x"}]
+
+    async def test_the_prefix_alone_is_the_root_and_a_longer_word_is_not_the_prefix(self, http: Http) -> None:
+        async with http(root_path="/llm") as api:
+            assert (await api.get("/llm")).json()["name"] == "Holdfast"
+            assert "there is no /llmx/health" in (await api.get("/llmx/health")).json()["error"]["message"]
+
+
+class TestLog:
+    """A line for each request, without its text."""
+
+    @pytest.fixture
+    def lines(self, caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+        caplog.set_level(logging.INFO, "holdfast.requests")
+        return lambda: [record.message for record in caplog.records if record.name == "holdfast.requests"]
+
+    async def test_it_has_status_time_tokens_key_and_id(
+        self, http: Http, client: FakeClient, lines: Callable[[], list[str]]
+    ) -> None:
+        client.cached = 3
+        headers = {"authorization": "Bearer secret", "x-request-id": "abc"}
+        turn = {"model": "tiny", "input": "hello"}
+        async with http(headers, api_key=("secret",)) as api:
+            await api.post(CHAT, json=HELLO)
+            await api.post(CHAT, json={**HELLO, "stream": True})
+            await api.post("/v1/responses", json=turn)
+            await api.post(CHAT, json={**HELLO, "model": "other"})
+        assert [each.split()[:3] for each in lines()] == [
+            ["POST", CHAT, "200"],
+            ["POST", CHAT, "200"],
+            ["POST", "/v1/responses", "200"],
+            ["POST", CHAT, "404"],
+        ]
+        assert all("in=11 cached=3 out=4" in each for each in lines()[:3])
+        assert all("key=" in each and each.endswith("id=abc") for each in lines())
+        assert not any("hello" in each or "secret" in each or "Ahoy" in each for each in lines())
+
+    async def test_health_checks_are_logged_only_for_debugging(
+        self, http: Http, lines: Callable[[], list[str]], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        async with http() as api:
+            await api.get("/health")
+            await api.get("/metrics")
+            assert lines() == []
+            caplog.set_level(logging.DEBUG, "holdfast.requests")
+            await api.get("/health")
+        assert [each.split()[:3] for each in lines()] == [["GET", "/health", "200"]]
+
+    async def test_a_path_cannot_write_lines_of_its_own(self, http: Http, lines: Callable[[], list[str]]) -> None:
+        async with http() as api:
+            await api.get("/a%0A%1b[31mb c" + "x" * 999)
+        (one,) = lines()
+        assert one.startswith("GET /a??[31mb?c") and one.count("x") < 260 and one.isprintable()
+
+    async def test_nothing_is_logged_by_default(self, http: Http, caplog: pytest.LogCaptureFixture) -> None:
+        caplog.set_level(logging.WARNING, "holdfast.requests")
+        async with http() as api:
+            await api.post(CHAT, json=HELLO)
+        assert not caplog.records

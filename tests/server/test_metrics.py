@@ -1,0 +1,64 @@
+"""The metrics: what the engine's steps add up to, and the names that vLLM's users know."""
+
+from __future__ import annotations
+
+import pytest
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from holdfast.lm.types import SchedulerStats
+from holdfast.server.metrics import VLLM, Metrics
+
+
+def samples(metrics: Metrics) -> dict[str, float]:
+    """Each sample by its name and its labels but vLLM's own, as the exposition has them."""
+    return {
+        " ".join([sample.name, *(f"{k}={v}" for k, v in sample.labels.items() if k not in ("model_name", "engine"))]): (
+            sample.value
+        )
+        for family in text_string_to_metric_families(generate_latest(metrics.registry).decode())
+        for sample in family.samples
+    }
+
+
+def test_steps_are_counted_by_their_tokens_and_their_time() -> None:
+    metrics = Metrics("tiny")
+    metrics.steps([5, 1, 600], [0.02, 0.003, 0.2])
+    metrics.steps([1], [0.003])
+    found = samples(metrics)
+    assert found["holdfast_step_tokens_count"] == found["holdfast_step_seconds_count"] == 4
+    assert found["holdfast_step_tokens_sum"] == 607
+    assert found["holdfast_step_seconds_sum"] == pytest.approx(0.226)
+    assert found["holdfast_step_tokens_bucket le=1.0"] == 2
+    assert found["holdfast_step_tokens_bucket le=512.0"] == 3
+    assert found["holdfast_step_seconds_bucket le=0.005"] == 2
+
+
+def test_what_vllm_counts_too_has_its_name_there_and_the_same_value() -> None:
+    metrics = Metrics("tiny")
+    metrics.stats = SchedulerStats(
+        waiting=3, running=2, blocks_total=100, blocks_used=25, blocks_cached=0, preemptions=1, prefix_queries=40,
+        prefix_hits=16, tokens_computed=0,
+    )  # fmt: skip
+    metrics.ttft.observe(0.3)
+    metrics.tbt.observe(0.02)
+    metrics.steps([5], [0.02])
+    metrics.generated_tokens.inc(7)
+    metrics.finished.labels("stop").inc()
+    found = samples(metrics)
+    assert found["vllm:time_to_first_token_seconds_sum"] == 0.3
+    assert found["vllm:inter_token_latency_seconds_bucket le=0.025"] == 1
+    assert found["vllm:iteration_tokens_total_sum"] == 5
+    assert found["vllm:generation_tokens_total"] == 7
+    assert found["vllm:request_success_total finished_reason=stop"] == 1
+    assert (found["vllm:num_requests_running"], found["vllm:num_requests_waiting"]) == (2, 3)
+    assert found["vllm:kv_cache_usage_perc"] == 0.25
+    assert (found["vllm:prefix_cache_queries_total"], found["vllm:prefix_cache_hits_total"]) == (40, 16)
+    names = {name.partition(" ")[0] for name in found}
+    assert all(any(name.startswith(f"vllm:{theirs}") for name in names) for theirs in VLLM.values())
+
+
+def test_an_engine_that_does_not_answer_has_no_gauges_under_either_name() -> None:
+    found = samples(Metrics("tiny"))
+    assert found["holdfast_engine_up"] == 0
+    assert not any("requests_running" in name or "kv_cache" in name for name in found)

@@ -62,7 +62,7 @@ KINDS = {  # by the start or a part of a kernel's name, in this order
     "ArgMax": "greedy token",
     "reduce_kernel": "greedy token",
 }
-BETWEEN_DEVICES = ("reduce_kernel", "best_kernel", "exchange_kernel", "gather_kernel", "send_kernel", "nccl")
+BETWEEN_DEVICES = ("device_sum_kernel", "best_kernel", "nccl")
 """Starts of the names of kernels that devices talk to each other in, with what they compute besides: norms, sums."""
 OTHER, GAPS, IDLE = "other kernels", "between kernels", "between steps"
 """Between steps is from a step's last kernel to the next one's first: where the step's tokens and inputs are copied."""

@@ -166,7 +166,8 @@ class RealEngine:
                 profile, cache_tokens=min(profile.cache_tokens, int(config.cache_gb * 1e9 / profile.token_bytes))
             )
         shape = engine_shape(config, profile, host_blocks=self.info.num_host_blocks if config.host_cache_gb else 0)
-        shape = replace(shape, max_step_tokens=min(shape.max_step_tokens, self.info.token_budget))
+        most = min(shape.max_step_tokens, self.info.token_budget)
+        shape = replace(shape, max_step_tokens=most, vocab_size=self.info.vocab_size)
         policy = make_policy(shape) if make_policy is not None else None
         scheduler = make_scheduler(config, shape, profile.cost, policy=policy, stages=config.pp)
         scheduler._steps = self._steps

@@ -47,6 +47,7 @@ DECODES, CONTEXTS, CHUNK_ENDS = 128, (600, 1200), 1024
 """Of mixed steps; chunks of no more tokens than that end there, longer ones begin their sequence."""
 ROUNDS = 3
 KINDS = {  # by the start or a part of a kernel's name, in this order
+    "device_sum_kernel": "sums over devices",
     "skinny_gemm_kernel": "products",
     "nvjet": "products",
     "splitKreduce": "products",
@@ -59,6 +60,7 @@ KINDS = {  # by the start or a part of a kernel's name, in this order
     "rotate_write_kernel": "rotation, cache write",
     "silu_mul_kernel": "gate",
     "best_of": "greedy token",
+    "best_kernel": "greedy token",
     "ArgMax": "greedy token",
     "reduce_kernel": "greedy token",
 }

@@ -7,14 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import TypeVar
 
-import torch
 import torch.distributed as dist
 
 from holdfast.core.layout import Layout
 from holdfast.lm.kernels.collectives.torch_group import TorchGroup
 
 Result = TypeVar("Result")
-TIMEOUT = timedelta(seconds=60)
+TIMEOUT = timedelta(seconds=20)
 
 
 class Rank:
@@ -36,7 +35,7 @@ class Rank:
         if self.layout.tp == 1:
             return None
         stage = self.layout.ranks_of(self.layout.stage_of(self.rank))
-        return TorchGroup(self.processes(stage), torch.device("cpu"))
+        return TorchGroup(self.processes(stage))
 
 
 def in_ranks(layout: Layout, work: Callable[[Rank], Result]) -> list[Result]:

@@ -100,26 +100,28 @@ def build_engine(
     stages: Stages | None = None,
     measure: bool = False,
     on_progress: Callable[[str], None] = lambda stage: None,
+    ranks: Ranks | None = None,
 ) -> Engine:
     """Load the model, measure the device, allocate its memory, and put the loop together.
 
     `stages` notes when each stage begins and ends; by default they count from this call. `on_progress` gets the name
     of each stage, for people. A latency target, and the host tier of a paged cache, need the device's cost profile
-    (`find_profile`), and `measure` measures it in any case. Raises ValueError (UnsupportedCheckpoint among them) and
-    MemoryError with a reason for people.
+    (`find_profile`), and `measure` measures it in any case. `ranks` are the processes of a configuration with several
+    devices, if they have been started; they end if this fails. Raises ValueError (UnsupportedCheckpoint among them),
+    MemoryError and RankFailure with a reason for people.
     """
     stages = stages or Stages(clock(), clock)
-    checkpoint = Checkpoint.find(config.model)
-    if config.layout.ranks == 1:
-        if config.threads is not None:
-            torch.set_num_threads(config.threads)
-        return put_together(config, checkpoint, None, stages, measure=measure, on_progress=on_progress)
-    check_layout(config, checkpoint)
-    ranks = Ranks(config)
     try:
+        checkpoint = Checkpoint.find(config.model)
+        if config.layout.ranks > 1:
+            check_layout(config, checkpoint)
+            ranks = ranks or Ranks(config)
+        elif config.threads is not None:
+            torch.set_num_threads(config.threads)
         return put_together(config, checkpoint, ranks, stages, measure=measure, on_progress=on_progress)
     except BaseException:
-        ranks.close(at_once=True)
+        if ranks is not None:
+            ranks.close(at_once=True)
         raise
 
 

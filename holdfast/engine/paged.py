@@ -48,9 +48,10 @@ def make_rank(config: EngineConfig, rank: int, meeting: str, stages: Stages | No
     """
     if rank:
         torch.set_num_threads(threads_of(config))
-    if resolve_device(config.device).type == "cuda":
-        torch.cuda.set_device(rank)
-    place = Place(config.layout, rank, resolve_device(config.device), meeting)
+    device = resolve_device(config.device, rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    place = Place(config.layout, rank, device, meeting)
     return make_paged_device(config, Checkpoint.find(config.model), stages, place)
 
 

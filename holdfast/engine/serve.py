@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING
 from holdfast.core.stages import Stage, Stages
 from holdfast.engine import messages
 from holdfast.engine.process import FAILED, Parent, await_address, die_with_parent, end_process, exit_at_end_of_input
+from holdfast.engine.ranks import Ranks
 from holdfast.engine.spawn import BUILD
 from holdfast.lm.types import LanguageLoop
 
 if TYPE_CHECKING:
     from holdfast.engine.adapter_desk import AdapterDesk  # it imports PyTorch
-    from holdfast.engine.ranks import Ranks
     from holdfast.engine.tuning_desk import TuningDesk
 
 STEPS_PER_COLLECTION = 64
@@ -108,14 +108,16 @@ def run(start: messages.Start, parent: Parent, loading: Loading | None = None) -
 
     `loading` is what has begun to import PyTorch; by default it begins now.
     """
+    ranks = Ranks(start.config) if start.config.layout.ranks > 1 else None  # they load PyTorch meanwhile
     stages = begin(start.began, parent, loading or Loading(start.config.device))
     from holdfast.engine.build import build_engine
 
-    loop, info, desk, tuning, ranks = build_engine(
+    loop, info, desk, tuning, _ = build_engine(
         start.config,
         stages=stages,
         measure=start.measure,
         on_progress=lambda stage: parent.send(messages.Progress(stage)),
+        ranks=ranks,
     )
     # What exists now lives as long as the process: no collection need scan it. `serve` decides when to collect.
     gc.collect()

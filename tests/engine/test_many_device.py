@@ -14,6 +14,7 @@ from holdfast.core.layout import Layout
 from holdfast.core.types import Request, SamplingParams
 from holdfast.engine.build import build_engine
 from holdfast.engine.many_device import combined
+from holdfast.engine.paged import threads_of
 from holdfast.engine.profiles import CostProfile
 from holdfast.lm.types import MemoryMeasurement
 from tests.checkpoints import VOCAB, make
@@ -24,10 +25,10 @@ BLOCK = 4 * 2 * 16 * 2 * 16 * 4
 """Bytes of a block: layers, keys and values, tokens, heads, head size, bytes."""
 TIERS = {"cache_gb": 24.5 * BLOCK / 1e9, "host_cache_gb": 60.5 * BLOCK / 1e9, "chunk_size": 16, "headroom": 0.0}
 """So few blocks that running sequences are suspended to the host."""
-GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
-LONG = replace(GREEDY, max_tokens=70)
-FILTERED = SamplingParams(temperature=1.0, top_k=20, top_p=0.9, seed=5, max_tokens=24, ignore_eos=True)
-DRAWN = SamplingParams(temperature=1.5, seed=11, max_tokens=24, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+LONG = replace(GREEDY, max_tokens=45)
+FILTERED = SamplingParams(temperature=1.0, top_k=20, top_p=0.9, seed=5, max_tokens=12, ignore_eos=True)
+DRAWN = SamplingParams(temperature=1.5, seed=11, max_tokens=12, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +56,7 @@ def alone(make_engine):
     loop.close()
 
 
-@pytest.fixture(scope="module", params=[(2, 1), (1, 2), (2, 2), (4, 1)], ids=str)
+@pytest.fixture(scope="module")
 def engine(request, make_engine):
     """An engine with this layout, and far too little memory."""
     tp, pp = request.param
@@ -77,6 +78,12 @@ def prompt_of(choose, length):
     return tuple(choose.choices(range(1, VOCAB), k=length))
 
 
+def layouts(*sizes):
+    """Run a test with the engine of each of these layouts (tp, pp)."""
+    return pytest.mark.parametrize("engine", sizes, ids=str, indirect=True, scope="module")
+
+
+@layouts((2, 1), (1, 2), (2, 2), (4, 1))
 def test_the_ranks_hold_the_blocks_that_one_process_would(engine):
     info = engine.info
     assert (info.num_blocks, info.num_host_blocks) == (24, 60) if info.tp < 4 else (12, 30), (
@@ -84,17 +91,20 @@ def test_the_ranks_hold_the_blocks_that_one_process_would(engine):
     )
     assert info.memory.device.startswith(f"{info.tp * info.pp} × CPU")
     assert len(engine.ranks.pids) == info.tp * info.pp - 1
+    assert engine.loop._steps_in_flight == 1 + info.pp
 
 
+@layouts((2, 1), (1, 2), (2, 2), (4, 1))
 @pytest.mark.parametrize("params", [GREEDY, FILTERED, DRAWN], ids=["greedy", "filtered", "drawn"])
 def test_requests_get_the_tokens_of_one_process(engine, alone, params):
     choose = random.Random(1)
-    prompts = {f"{params.seed}-{number}": prompt_of(choose, choose.randint(1, 90)) for number in range(6)}
+    prompts = {f"{params.seed}-{number}": prompt_of(choose, choose.randint(1, 90)) for number in range(5)}
     for name, prompt in prompts.items():
         engine.loop.add(Request(name, prompt, params))
     assert run_to_the_end(engine.loop) == {name: alone(prompt, params) for name, prompt in prompts.items()}
 
 
+@layouts((2, 1), (1, 2), (2, 2))
 def test_conversations_that_go_to_the_host_and_come_back_get_the_tokens_of_one_process(engine, alone):
     choose, before = random.Random(2), engine.loop.stats()
     talks = {f"talk-{number}": prompt_of(choose, 20) for number in range(7)}
@@ -113,10 +123,11 @@ def test_conversations_that_go_to_the_host_and_come_back_get_the_tokens_of_one_p
     assert after.preemptions > before.preemptions
 
 
-@pytest.mark.parametrize("seed", range(3))
+@layouts((2, 1), (1, 2), (2, 2))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_random_history_with_aborts_gives_the_tokens_of_one_process(engine, alone, seed):
     choose, loop, given, requests, aborted = random.Random(seed), engine.loop, {}, {}, set()
-    for step in range(80):
+    for step in range(50):
         if choose.random() < 0.3:
             known = choose.choice([(), *(request.prompt for request in requests.values())])
             prompt = (*known[: choose.randint(0, 60)], *prompt_of(choose, choose.randint(1, 40)))
@@ -137,6 +148,10 @@ def test_a_random_history_with_aborts_gives_the_tokens_of_one_process(engine, al
         got = given.get(name, [])
         assert got == (expected[: len(got)] if name in aborted else expected)
     assert (loop.stats().running, loop.stats().waiting, loop.stats().blocks_used) == (0, 0, 0)
+
+
+def test_ranks_share_the_threads():
+    assert [threads_of(EngineConfig(threads=threads, tp=2, pp=2)) for threads in (1, 8, 11)] == [1, 2, 2]
 
 
 def test_a_block_is_what_all_ranks_keep_of_it_and_the_least_rank_counts():

@@ -44,9 +44,9 @@ OTHERS = {
     "model", "device", "load_format", "memory_fraction", "steps_in_flight", "cuda_graphs", "attention_backend", "trace",
     "threads", "executor", "trust_remote_code", "prefill_ahead", "shrink_threshold", "adapter", "max_adapters",
     "max_adapter_rank", "adapter_host_gb", "tuning", "deferral_bound", "tuning_memory_fraction", "tuning_micro_batch",
-    "tuning_progress", "tuning_mirror",
+    "tuning_progress", "tuning_mirror", "tp", "pp",
 }  # fmt: skip
-"""Options with a test of their own below, or in test_tuning."""
+"""Options with a test of their own below, or in test_tuning or test_many_device."""
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +105,7 @@ def test_random_weights_need_no_file(small, checkpoint, tmp_path):
 def test_the_device_is_the_one_of_the_option(small, monkeypatch):
     asked = []
     resolve = paged_device.resolve_device
-    monkeypatch.setattr("holdfast.engine.build.resolve_device", lambda name: (asked.append(name), resolve("cpu"))[1])
+    monkeypatch.setattr("holdfast.engine.paged.resolve_device", lambda name: (asked.append(name), resolve("cpu"))[1])
     for name in ("cuda", "cpu", "auto"):
         build(small(device=name))
     assert asked == ["cuda", "cpu", "auto"]

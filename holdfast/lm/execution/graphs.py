@@ -156,7 +156,7 @@ class StepGraphs:
 
         With the stacks of `adapters`, they are for steps in which a token has one. They share all memory with the
         graphs `beside` them, which have the same sizes and are captured first. `group` is the devices that share the
-        model's layers, if there are several. All capture the same sizes; in a rehearsal none waits for another.
+        model's layers, if there are several. All capture the same sizes, and none waits for another while it does.
         `incoming` is where the stream [max tokens, width] of the stage before is when a step starts, if this is not the
         first stage; it is overwritten.
         """
@@ -239,7 +239,10 @@ class StepGraphs:
         return partial(_add, size, self._capture(self._decode, size), self._decodes, self._ready_decodes)
 
     def rehearsals(self) -> list[Callable[[], None]]:
-        """One call per size that runs its kernels once, without a graph. The calls may run concurrently."""
+        """One call per size that runs its kernels once, without a graph. The calls may run concurrently.
+
+        In a group of devices they run inside its `alone`.
+        """
         sizes = self.sizes
         bodies = [partial(self._rehearse, self._body, *body) for body in sizes.bodies()]
         return bodies + [partial(self._rehearse, self._decode, size) for size in sizes.decodes]
@@ -275,7 +278,8 @@ class StepGraphs:
 
     def _capture(self, work: Callable[[int, Any], None], size: int, segments: int | None = None) -> Captured:
         """Run `work` once, then capture it."""
-        metadata = self._rehearse(work, size, segments)
+        with nullcontext() if self._group is None else self._group.alone():
+            metadata = self._rehearse(work, size, segments)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             work(size, metadata)
@@ -287,8 +291,7 @@ class StepGraphs:
         `segments` is None where each segment is one token.
         """
         metadata = self._attention.reserve(min(segments or size, self._most_rows), size if segments else None)
-        with nullcontext() if self._group is None else self._group.alone():
-            work(size, metadata)
+        work(size, metadata)
         return metadata
 
     def _body(self, size: int, metadata: Any) -> None:

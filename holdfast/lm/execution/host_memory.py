@@ -91,9 +91,10 @@ class HostMemory:
             self.ready = stop // block_bytes
 
 
-def cuda_pin(address: int, size: int) -> int:
-    """Pin memory in place and map it for the GPU. Other Python threads go on meanwhile."""
-    return int(torch.cuda.cudart().cudaHostRegister(address, size, 0))  # type: ignore[no-untyped-call]
+def cuda_pin(address: int, size: int, device: torch.device | None = None) -> int:
+    """Pin memory in place and map it for a GPU, by default the thread's. Other Python threads go on meanwhile."""
+    with torch.cuda.device(device):
+        return int(torch.cuda.cudart().cudaHostRegister(address, size, 0))  # type: ignore[no-untyped-call]
 
 
 def cuda_unpin(address: int) -> None:

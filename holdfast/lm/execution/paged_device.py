@@ -20,7 +20,7 @@ from holdfast.lm.execution.adapter_transfer import AdapterStore, AdapterTransfer
 from holdfast.lm.execution.batch import Batch
 from holdfast.lm.execution.executor import Layers, PagedExecutor, PagedMemory, Sampler
 from holdfast.lm.execution.graphs import GraphSizes, StepGraphs
-from holdfast.lm.execution.host_memory import HostMemory
+from holdfast.lm.execution.host_memory import HostMemory, cuda_pin
 from holdfast.lm.execution.link_times import LinkTimes, time_links
 from holdfast.lm.execution.place import Place
 from holdfast.lm.execution.stage_link import StageEnd
@@ -306,7 +306,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
             kept = self._cache(host_blocks, torch.device("cpu"), by_block=self.kind == "cuda")
             transfers = Transfers(cache, kept, layers, self._make_stream)
             if self.kind == "cuda":
-                host = HostMemory(kept)
+                host = HostMemory(kept, partial(cuda_pin, device=self.device))
                 self._compile_copies()
         graphs, adapter_graphs = self._graphs(batch, layers, sizes)
         for each in (graphs, adapter_graphs):
@@ -451,11 +451,14 @@ def make_slots(model: Model, config: EngineConfig) -> AdapterSlots | None:
     )
 
 
-def resolve_device(name: str) -> torch.device:
-    """The device that a config's `auto`, `cpu` or `cuda` means. Raises ValueError for cuda without a GPU."""
+def resolve_device(name: str, index: int | None = None) -> torch.device:
+    """The device that a config's `auto`, `cpu` or `cuda` means; of several GPUs the one at `index`, or the current one.
+
+    Raises ValueError for cuda without a GPU.
+    """
     available = torch.cuda.is_available()
     if name == "cuda" and not available:
         raise ValueError("device is cuda, and PyTorch finds no GPU; choose cpu or auto")
     if name == "cuda" or (name == "auto" and available):
-        return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cuda", torch.cuda.current_device() if index is None else index)
     return torch.device("cpu")

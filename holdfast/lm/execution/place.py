@@ -12,7 +12,9 @@ from torch._C._distributed_c10d import FileStore
 from torch.distributed.distributed_c10d import PrefixStore
 
 from holdfast.core.layout import Layout
+from holdfast.lm.execution.peer_link import PeerLink
 from holdfast.lm.execution.stage_link import GlooLink, StageLink
+from holdfast.lm.kernels.collectives.peer_memory import PeerMemory
 from holdfast.lm.kernels.collectives.protocol import Group
 from holdfast.lm.kernels.collectives.torch_group import TorchGroup
 from holdfast.lm.models.base import ModelSpec
@@ -29,21 +31,35 @@ class Place:
         """`meeting` is a directory of these ranks alone, where they leave word how they can be reached."""
         self.layout, self.rank, self.device = layout, rank, device
         self._store = FileStore(str(Path(meeting) / "ranks"), layout.ranks)
+        self._store.set_timeout(TIMEOUT)
         self._everyone: dist.ProcessGroup | None = None
-        if layout.pp > 1:
+        if layout.pp > 1 and device.type == "cpu":
             self._everyone = self._gloo("everyone", range(layout.ranks))
         self.group: Group | None = None
         """The devices that share each layer; None if there is only one."""
         if layout.tp > 1:
-            stage = layout.stage_of(rank)
-            self.group = TorchGroup(self._gloo(f"stage {stage}", layout.ranks_of(stage)), device)
+            self.group = self._group_of(f"stage {layout.stage_of(rank)}", layout.ranks_of(layout.stage_of(rank)))
 
     def link(self, spec: ModelSpec, max_tokens: int, max_rows: int) -> StageLink | None:
         """What carries streams and tokens between the stages; None if there is only one.
 
         `spec` is that of this rank's part; a step has at most so many tokens and sampled rows.
         """
-        return None if self._everyone is None else GlooLink(self._everyone, self.layout, self.rank)
+        if self.layout.pp == 1:
+            return None
+        if self._everyone is not None:
+            return GlooLink(self._everyone, self.layout, self.rank)
+        num_bytes = PeerLink.num_bytes(spec, max_tokens, max_rows)
+        memory = PeerMemory(PrefixStore("link", self._store), self.rank, self.layout.ranks, self.device, num_bytes)
+        return PeerLink(memory, self.layout, spec, max_tokens, max_rows)
+
+    def _group_of(self, name: str, ranks: range) -> Group:
+        """These ranks as the devices that share each layer."""
+        if self.device.type == "cpu":
+            return TorchGroup(self._gloo(name, ranks))
+        from holdfast.lm.kernels.collectives.symmetric import SymmetricGroup  # a CPU installation has no Triton
+
+        return SymmetricGroup(PrefixStore(name, self._store), ranks.index(self.rank), len(ranks), self.device)
 
     def _gloo(self, name: str, ranks: range) -> dist.ProcessGroup:
         """These ranks of this host as one process group. Nobody else can reach its sockets."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +23,7 @@ from holdfast.lm.execution.paged_device import PagedDevice
 from holdfast.lm.kernels.attention.paged import PagedAttention
 from holdfast.lm.kernels.attention.torch_attention import TorchAttention
 from holdfast.lm.kernels.cache.kv_cache import KVCache
+from holdfast.lm.kernels.collectives.protocol import Group
 from holdfast.lm.kernels.linear.fused_layers import FusedLayerOps
 from holdfast.lm.kernels.linear.layers import LayerOps
 from holdfast.lm.kernels.lora.torch_lora import TorchLora
@@ -145,6 +148,53 @@ def test_capturing_ends_where_memory_does(recorded: Any, monkeypatch: pytest.Mon
     assert not graphs.capture_next() and not graphs.capture_next()
     graphs.run(staged(36, 36, 36))
     assert run == [("_decode", 48, None)]
+
+
+class Others(Group):
+    """A group whose other device says `done` of each size."""
+
+    def __init__(self, done: int = 1) -> None:
+        self._done = done
+        self.is_alone = False
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack((x, torch.full_like(x, self._done)))
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        assert not self.is_alone
+        self.is_alone = True
+        yield
+        self.is_alone = False
+
+
+@pytest.mark.parametrize("done", [0, 1])
+def test_a_size_is_used_once_every_device_of_the_group_has_captured_it(
+    recorded: Any, done: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs, captured, run, batch = recorded
+    batch.device = torch.device("cpu")
+    monkeypatch.setattr(graphs, "_group", Others(done))
+    captured.clear()
+    while graphs.capture_next():
+        pass
+    assert len(captured) > 1 if done else len(captured) == 1
+    graphs.run(staged(36, 36, 36))
+    assert run == [("_decode", 48 if done == 0 else 40, None)]
+
+
+def test_a_device_rehearses_alone_and_captures_with_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    group, seen = Others(), []
+    spec = SimpleNamespace(own_vocab_size=8, last=True, dtype=torch.float32, device=torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", MagicMock)
+    monkeypatch.setattr(torch.cuda, "graph", lambda *given, **options: nullcontext())
+    monkeypatch.setattr(StepGraphs, "_decode", lambda *given: seen.append(group.is_alone))
+    sizes = GraphSizes(decodes=(4,), tokens=(), rows=(4,), segments=())
+    model = SimpleNamespace(spec=spec)
+    graphs = StepGraphs(model, MagicMock(), MagicMock(), [], sizes, group=group)  # type: ignore[arg-type]
+    graphs._capture_decode(4)()
+    assert seen == [True, False]
 
 
 @pytest.mark.parametrize("budget", [1, 16, 64, 100, 512, 2048, 5000, 16_640])

@@ -13,8 +13,8 @@ class Group(Protocol):
 
     All devices of a group make the same calls in the same order, with equal shapes unless a method says otherwise.
     Every device gets the same bits from `add_norm`, `all_reduce`, `best` and `gather`. A tensor may have no rows; then
-    a call need not wait for anybody. CUDA graphs may capture every call. Results are tensors of their own: no later
-    call writes to them.
+    a call need not wait for anybody. CUDA graphs may capture sums and `best`. Results are tensors of their own: no
+    later call writes to them.
     """
 
     @property
@@ -28,11 +28,7 @@ class Group(Protocol):
         ...
 
     def room(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """An empty contiguous tensor for this device's addends of the next `add_norm` or `all_reduce`.
-
-        Other devices can read it, where there is such memory, so it need not be copied. It may only be written until
-        that call, and not be used afterwards.
-        """
+        """An empty contiguous tensor for this device's addends of the next `add_norm` or `all_reduce`."""
         ...
 
     def add_norm(
@@ -45,10 +41,10 @@ class Group(Protocol):
     ) -> torch.Tensor:
         """Add to stream [T, hidden] in place; return its RMS norm, with eps, times norm [hidden]: [T, hidden].
 
-        What is added is the sum of partials [P, T, hidden] over P and over all devices, and bias [hidden] once. The sum
-        is float32, in a fixed order, and is rounded once to the stream's dtype, before it is normed. P may differ
-        between devices. Partials are of float32 or of the stream's dtype. They are from `room`, or any other tensor,
-        which is copied there first. Stream, bias and norm are equal on all devices.
+        What is added is the sum of partials [P, T, hidden] over P and over all devices, and bias [hidden] once. Sums
+        are float32, in a fixed order. A device's own sum may be rounded to the stream's dtype; the whole one is, before
+        it is normed. P may differ between devices. Partials are of float32 or of the stream's dtype, from `room` or any
+        other tensor. Stream, bias and norm are equal on all devices.
         """
         ...
 
@@ -78,7 +74,8 @@ class Group(Protocol):
     def alone(self) -> AbstractContextManager[None]:
         """Inside, in every thread, calls wait for no other device, and their results mean nothing.
 
-        So kernels can be compiled and rehearsed in any order. Nothing that is captured inside may be replayed.
+        So kernels can be compiled and rehearsed in any order. Nothing that is captured inside may be replayed. Not to
+        be nested.
         """
         ...
 
@@ -87,3 +84,18 @@ def own_rows(count: int, size: int, rank: int) -> range:
     """Which of `count` rows device `rank` of a group gets whole: a contiguous share of ceil(count / size) at most."""
     share = -(-count // size)
     return range(min(rank * share, count), min((rank + 1) * share, count))
+
+
+def columns_by_device(logits: torch.Tensor, size: int, vocab_size: int) -> torch.Tensor:
+    """Logits [R, V_own] of one device as what it sends to each, [size, rows, columns]: the same for all, so padded."""
+    rows, columns = -(-len(logits) // size), -(-vocab_size // size)
+    blocks = logits.new_zeros(size * rows, columns)
+    blocks[: len(logits), : logits.shape[1]] = logits
+    return blocks.view(size, rows, columns)
+
+
+def rows_of_device(blocks: torch.Tensor, count: int, rank: int, vocab_size: int) -> torch.Tensor:
+    """What a device received from each, [size, rows, columns], as its own whole rows of `count`: [R_own, V]."""
+    size, rows, columns = blocks.shape
+    whole = blocks.transpose(0, 1).reshape(rows, size * columns)
+    return whole[: len(own_rows(count, size, rank)), :vocab_size]

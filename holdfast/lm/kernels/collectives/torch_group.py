@@ -1,4 +1,4 @@
-"""`Group` through torch.distributed: gloo between CPU processes, NCCL between GPUs."""
+"""`Group` of CPU processes, through gloo."""
 
 from __future__ import annotations
 
@@ -9,18 +9,14 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from holdfast.lm.kernels.collectives.protocol import Group, own_rows
+from holdfast.lm.kernels.collectives.protocol import Group, columns_by_device, rows_of_device
 
 
 class TorchGroup(Group):
-    """The devices of a process group, each in a process of its own. This is the backend of CPUs.
+    """The CPU processes of a process group. Sums are float32."""
 
-    Sums on a CPU are float32. On a GPU they are in the dtype of what is added, as NCCL computes them.
-    """
-
-    def __init__(self, processes: dist.ProcessGroup, device: torch.device) -> None:
-        self._processes, self._device = processes, device
-        self._alone = False
+    def __init__(self, processes: dist.ProcessGroup) -> None:
+        self._processes, self._alone = processes, False
 
     @property
     def size(self) -> int:
@@ -31,7 +27,7 @@ class TorchGroup(Group):
         return self._processes.rank()
 
     def room(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=self._device)
+        return torch.empty(shape, dtype=dtype)
 
     def add_norm(
         self,
@@ -57,15 +53,11 @@ class TorchGroup(Group):
         return pairs[:, 1].gather(0, everyones.argmax(0, keepdim=True))[0]  # argmax takes the first, so the lowest ids
 
     def exchange_rows(self, logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
-        count, size = len(logits), self.size
-        rows, columns = -(-count // size), -(-vocab_size // size)
-        sent = logits.new_zeros(size * rows, columns)
-        sent[:count, : logits.shape[1]] = logits
-        received = torch.empty_like(sent)
-        if count and not self._alone:
-            self._processes.alltoall_base(received, sent, [], []).wait()
-        whole = received.view(size, rows, columns).transpose(0, 1).reshape(rows, size * columns)
-        return whole[: len(own_rows(count, size, self.rank)), :vocab_size]
+        blocks = columns_by_device(logits, self.size, vocab_size)
+        received = torch.empty_like(blocks)
+        if len(logits) and not self._alone:
+            self._processes.alltoall_base(received.flatten(0, 1), blocks.flatten(0, 1), [], []).wait()
+        return rows_of_device(received, len(logits), self.rank, vocab_size)
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         everyones = x.new_zeros(self.size, len(x))
@@ -75,16 +67,15 @@ class TorchGroup(Group):
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        self._alone = True
+        before, self._alone = self._alone, True
         try:
             yield
         finally:
-            self._alone = False
+            self._alone = before
 
     def _sum(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of x over all devices; float32 on a CPU. x may be overwritten."""
-        if x.device.type == "cpu":
-            x = x.float()
+        """The sum of x over all devices, in float32. x may be overwritten."""
+        x = x.float()
         if x.numel() and not self._alone:
             self._processes.allreduce(x).wait()
         return x

@@ -62,6 +62,10 @@ def best_tokens(
     logits [B, V] may be a part of the vocabulary, from the token `first` on. The best of all parts' scores, the lowest
     token among equals, is then the token of the whole row. The rest is as in `sample`.
     """
+    if logits.device.type == "cuda":
+        from holdfast.lm.kernels.sampling.sample_kernels import best_drawn  # a CPU installation has no Triton
+
+        return best_drawn(logits, temperature, seed, position, any_random=any_random, first=first)
     if any_random:
         is_random = (temperature > 0)[:, None]
         tokens = torch.arange(first, first + logits.shape[-1], dtype=torch.int32, device=logits.device)[None, :]

@@ -1,4 +1,4 @@
-"""The Triton kernels that choose tokens: argmax, and random draws without a sort."""
+"""The Triton kernels that choose tokens: the best of a row or of a part of it, and random draws without a sort."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -12,7 +12,7 @@ BLOCK = 2048
 """Tokens of the vocabulary that a program reads at a time when it draws."""
 
 PIECE = 4096
-"""Logits that one program of `argmax` compares. Small enough that one row fills the device."""
+"""Logits that one program compares to find the best. Small enough that one row fills the device."""
 
 ZERO_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 """Low bits that are always 0 once a logit of this dtype is a float32."""
@@ -21,17 +21,58 @@ ZERO_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 def argmax(logits: torch.Tensor) -> torch.Tensor:
     """The token with the largest logit in each row of logits [B, V], as [B] int64; the lowest id among equals.
 
-    A first kernel compares the logits of each piece of a row, a second one the pieces. A row of NaN gives some token.
+    A row of NaN gives some token.
     """
+    return _best(logits)[1]
+
+
+def best_drawn(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    seed: torch.Tensor,
+    position: torch.Tensor,
+    *,
+    any_random: bool,
+    first: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`best_tokens` on CUDA: each row's largest score [B] float32, and its token [B] int64."""
+    return _best(logits, temperature, seed, position, any_random=any_random, first=first)
+
+
+def _best(
+    logits: torch.Tensor,
+    temperature: torch.Tensor | None = None,
+    seed: torch.Tensor | None = None,
+    position: torch.Tensor | None = None,
+    *,
+    any_random: bool = False,
+    first: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `best_drawn`. A first kernel compares the tokens of each piece of a row, a second one the pieces."""
     rows, vocab = logits.shape
     pieces = triton.cdiv(vocab, PIECE)
     best = torch.empty(rows, pieces, dtype=torch.float32, device=logits.device)
     token = torch.empty(rows, pieces, dtype=torch.int32, device=logits.device)
+    score = torch.empty(rows, dtype=torch.float32, device=logits.device)
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows:
-        best_of_piece_kernel[(rows, pieces)](logits, best, token, vocab, logits.stride(0), BLOCK=PIECE, num_warps=4)
-        best_of_row_kernel[(rows,)](best, token, out, pieces, BLOCK=triton.next_power_of_2(pieces), num_warps=1)
-    return out
+        best_of_piece_kernel[(rows, pieces)](
+            logits,
+            temperature,
+            seed,
+            position,
+            best,
+            token,
+            vocab,
+            first,
+            logits.stride(0),
+            ANY_RANDOM=any_random,
+            BLOCK=PIECE,
+            num_warps=4,
+        )
+        block = triton.next_power_of_2(pieces)
+        best_of_row_kernel[(rows,)](best, token, score, out, pieces, first, BLOCK=block, num_warps=1)
+    return score, out
 
 
 def sample_rows(
@@ -66,28 +107,6 @@ def sample_rows(
 
 
 @triton.jit
-def best_of_piece_kernel(logits, best, token, vocab, stride, BLOCK: tl.constexpr):
-    """The largest logit of a piece, and the lowest token that has it. Program (row, piece)."""
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(logits + row * stride + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
-    top, first = tl.max(value, 0, return_indices=True, return_indices_tie_break_left=True)
-    place = row * tl.num_programs(1) + tl.program_id(1)
-    tl.store(best + place, top)
-    tl.store(token + place, tl.minimum(tl.program_id(1) * BLOCK + first, vocab - 1))
-
-
-@triton.jit
-def best_of_row_kernel(best, token, out, pieces, BLOCK: tl.constexpr):
-    """The token of the row's best piece, the first among equals. Program (row)."""
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, BLOCK)
-    value = tl.load(best + row * pieces + at, mask=at < pieces, other=float("-inf"))
-    piece = tl.minimum(tl.argmax(value, 0), pieces - 1)
-    tl.store(out + row, tl.load(token + row * pieces + piece).to(tl.int64))
-
-
-@triton.jit
 def _mix32(bits):
     """MurmurHash3's finalizer on uint32."""
     bits = (bits ^ (bits >> 16)) * 0x85EBCA6B
@@ -114,6 +133,48 @@ def _gumbel(token, low, high):
     # log(1 - u), exact also where u is small: the rounding error of 1 - u is divided out.
     tail = tl.where(rest == 1.0, uniform, tl.log(rest) * (uniform / (rest - 1.0)))
     return -tl.log(tl.abs(tail))
+
+
+@triton.jit
+def _row_key(seed, position, row):
+    """The two halves of a row's key, each [1] uint32."""
+    one = row + tl.arange(0, 1)
+    key = _mix64(_mix64(tl.load(seed + one).to(tl.uint64)) + tl.load(position + one).to(tl.uint64))
+    return (key & 0xFFFFFFFF).to(tl.uint32), (key >> 32).to(tl.uint32)
+
+
+@triton.jit(do_not_specialize=["first"])
+def best_of_piece_kernel(
+    logits, temperature, seed, position, best, token, vocab, first, stride,
+    ANY_RANDOM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The largest score of a piece, and the lowest place in the row that has it. Program (row, piece).
+
+    The row begins with the token `first`. Without ANY_RANDOM, a score is the logit.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    score = tl.load(logits + row * stride + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
+    if ANY_RANDOM:
+        heat = tl.load(temperature + row)
+        if heat > 0.0:
+            low, high = _row_key(seed, position, row)
+            score = score / heat + _gumbel(first + at, low, high)
+    top, place = tl.max(score, 0, return_indices=True, return_indices_tie_break_left=True)
+    piece = row * tl.num_programs(1) + tl.program_id(1)
+    tl.store(best + piece, top)
+    tl.store(token + piece, tl.minimum(tl.program_id(1) * BLOCK + place, vocab - 1))
+
+
+@triton.jit(do_not_specialize=["first"])
+def best_of_row_kernel(best, token, score, out, pieces, first, BLOCK: tl.constexpr):
+    """The score and the token of the row's best piece, the first among equals. Program (row)."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    value = tl.load(best + row * pieces + at, mask=at < pieces, other=float("-inf"))
+    piece = tl.minimum(tl.argmax(value, 0), pieces - 1)
+    tl.store(score + row, tl.load(best + row * pieces + piece))
+    tl.store(out + row, first + tl.load(token + row * pieces + piece).to(tl.int64))
 
 
 @triton.jit
@@ -227,10 +288,7 @@ def sample_kernel(
     if heat <= 0.0:
         tl.store(out + row, _argmax(logits, vocab, BLOCK).to(tl.int64))
     else:
-        one = row + tl.arange(0, 1)
-        row_key = _mix64(_mix64(tl.load(seed + one).to(tl.uint64)) + tl.load(position + one).to(tl.uint64))
-        low = (row_key & 0xFFFFFFFF).to(tl.uint32)
-        high = (row_key >> 32).to(tl.uint32)
+        low, high = _row_key(seed, position, row)
         bound_key = tl.full([], -0x80000000, tl.int32)
         bound_at = vocab
         if ANY_FILTERED:

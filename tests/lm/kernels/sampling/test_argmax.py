@@ -1,11 +1,12 @@
-"""The argmax kernels of greedy sampling: interpreted without a GPU, compiled with one."""
+"""The kernels that find the best token of a row, or of a part of it: interpreted without a GPU, compiled with one."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from holdfast.lm.kernels.sampling.sample_kernels import PIECE, argmax
+from holdfast.lm.kernels.sampling.sample import best_tokens, sample
+from holdfast.lm.kernels.sampling.sample_kernels import PIECE, argmax, best_drawn
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -39,3 +40,26 @@ def test_argmax_of_strided_rows_and_of_no_rows(device: str) -> None:
     wide[1, 3] = 1
     assert argmax(wide[:, :10]).tolist() == [0, 3]
     assert argmax(wide[:0]).shape == (0,)
+
+
+@pytest.mark.parametrize("any_random", [False, True])
+@pytest.mark.parametrize("vocab", [40, PIECE + 17])
+def test_the_best_of_two_parts_is_the_token_of_the_whole_row(vocab: int, any_random: bool, device: str) -> None:
+    rows, share = 6, vocab // 2 + 1
+    logits = 3 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(vocab))
+    temperature = torch.tensor([0.0, 1.0, 0.5] * 2) if any_random else torch.zeros(rows)
+    records = temperature, torch.arange(rows) * 7919, torch.arange(rows) + 3
+    on_device = [record.to(device) for record in records]
+    parts = []
+    for first in (0, share):
+        part = logits[:, first : first + share]
+        found = best_drawn(part.to(device), *on_device, any_random=any_random, first=first)
+        parts.append([each.cpu() for each in found])
+        scores, tokens = best_tokens(part, *records, any_random=any_random, first=first)
+        torch.testing.assert_close(parts[-1][0], scores, rtol=1e-5, atol=1e-5)
+        assert torch.equal(parts[-1][1], tokens)
+    (low, low_token), (high, high_token) = parts
+    no_filters = torch.zeros(rows, dtype=torch.int32), torch.ones(rows)
+    whole = sample(logits, temperature, *no_filters, *records[1:], any_random=any_random, any_filtered=False)
+    assert torch.equal(torch.where(high > low, high_token, low_token), whole)
+    assert not any_random or (whole != logits.argmax(-1)).any()

@@ -1,0 +1,492 @@
+"""Sums over the GPUs of one host: right or wrong, and what they take by size, beside NCCL and PyTorch's own.
+
+    torchrun --nproc-per-node 2 benchmarks/many_probe.py [--seconds 170] [--only check time best link] [--out FILE]
+
+`check` compares sums with float64, and all devices bit by bit, with random delays on some of them, inside CUDA graphs
+and outside. `time` prints microseconds by size: the median over replays of a graph of calls one behind the other.
+Ends by itself, with status 3, if a kernel waits forever. Prints JSON lines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm
+
+from holdfast.core.layout import Layout
+from holdfast.lm.execution.peer_link import PeerLink
+from holdfast.lm.kernels.collectives.peer_memory import PeerMemory
+from holdfast.lm.kernels.collectives.reduce_kernels import (
+    BEST_PROGRAMS,
+    REGIONS,
+    Mailboxes,
+    best_rows,
+    reduce_rows,
+)
+from holdfast.lm.kernels.collectives.symmetric import ROOM_BYTES, SymmetricGroup
+from holdfast.lm.kernels.compilation import compile_once
+from holdfast.lm.kernels.launch import dependent_launch_options
+from holdfast.lm.kernels.linear.fused_kernels import norm_kernel
+
+BF16, F32 = torch.bfloat16, torch.float32
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+WIDTHS = (4096, 8192)
+EPS = 1e-5
+CALLS = 30
+
+
+class Probe:
+    def __init__(self, seconds: float, out: Path | None) -> None:
+        self.end, self.step, self.out, self.failures = time.monotonic() + seconds, "start", out, 0
+        self.rank = int(os.environ["RANK"])
+        threading.Thread(target=self._watch, daemon=True).start()
+        self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(self.device)
+        dist.init_process_group("nccl", device_id=self.device)
+        self.size = dist.get_world_size()
+        self.store = dist.distributed_c10d._get_default_store()
+        self.world: Any = dist.group.WORLD
+        self.step = "peer memory"
+        self.group: SymmetricGroup | None = None
+        try:
+            self.group = SymmetricGroup(self.prefixed("group"), self.rank, self.size, self.device)
+            self.box = self.group.mailboxes
+        except RuntimeError as error:
+            self.tell("no peer memory", error=str(error)[:300])
+            self.box = self.symmetric_mailboxes()
+
+    def symmetric_mailboxes(self) -> Mailboxes:
+        """Mailboxes in PyTorch's symmetric memory, where the driver refuses ours, so that there are times at least."""
+        own = symm.empty(Mailboxes.num_bytes(self.size, ROOM_BYTES), dtype=torch.uint8, device=self.device)
+        addresses = torch.tensor(symm.rendezvous(own, self.world).buffer_ptrs, device=self.device)
+        state = torch.zeros(2 * REGIONS + BEST_PROGRAMS + 1, dtype=torch.int32, device=self.device)
+        box = Mailboxes(own, addresses, state[:-1], state[-1:], self.rank, self.size)
+        box.empty()
+        torch.cuda.synchronize()
+        dist.barrier()
+        return box
+
+    def prefixed(self, name: str) -> Any:
+        return dist.distributed_c10d.PrefixStore(name, self.store)
+
+    def _watch(self) -> None:
+        time.sleep(max(0.0, self.end - time.monotonic()))
+        print(json.dumps({"kind": "ended by the watchdog", "rank": self.rank, "during": self.step}), flush=True)
+        os._exit(3)
+
+    def tell(self, kind: str, **values: Any) -> None:
+        if self.rank == 0:
+            line = json.dumps({"kind": kind, **values})
+            print(line, flush=True)
+            if self.out is not None:
+                with self.out.open("a") as file:
+                    file.write(line + "\n")
+
+    def time_left(self, needed: float) -> bool:
+        """The same on all ranks."""
+        left = torch.tensor([self.end - time.monotonic()], device=self.device)
+        dist.all_reduce(left, dist.ReduceOp.MIN)
+        return bool(left.item() > needed)
+
+    def microseconds(self, call: Callable[[], object], calls: int = CALLS, replays: int = 7) -> float:
+        for _ in range(2):
+            call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(calls):
+                call()
+        graph.replay()
+        torch.cuda.synchronize()
+        times = []
+        for _ in range(replays):
+            dist.barrier()
+            first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            first.record()
+            graph.replay()
+            last.record()
+            last.synchronize()
+            times.append(first.elapsed_time(last) * 1e3 / calls)
+        return round(sorted(times)[len(times) // 2], 2)
+
+    def draw(self, seed: int, shape: tuple[int, ...], dtype: torch.dtype = BF16, scale: float = 1.0) -> torch.Tensor:
+        """The same on all ranks."""
+        generator = torch.Generator(self.device).manual_seed(seed)
+        return (torch.randn(shape, generator=generator, device=self.device) * scale).to(dtype)
+
+    def delay(self, microseconds: float) -> None:
+        torch.cuda._sleep(int(microseconds * 1500))
+
+    def agree(self, *tensors: torch.Tensor) -> bool:
+        """Whether these are equal, bit by bit, on all ranks."""
+        equal = True
+        for tensor in tensors:
+            bits = tensor.contiguous().view(torch.uint8)
+            everyones = [torch.empty_like(bits) for _ in range(self.size)]
+            dist.all_gather(everyones, bits)
+            equal &= all(torch.equal(each, everyones[0]) for each in everyones)
+        return equal
+
+    def check(self, name: str, right: bool, **values: Any) -> None:
+        verdict = torch.tensor([int(right)], device=self.device)
+        dist.all_reduce(verdict, dist.ReduceOp.MIN)
+        if not verdict.item():
+            self.failures += 1
+            self.tell("WRONG", name=name, **values)
+
+
+def stream_after(stream: torch.Tensor, partials: list[torch.Tensor], bias: Any, wire: torch.dtype) -> torch.Tensor:
+    """What the kernels compute, in the same order: float32 sums over P, rounded to what travels, then by rank."""
+    total = torch.zeros(stream.shape, device=stream.device)
+    for each in partials:
+        own = torch.zeros_like(total)
+        for part in each:
+            own += part.float()
+        total += own.to(wire).float()
+    if bias is not None:
+        total += bias.float()
+    return (stream.float() + total).to(stream.dtype)
+
+
+def check_sums(probe: Probe) -> None:
+    """Every way, size and number of parts, once: against the order of sums bit by bit, and against float64."""
+    seed, worst = 0, 0.0
+    for width in WIDTHS:
+        for rows in (1, 3, 8, 64, 129, 300, 1024, 8192):
+            for parts in (1, 8) if rows <= 64 else (1,):
+                for two_shot in (False, True):
+                    for wire in (BF16, F32) if rows <= 300 else (BF16,):
+                        if not probe.time_left(40):
+                            return
+                        seed += 1000
+                        probe.step = f"check {rows} x {width}, {parts} parts, two_shot {two_shot}, {wire}"
+                        random.seed(seed + probe.rank)
+                        dtype = F32 if parts > 1 else BF16
+                        everyones = [probe.draw(seed + 1 + r, (parts, rows, width), dtype) for r in range(probe.size)]
+                        everyones[0][:, 0, :100] = -0.0
+                        stream, norm = probe.draw(seed, (rows, width)), probe.draw(7, (width,)) + 1
+                        bias = probe.draw(8, (width,)) if parts == 1 and wire == BF16 and rows % 2 else None
+                        expected = stream_after(stream, everyones, bias, wire)
+                        exact = stream.double() + sum(each.double().sum(0) for each in everyones)
+                        exact = exact if bias is None else exact + bias.double()
+                        probe.delay(random.choice((0, 0, 20, 300)))
+                        out = reduce_rows(
+                            probe.box, everyones[probe.rank], bias, stream, norm, EPS, wire=wire, two_shot=two_shot
+                        )
+                        torch.cuda.synchronize()
+                        probe.check(
+                            "stream", torch.equal(stream, expected), rows=rows, width=width, parts=parts,
+                            two_shot=two_shot, wire=str(wire), differing=int((stream != expected).sum()),
+                        )  # fmt: skip
+                        normed = torch.nn.functional.rms_norm(exact, (width,), norm.double(), EPS)
+                        error = float((out.double() - normed).abs().max() / normed.abs().max())
+                        worst = max(worst, error)
+                        probe.check("norm", error < 0.02, rows=rows, width=width, error=error)
+                        probe.check("same bits", probe.agree(stream, out), rows=rows, width=width, two_shot=two_shot)
+    probe.tell("checked sums", seeds=seed // 1000, worst_norm_error=worst, failures=probe.failures)
+
+
+def check_chains(probe: Probe) -> None:
+    """Graphs of an odd number of sums of several sizes, replayed in any order with delays, between sums outside."""
+    width, chains = 4096, []
+    norm = torch.ones(width, device=probe.device, dtype=BF16)
+    for count, rows in ((3, 1), (7, 8), (5, 200), (3, 700)):
+        wire = F32 if rows < 100 else BF16
+        stream = torch.zeros(rows, width, device=probe.device, dtype=BF16)
+        mine = torch.zeros(8 if rows < 100 else 1, rows, width, device=probe.device, dtype=wire)
+
+        def work(count: int, stream: torch.Tensor, mine: torch.Tensor, wire: torch.dtype) -> None:
+            for index in range(count):
+                two_shot = index % 2 == 1 and len(stream) > 100
+                reduce_rows(probe.box, mine, None, stream, norm, EPS, wire=wire, two_shot=two_shot)
+
+        work(count, stream, mine, wire)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            work(count, stream, mine, wire)
+        chains.append((count, rows, wire, stream, mine, graph))
+    everyone, own = random.Random(2), random.Random(3 + probe.rank)
+    probe.step = "chains"
+    turns, right = 0, [torch.ones((), dtype=torch.bool, device=probe.device)]
+    while turns < 600:
+        if turns % 50 == 0 and not probe.time_left(60):
+            break
+        turns += 1
+        count, rows, wire, stream, mine, graph = everyone.choice(chains)
+        everyones = [probe.draw(turns * 100 + r, mine.shape, mine.dtype, 0.3) for r in range(probe.size)]
+        mine.copy_(everyones[probe.rank])
+        before = probe.draw(turns * 100 + 99, (rows, width))
+        for _ in range(everyone.choice((1, 1, 3))):
+            stream.copy_(before)
+            probe.delay(own.choice((0, 0, 0, 5, 50, 500)))
+            graph.replay()
+        expected = before
+        for _ in range(count):
+            expected = stream_after(expected, everyones, None, wire)
+        right.append((stream == expected).all())
+        if everyone.random() < 0.3:
+            values = probe.draw(turns, (probe.size, 300), F32).round(decimals=1)
+            ids = torch.arange(300 * probe.size, device=probe.device).view(probe.size, 300)
+            best = best_rows(probe.box, values[probe.rank].contiguous(), ids[probe.rank].contiguous())
+            right.append((best == ids.gather(0, values.argmax(0, keepdim=True))[0]).all())
+    wrong = int((~torch.stack(right)).sum())
+    probe.check("chains", not wrong, wrong=wrong)
+    probe.tell("checked chains", turns=turns, failures=probe.failures)
+
+
+def check_alone(probe: Probe) -> None:
+    """One device rehearses while the others begin."""
+    probe.step = "alone"
+    if probe.group is None:
+        return
+    x = probe.draw(5 + probe.rank, (4, 4096))[None]
+    if probe.rank == 0:
+        with probe.group.alone():
+            for two_shot in (False, True):
+                reduce_rows(probe.box, x, None, None, None, 0.0, wire=BF16, two_shot=two_shot)
+            probe.group.best(torch.zeros(3, device=probe.device), torch.arange(3, device=probe.device))
+    total = probe.group.all_reduce(x[0])
+    expected = torch.stack([probe.draw(5 + r, (4, 4096)).float() for r in range(probe.size)]).sum(0).to(BF16)
+    probe.check("alone", torch.equal(total, expected))
+    probe.tell("checked alone", failures=probe.failures)
+
+
+def time_sums(probe: Probe) -> None:
+    for width in WIDTHS:
+        for rows in ROWS:
+            if not probe.time_left(25):
+                return
+            probe.tell("time", **time_size(probe, rows, width))
+
+
+def time_size(probe: Probe, rows: int, width: int) -> dict[str, Any]:
+    count = rows * width
+    calls = CALLS if count < 1 << 22 else 8
+    x = probe.draw(1, (1, rows, width), scale=0.01)
+    stream, norm, flat = probe.draw(2, (rows, width)), probe.draw(3, (width,)), x[0].clone()
+
+    def ours(
+        wire: torch.dtype = BF16, two_shot: bool = False, fused: bool = True, parts: torch.Tensor = x, **launch: int
+    ) -> Callable[[], object]:
+        into = (stream, norm, EPS) if fused else (None, None, 0.0)
+        return lambda: reduce_rows(probe.box, parts, None, *into, wire=wire, two_shot=two_shot, **launch)
+
+    def norm_alone() -> None:
+        out = torch.empty_like(stream)
+        norm_kernel[(rows,)](
+            stream, x, None, norm, out, width, stream.stride(0), out.stride(0), EPS, PARTS=1, BLOCK=width,
+            num_warps=16, **dependent_launch_options(probe.device),
+        )  # fmt: skip
+
+    def nccl() -> None:
+        dist.all_reduce(flat)
+
+    def nccl_fused() -> None:
+        dist.all_reduce(flat)
+        norm_alone()
+
+    ways: dict[str, Callable[[], object]] = {
+        "norm_alone": norm_alone,
+        "one_shot": ours(),
+        "one_shot_bare": ours(fused=False),
+        "two_shot": ours(two_shot=True),
+        "two_shot_bare": ours(two_shot=True, fused=False),
+        "nccl": nccl,
+        "nccl_fused": nccl_fused,
+    }
+    if rows <= 128:
+        ways["one_shot_f32"] = ours(wire=F32)
+        ways["one_shot_warps_16"] = ours(num_warps=16)
+    if rows <= 64:
+        eight = probe.draw(1, (8, rows, width), F32, 0.01)
+        ways["one_shot_8_parts"] = ours(parts=eight)
+        ways["one_shot_8_parts_f32"] = ours(parts=eight, wire=F32)
+        ways["one_shot_8_parts_f32_warps_16"] = ours(parts=eight, wire=F32, num_warps=16)
+    if rows >= 256:
+        ways["one_shot_programs_64"] = ours(programs=64)
+        if width == 4096:
+            ways["one_shot_warps_16"] = ours(num_warps=16)
+            ways["one_shot_warps_4"] = ours(num_warps=4)
+    shared = symm.empty(count, dtype=BF16, device=probe.device)
+    out, name = torch.empty(count, dtype=BF16, device=probe.device), probe.world.group_name
+
+    def torch_one_shot() -> None:
+        torch.ops.symm_mem.one_shot_all_reduce_out(shared, "sum", name, out)
+
+    def torch_two_shot() -> None:
+        torch.ops.symm_mem.two_shot_all_reduce_(shared, "sum", name)
+
+    probe.step = f"time rendezvous {rows} x {width}"
+    try:
+        symm.rendezvous(shared, probe.world)
+        shared.zero_()
+        ways |= {"torch_one_shot": torch_one_shot, "torch_two_shot": torch_two_shot}
+    except Exception as error:
+        probe.tell("no symmetric memory", error=f"{type(error).__name__}: {str(error)[:200]}")
+    row: dict[str, Any] = dict(rows=rows, width=width, kb=count * 2 // 1024)
+    for way, call in ways.items():
+        probe.step = f"time {way} {rows} x {width}"
+        try:
+            row[way] = probe.microseconds(call, calls)
+        except Exception as error:
+            row[way] = f"{type(error).__name__}: {str(error)[:200]}"
+    return row
+
+
+def compile_kernels(probe: Probe) -> None:
+    """Compile in processes what `check_sums` and `time_size` launch. Kernels do not depend on the rows."""
+    probe.step = "compile"
+
+    def launch() -> None:
+        for width in WIDTHS:
+            stream = torch.zeros(2, width, dtype=BF16, device=probe.device)
+            norm = torch.zeros(width, dtype=BF16, device=probe.device)
+            for two_shot in (False, True):
+                for wire in (BF16, F32):
+                    for parts in (1, 8):
+                        x = torch.zeros(parts, 2, width, dtype=BF16 if parts == 1 else F32, device=probe.device)
+                        for warps in (4, 8, 16):
+                            if (two_shot and warps != width // 512) or (width == 8192 and warps != 16):
+                                continue
+                            options: Any = dict(wire=wire, two_shot=two_shot, num_warps=warps)
+                            reduce_rows(probe.box, x, None, stream, norm, EPS, **options)
+                            if parts == 1 and wire == BF16:
+                                reduce_rows(probe.box, x, None, None, None, 0.0, **options)
+                                reduce_rows(probe.box, x, norm, stream, norm, EPS, **options)
+
+    compile_once(launch, "many_probe", probe.rank, probe.size, time.time())
+
+
+def time_best(probe: Probe) -> None:
+    row = {}
+    for rows in (1, 8, 64, 256):
+        values, ids = torch.randn(rows, device=probe.device), torch.arange(rows, device=probe.device)
+        probe.step = f"time best {rows}"
+        row[f"best_{rows}"] = probe.microseconds(lambda: best_rows(probe.box, values, ids))  # noqa: B023 - run at once
+    probe.tell("time best", **row)
+
+
+def check_link(probe: Probe) -> None:
+    """Steps in a chain of stages, with tokens back to the first; then what a stream takes by size."""
+    if probe.group is None:
+        return
+    layout, width, most = Layout(1, probe.size), 8192, 8192
+    spec: Any = SimpleNamespace(stream_width=width, dtype=BF16)
+    memory = PeerMemory(
+        probe.prefixed("link"), probe.rank, probe.size, probe.device, PeerLink.num_bytes(spec, most, 512)
+    )
+    link = PeerLink(memory, layout, spec, most, 512)
+    everyone, own, last = random.Random(4), random.Random(5 + probe.rank), probe.size - 1
+    into = torch.empty(most, width, dtype=BF16, device=probe.device)
+    tokens: list[torch.Tensor] = []
+    probe.step = "link"
+    kept = []
+    for turn in range(100):
+        rows = everyone.choice((1, 7, 64, 1000))
+        probe.delay(own.choice((0, 0, 50, 500)))
+        if probe.rank == 0:
+            stream = probe.draw(turn, (rows, width))
+            link.send(stream)
+            stream.zero_()
+            if turn >= probe.size:
+                tokens.append(link.receive_tokens(8))
+        else:
+            link.receive(into[:rows])
+            kept.append((into[:rows] == probe.draw(turn, (rows, width)) + (probe.rank - 1)).all())
+            if probe.rank < last:
+                link.send(into[:rows] + 1)
+            else:
+                link.send_tokens(torch.arange(8, device=probe.device) + turn)
+    if probe.rank == 0:
+        tokens += [link.receive_tokens(8) for _ in range(probe.size)]
+        wanted = [torch.arange(8, device=probe.device) + turn for turn in range(100)]
+        kept = [(one == two).all() for one, two in zip(tokens, wanted, strict=True)]
+    probe.check("link", bool(torch.stack(kept).all()))
+    probe.tell("checked link", failures=probe.failures)
+    for rows in (1, 64, 512, 2048, 8192):
+        probe.step = f"time link {rows}"
+        source, count = torch.zeros(rows, width, dtype=BF16, device=probe.device), 20
+        dist.barrier()
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for turn in range(count + 1):
+            if turn == 1:
+                torch.cuda.synchronize()
+                begin = time.perf_counter()
+            if probe.rank:
+                link.receive(into[:rows])
+            if probe.rank < last:
+                link.send(source if probe.rank == 0 else into[:rows])
+        torch.cuda.synchronize()
+        spent = (time.perf_counter() - begin) / count * 1e6
+        # One there and back: the latency of a stream and of its token.
+        dist.barrier()
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(count):
+            if probe.rank:
+                link.receive(into[:rows])
+            if probe.rank < last:
+                link.send(source if probe.rank == 0 else into[:rows])
+            else:
+                link.send_tokens(torch.zeros(8, dtype=torch.int64, device=probe.device))
+            if probe.rank == 0:
+                link.receive_tokens(8)
+        torch.cuda.synchronize()
+        there_and_back = (time.perf_counter() - begin) / count * 1e6
+        probe.tell(
+            "time link", rows=rows, width=width, mb=rows * width * 2 / 1e6, each_us=round(spent, 1),
+            there_and_back_us=round(there_and_back, 1),
+        )  # fmt: skip
+
+
+PARTS = {
+    "check": (compile_kernels, check_alone, check_sums, check_chains),
+    "best": (time_best,),
+    "link": (check_link,),
+    "time": (time_sums,),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=170.0, help="when the watchdog ends the probe")
+    parser.add_argument("--only", nargs="*", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    probe = Probe(arguments.seconds, arguments.out)
+    probe.tell("machine", device=torch.cuda.get_device_name(), devices=probe.size, torch=torch.__version__)
+    for name in arguments.only:
+        for part in PARTS[name]:
+            begin = time.monotonic()
+            try:
+                part(probe)
+            except Exception:
+                print(json.dumps({"kind": "error", "rank": probe.rank, "in": probe.step}), flush=True)
+                traceback.print_exc()
+                os._exit(2)
+            probe.tell("took", part=part.__name__, seconds=round(time.monotonic() - begin, 1))
+    probe.tell("ended", failures=probe.failures)
+    sys.stdout.flush()
+    os._exit(1 if probe.failures else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""`Group` of GPUs of one host that write into each other's memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import inf
+
+import torch
+from torch._C._distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore
+
+from holdfast.lm.kernels.collectives.peer_exchange import PeerExchange
+from holdfast.lm.kernels.collectives.peer_memory import PeerMemory
+from holdfast.lm.kernels.collectives.protocol import Group, columns_by_device, rows_of_device
+from holdfast.lm.kernels.collectives.reduce_kernels import (
+    BEST_PROGRAMS,
+    REGIONS,
+    Mailboxes,
+    best_rows,
+    reduce_rows,
+)
+
+ROOM_BYTES = 64 << 20
+"""Memory for sums on each device. Longer ones take several launches."""
+EXCHANGE_BYTES = 64 << 20
+"""Memory for rows of logits on each device. More of them go piece by piece."""
+
+SECOND_SHOT = 2.1e-6
+"""Seconds that two shots take longer than one, for sums of a few rows."""
+LINK_SPEED = 300e9
+"""Bytes that a device sends in a second, in sums of more rows. Both are of two H200s (benchmarks/many_probe.py)."""
+
+
+def two_shot_bytes(size: int) -> float:
+    """From how many bytes of a sum on two shots are faster than one, for so many devices.
+
+    In one shot, each device sends its addends to all others. In two, it sends each of them its share of the rows, and
+    later the sum of its own rows: 2 / size of the bytes. For two devices that is the same, and two shots were never
+    faster by more than 5%. NCCL with a norm after it took longer at every size: 2 to 2.8 times as long up to 4 MB, and
+    18% longer at 64 MB or more, so it has no place here.
+    """
+    saved = (size - 1) * (1 - 2 / size)
+    return SECOND_SHOT * LINK_SPEED / saved if saved else inf
+
+
+class SymmetricGroup(Group):
+    """GPUs of one host, each in a process of its own.
+
+    Sums and the best tokens go through mailboxes, in kernels that CUDA graphs may capture. What travels of a sum is in
+    the stream's dtype: float32 would take 0.5 us longer for one row, and twice as long for many. Rows of logits, and
+    what is gathered, are copied by the host's command, so graphs cannot capture `exchange_rows` and `gather`.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, device: torch.device) -> None:
+        """`store` is this group's alone. All processes of the group make theirs at the same time.
+
+        Raises RuntimeError where one device cannot write to another.
+        """
+        self._rank, self._size, self._device = rank, size, device
+        sums = PeerMemory(PrefixStore("sums", store), rank, size, device, Mailboxes.num_bytes(size, ROOM_BYTES))
+        counters = torch.zeros(2 * REGIONS + BEST_PROGRAMS, dtype=torch.int32, device=device)
+        no_addresses = torch.zeros(size, dtype=torch.int64, device=device)
+        self.mailboxes = Mailboxes(sums.own, no_addresses, counters, counters.new_zeros(1), rank, size)
+        self.mailboxes.empty()
+        no_addresses.copy_(torch.tensor(sums.open()))
+        self._exchange = PeerExchange(PeerMemory(PrefixStore("rows", store), rank, size, device, EXCHANGE_BYTES))
+        self._two_shot = two_shot_bytes(size)
+        self._alone = 0
+        """Callers that are inside `alone`."""
+        self._entering = threading.Lock()
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    def room(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=self._device)
+
+    def add_norm(
+        self,
+        stream: torch.Tensor,
+        partials: torch.Tensor,
+        bias: torch.Tensor | None,
+        norm: torch.Tensor,
+        eps: float,
+    ) -> torch.Tensor:
+        two_shot = stream.nbytes >= self._two_shot
+        return reduce_rows(self.mailboxes, partials, bias, stream, norm, eps, wire=stream.dtype, two_shot=two_shot)
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        two_shot = x.nbytes >= self._two_shot
+        return reduce_rows(self.mailboxes, x[None], None, None, None, 0.0, wire=x.dtype, two_shot=two_shot)
+
+    def best(self, values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return best_rows(self.mailboxes, values, ids)
+
+    def exchange_rows(self, logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
+        blocks = columns_by_device(logits, self.size, vocab_size)
+        received = blocks if self._alone else self._exchange.exchange(blocks)
+        return rows_of_device(received, len(logits), self.rank, vocab_size)
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        everyones = x.expand(self.size, len(x)).contiguous()
+        return everyones if self._alone else self._exchange.exchange(everyones)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        self._enter(1)
+        try:
+            yield
+        finally:
+            self._enter(-1)
+
+    def _enter(self, count: int) -> None:
+        """Count who is alone. The first and the last of them tell the kernels that follow, on all streams."""
+        with self._entering:
+            before, self._alone = self._alone, self._alone + count
+            if before == 0 or self._alone == 0:
+                torch.cuda.synchronize(self._device)
+                self.mailboxes.is_alone.fill_(min(self._alone, 1))
+                torch.cuda.synchronize(self._device)

@@ -1,0 +1,56 @@
+"""Engines of two GPUs, by benchmarks/many_gpus.py: each of its parts is a process of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "many_gpus.py"
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.slow,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+
+
+def results_of(part: str, *options: str) -> list[dict[str, Any]]:
+    """The lines of a part that has ended well."""
+    command = [sys.executable, str(SCRIPT), "--seconds", "200", "--parts", part, *options]
+    output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=250).stdout
+    lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    assert lines and lines[-1]["status"] == 0, output[-3000:]
+    return lines
+
+
+def test_two_gpus_exchange_rows_and_draw_the_tokens_of_whole_rows() -> None:
+    lines = results_of("group")
+    assert [line["wrong"] for line in lines if line["kind"] == "group"] == [[]]
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+def test_random_histories_on_two_gpus_give_the_tokens_of_one(layout: str) -> None:
+    histories = [line for line in results_of("small", "--layouts-small", layout) if line["kind"] == "tokens"]
+    assert {line["layout"] for line in histories} == {"one", layout}
+    assert [line["wrong_from"] for line in histories] == [{}] * len(histories)
+    assert all(line["suspended"] and line["swapped_in"] for line in histories)
+
+
+def test_a_killed_rank_ends_the_engine_within_a_second_and_leaves_no_memory_taken() -> None:
+    lines = results_of("killed")
+    [killed] = [line for line in lines if line["kind"] == "killed"]
+    assert killed["raised_after"] < 1.0
+    assert "was killed by SIGKILL" in killed["error"]
+    assert max(map(int, lines[-1]["megabytes_left"])) < 1000
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+def test_a_bfloat16_model_is_served_by_two_gpus(layout: str) -> None:
+    lines = results_of("served", "--shape", "0.6b", "--layouts", layout)
+    assert [line["rows"] for line in lines if line["kind"] == "decode"] == [1, 32, 128]

@@ -36,6 +36,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ from in_real_time import RealEngine, Recorder, Stepped
 from invocation import add_engine_options, provenance
 from llama8b import LLAMA_3_8B, draw, offline, request
 from multiturn import MODES, converse, shortened, workload
+from sarathi import Unbalanced
 from step_breakdown import breakdown, watched
 from torch.profiler import ProfilerActivity
 from torch.profiler import profile as torch_profile
@@ -52,8 +54,7 @@ from torch.profiler import profile as torch_profile
 from holdfast.core.config import EngineConfig
 from holdfast.lab.metrics import percentile, summary
 from holdfast.lab.workloads import Conversation, Turn
-from holdfast.lm.scheduler.builder import Policy, StepBuilder
-from holdfast.lm.scheduler.pipeline_target import PipelineLatencyTarget
+from holdfast.lm.scheduler.builder import Policy
 from holdfast.lm.scheduler.policies import whole_tiles
 from holdfast.lm.types import EngineShape
 from holdfast.loop.loop import Loop
@@ -100,19 +101,6 @@ PROMPTS, CHUNKS = (2048, 4096, 8192, 16_000), (512, 1024, 2048)
 """Of `chunking`."""
 STREAMS, JOINING, JOINED = 32, 4, 8000
 """Of `target`: streams, prompts that join them, and their tokens."""
-
-
-class Unbalanced(PipelineLatencyTarget):
-    """The target bounds the streams of each step alone, and nothing makes steps equal."""
-
-    def prefill_budget(self, step: StepBuilder) -> int:
-        return step.budget
-
-    def wait(self, seconds: float) -> float:
-        return self._passage(seconds)[-1] - self._since[0]
-
-    def _weigh_decodes(self, step: StepBuilder) -> None:
-        step.weigh = None
 
 
 class Bench:
@@ -284,14 +272,7 @@ def pipeline(bench: Bench) -> None:
     }
     stages = layout_of(bench.args.layout)[1]
     if stages > 1:
-
-        def unbalanced(shape: EngineShape) -> Policy:
-            ceiling = whole_tiles(shape.max_step_tokens, shape.tile)
-            return Unbalanced(
-                bench.engine.profile.cost, bench.args.pipeline_target / 1e3, tile=shape.tile, ceiling=ceiling,
-                stages=stages,
-            )  # fmt: skip
-
+        unbalanced = partial(Unbalanced.of, bench.engine.profile.cost, bench.args.pipeline_target / 1e3, stages)
         kinds["stall-free, target, not balanced"] = (dict(tbt_target=bench.args.pipeline_target), unbalanced)
     choose = random.Random(5)
     count, concurrency = (24, 8) if bench.tiny else (96, 48)

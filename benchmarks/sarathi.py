@@ -1,6 +1,6 @@
 """Sarathi-Serve's evaluation by simulation: capacity (Figures 9, 10), ablations (Table 4), joining decodes (Figure 8).
 
-Run: python benchmarks/sarathi.py checks | joining | knee [--profiles FILE ...]
+Run: python benchmarks/sarathi.py checks | joining | bubbles | knee [--profiles FILE ...]
      python benchmarks/sarathi.py capacity [--requests 512] [--models ...] [--systems ... [--add]] [--processes 2]
      python benchmarks/sarathi.py ablation
      python benchmarks/sarathi.py vary-capacity | vary-ablation [--vary NAME ...] [--seeds 0] [--lengths CSV]
@@ -28,7 +28,7 @@ import random
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from math import inf
 from multiprocessing import get_context
 from pathlib import Path
@@ -48,6 +48,10 @@ from holdfast.lab.simulator.devices import DEVICES, LINKS, Link
 from holdfast.lab.simulator.run import simulate
 from holdfast.lab.simulator.shapes import MODELS
 from holdfast.lab.workloads import DATASETS, Conversation, Turn, Workload
+from holdfast.lm.scheduler.builder import Policy, StepBuilder
+from holdfast.lm.scheduler.pipeline_target import PipelineLatencyTarget
+from holdfast.lm.scheduler.policies import whole_tiles
+from holdfast.lm.types import EngineShape
 
 SHAREGPT, ARXIV = "openchat_sharegpt4", "arxiv_summarization"
 CEILING = 4096
@@ -155,6 +159,65 @@ def requests(dataset: str, count: int, seed: int, lengths: Path | None = None) -
         turns = [Turn(int(row["num_prefill_tokens"]), int(row["num_decode_tokens"])) for row in csv.DictReader(file)]
     turns = [turn for turn in turns if turn.prompt + turn.output <= DATASETS[dataset].limit]
     return [Conversation(0.0, (turn,)) for turn in random.Random(seed).sample(turns, count)]
+
+
+class Unbalanced(PipelineLatencyTarget):
+    """A target that bounds the streams of each step alone, where nothing makes steps equal."""
+
+    @classmethod
+    def of(cls, cost: CostModel, target: float, stages: int, shape: EngineShape) -> Policy:
+        """The policy of an engine of this shape; `target` in seconds."""
+        return cls(cost, target, tile=shape.tile, ceiling=whole_tiles(shape.max_step_tokens, shape.tile), stages=stages)
+
+    def prefill_budget(self, step: StepBuilder) -> int:
+        return step.budget
+
+    def wait(self, seconds: float) -> float:
+        return self._passage(seconds)[-1] - self._since[0]
+
+    def _weigh_decodes(self, step: StepBuilder) -> None:
+        step.weigh = None
+
+
+def bubbles(names: Iterable[str], count: int) -> list[dict[str, Any]]:
+    """The share of time that each stage is idle while 64 requests are under way, by policy, on the pipelines."""
+    rows = []
+    for name in (name for name in names if deployed(name).pipeline is not None):
+        deployment, setting = deployed(name), SETTINGS[name]
+        assert deployment.pipeline is not None
+        stages, cost = len(deployment.pipeline.stages), deployment.profile.cost
+        for dataset in (SHAREGPT, ARXIV):
+            work = requests(dataset, count, 0)
+            tokens = sum(turn.prompt + turn.output for one in work for turn in one.turns)
+            for system in ("orca", "vllm", "fixed-512", "fixed-2048", "computed", "unbalanced"):
+                target = setting.strict
+                config = engine("computed" if system == "unbalanced" else system, dataset, 10**9, target)
+                profile = replace(deployment.profile, token_budget=CEILING // stages)
+
+                outcome = simulate(
+                    config,
+                    profile,
+                    work,
+                    concurrency=64,
+                    pipeline=deployment.pipeline,
+                    make_policy=partial(Unbalanced.of, cost, target, stages) if system == "unbalanced" else None,
+                )
+                figures = summary(outcome.records)
+                rows.append(
+                    {"model": name, "dataset": dataset, "system": system, "idle": outcome.idle}
+                    | {"tokens_per_s": tokens / outcome.seconds, "p99_tbt_s": figures["p99_itl_ms"] / 1e3}
+                )
+    return rows
+
+
+def show_bubbles(rows: list[dict[str, Any]]) -> list[str]:
+    """Idle share by stage, throughput and tail."""
+    lines = ["| model | data set | policy | idle by stage | tokens/s | P99 TBT, s |", "|---|---|---|---|---|---|"]
+    for row in rows:
+        idle = ", ".join(f"{share:.1%}" for share in row["idle"])
+        figures = f"{idle} | {row['tokens_per_s']:,.0f} | {row['p99_tbt_s']:.2f}"
+        lines.append(f"| {row['model']} | {row['dataset']} | {row['system']} | {figures} |")
+    return lines
 
 
 def served(deployment: Deployment, config: EngineConfig, work: Workload, rate: float, seed: int) -> dict[str, Any]:
@@ -593,9 +656,8 @@ def plot_capacity(rows: list[dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "part", choices=("checks", "capacity", "ablation", "joining", "knee", "vary-capacity", "vary-ablation")
-    )
+    parts = ("checks", "capacity", "ablation", "joining", "bubbles", "knee", "vary-capacity", "vary-ablation")
+    parser.add_argument("part", choices=parts)
     parser.add_argument("--models", nargs="+", default=list(SETTINGS), choices=SETTINGS)
     parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=SYSTEMS)
     parser.add_argument("--add", action="store_true", help="add these capacities to those that the JSON file has")
@@ -614,6 +676,8 @@ def main() -> None:
             papers.save(stem, rows := checks(), show_checks(rows))
         case "joining":
             papers.save(stem, rows := joining(), show_joining(rows))
+        case "bubbles":
+            papers.save(stem, rows := bubbles(args.models, args.requests), show_bubbles(rows))
         case "knee":
             papers.save(stem, rows := knee(args.profiles), show_knee(rows))
         case "ablation":

@@ -1,6 +1,6 @@
 """One engine over several devices, part by part: throughput, latency targets, layouts, pipelines, kernels, tiers.
 
-    python benchmarks/many_served.py PART ... --shape 8b|70b|tiny --layout tp2|pp2|tp2pp2|one --out FILE
+    python benchmarks/many_served.py PART ... --shape 8b|34b|70b|tiny --layout tp2|pp2|tp2pp2|one --out FILE
                                      [--repeat 3] [--limit SECONDS] [--set NAME=VALUE]
 
 parts:  beside    batch 1 512/256, batches 32 and 128 512/128, prefill of 8 x 8,192: the peer's rows of the same names
@@ -10,6 +10,8 @@ parts:  beside    batch 1 512/256, batches 32 and 128 512/128, prefill of 8 x 8,
         pipeline  throughput and idle share of each stage under orca, prefill-first, stall-free, stall-free with the
                   target, and that without balanced steps
         kernels   time by kernel of decode steps of 1 and of 32 rows, on rank 0
+        chunking  time of prompts in chunks over that of whole ones (Sarathi-Serve, Figure 11), on a GPU also by kind of
+                  kernel on rank 0: products, attention, between devices
         pensieve  conversations past saturation: both tiers, the device alone, stateless
         accuracy  the simulator beside the engine (simulator_accuracy.py)
 
@@ -34,6 +36,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -43,21 +46,31 @@ from in_real_time import RealEngine, Recorder, Stepped
 from invocation import add_engine_options, provenance
 from llama8b import LLAMA_3_8B, draw, offline, request
 from multiturn import MODES, converse, shortened, workload
-from step_breakdown import breakdown
+from sarathi import Unbalanced
+from step_breakdown import breakdown, watched
+from torch.profiler import ProfilerActivity
+from torch.profiler import profile as torch_profile
 
 from holdfast.core.config import EngineConfig
 from holdfast.lab.metrics import percentile, summary
 from holdfast.lab.workloads import Conversation, Turn
-from holdfast.lm.scheduler.builder import Policy, StepBuilder
-from holdfast.lm.scheduler.pipeline_target import PipelineLatencyTarget
+from holdfast.lm.scheduler.builder import Policy
 from holdfast.lm.scheduler.policies import whole_tiles
 from holdfast.lm.types import EngineShape
 from holdfast.loop.loop import Loop
 
-PARTS = ("beside", "target", "layouts", "pipeline", "kernels", "pensieve", "accuracy")
+PARTS = ("beside", "target", "layouts", "pipeline", "kernels", "chunking", "pensieve", "accuracy")
 SHAPES: dict[str, dict[str, Any]] = {
     "8b": LLAMA_3_8B,
     "70b": LLAMA_3_8B | dict(hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64),
+    "34b": LLAMA_3_8B
+    | dict(
+        hidden_size=7168,
+        intermediate_size=20480,
+        num_hidden_layers=60,
+        num_attention_heads=56,
+        vocab_size=101_000,
+    ),
     "tiny": LLAMA_3_8B
     | dict(
         vocab_size=100_001,
@@ -70,7 +83,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         torch_dtype="float32",
     ),
 }
-SIMULATED = {"8b": "llama-3-8b", "70b": "llama-2-70b"}
+SIMULATED = {"8b": "llama-3-8b", "34b": "yi-34b", "70b": "llama-2-70b"}
 """Shapes of `accuracy`."""
 SHORTER = 32
 """Tiny work has this many times fewer tokens."""
@@ -84,21 +97,10 @@ ROWS = {
 }
 """Of `beside`: prompt and output of each request."""
 LAYOUTS = {"prefill-heavy 64x 4096/8": [(4096, 8)] * 64, "decode-heavy 256x 128/256": [(128, 256)] * 256}
+PROMPTS, CHUNKS = (2048, 4096, 8192, 16_000), (512, 1024, 2048)
+"""Of `chunking`."""
 STREAMS, JOINING, JOINED = 32, 4, 8000
 """Of `target`: streams, prompts that join them, and their tokens."""
-
-
-class Unbalanced(PipelineLatencyTarget):
-    """The target bounds the streams of each step alone, and nothing makes steps equal."""
-
-    def prefill_budget(self, step: StepBuilder) -> int:
-        return step.budget
-
-    def wait(self, seconds: float) -> float:
-        return self._passage(seconds)[-1] - self._since[0]
-
-    def _weigh_decodes(self, step: StepBuilder) -> None:
-        step.weigh = None
 
 
 class Bench:
@@ -270,14 +272,7 @@ def pipeline(bench: Bench) -> None:
     }
     stages = layout_of(bench.args.layout)[1]
     if stages > 1:
-
-        def unbalanced(shape: EngineShape) -> Policy:
-            ceiling = whole_tiles(shape.max_step_tokens, shape.tile)
-            return Unbalanced(
-                bench.engine.profile.cost, bench.args.pipeline_target / 1e3, tile=shape.tile, ceiling=ceiling,
-                stages=stages,
-            )  # fmt: skip
-
+        unbalanced = partial(Unbalanced.of, bench.engine.profile.cost, bench.args.pipeline_target / 1e3, stages)
         kinds["stall-free, target, not balanced"] = (dict(tbt_target=bench.args.pipeline_target), unbalanced)
     choose = random.Random(5)
     count, concurrency = (24, 8) if bench.tiny else (96, 48)
@@ -309,6 +304,29 @@ def kernels(bench: Bench) -> None:
         with bench.loop() as loop:
             found = breakdown(loop, rows, 20)
         bench.say("kernels", f"decode step of {rows} rows", **found)
+
+
+def chunking(bench: Bench) -> None:
+    """One prompt at a time, whole and in chunks."""
+    for prompt in PROMPTS:
+        tokens, whole = bench.short(prompt), dict[str, float]()
+        for chunk in (prompt, *(size for size in CHUNKS if size < prompt)):
+            with bench.loop(token_budget=bench.short(chunk)) as loop:
+                lengths, taken = [(tokens, 1)], []
+                for _ in range(1 + bench.args.repeat):
+                    before = len(bench.recorder.steps())
+                    offline(loop, f"{prompt} in {chunk}", lengths)
+                    taken.append(sum(step.seconds for step in bench.recorder.steps()[before:]))
+                times = {"total": 1e3 * statistics.median(taken[1:])}
+                if torch.cuda.is_available():
+                    with torch_profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
+                        offline(loop, "watched", lengths)
+                        torch.cuda.synchronize()
+                    times |= {kind: us / 1e3 for kind, us in watched(profiler, per=1)["kinds_us"].items()}
+            whole = whole or times
+            over = {kind: round(ms / whole[kind], 3) for kind, ms in times.items() if whole.get(kind)}
+            ms = {kind: round(each, 3) for kind, each in times.items()}
+            bench.say("chunking", f"{prompt} in chunks of {chunk}", prompt=prompt, chunk=chunk, ms=ms, over_whole=over)
 
 
 def pensieve(bench: Bench) -> None:

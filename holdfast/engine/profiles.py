@@ -90,7 +90,15 @@ class CostProfile:
         return "paged" if self.rows is None else "padded"
 
     def require(self, config: EngineConfig) -> None:
-        """Raises ValueError naming both values, if the engine's executor, weights or cache differ from its own."""
+        """Raises ValueError naming both values, if the engine's executor, weights, cache or layout differ from its own.
+
+        An engine of one device has no layout, so it may take that of the profile.
+        """
+        if config.layout.ranks > 1 and config.layout != self.layout:
+            raise ValueError(
+                f"tp is {config.tp} and pp is {config.pp}, and the profile of {self.cost.model} on {self.cost.device} "
+                f"was measured with {self.tp} and {self.pp}; leave them out, or give another profile"
+            )
         if config.executor not in ("auto", self.executor):
             raise ValueError(
                 f"executor is {config.executor}, and the profile of {self.cost.model} on {self.cost.device} was "

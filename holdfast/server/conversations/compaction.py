@@ -18,15 +18,15 @@ MOST_TOKENS = 1024
 """Most tokens of a summary, and at most a quarter of the context, unless the client says otherwise."""
 
 
-def seal(summary: str) -> str:
+def encode_summary(summary: str) -> str:
     """A summary as the `encrypted_content` of an item. It holds nothing that its client may not see."""
     return base64.urlsafe_b64encode(json.dumps({"summary": summary}).encode()).decode()
 
 
-def unseal(sealed: object, name: str) -> str:
-    """The summary in an `encrypted_content`. Raises ApiError for anything that `seal` has not made."""
+def decode_summary(encoded: object, name: str) -> str:
+    """The summary in an `encrypted_content`. Raises ApiError for anything that `encode_summary` has not made."""
     try:
-        return str(json.loads(base64.urlsafe_b64decode(str(sealed).encode("ascii")))["summary"])
+        return str(json.loads(base64.urlsafe_b64decode(str(encoded).encode("ascii")))["summary"])
     except (ValueError, binascii.Error, LookupError, TypeError, RecursionError):
         reason = f"{name} was not made by this server's /v1/responses/compact"
         raise ApiError(reason, param=name, code="invalid_value") from None

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct, field
 
 from holdfast.core.types import FinishReason
-from holdfast.server.conversations.compaction import OPENING, seal, unseal
+from holdfast.server.conversations.compaction import OPENING, encode_summary, decode_summary
 from holdfast.server.conversations.values import Item
 from holdfast.server.protocol import (
     MAX_MESSAGES,
@@ -179,7 +179,7 @@ def _read_item(item: Mapping[str, Any], name: str) -> Item:
     kind = item.get("type", "message")
     if kind == "compaction":
         refuse_extra(item, ("type", "id", "encrypted_content", "created_by"), name)
-        summary = unseal(item.get("encrypted_content"), f"{name}.encrypted_content")
+        summary = decode_summary(item.get("encrypted_content"), f"{name}.encrypted_content")
         return new_item("assistant", f"{OPENING}{summary}")
     if kind != "message":
         reason = f"{name}.type is {shown(kind)}; only messages are supported"
@@ -333,7 +333,7 @@ def compacted(response: Response, items: Sequence[Item]) -> dict[str, Any]:
         "id": response["id"],
         "object": "response.compaction",
         "created_at": response["created_at"],
-        "output": [*said, {"id": new_id("cmp"), "type": "compaction", "encrypted_content": seal(summary)}],
+        "output": [*said, {"id": new_id("cmp"), "type": "compaction", "encrypted_content": encode_summary(summary)}],
         "usage": response["usage"],
     }
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct, field
 
 from holdfast.core.types import FinishReason
-from holdfast.server.conversations.compaction import OPENING, encode_summary, decode_summary
+from holdfast.server.conversations.compaction import OPENING, decode_summary, encode_summary
 from holdfast.server.conversations.values import Item
 from holdfast.server.protocol import (
     MAX_MESSAGES,

@@ -17,6 +17,7 @@ from holdfast.training.data import EXAMPLES_FILE, VALIDATION_FILE, write_example
 from holdfast.training.iteration import Arena, arena_of
 from holdfast.training.jobs import Hyperparameters, TrainingJob
 from holdfast.training.state import write_job
+from holdfast.training.storage import JobFailure, StepReport
 from holdfast.training.trainer import Trainer
 from tests.checkpoints import TINY_VOCAB, tiny
 
@@ -123,3 +124,10 @@ def vectors_of(trainer: Trainer, job: str) -> list[torch.Tensor]:
     """Copies of the stored parameters and moments of an open job."""
     act(trainer, job, "offload")
     return [trainer.host_vector(job, name).clone() for name in ("params", "means", "variances")]
+
+
+def step_reports(trainer: Trainer) -> list[StepReport]:
+    """The stored steps since the last call, of jobs that have not failed."""
+    reports = trainer.reports()
+    assert not [report for report in reports if isinstance(report, JobFailure)]
+    return [report for report in reports if isinstance(report, StepReport)]

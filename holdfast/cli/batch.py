@@ -17,11 +17,11 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from holdfast.cli.batch_mode import ENDED, answer_of
+from holdfast.cli.batch_mode import ENDED
 from holdfast.cli.flags import CommandError, UsageError, check_url
 from holdfast.cli.output import require_writable, stage_printer
 from holdfast.cli.stopped import MARK, Mark, copy_whole, download, read_mark, write_whole
-from holdfast.cli.talkers import TENANT, fetched
+from holdfast.cli.talkers import PATIENT, TENANT, answer_of, connection, fetched, server_client
 from holdfast.core.config import EngineConfig, option
 from holdfast.engine.client import EngineClient
 from holdfast.server.config import ServerConfig
@@ -120,10 +120,7 @@ async def run(config: BatchConfig, engine: EngineConfig, file: str) -> int:
     endpoint = place.endpoint()
     try:
         if config.url is not None:
-            base = config.url.rstrip("/").removesuffix("/v1") + "/v1"
-            headers = {"authorization": f"Bearer {config.api_key}"} if config.api_key else {}
-            timeout = httpx.Timeout(30, read=300, write=300)
-            async with httpx.AsyncClient(base_url=base, headers=headers, timeout=timeout) as http:
+            async with server_client(config.url, config.api_key, PATIENT) as http:
                 shown = await run_there(http, place, endpoint, notes)
         else:
             shown = await run_here(engine, place, endpoint, notes)
@@ -212,7 +209,7 @@ async def run_there(http: httpx.AsyncClient, place: Place, endpoint: str, notes:
     mark = read_mark(place.partial, place)
     if mark is not None and mark.place != server:
         raise UsageError(f"{place.partial} was begun at {mark.place}; go on there, or delete it")
-    try:
+    with connection(http):
         if mark is None:
             with place.source.open("rb") as file:
                 notes.print(f"sending {place.source}", style="dim", markup=False)
@@ -231,8 +228,6 @@ async def run_there(http: httpx.AsyncClient, place: Place, endpoint: str, notes:
         for id, target in ((shown["output_file_id"], place.out), (shown["error_file_id"], place.errors)):
             if id is not None:
                 await download(http, f"files/{id}/content", target)
-    except httpx.HTTPError as error:
-        raise CommandError(f"the connection to {server} broke: {error or type(error).__name__}") from None
     place.partial.unlink()
     return shown
 

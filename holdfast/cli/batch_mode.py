@@ -13,7 +13,16 @@ import httpx
 import msgspec
 
 from holdfast.cli.batch_input import parse_batch
-from holdfast.cli.talkers import TENANT, ChatError, Settings, fetched, reason_of, server_events
+from holdfast.cli.talkers import (
+    TENANT,
+    ChatError,
+    Settings,
+    answer_of,
+    connection,
+    fetched,
+    reason_of,
+    server_events,
+)
 from holdfast.server.jobs.batches import WINDOW, Batches, BatchRequest
 from holdfast.server.protocol import ApiError
 
@@ -101,15 +110,13 @@ class RemotePlace:
         self.http, self.longest = http, longest
 
     async def submit(self, lines: bytes) -> str:
-        try:
+        with connection(self.http):
             form = {"files": {"file": ("chat.jsonl", lines)}, "data": {"purpose": "batch"}}
             file = answer_of(await self.http.post("files", **form))  # type: ignore[arg-type]
             wanted = {
                 "input_file_id": file["id"], "endpoint": ENDPOINT, "completion_window": WINDOW, "metadata": SOURCE
             }  # fmt: skip
             return str(answer_of(await self.http.post("batches", json=wanted))["id"])
-        except httpx.HTTPError as error:
-            raise ChatError(f"the connection to {self.http.base_url} broke: {error or type(error).__name__}") from None
 
     async def events(self) -> AsyncGenerator[Event, None]:
         async with aclosing(server_events(self.http, "batches/events", None)) as events:
@@ -121,24 +128,13 @@ class RemotePlace:
 
     async def lines(self, file: str) -> list[dict[str, Any]]:
         try:
-            response = await self.http.get(f"files/{file}/content")
+            with connection(self.http):
+                response = await self.http.get(f"files/{file}/content")
             if response.status_code != 200:
                 raise ChatError(reason_of(response.status_code, response.content))
             return [msgspec.json.decode(line) for line in response.content.splitlines() if line]
-        except httpx.HTTPError as error:
-            raise ChatError(f"the connection to {self.http.base_url} broke: {error or type(error).__name__}") from None
         except msgspec.MsgspecError:
             raise ChatError("the server sent a file that is not OpenAI's") from None
-
-
-def answer_of(response: httpx.Response) -> dict[str, Any]:
-    """The JSON object of an answer. Raises ChatError."""
-    if response.status_code != 200:
-        raise ChatError(reason_of(response.status_code, response.content))
-    try:
-        return msgspec.json.decode(response.content, type=dict[str, Any])
-    except msgspec.MsgspecError:
-        raise ChatError("the server sent an answer that is not OpenAI's") from None
 
 
 @dataclass

@@ -25,7 +25,7 @@ from rich.text import Text
 from holdfast.cli.batch_input import InputError
 from holdfast.cli.batch_mode import Batching, BatchPlace, LocalPlace, RemotePlace
 from holdfast.cli.flags import check_url, require_at_least_1
-from holdfast.cli.talkers import ChatError, Head, LocalTalker, Settings, StatefulTalker, Talker, connect
+from holdfast.cli.talkers import ChatError, Head, LocalTalker, Settings, StatefulTalker, Talker, connect, server_client
 from holdfast.core.config import EngineConfig, option
 from holdfast.engine.client import EngineClient, Usage
 from holdfast.server.config import ServerConfig
@@ -122,9 +122,7 @@ async def open_talker(
     """The talker that answers, open for the whole conversation, and where batches run, if they do."""
     settings = Settings(temperature=config.temperature, max_tokens=config.max_tokens)
     if config.url is not None:
-        base = config.url.rstrip("/").removesuffix("/v1") + "/v1"
-        headers = {"authorization": f"Bearer {config.api_key}"} if config.api_key else {}
-        async with httpx.AsyncClient(base_url=base, headers=headers, timeout=httpx.Timeout(10, read=None)) as http:
+        async with server_client(config.url, config.api_key, httpx.Timeout(10, read=None)) as http:
             talker = await connect(http, model, settings)
             context = talker.context if isinstance(talker, StatefulTalker) else None
             yield talker, None if context is None else RemotePlace(http, context - 1)

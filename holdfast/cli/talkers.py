@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,6 +22,8 @@ Head = str | Messages | None
 """The end of a conversation: a response's id if the server stores it, otherwise all messages; None at the beginning."""
 TENANT = ""
 """The tenant of our own engine's conversations."""
+PATIENT = httpx.Timeout(30, read=300, write=300)
+"""For a server that is sent files, and reads them before it answers."""
 
 
 class ChatError(CommandError):
@@ -176,19 +178,41 @@ async def connect(http: httpx.AsyncClient, model: str | None, settings: Settings
     return StatefulTalker(http, model, settings, context if isinstance(context, int) else None)
 
 
+def server_client(url: str, api_key: str | None, timeout: httpx.Timeout) -> httpx.AsyncClient:
+    """A client of the server at a URL, with or without /v1 at its end, for any number of requests at once."""
+    return httpx.AsyncClient(
+        base_url=url.rstrip("/").removesuffix("/v1") + "/v1/",
+        headers={"authorization": f"Bearer {api_key}"} if api_key else {},
+        limits=httpx.Limits(max_connections=None, max_keepalive_connections=256),
+        timeout=timeout,
+    )
+
+
+@contextmanager
+def connection(http: httpx.AsyncClient) -> Iterator[None]:
+    """Raises ChatError for what httpx raises within."""
+    try:
+        yield
+    except httpx.HTTPError as error:
+        raise ChatError(f"the connection to {http.base_url} broke: {error or type(error).__name__}") from None
+
+
 async def fetched(http: httpx.AsyncClient, path: str) -> dict[str, Any]:
     """GET a JSON object from a server. Raises ChatError."""
     try:
-        response = await http.get(path)
+        return answer_of(await http.get(path))
     except httpx.HTTPError as error:
         raise ChatError(f"no server answers at {http.base_url}: {error}") from None
+
+
+def answer_of(response: httpx.Response) -> dict[str, Any]:
+    """The JSON object of an answer. Raises ChatError."""
     if response.status_code != 200:
         raise ChatError(reason_of(response.status_code, response.content))
     try:
-        found: dict[str, Any] = response.json()
-    except ValueError:
-        raise ChatError(f"{http.base_url} answers, but not as a server with OpenAI's API does") from None
-    return found
+        return msgspec.json.decode(response.content, type=dict[str, Any])
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        raise ChatError(f"{response.url} answers, but not as a server with OpenAI's API does") from None
 
 
 async def server_events(
@@ -199,14 +223,13 @@ async def server_events(
     Raises ChatError for a refusal, a broken connection or an invalid event.
     """
     try:
-        async with http.stream("GET" if body is None else "POST", path, json=body) as response:
-            if response.status_code != 200:
-                raise ChatError(reason_of(response.status_code, await response.aread()))
-            async for line in response.aiter_lines():
-                if line.startswith("data:") and line[5:].strip() != "[DONE]":
-                    yield json.loads(line[5:])
-    except httpx.HTTPError as error:
-        raise ChatError(f"the connection to {http.base_url} broke: {error or type(error).__name__}") from None
+        with connection(http):
+            async with http.stream("GET" if body is None else "POST", path, json=body) as response:
+                if response.status_code != 200:
+                    raise ChatError(reason_of(response.status_code, await response.aread()))
+                async for line in response.aiter_lines():
+                    if line.startswith("data:") and line[5:].strip() != "[DONE]":
+                        yield json.loads(line[5:])
     except ValueError:
         raise ChatError("the server sent an event that is not OpenAI's") from None
 

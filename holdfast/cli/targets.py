@@ -16,6 +16,7 @@ import uvloop
 from rich.console import Console
 
 from holdfast.cli.output import progress_bar, stage_printer
+from holdfast.cli.talkers import server_client
 from holdfast.core.config import EngineConfig
 from holdfast.core.types import SamplingParams
 from holdfast.engine.client import EngineClient
@@ -62,13 +63,7 @@ def server(
     url: str, *, api_key: str | None, model: str | None, vocab_size: int, concurrency: int | None, seed: int
 ) -> Iterator[Target]:
     """A server with OpenAI's API. Without `model`, asks it for its first one. Raises OSError if that fails."""
-    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-    http = httpx.AsyncClient(
-        base_url=url.rstrip("/").removesuffix("/v1") + "/v1/",
-        headers=headers,
-        limits=httpx.Limits(max_connections=None, max_keepalive_connections=256),
-        timeout=httpx.Timeout(30, read=None),
-    )
+    http = server_client(url, api_key, httpx.Timeout(30, read=None))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as loop:
         try:
             asked = model or loop.run(first_model(http))

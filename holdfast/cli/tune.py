@@ -20,11 +20,10 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from holdfast.cli.batch_mode import answer_of
 from holdfast.cli.flags import CommandError, UsageError, check_url
 from holdfast.cli.output import require_writable, stage_printer
 from holdfast.cli.stopped import MARK, Mark, copy_whole, download, read_mark, write_whole
-from holdfast.cli.talkers import TENANT, ChatError, fetched
+from holdfast.cli.talkers import PATIENT, TENANT, ChatError, answer_of, connection, fetched, server_client
 from holdfast.core.config import EngineConfig, option
 from holdfast.engine.client import EngineClient
 from holdfast.engine.tuning import ALL_MODULES, Hyperparameters
@@ -149,10 +148,7 @@ async def run(config: TuneConfig, engine: EngineConfig, data: str, model: str | 
     place, notes = Place.of(data, config), Console(highlight=False, stderr=True)
     try:
         if config.url is not None:
-            base = config.url.rstrip("/").removesuffix("/v1") + "/v1"
-            headers = {"authorization": f"Bearer {config.api_key}"} if config.api_key else {}
-            timeout = httpx.Timeout(30, read=300, write=300)
-            async with httpx.AsyncClient(base_url=base, headers=headers, timeout=timeout) as http:
+            async with server_client(config.url, config.api_key, PATIENT) as http:
                 shown = await run_there(http, config, place, model, notes)
         else:
             shown = await run_here(engine, config, place, notes)
@@ -266,7 +262,7 @@ async def run_there(
     mark = read_mark(place.partial, place)
     if mark is not None and mark.place != server:
         raise UsageError(f"{place.partial} was begun at {mark.place}; go on there, or delete it")
-    try:
+    with connection(http):
         if mark is None:
             mark = await submit_there(http, config, place, model, notes)
         elif (await fetched(http, f"{JOBS}/{mark.id}"))["status"] == "paused":
@@ -287,8 +283,6 @@ async def run_there(
                 for name in ADAPTER_FILES:
                     await download(http, f"{JOBS}/{mark.id}/adapter/{name}", target / name)
             notes.print(f"the server serves it as {shown['fine_tuned_model']}", style="dim", markup=False)
-    except httpx.HTTPError as error:
-        raise CommandError(f"the connection to {server} broke: {error or type(error).__name__}") from None
     place.partial.unlink()
     return shown
 

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import logging
-import os
-import shutil
-import stat
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -57,14 +53,12 @@ from holdfast.lm.types import (
 from holdfast.loop.loop import Loop
 from holdfast.training.base import digest_of_model, training_shape
 from holdfast.training.iteration import arena_of, workspace_bytes
+from holdfast.training.state import mirror_directory
 from holdfast.training.trainer import Trainer
 
 clock = time.monotonic
 log = logging.getLogger("holdfast.engine")
 
-SHARED_MEMORY = Path("/dev/shm")
-MIRROR_SECONDS = 7 * 86_400.0
-"""States that lie in the host's memory for so long without a change are deleted."""
 HOST_BYTES_PER_SECOND = {"cuda": 40e9, "cpu": 5e9}
 """Speed of copies between the cache and the host, roughly. The planner only needs to know which slices are long."""
 
@@ -257,31 +251,6 @@ def make_tuning(
         threads=torch.get_num_threads() if device.kind == "cpu" else 0,
     )
     return TuningDesk(tuner, trainer, desk, rules)
-
-
-def mirror_directory(chosen: str) -> Path | None:
-    """The directory of states in the host's memory, made if need be, for this user alone; None if there is none.
-
-    Raises ValueError for a given one that cannot be used.
-    """
-    if chosen == "off" or (chosen == "auto" and not SHARED_MEMORY.is_dir()):
-        return None
-    path = SHARED_MEMORY / f"holdfast-{os.getuid()}" if chosen == "auto" else Path(chosen)
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = path.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
-            raise PermissionError(errno.EACCES, "it is a link, or others may write to it")
-    except OSError as error:
-        if chosen != "auto":
-            raise ValueError(f"tuning_mirror {chosen} cannot be used: {error.strerror}") from None
-        log.warning("holdfast: states of tuning jobs go to the disk only: %s", error.strerror)
-        return None
-    for job in path.iterdir():
-        # Nobody has come back for the state of this killed engine. The disk has one that is a minute older at most.
-        if job.is_dir() and not job.is_symlink() and time.time() - job.stat().st_mtime > MIRROR_SECONDS:
-            shutil.rmtree(job, ignore_errors=True)
-    return path
 
 
 def read_adapters(

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from functools import partial
 from math import inf
+from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from holdfast.core.config import EngineConfig
@@ -26,11 +27,13 @@ from holdfast.engine.spawn import child_environment
 
 BEAT_SECONDS = 0.045
 """How often a rank shows that it runs, and how often rank 0 looks."""
-SILENT_BEATS = 20
-"""A rank that has been silent for so many looks hangs. They are counted, not timed: if all processes are stopped and go
-on, no time has passed."""
+STOPPED_BEATS = 20
+"""A rank whose process is stopped hangs once it has been silent for so many looks. They are counted, not timed: if all
+processes are stopped together and go on, no time has passed."""
+SILENT_BEATS = 220
+"""The same for one that runs, which may be in a call that keeps Python's lock."""
 SILENT_STARTING = 2400
-"""The same while ranks start. Reading a checkpoint from a slow disk may keep Python's lock."""
+"""The same while ranks start. Reading a checkpoint from a slow disk may take long."""
 STEP_SECONDS = 120.0
 """The longest that rank 0 waits for a step without any. Ranks that run and wait for each other forever beat too."""
 CAUSE_SECONDS = 0.5
@@ -127,7 +130,7 @@ class Ranks:
         self.on_failure: Callable[[], None] = lambda: None
         """Called once, in another thread, when a rank has failed."""
         self.steady = False
-        """Whether a rank that is silent for a second counts as hanging. While ranks start, they may take longer."""
+        """Whether steps run, so that a rank should never be silent for long. While they start, it may be."""
         others = range(1, self.layout.ranks)
         self._closing = threading.Event()
         self._incoming = threading.Lock()
@@ -305,10 +308,12 @@ class Ranks:
             return report
         if ended:
             return f"{ended[0][0].name} failed and gave no reason"
-        most = SILENT_BEATS if self.steady else SILENT_STARTING
         for rank in self._ranks:
-            if silent[rank.number] >= most:
-                return f"{rank.name} has not answered for {most * BEAT_SECONDS:.0f} s"
+            beats = silent[rank.number]
+            stopped = beats >= STOPPED_BEATS and is_stopped(rank.process.pid)
+            if stopped or beats >= (SILENT_BEATS if self.steady else SILENT_STARTING):
+                why = ": it is stopped" if stopped else ""
+                return f"{rank.name} has not answered for {beats * BEAT_SECONDS:.0f} s{why}"
         return ""
 
     def _fail(self, reason: str) -> None:
@@ -327,6 +332,15 @@ class Ranks:
             rank.process.wait()
             assert rank.process.stdin is not None
             rank.process.stdin.close()
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped, by a signal or a debugger. False where the system does not say."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return False
+    return state.rpartition(")")[2].split()[0] in ("T", "t")
 
 
 def _raise_after(deadline: float) -> None:

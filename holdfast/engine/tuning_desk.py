@@ -27,7 +27,8 @@ from holdfast.lm.scheduler.tuner import Tuner
 from holdfast.training.data import EXAMPLES_FILE, VALIDATION_FILE, Examples, digest_of
 from holdfast.training.jobs import ALL_MODULES, Hyperparameters, TrainingJob, auto_batch_size, auto_epochs
 from holdfast.training.state import JOB_FILE, read_job, write_job
-from holdfast.training.trainer import JobFailure, StepReport, Trainer
+from holdfast.training.storage import JobFailure, StepReport
+from holdfast.training.trainer import Trainer
 
 log = logging.getLogger("holdfast.engine")
 

@@ -6,8 +6,13 @@ least one file of each directory is complete, and the newest complete one of all
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
+import shutil
+import stat
 import struct
+import time
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -28,6 +33,12 @@ HEADER_CRC_END = len(MAGIC) + 4
 RECORD = np.dtype([("loss", "<f8"), ("validation", "<f8"), ("tokens", "<u8")])
 NAMES = ("a", "b")
 JOB_FILE = "job.json"
+SHARED_MEMORY = Path("/dev/shm")
+"""A file system in the host's memory: what lies there survives the engine, but not the host."""
+MIRROR_SECONDS = 7 * 86_400.0
+"""States that lie in the host's memory for so long without a change are deleted."""
+
+log = logging.getLogger("holdfast.engine")
 
 
 class StepRecord(NamedTuple):
@@ -149,6 +160,31 @@ def newest(files: Iterable[StateFiles]) -> State | None:
     """The state with the most steps of several directories."""
     states = [state for each in files if (state := each.read()) is not None]
     return max(states, key=lambda state: state.step, default=None)
+
+
+def mirror_directory(chosen: str) -> Path | None:
+    """The directory of states in the host's memory, made if need be, for this user alone; None if there is none.
+
+    Raises ValueError for a given one that cannot be used.
+    """
+    if chosen == "off" or (chosen == "auto" and not SHARED_MEMORY.is_dir()):
+        return None
+    path = SHARED_MEMORY / f"holdfast-{os.getuid()}" if chosen == "auto" else Path(chosen)
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = path.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+            raise PermissionError(errno.EACCES, "it is a link, or others may write to it")
+    except OSError as error:
+        if chosen != "auto":
+            raise ValueError(f"tuning_mirror {chosen} cannot be used: {error.strerror}") from None
+        log.warning("holdfast: states of tuning jobs go to the disk only: %s", error.strerror)
+        return None
+    for job in path.iterdir():
+        # Nobody has come back for the state of this killed engine. The disk has one that is a minute older at most.
+        if job.is_dir() and not job.is_symlink() and time.time() - job.stat().st_mtime > MIRROR_SECONDS:
+            shutil.rmtree(job, ignore_errors=True)
+    return path
 
 
 def write_job(directory: Path, job: TrainingJob) -> None:

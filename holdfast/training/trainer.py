@@ -7,69 +7,30 @@ Slices are launched in the order of the engine's steps, on the same stream. Each
 from __future__ import annotations
 
 import logging
-import math
-import shutil
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from holdfast.lm.kernels.training.attention import sent
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.halves import AdapterLayout, Halves, LayerAdapter
-from holdfast.lm.models.peft_files import CONFIG_FILE, AdapterWeights, LoraPair, write_peft
 from holdfast.lm.types import TrainingResult, TrainingSlice
 from holdfast.training.data import EXAMPLES_FILE, VALIDATION_FILE, Examples, digest_of
 from holdfast.training.iteration import Arena, Iteration, Places, kept_places
 from holdfast.training.jobs import Hyperparameters, JobSteps, MicroBatch, TrainingJob
 from holdfast.training.optimizer import adamw_step
 from holdfast.training.schedule import learning_rate
-from holdfast.training.state import State, StateFiles, StepRecord, newest, read_job, records_of, rows_of
+from holdfast.training.state import StepRecord, read_job, records_of
+from holdfast.training.storage import STORED, JobFailure, StepReport, Storage, StoredJob, Vectors, copy_all, pinned
 
 log = logging.getLogger("holdfast.engine")
 
-CHECKPOINTS = "checkpoints"
-
-DISK_SECONDS = 60.0
-"""A state is on the disk at most so long after it was computed, if writing one takes long."""
-DISK_SHARE = 0.05
-"""If writing a state to the disk takes less than this share of a step, every step is written there."""
-
 COPY_HASTE = 2.0
 """How much of a step's state each slice of the next step copies to the host, over the slice's share of that step."""
-
-STORED = ("params", "means", "variances")
-"""The vectors of a stored state. Without an update between, they are the same on host and device."""
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """An optimizer step whose result is stored: a killed engine does not compute it again."""
-
-    job: str
-    step: int
-    """From 0."""
-    steps: int
-    """Of the whole job."""
-    record: StepRecord
-    checkpoint: Path | None
-    """The directory of the adapter after this step, in PEFT's format, if it was written."""
-
-
-@dataclass(frozen=True)
-class JobFailure:
-    """A job that cannot go on. Its last stored step stays."""
-
-    job: str
-    reason: str
 
 
 class LaunchedSlice:
@@ -89,38 +50,6 @@ class LaunchedSlice:
 
 
 @dataclass(eq=False)
-class _Done:
-    """A step that is computed, or about to be on the device, and that no state holds yet."""
-
-    step: int
-    tokens: int
-    loss: torch.Tensor
-    """On the host once the device is done."""
-    validation: torch.Tensor | None
-
-
-@dataclass(eq=False)
-class _Copying:
-    """The copy of a state to the host, which goes on beside the slices of the next step."""
-
-    room: dict[str, torch.Tensor]
-    layers: int = 0
-    """How many have been copied."""
-
-
-@dataclass(eq=False)
-class _Write:
-    """A state that the writer stores, or will."""
-
-    known: _Job
-    host: dict[str, torch.Tensor]
-    done: list[_Done]
-    step: int
-    durable: bool
-    future: Future[None]
-
-
-@dataclass(eq=False)
 class _Resident:
     """A job's vectors on the device, by name and layer."""
 
@@ -136,22 +65,10 @@ class _Resident:
 class _Job:
     """A job that the trainer knows."""
 
-    job: TrainingJob
-    directory: Path
-    steps: JobSteps
+    stored: StoredJob
     halves: Halves
     examples: Examples
     validation: Examples | None
-    host: dict[str, torch.Tensor]
-    """The vectors of STORED [layers * elements] on the host."""
-    spare: dict[str, torch.Tensor]
-    """Room for newer ones while the writer reads `host`."""
-    rows: npt.NDArray[np.void]
-    """`State.rows` of the stored steps. Only the writer adds to it once the job runs."""
-    step: int
-    """The step under way."""
-    host_step: int
-    """The step before which the vectors on the host are."""
     micro_batch: int = 0
     batches: tuple[MicroBatch, ...] = ()
     """Of the step under way."""
@@ -167,26 +84,24 @@ class _Job:
     """The step under way has been computed but for its validation, so its vectors are those of the next step."""
     host_updated: dict[str, torch.Tensor] | None = None
     """Such vectors of a job that was offloaded. No state holds them before the step ends."""
-    done: list[_Done] = field(default_factory=list)
-    """Steps that the writer has not been told of."""
-    copying: _Copying | None = None
-    """Of the last of these."""
-    unstored: list[_Done] = field(default_factory=list)
-    """Steps that no file took so far. Only the writer changes it."""
-    copied: torch.cuda.Event | None = None
-    """When the copies to the host that have begun have ended; the next update waits for it."""
-    failed: bool = False
-    to_disk: bool = False
-    """The next state is to be written to the disk."""
-    disk_seconds: float = 0.0
-    """How long the last write to the disk took."""
-    disk_at: float = -math.inf
-    """When the last one began."""
-    disk_step: int = -1
-    """The step before which the vectors on the disk are; -1: not known."""
-    step_seconds: float = math.inf
-    """How long the last step took, from one's end to the next one's."""
-    step_at: float = math.nan
+
+    @property
+    def job(self) -> TrainingJob:
+        return self.stored.job
+
+    @property
+    def steps(self) -> JobSteps:
+        return self.stored.steps
+
+    @property
+    def step(self) -> int:
+        """The step under way."""
+        return self.stored.step
+
+    @property
+    def last_vectors(self) -> Vectors | None:
+        """Those at the last step's end, as long as they are on the device."""
+        return None if self.resident is None or self.updated else self.resident.vectors
 
 
 class Trainer:
@@ -206,20 +121,12 @@ class Trainer:
         `mirror` is a directory in the host's memory, where states survive the engine but not the host; None: there is
         none, and states go to the jobs' own directories. `pinning` is held while another thread locks host memory.
         """
-        self._pinning = pinning or nullcontext()
-        self._model, self._base_digest, self._mirror = model, base_digest, mirror
-        self._arena = arena
+        self._model, self._base_digest, self._arena = model, base_digest, arena
         self._device = model.spec.device
         self._jobs: dict[str, _Job] = {}
-        self._reports: deque[StepReport | JobFailure] = deque()
         self.wake: Callable[[], None] = lambda: None
         """Called when the writer is done with a state, mostly in its thread."""
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="holdfast-tuning")
-        self._lock = threading.RLock()
-        """Of `_writes`, and of storing."""
-        self._writes: list[_Write] = []
-        """At most one that runs, and behind it those that wait."""
-        self._copies = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._storage = Storage(self._device, mirror=mirror, pinning=pinning or nullcontext(), wake=lambda: self.wake())
 
     # Jobs
 
@@ -262,25 +169,12 @@ class Trainer:
         if longest > spec.max_positions:
             raise ValueError(f"an example has {longest} tokens; the model was made for {spec.max_positions}")
         layout = AdapterLayout(spec, chosen.modules, chosen.rank)
-        state = newest(self._files(job, directory).values()) or _begin(layout, spec.num_layers, chosen.seed)
-        with self._pinning:
-            host, spare = (
-                {name: self._pinned(vector) for name, vector in zip(STORED, vectors, strict=True)}
-                for vectors in (state.vectors, [torch.empty_like(vector) for vector in state.vectors])
-            )
-        opened = _Job(
-            job, directory, steps, Halves(self._model, layout, chosen.scale), examples, held_out,
-            host, spare,
-            state.rows, state.step, state.step,
-        )  # fmt: skip
-        if state.step and steps.checkpoint_after(state.step - 1) and not _has_checkpoint(opened, state.step):
-            # The engine was killed before it was complete.
-            self._write_checkpoint(opened, opened.host["params"], state.step)
-        return opened
+        stored = self._storage.open(directory, steps, layout)
+        return _Job(stored, Halves(self._model, layout, chosen.scale), examples, held_out)
 
     def records(self, job: str) -> tuple[StepRecord, ...]:
         """The stored steps of an open job."""
-        return records_of(self._jobs[job].rows)
+        return records_of(self._jobs[job].stored.rows)
 
     def steps(self, job: str) -> JobSteps:
         """The steps of an open job."""
@@ -288,8 +182,8 @@ class Trainer:
 
     def host_vector(self, job: str, name: str) -> torch.Tensor:
         """One of STORED as the host has it: of an offloaded job, all there is."""
-        self._wait()
-        return self._jobs[job].host[name]
+        self._storage.wait()
+        return self._jobs[job].stored.host[name]
 
     def next_slice(self, job: str) -> tuple[int, int, int]:
         """Where an open job stands: step, micro-batch, and the unit that comes next."""
@@ -316,15 +210,15 @@ class Trainer:
 
     def newest_checkpoint(self, job: str) -> str:
         """The directory of an open job's newest adapter; empty if no epoch has ended."""
-        known = self._jobs[job]
-        done = range(len(known.rows), 0, -1)
-        last = next((step for step in done if known.steps.checkpoint_after(step - 1)), None)
-        return "" if last is None else str(_checkpoint_path(known, last))
+        return self._jobs[job].stored.newest_checkpoint()
+
+    def keeps_up(self, job: str) -> bool:
+        """Whether the next step may begin. False while the last one's adapter is to be written, and has no room."""
+        return self._storage.keeps_up(self._jobs[job].stored)
 
     def settled(self, job: str) -> bool:
         """Whether all that was to be stored of an open job is, so that `close` and `discard` need not wait."""
-        with self._lock:
-            return not any(write.known is self._jobs[job] and not write.future.done() for write in self._writes)
+        return self._storage.settled(self._jobs[job].stored)
 
     def close(self, job: str) -> None:
         """Store what a job has done, on the disk, and forget the job; its blocks are free then.
@@ -332,41 +226,27 @@ class Trainer:
         It goes on from its last step when it is opened again.
         """
         known = self._jobs[job]
-        self._store(known, durable=True)
-        self._wait(known)
+        self._storage.close(known.stored, known.last_vectors)
         del self._jobs[job]
-        if not known.failed:
-            self._clear_mirror(known)
 
     def discard(self, job: str) -> None:
         """Forget a job and delete its states. Its checkpoints stay."""
-        known = self._jobs.pop(job)
-        self._wait(known)
-        self._files(known.job, known.directory)["disk"].remove()
-        self._clear_mirror(known)
-
-    def _clear_mirror(self, known: _Job) -> None:
-        """Give the host's memory back that the mirror of a job takes."""
-        if self._mirror is not None:
-            shutil.rmtree(self._mirror / known.job.id, ignore_errors=True)
+        self._storage.discard(self._jobs.pop(job).stored)
 
     @property
     def has_reports(self) -> bool:
         """Whether `reports` would give any."""
-        return bool(self._reports)
+        return self._storage.has_reports
 
     def reports(self) -> list[StepReport | JobFailure]:
         """The steps that have been stored since the last call, in order."""
-        found = []
-        while self._reports:
-            found.append(self._reports.popleft())
-        return found
+        return self._storage.reports()
 
     def shut_down(self) -> None:
         """Store all jobs on the disk and end the writer."""
         for job in [*self._jobs]:
             self.close(job)
-        self._writer.shutdown()
+        self._storage.shut_down()
 
     # Slices
 
@@ -423,7 +303,7 @@ class Trainer:
             known.iteration = self._begin_micro_batch(known, resident, batch)
         iteration = known.iteration
         units = sum(len(each.units) for each in known.batches)
-        self._go_on_copying(known, resident, COPY_HASTE * (slice_.stop - slice_.first) / units)
+        self._storage.copy(known.stored, known.last_vectors, COPY_HASTE * (slice_.stop - slice_.first) / units)
         _, everything = kept_places(known.halves, batch.tokens, resident.places)
         keeps = slice_.keep and any(
             unit.kind in ("attention", "mlp") for unit in batch.units[slice_.first : slice_.stop]
@@ -464,11 +344,7 @@ class Trainer:
 
     def _update(self, known: _Job, resident: _Resident) -> None:
         """The optimizer's unit."""
-        if known.done and known.copying is None and known.steps.checkpoint_after(known.step - 1):
-            self._wait(known)  # until there is room for it
-        self._go_on_copying(known, resident, 1.0)
-        if known.copied is not None:
-            torch.cuda.current_stream(self._device).wait_event(known.copied)
+        self._storage.before_update(known.stored, resident.vectors)
         chosen, vectors = known.job.hyperparameters, resident.vectors
         rate = learning_rate(known.step, steps=known.steps.count, peak=chosen.learning_rate, warmup=chosen.warmup)
         with torch.no_grad():
@@ -490,13 +366,10 @@ class Trainer:
         loss = self._to_host(torch.stack(training).sum())
         validation = self._to_host(torch.stack(held_out).sum()) if held_out else None
         tokens = sum(batch.tokens for batch in known.batches if not batch.validation)
-        known.done.append(_Done(known.step, tokens, loss, validation))
-        known.step, known.micro_batch, known.batches, known.losses = known.step + 1, 0, (), []
-        known.updated = False
-        now = time.monotonic()
-        known.step_seconds, known.step_at = now - known.step_at, now
+        self._storage.end_step(known.stored, tokens, loss, validation)
+        known.micro_batch, known.batches, known.losses, known.updated = 0, (), [], False
         if known.step == known.steps.count:
-            self._store(known, durable=True)
+            self._storage.store(known.stored, known.last_vectors)
         return loss
 
     # Memory
@@ -539,10 +412,10 @@ class Trainer:
         }
         with torch.no_grad():
             for name in STORED:
-                _copy((known.host_updated or known.host)[name].chunk(len(layers)), vectors[name])
+                copy_all((known.host_updated or known.stored.host)[name].chunk(len(layers)), vectors[name])
             known.host_updated = None
             if known.micro_batch and not known.updated and known.host_grads is not None:
-                _copy(known.host_grads.chunk(len(layers)), vectors["grads"])
+                copy_all(known.host_grads.chunk(len(layers)), vectors["grads"])
         _cast(vectors)
         read = vectors.get("cast", vectors["params"])
         adapters, grads, fresh = (
@@ -552,202 +425,26 @@ class Trainer:
 
     def _offload(self, known: _Job, resident: _Resident) -> None:
         """Move the job's vectors to the host, and store its last step on the disk."""
-        self._store(known, durable=True)
-        if known.copied is not None:
-            # Whoever gets the blocks next writes after the copy.
-            torch.cuda.current_stream(self._device).wait_event(known.copied)
+        self._storage.store(known.stored, known.last_vectors)
+        self._storage.after_copies(known.stored)  # whoever gets the blocks next writes after them
         if known.updated:
-            known.host_updated = {name: self._pinned(torch.empty_like(known.host[name])) for name in STORED}
+            like = known.stored.host
+            known.host_updated = {name: pinned(torch.empty_like(like[name]), self._device) for name in STORED}
             with torch.no_grad():
                 for name, vector in known.host_updated.items():
-                    _copy(resident.vectors[name], vector.chunk(len(resident.adapters)))
+                    copy_all(resident.vectors[name], vector.chunk(len(resident.adapters)))
         elif known.micro_batch:
             if known.host_grads is None:
-                known.host_grads = self._pinned(torch.empty_like(known.host["params"]))
+                known.host_grads = pinned(torch.empty_like(known.stored.host["params"]), self._device)
             with torch.no_grad():
-                _copy(resident.vectors["grads"], known.host_grads.chunk(len(resident.vectors["grads"])))
+                copy_all(resident.vectors["grads"], known.host_grads.chunk(len(resident.vectors["grads"])))
         known.resident = None
-
-    def _pinned(self, vector: torch.Tensor) -> torch.Tensor:
-        """The vector in memory that a GPU copies from and to by itself."""
-        return vector.pin_memory() if self._copies is not None else vector
 
     def _to_host(self, value: torch.Tensor) -> torch.Tensor:
         """A number that the device computes, on the host when it has."""
-        if self._copies is None:
+        if self._device.type != "cuda":
             return value
         return torch.empty((), dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
-
-    # Storing
-
-    def _files(self, job: TrainingJob, directory: Path) -> dict[str, StateFiles]:
-        """Where a job's states are, by kind."""
-        found = {"disk": StateFiles(directory, job.digest(), durable=True)}
-        if self._mirror is not None:
-            found["mirror"] = StateFiles(self._mirror / job.id, job.digest(), durable=False)
-        return found
-
-    def keeps_up(self, job: str) -> bool:
-        """Whether the next step may begin. False while the last one's adapter is to be written, and has no room."""
-        known = self._jobs[job]
-        if not known.done or known.copying is not None or not known.steps.checkpoint_after(known.step - 1):
-            return True
-        with self._lock:
-            return self._room(known) is not None
-
-    def _store(self, known: _Job, *, durable: bool) -> None:
-        """Copy what is left of the last step to the host, and let the writer store it, if that was not done yet."""
-        with self._lock:
-            if known.resident is not None and known.host_step != known.step:
-                if known.copying is None and self._room(known) is None:
-                    self._wait(known)
-                self._go_on_copying(known, known.resident, 1.0, durable=durable)
-            elif known.host_step == known.step and (known.done or (durable and known.disk_step != known.step)):
-                self._write_soon(known, durable)
-
-    def _go_on_copying(self, known: _Job, resident: _Resident, share: float, *, durable: bool = False) -> None:
-        """Copy this share of the last step's vectors to the host, and tell the writer once all are there.
-
-        One large copy would hold up the tokens of the steps beside it, which take the same way to the host. Where
-        there is no room because the writer is behind, the step is stored with a later one.
-        """
-        with self._lock:
-            if known.host_step == known.step or known.updated:
-                return
-            if known.copying is None:
-                self._take_back(known)
-                room = self._room(known)
-                if room is None:
-                    return
-                known.copying = _Copying(room)
-            copying, layers = known.copying, len(resident.adapters)
-            first = copying.layers
-            copying.layers = last = min(layers, first + math.ceil(share * layers))
-            if self._copies is not None:
-                self._copies.wait_stream(torch.cuda.current_stream(self._device))
-            with torch.no_grad(), torch.cuda.stream(self._copies):
-                for name in STORED:
-                    _copy(resident.vectors[name][first:last], copying.room[name].chunk(layers)[first:last])
-                if self._copies is not None:
-                    known.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                    known.copied.record(self._copies)
-            if last == layers:
-                if copying.room is known.spare:
-                    known.host, known.spare = known.spare, known.host
-                known.copying, known.host_step = None, known.step
-                self._write_soon(known, durable)
-
-    def _take_back(self, known: _Job) -> None:
-        """A state that waits for the writer gives way to a newer one, unless its adapter is to be written."""
-        for write in [*self._writes]:
-            if write.known is known and not self._must_stay(write) and write.future.cancel():
-                known.done = [*write.done, *known.done]
-                known.to_disk |= write.durable
-                self._writes.remove(write)
-
-    def _must_stay(self, write: _Write) -> bool:
-        return write.future.running() or write.known.steps.checkpoint_after(write.step - 1)
-
-    def _room(self, known: _Job) -> dict[str, torch.Tensor] | None:
-        """Vectors on the host that no write needs, or only one that can be taken back."""
-        used = [write.host for write in self._writes if not write.future.done() and self._must_stay(write)]
-        return next((room for room in (known.spare, known.host) if not any(room is each for each in used)), None)
-
-    def _write_soon(self, known: _Job, durable: bool) -> None:
-        """Let the writer store the vectors on the host, with the steps that it has not been told of."""
-        done, known.done = known.done, []
-        durable, known.to_disk = durable or known.to_disk, False
-        self._writes = [write for write in self._writes if not write.future.done()]
-        future = self._writer.submit(self._write, known, known.host, done, known.copied, known.step, durable)
-        self._writes.append(_Write(known, known.host, done, known.step, durable, future))
-        future.add_done_callback(lambda _: self.wake())
-
-    def _wait(self, known: _Job | None = None) -> None:
-        """Wait until the writer has nothing to do for a job; None: for any."""
-        with self._lock:
-            writes = [write for write in self._writes if known is None or write.known is known]
-            for write in writes:
-                write.future.result()
-            self._writes = [write for write in self._writes if write not in writes]
-
-    def _write(
-        self,
-        known: _Job,
-        host: dict[str, torch.Tensor],
-        done: list[_Done],
-        copied: torch.cuda.Event | None,
-        step: int,
-        durable: bool,
-    ) -> None:
-        """In the writer's thread: store a state, then report its steps."""
-        if known.failed:
-            return
-        try:
-            if copied is not None:
-                copied.synchronize()
-            known.unstored += done
-            fresh = [
-                StepRecord(float(each.loss), None if each.validation is None else float(each.validation), each.tokens)
-                for each in known.unstored
-            ]
-            for each, record in zip(known.unstored, fresh, strict=True):
-                if not math.isfinite(record.loss):
-                    raise ArithmeticError(f"the loss of step {each.step} is {record.loss}: lower the learning rate")
-            if not bool(torch.isfinite(host["params"]).all()):
-                raise ArithmeticError(f"step {step - 1} made parameters that are not finite: lower the learning rate")
-            state = State(np.concatenate((known.rows, rows_of(fresh))), *(host[name] for name in STORED))
-            assert state.step == step
-            if not self._write_files(known, state, durable):
-                return  # these steps are reported with a later one
-            known.rows, stored, known.unstored = state.rows, known.unstored, []
-            checkpoint = None
-            if stored and known.steps.checkpoint_after(step - 1):
-                checkpoint = self._write_checkpoint(known, host["params"], step)
-            for each, record in zip(stored, fresh, strict=True):
-                at = checkpoint if each.step == step - 1 else None
-                self._reports.append(StepReport(known.job.id, each.step, known.steps.count, record, at))
-        except (OSError, ArithmeticError) as error:
-            known.failed = True
-            self._reports.append(JobFailure(known.job.id, str(error)))
-
-    def _write_files(self, known: _Job, state: State, durable: bool) -> bool:
-        """Write a state where it is due. Returns whether any file has it."""
-        files, stored = self._files(known.job, known.directory), False
-        if "mirror" in files:
-            try:
-                files["mirror"].write(state)
-                stored = True
-            except OSError as error:
-                log.warning("states of job %s go to the disk only: %s", known.job.id, error)
-                shutil.rmtree(files["mirror"].directory, ignore_errors=True)
-                self._mirror = None
-        now = time.monotonic()
-        quick = known.disk_seconds < DISK_SHARE * known.step_seconds
-        if durable or quick or now - known.disk_at >= DISK_SECONDS or known.steps.checkpoint_after(state.step - 1):
-            files["disk"].write(state)
-            known.disk_seconds, known.disk_at, known.disk_step, stored = time.monotonic() - now, now, state.step, True
-        return stored
-
-    def _write_checkpoint(self, known: _Job, params: torch.Tensor, step: int) -> Path:
-        """Write the adapter of parameters on the host. `step` counts the steps behind it."""
-        path = _checkpoint_path(known, step)
-        layers = self._model.decoder.num_layers
-        pairs = {}
-        for layer, piece in enumerate(params.chunk(layers)):
-            for group in known.halves.layout.views(piece).values():
-                matrices = torch.split(group.a, known.job.hyperparameters.rank)
-                for (module, b), a in zip(group.b, matrices, strict=True):
-                    pairs[layer, module] = LoraPair(a, b, known.job.hyperparameters.scale)
-        write_peft(path, AdapterWeights(pairs), base_model=known.job.base_model)
-        return path
-
-
-def _checkpoint_path(known: _Job, step: int) -> Path:
-    return known.directory / CHECKPOINTS / str(step)
-
-
-def _has_checkpoint(known: _Job, step: int) -> bool:
-    return (_checkpoint_path(known, step) / CONFIG_FILE).exists()
 
 
 class _Timer:
@@ -777,22 +474,6 @@ class _Timer:
             return self._seconds
         self._events[1].synchronize()
         return float(self._events[0].elapsed_time(self._events[1])) / 1000.0
-
-
-def _begin(layout: AdapterLayout, num_layers: int, seed: int) -> State:
-    """A new job's state: A uniform within 1 / √inputs, B zero (as PEFT draws them), so nothing changes at first."""
-    params = torch.zeros(num_layers * layout.elements)
-    generator = torch.Generator().manual_seed(seed)
-    for piece in params.chunk(num_layers):
-        for group in layout.views(piece).values():
-            bound = 1.0 / math.sqrt(group.a.shape[1])
-            group.a.uniform_(-bound, bound, generator=generator)
-    return State(rows_of(()), params, torch.zeros_like(params), torch.zeros_like(params))
-
-
-def _copy(source: Sequence[torch.Tensor], target: Sequence[torch.Tensor]) -> None:
-    for read, written in zip(source, target, strict=True):
-        written.copy_(read, non_blocking=True)
 
 
 def _add(sums: Sequence[torch.Tensor], fresh: Sequence[torch.Tensor]) -> None:

@@ -65,7 +65,8 @@ async def until_dead(client, harm):
 
 
 @pytest.mark.parametrize(
-    ("number", "said"), [(signal.SIGKILL, "was killed by SIGKILL"), (signal.SIGSTOP, "has not answered for 1 s")]
+    ("number", "said"),
+    [(signal.SIGKILL, "was killed by SIGKILL"), (signal.SIGSTOP, "has not answered for 1 s: it is stopped")],
 )
 async def test_streams_end_with_the_rank_that_is_killed_or_hangs(checkpoint, number, said):
     client = await EngineClient.start(EngineConfig(**{**SMALL, "model": str(checkpoint), "tp": 2}))

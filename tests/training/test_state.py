@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.training.jobs import Hyperparameters, TrainingJob
-from holdfast.training.state import State, StateFiles, StepRecord, newest, read_job, rows_of, write_job
+from holdfast.training.state import (
+    State,
+    StateFiles,
+    StepRecord,
+    mirror_directory,
+    newest,
+    read_job,
+    rows_of,
+    write_job,
+)
 
 JOB = b"j" * 32
 
@@ -114,3 +125,18 @@ def test_a_job_is_written_once_and_read_back(tmp_path: Path) -> None:
     assert read_job(tmp_path) == job
     with pytest.raises(FileExistsError, match="holds a job already"):
         write_job(tmp_path, job)
+
+
+def test_old_states_in_shared_memory_are_deleted_and_others_stay(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("holdfast.training.state.SHARED_MEMORY", tmp_path)
+    path = mirror_directory("auto")
+    assert path is not None and path.stat().st_mode & 0o777 == 0o700
+    for name, age in (("old", 8 * 86_400), ("young", 60)):
+        (path / name).mkdir()
+        os.utime(path / name, (time.time() - age,) * 2)
+    assert mirror_directory("auto") == path and [each.name for each in path.iterdir()] == ["young"]
+    assert mirror_directory("off") is None
+    path.chmod(0o777)
+    assert mirror_directory("auto") is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullFormatter
 
 from holdfast.lab.reports.run_data import Distribution, Run
 
@@ -87,6 +88,7 @@ def distributions(metric: str, title: str, runs: Sequence[Run], limit: float | N
     axes.set_ylim(0, 101)
     axes.xaxis.set_major_formatter(FuncFormatter(readable))
     mark_limit(axes, palette, limit, vertical=True)
+    label_logarithmic(axes)
     heading(axes, palette, title, "cumulative %, over ms")
     if len(shown) > 1:
         legend(axes, palette, [f"{run.figures['request_rate']:.3g} /s" for run in shown], "lower right")
@@ -119,6 +121,7 @@ def metrics_by_rate(
         axes.yaxis.set_major_formatter(FuncFormatter(readable))
         mark_limit(axes, palette, limits.get(name), vertical=False)
         mark_limit(axes, palette, capacity, vertical=True, quiet=True)
+        label_logarithmic(axes)
         heading(axes, palette, title, f"{unit}, over requests a second")
     return figure
 
@@ -203,6 +206,7 @@ def panels(shown: Sequence[Panel], columns: int, palette: Palette) -> Figure:
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter(FuncFormatter(readable))
             axis.set_minor_formatter(NullFormatter())
+        label_logarithmic(axes)
         heading(axes, palette, panel.title, panel.unit)
         legend(axes, palette, [line.name for line in panel.lines], "right")
     for axes in all_axes[len(shown) :]:
@@ -262,6 +266,23 @@ def mark_limit(axes: Axes, palette: Palette, at: float | None, *, vertical: bool
     if at is not None:
         draw = axes.axvline if vertical else axes.axhline
         draw(at, color=palette.quiet if quiet else palette.limit, linewidth=1, linestyle=(0, (4, 3)))
+
+
+def label_logarithmic(axes: Axes) -> None:
+    """Label at least two numbers of each logarithmic axis, where it holds fewer than two powers of 10."""
+    for axis in (axes.xaxis, axes.yaxis):
+        low, high = sorted(axis.get_view_interval())
+        if axis.get_scale() != "log" or len(within(low, high, (1,))) > 1:
+            continue
+        finer = (within(low, high, multiples) for multiples in ((1, 2, 5), range(1, 10)))
+        found = next((ticks for ticks in finer if len(ticks) > 1), None)
+        axis.set_major_locator(FixedLocator(found) if found else MaxNLocator(4))
+
+
+def within(low: float, high: float, multiples: Sequence[int]) -> list[float]:
+    """The multiples of powers of 10 from low to high, which are above 0."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    return [value for at in powers for each in multiples if low <= (value := each * 10.0**at) <= high]
 
 
 def ramp(palette: Palette, count: int) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ import logging
 import time
 import uuid
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -19,7 +19,7 @@ from holdfast.server.conversations.protocol import ResponseRequest
 from holdfast.server.conversations.service import Responses
 from holdfast.server.conversations.store import Store
 from holdfast.server.jobs.feed import Feed
-from holdfast.server.jobs.files import Files
+from holdfast.server.jobs.files import Files, pauses, persist
 from holdfast.server.jobs.lines import BadLine, Line, LineReader, check, custom_id_of, split
 from holdfast.server.jobs.tables import BatchTable
 from holdfast.server.jobs.values import AnsweredLine, Batch, Ending, LineFault, Status, StoredFile, Usage
@@ -33,8 +33,6 @@ COMMIT_SECONDS = 0.05
 """Answers that come within this time are stored together, so that the disk's flush does not bound lines a second."""
 MOST_UNSTORED = 1000
 """Answers that may wait for the store; beyond it no line begins."""
-RETRY_SECONDS = (0.25, 10.0)
-"""First and longest wait before a line that found no place, or a store that failed, is tried again."""
 BREATH = 0.001
 """Seconds that reading works, and then rests, while an input is checked: the event loop shares the interpreter."""
 ANSWERS_AT_ONCE = 256
@@ -210,7 +208,7 @@ class BatchRunner:
             with self._files.path(batch.input_file).open("rb") as file:
                 return check(file, batch.endpoint, limit, allow)
 
-        total, faults = await self._persist(partial(self._in_reader, read))
+        total, faults = await persist(partial(self._in_reader, read))
         if running.ending is not None:
             return
         if faults:
@@ -221,9 +219,9 @@ class BatchRunner:
     async def _answer_lines(self, running: RunningBatch) -> None:
         """Have all lines answered that are not, or as many as run until the batch is to end early."""
         batch = running.batch
-        answered = await self._persist(lambda: self._store.read(lambda store: _table(store).answered(batch.id)))
+        answered = await persist(lambda: self._store.read(lambda store: _table(store).answered(batch.id)))
         path = self._files.path(batch.input_file)
-        file = await self._persist(lambda: self._in_reader(lambda: path.open("rb")))
+        file = await persist(lambda: self._in_reader(lambda: path.open("rb")))
         try:
             running.source = LineReader(file, batch.endpoint, answered)
             self._turns.add(running)
@@ -242,7 +240,7 @@ class BatchRunner:
         ending: Ending = running.ending or "completed"
         running.ending = ending
         while running.answers:
-            await self._persist(lambda: self._store_some(running))
+            await persist(lambda: self._store_some(running))
         if running.batch.status != "finalizing":
             times = dict(running.batch.times)
             if ending == "cancelled":
@@ -252,7 +250,7 @@ class BatchRunner:
         made: dict[bool, StoredFile] = {}
         late = 0
         for completed in (True, False):
-            file, count = await self._persist(partial(self._write_output, batch, completed))
+            file, count = await persist(partial(self._write_output, batch, completed))
             if file is not None:
                 made[completed] = file
             if not completed:
@@ -314,24 +312,8 @@ class BatchRunner:
             def store(store: Store) -> Batch:
                 return _table(store).change(running.batch.id, fields, made or ())
 
-            running.batch = await self._persist(lambda: self._store.run(store))
+            running.batch = await persist(lambda: self._store.run(store))
         self._feed.publish(running.batch.tenant, updated(running.batch))
-
-    async def _persist(self, work: Callable[[], Awaitable[T]]) -> T:
-        """The result of work on the store or the disk, tried until they can do it. Raises FileNotFoundError at once."""
-        wait, longest = RETRY_SECONDS
-        while True:
-            try:
-                return await work()
-            except ApiError as error:
-                if error.status != 503:
-                    raise
-            except FileNotFoundError:
-                raise
-            except OSError as error:
-                log.error("a batch waits for the directory of files: %s", error.strerror or error)
-            await asyncio.sleep(wait)
-            wait = min(2 * wait, longest)
 
     async def _in_reader(self, work: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._reader, work, *arguments)
@@ -373,7 +355,7 @@ class BatchRunner:
         if source is None or running.ending is not None:
             return None
         if not source.ahead:
-            await self._persist(partial(self._in_reader, source.read))
+            await persist(partial(self._in_reader, source.read))
         return source.ahead.popleft() if source.ahead else None
 
     async def _answer(self, running: RunningBatch, line: Line) -> None:
@@ -408,7 +390,7 @@ class BatchRunner:
 
     async def _ask(self, batch: Batch, line: Line) -> tuple[int, dict[str, Any], Usage]:
         """Status, body and token counts of a line's answer. One that finds no place waits, and asks again."""
-        wait, longest = RETRY_SECONDS
+        waits = pauses()
         while True:
             try:
                 body, usage = await self._generate(batch, line)
@@ -422,8 +404,7 @@ class BatchRunner:
             except Exception as error:
                 refusal = internal(error)
                 return refusal.status, refusal.body(), Usage()
-            await asyncio.sleep(wait)
-            wait = min(2 * wait, longest)
+            await asyncio.sleep(next(waits))
 
     async def _generate(self, batch: Batch, line: Line) -> tuple[dict[str, Any], RequestUsage]:
         name, wanted, tenant = f"{batch.id}/{line.number}", line.wanted, batch.tenant
@@ -437,7 +418,7 @@ class BatchRunner:
 
     async def _store_answers(self) -> None:
         """Store answers as they come, a few at a time."""
-        wait, longest = RETRY_SECONDS
+        waits = pauses()
         while True:
             await self._answered.wait()
             await asyncio.sleep(COMMIT_SECONDS)
@@ -445,11 +426,10 @@ class BatchRunner:
             try:
                 for running in self._batches():
                     await self._store_some(running)
-                wait = RETRY_SECONDS[0]
+                waits = pauses()
             except ApiError:
                 self._answered.set()
-                await asyncio.sleep(wait)
-                wait = min(2 * wait, longest)
+                await asyncio.sleep(next(waits))
 
     async def _store_some(self, running: RunningBatch) -> None:
         """Store the answers that wait, in one transaction. Raises ApiError; they wait on then."""

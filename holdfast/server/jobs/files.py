@@ -12,7 +12,7 @@ import time
 import uuid
 import weakref
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -43,6 +43,8 @@ UNFINISHED = "upload-"
 """What the names begin with of files that are being written."""
 ABANDONED_SECONDS = 3600.0
 """A file that is being written is abandoned when nothing was written for so long: its server was killed."""
+RETRY_SECONDS = (0.25, 10.0)
+"""First and longest wait before something that failed, and must succeed, is tried again."""
 
 log = logging.getLogger("holdfast.server")
 
@@ -224,6 +226,33 @@ class Files:
     def _too_large(self) -> ApiError:
         reason = f"the file is larger than {self.largest} bytes; send less, or raise the server's --max-file-mb"
         return ApiError(reason, status=413, param="file", code="file_too_large")
+
+
+def pauses() -> Iterator[float]:
+    """Seconds to wait before each new try of the same thing."""
+    wait, longest = RETRY_SECONDS
+    while True:
+        yield wait
+        wait = min(2 * wait, longest)
+
+
+async def persist(work: Callable[[], Awaitable[T]]) -> T:
+    """The result of a job's work on the store or the disk, tried until they can do it.
+
+    Raises FileNotFoundError, and an ApiError other than 503, at once.
+    """
+    waits = pauses()
+    while True:
+        try:
+            return await work()
+        except ApiError as error:
+            if error.status != 503:
+                raise
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            log.error("a batch or a tuning job waits for the disk: %s", error.strerror or error)
+        await asyncio.sleep(next(waits))
 
 
 def new_id() -> str:

@@ -33,12 +33,10 @@ from holdfast.engine.tuning import (
     write_examples,
 )  # fmt: skip
 from holdfast.server.conversations.store import Store
-from holdfast.server.jobs.batch_runner import RETRY_SECONDS
 from holdfast.server.jobs.examples import ExampleReader
-from holdfast.server.jobs.files import Files
+from holdfast.server.jobs.files import Files, persist
 from holdfast.server.jobs.tables import JobTable
 from holdfast.server.jobs.values import JobCheckpoint, JobEvent, LineFault, StoredFile, TuningJob, Wanted
-from holdfast.server.protocol import ApiError
 from holdfast.server.service import Service
 
 MOST_STEP_EVENTS = 10_000
@@ -157,7 +155,7 @@ class TuningRunner:
             return digests
 
         try:
-            digests = await self._persist(partial(asyncio.get_running_loop().run_in_executor, self._reader, write))
+            digests = await persist(partial(asyncio.get_running_loop().run_in_executor, self._reader, write))
         except FileNotFoundError:
             await self._fail(running, [("training_file", LineFault(code="file_missing", message="the file is gone"))])
             return
@@ -365,7 +363,7 @@ class TuningRunner:
             case "failed":
                 await self._fail(running, [("", LineFault(code="tuning_failed", message=without_paths(ended.reason)))])
             case "succeeded":
-                made = await self._persist(lambda: self._write_results(running.job))
+                made = await persist(lambda: self._write_results(running.job))
                 name = running.job.name
                 events = [
                     self._event(f"New fine-tuned model created: {name}"),
@@ -424,23 +422,7 @@ class TuningRunner:
         def store(store: Store) -> TuningJob:
             return JobTable(store.database).change(id, fields, events, made)
 
-        running.job = await self._persist(lambda: self._store.run(store))
-
-    async def _persist(self, work: Callable[[], Any]) -> Any:
-        """The result of work on the store or the disk, tried until they can do it. Raises FileNotFoundError at once."""
-        wait, longest = RETRY_SECONDS
-        while True:
-            try:
-                return await work()
-            except ApiError as error:
-                if error.status != 503:
-                    raise
-            except FileNotFoundError:
-                raise
-            except OSError as error:
-                log.error("a tuning job waits for the disk: %s", error.strerror or error)
-            await asyncio.sleep(wait)
-            wait = min(2 * wait, longest)
+        running.job = await persist(lambda: self._store.run(store))
 
     # Adapters
 

@@ -26,3 +26,23 @@ def test_a_plot_is_written_as_png(tmp_path: Path) -> None:
     shown = [plots.Panel("first", "ms", CURVES, log_x=True)]
     plots.png(lambda palette: plots.panels(shown, 1, palette), tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("y", "labels"),
+    [
+        ([3.0, 2000.0], ["10", "100", "1,000"]),
+        ([6.0, 60.0], ["10", "20", "50"]),
+        ([110.0, 390.0], ["200", "300", "400"]),
+        ([12.0, 19.0], ["12", "14", "16", "18"]),
+    ],
+)
+def test_a_logarithmic_axis_has_at_least_two_labels(y: list[float], labels: list[str]) -> None:
+    line = plots.Line("ours", y, y)
+    figure = plots.panels([plots.Panel("first", "ms", [line], log=True, log_x=True)], 1, plots.PRINT)
+    figure.draw_without_rendering()
+    (axes,) = figure.get_axes()
+    for axis in (axes.xaxis, axes.yaxis):
+        low, high = axis.get_view_interval()
+        ticks = zip(axis.get_majorticklocs(), axis.get_majorticklabels(), strict=True)
+        assert [label.get_text() for at, label in ticks if low <= at <= high] == labels

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -59,7 +60,9 @@ def made_up(monkeypatch):
         kind="cpu",
         model=SimpleNamespace(spec=SimpleNamespace(max_model_len=8192)),
         memory=SimpleNamespace(cache=SimpleNamespace(num_blocks=4096), graphs=None),
-        config=SimpleNamespace(block_size=16, max_sequences=64),
+        config=SimpleNamespace(block_size=16, max_sequences=64, pp=1),
+        description="made up",
+        executor=SimpleNamespace(prepare=lambda: False),
     )
 
 
@@ -122,6 +125,9 @@ class PowerLimited:
         seconds = step([(segment.start, segment.stop) for segment in plan.segments])
         return StepResult(plan.step, (), self._reserve.step(plan.num_tokens, seconds))
 
+    def prepare(self) -> bool:
+        return False
+
 
 class Disturbed:
     """The device and executor made up above, on a CPU that is half as fast for some steps."""
@@ -145,6 +151,24 @@ class Disturbed:
         return StepResult(plan.step, (), slower * step([(segment.start, segment.stop) for segment in plan.segments]))
 
 
+def test_an_estimate_of_a_pipeline_says_what_share_of_a_step_each_stage_takes(made_up):
+    class Staged(Disturbed):
+        def collect(self) -> StepResult:
+            result = super().collect()
+            first = 0.25 if self.decodes(result.seconds) else 0.75
+            return replace(result, stages=(first * result.seconds, (1 - first) * result.seconds))
+
+        def decodes(self, seconds: float) -> bool:
+            return seconds != step([(0, 2048)])
+
+    device = Staged(range(0))
+    made_up.model.spec.vocab_size, made_up.config.pp = 1000, 2
+    device.__dict__ |= vars(made_up) | dict(executor=device)
+    assert estimate_cost(device, name="m").stage_shares == pytest.approx((0.5, 0.5))
+    device.config.pp = 1
+    assert estimate_cost(device, name="m").stage_shares == ()
+
+
 def test_an_estimate_on_a_gpu_takes_half_a_second_of_its_time_and_knows_all_padded_sizes(made_up, monkeypatch):
     sizes, ran = GraphSizes.of(256, 2048), []
 
@@ -158,7 +182,6 @@ def test_an_estimate_on_a_gpu_takes_half_a_second_of_its_time_and_knows_all_padd
 
     made_up.memory.graphs = SimpleNamespace(sizes=sizes)
     made_up.config.max_sequences = 256
-    monkeypatch.setattr(profile, "describe_device", str)
     monkeypatch.setitem(profile.LOAD_SECONDS, "cuda", 0.0)
     cost = estimate_cost(Gpu(made_up, Burst()), name="m")
     assert len(ran) <= 40 and sum(ran) < 0.6
@@ -173,7 +196,7 @@ def test_all_graphs_are_captured_before_a_full_measurement(made_up, monkeypatch)
         assert not left
         raise StopIteration
 
-    made_up.memory.graphs = SimpleNamespace(sizes=GraphSizes.of(64, 2048), capture_next=lambda: left and left.pop())
+    made_up.executor.prepare = lambda: left and left.pop()
     monkeypatch.setattr(profile, "_step", no_steps)
     with pytest.raises(StopIteration):
         measure_cost(made_up, name="m")
@@ -189,7 +212,6 @@ def test_a_disturbance_of_a_few_steps_does_not_change_the_profile() -> None:
 
 @pytest.mark.parametrize("burst", [Burst(0.86, 0.04), Burst(0.9, 0.06), Burst()])
 def test_burst_and_steady_pace_are_both_measured(made_up, monkeypatch, burst):
-    monkeypatch.setattr(profile, "describe_device", str)
     monkeypatch.setitem(profile.LOAD_SECONDS, "cuda", 0.0)
     cost = measure_cost(PowerLimited(made_up, burst), name="m")
     assert cost.step([(2048, 2048)]) == pytest.approx(step([(0, 2048)]), rel=0.02)

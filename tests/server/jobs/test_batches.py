@@ -365,7 +365,7 @@ async def test_an_answer_that_comes_twice_is_stored_once(tmp_path: Path) -> None
 async def test_a_line_that_finds_no_place_waits_and_an_error_of_ours_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batch_runner, "RETRY_SECONDS", (0.01, 0.02))
+    monkeypatch.setattr("holdfast.server.jobs.files.RETRY_SECONDS", (0.01, 0.02))
     client = FakeClient()
     busy = ApiError("too many requests of this key", status=429, code="rate_limit_exceeded")
     stream, refusals = client.stream, iter([QueueFull("full"), busy, QueueFull("full"), ZeroDivisionError()])
@@ -388,7 +388,7 @@ async def test_a_line_that_finds_no_place_waits_and_an_error_of_ours_is_told(
 async def test_a_full_disk_holds_a_batch_up_and_loses_no_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batch_runner, "RETRY_SECONDS", (0.01, 0.02))
+    monkeypatch.setattr("holdfast.server.jobs.files.RETRY_SECONDS", (0.01, 0.02))
     failures = Counter[str]()
     whole, settle = BatchTable.answer, Files.settle
 

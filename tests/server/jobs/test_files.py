@@ -18,7 +18,7 @@ from holdfast.server.config import ServerConfig
 from holdfast.server.conversations.store import AsyncStore
 from holdfast.server.conversations.values import StoreError
 from holdfast.server.jobs import files as module
-from holdfast.server.jobs.files import Files
+from holdfast.server.jobs.files import Files, persist
 from holdfast.server.multipart import OVERHEAD, FormReader, base_name
 from holdfast.server.protocol import ApiError
 from holdfast.server.run import open_store
@@ -308,6 +308,32 @@ async def test_expired_files_and_abandoned_uploads_are_deleted(tmp_path: Path) -
     assert sorted(path.name for path in files.directory.iterdir()) == sorted([kept.id, "upload-new"])
     files.close()
     store.close()
+
+
+async def test_what_must_reach_the_disk_is_tried_until_it_does_unless_that_is_in_vain(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waits: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        waits.append(seconds)
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    errors: list[Exception] = []
+
+    async def work() -> str:
+        if errors:
+            raise errors.pop(0)
+        return "done"
+
+    errors += [OSError(errno.ENOSPC, "full"), *(ApiError("full", status=503, code="store") for _ in range(6))]
+    assert await persist(work) == "done"
+    assert waits == [0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 10.0]
+    for error in (FileNotFoundError(errno.ENOENT, "gone"), ApiError("wrong", status=404, code="file_not_found")):
+        errors.append(error)
+        with pytest.raises(type(error)):
+            await persist(work)
+    assert len(waits) == 7
 
 
 def test_a_directory_that_cannot_be_used_is_told(tmp_path: Path) -> None:

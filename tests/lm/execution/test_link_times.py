@@ -16,12 +16,13 @@ def test_links_between_ranks_are_timed_by_size(tp, pp):
     def timed(rank):
         link = GlooLink(rank.processes(range(layout.ranks)), layout, rank.rank) if pp > 1 else None
         stage = layout.stage_of(rank.rank)
-        return time_links(
+        times = time_links(
             rank.group(), link, first=stage == 0, last=stage == pp - 1, stages=pp, width=64, max_tokens=200,
             dtype=torch.float32, device=torch.device("cpu"),
         )  # fmt: skip
+        return times, link  # what it has sent goes on while it exists
 
-    times = in_ranks(layout, timed)[0]
+    times, _ = in_ranks(layout, timed)[0]
     for found, there in ((times.all_reduce, tp > 1), (times.send, pp > 1)):
         assert (found is not None) == there
         if found is not None:

@@ -125,6 +125,15 @@ def test_what_rank_0_raises_by_itself_is_not_blamed_on_another(engine):
     engine.ranks.check()
 
 
+def test_rank_0_blames_the_rank_that_failed_before_it(engine):
+    def cut_off():
+        os.kill(engine.ranks.pids[0], signal.SIGKILL)
+        raise ConnectionError("the other side has closed the connection")
+
+    with pytest.raises(RankFailure, match="rank 1 .* was killed by SIGKILL"):
+        engine.ranks.do(cut_off)
+
+
 def test_after_a_failure_nothing_can_be_asked_of_the_ranks(engine):
     os.kill(engine.ranks.pids[0], signal.SIGKILL)
     with pytest.raises(RankFailure, match="SIGKILL"):

@@ -7,9 +7,13 @@ import json
 import tempfile
 import time
 from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from invocation import settle
 
 from holdfast.core.columns import Columns
 from holdfast.core.config import EngineConfig
@@ -23,8 +27,9 @@ from holdfast.lab.simulator.executor import Reserve
 from holdfast.lab.simulator.run import VOCAB_SIZE, Clients, engine_shape
 from holdfast.lab.simulator.shapes import MODELS, ModelShape
 from holdfast.lab.workloads import Workload
-from holdfast.lm.scheduler.choice import make_scheduler
-from holdfast.lm.types import StepPlan, StepResult
+from holdfast.lm.scheduler.builder import Policy
+from holdfast.lm.scheduler.choice import make_scheduler, steps_in_flight
+from holdfast.lm.types import EngineShape, StepPlan, StepResult
 from holdfast.loop.contracts import Executor
 from holdfast.loop.loop import Loop
 
@@ -85,6 +90,8 @@ class Stepped(NamedTuple):
     """When its result arrived."""
     seconds: float
     """Measured by the device."""
+    stages: tuple[float, ...] = ()
+    """Of these, the seconds of each stage of a pipeline; empty for one."""
 
 
 class Recorder:
@@ -93,16 +100,18 @@ class Recorder:
     def __init__(self, inner: Executor) -> None:
         self._inner = inner
         self._plans: deque[tuple[StepPlan, float, float]] = deque()
-        self._raw: list[tuple[StepPlan, float, float, float, float]] = []
+        self._raw: list[tuple[StepPlan, float, float, float, float, tuple[float, ...]]] = []
+        self.last_step = -1
+        """Number of the last step that was submitted."""
 
     def submit(self, plan: StepPlan) -> None:
-        began = time.perf_counter()
+        began, self.last_step = time.perf_counter(), plan.step
         self._inner.submit(plan)
         self._plans.append((plan, began, time.perf_counter()))
 
     def collect(self) -> StepResult:
         result = self._inner.collect()
-        self._raw.append((*self._plans.popleft(), time.perf_counter(), result.seconds))
+        self._raw.append((*self._plans.popleft(), time.perf_counter(), result.seconds, result.stages))
         return result
 
     def steps(self) -> list[Stepped]:
@@ -120,44 +129,77 @@ def spans_of(plan: StepPlan) -> tuple[tuple[int, int], ...]:
 
 
 class RealEngine:
-    """A model on this machine's device. Runs share weights, cache and graphs; each has its own scheduler and memory."""
+    """A model on this machine's devices. Runs share weights, cache, graphs; each has its own scheduler and memory."""
 
-    def __init__(self, config: EngineConfig, *, profile: CostProfile | None = None) -> None:
-        """`config` sets the widest step and the most sequences of all later runs. Without a `profile`, measures one."""
-        loop, self.info = build(replace(config, prefix_sharing=False), measure=profile is None)
-        while loop.prepare():
-            pass
+    def __init__(self, config: EngineConfig, *, profile: CostProfile | None = None, measure: bool = True) -> None:
+        """`config` sets the layout, the widest step, the most sequences and the host tier of all later runs.
+
+        Without a `profile`, measures one; without `measure`, it estimates one, and `config` has a target.
+        """
+        if config.host_cache_gb in ("auto", 0.0):
+            config = replace(config, prefix_sharing=False)
+        loop, self.info = build(config, measure=measure and profile is None)
+        settle(loop)
         profile = profile or CostProfile.load(Path(self.info.profile_path))
         self.executor = loop.executor
         self.profile = replace(profile, cache_tokens=self.info.num_blocks * self.info.block_size)
+        self._steps = 0
+        """The number of the next step: copies to the host are told by the steps that began them."""
         gc.collect()
         gc.freeze()
 
-    def serve(
-        self, config: EngineConfig, workload: Workload, *, concurrency: int | None = None, until: float = float("inf")
-    ) -> tuple[list[Record], list[Stepped]]:
-        """Serve a workload alone; stops after `until` seconds. Returns what clients saw, and the steps.
+    @contextmanager
+    def serving(
+        self,
+        config: EngineConfig,
+        clock: Callable[[], float] = time.monotonic,
+        make_policy: Callable[[EngineShape], Policy] | None = None,
+    ) -> Iterator[tuple[Loop, Recorder]]:
+        """A loop with an empty cache, and the record of its steps. Ends the steps in flight when the context ends.
 
-        No step is wider than the engine was built for, whatever `config` allows.
+        No step is wider than the engine was built for, whatever `config` allows. `cache_gb` may be smaller than the
+        engine's.
         """
-        recorder, clock = Recorder(self.executor), WallClock()
-        shape = engine_shape(config, self.profile)
-        shape = replace(shape, max_step_tokens=min(shape.max_step_tokens, self.info.token_budget))
-        scheduler = make_scheduler(config, shape, self.profile.cost)
-        loop = Loop(scheduler, recorder, config.steps_in_flight, clock)
-        clients = Clients(
-            workload, loop, clock, vocab_size=min(self.info.vocab_size, VOCAB_SIZE), concurrency=concurrency
-        )
+        profile, recorder = self.profile, Recorder(self.executor)
+        if config.cache_gb is not None and profile.token_bytes:
+            profile = replace(
+                profile, cache_tokens=min(profile.cache_tokens, int(config.cache_gb * 1e9 / profile.token_bytes))
+            )
+        shape = engine_shape(config, profile, host_blocks=self.info.num_host_blocks if config.host_cache_gb else 0)
+        most = min(shape.max_step_tokens, self.info.token_budget)
+        shape = replace(shape, max_step_tokens=most, vocab_size=self.info.vocab_size)
+        policy = make_policy(shape) if make_policy is not None else None
+        scheduler = make_scheduler(config, shape, profile.cost, policy=policy, stages=config.pp)
+        scheduler._steps = self._steps
+        loop: Loop = Loop(scheduler, recorder, steps_in_flight(config, config.pp), clock)
         gc.collect()
         gc.disable()
         try:
-            while clock() < until and clients.advance():
-                pass
+            yield loop, recorder
             while loop._plans:
                 recorder.collect()
                 loop._plans.popleft()
         finally:
             gc.enable()
+            self._steps = max(self._steps, recorder.last_step + 1)
+
+    def serve(
+        self,
+        config: EngineConfig,
+        workload: Workload,
+        *,
+        concurrency: int | None = None,
+        until: float = float("inf"),
+        make_policy: Callable[[EngineShape], Policy] | None = None,
+    ) -> tuple[list[Record], list[Stepped]]:
+        """Serve a workload alone; stops after `until` seconds. Returns what clients saw, and the steps."""
+        clock = WallClock()
+        with self.serving(config, clock, make_policy) as (loop, recorder):
+            clients = Clients(
+                workload, loop, clock, vocab_size=min(self.info.vocab_size, VOCAB_SIZE), concurrency=concurrency
+            )
+            while clock() < until and clients.advance():
+                pass
         return clients.records, recorder.steps()
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
 """Sarathi-Serve's evaluation by simulation: capacity (Figures 9, 10), ablations (Table 4), joining decodes (Figure 8).
 
-Run: python benchmarks/sarathi.py checks | joining
+Run: python benchmarks/sarathi.py checks | joining | bubbles | knee [--profiles FILE ...]
      python benchmarks/sarathi.py capacity [--requests 512] [--models ...] [--systems ... [--add]] [--processes 2]
      python benchmarks/sarathi.py ablation
      python benchmarks/sarathi.py vary-capacity | vary-ablation [--vary NAME ...] [--seeds 0] [--lengths CSV]
@@ -28,7 +28,7 @@ import random
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from math import inf
 from multiprocessing import get_context
 from pathlib import Path
@@ -38,6 +38,8 @@ from typing import Any, NamedTuple
 import papers
 
 from holdfast.core.config import EngineConfig
+from holdfast.core.cost import CostModel
+from holdfast.engine.profiles import CostProfile
 from holdfast.lab import workloads
 from holdfast.lab.metrics import summary
 from holdfast.lab.planning import TOLERANCE, find_capacity
@@ -46,6 +48,10 @@ from holdfast.lab.simulator.devices import DEVICES, LINKS, Link
 from holdfast.lab.simulator.run import simulate
 from holdfast.lab.simulator.shapes import MODELS
 from holdfast.lab.workloads import DATASETS, Conversation, Turn, Workload
+from holdfast.lm.scheduler.builder import Policy, StepBuilder
+from holdfast.lm.scheduler.pipeline_target import PipelineLatencyTarget
+from holdfast.lm.scheduler.policies import whole_tiles
+from holdfast.lm.types import EngineShape
 
 SHAREGPT, ARXIV = "openchat_sharegpt4", "arxiv_summarization"
 CEILING = 4096
@@ -153,6 +159,65 @@ def requests(dataset: str, count: int, seed: int, lengths: Path | None = None) -
         turns = [Turn(int(row["num_prefill_tokens"]), int(row["num_decode_tokens"])) for row in csv.DictReader(file)]
     turns = [turn for turn in turns if turn.prompt + turn.output <= DATASETS[dataset].limit]
     return [Conversation(0.0, (turn,)) for turn in random.Random(seed).sample(turns, count)]
+
+
+class Unbalanced(PipelineLatencyTarget):
+    """A target that bounds the streams of each step alone, where nothing makes steps equal."""
+
+    @classmethod
+    def of(cls, cost: CostModel, target: float, stages: int, shape: EngineShape) -> Policy:
+        """The policy of an engine of this shape; `target` in seconds."""
+        return cls(cost, target, tile=shape.tile, ceiling=whole_tiles(shape.max_step_tokens, shape.tile), stages=stages)
+
+    def prefill_budget(self, step: StepBuilder) -> int:
+        return step.budget
+
+    def wait(self, seconds: float) -> float:
+        return self._passage(seconds)[-1] - self._since[0]
+
+    def _weigh_decodes(self, step: StepBuilder) -> None:
+        step.weigh = None
+
+
+def bubbles(names: Iterable[str], count: int) -> list[dict[str, Any]]:
+    """The share of time that each stage is idle while 64 requests are under way, by policy, on the pipelines."""
+    rows = []
+    for name in (name for name in names if deployed(name).pipeline is not None):
+        deployment, setting = deployed(name), SETTINGS[name]
+        assert deployment.pipeline is not None
+        stages, cost = len(deployment.pipeline.stages), deployment.profile.cost
+        for dataset in (SHAREGPT, ARXIV):
+            work = requests(dataset, count, 0)
+            tokens = sum(turn.prompt + turn.output for one in work for turn in one.turns)
+            for system in ("orca", "vllm", "fixed-512", "fixed-2048", "computed", "unbalanced"):
+                target = setting.strict
+                config = engine("computed" if system == "unbalanced" else system, dataset, 10**9, target)
+                profile = replace(deployment.profile, token_budget=CEILING // stages)
+
+                outcome = simulate(
+                    config,
+                    profile,
+                    work,
+                    concurrency=64,
+                    pipeline=deployment.pipeline,
+                    make_policy=partial(Unbalanced.of, cost, target, stages) if system == "unbalanced" else None,
+                )
+                figures = summary(outcome.records)
+                rows.append(
+                    {"model": name, "dataset": dataset, "system": system, "idle": outcome.idle}
+                    | {"tokens_per_s": tokens / outcome.seconds, "p99_tbt_s": figures["p99_itl_ms"] / 1e3}
+                )
+    return rows
+
+
+def show_bubbles(rows: list[dict[str, Any]]) -> list[str]:
+    """Idle share by stage, throughput and tail."""
+    lines = ["| model | data set | policy | idle by stage | tokens/s | P99 TBT, s |", "|---|---|---|---|---|---|"]
+    for row in rows:
+        idle = ", ".join(f"{share:.1%}" for share in row["idle"])
+        figures = f"{idle} | {row['tokens_per_s']:,.0f} | {row['p99_tbt_s']:.2f}"
+        lines.append(f"| {row['model']} | {row['dataset']} | {row['system']} | {figures} |")
+    return lines
 
 
 def served(deployment: Deployment, config: EngineConfig, work: Workload, rate: float, seed: int) -> dict[str, Any]:
@@ -421,6 +486,51 @@ def show_joining(rows: list[dict[str, Any]]) -> list[str]:
     return [*lines, f"\nAt most {worst:.1f} times with a whole prompt; the paper says up to 28.3 (prompt not stated)."]
 
 
+DEGREES = (1, 2, 4, 8)
+"""Of tensor parallelism in Figure 7."""
+KNEE_TOKENS = (1, 32, 64, 128, 256, 384, 512, 768, 1024, 2048, 4096)
+SLOPE = (2048, 4096)
+"""Between these numbers of tokens the time of a step grows in proportion."""
+KNEES = {1: "200 in theory", 8: "500 to 600 at higher degrees"}
+"""Where the paper says that linear layers become bound by arithmetic (footnote 2)."""
+
+
+def knee(profiles: Sequence[Path]) -> list[dict[str, Any]]:
+    """Figure 7: time of the linear layers by tokens and degree, and where it begins to grow in proportion.
+
+    That is where the time of one token meets the line through the times of 2,048 and 4,096. Derived for LLaMA2-70B on
+    A100s, with the all-reduces of a layer and without; then what the profiles say, which were measured.
+    """
+    shape, device, free = MODELS["llama-2-70b"], DEVICES["a100-80gb"], Link("none", inf, 0.0)
+    costs: list[tuple[str, int, CostModel]] = []
+    for link, told_link in ((free, "without all-reduces"), (LINKS[device.link], f"all-reduces over {device.link}")):
+        for tp in DEGREES:
+            costs.append((f"llama-2-70b on a100-80gb, {told_link}", tp, derive(shape, device, tp=tp, link=link)))
+    for path in profiles:
+        profile = CostProfile.load(path)
+        costs.append((f"{profile.cost.model} on {profile.cost.device}, measured", profile.tp, profile.cost))
+    rows = []
+    for what, tp, cost in costs:
+        (low, high), (first, then) = SLOPE, map(cost.linear, SLOPE)
+        slope = (then - first) / (high - low)
+        flat, grows = cost.linear(1), (first - slope * low, slope)
+        rows.append(
+            {"what": what, "tp": tp, "ms": {at: 1e3 * cost.linear(at) for at in KNEE_TOKENS}}
+            | {"knee": max(0.0, (flat - grows[0]) / grows[1]), "paper": KNEES.get(tp, "")}
+        )
+    return rows
+
+
+def show_knee(rows: list[dict[str, Any]]) -> list[str]:
+    """Times by tokens, and the knee beside the paper's."""
+    heads = ["linear layers of", "TP", *(f"{at:,}" for at in KNEE_TOKENS), "knee, tokens", "the paper"]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for row in rows:
+        times = [f"{row['ms'][at]:.2f}" for at in KNEE_TOKENS]
+        lines.append(f"| {row['what']} | {row['tp']} | {' | '.join(times)} | {row['knee']:.0f} | {row['paper']} |")
+    return lines
+
+
 LAYERS = {  # ms of a layer of Llama-2-70B over four devices, its all-reduces left out: by device and tokens
     "a40": {32: 0.861, 512: 2.301, 2048: 8.801},
     "a100-80gb": {32: 0.329, 512: 1.127, 2048: 4.212},
@@ -546,7 +656,8 @@ def plot_capacity(rows: list[dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("checks", "capacity", "ablation", "joining", "vary-capacity", "vary-ablation"))
+    parts = ("checks", "capacity", "ablation", "joining", "bubbles", "knee", "vary-capacity", "vary-ablation")
+    parser.add_argument("part", choices=parts)
     parser.add_argument("--models", nargs="+", default=list(SETTINGS), choices=SETTINGS)
     parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=SYSTEMS)
     parser.add_argument("--add", action="store_true", help="add these capacities to those that the JSON file has")
@@ -557,6 +668,7 @@ def main() -> None:
     parser.add_argument("--vary", nargs="+", default=[], choices=VARIATIONS)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="of the varied parts")
     parser.add_argument("--lengths", type=Path, help="CSV with num_prefill_tokens, num_decode_tokens")
+    parser.add_argument("--profiles", nargs="*", type=Path, default=[], help="measured profiles, of `knee`")
     args = parser.parse_args()
     stem = args.out / f"sarathi-{args.part}"
     match args.part:
@@ -564,6 +676,10 @@ def main() -> None:
             papers.save(stem, rows := checks(), show_checks(rows))
         case "joining":
             papers.save(stem, rows := joining(), show_joining(rows))
+        case "bubbles":
+            papers.save(stem, rows := bubbles(args.models, args.requests), show_bubbles(rows))
+        case "knee":
+            papers.save(stem, rows := knee(args.profiles), show_knee(rows))
         case "ablation":
             papers.save(stem, found := ablation(), show_ablation(found))
         case "capacity":

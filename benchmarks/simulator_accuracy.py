@@ -2,6 +2,7 @@
 
 Run: python benchmarks/simulator_accuracy.py --device cpu [--model DIR] [--requests 60]
      python benchmarks/simulator_accuracy.py --device cuda [--shape llama-3-8b] [--seconds 25] [--profile FILE]
+     either with --set tp=2 or --set pp=2, or any engine option
 
 The device is measured first, unless a profile is given; `--schedulers` without names stops there. Requests arrive by a
 Poisson process at `--load` times the profile's capacity: on a CPU with 32 to 256 prompt tokens and 8 to 48 generated
@@ -28,12 +29,14 @@ from typing import Any
 
 import torch
 from in_real_time import RealEngine, Stepped, checkpoint_of, predicted
+from invocation import add_engine_options
 
 from holdfast.core.config import BUILTIN_MODEL, EngineConfig
 from holdfast.core.cost import CostModel
 from holdfast.engine.profiles import CostProfile
 from holdfast.lab import workloads
 from holdfast.lab.metrics import percentile, summary
+from holdfast.lab.simulator.deployment import Pipeline
 from holdfast.lab.simulator.devices import look_up
 from holdfast.lab.simulator.run import simulate
 from holdfast.lab.simulator.shapes import MODELS
@@ -62,6 +65,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--steps-in-flight", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
+    add_engine_options(parser)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--steps", type=Path, help="write each real step there, for looking into")
     args = parser.parse_args()
@@ -76,6 +80,7 @@ def main() -> None:
         engine.close()
         return
     common.pop("model"), common.pop("device"), common.pop("load_format", None)
+    pipeline = Pipeline.measured(profile)
     full = capacity(args, profile, common)
     count = args.requests or max(20, round(args.load * full * args.seconds))
     rate = args.load * full
@@ -86,6 +91,7 @@ def main() -> None:
         command=" ".join(sys.argv),
         model=engine.info.model,
         device=engine.info.memory.device,
+        layout=dict(tp=engine.info.tp, pp=engine.info.pp, stage_shares=profile.cost.stage_shares),
         torch=torch.__version__,
         python=platform.python_version(),
         requests=count,
@@ -96,11 +102,12 @@ def main() -> None:
     results, all_steps = [], []
     for scheduler in args.schedulers:
         config = EngineConfig(**common, scheduler=scheduler)
-        simulated = summary(simulate(config, profile, workload).records)
+        simulated = summary(simulate(config, profile, workload, pipeline=pipeline).records)
         for _ in range(args.repeat):
             records, steps = engine.serve(config, workload)
             result = compare(scheduler, summary(records), simulated, profile.cost, steps)
-            again = simulate(config, profile, workload, pace=pace_of(profile.cost, steps, workload))
+            pace = pace_of(profile.cost, steps, workload)
+            again = simulate(config, profile, workload, pace=pace, pipeline=pipeline)
             result |= at_pace(result["real"], summary(again.records))
             results.append(result)
             all_steps.append([scheduler, steps])
@@ -129,10 +136,11 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
     if args.shape:
         common["load_format"] = "random"
     if args.device == "cpu":
-        return common | dict(threads=args.threads, cache_gb=0.5, max_sequences=CLOSED, max_model_len=512)
+        common |= dict(threads=args.threads, cache_gb=0.5, max_sequences=CLOSED, max_model_len=512)
+        return common | dict(args.set)
     shape = look_up("model shape", MODELS, args.shape) if args.shape else None
     longest = min(DATASETS[args.dataset].limit, shape.max_model_len) if shape else None
-    return common | dict(max_sequences=128, max_model_len=longest)
+    return common | dict(max_sequences=128, max_model_len=longest) | dict(args.set)
 
 
 def requests(args: argparse.Namespace, count: int) -> Workload:
@@ -146,7 +154,10 @@ def requests(args: argparse.Namespace, count: int) -> Workload:
 def capacity(args: argparse.Namespace, profile: CostProfile, common: dict[str, Any]) -> float:
     """Requests a second by the profile with a constant number under way."""
     workload = requests(args, 8 * CLOSED)
-    outcome = simulate(EngineConfig(**common), profile, workload, concurrency=common["max_sequences"])
+    pipeline = Pipeline.measured(profile)
+    outcome = simulate(
+        EngineConfig(**common), profile, workload, concurrency=common["max_sequences"], pipeline=pipeline
+    )
     return len(workload) / outcome.seconds
 
 

@@ -64,12 +64,16 @@ KINDS = {  # by the start or a part of a kernel's name, in this order
     "ArgMax": "greedy token",
     "reduce_kernel": "greedy token",
 }
+BETWEEN_DEVICES = ("device_sum_kernel", "best_kernel", "nccl")
+"""Starts of the names of kernels that devices talk to each other in, with what they compute besides: norms, sums."""
 OTHER, GAPS, IDLE = "other kernels", "between kernels", "between steps"
 """Between steps is from a step's last kernel to the next one's first: where the step's tokens and inputs are copied."""
 COPIES = ("Memcpy", "Memset")
 
 
 def kind_of(name: str) -> str:
+    if name.startswith(BETWEEN_DEVICES):
+        return "between devices"
     return next((kind for part, kind in KINDS.items() if part in name), OTHER)
 
 
@@ -270,7 +274,7 @@ def plot(results: dict[str, list[dict[str, Any]]], path: Path) -> None:
 
     results = {label: [line for line in lines if "batch" in line] for label, lines in results.items()}
     batches = [line["batch"] for line in next(iter(results.values()))]
-    kinds = [*dict.fromkeys(KINDS.values()), OTHER, GAPS, IDLE]
+    kinds = [*dict.fromkeys(KINDS.values()), "between devices", OTHER, GAPS, IDLE]
     colors = dict(zip(kinds, pyplot.get_cmap("tab10").colors, strict=False))
     figure, axes = pyplot.subplots(1, len(batches), figsize=(3 * len(batches), 4.5))
     for axis, batch in zip(axes if len(batches) > 1 else [axes], batches, strict=True):

@@ -23,7 +23,7 @@ from holdfast.lab.metrics import Record, Slo, summary
 from holdfast.lab.planning import find_capacity
 from holdfast.lab.reports.run_data import Run
 from holdfast.lab.reports.tables import show_figures
-from holdfast.lab.simulator.deployment import configured_shape, deploy
+from holdfast.lab.simulator.deployment import Pipeline, configured_shape, deploy
 from holdfast.lab.simulator.devices import DEVICES, LINKS
 from holdfast.lab.simulator.shapes import MODELS
 from holdfast.lab.workloads import Workload, WorkloadConfig, num_requests
@@ -241,8 +241,9 @@ def simulation(config: BenchConfig, source: str, engine: EngineConfig, console: 
         told = f"{profile.precision}, {origin}: {profile.cache_tokens:,} tokens of KV cache"
         console.print(f"{model} on {profile.cost.device}, {told}", soft_wrap=True)
     else:
-        profile, pipeline = CostProfile.load(Path(source)), None
+        profile = CostProfile.load(Path(source))
         profile.require(engine)
+        pipeline, engine = Pipeline.measured(profile), replace(engine, tp=profile.tp, pp=profile.pp)
         if profile.rows is not None:
             engine = replace(engine, executor="padded")
     if config.cache_tokens is not None:

@@ -29,8 +29,8 @@ from holdfast.lm.scheduler.choice import NAMES
 from holdfast.lm.types import precision_of
 
 DEVICE = "h200"
-SERVED_DEVICES = 1
-"""Devices on which `holdfast serve` can run a model."""
+SERVED_DEVICES = 8
+"""Most devices on which `holdfast serve` runs a model: those of one host."""
 PLACEHOLDER = "$MODEL"
 """Stands for the checkpoint's directory if only the shape of the model is known."""
 MAX_DEVICES = 1024
@@ -46,7 +46,7 @@ class PlanConfig:
     price: float | None = option(None, "price of one device for an hour, in any currency")
     profile: str | None = option(
         None,
-        "use this profile, a file written by `holdfast profile --out` on one device, in place of MODEL and --device",
+        "use this profile, a file written by `holdfast profile --out`, in place of MODEL, --device, --tp and --pp",
     )
     slo_tbt: float = option(100.0, "P99 TBT must be at most this", unit="ms")
     slo_ttft: float | None = option(None, "P99 TTFT must be at most this", unit="ms")
@@ -85,12 +85,16 @@ class PlanConfig:
         for name in ("tp", "pp"):
             most = max(getattr(self, name), default=1)
             if self.profile is not None and most > 1:
-                raise ValueError(f"{name} holds {most:g}, and a profile is of one device; drop it, or name a MODEL")
+                raise ValueError(
+                    f"{name} holds {most:g}, and a profile has a layout of its own; drop it, or name a MODEL"
+                )
         for name in ("link", "stage_link"):
             if getattr(self, name) is not None:
                 look_up("link", LINKS, getattr(self, name))
                 if self.profile is not None:
-                    raise ValueError(f"{name} joins devices, and a profile is of one; drop it, or name a MODEL")
+                    raise ValueError(
+                        f"{name} joins devices, and a profile has links of its own; drop it, or name a MODEL"
+                    )
                 if self.devices == 1:
                     raise ValueError(f"{name} is {getattr(self, name)}, which joins devices; give --devices above 1")
 
@@ -115,8 +119,9 @@ def run(
     """
     check_outputs(config.json, report=config.report, plots=config.plots)
     question = question_of(config, workload, engine, model)
-    one_device = () if config.profile is None else (1,)
-    layouts = planning.make_layouts(config.devices, config.tp or one_device, config.pp or one_device, config.host_gb)
+    measured = question.profile
+    tp, pp = (config.tp, config.pp) if measured is None else ((measured.tp,), (measured.pp,))
+    layouts = planning.make_layouts(config.devices, tp, pp, config.host_gb)
     policies = planning.make_policies(config.policies, config.token_budgets, config.slo_tbt)
     console = Console(highlight=False)
     console.print(Text(describe(question, workload)), soft_wrap=True)
@@ -125,7 +130,8 @@ def run(
         evaluations = planning.make_capacity_plan(question, layouts, policies, jobs, on_progress)
     best = best_of(evaluations)
     show_candidates(console, evaluations, best)
-    advice = recommend(evaluations, question.engine, BUILTIN_MODEL if question.model == BUILTIN_MODEL else model)
+    named = BUILTIN_MODEL if question.model == BUILTIN_MODEL else model
+    advice = recommend(evaluations, question.engine, named, most_devices(question))
     for line in advice:
         console.print(Text(line), soft_wrap=True)
     if config.json is not None:
@@ -201,8 +207,16 @@ def describe(question: CapacityQuestion, workload: WorkloadConfig) -> str:
     )
 
 
-def recommend(evaluations: Sequence[Evaluation], engine: EngineConfig, model: str | None) -> list[str]:
-    """The advice, line by line. If anything can be served, the last line is the command."""
+def most_devices(question: CapacityQuestion) -> int:
+    """The most devices on which `holdfast serve` runs the model: one where it is no native decoder."""
+    shape = question.model if isinstance(question.model, ModelShape) else MODELS.get(question.model)
+    return SERVED_DEVICES if shape is None or shape.native else 1
+
+
+def recommend(
+    evaluations: Sequence[Evaluation], engine: EngineConfig, model: str | None, most: int = SERVED_DEVICES
+) -> list[str]:
+    """The advice, line by line. If anything can be served, on at most so many devices, the last line is the command."""
     best = best_of(evaluations)
     if best is None and not any(each.fits for each in evaluations):
         return ["no layout fits these devices: give more --devices, another --device, --tp or --pp, or a smaller model"]
@@ -212,17 +226,20 @@ def recommend(evaluations: Sequence[Evaluation], engine: EngineConfig, model: st
         ]
     rate = f"{best.fleet_capacity:.3g} conversations a second in all"
     lines = [f"best: {best.candidate.policy} on {best.candidate.layout}, {rate}"]
-    servable = best_of([each for each in evaluations if each.candidate.devices <= SERVED_DEVICES])
+    servable = best_of([each for each in evaluations if each.candidate.devices <= most])
+    within = "one device" if most == 1 else f"{most} devices of a host"
     if servable is not best:
-        lines.append(f"holdfast serve runs a model on {SERVED_DEVICES} device for now, so this cannot be served yet")
+        lines.append(f"holdfast serve runs this model on at most {within}, so this cannot be served")
     if servable is None:
-        return [*lines, "nothing that runs on one device meets these limits"]
+        return [*lines, f"nothing that runs on {within} meets these limits"]
     if servable is not best:
         rate = f"{servable.fleet_capacity:.3g} conversations a second in all"
-        lines.append(f"best on one device: {servable.candidate.policy}, {rate}")
+        lines.append(f"best that can be served: {servable.candidate.policy} on {servable.candidate.layout}, {rate}")
     served = served_model(model)
     notes = [f"{PLACEHOLDER} is the checkpoint's directory"] if served == PLACEHOLDER else []
-    notes += [f"on each of the {servable.replicas} devices, behind a load balancer"] if servable.replicas > 1 else []
+    each = "each of the" if servable.candidate.devices == 1 else f"every {servable.candidate.devices} devices,"
+    of = "devices" if servable.candidate.devices == 1 else "times in all"
+    notes += [f"on {each} {servable.replicas} {of}, behind a load balancer"] if servable.replicas > 1 else []
     where = f" ({', '.join(notes)})" if notes else ""
     return [*lines, f"to serve it{where}:", serve_command(servable.candidate, engine, served)]
 

@@ -53,9 +53,9 @@ async def run(config: ProfileConfig, engine: EngineConfig) -> int:
     if config.out is not None:
         profile.save(Path(config.out).absolute())
         console.print(f"and to {config.out}", soft_wrap=True)
-    used = " ".join(
-        ["holdfast serve", *(["--executor padded"] if engine.executor == "padded" else []), "--tbt-target MS"]
-    )
+    layout = [f"--{name} {size}" for name, size in (("tp", engine.tp), ("pp", engine.pp)) if size > 1]
+    executor = ["--executor padded"] if engine.executor == "padded" else []
+    used = " ".join(["holdfast serve", *executor, *layout, "--tbt-target MS"])
     console.print(Text(f"{used} uses it from now on", style="dim"))
     return 0
 
@@ -117,9 +117,24 @@ def show(console: Console, profile: CostProfile) -> None:
         cells = (f"{row[index] * 1e3:.3f}" if cost.attention_contexts[index] >= query else "" for index in shown)
         attention.add_row(f"{query:,}", *cells)
     console.print(attention)
+    show_links(console, profile)
     if isinstance(cost, PaddedCost):
         decodes = table("a decode of the batch, ms: rows by width (columns)", ("", *contexts))
         for rows in cost.decode_rows:
             cells = (f"{cost.forward(rows, 1, cost.attention_contexts[index]) * 1e3:.3f}" for index in shown)
             decodes.add_row(f"{rows:,}", *cells)
         console.print(decodes)
+
+
+def show_links(console: Console, profile: CostProfile) -> None:
+    """Print the time of messages between devices by size, and each stage's share of a step."""
+    kinds = [("sum over devices, us", profile.all_reduce), ("to the next stage, us", profile.send)]
+    there = [(name, link) for name, link in kinds if link is not None]
+    if there:
+        links = table("messages between devices", ("bytes", *(name for name, _ in there)))
+        for size in there[0][1].sizes:
+            links.add_row(f"{size:,}", *(f"{link.send(size) * 1e6:,.1f}" for _, link in there))
+        console.print(links)
+    if profile.pp > 1:
+        shares = ", ".join(f"{share:.1%}" for share in profile.cost.shares(profile.pp))
+        console.print(f"shares of the stages in a step: {shares}", soft_wrap=True)

@@ -39,6 +39,33 @@ class Burst:
 
 
 @dataclass(frozen=True, slots=True)
+class LinkCost:
+    """How long messages between devices take, measured by size.
+
+    Raises ValueError if sizes are missing or do not ascend, if they differ from the times in number, or for a time
+    below 0 or not finite.
+    """
+
+    sizes: tuple[int, ...]
+    """Bytes, ascending."""
+    seconds: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not self.sizes or len(self.sizes) != len(self.seconds):
+            raise ValueError(f"a link has {len(self.sizes)} sizes and {len(self.seconds)} times; give as many of each")
+        if self.sizes[0] < 1 or any(first >= then for first, then in pairwise(self.sizes)):
+            raise ValueError(f"sizes of a link's messages are {self.sizes}; they must be above 0 and ascend")
+        if not all(0 <= seconds < inf for seconds in self.seconds):
+            raise ValueError("a time of a link is below 0 or not finite")
+
+    def send(self, size: float) -> float:
+        """Seconds of a message of `size` bytes: in proportion to its size past the largest measured one."""
+        if size > self.sizes[-1]:
+            return self.seconds[-1] * size / self.sizes[-1]
+        return interpolate(self.sizes, self.seconds, size)
+
+
+@dataclass(frozen=True, slots=True)
 class CostModel:
     """Predicts the time of a step by interpolating between measured points.
 

@@ -26,6 +26,11 @@ class Layout:
         """Ranks in all. Rank = stage * tp + shard."""
         return self.tp * self.pp
 
+    @property
+    def suffix(self) -> str:
+        """The layout at the end of a file's name: `-tp2-pp2`; empty for one device."""
+        return "".join(f"-{name}{size}" for name, size in (("tp", self.tp), ("pp", self.pp)) if size > 1)
+
     def shard_of(self, rank: int) -> int:
         """Which part of its layers a rank has."""
         return rank % self.tp

@@ -425,9 +425,12 @@ def make_profile(device: PagedDevice | ManyDevice, shape: EngineShape, *, in_ful
     cost = (measure_cost if in_full else estimate_cost)(device, name=shape.model)
     if in_full and device.kind == "cpu":  # on a GPU the loop takes nothing from the device
         cost = as_in_service(cost, config, shape, device.executor)
+    spec, links = device.model.spec, None
+    if in_full and isinstance(device, ManyDevice):
+        links = device.time_links()
     return CostProfile(
         cost=cost,
-        dtype=str(device.model.spec.dtype).removeprefix("torch."),
+        dtype=str(spec.dtype).removeprefix("torch."),
         quantization=config.quantization,
         kv_cache_dtype=config.kv_cache_dtype,
         cache_tokens=shape.num_blocks * config.block_size,
@@ -436,6 +439,11 @@ def make_profile(device: PagedDevice | ManyDevice, shape: EngineShape, *, in_ful
         tile=shape.tile,
         token_bytes=device.block_bytes // config.block_size,
         measured=in_full,
+        tp=config.tp,
+        pp=config.pp,
+        stream_bytes=spec.stream_width * spec.dtype.itemsize,
+        all_reduce=links.all_reduce if links is not None else None,
+        send=links.send if links is not None else None,
     )
 
 

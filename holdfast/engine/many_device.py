@@ -25,9 +25,11 @@ from holdfast.engine.rank_messages import (
     PlanWriter,
     Prepare,
     Stepped,
+    TimeLinks,
 )
 from holdfast.engine.ranks import BEAT_SECONDS, HOST_BLOCKS, HOST_READY, STEP_SECONDS, Ranks
 from holdfast.lm.execution.executor import PagedExecutor, PagedMemory
+from holdfast.lm.execution.link_times import LinkTimes
 from holdfast.lm.execution.paged_device import PagedDevice
 from holdfast.lm.kernels.attention.protocol import Attention
 from holdfast.lm.models.base import Model
@@ -130,6 +132,11 @@ class ManyDevice(LanguageDevice):
         )
         self._ranks.steady = True
         return shape
+
+    def time_links(self) -> LinkTimes:
+        """Time the messages between ranks, while no step runs."""
+        times, _ = self._ranks.together(TimeLinks(), self._own.time_links)
+        return times
 
 
 def in_words(device: str, layout: Layout) -> str:

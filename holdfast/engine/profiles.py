@@ -16,7 +16,8 @@ import msgspec
 
 from holdfast.core.cell_cost import CellCost, choose_sizes
 from holdfast.core.config import CacheTypeName, EngineConfig, ExecutorName, QuantizationName
-from holdfast.core.cost import CostModel, PaddedCost
+from holdfast.core.cost import CostModel, LinkCost, PaddedCost
+from holdfast.core.layout import Layout
 from holdfast.engine.checkpoint import JSON_LIMIT, read_json, read_text
 from holdfast.lm.types import RowShape, precision_of
 
@@ -53,14 +54,25 @@ class CostProfile:
     """Whether it was measured in full. Otherwise it was estimated by a few steps, and perhaps corrected in service."""
     rows: RowShape | None = None
     """The padded rows that it was measured on; None: it was measured on a paged cache."""
+    tp: int = 1
+    """Devices that share each layer."""
+    pp: int = 1
+    """Stages of a pipeline. The times of `cost` are those of all stages together, and it has each one's share."""
+    stream_bytes: int = 0
+    """Bytes that a token's activations take between two layers, and so from stage to stage; 0 if unknown."""
+    all_reduce: LinkCost | None = None
+    """The sum of a message over the devices that share a layer, as measured alone. `cost` has it already."""
+    send: LinkCost | None = None
+    """A message from a stage to the next one."""
 
     def __post_init__(self) -> None:
         if self.rows is not None:
             object.__setattr__(self, "cost", PaddedCost.of(self.cost))
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype is {self.dtype}, not one of {', '.join(DTYPES)}")
-        if min(self.cache_tokens, self.max_model_len, self.token_budget, self.tile) < 1:
+        if min(self.cache_tokens, self.max_model_len, self.token_budget, self.tile, self.tp, self.pp) < 1:
             raise ValueError("a size is below 1")
+        self.cost.shares(self.pp)
 
     @property
     def precision(self) -> str:
@@ -68,12 +80,25 @@ class CostProfile:
         return precision_of(self.dtype, self.quantization, self.kv_cache_dtype)
 
     @property
+    def layout(self) -> Layout:
+        """How its devices share the model."""
+        return Layout(self.tp, self.pp)
+
+    @property
     def executor(self) -> ExecutorName:
         """The executor that it was measured on."""
         return "paged" if self.rows is None else "padded"
 
     def require(self, config: EngineConfig) -> None:
-        """Raises ValueError naming both values, if the engine's executor, weights or cache differ from its own."""
+        """Raises ValueError naming both values, if the engine's executor, weights, cache or layout differ from its own.
+
+        An engine of one device has no layout, so it may take that of the profile.
+        """
+        if config.layout.ranks > 1 and config.layout != self.layout:
+            raise ValueError(
+                f"tp is {config.tp} and pp is {config.pp}, and the profile of {self.cost.model} on {self.cost.device} "
+                f"was measured with {self.tp} and {self.pp}; leave them out, or give another profile"
+            )
         if config.executor not in ("auto", self.executor):
             raise ValueError(
                 f"executor is {config.executor}, and the profile of {self.cost.model} on {self.cost.device} was "

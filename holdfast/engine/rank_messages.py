@@ -39,6 +39,10 @@ class Allocate(Message, tag="allocate"):
     num_host_blocks: int
 
 
+class TimeLinks(Message, tag="links"):
+    """Send messages over the links between ranks while rank 0 times them. Answered by Done."""
+
+
 class BeginHost(Message, tag="host"):
     """Begin to make the host tier usable."""
 
@@ -112,7 +116,7 @@ class Failed(Message, tag="failed"):
     """When, on the clock that all processes share."""
 
 
-Command = StartRank | Compile | Measure | Allocate | BeginHost | Prepare | Plan | End
+Command = StartRank | Compile | Measure | Allocate | TimeLinks | BeginHost | Prepare | Plan | End
 Answer = Loaded | Measured | Done | Stepped | Copied | Failed
 
 _encoder = msgspec.msgpack.Encoder()

@@ -92,6 +92,10 @@ class Rank:
                     device.allocate(measured.with_blocks(num_blocks, num_host_blocks))
                     self._begin_steps(device, reports=reports)
                     self._answer(messages.Done())
+                case messages.TimeLinks():
+                    self._submitted.join()
+                    device.time_links()
+                    self._answer(messages.Done())
                 case messages.BeginHost():
                     assert device.host is not None
                     device.host.begin()

@@ -15,7 +15,7 @@ from holdfast.core.config import EngineConfig, SchedulerName
 from holdfast.engine.profiles import CostProfile
 from holdfast.lab import workloads
 from holdfast.lab.metrics import summary
-from holdfast.lab.simulator.deployment import Deployment, deploy
+from holdfast.lab.simulator.deployment import Deployment, Pipeline, deploy
 from holdfast.lab.simulator.run import context_length, simulate
 from holdfast.lab.simulator.shapes import ModelShape
 from holdfast.lab.workloads import Workload
@@ -131,6 +131,7 @@ class Candidate:
         """The engine options that differ from their defaults, by name. The host tier is always among them."""
         wanted = {"scheduler": self.scheduler, "token_budget": self.token_budget, "tbt_target": self.tbt_target}
         default = EngineConfig()
+        wanted |= {"tp": self.tp, "pp": self.pp}
         changed = {name: value for name, value in wanted.items() if value != getattr(default, name)}
         return changed | {"host_cache_gb": self.host_cache_gb}
 
@@ -146,7 +147,7 @@ class CapacityQuestion:
     price: float | None
     """Price of one device for an hour."""
     profile: CostProfile | None
-    """Measured on one device. If None, a profile is derived for each layout."""
+    """Measured, for its own layout alone. If None, there is one for each layout, derived or packaged."""
     engine: EngineConfig
     workload: Workload
     """Conversations to draw from. A run takes as many as arrive in its time, and starts over at the end of the list."""
@@ -163,9 +164,10 @@ class CapacityQuestion:
     def deployment(self, candidate: Candidate) -> Deployment:
         """Profile and stages of a replica. Raises ValueError if the model does not fit."""
         if self.profile is not None:
-            if candidate.devices > 1:
-                raise ValueError("the profile was measured on one device")
-            return Deployment(self.profile, None, True)
+            if (candidate.tp, candidate.pp) != (self.profile.tp, self.profile.pp):
+                own = Candidate(tp=self.profile.tp, pp=self.profile.pp)
+                raise ValueError(f"the profile was measured on {own.layout}")
+            return Deployment(self.profile, Pipeline.measured(self.profile), True)
         return deploy(
             self.model,
             self.device,

@@ -9,10 +9,12 @@ from served import CONFIG, make_checkpoint
 
 from holdfast.cli.command import main, make_parser
 from holdfast.cli.flags import build
-from holdfast.cli.plan import recommend, serve_command, shape_named
+from holdfast.cli.plan import PlanConfig, most_devices, question_of, recommend, serve_command, shape_named
 from holdfast.core.config import EngineConfig
 from holdfast.lab.planning import Candidate, Evaluation
+from holdfast.lab.simulator.deployment import deploy
 from holdfast.lab.simulator.shapes import MODELS
+from holdfast.lab.workloads import WorkloadConfig
 from holdfast.lm.types import RowBytes, RowShape
 from tests.lab.simulator.simulation import PROFILE
 from tests.padded_rows import ABLE
@@ -164,16 +166,54 @@ def evaluation(capacity, **candidate):
     return Evaluation(Candidate(**candidate), capacity, FIGURES, 100.0, 1, None)
 
 
-def test_advice_names_a_layout_that_cannot_be_served_yet_and_the_best_that_can():
-    evaluations = [evaluation(1.0, tbt_target=45.0), evaluation(3.0, tbt_target=45.0, tp=2)]
+def test_advice_has_the_layout_in_its_command():
+    evaluations = [evaluation(1.0, tbt_target=45.0), evaluation(3.0, tbt_target=45.0, tp=2, pp=2)]
     lines = recommend(evaluations, EngineConfig(), None)
-    assert "TP2" in lines[0] and "cannot be served yet" in lines[1]
-    assert parsed(lines[-1]).tbt_target == 45.0
+    assert "TP2 PP2" in lines[0]
+    made = parsed(lines[-1])
+    assert (made.tp, made.pp, made.tbt_target) == (2, 2, 45.0)
 
 
-def test_advice_has_no_command_if_nothing_runs_on_one_device():
-    lines = recommend([evaluation(0.0), evaluation(3.0, tp=2)], EngineConfig(), None)
-    assert not any("holdfast serve " in line and "runs a model" not in line for line in lines)
+def test_advice_says_where_to_run_the_command_so_many_times():
+    many = Evaluation(Candidate(tp=2), 3.0, FIGURES, 100.0, 4, None)
+    assert "on every 2 devices, 4 times in all, behind a load balancer" in recommend([many], EngineConfig(), None)[1]
+
+
+@pytest.mark.parametrize(("most", "within"), [(8, "8 devices of a host"), (1, "one device")])
+def test_advice_names_a_layout_that_cannot_be_served_and_the_best_that_can(most, within):
+    evaluations = [evaluation(1.0, tbt_target=45.0), evaluation(3.0, tbt_target=45.0, tp=8, pp=2)]
+    lines = recommend(evaluations, EngineConfig(), None, most)
+    assert "TP8 PP2" in lines[0] and f"on at most {within}, so this cannot be served" in lines[1]
+    assert "1 device" in lines[2] and parsed(lines[-1]).tbt_target == 45.0
+
+
+def test_advice_has_no_command_if_nothing_that_can_be_served_meets_the_limits():
+    lines = recommend([evaluation(0.0), evaluation(3.0, tp=2)], EngineConfig(), None, 1)
+    assert not any("holdfast serve " in line and "runs this model" not in line for line in lines)
+
+
+def test_a_model_without_a_native_decoder_is_served_on_one_device():
+    question = question_of(PlanConfig(devices=8), WorkloadConfig(), EngineConfig(), "falcon-180b")
+    assert most_devices(question) == 1
+    assert most_devices(replace(question, model="llama-2-70b")) == 8
+
+
+def test_a_profile_of_two_devices_is_planned_on_its_own_layout(tmp_path):
+    found = deploy("mistral-7b", "h200", pp=2).profile
+    found.save(tmp_path / "p.json")
+    plan(
+        "--profile",
+        str(tmp_path / "p.json"),
+        "--devices",
+        "2",
+        *SMALL,
+        "--schedulers",
+        "orca",
+        "--json",
+        str(tmp_path / "a.json"),
+    )
+    (row,) = json.loads((tmp_path / "a.json").read_text())["candidates"]
+    assert (row["tp"], row["pp"], row["replicas"]) == (1, 2, 1) and row["capacity"] > 0
 
 
 @pytest.mark.parametrize(
@@ -184,6 +224,7 @@ def test_advice_has_no_command_if_nothing_runs_on_one_device():
         Candidate(scheduler="prefill-first"),
         Candidate(scheduler="chunked-only", token_budget=2048),
         Candidate(tbt_target=22.5),
+        Candidate(tp=4, pp=2),
     ],
 )
 def test_every_command_is_accepted_by_serve(candidate):
@@ -223,9 +264,9 @@ def test_a_model_may_be_a_name_a_directory_or_a_config(tmp_path):
         (("mistral-7b", "--tp", "4"), "no tp x pp of those given fits on 1 devices"),
         (("mistral-7b", "--link", "string"), "link string is unknown; there are"),
         (("--profile", "p.json", "--device", "h200"), "device is h200, and a profile has its own device; drop it"),
-        (("--profile", "p.json", "--devices", "2", "--tp", "1,2"), "tp holds 2, and a profile is of one device; drop"),
-        (("--profile", "p.json", "--devices", "4", "--pp", "4"), "pp holds 4, and a profile is of one device; drop"),
-        (("--profile", "p.json", "--stage-link", "pcie4"), "stage_link joins devices, and a profile is of one"),
+        (("--profile", "p.json", "--devices", "2", "--tp", "1,2"), "tp holds 2, and a profile has a layout of its own"),
+        (("--profile", "p.json", "--devices", "4", "--pp", "4"), "pp holds 4, and a profile has a layout of its own"),
+        (("--profile", "p.json", "--stage-link", "pcie4"), "stage_link joins devices, and a profile has links of its"),
         (("mistral-7b", "--host-gb", "4,-1"), "host_gb holds -1; each must be at least 0"),
         (("mistral-7b", "--host-gb", "-1,4"), "host_gb holds -1; each must be at least 0"),
         (("mistral-7b", "--host-gb", "0,inf"), "host_gb holds inf; each must be at least 0 and finite"),

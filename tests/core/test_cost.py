@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.core.cost import Burst, CostModel, PaddedCost, Predictor, interpolate
+from holdfast.core.cost import Burst, CostModel, LinkCost, PaddedCost, Predictor, interpolate
 
 COST = CostModel(
     model="m",
@@ -141,6 +141,19 @@ def test_stages_have_equal_shares_of_a_step_unless_they_were_measured():
 def test_shares_of_stages_that_are_no_parts_of_a_whole_are_refused(shares):
     with pytest.raises(ValueError, match="each must be above 0, and their sum 1"):
         replace(COST, stage_shares=shares)
+
+
+def test_a_link_takes_as_long_as_measured_and_in_proportion_past_the_largest_message():
+    link = LinkCost((100, 300), (0.001, 0.002))
+    assert [link.send(size) for size in (0, 100, 200, 300, 900)] == pytest.approx([0.001, 0.001, 0.0015, 0.002, 0.006])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "seconds"), [((), ()), ((1, 2), (0.1,)), ((2, 1), (0.1, 0.2)), ((0, 1), (0.1, 0.2)), ((1,), (-0.1,))]
+)
+def test_a_link_without_sizes_and_times_that_go_together_is_refused(sizes, seconds):
+    with pytest.raises(ValueError, match="link"):
+        LinkCost(sizes, seconds)
 
 
 def test_one_decode_is_priced_as_among_the_next_measured_number_of_them():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +15,7 @@ from holdfast.core.types import Request, SamplingParams
 from holdfast.engine.build import build_engine
 from holdfast.engine.many_device import combined
 from holdfast.engine.paged import threads_of
+from holdfast.engine.profiles import CostProfile
 from holdfast.lm.types import MemoryMeasurement
 from tests.checkpoints import VOCAB, make
 from tests.engine.conftest import SMALL
@@ -161,3 +163,14 @@ def test_a_block_is_what_all_ranks_keep_of_it_and_the_least_rank_counts():
         device="2 × GPU (pp 2)", total=200, weights=30, activations=8, cache=40, block=5, host_cache=15
     )
     assert combined([first, second], Layout(tp=2), "cpu").total == 100, "they share it"
+
+
+def test_a_measured_profile_has_the_layout_its_links_and_the_shares_of_its_stages(make_engine):
+    engine = make_engine(tp=2, pp=2, tbt_target=50.0, token_budget="auto")
+    engine.loop.close()
+    profile = CostProfile.load(Path(engine.info.profile_path))
+    assert "tp-2-pp-2" in engine.info.profile_path
+    assert profile.measured and profile.layout == Layout(2, 2)
+    assert len(profile.cost.stage_shares) == 2 and min(profile.cost.stage_shares) > 0.2
+    assert profile.stream_bytes == 64 * 4 and profile.all_reduce.sizes == profile.send.sizes
+    assert profile.send.sizes[0] == profile.stream_bytes

@@ -58,7 +58,7 @@ def test_limits_that_cannot_be_met_give_a_reason_with_the_measured_latency():
     ("changes", "candidate", "reason"),
     [
         ({}, replace(PLAIN, tp=4), "takes 4 devices of 2"),
-        ({}, replace(PLAIN, tp=2), "measured on one device"),
+        ({}, replace(PLAIN, tp=2), "measured on 1 device"),
         ({"workload": workloads.fixed(1, 5000, 8)}, PLAIN, "no request fits its context of 2,048"),
         ({"profile": None, "model": "llama-2-70b", "device": "a40"}, PLAIN, "take more devices"),
         ({}, replace(PLAIN, host_cache_gb=1.0), "host_cache_gb is 1.0"),

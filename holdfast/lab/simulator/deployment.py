@@ -1,8 +1,9 @@
 """Deploys a model on devices: turns their names into the cost profile and the pipeline stages of a simulation.
 
 A measured profile in the package, `profiles/MODEL--DEVICE.json`, takes precedence over one derived from the model's
-shape and the device's data sheet. The linear layers of a step do arithmetic and read the weights. The two overlap, but
-not fully: the root of the sum of their squares is within 10% of an H200's time for 1 to 8,192 tokens, while their
+shape and the device's data sheet. The name of one of several devices ends with their layout: `-tp2`, `-pp2` or
+`-tp2-pp2`. The linear layers of a step do arithmetic and read the weights. The two overlap, but not fully: the root of
+the sum of their squares is within 10% of an H200's time for 1 to 8,192 tokens, while their
 maximum, the textbook roofline, is up to 25% too low where they are equal. Arithmetic is done in whole tiles of tokens
 (tile quantisation, Sarathi-Serve §4.3). Attention takes the larger of its arithmetic and of reading the cache. Under
 tensor parallelism each device does its share of both, and the all-reduces of each layer are added (Megatron-LM). FP8
@@ -14,9 +15,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from importlib.resources import as_file, files
 from math import hypot
+from typing import Protocol
 
 from holdfast.core.config import EngineConfig
-from holdfast.core.cost import CostModel
+from holdfast.core.cost import CostModel, LinkCost
+from holdfast.core.layout import Layout
 from holdfast.engine.profiles import CostProfile
 from holdfast.lab.simulator.devices import DEVICES, LINKS, Device, Link, fp8_of, look_up
 from holdfast.lab.simulator.shapes import BYTES, MODELS, NATIVE, ModelShape
@@ -33,14 +36,39 @@ QUERY_TILE = 64
 """Query rows that an attention kernel computes at once. Fewer rows take as long."""
 
 
+class Wire(Protocol):
+    """What carries messages between stages."""
+
+    def send(self, size: float) -> float:
+        """Seconds to send a message of `size` bytes."""
+
+
+ONE_DEVICE = Layout()
+FREE = LinkCost((1,), (0.0,))
+"""A link of which nothing is known."""
+
+
 @dataclass(frozen=True, slots=True)
 class Pipeline:
     """The stages that a step passes in order, and the link between them."""
 
     stages: tuple[CostModel, ...]
-    link: Link
+    link: Wire
     token_bytes: int
     """Bytes of one token's activations, sent from stage to stage."""
+
+    @classmethod
+    def measured(cls, profile: CostProfile) -> Pipeline | None:
+        """The stages that a profile was measured on; None for one stage. Each takes its share of any step.
+
+        What a stage takes to send is in its share, so a step takes longer than in the profile by the sends between
+        stages, of which a stage sees none.
+        """
+        if profile.pp == 1:
+            return None
+        shares = profile.cost.shares(profile.pp)
+        stages = tuple(replace(profile.cost.slower(share, share), stage_shares=()) for share in shares)
+        return cls(stages, profile.send or FREE, profile.stream_bytes)
 
     def hop(self, tokens: int) -> float:
         """Seconds to send the activations of `tokens` tokens to the next stage."""
@@ -53,6 +81,7 @@ class Pipeline:
         return replace(
             first,
             device=f"{len(stages)} stages of {first.device}",
+            stage_shares=self.shares(),
             linear_seconds=tuple(
                 sum(stage.linear(at) for stage in stages) + hops * self.hop(at) for at in first.linear_tokens
             ),
@@ -61,6 +90,11 @@ class Pipeline:
                 for query in first.attention_queries
             ),
         )
+
+    def shares(self) -> tuple[float, ...]:
+        """Each stage's share of a step of the default size, as a measured profile has them."""
+        seconds = [stage.linear(DEFAULT_TOKEN_BUDGET["cuda"]) for stage in self.stages]
+        return tuple(each / sum(seconds) for each in seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +145,11 @@ def deploy(
     inside = look_up("link", LINKS, link or sheet.link)
     between = look_up("link", LINKS, stage_link or inside.name)
     devices = tp * pp
-    packaged = packaged_profile(shape, device) if devices == 1 else None
+    joined = (link or stage_link) and devices > 1  # a measured profile is of the links that those devices have
+    packaged = None if joined else packaged_profile(shape, device, Layout(tp, pp))
     if packaged is not None:
-        copied = packaged if packaged.copy_rate else replace(packaged, copy_rate=sheet.copy_rate)
-        return Deployment(copied, None, True)
+        copied = packaged if packaged.copy_rate else replace(packaged, copy_rate=sheet.copy_rate * devices)
+        return Deployment(copied, Pipeline.measured(copied), True)
     share, more = divmod(shape.layers, pp)
     stages = tuple(
         derive(shape, sheet, tp=tp, link=inside, layers=share + (at < more), head=at == pp - 1) for at in range(pp)
@@ -131,15 +166,18 @@ def deploy(
         tile=BUDGET_TILE["cuda"],
         token_bytes=shape.token_bytes,
         copy_rate=sheet.copy_rate * devices,
+        tp=tp,
+        pp=pp,
+        stream_bytes=shape.hidden * BYTES,
     )
     return Deployment(profile, pipeline, False)
 
 
-def packaged_profile(shape: ModelShape, device: str) -> CostProfile | None:
-    """The package's measured profile of this model on one such device; None if there is none of this precision."""
+def packaged_profile(shape: ModelShape, device: str, layout: Layout = ONE_DEVICE) -> CostProfile | None:
+    """The package's measured profile of this model on such devices; None if there is none of this precision."""
     if replace(shape, quantization="none", kv_cache_dtype="auto") != MODELS.get(shape.name):
         return None  # another model of that name
-    file = files("holdfast").joinpath("profiles", f"{shape.name}--{device}.json")
+    file = files("holdfast").joinpath("profiles", f"{shape.name}--{device}{layout.suffix}.json")
     if not file.is_file():
         return None
     with as_file(file) as path:

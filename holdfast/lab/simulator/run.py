@@ -53,6 +53,13 @@ class Outcome:
     trained_tokens: int = 0
     """Of complete micro-batches."""
     slices: int = 0
+    stages_busy: tuple[float, ...] = ()
+    """Virtual seconds that each stage of a pipeline computed; `busy` is their mean. Empty for one stage."""
+
+    @property
+    def idle(self) -> tuple[float, ...]:
+        """The share of the run in which each stage of a pipeline had nothing to do (bubbles)."""
+        return tuple(1 - busy / self.seconds for busy in self.stages_busy)
 
 
 def simulate(
@@ -114,7 +121,8 @@ def simulate(
     clients = Clients(workload, loop, clock, vocab_size=VOCAB_SIZE, concurrency=concurrency)
     while clients.advance() and clock.now < until:
         on_progress(clients.ended)
-    outcome = Outcome(clients.records, clock.now, executor.busy, clients.steps, loop.stats())
+    stages_busy = tuple(executor.stages_busy) if pipeline is not None else ()
+    outcome = Outcome(clients.records, clock.now, executor.busy, clients.steps, loop.stats(), stages_busy=stages_busy)
     if trainer is None:
         return outcome
     return replace(outcome, trained=trainer.seconds, trained_tokens=trainer.tokens, slices=trainer.slices)

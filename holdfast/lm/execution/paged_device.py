@@ -21,6 +21,7 @@ from holdfast.lm.execution.batch import Batch
 from holdfast.lm.execution.executor import Layers, PagedExecutor, PagedMemory, Sampler
 from holdfast.lm.execution.graphs import GraphSizes, StepGraphs
 from holdfast.lm.execution.host_memory import HostMemory, cuda_pin
+from holdfast.lm.execution.link_times import LinkTimes, time_links
 from holdfast.lm.execution.place import Place
 from holdfast.lm.execution.stage_link import StageEnd
 from holdfast.lm.execution.transfer import CopyStream, Transfers, stream_for
@@ -97,6 +98,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         """A block's bytes on all ranks together; a rank's share of them is its share of a configured size. Set before
         `measure`."""
         link = None if place is None else place.link(spec, self.max_step_tokens, config.max_sequences)
+        self._link = link
         self._stage = None if link is None else StageEnd(link, spec, self.max_step_tokens)
         self.adapter_slots = make_slots(model, config)
         """The adapters on the device; None if none are served."""
@@ -151,6 +153,27 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
     def host(self) -> HostMemory | None:
         """The host tier, where it has to be locked. Raises RuntimeError before `allocate`."""
         return self.memory.host
+
+    def time_links(self) -> LinkTimes:
+        """Time the messages between the ranks that share the model. All of them call this at once, while no step runs.
+
+        Only rank 0's figures mean anything.
+        """
+        spec, model = self.model.spec, self.model
+        assert isinstance(model, Decoder)
+        if self._stage is not None:
+            self._stage.drain()
+        return time_links(
+            self.group,
+            self._link,
+            first=spec.first,
+            last=spec.last,
+            stages=self.config.pp,
+            width=model.decoder.hidden_size,
+            max_tokens=self.max_step_tokens,
+            dtype=spec.dtype,
+            device=self.device,
+        )
 
     def in_thread(self) -> None:
         """Let the calling thread use this device. A new thread begins with the first one."""

@@ -126,6 +126,11 @@ class StageEnd:
             numbers = staged.host.arrays["sample_rows"][: staged.num_sampled].astype(np.int64)
             self._under_way.append(TokensUnderWay(rows.clone(), numbers))
 
+    def drain(self) -> None:
+        """Take in the tokens that are under way, on the first stage, and forget them. Nothing runs that needs them."""
+        while self._under_way:
+            self._link.receive_tokens(len(self._under_way.popleft().numbers))
+
     def _needed(self, staged: StagedStep) -> int:
         """How many steps' tokens to take in: up to the last one that sampled for a row whose token is PENDING."""
         needed = max(0, len(self._under_way) - TOKEN_SLOTS + 1)

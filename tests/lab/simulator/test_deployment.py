@@ -6,7 +6,8 @@ from importlib.resources import files
 import pytest
 
 from holdfast.core.config import EngineConfig
-from holdfast.engine.profiles import CostProfile
+from holdfast.core.cost import LinkCost
+from holdfast.core.layout import Layout
 from holdfast.lab.simulator import deployment
 from holdfast.lab.simulator.deployment import (
     TOKENS,
@@ -58,12 +59,36 @@ def test_a_measured_profile_in_the_package_replaces_a_derived_one(tmp_path, monk
     assert not deploy(replace(MODELS["mistral-7b"], layers=2), "h200").measured
 
 
+LAYOUTS = [Layout(tp, pp) for tp in (1, 2, 4, 8) for pp in (1, 2, 4)]
+
+
 def test_every_packaged_profile_loads():
     for file in files("holdfast").joinpath("profiles").iterdir():
         if file.name.endswith(".json"):
-            model, device = file.name.removesuffix(".json").split("--")
-            assert model in MODELS and device in DEVICES
-            assert isinstance(packaged_profile(MODELS[model], device), CostProfile)
+            model, on = file.name.removesuffix(".json").split("--")
+            device, layout = next((name, at) for name in DEVICES for at in LAYOUTS if on == f"{name}{at.suffix}")
+            profile = packaged_profile(MODELS[model], device, layout)
+            assert profile is not None and profile.layout == layout
+
+
+def test_a_measured_profile_of_the_layout_precedes_a_derived_one(tmp_path, monkeypatch):
+    derived = deploy("llama-3-8b", "h200", tp=2, pp=2)
+    measured = replace(
+        derived.profile,
+        cost=replace(derived.profile.cost, stage_shares=(0.4, 0.6)),
+        send=LinkCost((8192, 81920), (2e-5, 4e-5)),
+        token_budget=4096,
+    )
+    measured.save(tmp_path / "profiles" / "llama-3-8b--h200-tp2-pp2.json")
+    monkeypatch.setattr(deployment, "files", lambda name: tmp_path)
+    found = deploy("llama-3-8b", "h200", tp=2, pp=2)
+    assert found.measured and found.profile == measured
+    first, second = found.pipeline.stages
+    assert first.linear(512) == pytest.approx(0.4 * measured.cost.linear(512))
+    assert second.attention(512, 4096) == pytest.approx(0.6 * measured.cost.attention(512, 4096))
+    assert found.pipeline.hop(1) == 2e-5 and found.pipeline.hop(100) == pytest.approx(4e-5 * 10)
+    for layout in (dict(tp=2), dict(tp=2, pp=2, link="pcie5"), dict(tp=2, pp=2, stage_link="pcie5")):
+        assert not deploy("llama-3-8b", "h200", **layout).measured
 
 
 @pytest.mark.parametrize("option", ["quantization", "kv_cache_dtype"])

@@ -189,7 +189,7 @@ def test_a_host_tier_is_refused_if_the_profile_has_no_cache_size():
 
 
 STAGED = Pipeline((COST, COST), Link("wire", 1e9, 1e-4), token_bytes=100)
-BOTH = replace(PROFILE, cost=STAGED.whole())
+BOTH = replace(PROFILE, cost=STAGED.whole(), pp=2)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -223,3 +223,14 @@ def test_a_tbt_target_holds_on_a_pipeline():
 def test_a_single_request_on_two_stages_leaves_bubbles():
     outcome = run(separate_requests(1, 20, 50), profile=BOTH, pipeline=STAGED)
     assert outcome.busy / outcome.seconds == pytest.approx(0.5, abs=0.02)
+    assert outcome.idle == pytest.approx((0.5, 0.5), abs=0.02)
+
+
+@pytest.mark.parametrize("shares", [(0.5, 0.5), (0.3, 0.7), (0.7, 0.3)])
+def test_a_full_pipeline_idles_where_its_stages_take_less_than_the_slowest(shares):
+    stages = tuple(replace(COST.slower(2 * share, 2 * share)) for share in shares)
+    pipeline = Pipeline(stages, Link("wire", 1e12, 0.0), token_bytes=1)
+    profile = replace(PROFILE, cost=pipeline.whole(), pp=2)
+    outcome = run(workloads.fixed(16, 20, 400), profile=profile, pipeline=pipeline, concurrency=16)
+    assert outcome.idle == pytest.approx([1 - share / max(shares) for share in shares], abs=0.03)
+    assert outcome.busy == pytest.approx(sum(outcome.stages_busy) / 2)

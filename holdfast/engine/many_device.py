@@ -17,7 +17,6 @@ from holdfast.engine.rank_messages import (
     Allocate,
     BeginHost,
     Compile,
-    Copied,
     Done,
     Loaded,
     Measure,
@@ -209,7 +208,10 @@ class ManyExecutor(DeviceExecutor):
 
     def submit(self, plan: StepPlan) -> None:
         self._ranks.send(self._writer.write(plan))
-        self._own.submit(plan)
+        try:
+            self._own.submit(plan)
+        except Exception as error:
+            raise self._ranks.cause(error) from error
         self._copying |= {
             (plan.step, inward): [] for inward, copies in ((True, plan.swap_in), (False, plan.swap_out)) if copies
         }
@@ -263,14 +265,11 @@ class ManyExecutor(DeviceExecutor):
 
     def _take(self) -> None:
         """Take note of what the other ranks have sent."""
-        for number, answer in self._ranks.arrived():
-            match answer:
-                case Stepped():
-                    self._stepped[number].append(answer)
-                case Copied(copies):
-                    self._note(copies)
-                case _:
-                    raise RuntimeError(f"rank {number} sent {type(answer).__name__} while steps ran")
+        for number, said in self._ranks.of_steps():
+            if isinstance(said, Stepped):
+                self._stepped[number].append(said)
+            else:
+                self._note(said.copies)
 
     def _note(self, copies: Iterable[CopyTime]) -> None:
         """Take note of copies that one rank has completed."""

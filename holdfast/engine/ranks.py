@@ -134,8 +134,10 @@ class Ranks:
         others = range(1, self.layout.ranks)
         self._closing = threading.Event()
         self._incoming = threading.Lock()
-        self._arrived: deque[tuple[int, messages.Answer]] = deque()
-        """What the ranks have sent, with their numbers, but for failures."""
+        self._answers: dict[int, messages.Answer] = {}
+        """By rank, what it has answered to the last command."""
+        self._steps: deque[tuple[int, messages.Stepped | messages.Copied]] = deque()
+        """What the ranks have said of steps, with their numbers."""
         self._reported: list[tuple[float, str]] = []
         """When ranks have failed, and why, as they say themselves."""
         self._own = ThreadPoolExecutor(1, "holdfast-rank-0")
@@ -175,13 +177,13 @@ class Ranks:
 
         Raises RankFailure, and what `work` raises unless another rank has failed before.
         """
+        self._answers.clear()
         self.send(command)
         own = self.do(work)
-        found: dict[int, messages.Answer] = {}
         while True:
-            found.update(self.arrived())
-            if len(found) == len(self._ranks):
-                return own, [found[number] for number in sorted(found)]
+            self._receive()
+            if len(self._answers) == len(self._ranks):
+                return own, [self._answers[number] for number in sorted(self._answers)]
             self.wait(1.0)
 
     def do(self, work: Callable[[], Result]) -> Result:
@@ -195,17 +197,23 @@ class Ranks:
         return running.result()
 
     def cause(self, error: BaseException) -> BaseException:
-        """What to raise where rank 0 has failed with `error`: that, or another rank's failure that led to it."""
+        """What to raise where rank 0 has failed with `error`: that, or another rank's failure that led to it.
+
+        The other ranks, which may wait for rank 0, are killed.
+        """
         deadline = time.monotonic() + CAUSE_SECONDS
         while not self.failure and time.monotonic() < deadline:
             time.sleep(BEAT_SECONDS)
-        return RankFailure(self.failure) if self.failure else error
+        if self.failure:
+            return RankFailure(self.failure)
+        self._fail(f"rank 0: {error}")
+        return error
 
-    def arrived(self) -> list[tuple[int, messages.Answer]]:
-        """What other ranks have sent since the last call, with their numbers. Raises RankFailure."""
+    def of_steps(self) -> list[tuple[int, messages.Stepped | messages.Copied]]:
+        """What other ranks have said of steps since the last call, with their numbers. Raises RankFailure."""
         self.check()
         self._receive()
-        return [self._arrived.popleft() for _ in range(len(self._arrived))]
+        return [self._steps.popleft() for _ in range(len(self._steps))]
 
     def wait(self, seconds: float) -> None:
         """Wait until another rank sends something, at most so long. Raises RankFailure."""
@@ -273,18 +281,20 @@ class Ranks:
         with self._incoming:
             for rank in self._ranks:
                 while (data := rank.reader.poll()) is not None:
-                    answer = messages.decode_answer(data)
-                    if isinstance(answer, messages.Failed):
-                        self._reported.append((answer.at, f"rank {rank.number}: {answer.reason}"))
-                    else:
-                        self._arrived.append((rank.number, answer))
+                    match messages.decode_answer(data):
+                        case messages.Failed(reason, at):
+                            self._reported.append((at, f"rank {rank.number}: {reason}"))
+                        case (messages.Stepped() | messages.Copied()) as said:
+                            self._steps.append((rank.number, said))
+                        case answer:
+                            self._answers[rank.number] = answer
 
     def _watch(self) -> None:
         """Look for failures, in a thread, until one is found or all are closed."""
         beats = {rank.number: 0 for rank in self._ranks}
         silent = dict.fromkeys(beats, 0)
         last_look = time.monotonic()
-        while not self._closing.wait(BEAT_SECONDS):
+        while not self._closing.wait(BEAT_SECONDS) and not self.failure:
             looked, last_look = last_look, time.monotonic()
             self._receive()  # before looking who has ended: whoever reports that is another one
             for rank in self._ranks:
@@ -292,9 +302,8 @@ class Ranks:
                 silent[rank.number] = silent[rank.number] + 1 if beat == beats[rank.number] else 0
                 beats[rank.number] = beat
             reason = self._reason(silent, looked)
-            if reason and not self._closing.is_set():
+            if reason and not self.failure and not self._closing.is_set():
                 self._fail(reason)
-                return
 
     def _reason(self, silent: Mapping[int, int], looked: float) -> str:
         """What has failed first; empty if nothing has. All that has ended now still ran when we `looked` before."""

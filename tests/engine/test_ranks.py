@@ -20,9 +20,9 @@ from holdfast.engine.build import build_engine
 from holdfast.engine.client import EngineClient
 from holdfast.engine.connection import EngineDead, EngineStartError
 from holdfast.engine.mailbox import Bell, Ticket
-from holdfast.engine.rank_messages import PlanWriter
+from holdfast.engine.rank_messages import Done, PlanWriter, Prepare
 from holdfast.engine.ranks import RankFailure, Seat
-from holdfast.lm.types import Segment, StepPlan
+from holdfast.lm.types import BlockCopy, Segment, StepPlan
 from tests.engine.conftest import SMALL, wait_for_end
 from tests.scheduling import create_requests
 
@@ -37,7 +37,7 @@ def children_of(pid):
 @pytest.fixture
 def engine(small):
     """An engine of two shards in this process, and its ranks."""
-    engine = build_engine(small(tp=2))
+    engine = build_engine(small(tp=2, host_cache_gb=0.01))
     yield engine
     engine.loop.close()
     for pid in engine.ranks.pids:
@@ -122,7 +122,25 @@ def test_a_step_that_raises_on_one_rank_ends_the_wait_of_the_others(engine):
 def test_what_rank_0_raises_by_itself_is_not_blamed_on_another(engine):
     with pytest.raises(ValueError, match="it is rank 0's own"):
         engine.ranks.do(lambda: int("it is rank 0's own"))
-    engine.ranks.check()
+    with pytest.raises(RankFailure, match=r"rank 0: .*own"):  # the others must not wait for it
+        engine.ranks.check()
+
+
+def test_rank_0_blames_the_rank_that_failed_before_it(engine):
+    def cut_off():
+        os.kill(engine.ranks.pids[0], signal.SIGKILL)
+        raise ConnectionError("the other side has closed the connection")
+
+    with pytest.raises(RankFailure, match=r"rank 1 .* was killed by SIGKILL"):
+        engine.ranks.do(cut_off)
+
+
+def test_what_ranks_say_of_steps_is_no_answer_to_a_command(engine):
+    engine.ranks.send(PlanWriter().write(StepPlan(7, (), swap_out=(BlockCopy(0, 0),))))
+    assert engine.ranks.together(Prepare(), lambda: "own") == ("own", [Done(False)])
+    ((rank, said),) = engine.ranks.of_steps()
+    assert rank == 1
+    assert [(copy.step, copy.inward) for copy in said.copies] == [(7, False)]
 
 
 def test_after_a_failure_nothing_can_be_asked_of_the_ranks(engine):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fake_tuning import FakeTuner
 
 from holdfast.core.config import EngineConfig
-from holdfast.core.types import AdapterInfo, FinishReason, SamplingParams
+from holdfast.core.types import AdapterInfo, FinishReason, SamplingParams, TokenLogprobs
 from holdfast.engine.client import AdapterError, Delta, Timings, Usage
 from holdfast.engine.connection import EngineDead
 from holdfast.engine.messages import EngineInfo
@@ -43,6 +43,12 @@ END = 31
 """The token that ends an answer."""
 
 
+def told(token: int, count: int) -> tuple[TokenLogprobs, ...]:
+    """What is told of a token of an answer: it is the second most probable one."""
+    likely = ((ord("?"), -0.25), (token, -2.0), (ord("x"), -5.0))[:count]
+    return (TokenLogprobs(-2.0, tuple(each for each, _ in likely), tuple(value for _, value in likely)),)
+
+
 class FakeText:
     """A tokenizer with one token for each character; an answer's tokens are its words' numbers."""
 
@@ -67,6 +73,9 @@ class FakeText:
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return "".join(WORDS[token] if token < len(WORDS) else chr(token) for token in ids)
+
+    def token_bytes(self, token: int) -> bytes:
+        return self.decode([token]).encode()
 
     def is_visible(self, token: int) -> bool:
         return token != END
@@ -168,7 +177,8 @@ class FakeClient:
                 await self._alive(number)
                 timings = Timings(arrival=1.0, scheduled=1.5, first_token=2.0, finish=3.0, tokens=count)
                 tokens = (number, END) if last and ends else (number,)
-                yield Delta(word, tokens, *((reason, usage, timings) if last else ()))
+                delta = Delta(word, tokens, *((reason, usage, timings) if last else ()))
+                yield delta if params.logprobs is None else replace(delta, logprobs=told(number, params.logprobs))
             asked.ended = "finished"
         finally:
             if asked.ended == "running":

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 MAX_SEED = 2**63 - 1
+MAX_LOGPROBS = 20
+"""Most alternatives whose log probabilities are told beside a token's own."""
 MAX_DEADLINE = 86_400
 """Seconds from arrival."""
 BATCH_CLASS = 100
@@ -48,6 +50,8 @@ class SamplingParams:
     """Tokens that end the sequence, in addition to the model's end-of-sequence tokens."""
     ignore_eos: bool = False
     """Continue after the model's end-of-sequence token (benchmarks)."""
+    logprobs: int | None = None
+    """Tell each token's log probability, with those of so many of the most probable tokens. None: tell nothing."""
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.temperature <= 100.0:
@@ -62,6 +66,8 @@ class SamplingParams:
             raise ValueError(f"max_tokens is {self.max_tokens}; it must be at least 1")
         if any(not stop for stop in self.stop):
             raise ValueError("stop holds an empty string; leave it out")
+        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
+            raise ValueError(f"logprobs is {self.logprobs}; it must lie between 0 and {MAX_LOGPROBS}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +130,16 @@ class Request:
     """Seconds from arrival until the first token is due. None: the order's default applies."""
 
 
+class TokenLogprobs(NamedTuple):
+    """The log probability of a token in the model's own distribution, before temperature, filters and penalties."""
+
+    logprob: float
+    top_ids: tuple[int, ...]
+    """The most probable tokens at its place, most probable first."""
+    top_logprobs: tuple[float, ...]
+    """Theirs."""
+
+
 class SequenceOutput(NamedTuple):
     """The tokens that one step added to one sequence."""
 
@@ -134,3 +150,5 @@ class SequenceOutput(NamedTuple):
     scheduled_at: float
     """When its first segment was planned, in seconds on the scheduler's clock."""
     preemptions: int = 0
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of each of the tokens, where the request asks for them."""

@@ -10,7 +10,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from holdfast.core.config import EngineConfig, check_adapter_name
-from holdfast.core.types import AdapterInfo, FinishReason, Identity, Request, SamplingParams, SequenceOutput
+from holdfast.core.types import (
+    AdapterInfo,
+    FinishReason,
+    Identity,
+    Request,
+    SamplingParams,
+    SequenceOutput,
+    TokenLogprobs,
+)
 from holdfast.engine import messages
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.connection import EngineConnection, EngineDead, EngineStartError, QueueFull, fail_all
@@ -70,6 +78,8 @@ class Delta:
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
     timings: Timings | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of each of the tokens, if the request asks; not of the end token, which has no place in the text."""
 
 
 class AdapterError(ValueError):
@@ -325,6 +335,7 @@ class _Stream:
         self._text = text
         self._pieces: list[str] = []
         self._tokens: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
         self._count = 0
         self._cached = 0
         self._scheduled = self._first = self._last = 0.0
@@ -342,6 +353,8 @@ class _Stream:
         # The token that stopped the sequence is not part of its text.
         visible = tokens[:-1] if reason is FinishReason.STOP else tokens
         self._pieces.append(self._text.push(visible, last=reason is not None))
+        if output.logprobs:
+            self._logprobs.extend(output.logprobs[: len(visible)])
         self.finish_reason = FinishReason.STOP if self._text.stopped else reason
         self._changed.set()
 
@@ -356,13 +369,14 @@ class _Stream:
         self._changed.clear()
         if self._error is not None:
             raise self._error
-        text, tokens = "".join(self._pieces), tuple(self._tokens)
+        text, tokens, logprobs = "".join(self._pieces), tuple(self._tokens), tuple(self._logprobs)
         self._pieces.clear()
         self._tokens.clear()
+        self._logprobs.clear()
         if self.finish_reason is None:
-            return Delta(text, tokens)
+            return Delta(text, tokens, logprobs=logprobs)
         self.given = True
         request = self.request
         usage = Usage(len(request.prompt), self._count, self._cached)
         timings = Timings(request.arrival, self._scheduled, self._first, self._last, self._count)
-        return Delta(text, tokens, self.finish_reason, usage, timings)
+        return Delta(text, tokens, self.finish_reason, usage, timings, logprobs)

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from holdfast.core.config import BUILTIN_MODEL, EngineConfig
-from holdfast.core.types import AdapterInfo, FinishReason, SamplingParams
+from holdfast.core.types import AdapterInfo, FinishReason, SamplingParams, TokenLogprobs
 from holdfast.engine.client import Delta, EngineClient, Timings
 from holdfast.engine.messages import EngineInfo
 from holdfast.engine.text import Text
@@ -40,6 +40,8 @@ class Completion:
     """Prompt tokens found in the prefix cache."""
     timings: Timings
     """Includes `ttft` in seconds and `tokens_per_second`."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of each token but the one that ended the sequence, where `SamplingParams.logprobs` asks."""
 
 
 class LLM:
@@ -211,13 +213,21 @@ async def complete(prompt: Sequence[int], stream: AsyncGenerator[Delta, None]) -
     """Read a stream to its end."""
     pieces: list[str] = []
     tokens: list[int] = []
+    logprobs: list[TokenLogprobs] = []
     async with aclosing(stream) as deltas:
         async for delta in deltas:
             pieces.append(delta.text)
             tokens.extend(delta.tokens)
+            logprobs.extend(delta.logprobs)
     assert delta.finish_reason is not None and delta.usage is not None and delta.timings is not None
     return Completion(
-        tuple(prompt), "".join(pieces), tuple(tokens), delta.finish_reason, delta.usage.cached_tokens, delta.timings
+        tuple(prompt),
+        "".join(pieces),
+        tuple(tokens),
+        delta.finish_reason,
+        delta.usage.cached_tokens,
+        delta.timings,
+        tuple(logprobs),
     )
 
 

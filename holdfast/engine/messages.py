@@ -11,7 +11,7 @@ import msgspec
 from holdfast.core.columns import Columns
 from holdfast.core.config import AppConfig, EngineConfig, ExecutorName
 from holdfast.core.stages import Stage
-from holdfast.core.types import AdapterInfo, FinishReason, Identity, Request, SequenceOutput
+from holdfast.core.types import AdapterInfo, FinishReason, Identity, Request, SequenceOutput, TokenLogprobs
 from holdfast.lm.limits import RequestLimits
 from holdfast.lm.types import MemoryMeasurement, SchedulerStats
 
@@ -362,6 +362,7 @@ class Outputs(Message, tag="outputs"):
     cached_tokens: list[int]
     scheduled_at: list[float]
     preemptions: list[int]
+    logprobs: list[tuple[TokenLogprobs, ...]]
 
     @property
     def outputs(self) -> Columns[SequenceOutput]:

@@ -6,6 +6,7 @@ import msgspec
 
 from holdfast.core.columns import Columns
 from holdfast.core.config import EngineConfig
+from holdfast.core.types import TokenLogprobs
 from holdfast.lm.types import BlockCopy, BlockMove, CopyTime, MemoryMeasurement, Sampling, Segment, StepPlan, TableWrite
 
 
@@ -99,6 +100,8 @@ class Stepped(Message, tag="stepped"):
     tokens: tuple[int, ...]
     """From the last stage; empty from others."""
     seconds: float
+    logprobs: tuple[TokenLogprobs | None, ...] = ()
+    """As in `StepResult`, from the last stage."""
 
 
 class Copied(Message, tag="copied"):

@@ -129,7 +129,7 @@ class Rank:
                 if result.copies:
                     self._answer(messages.Copied(result.copies))
                 if reports and has_segments:
-                    self._answer(messages.Stepped(result.tokens, result.seconds))
+                    self._answer(messages.Stepped(result.tokens, result.seconds, result.logprobs))
                 self._submitted.task_done()
         except BaseException as error:
             self.fail(error)

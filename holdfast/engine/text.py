@@ -34,6 +34,20 @@ LONGEST_WINDOW = 32
 """Tokens after which incomplete bytes are shown as they are, so that a stream's state stays bounded."""
 
 
+SPACE = "\u2581"
+"""How SentencePiece spells a space."""
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The byte that each character of a byte-level vocabulary stands for (GPT-2's `bytes_to_unicode`)."""
+    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+BYTES = _byte_alphabet()
+
+
 class Text:
     """A model's tokenizer and chat template. Safe to use from several threads."""
 
@@ -47,7 +61,10 @@ class Text:
         self._visible = _visible(tokenizer)
         written = tokenizer.to_str()
         self._fingerprint = hashlib.sha256(written.encode()).digest()
-        self._longest = _longest_token(tokenizer, json.loads(written)["model"])
+        contents = json.loads(written)
+        self._longest = _longest_token(tokenizer, contents["model"])
+        self._byte_level = "ByteLevel" in json.dumps(contents.get("decoder"))
+        self._added = frozenset(tokenizer.get_added_tokens_decoder())
         self._spelled = Spelled(tokenizer)
         self._template = None if template is None else ChatTemplate(template, special_tokens or {})
 
@@ -124,6 +141,19 @@ class Text:
     def token_strings(self, ids: Sequence[int]) -> list[str]:
         """Each token as the tokenizer's vocabulary spells it; empty for an id that it does not have."""
         return [self._tokenizer.id_to_token(id) or "" for id in ids]
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes that a token adds to a text; of a special token, its name. Empty for an id that is not known."""
+        piece: str | None = self._tokenizer.id_to_token(token)
+        if piece is None:
+            return b""
+        if token not in self._added:
+            if self._byte_level and all(character in BYTES for character in piece):
+                return bytes(BYTES[character] for character in piece)
+            if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+                return bytes([int(piece[3:5], 16)])
+            piece = piece.replace(SPACE, " ")
+        return piece.encode(errors="replace")
 
     def is_visible(self, token: int) -> bool:
         """Whether a token has text. Special tokens and ids outside the tokenizer have none."""

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, Protocol
 
 from holdfast.core.columns import Columns
 from holdfast.core.config import CacheTypeName, ExecutorName, QuantizationName
-from holdfast.core.types import FinishReason, Request, SamplingParams, SequenceOutput
+from holdfast.core.types import FinishReason, Request, SamplingParams, SequenceOutput, TokenLogprobs
 from holdfast.loop.contracts import Device, Executor
 from holdfast.loop.loop import Loop
 
@@ -25,19 +25,30 @@ PENDING = -1
 class Sampling:
     """How a sequence's tokens are drawn: the part of SamplingParams that reaches the device.
 
-    Each field is a column of a step's inputs there, by its name: float32 for a float, int64 for an int. A new field of
-    this name in SamplingParams and here is all that it takes for the sampler to find it.
+    The fields of SAMPLING_COLUMNS are columns of every step's inputs there. What fewer requests ask for follows them,
+    and reaches the device only in the steps that need it.
     """
 
     temperature: float
     top_k: int
     top_p: float
     seed: int
+    logprobs: int | None = None
+    """Alternatives to tell with the log probability of each token; None: tell nothing."""
 
     @classmethod
     def of(cls, params: SamplingParams, seed: int) -> Sampling:
         """The record of one request; `seed` is its own, or one drawn for it."""
-        return cls(**{name: seed if name == "seed" else getattr(params, name) for name in cls.__dataclass_fields__})
+        return cls(params.temperature, params.top_k, params.top_p, seed, params.logprobs)
+
+    @property
+    def columns(self) -> tuple[float, int, float, int]:
+        """The values of SAMPLING_COLUMNS."""
+        return self.temperature, self.top_k, self.top_p, self.seed
+
+
+SAMPLING_COLUMNS: dict[str, type[float] | type[int]] = {"temperature": float, "top_k": int, "top_p": float, "seed": int}
+"""The columns of a step's sampled rows, in the order of `Sampling.columns`: float32 for a float, int64 for an int."""
 
 
 class Segment(NamedTuple):
@@ -312,6 +323,8 @@ class StepResult:
     """Those of such adapters that could not be read any more. Their slots hold what they held."""
     stages: tuple[float, ...] = ()
     """The time that each stage of a pipeline spent on the step; empty for one stage."""
+    logprobs: tuple[TokenLogprobs | None, ...] = ()
+    """Of each of the tokens; None for one whose request does not ask. Empty: no request of the step does."""
 
 
 @dataclass(slots=True, eq=False)

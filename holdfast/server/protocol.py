@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from holdfast.core.types import MAX_DEADLINE, MAX_SEED, SamplingParams
+from holdfast.core.types import MAX_DEADLINE, MAX_LOGPROBS, MAX_SEED, SamplingParams
 
 MAX_MESSAGES = 4096
 MAX_PROMPTS = 1024
@@ -92,12 +92,10 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
 
     unsupported = {
         "frequency_penalty": (0,),
-        "logprobs": (False,),
         "moderation": (),
         "presence_penalty": (0,),
         "tool_choice": ("none", "auto"),
         "tools": ([],),
-        "top_logprobs": (0,),
     }
     harmless: ClassVar[tuple[str, ...]] = (
         "user",
@@ -135,6 +133,11 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
         """The most tokens of each choice; None if only the context's length limits it."""
         raise NotImplementedError
 
+    @property
+    def most_logprobs(self) -> int | None:
+        """Alternatives to tell with each token's log probability; None: tell nothing. Raises ApiError."""
+        raise NotImplementedError
+
     def sampling(self, choice: int, max_tokens: int) -> SamplingParams:
         """The sampling of one choice. Choice i uses seed + i, so that choices differ and are reproducible."""
         return SamplingParams(
@@ -146,6 +149,7 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
             stop_token_ids=tuple(self.stop_token_ids),
             ignore_eos=self.ignore_eos,
+            logprobs=self.most_logprobs,
         )
 
 
@@ -187,6 +191,15 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True, forbid_unknown_f
 
     messages: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Count | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] = 0
+
+    @property
+    def most_logprobs(self) -> int | None:
+        if self.top_logprobs and not self.logprobs:
+            reason = f"top_logprobs is {self.top_logprobs}, which needs logprobs: true"
+            raise ApiError(reason, param="top_logprobs", code="invalid_value")
+        return self.top_logprobs if self.logprobs else None
 
     @property
     def most_tokens(self) -> int | None:
@@ -209,7 +222,17 @@ class CompletionRequest(GenerationRequest, kw_only=True, frozen=True, forbid_unk
     route = "/v1/completions"
     prompt_param = "prompt"
 
+    unsupported = GenerationRequest.unsupported | {"top_logprobs": (0,)}
+
     prompt: str | list[Any]
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | bool = False
+
+    @property
+    def most_logprobs(self) -> int | None:
+        if self.logprobs is True:
+            reason = f"logprobs is true; completions take a number from 0 to {MAX_LOGPROBS}"
+            raise ApiError(reason, param="logprobs", code="invalid_value")
+        return None if self.logprobs is False else self.logprobs
 
     @property
     def most_tokens(self) -> int:

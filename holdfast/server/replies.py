@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import msgspec
 
+from holdfast.engine.client import Delta
+from holdfast.engine.text import Text
+from holdfast.server.logprobs import CompletionLogprobs, ToldToken, records, told_tokens
 from holdfast.server.protocol import GenerationRequest
 
 encode = msgspec.json.Encoder().encode
@@ -49,6 +53,23 @@ class RequestUsage:
         return {**self.counts(), "prompt_tokens_details": {"cached_tokens": self.cached_tokens}}
 
 
+@dataclass
+class Written:
+    """One choice of a whole answer, as it is written."""
+
+    texts: list[str] = field(default_factory=list)
+    reason: str = ""
+    told: list[ToldToken] = field(default_factory=list)
+    """Its tokens with their log probabilities, if they are asked for."""
+
+    def add(self, delta: Delta) -> None:
+        """Add what came."""
+        self.texts.append(delta.text)
+        self.reason = delta.finish_reason or self.reason
+        if delta.logprobs:
+            self.told += told_tokens(delta)
+
+
 class Shape:
     """The wire format of one answer's choices. A kind of answer defines `chunks` and `content`."""
 
@@ -56,36 +77,59 @@ class Shape:
     whole_object: ClassVar[str]
     chunk_object: ClassVar[str]
 
-    def __init__(self, model: str, wanted: GenerationRequest) -> None:
+    def __init__(self, wanted: GenerationRequest, text: Text) -> None:
+        """`text` spells the tokens whose log probabilities are told."""
         id = f"{self.id_prefix}-{uuid.uuid4().hex}"
-        self.head: Reply = {"id": id, "created": int(time.time()), "model": model}
+        self.head: Reply = {"id": id, "created": int(time.time()), "model": wanted.model}
+        self.text = text
         no_usage = {"usage": None} if wanted.stream_options.include_usage else {}
         self.chunk_head: Reply = {**self.head, "object": self.chunk_object, **no_usage}
+        self.held: dict[int, list[ToldToken]] = {}
+        """By choice, tokens whose log probabilities go with its next chunk that has text or ends it."""
 
-    def chunks(self, choice: int, text: str, reason: str | None) -> Iterator[Reply]:
-        """The stream's next chunks: the new `text` of `choice`, and its finish reason if it has ended."""
+    def chunks(self, choice: int, delta: Delta) -> Iterator[Reply]:
+        """The stream's next chunks: the new text of `choice`, and its finish reason if it has ended."""
+        if delta.logprobs:
+            self.held.setdefault(choice, []).extend(told_tokens(delta))
+        yield from self.pieces(choice, delta.text, delta.finish_reason)
+
+    def pieces(self, choice: int, text: str, reason: str | None) -> Iterator[Reply]:
+        """The chunks of some new text, and of the finish reason."""
         raise NotImplementedError
 
     def content(self, text: str) -> Reply:
         """The field of a whole choice that holds its text."""
         raise NotImplementedError
 
+    def logprobs(self, choice: int, told: Sequence[ToldToken]) -> Reply:
+        """The field of a choice that has the log probabilities of these tokens, its next ones."""
+        raise NotImplementedError
+
     def usage(self, usage: RequestUsage) -> Reply:
         """The stream's last chunk, if the client asked for usage."""
         return {**self.chunk_head, "choices": [], "usage": usage.reply()}
 
-    def whole(self, texts: Sequence[str], reasons: Sequence[str], usage: RequestUsage) -> Reply:
+    def whole(self, written: Sequence[Written], usage: RequestUsage) -> Reply:
         """The whole answer, with all choices."""
-        pairs = enumerate(zip(texts, reasons, strict=True))
-        choices = [_choice(index, self.content(text), reason) for index, (text, reason) in pairs]
+        choices = [
+            _choice(
+                index,
+                self.content("".join(choice.texts)),
+                choice.reason,
+                self.logprobs(index, choice.told) if choice.told else None,
+            )
+            for index, choice in enumerate(written)
+        ]
         return {**self.head, "object": self.whole_object, "choices": choices, "usage": usage.reply()}
 
-    def _chunk(self, choice: int, content: Reply, reason: str | None = None) -> Reply:
-        return {**self.chunk_head, "choices": [_choice(choice, content, reason)]}
+    def _chunk(self, choice: int, content: Reply, reason: str | None = None, *, tells: bool = True) -> Reply:
+        held = self.held.pop(choice, None) if tells else None
+        logprobs = self.logprobs(choice, held) if held else None
+        return {**self.chunk_head, "choices": [_choice(choice, content, reason, logprobs)]}
 
 
-def _choice(index: int, content: Reply, reason: str | None) -> Reply:
-    return {"index": index, **content, "finish_reason": reason, "logprobs": None}
+def _choice(index: int, content: Reply, reason: str | None, logprobs: Reply | None) -> Reply:
+    return {"index": index, **content, "finish_reason": reason, "logprobs": logprobs}
 
 
 class ChatShape(Shape):
@@ -93,14 +137,14 @@ class ChatShape(Shape):
 
     id_prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, model: str, wanted: GenerationRequest) -> None:
-        super().__init__(model, wanted)
+    def __init__(self, wanted: GenerationRequest, text: Text) -> None:
+        super().__init__(wanted, text)
         self.begun: set[int] = set()
 
-    def chunks(self, choice: int, text: str, reason: str | None) -> Iterator[Reply]:
+    def pieces(self, choice: int, text: str, reason: str | None) -> Iterator[Reply]:
         if choice not in self.begun:
             self.begun.add(choice)
-            yield self._chunk(choice, {"delta": {"role": "assistant", "content": ""}})
+            yield self._chunk(choice, {"delta": {"role": "assistant", "content": ""}}, tells=False)
         if text:
             yield self._chunk(choice, {"delta": {"content": text}})
         if reason is not None:
@@ -109,15 +153,25 @@ class ChatShape(Shape):
     def content(self, text: str) -> Reply:
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
+    def logprobs(self, choice: int, told: Sequence[ToldToken]) -> Reply:
+        return {"content": records(self.text, told), "refusal": None}
+
 
 class TextShape(Shape):
     """Completions: chunks have the shape of the whole."""
 
     id_prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
 
-    def chunks(self, choice: int, text: str, reason: str | None) -> Iterator[Reply]:
+    def __init__(self, wanted: GenerationRequest, text: Text) -> None:
+        super().__init__(wanted, text)
+        self.columns: defaultdict[int, CompletionLogprobs] = defaultdict(lambda: CompletionLogprobs(text))
+
+    def pieces(self, choice: int, text: str, reason: str | None) -> Iterator[Reply]:
         if text or reason is not None:
             yield self._chunk(choice, {"text": text}, reason)
 
     def content(self, text: str) -> Reply:
         return {"text": text}
+
+    def logprobs(self, choice: int, told: Sequence[ToldToken]) -> Reply:
+        return self.columns[choice].columns(told)

@@ -19,7 +19,7 @@ from holdfast.lm.limits import CONTEXT_LENGTH_EXCEEDED, RequestRefused
 from holdfast.server.config import ServerConfig
 from holdfast.server.metrics import Metrics
 from holdfast.server.protocol import ApiError, ChatRequest, CompletionRequest, SampledRequest
-from holdfast.server.replies import Reply, RequestUsage, Shape
+from holdfast.server.replies import Reply, RequestUsage, Shape, Written
 
 log = logging.getLogger("holdfast.server")
 T = TypeVar("T")
@@ -259,13 +259,11 @@ class Answer:
 
     async def whole(self, shape: Shape) -> Reply:
         """All choices as one completion. Raises ApiError."""
-        texts: list[list[str]] = [[] for _ in range(self.num_choices)]
-        reasons = [""] * self.num_choices
+        written = [Written() for _ in range(self.num_choices)]
         async with aclosing(self.deltas()) as deltas:
             async for choice, delta in deltas:
-                texts[choice].append(delta.text)
-                reasons[choice] = delta.finish_reason or reasons[choice]
-        return shape.whole(["".join(parts) for parts in texts], reasons, self.usage)
+                written[choice].add(delta)
+        return shape.whole(written, self.usage)
 
     def ended(self, outcome: str) -> None:
         """Count how an HTTP request ended. Lines of a batch are counted by their batch."""

@@ -365,3 +365,11 @@ def test_a_few_tokens_beyond_the_models_rows_are_taken(tmp_path):
 
 def test_jinjas_version_has_no_known_sandbox_escape():
     assert tuple(map(int, jinja2.__version__.split(".")[:3])) >= (3, 1, 6)
+
+
+@pytest.mark.parametrize("written", ["Ahoy, sailor!", "naïve 🙂 text", "two  spaces\n"])
+def test_the_bytes_of_tokens_are_the_bytes_of_their_text(written: str) -> None:
+    for text in (Text(byte_level()), Text(metaspace())):
+        ids = text.encode(written, add_special_tokens=False)
+        assert b"".join(map(text.token_bytes, ids)).strip(b" ") == written.encode()
+        assert text.token_bytes(1 << 20) == b""

@@ -195,8 +195,9 @@ async def test_max_tokens_defaults_to_the_rest_of_the_context_for_chats_and_16_f
     [
         ({"tools": [{"type": "function"}]}, "tools", "unsupported_parameter"),
         ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_parameter"),
-        ({"logprobs": True}, "logprobs", "unsupported_parameter"),
-        ({"logprobs": 0}, "logprobs", "unsupported_parameter"),
+        ({"top_logprobs": 2}, "top_logprobs", "invalid_value"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_value"),
+        ({"logprobs": 21}, "logprobs", "invalid_value"),
         ({"logit_bias": {"5": 1}}, "logit_bias", "unsupported_parameter"),
         ({"presence_penalty": 0.5}, "presence_penalty", "unsupported_parameter"),
         ({"suffix": "x"}, "suffix", "unsupported_parameter"),

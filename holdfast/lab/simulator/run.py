@@ -290,7 +290,7 @@ class Clients:
         outputs = loop.step() or ()
         now = clock()
         self.steps += 1
-        for name, tokens, reason, cached, scheduled, _ in outputs:
+        for name, tokens, reason, cached, scheduled, *_ in outputs:
             request = self._open[name]
             times = request.record.token_times
             if not times:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -16,7 +16,8 @@ from holdfast.lm.kernels.attention.protocol import Segments
 from holdfast.lm.kernels.lora.groups import Groups, groups_of, most_tiles, tiles_of
 from holdfast.lm.kernels.lora.protocol import Lora
 from holdfast.lm.kernels.lora.torch_lora import TorchLora
-from holdfast.lm.types import PENDING, Sampling, StepPlan
+from holdfast.lm.kernels.sampling.sampler import Wishes
+from holdfast.lm.types import PENDING, SAMPLING_COLUMNS, Sampling, StepPlan
 
 if TYPE_CHECKING:
     from holdfast.lm.kernels.launch import SideStream  # a CPU installation has no Triton
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
 Arrays = dict[str, npt.NDArray[np.generic]]
 
 
-SAMPLING = {field.name: np.float32 if field.type == "float" else np.int64 for field in fields(Sampling)}
-"""The columns of a row's sampling record, one for each field of `Sampling`."""
+SAMPLING = {name: np.float32 if kind is float else np.int64 for name, kind in SAMPLING_COLUMNS.items()}
+"""The columns of a row's sampling record."""
 
 PADDING = {"ids": 0, "positions": 0, "slots": -1}
 """The fields of padding tokens. Attention's `write` skips a negative slot."""
@@ -87,6 +88,8 @@ class StagedStep:
     has_pending: bool
     any_random: bool
     any_filtered: bool
+    wishes: Wishes | None = None
+    """What sampled rows ask for beyond a token; None if none does."""
     adapted: tuple[Groups, Groups] | None = None
     """The tokens, and the sampled rows, by the slot of their adapter: one object where all tokens are sampled rows.
     None if no segment has an adapter."""
@@ -101,8 +104,13 @@ class PackedStep:
     slot_mapping: torch.Tensor  # [T] int64
     sample_at: torch.Tensor  # [R] int64
     sample_rows: torch.Tensor  # [R] int64
-    sampling: Mapping[str, torch.Tensor]  # [R] each: the fields of `Sampling`
+    sampling: Mapping[str, torch.Tensor]  # [R] each: SAMPLING_COLUMNS
     sample_position: torch.Tensor  # [R] int64
+
+    @property
+    def columns(self) -> dict[str, torch.Tensor]:
+        """How the sampled rows are drawn, as `Sampler.draw` takes it."""
+        return {**self.sampling, "position": self.sample_position}
 
 
 class Batch:
@@ -151,6 +159,8 @@ class Batch:
         self._settings = np.zeros(rows, list(SAMPLING.items()))
         self._drawn: list[Sampling | None] = [None] * rows
         """By row, the record that `_settings` holds."""
+        self._wishes = np.zeros(rows, np.bool_)
+        """By row, whether that record asks for more than a token."""
         self._free: list[Fields] = []
         """Host buffers that no step uses."""
         self._persistent = Fields(self._sizes, device)
@@ -169,7 +179,7 @@ class Batch:
         else:
             writes_apart = torch.from_numpy(np.stack((write_at, write_block.astype(np.int64))))
         segments = self._pack_tokens(plan, arrays)
-        num_sampled, any_random, any_filtered = self._pack_sampling(plan, segments, arrays)
+        num_sampled, any_random, any_filtered, wishes = self._pack_sampling(plan, segments, arrays)
         num_tokens = segments.num_tokens
         adapted = None
         if plan.adapter_slots:
@@ -187,6 +197,7 @@ class Batch:
             has_pending=bool((arrays["ids"][:num_tokens] == PENDING).any()),
             any_random=any_random,
             any_filtered=any_filtered,
+            wishes=wishes,
             adapted=adapted,
         )
 
@@ -342,8 +353,10 @@ class Batch:
         arrays["slots"][:total] = blocks.astype(np.int64) * self.block_size + offset
         return Segments(query_start.astype(np.int32), stops.astype(np.int32), rows.astype(np.int32))
 
-    def _pack_sampling(self, plan: StepPlan, segments: Segments, arrays: Arrays) -> tuple[int, bool, bool]:
-        """Pack how each sampled token is drawn; the count, whether any is random, and whether any is filtered."""
+    def _pack_sampling(
+        self, plan: StepPlan, segments: Segments, arrays: Arrays
+    ) -> tuple[int, bool, bool, Wishes | None]:
+        """Pack how each token is drawn; the count, whether any is random or filtered, and what else is asked for."""
         drawn = plan.columns.column("sampling")
         at = np.flatnonzero(np.fromiter([sampling is not None for sampling in drawn], np.bool_, len(drawn)))
         count, rows = len(at), segments.row[at]
@@ -352,7 +365,8 @@ class Batch:
         for index, row in zip(at.tolist(), rows.tolist(), strict=True):
             if self._drawn[row] is not (sampling := drawn[index]):
                 self._drawn[row] = sampling
-                self._settings[row] = astuple(sampling)
+                self._settings[row] = sampling.columns
+                self._wishes[row] = sampling.logprobs is not None
         settings = self._settings[rows]
         any_random = bool((settings["temperature"] > 0).any())
         any_filtered = False
@@ -362,7 +376,8 @@ class Batch:
                 arrays[name][:count] = settings[name]
             filters = (settings["top_k"] > 0) | (settings["top_p"] < 1)
             any_filtered = bool((filters & (settings["temperature"] > 0)).any())
-        return count, any_random, any_filtered
+        wishes = Wishes([drawn[index].logprobs for index in at.tolist()]) if self._wishes[rows].any() else None
+        return count, any_random, any_filtered, wishes
 
 
 def write_tiles(arrays: Arrays, name: str, groups: Groups, size: int) -> None:

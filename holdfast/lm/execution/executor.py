@@ -21,8 +21,7 @@ from holdfast.lm.execution.transfer import Transfers
 from holdfast.lm.kernels.attention.protocol import Attention
 from holdfast.lm.kernels.cache.kv_cache import KVCache, copy_blocks
 from holdfast.lm.kernels.collectives.protocol import Group
-from holdfast.lm.kernels.sampling.sample import sample
-from holdfast.lm.kernels.sampling.sharded import sample_sharded
+from holdfast.lm.kernels.sampling.sampler import Drawn, Sampler, Wishes
 from holdfast.lm.models.adapters import StepAdapters
 from holdfast.lm.models.base import LayerCache, LayerCaches, Model, StepInput
 from holdfast.lm.types import StepPlan, StepResult, TableWrite, TrainingResult, TrainingSlice
@@ -85,10 +84,11 @@ QUERY_SECONDS = 2e-5
 
 @dataclass(frozen=True, slots=True)
 class CudaFlight:
-    """A step in flight on a GPU. Its tokens are in pinned memory once `done` has passed."""
+    """A step in flight on a GPU. What it has drawn is in pinned memory once `done` has passed."""
 
     step: int
-    tokens: torch.Tensor
+    drawn: Drawn
+    wishes: Wishes | None
     began: torch.cuda.Event
     done: torch.cuda.Event
     """Before the slice of training."""
@@ -98,7 +98,8 @@ class CudaFlight:
         self.done.synchronize()
         seconds = self.began.elapsed_time(self.done) / 1000
         training = None if self.training is None else self.training.result()
-        return StepResult(self.step, tuple(self.tokens.tolist()), seconds, training=training)
+        tokens, logprobs = tuple(self.drawn.tokens.tolist()), self.drawn.told(self.wishes)
+        return StepResult(self.step, tokens, seconds, training=training, logprobs=logprobs)
 
     def wait(self, seconds: float) -> bool:
         deadline = time.monotonic() + seconds
@@ -135,7 +136,7 @@ class PagedExecutor:
         one; on the others results have none.
         """
         self._model, self._attention, self.memory, self._stage = model, attention, memory, stage
-        self._sampler = Sampler(model.spec.vocab_size, group)
+        self._sampler = Sampler(group, model.spec.vocab_size)
         self._device = model.spec.device
         self.training: Training | None = None
         """What computes the slices of plans. Set before the first of them."""
@@ -143,7 +144,7 @@ class PagedExecutor:
         """With each step, whether it is complete only when its copies are."""
         self._late_writes: tuple[TableWrite, ...] = ()
         """Those of plans without segments, for the next batch."""
-        self._no_tokens = torch.empty(0, dtype=torch.int64, device=self._device)
+        self._nothing = Drawn(torch.empty(0, dtype=torch.int64, device=self._device))
         self._worker = ThreadPoolExecutor(1, "holdfast-step") if self._device.type == "cpu" else None
 
     def submit(self, plan: StepPlan) -> None:
@@ -206,10 +207,14 @@ class PagedExecutor:
         if self._stage is not None and staged is not None:
             self._stage.enter(staged, self.memory.batch.last_token)
             began = time.perf_counter()  # the time that a stage waits for others is not the step's
-        tokens = tuple(self._forward(staged, layers).tolist()) if staged is not None else ()
+        drawn, wishes = self._nothing, None
+        if staged is not None:
+            drawn, wishes = self._forward(staged, layers), staged.wishes
+        tokens, logprobs = tuple(drawn.tokens.tolist()), drawn.told(wishes)
         seconds = time.perf_counter() - began
         launched = self._train(plan)
-        return StepResult(plan.step, tokens, seconds, training=None if launched is None else launched.result())
+        training = None if launched is None else launched.result()
+        return StepResult(plan.step, tokens, seconds, training=training, logprobs=logprobs)
 
     def _start_on_cuda(self, plan: StepPlan, staged: StagedStep | None) -> Flight:
         try:
@@ -219,16 +224,14 @@ class PagedExecutor:
             if self._stage is not None and staged is not None:
                 self._stage.enter(staged, self.memory.batch.last_token)
                 began.record()
-            sampled = self._forward(staged, layers) if staged is not None else self._no_tokens
-            tokens = torch.empty(sampled.shape, dtype=sampled.dtype, pin_memory=True)
-            tokens.copy_(sampled, non_blocking=True)
+            drawn = (self._forward(staged, layers) if staged is not None else self._nothing).on_host()
             done.record()
             training = self._train(plan)
         except Exception as error:
             failed: Future[StepResult] = Future()
             failed.set_exception(error)
             return failed
-        return CudaFlight(plan.step, tokens, began, done, training)
+        return CudaFlight(plan.step, drawn, None if staged is None else staged.wishes, began, done, training)
 
     def _train(self, plan: StepPlan) -> LaunchedTraining | None:
         """Launch a plan's slice of training, if it has one. Raises ValueError without a trainer."""
@@ -239,7 +242,7 @@ class PagedExecutor:
         return self.training.launch(plan.training, plan.lent)
 
     @torch.inference_mode()
-    def _forward(self, staged: StagedStep, layers: LayerCaches) -> torch.Tensor:
+    def _forward(self, staged: StagedStep, layers: LayerCaches) -> Drawn:
         """Run one step on the device; the sampled tokens [R], which also become the last tokens of their rows.
 
         Before the last stage of a pipeline there are none.
@@ -250,13 +253,15 @@ class PagedExecutor:
         graphs = memory.graphs if staged.adapted is None else memory.adapter_graphs
         started = graphs.run(staged) if graphs is not None and not swapping_in else None
         packed, given = started or self._eager(staged, layers)
-        stage = self._stage
+        stage, drawn = self._stage, self._nothing
         if stage is None or stage.last:
-            given = self._sampler.sample(given, packed, staged.any_random, staged.any_filtered)
+            kinds = {"any_random": staged.any_random, "any_filtered": staged.any_filtered}
+            drawn = self._sampler.draw(given, packed.columns, staged.wishes, **kinds)
+            given = drawn.tokens
             memory.batch.last_token.index_copy_(0, packed.sample_rows, given)
         if stage is not None:
             stage.leave(staged, packed.sample_rows, given)
-        return given if stage is None or stage.last else self._no_tokens
+        return drawn
 
     def _eager(self, staged: StagedStep, layers: LayerCaches) -> tuple[PackedStep, torch.Tensor]:
         """Upload a step and launch its kernels one by one; its inputs, and its logits [R, own_vocab_size].
@@ -286,20 +291,3 @@ class PagedExecutor:
             None if incoming is None else incoming[: staged.num_tokens],
         )
         return packed, self._model.forward(step)
-
-
-@dataclass(frozen=True, slots=True)
-class Sampler:
-    """Draws the tokens of steps."""
-
-    vocab_size: int
-    group: Group | None
-    """The devices that share the vocabulary, if there are several."""
-
-    def sample(self, logits: torch.Tensor, packed: PackedStep, any_random: bool, any_filtered: bool) -> torch.Tensor:
-        """A token for each row of the logits, drawn as the row's sampling record says."""
-        options: dict[str, Any] = {**packed.sampling, "position": packed.sample_position}
-        if self.group is None:
-            return sample(logits, **options, any_random=any_random, any_filtered=any_filtered)
-        parts = logits, self.group, self.vocab_size
-        return sample_sharded(*parts, **options, any_random=any_random, any_filtered=any_filtered)

@@ -18,7 +18,7 @@ from holdfast.core.version import __version__
 from holdfast.lm.devices import describe_device, memory_of, taken_memory
 from holdfast.lm.execution.adapter_transfer import AdapterStore, AdapterTransfers
 from holdfast.lm.execution.batch import Batch
-from holdfast.lm.execution.executor import Layers, PagedExecutor, PagedMemory, Sampler
+from holdfast.lm.execution.executor import Layers, PagedExecutor, PagedMemory
 from holdfast.lm.execution.graphs import GraphSizes, StepGraphs
 from holdfast.lm.execution.host_memory import HostMemory, cuda_pin
 from holdfast.lm.execution.link_times import LinkTimes, time_links
@@ -29,6 +29,7 @@ from holdfast.lm.kernels.attention.backends import attention_for
 from holdfast.lm.kernels.attention.protocol import CapturableAttention
 from holdfast.lm.kernels.cache.kv_cache import KVCache, copy_blocks
 from holdfast.lm.kernels.fp8 import FP8
+from holdfast.lm.kernels.sampling.sampler import Sampler
 from holdfast.lm.models.adapters import AdapterSlots
 from holdfast.lm.models.base import CapturableModel, Model
 from holdfast.lm.models.decoder import Decoder
@@ -190,10 +191,13 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         graphs, adapter_graphs = self._graphs(batch, layers, self._graph_sizes.kinds())
         if graphs is None:
             return
-        spec, sampler = self.model.spec, Sampler(self.model.spec.vocab_size, self.group)
+        spec, sampler = self.model.spec, Sampler(self.group, self.model.spec.vocab_size)
         logits = torch.zeros(1, spec.own_vocab_size, dtype=spec.dtype, device=self.device)
         packed = batch.apply(1, 1)
-        draws = [partial(sampler.sample, logits, packed, *variant) for variant in SAMPLING_VARIANTS]
+        draws = [
+            partial(sampler.draw, logits, packed.columns, None, any_random=random, any_filtered=filtered)
+            for random, filtered in SAMPLING_VARIANTS
+        ]
         works: list[Callable[[], object]] = [*graphs.rehearsals(), *draws]
         if adapter_graphs is not None:
             works += adapter_graphs.rehearsals()

@@ -18,11 +18,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch.overrides import TorchFunctionMode
 
+from holdfast.lm.kernels.upload import upload
 from holdfast.lm.padded.abilities import TOLERANCE, probed_lengths
 from holdfast.lm.padded.driver import AGREES_IN_HALF, Driver, Inputs, difference, in_float32
 from holdfast.lm.padded.growing_layer import QUANTUM, FixedLayer, growing
 from holdfast.lm.padded.running_rows import RunningRows
-from holdfast.lm.padded.shaping import upload
 from holdfast.lm.padded.state_layout import Leaf, State, StateLayout
 from holdfast.lm.types import padded_columns, padded_rows
 

@@ -14,11 +14,11 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
+from holdfast.lm.kernels.upload import upload
 from holdfast.lm.models.base import UnsupportedCheckpoint
 from holdfast.lm.padded.driver import AGREES_IN_HALF, Driver, Inputs, difference, in_float32
 from holdfast.lm.padded.growing_layer import let_grow
 from holdfast.lm.padded.loading import UnmodifiedModel
-from holdfast.lm.padded.shaping import upload
 from holdfast.lm.padded.state_layout import State, StateLayout
 from holdfast.lm.types import Abilities, RowBytes
 

@@ -15,14 +15,26 @@ from typing import Any
 import numpy as np
 import torch
 
-from holdfast.lm.kernels.sampling.sample import sample
+from holdfast.core.types import TokenLogprobs
+from holdfast.lm.kernels.sampling.sampler import Drawn, Sampler, Wishes
+from holdfast.lm.kernels.upload import upload
 from holdfast.lm.padded.decode_graphs import DecodeGraphs
 from holdfast.lm.padded.driver import Driver
 from holdfast.lm.padded.host_rows import HostRows, LoadingState
 from holdfast.lm.padded.running_rows import RunningRows
-from holdfast.lm.padded.shaping import left_padded, upload
+from holdfast.lm.padded.shaping import left_padded
 from holdfast.lm.padded.state_layout import State
-from holdfast.lm.types import PENDING, Abilities, Forward, RowMove, Sampling, Segment, StepPlan, StepResult
+from holdfast.lm.types import (
+    PENDING,
+    SAMPLING_COLUMNS,
+    Abilities,
+    Forward,
+    RowMove,
+    Sampling,
+    Segment,
+    StepPlan,
+    StepResult,
+)
 
 OUT_OF_CPU_MEMORY = "DefaultCPUAllocator"
 """What PyTorch says where the host has no memory for a tensor; it has no type of its own for that error."""
@@ -49,7 +61,7 @@ class _Apart:
 class _Outcome:
     """What the forwards of one plan have given so far."""
 
-    tokens: list[torch.Tensor] = field(default_factory=list)
+    drawn: list[tuple[Drawn, Wishes | None]] = field(default_factory=list)
     """On the host once the step is complete, in plan order."""
     counts: list[int] = field(default_factory=list)
     """For each sampling segment, how many of the tokens are its own."""
@@ -59,8 +71,13 @@ class _Outcome:
 
     def result(self, step: int, seconds: float) -> StepResult:
         """The result, once the tokens are on the host."""
-        tokens = tuple(token for each in self.tokens for token in each.tolist())
-        return StepResult(step, tokens, seconds, counts=tuple(self.counts), lost=tuple(self.lost))
+        tokens = tuple(token for drawn, _ in self.drawn for token in drawn.tokens.tolist())
+        logprobs: tuple[TokenLogprobs | None, ...] = ()
+        if any(wishes is not None for _, wishes in self.drawn):
+            logprobs = tuple(
+                each for drawn, wishes in self.drawn for each in (drawn.told(wishes) or (None,) * len(drawn.tokens))
+            )
+        return StepResult(step, tokens, seconds, counts=tuple(self.counts), lost=tuple(self.lost), logprobs=logprobs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +126,7 @@ class PaddedExecutor:
         """
         self.driver, self.abilities, self.rows, self.host = driver, abilities, rows, host
         self.graphs = graphs
+        self._sampler = Sampler()
         self._layout, self._device = rows.layout, rows.device
         self._together = abilities.batched_decode and abilities.keeps_state and rows.layout.batches
         """Whether rows share a state. If not, each has its own in `_apart`, and those in the batch are in `_joined`."""
@@ -396,14 +414,14 @@ class PaddedExecutor:
         """Run a forward over those of its segments whose state is there, and note the tokens."""
         if forward.apart:
             with self._on_second_stream(began, outcome):
-                outcome.tokens.append(self._compute_apart(segments))
+                outcome.drawn.append(self._compute_apart(segments))
                 self._mark_written(segments)
         else:
             ended = [row for row in forward.ended if row not in self._lost]
-            outcome.tokens.append(self._compute_batch(segments, ended))
+            outcome.drawn.append(self._compute_batch(segments, ended))
             self._mark_written(segments)
 
-    def _compute_batch(self, segments: Sequence[Segment], ended: Sequence[int]) -> torch.Tensor:
+    def _compute_batch(self, segments: Sequence[Segment], ended: Sequence[int]) -> tuple[Drawn, Wishes | None]:
         """Run a forward of the batch; the tokens of its sampling segments."""
         if not self._together:
             alone = [self._compute_alone(segment) for segment in segments]
@@ -453,7 +471,7 @@ class PaddedExecutor:
 
     def _join_in_parts(
         self, segments: Sequence[Segment], running: Sequence[Segment], joining: Sequence[Segment]
-    ) -> torch.Tensor:
+    ) -> tuple[Drawn, Wishes | None]:
         """Decode what runs, compute the prompts apart, and embed them: what shaping gives where a model lacks it."""
         by_row: dict[int, torch.Tensor] = {}
         if self.rows.rows:
@@ -467,7 +485,7 @@ class PaddedExecutor:
             self.rows.embed(segment.row, apart.state, apart.length)
         return self._draw(torch.stack([by_row[each.row] for each in segments]), segments)
 
-    def _compute_apart(self, segments: Sequence[Segment]) -> torch.Tensor:
+    def _compute_apart(self, segments: Sequence[Segment]) -> tuple[Drawn, Wishes | None]:
         """Run a forward apart: a chunk of one prompt, or whole prompts; the tokens of its sampling segments."""
         if wrong := [
             each.row for each in segments if self.rows.place(each.row) is not None or each.row in self._joined
@@ -538,7 +556,7 @@ class PaddedExecutor:
 
     def _draw(
         self, logits: torch.Tensor | None, segments: Sequence[Segment], at: Sequence[int | None] | None = None
-    ) -> torch.Tensor:
+    ) -> tuple[Drawn, Wishes | None]:
         """Sample after the segments that ask for it; the tokens, which also become the last ones of their rows.
 
         logits [n, vocab_size] has a row for each segment, or the rows `at`. The tokens are on the host once the work
@@ -546,36 +564,38 @@ class PaddedExecutor:
         """
         sampled = [index for index, segment in enumerate(segments) if segment.sampling is not None]
         if logits is None or not sampled:
-            return torch.empty(0, dtype=torch.int64)
+            return Drawn(torch.empty(0, dtype=torch.int64)), None
         places = sampled if at is None else [at[index] for index in sampled]
         drawn = [segments[index] for index in sampled]
         numbers = upload([*(each.row for each in drawn), *places], self._device).view(2, -1)
         if places != list(range(len(logits))):
             logits = logits.index_select(0, numbers[1])
-        tokens = sample(logits, **self._settings(drawn))
-        self.rows.last_token.index_copy_(0, numbers[0], tokens)
-        if self._device.type == "cpu":
-            return tokens
-        pinned = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-        return pinned.copy_(tokens, non_blocking=True)
+        asked = [each.sampling for each in drawn if each.sampling is not None]
+        wishes = None
+        if any(each.logprobs is not None for each in asked):
+            wishes = Wishes([each.logprobs for each in asked])
+        given = self._sampler.draw(logits, wishes=wishes, **self._settings(drawn, asked))
+        self.rows.last_token.index_copy_(0, numbers[0], given.tokens)
+        return given.on_host(), wishes
 
-    def _settings(self, segments: Sequence[Segment]) -> dict[str, Any]:
-        """How to draw a token after each of these segments, as `sample` takes it."""
-        asked = [each.sampling for each in segments if each.sampling is not None]
-        names = [*Sampling.__dataclass_fields__]
+    def _settings(self, segments: Sequence[Segment], asked: Sequence[Sampling]) -> dict[str, Any]:
+        """How to draw a token after each of these segments, as `Sampler.draw` takes it."""
         any_random = any(each.temperature > 0 for each in asked)
         if not any_random:
             unread = torch.empty(0)
-            return dict.fromkeys((*names, "position"), unread) | {"any_random": False, "any_filtered": False}
+            columns = dict.fromkeys((*SAMPLING_COLUMNS, "position"), unread)
+            return {"columns": columns, "any_random": False, "any_filtered": False}
         floats = upload(np.array([(each.temperature, each.top_p) for each in asked], np.float32).T.copy(), self._device)
         whole = [(each.top_k, each.seed, segment.stop) for each, segment in zip(asked, segments, strict=True)]
         ints = upload(np.array(whole, np.int64).T.copy(), self._device)
         return {
-            "temperature": floats[0],
-            "top_p": floats[1],
-            "top_k": ints[0],
-            "seed": ints[1],
-            "position": ints[2],
+            "columns": {
+                "temperature": floats[0],
+                "top_p": floats[1],
+                "top_k": ints[0],
+                "seed": ints[1],
+                "position": ints[2],
+            },
             "any_random": True,
             "any_filtered": any(each.temperature > 0 and (each.top_k > 0 or each.top_p < 1) for each in asked),
         }

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from holdfast.lm.kernels.upload import upload
 from holdfast.lm.padded import embedding, shaping
 from holdfast.lm.padded.driver import Inputs
 from holdfast.lm.padded.state_layout import State, StateLayout
@@ -90,7 +91,7 @@ class RunningRows:
         self.rows, self.lengths = ([each[place] for place in order] for each in (self.rows, self.lengths))
         if not self.compact:
             self._starts = [self._starts[place] for place in order]
-            self._mask = self._mask.index_select(0, shaping.upload(order, self.device))
+            self._mask = self._mask.index_select(0, upload(order, self.device))
         self._places = {row: place for place, row in enumerate(self.rows)}
         if self.compact:
             self.release()
@@ -123,7 +124,7 @@ class RunningRows:
 
     def set_last(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
         """Set the last tokens of rows, where the host knows them."""
-        pair = shaping.upload([*rows, *tokens], self.device)
+        pair = upload([*rows, *tokens], self.device)
         self.last_token.index_copy_(0, pair[: len(rows)], pair[len(rows) :])
 
     def decode_inputs(self) -> Inputs:
@@ -207,6 +208,6 @@ class RunningRows:
 
     def _on_device(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """By place: the last tokens [B], the mask [B, width], the lengths [B]. One upload."""
-        rows, lengths = shaping.upload([*self.rows, *self.lengths], self.device).view(2, -1)
+        rows, lengths = upload([*self.rows, *self.lengths], self.device).view(2, -1)
         mask = embedding.right_aligned(lengths, self.width) if self.compact else self._mask
         return self.last_token.index_select(0, rows), mask, lengths

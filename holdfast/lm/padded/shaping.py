@@ -5,20 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from holdfast.lm.kernels.upload import upload
 from holdfast.lm.padded.driver import Inputs
 
 PLACEHOLDER = 0
 """The id of placeholders. They are masked, so any id of the vocabulary is right."""
-
-
-def upload(numbers: npt.NDArray[np.generic] | Sequence[int], device: torch.device) -> torch.Tensor:
-    """Numbers of the host as a tensor on the device, without waiting for it. A list becomes int64."""
-    array = numbers if isinstance(numbers, np.ndarray) else np.fromiter(numbers, np.int64, len(numbers))
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> Inputs:

@@ -124,7 +124,7 @@ class RowScheduler(Scheduler):
         """The outputs of a step, with the ends of these sequences, which it may have given a token."""
         given: list[str] = outputs.column("request_id")
         silent = [entry for entry in ended if entry.id not in given]
-        more = self._outputs(silent, [()] * len(silent), some_ended=True)
+        more = self._outputs(silent, [()] * len(silent), (), some_ended=True)
         columns = {name: [*outputs.column(name), *more.column(name)] for name in outputs.by_name}
         for entry in ended:
             columns["finish_reason"][columns["request_id"].index(entry.id)] = entry.sequence.finish_reason

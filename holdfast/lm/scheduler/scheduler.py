@@ -10,7 +10,7 @@ from typing import Any
 
 from holdfast.core.columns import Columns
 from holdfast.core.tokens import VOCABULARY_LIMIT
-from holdfast.core.types import MAX_SEED, FinishReason, Identity, Request, SequenceOutput
+from holdfast.core.types import MAX_SEED, FinishReason, Identity, Request, SequenceOutput, TokenLogprobs
 from holdfast.lm.limits import RequestLimits
 from holdfast.lm.memory.adapter_pool import AdapterPool
 from holdfast.lm.memory.protocol import AnyMemory, AnyState
@@ -201,18 +201,23 @@ class Scheduler:
             return self._read_ragged(sampling, plan, result)
         self._order.sampled(sampling)
         tokens: abc.Sequence[int] = result.tokens
+        told: abc.Sequence[TokenLogprobs | None] = result.logprobs
         if ended < self._ended:  # some of them may have ended since the step was planned
-            pairs = [pair for pair in zip(sampling, tokens, strict=True) if pair[0].sequence.finish_reason is None]
-            sampling, tokens = [entry for entry, _ in pairs], [token for _, token in pairs]
+            kept = [place for place, entry in enumerate(sampling) if entry.sequence.finish_reason is None]
+            sampling, tokens = [sampling[place] for place in kept], [tokens[place] for place in kept]
+            told = [told[place] for place in kept] if told else told
         before = self._ended
         self._append(sampling, tokens)
-        return self._outputs(sampling, list(zip(tokens)), some_ended=self._ended > before)
+        logprobs = [() if each is None else (each,) for each in told]
+        return self._outputs(sampling, list(zip(tokens)), logprobs, some_ended=self._ended > before)
 
     def _read_ragged(self, sampling: list[Entry], plan: StepPlan, result: StepResult) -> Columns[SequenceOutput]:
         """Apply a result with no, one or several tokens for each sampling segment."""
         rest, before, grown = iter(result.tokens), self._ended, dict[Entry, int]()
+        told, logprobs = iter(result.logprobs), dict[Entry, list[TokenLogprobs]]()
         for place, entry in enumerate(sampling):
-            tokens = tuple(islice(rest, result.counts[place] if result.counts is not None else 1))
+            count = result.counts[place] if result.counts is not None else 1
+            tokens, of_tokens = tuple(islice(rest, count)), tuple(islice(told, count))
             self._order.sampled([entry] * len(tokens))
             sequence, cache, known = entry.sequence, entry.cache, len(entry.sequence.tokens)
             if sequence.finish_reason is not None:
@@ -222,13 +227,16 @@ class Scheduler:
                 if tokens:
                     cache.plan(cache.planned, cache.planned + len(tokens))
                 entry.next_step = 0
-            for token in tokens:
+            for index, token in enumerate(tokens):
                 if sequence.finish_reason is None:
                     self._append([entry], [token])
+                    if of_tokens and (each := of_tokens[index]) is not None:
+                        logprobs.setdefault(entry, []).append(each)
             if tokens:
                 grown.setdefault(entry, known)
         added = [tuple(entry.sequence.tokens[known:]) for entry, known in grown.items()]
-        return self._outputs([*grown], added, some_ended=self._ended > before)
+        of_entries = [tuple(logprobs.get(entry, ())) for entry in grown] if logprobs else []
+        return self._outputs([*grown], added, of_entries, some_ended=self._ended > before)
 
     def _append(self, entries: list[Entry], tokens: abc.Sequence[int]) -> None:
         """Append one token to each of these sequences, and end those it is the last token of."""
@@ -244,9 +252,14 @@ class Scheduler:
                 self._end(entry, FinishReason.STOP)
 
     def _outputs(
-        self, entries: list[Entry], tokens: list[tuple[int, ...]], *, some_ended: bool
+        self,
+        entries: list[Entry],
+        tokens: list[tuple[int, ...]],
+        logprobs: abc.Sequence[tuple[TokenLogprobs, ...]],
+        *,
+        some_ended: bool,
     ) -> Columns[SequenceOutput]:
-        """The outputs of these sequences, whose new tokens are given."""
+        """The outputs of these sequences, whose new tokens are given, with their log probabilities if any ask."""
         sequences = [entry.sequence for entry in entries]
         return Columns(
             SequenceOutput,
@@ -256,6 +269,7 @@ class Scheduler:
             cached_tokens=[sequence.cached_tokens for sequence in sequences],
             scheduled_at=[sequence.scheduled_at for sequence in sequences],
             preemptions=[sequence.preemptions for sequence in sequences],
+            logprobs=logprobs or [()] * len(entries),
         )
 
     def resize_host_tier(self, ready: int, total: int) -> None:

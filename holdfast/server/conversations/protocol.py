@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
 
-from holdfast.core.types import FinishReason
+from holdfast.core.types import MAX_LOGPROBS, FinishReason
 from holdfast.server.conversations.compaction import OPENING, decode_summary, encode_summary
 from holdfast.server.conversations.values import Item
 from holdfast.server.protocol import (
@@ -77,7 +77,7 @@ class ResponseRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknown_
     max_tokens_param = "max_output_tokens"
     unsupported = SampledRequest.unsupported | {
         "context_management": ([],),
-        "include": ([], ["reasoning.encrypted_content"]),
+        "logprobs": (False,),
         "max_tool_calls": (),
         "prompt": (),
         "truncation": ("disabled",),
@@ -91,6 +91,9 @@ class ResponseRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknown_
     store: bool = True
     background: bool = False
     max_output_tokens: Count | None = None
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = field(default_factory=list)
+    """The log probabilities of the answer's tokens. There is no reasoning to encrypt."""
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] = 0
     metadata: Metadata = field(default_factory=dict)
     # Told in the answer, and without effect on it.
     parallel_tool_calls: bool = True
@@ -104,6 +107,10 @@ class ResponseRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknown_
     @property
     def most_tokens(self) -> int | None:
         return self.max_output_tokens
+
+    @property
+    def most_logprobs(self) -> int | None:
+        return self.top_logprobs if "message.output_text.logprobs" in self.include else None
 
     @property
     def conversation_id(self) -> str | None:
@@ -165,8 +172,8 @@ def new_item(role: str, *texts: str) -> Item:
     return {"id": new_id("msg"), "type": "message", "status": "completed", "role": role, "content": content}
 
 
-def _output_text(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _output_text(text: str, logprobs: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
 
 
 def read_items(given: Sequence[Mapping[str, Any]], name: str) -> list[Item]:
@@ -236,7 +243,7 @@ def new_response(wanted: ResponseRequest, served: str) -> Response:
         "text": {"format": wanted.text.format, "verbosity": wanted.text.verbosity or "medium"},
         "tool_choice": wanted.tool_choice,
         "tools": [],
-        "top_logprobs": 0,
+        "top_logprobs": wanted.top_logprobs,
         "top_p": wanted.top_p,
         "truncation": "disabled",
         "usage": None,
@@ -252,6 +259,8 @@ class ResponseShape:
         self.response = response
         self.item_id = item_id or new_id("msg")
         self.text: list[str] = []
+        self.logprobs: list[dict[str, Any]] = []
+        """The records of the text's tokens, if they are asked for."""
         self.numbers = itertools.count()
 
     def queued(self) -> Iterator[Event]:
@@ -268,10 +277,11 @@ class ResponseShape:
         yield self._event("response.output_item.added", output_index=0, item=self._item("in_progress", []))
         yield self._part("response.content_part.added", part=_output_text(""))
 
-    def delta(self, text: str) -> Event:
-        """More text of the answer."""
+    def delta(self, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> Event:
+        """More text of the answer, with the records of its tokens."""
         self.text.append(text)
-        return self._part("response.output_text.delta", delta=text, logprobs=[])
+        self.logprobs += logprobs
+        return self._part("response.output_text.delta", delta=text, logprobs=_in_event(logprobs))
 
     def whole(self, reason: FinishReason, usage: RequestUsage) -> Response:
         """The complete response. The caller stores it first, and then sets `response` to it."""
@@ -281,7 +291,7 @@ class ResponseShape:
             "status": status,
             "completed_at": int(time.time()) if stopped else None,
             "incomplete_details": None if stopped else {"reason": "max_output_tokens"},
-            "output": [self._item(status, [_output_text("".join(self.text))])],
+            "output": [self._item(status, [_output_text("".join(self.text), self.logprobs)])],
             "usage": {
                 "input_tokens": usage.prompt_tokens,
                 "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
@@ -294,7 +304,7 @@ class ResponseShape:
     def cancelled(self) -> Response:
         """The response as it is when it is cancelled: with the text so far, if any was sent."""
         text = "".join(self.text)
-        output = [self._item("incomplete", [_output_text(text)])] if text else []
+        output = [self._item("incomplete", [_output_text(text, self.logprobs)])] if text else []
         return ended(self.response, "cancelled") | {"output": output}
 
     def closing(self) -> Iterator[Event]:
@@ -304,7 +314,7 @@ class ResponseShape:
         """
         for item in self.response["output"]:
             (part,) = item["content"]
-            yield self._part("response.output_text.done", text=part["text"], logprobs=[])
+            yield self._part("response.output_text.done", text=part["text"], logprobs=_in_event(part["logprobs"]))
             yield self._part("response.content_part.done", part=part)
             yield self._event("response.output_item.done", output_index=0, item=item)
         yield self._event(f"response.{LAST_EVENTS[self.response['status']]}", response=self.response)
@@ -323,6 +333,15 @@ class ResponseShape:
 
     def _item(self, status: str, content: list[dict[str, Any]]) -> Item:
         return new_item("assistant") | {"id": self.item_id, "status": status, "content": content}
+
+
+def _in_event(logprobs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Records of tokens as events have them: without bytes."""
+
+    def short(record: Mapping[str, Any]) -> dict[str, Any]:
+        return {"token": record["token"], "logprob": record["logprob"]}
+
+    return [short(each) | {"top_logprobs": [short(top) for top in each["top_logprobs"]]} for each in logprobs]
 
 
 def compacted(response: Response, items: Sequence[Item]) -> dict[str, Any]:
@@ -366,7 +385,8 @@ def _replayed(shape: ResponseShape, response: Response) -> Iterator[Event]:
     yield from shape.queued()
     if response["output"]:
         yield from shape.opening()
-        yield shape.delta(response["output"][0]["content"][0]["text"])
+        (part,) = response["output"][0]["content"]
+        yield shape.delta(part["text"], part["logprobs"])
     shape.response = response
     yield from shape.closing()
 

@@ -31,6 +31,7 @@ from holdfast.server.conversations.protocol import (
 )  # fmt: skip
 from holdfast.server.conversations.store import AsyncStore
 from holdfast.server.conversations.values import GOOD, Context, Item, Turn
+from holdfast.server.logprobs import records, told_tokens
 from holdfast.server.protocol import ApiError
 from holdfast.server.service import Answer, Lane, Service, check_length, internal, refused
 
@@ -205,6 +206,7 @@ class Writing:
         with self.responses.lock(self.tenant, self.wanted.conversation_id):
             opened = False
             tokens: list[int] = []
+            told: list[dict[str, Any]] = []
             reason: FinishReason | None = None
             if self.wanted.background:
                 for event in self.shape.queued():
@@ -217,9 +219,13 @@ class Writing:
                             yield event
                     tokens += delta.tokens
                     reason = delta.finish_reason or reason
+                    if delta.logprobs:
+                        told += records(self.responses.service.client.text, told_tokens(delta))
                     if delta.text:
-                        yield self.shape.delta(delta.text)
+                        yield self.shape.delta(delta.text, told)
+                        told = []
             assert reason is not None
+            self.shape.logprobs += told
             whole = self.shape.whole(reason, self.answer.usage)
             await self._commit(whole, tokens, reason)
             self.shape.response = whole

@@ -414,7 +414,7 @@ class BatchRunner:
         assert isinstance(wanted, ChatRequest | CompletionRequest)
         kind = ChatShape if isinstance(wanted, ChatRequest) else TextShape
         answer = self._service.answer(wanted, tenant, self._lane, name)
-        return await answer.whole(kind(wanted.model, wanted)), answer.usage
+        return await answer.whole(kind(wanted, self._service.client.text)), answer.usage
 
     async def _store_answers(self) -> None:
         """Store answers as they come, a few at a time."""

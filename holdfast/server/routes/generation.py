@@ -42,13 +42,17 @@ def add_completion_routes(app: FastAPI, service: Service) -> None:
     async def chat_completions(request: Request) -> Response:
         """One answer to a conversation; with `stream`, as it is written."""
         wanted = await read_request(request, service, ChatRequest)
-        return await respond(request, service.answer(wanted, tenant_of(request)), ChatShape(wanted.model, wanted))
+        return await respond(
+            request, service.answer(wanted, tenant_of(request)), ChatShape(wanted, service.client.text)
+        )
 
     @app.post("/v1/completions", openapi_extra=described(CompletionRequest))
     async def completions(request: Request) -> Response:
         """Continuations of one or several prompts, given as text or token ids."""
         wanted = await read_request(request, service, CompletionRequest)
-        return await respond(request, service.answer(wanted, tenant_of(request)), TextShape(wanted.model, wanted))
+        return await respond(
+            request, service.answer(wanted, tenant_of(request)), TextShape(wanted, service.client.text)
+        )
 
 
 async def read_request(request: Request, service: Service, shape: type[Body]) -> Body:
@@ -71,7 +75,7 @@ async def answer_events(answer: Answer, shape: Shape) -> AsyncGenerator[bytes, N
     counted = options.include_usage and options.continuous_usage_stats
     async with aclosing(answer.deltas()) as deltas:
         async for choice, delta in deltas:
-            for chunk in shape.chunks(choice, delta.text, delta.finish_reason):
+            for chunk in shape.chunks(choice, delta):
                 yield event({**chunk, "usage": answer.usage.counts()} if counted else chunk)
     if options.include_usage:
         yield event(shape.usage(answer.usage))

@@ -1,0 +1,62 @@
+"""Log probabilities of sampled tokens and of the most probable ones, on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from holdfast.core.types import TokenLogprobs
+
+NUMBERS_AT_ONCE = 1 << 24
+"""Logits that are normalised at a time, which bounds the memory that it takes."""
+
+
+class Logprobs(NamedTuple):
+    """Log probabilities after T sampled rows."""
+
+    own: torch.Tensor  # [T] float32
+    """Of the row's token."""
+    top: torch.Tensor  # [T, K] float32
+    """Of the most probable tokens, in descending order."""
+    top_ids: torch.Tensor  # [T, K] int64
+
+    def on_host(self) -> Logprobs:
+        """The same in pinned memory of the host, once the work on the current stream is done."""
+        if self.own.device.type == "cpu":
+            return self
+        pinned = [torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for each in self]
+        return Logprobs(*[into.copy_(each, non_blocking=True) for into, each in zip(pinned, self, strict=True)])
+
+    def told(self, wanted: Sequence[int | None]) -> tuple[TokenLogprobs | None, ...]:
+        """The records of the tokens, where `wanted` is not None: with so many of the most probable tokens.
+
+        The rows are those of `wanted` that are not None, in their order.
+        """
+        rows = zip(self.own.tolist(), self.top.tolist(), self.top_ids.tolist(), strict=True)
+        records: list[TokenLogprobs | None] = []
+        for count in wanted:
+            if count is None:
+                records.append(None)
+            else:
+                own, top, ids = next(rows)
+                records.append(TokenLogprobs(own, tuple(ids[:count]), tuple(top[:count])))
+        return tuple(records)
+
+
+def log_probabilities(logits: torch.Tensor, tokens: torch.Tensor, most: int) -> Logprobs:
+    """The log probabilities of tokens [T] int64 after logits [T, V], and of the `most` most probable ones.
+
+    Sums are float32. Does not wait for the device.
+    """
+    most = min(most, logits.shape[-1])
+    own, top, ids = [], [], []
+    rows = max(1, NUMBERS_AT_ONCE // logits.shape[-1])
+    for some, chosen in zip(torch.split(logits, rows), torch.split(tokens, rows), strict=True):
+        normal = some.float().log_softmax(-1)
+        own.append(normal.gather(1, chosen[:, None])[:, 0])
+        best = normal.topk(most, dim=-1)
+        top.append(best.values)
+        ids.append(best.indices)
+    return Logprobs(torch.cat(own), torch.cat(top), torch.cat(ids))

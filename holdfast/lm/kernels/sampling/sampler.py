@@ -1,0 +1,129 @@
+"""Sampler: draws a step's tokens, and tells their log probabilities where requests ask for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from holdfast.core.types import TokenLogprobs
+from holdfast.lm.kernels.collectives.protocol import Group, own_rows
+from holdfast.lm.kernels.sampling.logprobs import Logprobs, log_probabilities
+from holdfast.lm.kernels.sampling.sample import sample
+from holdfast.lm.kernels.sampling.sharded import sample_sharded
+from holdfast.lm.kernels.upload import upload
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the sampled rows of one step ask for beyond a token. On the host; a step without any has none."""
+
+    logprobs: Sequence[int | None]
+    """By sampled row, how many alternatives to tell; None: no log probability."""
+
+    @cached_property
+    def told(self) -> npt.NDArray[np.int64]:
+        """The sampled rows whose log probabilities are told."""
+        return np.array([at for at, count in enumerate(self.logprobs) if count is not None], np.int64)
+
+    @cached_property
+    def most(self) -> int:
+        """Most alternatives of any row."""
+        return max((count for count in self.logprobs if count is not None), default=0)
+
+
+class Drawn(NamedTuple):
+    """The tokens of a step's sampled rows."""
+
+    tokens: torch.Tensor  # [R] int64
+    logprobs: Logprobs | None = None
+    """Of the rows `Wishes.told`."""
+
+    def told(self, wishes: Wishes | None) -> tuple[TokenLogprobs | None, ...]:
+        """`StepResult.logprobs`, once all is on the host."""
+        if self.logprobs is None or wishes is None:
+            return ()
+        return self.logprobs.told(wishes.logprobs)
+
+    def on_host(self) -> Drawn:
+        """The same in the host's memory, once the work on the current stream is done."""
+        tokens = self.tokens
+        if tokens.device.type == "cuda":
+            tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True).copy_(tokens, non_blocking=True)
+        return Drawn(tokens, None if self.logprobs is None else self.logprobs.on_host())
+
+
+class Sampler:
+    """Draws the tokens of steps, for rows of one device or of a group that shares the vocabulary."""
+
+    def __init__(self, group: Group | None = None, vocab_size: int = 0) -> None:
+        """`group` is the devices that share the vocabulary of this size, if there are several."""
+        self._vocab_size, self._group = vocab_size, group
+
+    def draw(
+        self,
+        logits: torch.Tensor,
+        columns: dict[str, Any],
+        wishes: Wishes | None,
+        *,
+        any_random: bool,
+        any_filtered: bool,
+    ) -> Drawn:
+        """A token for each row of the logits [R, V], or [R, V_own] in a group, drawn as its row asks.
+
+        `columns` are the sampling columns and `position` of `sample`, [R] each. Nothing waits for the device.
+        """
+        group = self._group
+        options: dict[str, Any] = {"any_random": any_random, "any_filtered": any_filtered}
+        if group is not None and wishes is None:
+            return Drawn(sample_sharded(logits, group, self._vocab_size, **columns, **options))
+        if group is not None:
+            assert wishes is not None
+            return self._draw_whole_rows(logits, group, columns, wishes, options)
+        tokens = sample(logits, **columns, **options)
+        return Drawn(tokens, None if wishes is None else self._tell(logits, tokens, wishes))
+
+    def _tell(self, logits: torch.Tensor, tokens: torch.Tensor, wishes: Wishes) -> Logprobs | None:
+        """The log probabilities that the rows ask for, of whole logits [R, V] as the model gave them."""
+        if not len(wishes.told):
+            return None
+        if len(wishes.told) < len(logits):
+            at = upload(wishes.told, logits.device)
+            logits, tokens = logits.index_select(0, at), tokens.index_select(0, at)
+        return log_probabilities(logits, tokens, wishes.most)
+
+    def _draw_whole_rows(
+        self,
+        logits: torch.Tensor,
+        group: Group,
+        columns: dict[str, Any],
+        wishes: Wishes,
+        options: dict[str, Any],
+    ) -> Drawn:
+        """As `draw` in a group. Each device takes a share of the rows, whole; all get the results of all."""
+        count, size = len(logits), group.size
+        rows, share = own_rows(count, size, group.rank), -(-count // size)
+        own = slice(rows.start, rows.stop)
+        whole = group.exchange_rows(logits, self._vocab_size)
+        tokens = torch.zeros(share, dtype=torch.int64, device=logits.device)
+        tokens[: len(rows)] = sample(whole, **{name: column[own] for name, column in columns.items()}, **options)
+        gathered = group.gather(tokens).flatten()[:count]
+        if not len(wishes.told):
+            return Drawn(gathered)
+        most = min(wishes.most, self._vocab_size)
+        numbers = torch.zeros(share, 1 + most, dtype=torch.float32, device=logits.device)
+        ids = torch.zeros(share, most, dtype=torch.int64, device=logits.device)
+        if len(rows):
+            own_part = log_probabilities(whole, tokens[: len(rows)], most)
+            numbers[: len(rows), 0] = own_part.own
+            numbers[: len(rows), 1:] = own_part.top
+            ids[: len(rows)] = own_part.top_ids
+        at = upload(wishes.told, logits.device)
+        numbers = group.gather(numbers.flatten()).view(-1, 1 + most).index_select(0, at)
+        ids = group.gather(ids.flatten()).view(-1, most).index_select(0, at) if most else ids.new_zeros(len(at), 0)
+        return Drawn(gathered, Logprobs(numbers[:, 0], numbers[:, 1:], ids))

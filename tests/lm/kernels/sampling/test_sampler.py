@@ -1,0 +1,85 @@
+"""Sampler: log probabilities are those of the model's own logits, on one device and on several."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.lm.kernels.collectives.torch_group import TorchGroup
+from holdfast.lm.kernels.sampling import logprobs
+from holdfast.lm.kernels.sampling.sampler import Drawn, Sampler, Wishes
+from tests.ranks import in_group
+
+ROWS, VOCAB = 13, 101
+WANTED = [None, 0, 3, 20, *[None] * 5, 1, 2, None, 7]
+
+
+def given(rows: int = ROWS) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Logits, and how the rows are drawn: greedily, at random, and filtered."""
+    logits = 3 * torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(1))
+    columns = {
+        "temperature": torch.tensor([(0.0, 0.7, 1.5)[row % 3] for row in range(rows)]),
+        "top_k": torch.tensor([(0, 0, 9)[row % 3] for row in range(rows)]),
+        "top_p": torch.tensor([(1.0, 0.8)[row % 2] for row in range(rows)]),
+        "seed": torch.arange(rows) * 7919,
+        "position": torch.arange(rows) + 3,
+    }
+    return logits, columns
+
+
+def drawn(sampler: Sampler, logits: torch.Tensor, columns: dict[str, Any], wishes: Wishes | None) -> Drawn:
+    return sampler.draw(logits, columns, wishes, any_random=True, any_filtered=True)
+
+
+@pytest.mark.parametrize("at_once", [1, 5 * VOCAB, 1 << 24])
+def test_log_probabilities_are_those_of_the_models_own_distribution(
+    monkeypatch: pytest.MonkeyPatch, at_once: int
+) -> None:
+    monkeypatch.setattr(logprobs, "NUMBERS_AT_ONCE", at_once)
+    logits, columns = given()
+    plain, wishes = drawn(Sampler(), logits, columns, None), Wishes(WANTED)
+    result = drawn(Sampler(), logits, columns, wishes)
+    assert torch.equal(result.tokens, plain.tokens), "what is told changes no token"
+    assert plain.told(None) == ()
+    expected = logits.double().log_softmax(-1)
+    told = result.told(wishes)
+    assert [each is None for each in told] == [count is None for count in WANTED]
+    for row, (count, each) in enumerate(zip(WANTED, told, strict=True)):
+        if each is not None:
+            best = expected[row].topk(count or 0)
+            assert each.logprob == pytest.approx(float(expected[row, result.tokens[row]]), abs=1e-5)
+            assert each.top_ids == tuple(best.indices.tolist())
+            assert each.top_logprobs == pytest.approx(best.values.tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 2, ROWS])
+@pytest.mark.parametrize("size", [2, 4])
+def test_each_device_of_a_group_tells_what_one_device_tells(size: int, rows: int) -> None:
+    logits, columns = given(rows)
+    wishes = Wishes([5, *WANTED[1:rows]])
+    expected, share = drawn(Sampler(), logits, columns, wishes), -(-VOCAB // size)
+
+    def work(group: TorchGroup) -> Drawn:
+        own = logits[:, group.rank * share : (group.rank + 1) * share].contiguous()
+        return drawn(Sampler(group, VOCAB), own, columns, wishes)
+
+    for result in in_group(size, work):
+        assert torch.equal(result.tokens, expected.tokens)
+        assert result.told(wishes) == expected.told(wishes)
+
+
+def test_a_group_tells_a_token_alone_where_no_alternative_is_asked_for() -> None:
+    logits, columns = given(3)
+    wishes, share = Wishes([0, None, 0]), -(-VOCAB // 2)
+    results = in_group(
+        2,
+        lambda group: drawn(
+            Sampler(group, VOCAB),
+            logits[:, group.rank * share : (group.rank + 1) * share].contiguous(),
+            columns,
+            wishes,
+        ),
+    )
+    assert results[0].told(wishes) == drawn(Sampler(), logits, columns, wishes).told(wishes)

@@ -1,0 +1,77 @@
+"""Log probabilities as clients get them, by the openai client."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import openai
+import pytest
+from fake_engine import FakeClient
+
+from holdfast.server.logprobs import CompletionLogprobs, ToldToken, spelled
+
+Listening = Callable[..., Any]
+HELLO: Any = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "logprobs": True, "top_logprobs": 2}
+
+
+async def test_a_chat_tells_each_token_with_the_most_probable_ones_whole_and_streamed(listening: Listening) -> None:
+    async with listening() as server, openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as api:
+        answer = await api.chat.completions.create(**HELLO)
+        chunks = [chunk async for chunk in await api.chat.completions.create(**HELLO, stream=True)]
+        alone = await api.chat.completions.create(**HELLO | {"top_logprobs": 0})
+    told = answer.choices[0].logprobs
+    assert told is not None and told.content is not None
+    assert [each.token for each in told.content] == ["Ahoy", ", ", "sailor", "!"]
+    first = told.content[0]
+    assert (first.logprob, bytes(first.bytes or [])) == (-2.0, b"Ahoy")
+    assert [(each.token, each.logprob) for each in first.top_logprobs] == [("?", -0.25), ("Ahoy", -2.0)]
+    streamed = [each for chunk in chunks if chunk.choices[0].logprobs for each in chunk.choices[0].logprobs.content]
+    assert streamed == told.content
+    assert chunks[0].choices[0].logprobs is None, "the chunk with the role tells nothing"
+    assert [each.top_logprobs for each in alone.choices[0].logprobs.content] == [[]] * 4
+
+
+async def test_completions_tell_columns_whole_and_streamed(listening: Listening) -> None:
+    asked: Any = {"model": "tiny", "prompt": "hello", "logprobs": 1}
+    async with listening() as server, openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as api:
+        answer = await api.completions.create(**asked)
+        chunks = [chunk async for chunk in await api.completions.create(**asked, stream=True)]
+        with pytest.raises(openai.BadRequestError, match="a number from 0 to 20"):
+            await api.completions.create(**asked | {"logprobs": True})
+    told = answer.choices[0].logprobs
+    assert told is not None
+    assert told.tokens == ["Ahoy", ", ", "sailor", "!"]
+    assert told.token_logprobs == [-2.0] * 4
+    assert told.top_logprobs == [{"?": -0.25, token: -2.0} for token in told.tokens]
+    assert told.text_offset == [0, 4, 6, 12]
+    parts = [chunk.choices[0].logprobs for chunk in chunks if chunk.choices[0].logprobs]
+    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        assert [each for part in parts for each in getattr(part, name)] == getattr(told, name)
+
+
+async def test_a_response_tells_its_tokens_when_asked_to_include_them(listening: Listening) -> None:
+    asked: Any = {"model": "tiny", "input": "hello", "top_logprobs": 2}
+    included: Any = asked | {"include": ["message.output_text.logprobs"]}
+    async with listening() as server, openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as api:
+        plain = await api.responses.create(**asked)
+        answer = await api.responses.create(**included)
+        events = [event async for event in await api.responses.create(**included, stream=True)]
+    assert plain.top_logprobs == answer.top_logprobs == 2
+    assert plain.output[0].content[0].logprobs == []
+    told = answer.output[0].content[0].logprobs
+    assert [each.token for each in told] == ["Ahoy", ", ", "sailor", "!"]
+    assert [(each.token, each.logprob) for each in told[0].top_logprobs] == [("?", -0.25), ("Ahoy", -2.0)]
+    deltas = [each for event in events if event.type == "response.output_text.delta" for each in event.logprobs]
+    (done,) = [event for event in events if event.type == "response.output_text.done"]
+    assert [(each.token, each.logprob) for each in deltas] == [(each.token, each.logprob) for each in told]
+    assert [each.token for each in done.logprobs] == [each.token for each in told]
+
+
+def test_bytes_that_are_no_character_are_written_out_and_count_once_complete(client: FakeClient) -> None:
+    client.text.token_bytes = lambda token: bytes([token])  # type: ignore[method-assign]
+    columns = CompletionLogprobs(client.text).columns([ToldToken(byte, None) for byte in "aé!".encode()])  # type: ignore[arg-type]
+    assert columns["tokens"] == ["a", "bytes:\\xc3", "bytes:\\xa9", "!"]
+    assert columns["text_offset"] == [0, 1, 1, 2]
+    assert columns["token_logprobs"] == columns["top_logprobs"] == [None] * 4
+    assert spelled("né".encode()) == "né"

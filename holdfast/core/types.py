@@ -12,6 +12,8 @@ from typing import NamedTuple
 MAX_SEED = 2**63 - 1
 MAX_LOGPROBS = 20
 """Most alternatives whose log probabilities are told beside a token's own."""
+MAX_BIASES = 1024
+"""Most tokens of a `logit_bias`."""
 MAX_DEADLINE = 86_400
 """Seconds from arrival."""
 BATCH_CLASS = 100
@@ -53,7 +55,38 @@ class SamplingParams:
     logprobs: int | None = None
     """Tell each token's log probability, with those of so many of the most probable tokens. None: tell nothing."""
 
+    presence_penalty: float = 0.0
+    """Subtracted from the logit of each token that the answer has so far; -2 to 2."""
+    frequency_penalty: float = 0.0
+    """Subtracted once for each time that the answer has the token; -2 to 2."""
+    repetition_penalty: float = 1.0
+    """Of each token of the prompt and the answer, divides a positive logit and multiplies another; 1 is off."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Added to the logits of these tokens; each value from -100 to 100."""
+    min_p: float = 0.0
+    """Sample from the tokens of at least this share of the largest probability; 0 is off."""
+    min_tokens: int = 0
+    """No end token is drawn, and no stop string counts, before the answer has so many tokens."""
+
     def __post_init__(self) -> None:
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not -2.0 <= getattr(self, name) <= 2.0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must lie between -2 and 2")
+        if not 0.0 < self.repetition_penalty <= 100.0:
+            raise ValueError(f"repetition_penalty is {self.repetition_penalty}; it must lie above 0 and be at most 100")
+        if not 0.0 <= self.min_p <= 1.0:
+            raise ValueError(f"min_p is {self.min_p}; it must lie between 0 and 1")
+        if not 0 <= self.min_tokens <= self.max_tokens:
+            raise ValueError(
+                f"min_tokens is {self.min_tokens}; it must lie between 0 and max_tokens, {self.max_tokens}"
+            )
+        if len({token for token, _ in self.logit_bias}) < len(self.logit_bias) or len(self.logit_bias) > MAX_BIASES:
+            raise ValueError(
+                f"logit_bias holds {len(self.logit_bias)} tokens; at most {MAX_BIASES} are taken, each once"
+            )
+        for token, bias in self.logit_bias:
+            if not -100.0 <= bias <= 100.0:
+                raise ValueError(f"logit_bias of token {token} is {bias}; it must lie between -100 and 100")
         if not 0.0 <= self.temperature <= 100.0:
             raise ValueError(f"temperature is {self.temperature}; it must lie between 0 and 100")
         if self.top_k < 0:

@@ -183,7 +183,7 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
             deadline=deadline,
         )
         try:
-            text = TextStream(self.text, params.stop)
+            text = TextStream(self.text, params.stop, params.min_tokens)
         except ValueError as error:
             raise RequestRefused(str(error), "stop") from error
         return self._run(_Stream(request, text))

@@ -7,7 +7,17 @@ import msgspec
 from holdfast.core.columns import Columns
 from holdfast.core.config import EngineConfig
 from holdfast.core.types import TokenLogprobs
-from holdfast.lm.types import BlockCopy, BlockMove, CopyTime, MemoryMeasurement, Sampling, Segment, StepPlan, TableWrite
+from holdfast.lm.types import (
+    BlockCopy,
+    BlockMove,
+    CopyTime,
+    History,
+    MemoryMeasurement,
+    Sampling,
+    Segment,
+    StepPlan,
+    TableWrite,
+)
 
 
 class Message(msgspec.Struct, array_like=True):
@@ -69,6 +79,7 @@ class Plan(Message, tag="plan"):
     swap_out: tuple[BlockCopy, ...]
     awaits: int
     block_moves: tuple[BlockMove, ...]
+    histories: tuple[History, ...] = ()
 
 
 class End(Message, tag="end"):
@@ -173,6 +184,7 @@ class PlanWriter:
             swap_out=plan.swap_out,
             awaits=plan.awaits,
             block_moves=plan.block_moves,
+            histories=plan.histories,
         )
 
 
@@ -205,4 +217,5 @@ class PlanReader:
             swap_out=message.swap_out,
             awaits=message.awaits,
             block_moves=message.block_moves,
+            histories=message.histories,
         )

@@ -198,8 +198,9 @@ class TextStream:
     does not depend on how tokens are grouped into pushes.
     """
 
-    def __init__(self, text: Text, stop: Sequence[str] = ()) -> None:
-        """Raises ValueError for too many or too long stop strings."""
+    def __init__(self, text: Text, stop: Sequence[str] = (), min_tokens: int = 0) -> None:
+        """Stop strings count behind the first `min_tokens` tokens. Raises ValueError for too many or too long ones."""
+        self._unscanned = min_tokens
         self._text = text
         self._stops = StopScanner(stop) if stop else None
         self.stopped = False
@@ -215,6 +216,9 @@ class TextStream:
         """Add tokens. Returns the text that is now certain; with `last`, also the text that was held back."""
         if self.stopped:
             return ""
+        if 0 < self._unscanned < len(tokens):
+            early, rest = tokens[: self._unscanned], tokens[self._unscanned :]
+            return self.push(early) + self.push(rest, last)
         if len(tokens) == 1 and not last:
             fresh = self._decode(tokens[0])
         else:
@@ -223,6 +227,9 @@ class TextStream:
             fresh += self._text.decode(self._window)[len(self._shown) :]
             self._window, self._shown, self._settled = [], "", 0
         if self._stops is None:
+            return fresh
+        if self._unscanned:
+            self._unscanned -= len(tokens)
             return fresh
         fresh = self._stops.scan(fresh)
         self.stopped = self._stops.found

@@ -60,6 +60,8 @@ class RequestLimits:
         tokens = self._token_ids("prompt", prompt)
         if params.stop_token_ids:
             self._token_ids("stop_token_ids", params.stop_token_ids)
+        if params.logit_bias:
+            self._token_ids("logit_bias", [token for token, _ in params.logit_bias])
         # The last token ends the sequence, so its position is never computed.
         positions = min(length + params.max_tokens, self.max_model_len) - 1
         if positions > self.cache_tokens:

@@ -22,6 +22,33 @@ PENDING = -1
 
 
 @dataclass(frozen=True, slots=True)
+class Shaping:
+    """How a sequence's logits are changed before a token is drawn. The fields of these names are SamplingParams'."""
+
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    min_p: float = 0.0
+    min_tokens: int = 0
+    bias: tuple[tuple[int, float], ...] = ()
+    """Tokens, and what is added to their logits."""
+    prompt: int = 0
+    """Tokens of the prompt."""
+    ends: tuple[int, ...] = ()
+    """Tokens that may not be drawn before the answer has `min_tokens`."""
+
+    @property
+    def counts(self) -> bool:
+        """Whether it depends on the tokens so far."""
+        return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
+
+    @property
+    def is_neutral(self) -> bool:
+        """Whether it changes nothing."""
+        return not (self.counts or self.min_p > 0 or self.bias or (self.min_tokens and self.ends))
+
+
+@dataclass(frozen=True, slots=True)
 class Sampling:
     """How a sequence's tokens are drawn: the part of SamplingParams that reaches the device.
 
@@ -35,11 +62,37 @@ class Sampling:
     seed: int
     logprobs: int | None = None
     """Alternatives to tell with the log probability of each token; None: tell nothing."""
+    shaping: Shaping | None = None
+    """None: the logits are not changed."""
 
     @classmethod
-    def of(cls, params: SamplingParams, seed: int) -> Sampling:
-        """The record of one request; `seed` is its own, or one drawn for it."""
-        return cls(params.temperature, params.top_k, params.top_p, seed, params.logprobs)
+    def of(cls, params: SamplingParams, seed: int, *, prompt: int = 0, ends: abc.Collection[int] = ()) -> Sampling:
+        """The record of one request, with its number of prompt tokens, and the tokens that end it.
+
+        `seed` is its own, or one drawn for it.
+        """
+        shaping = Shaping(
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            repetition_penalty=params.repetition_penalty,
+            min_p=params.min_p,
+            min_tokens=params.min_tokens,
+            bias=params.logit_bias,
+            prompt=prompt,
+            ends=tuple(sorted(ends)),
+        )
+        told = None if shaping.is_neutral else shaping
+        return cls(params.temperature, params.top_k, params.top_p, seed, params.logprobs, told)
+
+    @property
+    def asks(self) -> bool:
+        """Whether it asks for more than a token drawn from the model's logits."""
+        return self.logprobs is not None or self.shaping is not None
+
+    @property
+    def counts(self) -> bool:
+        """Whether the draw depends on the tokens so far."""
+        return self.shaping is not None and self.shaping.counts
 
     @property
     def columns(self) -> tuple[float, int, float, int]:
@@ -73,6 +126,13 @@ class Segment(NamedTuple):
     def length(self) -> int:
         """Number of query tokens."""
         return self.stop - self.start
+
+
+class History(NamedTuple):
+    """The known tokens of a row whose draw depends on them (`Shaping.counts`), from position 0 on."""
+
+    row: int
+    tokens: tuple[int, ...]
 
 
 class TableWrite(NamedTuple):
@@ -246,6 +306,9 @@ class StepPlan:
     """The cache's last blocks, so many of them, belong to training from this plan on."""
     block_moves: tuple[BlockMove, ...] = ()
     """Applied before everything else of the plan; table writes name the new places."""
+    histories: tuple[History, ...] = ()
+    """Of sampling segments. On paged rows only the first one of a sequence in its row has it: the executor notes the
+    tokens of later ones."""
     training: TrainingSlice | None = None
     """Computed after the segments. A plan may have a slice and no segments."""
 

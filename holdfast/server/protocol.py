@@ -8,9 +8,9 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, field
 
-from holdfast.core.types import MAX_DEADLINE, MAX_LOGPROBS, MAX_SEED, SamplingParams
+from holdfast.core.types import MAX_BIASES, MAX_DEADLINE, MAX_LOGPROBS, MAX_SEED, SamplingParams
 
 MAX_MESSAGES = 4096
 MAX_PROMPTS = 1024
@@ -91,9 +91,7 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
     """Fields of every request for generation, including vLLM's extensions and our own `deadline_ms`."""
 
     unsupported = {
-        "frequency_penalty": (0,),
         "moderation": (),
-        "presence_penalty": (0,),
         "tool_choice": ("none", "auto"),
         "tools": ([],),
     }
@@ -120,6 +118,14 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
     stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)] = []
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] = []
     ignore_eos: bool = False
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] = 1.0
+    logit_bias: Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=MAX_BIASES)] = field(
+        default_factory=dict
+    )
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    min_tokens: Annotated[int, Meta(ge=0, le=1 << 24)] = 0
     priority: Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)] = 0
     deadline_ms: Annotated[float, Meta(ge=1, le=MAX_DEADLINE * 1000)] | None = None
 
@@ -139,7 +145,13 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
         raise NotImplementedError
 
     def sampling(self, choice: int, max_tokens: int) -> SamplingParams:
-        """The sampling of one choice. Choice i uses seed + i, so that choices differ and are reproducible."""
+        """The sampling of one choice. Choice i uses seed + i, so that choices differ and are reproducible.
+
+        Raises ApiError.
+        """
+        if self.min_tokens > max_tokens:
+            reason = f"min_tokens is {self.min_tokens}, and an answer here has at most {max_tokens}"
+            raise ApiError(reason, param="min_tokens", code="invalid_value")
         return SamplingParams(
             temperature=self.temperature,
             top_k=max(self.top_k, 0),
@@ -150,7 +162,23 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
             stop_token_ids=tuple(self.stop_token_ids),
             ignore_eos=self.ignore_eos,
             logprobs=self.most_logprobs,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias=self._biases(),
+            min_p=self.min_p,
+            min_tokens=self.min_tokens,
         )
+
+    def _biases(self) -> tuple[tuple[int, float], ...]:
+        """`logit_bias` by token id. Raises ApiError."""
+        biases: dict[int, float] = {}
+        for token, bias in self.logit_bias.items():
+            if not (token.isascii() and token.isdigit() and len(token) <= 10):
+                reason = f"logit_bias names {token[:32]!r}, which is not a token id"
+                raise ApiError(reason, param="logit_bias", code="invalid_value")
+            biases[int(token)] = bias
+        return tuple(biases.items())
 
 
 class GenerationRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -165,12 +193,8 @@ class GenerationRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknow
         "function_call": ("none", "auto"),
         "functions": ([],),
         "include_stop_str_in_output": (False,),
-        "logit_bias": ({},),
-        "min_p": (0,),
-        "min_tokens": (0,),
         "modalities": (["text"],),
         "prediction": (),
-        "repetition_penalty": (1,),
         "response_format": ({"type": "text"},),
         "skip_special_tokens": (True,),
         "suffix": ("",),

@@ -65,3 +65,86 @@ def test_the_token_that_ends_an_answer_is_not_told(llm: LLM) -> None:
     (stopped,) = llm.generate("hello world", replace(GREEDY, logprobs=1, stop_token_ids=(end,)), progress=False)
     assert stopped.token_ids == whole.token_ids[: at + 1]
     assert len(stopped.logprobs) == at
+
+
+KINDS = [
+    dict(repetition_penalty=1.4),
+    dict(frequency_penalty=1.5),
+    dict(presence_penalty=1.1, frequency_penalty=-0.3),
+    dict(logit_bias=((5, 6.0), (9, -100.0))),
+    dict(temperature=0.9, min_p=0.2, top_k=30, seed=4),
+    dict(temperature=1.3, repetition_penalty=1.2, presence_penalty=0.4, seed=11, logprobs=3),
+]
+
+
+@torch.inference_mode()
+def penalised(model: transformers.PreTrainedModel, prompt: list[int], params: SamplingParams) -> list[int]:
+    """The greedy answer, by the formulas of the OpenAI API and of the repetition penalty."""
+    tokens = list(prompt)
+    for _ in range(params.max_tokens):
+        logits = model(torch.tensor([tokens])).logits[0, -1]
+        for token, bias in params.logit_bias:
+            logits[token] += bias
+        for token in set(tokens):
+            logits[token] *= params.repetition_penalty if logits[token] < 0 else 1 / params.repetition_penalty
+        for token in set(tokens[len(prompt) :]):
+            count = tokens[len(prompt) :].count(token)
+            logits[token] -= params.frequency_penalty * count + params.presence_penalty
+        tokens.append(int(logits.argmax()))
+    return tokens[len(prompt) :]
+
+
+def test_greedy_answers_with_penalties_and_biases_are_those_of_the_formulas(
+    llm: LLM, model: transformers.PreTrainedModel
+) -> None:
+    asked = [replace(GREEDY, **KINDS[index % 4]) for index in range(len(PROMPTS))]
+    completions = llm.generate(PROMPTS, asked, progress=False)
+    for params, completion in zip(asked, completions, strict=True):
+        assert list(completion.token_ids) == penalised(model, list(completion.prompt_token_ids), params)
+
+
+def test_a_repetition_penalty_gives_the_answer_of_transformers_generate(
+    llm: LLM, model: transformers.PreTrainedModel
+) -> None:
+    (completion,) = llm.generate(PROMPTS[7], replace(GREEDY, repetition_penalty=1.3), progress=False)
+    ids = torch.tensor([completion.prompt_token_ids])
+    expected = model.generate(ids, max_new_tokens=24, min_new_tokens=24, do_sample=False, repetition_penalty=1.3)
+    assert list(completion.token_ids) == expected[0, ids.shape[1] :].tolist()
+
+
+def test_a_request_draws_the_same_tokens_alone_and_beside_others(llm: LLM) -> None:
+    asked = [replace(GREEDY, **KINDS[index % len(KINDS)]) for index in range(len(PROMPTS))]
+    together = llm.generate(PROMPTS, asked, progress=False)
+    plain = llm.generate(PROMPTS, GREEDY, progress=False)
+    mixed = llm.generate(PROMPTS + PROMPTS, asked + [GREEDY] * len(PROMPTS), progress=False)
+    for prompt, params, completion in zip(PROMPTS, asked, together, strict=True):
+        (alone,) = llm.generate(prompt, params, progress=False)
+        assert alone.token_ids == completion.token_ids, params
+    assert [each.token_ids for each in mixed] == [each.token_ids for each in together + plain]
+    assert [each.token_ids for each in together] != [each.token_ids for each in plain]
+
+
+@pytest.mark.parametrize("host", [0.0, 0.001], ids=["computed again", "swapped"])
+def test_penalties_are_exact_where_memory_makes_sequences_wait_and_come_back(
+    checkpoint: Path, model: transformers.PreTrainedModel, llm: LLM, host: float
+) -> None:
+    # So many positions hold fewer than these sequences at their ends.
+    asked = replace(GREEDY, max_tokens=150, repetition_penalty=1.5, frequency_penalty=0.2)
+    prompts = ["hello world " * 3, "hello world " * 3 + "again", "hello", "world"]
+    cache_gb = 26.5 * llm.info.memory.block / 1e9
+    with LLM(str(checkpoint), **SMALL | {"cache_gb": cache_gb, "host_cache_gb": host}) as llm:
+        completions = llm.generate(prompts, asked, progress=False)
+        stats = llm._thread.run(llm._client.health())
+    assert stats.preemptions > 0
+    for completion in completions:
+        assert list(completion.token_ids) == penalised(model, list(completion.prompt_token_ids), asked)
+
+
+def test_no_end_token_or_stop_string_counts_before_the_answer_is_long_enough(llm: LLM) -> None:
+    (plain,) = llm.generate("hello world", GREEDY, progress=False)
+    end = plain.token_ids[3]
+    asked = replace(GREEDY, stop_token_ids=(end,), min_tokens=10)
+    (later,) = llm.generate("hello world", asked, progress=False)
+    assert end not in later.token_ids[:10] and len(later.token_ids) > 10
+    (stopped,) = llm.generate("hello world", replace(GREEDY, stop=(plain.text[2],), min_tokens=10), progress=False)
+    assert stopped.text.startswith(llm.text.decode(plain.token_ids[:9]))

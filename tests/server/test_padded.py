@@ -238,3 +238,24 @@ def test_a_chat_with_a_model_that_has_no_template_is_refused_with_the_reason(tra
         model = client.models.list().data[0].id
         with pytest.raises(openai.BadRequestError, match="no chat template; use plain completions"):
             client.chat.completions.create(model=model, messages=[{"role": "user", "content": "Hello"}])
+
+
+def test_penalties_on_padded_rows_are_those_of_transformers(served: Served) -> None:
+    if served.module.config.model_type == "mamba":
+        pytest.skip("its generate gives the processors the tokens differently")
+    prompts = ["Tell me of the sea.", "Once upon a time"]
+    ids = [served.tokenizer.encode(prompt).ids for prompt in prompts]
+    with served.serving.client() as client:
+        model = client.models.list().data[0].id
+        extra = {"repetition_penalty": 1.4, "ignore_eos": True}
+        answers = client.completions.create(
+            model=model, prompt=prompts, temperature=0, max_tokens=30, extra_body=extra, logprobs=1
+        )
+    for tokens, choice in zip(ids, answers.choices, strict=True):
+        whole = served.module.generate(
+            torch.tensor([tokens]), max_new_tokens=30, min_new_tokens=30, do_sample=False, repetition_penalty=1.4
+        )
+        assert choice.text == served.tokenizer.decode(whole[0, len(tokens) :].tolist())
+        scores = served.module(whole).logits[0, len(tokens) - 1 : -1].log_softmax(-1)
+        own = scores.gather(1, whole[0, len(tokens) :, None])[:, 0]
+        assert choice.logprobs.token_logprobs == pytest.approx(own.tolist(), abs=1e-4)

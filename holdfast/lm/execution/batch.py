@@ -366,7 +366,7 @@ class Batch:
             if self._drawn[row] is not (sampling := drawn[index]):
                 self._drawn[row] = sampling
                 self._settings[row] = sampling.columns
-                self._wishes[row] = sampling.logprobs is not None
+                self._wishes[row] = sampling.asks
         settings = self._settings[rows]
         any_random = bool((settings["temperature"] > 0).any())
         any_filtered = False
@@ -376,7 +376,10 @@ class Batch:
                 arrays[name][:count] = settings[name]
             filters = (settings["top_k"] > 0) | (settings["top_p"] < 1)
             any_filtered = bool((filters & (settings["temperature"] > 0)).any())
-        wishes = Wishes([drawn[index].logprobs for index in at.tolist()]) if self._wishes[rows].any() else None
+        wishes = None
+        if self._wishes[rows].any():
+            records, positions = [drawn[index] for index in at.tolist()], segments.context_stop[at].tolist()
+            wishes = Wishes.of(records, rows.tolist(), positions, plan.histories)
         return count, any_random, any_filtered, wishes
 
 

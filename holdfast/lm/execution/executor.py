@@ -256,7 +256,8 @@ class PagedExecutor:
         stage, drawn = self._stage, self._nothing
         if stage is None or stage.last:
             kinds = {"any_random": staged.any_random, "any_filtered": staged.any_filtered}
-            drawn = self._sampler.draw(given, packed.columns, staged.wishes, **kinds)
+            last = None if staged.wishes is None else packed.ids.index_select(0, packed.sample_at)
+            drawn = self._sampler.draw(given, packed.columns, staged.wishes, **kinds, last=last)
             given = drawn.tokens
             memory.batch.last_token.index_copy_(0, packed.sample_rows, given)
         if stage is not None:

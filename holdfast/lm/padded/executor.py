@@ -29,6 +29,7 @@ from holdfast.lm.types import (
     SAMPLING_COLUMNS,
     Abilities,
     Forward,
+    History,
     RowMove,
     Sampling,
     Segment,
@@ -126,7 +127,8 @@ class PaddedExecutor:
         """
         self.driver, self.abilities, self.rows, self.host = driver, abilities, rows, host
         self.graphs = graphs
-        self._sampler = Sampler()
+        self._histories: dict[int, tuple[int, ...]] = {}
+        """The known tokens of the rows of the present plan whose draws depend on them."""
         self._layout, self._device = rows.layout, rows.device
         self._together = abilities.batched_decode and abilities.keeps_state and rows.layout.batches
         """Whether rows share a state. If not, each has its own in `_apart`, and those in the batch are in `_joined`."""
@@ -232,6 +234,7 @@ class PaddedExecutor:
     def _run(self, plan: StepPlan, outcome: _Outcome) -> None:
         """Do a plan's moves and forwards, in order."""
         segments, moves, start = list(plan.segments), deque(plan.row_moves), 0
+        self._histories = {each.row: each.tokens for each in plan.histories}
         began = self._event() if self._beside is not None else None
         for index, forward in enumerate(plan.forwards):
             self._move_all(plan.step, index, moves)
@@ -571,10 +574,14 @@ class PaddedExecutor:
         if places != list(range(len(logits))):
             logits = logits.index_select(0, numbers[1])
         asked = [each.sampling for each in drawn if each.sampling is not None]
-        wishes = None
-        if any(each.logprobs is not None for each in asked):
-            wishes = Wishes([each.logprobs for each in asked])
-        given = self._sampler.draw(logits, wishes=wishes, **self._settings(drawn, asked))
+        histories = [History(at, self._histories[each.row]) for at, each in enumerate(drawn) if asked[at].counts]
+        wishes = Wishes.of(asked, range(len(drawn)), [each.stop for each in drawn], histories)
+        last = None
+        if histories:
+            last = upload([each.tokens[-1] for each in drawn], self._device)
+            last = torch.where(last == PENDING, self.rows.last_token.index_select(0, numbers[0]), last)
+        # A sampler of its own: nothing on the device outlives this draw, which may be on either stream.
+        given = Sampler().draw(logits, wishes=wishes, **self._settings(drawn, asked), last=last)
         self.rows.last_token.index_copy_(0, numbers[0], given.tokens)
         return given.on_host(), wishes
 

@@ -56,6 +56,8 @@ class Entry:
     """The slot of its adapter while it runs."""
     held: bool = False
     """It waits for its adapter, outside of the waiting queue."""
+    history_in: tuple[int, int] = (NO_ROW, 0)
+    """The row that its history was sent to, and how often it had been preempted by then."""
     swap_in_step: int = -1
     """Number of the plan that copies in its state from the host; -1 once it is there or the next plan waits for it."""
 

@@ -24,6 +24,8 @@ TRIES = 3
 class RowScheduler(Scheduler):
     """As `Scheduler`. Its plans consist of forwards and of moves of rows."""
 
+    _sends_all = True
+
     _queues: RowQueues
 
     def __init__(

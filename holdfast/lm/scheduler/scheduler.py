@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import abc, deque
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -20,7 +21,7 @@ from holdfast.lm.scheduler.entries import Entry
 from holdfast.lm.scheduler.order import Order, Priority
 from holdfast.lm.scheduler.queues import Queues
 from holdfast.lm.scheduler.tuner import Tuner
-from holdfast.lm.types import Sampling, SchedulerStats, Sequence, StepPlan, StepResult
+from holdfast.lm.types import History, Sampling, SchedulerStats, Sequence, StepPlan, StepResult
 
 
 class Scheduler:
@@ -29,6 +30,9 @@ class Scheduler:
     `schedule` may be called again before the results of earlier plans are known. Plans must run in the order in which
     they were made, and their results come back to `update` in that order.
     """
+
+    _sends_all = False
+    """Whether each plan has the histories of all its rows that need one."""
 
     def __init__(
         self,
@@ -90,6 +94,8 @@ class Scheduler:
         self._in_flight: deque[tuple[int, list[Entry], int]] = deque()
         """Of each plan: its number, the sequences it samples for, and how many sequences had ended when it was made."""
         self._requests = 0
+        self._counting = 0
+        """Requests whose draws depend on the tokens so far."""
         self._steps = 0
         self._ended = 0
         self._now = 0.0
@@ -111,6 +117,7 @@ class Scheduler:
             adapters=self._adapters if self._adapters is not None else (),
         )
         adapter = request.identity.adapter if self._adapters is not None else ""
+        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
         limit = min(len(request.prompt) + params.max_tokens, self._limits.max_model_len)
         seed = self._draw_seed() if params.seed is None else params.seed
         entry = Entry(
@@ -118,14 +125,15 @@ class Scheduler:
             id=request.id,
             rank=self._order.rank(request, self._requests),
             cache=self._make_state(pool, request.identity.root() if self._sharing else None),
-            sampling=Sampling.of(params, seed),
+            sampling=Sampling.of(params, seed, prompt=len(request.prompt), ends=ends),
             limit=limit,
-            ends=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos),
+            ends=ends,
             adapter=adapter,
         )
         if self._adapters is not None and adapter:
             self._adapters.users[adapter] += 1
         self._requests += 1
+        self._counting += entry.sampling.counts
         self._entries[request.id] = entry
         if self._queues.num_waiting:
             self._now = max(self._now, request.arrival)
@@ -158,10 +166,22 @@ class Scheduler:
         self._policy.plan(step)
         plan = step.finish(in_flight=bool(self._in_flight))
         if plan is not None:
+            if self._counting and (histories := self._histories(step.sampling)):
+                plan = replace(plan, histories=histories)
             self._in_flight.append((self._steps, step.sampling, self._ended))
             self._steps += 1
             self._tokens_computed += step.num_tokens
         return plan
+
+    def _histories(self, sampling: list[Entry]) -> tuple[History, ...]:
+        """The tokens of those sequences whose draws depend on them, where they are new in their row."""
+        found = []
+        for entry in sampling:
+            place = entry.row, entry.sequence.preemptions
+            if entry.sampling.counts and (self._sends_all or entry.history_in != place):
+                entry.history_in = place
+                found.append(History(entry.row, tuple(entry.sequence.tokens)))
+        return tuple(found)
 
     def update(self, plan: StepPlan, result: StepResult, now: float) -> Columns[SequenceOutput]:
         """Apply the result of the oldest plan in flight; returns the new tokens, and which sequences ended.
@@ -317,6 +337,7 @@ class Scheduler:
     def _end(self, entry: Entry, reason: FinishReason) -> None:
         entry.sequence.finish_reason = reason
         self._ended += 1
+        self._counting -= entry.sampling.counts
         del self._entries[entry.id]
         self._queues.stop(entry, self._now)
         if self._adapters is not None and entry.adapter:

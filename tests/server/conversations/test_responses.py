@@ -694,7 +694,7 @@ class TestTenants:
         ({"tools": [{"type": "web_search"}]}, "tools", "unsupported_parameter"),
         ({"truncation": "auto"}, "truncation", "unsupported_parameter"),
         ({"text": {"format": {"type": "json_object"}}}, "text.format", "unsupported_parameter"),
-        ({"presence_penalty": 1}, "presence_penalty", "unsupported_parameter"),
+        ({"presence_penalty": 3}, "presence_penalty", "invalid_value"),
         ({"tool_choice": "required"}, "tool_choice", "unsupported_parameter"),
         ({"include": ["file_search_call.results"]}, "include[0]", "invalid_value"),
         ({"top_logprobs": 21}, "top_logprobs", "invalid_value"),

@@ -15,8 +15,10 @@ from holdfast.core.types import TokenLogprobs
 from holdfast.lm.kernels.collectives.protocol import Group, own_rows
 from holdfast.lm.kernels.sampling.logprobs import Logprobs, log_probabilities
 from holdfast.lm.kernels.sampling.sample import sample
+from holdfast.lm.kernels.sampling.shaping import Changes, Histories, shape
 from holdfast.lm.kernels.sampling.sharded import sample_sharded
 from holdfast.lm.kernels.upload import upload
+from holdfast.lm.types import History, Sampling
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,25 @@ class Wishes:
 
     logprobs: Sequence[int | None]
     """By sampled row, how many alternatives to tell; None: no log probability."""
+    changes: Changes | None = None
+    """How logits are changed before the draw."""
+    histories: Sequence[History] = ()
+
+    @classmethod
+    def of(
+        cls,
+        records: Sequence[Sampling],
+        rows: Sequence[int],
+        positions: Sequence[int],
+        histories: Sequence[History] = (),
+    ) -> Wishes | None:
+        """The wishes of sampled rows with these records; None if they have none.
+
+        `rows` are the rows of the executor, which `histories` name, and `positions` the tokens that each has so far.
+        """
+        if not any(each.asks for each in records):
+            return None
+        return cls([each.logprobs for each in records], Changes.of(records, rows, positions), histories)
 
     @cached_property
     def told(self) -> npt.NDArray[np.int64]:
@@ -64,6 +85,7 @@ class Sampler:
     def __init__(self, group: Group | None = None, vocab_size: int = 0) -> None:
         """`group` is the devices that share the vocabulary of this size, if there are several."""
         self._vocab_size, self._group = vocab_size, group
+        self._histories = Histories()
 
     def draw(
         self,
@@ -73,19 +95,26 @@ class Sampler:
         *,
         any_random: bool,
         any_filtered: bool,
+        last: torch.Tensor | None = None,
     ) -> Drawn:
         """A token for each row of the logits [R, V], or [R, V_own] in a group, drawn as its row asks.
 
-        `columns` are the sampling columns and `position` of `sample`, [R] each. Nothing waits for the device.
+        `columns` are the sampling columns and `position` of `sample`, [R] each. `last` [R] int64 are the input tokens
+        that the logits follow; it is needed where a row has penalties. Nothing waits for the device.
         """
         group = self._group
         options: dict[str, Any] = {"any_random": any_random, "any_filtered": any_filtered}
         if group is not None and wishes is None:
             return Drawn(sample_sharded(logits, group, self._vocab_size, **columns, **options))
+        changes = None if wishes is None else wishes.changes
+        if wishes is not None and changes is not None and len(changes.rows):
+            assert last is not None, "rows with penalties need their input tokens"
+            self._histories.enter(wishes.histories, changes, last)
         if group is not None:
             assert wishes is not None
             return self._draw_whole_rows(logits, group, columns, wishes, options)
-        tokens = sample(logits, **columns, **options)
+        shaped = logits if changes is None else shape(logits, changes, self._histories)
+        tokens = sample(shaped, **columns, **options)
         return Drawn(tokens, None if wishes is None else self._tell(logits, tokens, wishes))
 
     def _tell(self, logits: torch.Tensor, tokens: torch.Tensor, wishes: Wishes) -> Logprobs | None:
@@ -111,7 +140,10 @@ class Sampler:
         own = slice(rows.start, rows.stop)
         whole = group.exchange_rows(logits, self._vocab_size)
         tokens = torch.zeros(share, dtype=torch.int64, device=logits.device)
-        tokens[: len(rows)] = sample(whole, **{name: column[own] for name, column in columns.items()}, **options)
+        shaped = whole
+        if wishes.changes is not None and len(rows):
+            shaped = shape(whole, wishes.changes.part(rows), self._histories)
+        tokens[: len(rows)] = sample(shaped, **{name: column[own] for name, column in columns.items()}, **options)
         gathered = group.gather(tokens).flatten()[:count]
         if not len(wishes.told):
             return Drawn(gathered)

@@ -135,6 +135,11 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
         return 1
 
     @property
+    def candidates(self) -> int:
+        """Number of answers that are written for each prompt; the best `n` are given."""
+        return self.n
+
+    @property
     def most_tokens(self) -> int | None:
         """The most tokens of each choice; None if only the context's length limits it."""
         raise NotImplementedError
@@ -161,7 +166,7 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
             stop_token_ids=tuple(self.stop_token_ids),
             ignore_eos=self.ignore_eos,
-            logprobs=self.most_logprobs,
+            logprobs=self.most_logprobs if self.candidates == self.n else self.most_logprobs or 0,
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
             repetition_penalty=self.repetition_penalty,
@@ -186,7 +191,6 @@ class GenerationRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknow
 
     unsupported = SampledRequest.unsupported | {
         "audio": (),
-        "best_of": (1,),
         "chat_template": (),
         "chat_template_kwargs": ({},),
         "echo": (False,),
@@ -210,6 +214,7 @@ class GenerationRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknow
 class ChatRequest(GenerationRequest, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """POST /v1/chat/completions."""
 
+    unsupported = GenerationRequest.unsupported | {"best_of": (1,)}
     route = "/v1/chat/completions"
     prompt_param = "messages"
 
@@ -247,9 +252,14 @@ class CompletionRequest(GenerationRequest, kw_only=True, frozen=True, forbid_unk
     prompt_param = "prompt"
 
     unsupported = GenerationRequest.unsupported | {"top_logprobs": (0,)}
+    best_of: Annotated[int, Meta(ge=1, le=1024)] | None = None
 
     prompt: str | list[Any]
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | bool = False
+
+    @property
+    def candidates(self) -> int:
+        return self.n if self.best_of is None else self.best_of
 
     @property
     def most_logprobs(self) -> int | None:
@@ -264,7 +274,11 @@ class CompletionRequest(GenerationRequest, kw_only=True, frozen=True, forbid_unk
         return 16 if self.max_tokens is None else self.max_tokens
 
     def prompts(self) -> list[str | list[int]]:
-        """The prompts, each as text or as token ids. Raises ApiError for anything else."""
+        """The prompts, each as text or as token ids. Raises ApiError for anything else, and for a wrong `best_of`."""
+        if self.candidates < self.n or (self.candidates > self.n and self.stream):
+            rule = "with stream: true they must be equal" if self.candidates > self.n else "it must be at least n"
+            reason = f"best_of is {self.candidates} and n is {self.n}; {rule}"
+            raise ApiError(reason, param="best_of", code="invalid_value")
         prompt = self.prompt
         if isinstance(prompt, str):
             return [prompt]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import uuid
 from collections import defaultdict
@@ -61,6 +62,12 @@ class Written:
     reason: str = ""
     told: list[ToldToken] = field(default_factory=list)
     """Its tokens with their log probabilities, if they are asked for."""
+
+    @property
+    def likelihood(self) -> float:
+        """Mean log probability of its tokens; minus infinity without any."""
+        values = [each.logprobs.logprob for each in self.told if each.logprobs is not None]
+        return sum(values) / len(values) if values else -math.inf
 
     def add(self, delta: Delta) -> None:
         """Add what came."""

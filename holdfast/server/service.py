@@ -228,7 +228,7 @@ class Answer:
         self.wanted = wanted
         self.tenant = tenant
         self.encode = encode
-        self.num_choices = wanted.n * num_prompts
+        self.num_choices = wanted.candidates * num_prompts
         self.arrival = time.monotonic()
         self.most_tokens = wanted.most_tokens
         self.usage = RequestUsage()
@@ -263,7 +263,21 @@ class Answer:
         async with aclosing(self.deltas()) as deltas:
             async for choice, delta in deltas:
                 written[choice].add(delta)
-        return shape.whole(written, self.usage)
+        return shape.whole(self._best(written), self.usage)
+
+    def _best(self, written: list[Written]) -> list[Written]:
+        """The `n` candidates of each prompt with the highest log probability a token, the best first."""
+        wanted, count = self.wanted, self.wanted.candidates
+        if count == wanted.n:
+            return written
+        best: list[Written] = []
+        for start in range(0, len(written), count):
+            ranked = sorted(written[start : start + count], key=lambda choice: choice.likelihood, reverse=True)
+            best += ranked[: wanted.n]
+        if wanted.most_logprobs is None:
+            for choice in best:
+                choice.told.clear()
+        return best
 
     def ended(self, outcome: str) -> None:
         """Count how an HTTP request ended. Lines of a batch are counted by their batch."""
@@ -284,7 +298,9 @@ class Answer:
 
     def _choices(self, prompt: Sequence[int]) -> list[AsyncGenerator[Delta, None]]:
         most = self.most_tokens or self.service.client.info.max_model_len - len(prompt)
-        return [self._choice(prompt, self.wanted.sampling(choice, most), choice) for choice in range(self.wanted.n)]
+        return [
+            self._choice(prompt, self.wanted.sampling(choice, most), choice) for choice in range(self.wanted.candidates)
+        ]
 
     async def _choice(self, prompt: Sequence[int], params: SamplingParams, number: int) -> AsyncGenerator[Delta, None]:
         """The deltas of a prompt's choice of this number. Records its metrics."""

@@ -48,7 +48,9 @@ class Line:
     @property
     def choices(self) -> int:
         """Sequences that it asks for."""
-        return self.wanted.n * (len(self.wanted.prompts()) if isinstance(self.wanted, CompletionRequest) else 1)
+        return self.wanted.candidates * (
+            len(self.wanted.prompts()) if isinstance(self.wanted, CompletionRequest) else 1
+        )
 
 
 def split(file: IO[bytes], limit: int = sys.maxsize - MARGIN, number: int = 0) -> Iterator[tuple[int, bytes]]:

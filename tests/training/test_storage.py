@@ -22,26 +22,11 @@ from tests.tuning import (
     advance,
     drawn_examples,
     finish,
-    native,
     new_job,
     step_reports,
     trainer_for,
     vectors_of,
 )
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
-    return native("llama", tmp_path_factory.mktemp("base"))[1]
-
-
-@pytest.fixture
-def opened(model: Decoder, tmp_path: Path) -> Trainer:
-    """A trainer with the job "job" resident."""
-    trainer = trainer_for(model)
-    trainer.open(new_job(tmp_path))
-    act(trainer, "job", "restore")
-    return trainer
 
 
 def test_every_step_is_reported_once_with_its_loss_and_after_it_was_stored(model: Decoder, tmp_path: Path) -> None:

@@ -30,20 +30,6 @@ from tests.tuning import (
 )
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
-    return native("llama", tmp_path_factory.mktemp("base"))[1]
-
-
-@pytest.fixture
-def opened(model: Decoder, tmp_path: Path) -> Trainer:
-    """A trainer with the job "job" resident."""
-    trainer = trainer_for(model)
-    trainer.open(new_job(tmp_path))
-    act(trainer, "job", "restore")
-    return trainer
-
-
 def test_a_job_learns_its_examples(model: Decoder, tmp_path: Path) -> None:
     trainer = trainer_for(model)
     trainer.open(new_job(tmp_path, epochs=20, examples=drawn_examples(4), learning_rate=0.02, rank=8))

@@ -309,9 +309,13 @@ class Answer:
 
     def _choices(self, prompt: Sequence[int]) -> list[AsyncGenerator[Delta, None]]:
         most = self.most_tokens or self.service.client.info.max_model_len - len(prompt)
-        return [
-            self._choice(prompt, self.wanted.sampling(choice, most), choice) for choice in range(self.wanted.candidates)
-        ]
+        try:
+            params = [
+                self.reading.constrained(self.wanted.sampling(choice, most)) for choice in range(self.wanted.candidates)
+            ]
+        except ValueError as error:  # the grammar of the tools is too long
+            raise ApiError(str(error), param="tools", code="invalid_value") from None
+        return [self._choice(prompt, each, choice) for choice, each in enumerate(params)]
 
     async def _choice(self, prompt: Sequence[int], params: SamplingParams, number: int) -> AsyncGenerator[Delta, None]:
         """The deltas of a prompt's choice of this number. Records its metrics."""

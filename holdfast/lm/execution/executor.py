@@ -18,6 +18,7 @@ from holdfast.lm.execution.graphs import StepGraphs
 from holdfast.lm.execution.host_memory import HostMemory
 from holdfast.lm.execution.stage_link import StageEnd
 from holdfast.lm.execution.transfer import Transfers
+from holdfast.lm.grammar.compiler import mask_words
 from holdfast.lm.grammar.matchers import Matchers
 from holdfast.lm.kernels.attention.protocol import Attention
 from holdfast.lm.kernels.cache.kv_cache import KVCache, copy_blocks
@@ -329,7 +330,7 @@ class PagedExecutor:
         if not rows:
             return None
         if self.matchers is None:
-            words = 2 * -(-self._model.spec.vocab_size // 64)
+            words = mask_words(self._model.spec.vocab_size)
             return torch.zeros(len(rows), words, dtype=torch.int32, device=self._device)
         if self._device.type == "cpu":
             masks = torch.empty(len(rows), self.matchers.words, dtype=torch.int32)

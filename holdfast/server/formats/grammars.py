@@ -56,7 +56,7 @@ class GrammarText:
         return name
 
     def schema(self, name: str, schema: Mapping[str, Any], *, lenient: bool = False) -> str:
-        """A rule for JSON on one line that follows a schema. `lenient` ignores keywords that llguidance cannot see to."""
+        """A rule for JSON by a schema. `lenient` ignores keywords that llguidance does not know."""
         self.rules[name] = f"%json {json.dumps(laid_out(schema, lenient=lenient), ensure_ascii=False)}"
         return name
 

@@ -106,7 +106,7 @@ def build_engine(
     """
     stages = stages or Stages(clock(), clock)
     try:
-        checkpoint = Checkpoint.find(config.model)
+        checkpoint = Checkpoint.of(config)
         if config.layout.ranks > 1:
             check_layout(config, checkpoint)
             ranks = ranks or Ranks(config)

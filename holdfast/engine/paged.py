@@ -54,7 +54,7 @@ def make_rank(config: EngineConfig, rank: int, meeting: str, stages: Stages | No
     if device.type == "cuda":
         torch.cuda.set_device(device)
     place = Place(config.layout, rank, device, meeting)
-    return make_paged_device(config, Checkpoint.find(config.model), stages, place)
+    return make_paged_device(config, Checkpoint.of(config), stages, place)
 
 
 def lengths_of(model: Model) -> str:

@@ -43,9 +43,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeHub]:
         yield hub
 
 
-def find(
-    model: str, home: Path, url: str, options: str = "{}", **environment: str
-) -> subprocess.CompletedProcess[str]:
+def find(model: str, home: Path, url: str, options: str = "{}", **environment: str) -> subprocess.CompletedProcess[str]:
     """Find a checkpoint in a process of its own, since huggingface_hub reads the environment once."""
     return subprocess.run(
         [sys.executable, "-c", FIND, model, options],

@@ -303,8 +303,8 @@ class Decoder:
         if spec.parallel:
             normed = ops.norm(stream, layer.post_norm if len(layer.post_norm) else layer.input_norm)
             inner = ops.gated_linear(normed, layer.gate_up, layer.gate_up_bias)
-            ops.add_linear_norm(stream, attended, layer.o, layer.o_bias, self._no_norm)
-            return ops.add_linear_norm(stream, inner, layer.down, layer.down_bias, following)
+            attention, mlp = (attended, layer.o, layer.o_bias), (inner, layer.down, layer.down_bias)
+            return ops.add_linears_norm(stream, attention, mlp, following)
         if adapters is None:
             normed = ops.add_linear_norm(
                 stream, attended, layer.o, layer.o_bias, layer.post_norm, out_norm=layer.attention_out_norm

@@ -160,6 +160,24 @@ class LayerOps:
             stream += bias
         return self.norm(stream, norm)
 
+    def add_linears_norm(
+        self,
+        stream: torch.Tensor,
+        one: tuple[Gated, Weight, torch.Tensor | None],
+        other: tuple[Gated, Weight, torch.Tensor | None],
+        norm: torch.Tensor,
+    ) -> torch.Tensor:
+        """`add_linear_norm` of two projections side by side, each with its input, weight and bias, in one sum."""
+        added = self._projected(*one[:2])
+        added += self._projected(*other[:2])
+        if self.group is not None:
+            added = self.group.all_reduce(added)
+        for _, _, bias in (one, other):
+            if bias is not None:
+                added += bias
+        stream += added
+        return self.norm(stream, norm)
+
     def _add_apart(
         self,
         stream: torch.Tensor,

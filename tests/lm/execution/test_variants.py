@@ -65,7 +65,7 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def case_of(module: Any, directory: Path, lengths: list[int], **options: Any) -> Case:
+def case_of(module: Any, directory: Path, lengths: list[int], device: str = "cpu", **options: Any) -> Case:
     """Requests of these prompt lengths, some of which begin alike, and what Transformers generates for them."""
     draw = random.Random(2)
     start = tuple(draw.randrange(1, VOCAB) for _ in range(lengths[0] // 2))
@@ -74,15 +74,17 @@ def case_of(module: Any, directory: Path, lengths: list[int], **options: Any) ->
         shared, wanted = start[: length // 2], 6
         prompt = (*shared, *(draw.randrange(1, VOCAB) for _ in range(length - len(shared))))
         requests.append(Request(str(number), prompt, SamplingParams(temperature=0, max_tokens=wanted, ignore_eos=True)))
-        tokens = module.generate(torch.tensor([prompt]), max_new_tokens=wanted, do_sample=False)
+        tokens = module.generate(torch.tensor([prompt], device=device), max_new_tokens=wanted, do_sample=False)
         expected[str(number)] = tuple(tokens[0, len(prompt) :].tolist())
-    return Case(load(directory, device="cpu", dtype="float32", **options), "auto", module, requests, expected)
+    return Case(load(directory, device=device, dtype="float32", **options), "auto", module, requests, expected)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_variants_give_the_tokens_of_transformers(tmp_path: Path, variant: str) -> None:
+def test_variants_give_the_tokens_of_transformers(tmp_path: Path, variant: str, device: str) -> None:
     family, differences = VARIANTS[variant]
-    case = case_of(make(tmp_path, family, **differences), tmp_path, [60, 9, 40, 1, 57])
+    module = make(tmp_path, family, **differences).to(device)
+    case = case_of(module, tmp_path, [60, 9, 40, 1, 57], device=device)
     assert isinstance(case.model, Decoder)
     tokens, plans = run(case, case.model, 4, 2, budget=24, times=2)
     assert tokens == case.expected | {f"again {name}": expected for name, expected in case.expected.items()}

@@ -20,6 +20,7 @@ from holdfast.lm.models.base import Model, NotNative, UnsupportedCheckpoint, che
 from holdfast.lm.models.decoder import Decoder, WeightSource
 from holdfast.lm.models.decoder_spec import DecoderSpec, Part, layer_shapes
 from holdfast.lm.models.families import NATIVE
+from holdfast.lm.models.read_ahead import read_ahead
 from holdfast.lm.models.shard import Piece, shard_of
 
 JSON_LIMIT = 64 << 20
@@ -80,7 +81,8 @@ def load(
         return Decoder(spec, RandomWeights(spec, device), **options)
     source = Safetensors(directory, spec)
     source.check_names()
-    return Decoder(spec, source, **options)
+    with read_ahead(files_of(directory), rank, layout.ranks):
+        return Decoder(spec, source, **options)
 
 
 def decoder_spec(directory: str | Path) -> DecoderSpec:

@@ -45,7 +45,10 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
     "Mixtral": {"num_local_experts": 4},
     "OPT": {"ffn_dim": 128, "word_embed_proj_dim": 64},
     "Starcoder2": {"sliding_window": None},
-    "Phi3": {},
+    "Phi3": {"sliding_window": 12},
+    "Olmo2": {},
+    "Falcon": {"head_dim": ..., "alibi": False, "new_decoder_architecture": True, "num_kv_heads": 2},
+    "SmolLM3": {"layer_types": ["full_attention", "full_attention"]},
     "StableLm": {},
     "Bloom": {},
     "DeepseekV3": {
@@ -67,8 +70,11 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
 
 
 def make(directory: Path, name: str, *, seed: int = 0, shard: str = "50GB", **differences: Any) -> Any:
-    """Write a checkpoint of the family `name` and give Transformers' own module of it."""
-    config = getattr(transformers, f"{name}Config")(**{**SIZES, **DIFFERENCES[name], **differences})
+    """Write a checkpoint of a family and give Transformers' own module of it. A difference of ... drops a key."""
+    settings = {**SIZES, **DIFFERENCES[name], **differences}
+    config = getattr(transformers, f"{name}Config")(
+        **{key: value for key, value in settings.items() if value is not ...}
+    )
     torch.manual_seed(seed)
     # Its plainest attention: PyTorch's own leaves out Gemma 2's cap in some versions of Transformers.
     module = transformers.AutoModelForCausalLM.from_config(

@@ -154,6 +154,10 @@ class FakeClient:
         self.tuner = FakeTuner(self.adapters, self._check_alive)
         self.tuning = self.tuner.client
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.info.model, *self.config.served_model_name[1:]
+
     def _check_alive(self) -> None:
         if self.dead.is_set():
             raise EngineDead(self.reason)

@@ -249,7 +249,7 @@ def serve_command() -> Command:
                 if field.name in asked.flags:
                     raise UsageError(f"{flag_of(field.name)} is for applications; name one with --app")
         # Not for the help, which needs the options alone.
-        from holdfast.engine.checkpoint import Checkpoint
+        from holdfast.engine.checkpoint import Checkpoint, settled
         from holdfast.engine.spawn import EngineProcess
         from holdfast.server.address import check_tls, listen
 
@@ -259,7 +259,7 @@ def serve_command() -> Command:
             process = None
             if not alone:
                 with value_errors_as_usage():
-                    Checkpoint.find(engine.model)
+                    engine = settled(engine, Checkpoint.of(engine))
                 process = held.enter_context(EngineProcess(engine.device))
             from holdfast.cli import serve  # takes half a second, while the engine loads PyTorch
 

@@ -70,7 +70,16 @@ def check_adapter_name(name: str) -> None:
 class EngineConfig:
     """How the engine runs a model. Raises ValueError, naming the value and the limit, for a value out of range."""
 
-    model: str = option(BUILTIN_MODEL, "the built-in model by name, or a Hugging Face checkpoint directory")
+    model: str = option(
+        BUILTIN_MODEL,
+        "the built-in model by name, a Hugging Face checkpoint directory, or an id of the hub (owner/name), which is "
+        "fetched once into its cache",
+    )
+    revision: str | None = option(None, "branch, tag or commit of a model of the hub; default: its main branch")
+    served_model_name: tuple[str, ...] = option(
+        (), "name that requests give for the model; repeat it for several; default: the directory's name, or the id"
+    )
+    chat_template: str | None = option(None, "chat template in place of the checkpoint's: a file, or its text")
     device: Literal["auto", "cpu", "cuda"] = option(
         "auto", "where to run; auto is CUDA if there is a GPU, else the CPU"
     )
@@ -206,6 +215,11 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
+        for name in self.served_model_name:
+            if not re.fullmatch(r"[^\s]{1,128}", name):
+                raise ValueError(f"served_model_name is {name[:128]!r}; it must have 1 to 128 characters and no space")
+        if len(set(self.served_model_name)) < len(self.served_model_name):
+            raise ValueError("served_model_name gives a name twice; give each once")
         for name, low, high in (
             ("tp", 1, 64),
             ("pp", 1, 64),

@@ -112,7 +112,7 @@ def build_engine(
     """
     stages = stages or Stages(clock(), clock)
     try:
-        checkpoint = Checkpoint.find(config.model)
+        checkpoint = Checkpoint.of(config)
         if config.layout.ranks > 1:
             check_layout(config, checkpoint)
             ranks = ranks or Ranks(config)
@@ -242,6 +242,9 @@ def tuned_model(config: EngineConfig, device: LanguageDevice) -> Decoder | None:
         return None
     if not isinstance(device, PagedDevice) or not isinstance(device.model, Decoder):
         raise ValueError("tuning needs a native decoder over a paged cache, and this model has none; leave it out")
+    if not device.model.decoder.takes_adapters:
+        name = device.model.spec.architecture
+        raise ValueError(f"tuning is for layers like Llama's, and {name} has others; leave it out")
     return device.model
 
 

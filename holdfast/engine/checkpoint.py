@@ -8,11 +8,12 @@ import os
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from holdfast.core.config import BUILTIN_MODEL
+from holdfast.core.config import BUILTIN_MODEL, EngineConfig
+from holdfast.engine import hub
 
 JSON_LIMIT = 16 << 20
 """Most bytes of a configuration file."""
@@ -39,6 +40,10 @@ backend.save(sys.argv[2])
 """
 
 
+class NoTokenizer(ValueError):
+    """A checkpoint without any tokenizer file."""
+
+
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """A directory that holds a model."""
@@ -48,22 +53,59 @@ class Checkpoint:
     directory: Path
 
     @classmethod
-    def find(cls, model: str) -> Checkpoint:
-        """The checkpoint of a model name: the built-in one, or else a directory with config.json.
+    def of(cls, config: EngineConfig) -> Checkpoint:
+        """The checkpoint that a configuration names, under the first name that it is to be served by."""
+        found = cls.find(
+            config.model,
+            config.revision,
+            weights=config.load_format != "random",
+            code=config.trust_remote_code,
+        )
+        return replace(found, name=config.served_model_name[0]) if config.served_model_name else found
 
-        Raises ValueError, in one line, with the directory that was looked for.
+    @classmethod
+    def find(cls, model: str, revision: str | None = None, *, weights: bool = True, code: bool = False) -> Checkpoint:
+        """The checkpoint of a model name: the built-in one, else a directory with config.json, else one of the hub.
+
+        `revision`, `weights` and `code` are those of `hub.snapshot`. Raises ValueError, in one line, with the directory
+        that was looked for, or with why the hub's model cannot be had.
         """
         if model == BUILTIN_MODEL:
             directory = Path(__file__).resolve().parent.parent / "builtin" / BUILTIN_MODEL
         else:
             directory = Path(model).expanduser().resolve()
+        if not directory.exists() and hub.is_id(model):
+            return cls(model, hub.snapshot(model, revision, weights=weights, code=code))
+        if revision is not None:
+            raise ValueError(f"revision is {revision}, which is for a model of the hub, and {model!r} is here; drop it")
+        refuse_gguf(model, directory)
         if not (directory / "config.json").is_file():
             there = "has no config.json" if directory.is_dir() else "is not a directory"
             what = there if directory.exists() else "does not exist"
             raise ValueError(
-                f"model {model!r}: {directory} {what}; give a Hugging Face checkpoint directory or {BUILTIN_MODEL!r}"
+                f"model {model!r}: {directory} {what}; give a Hugging Face checkpoint directory, an id of the hub "
+                f"(owner/name), or {BUILTIN_MODEL!r}"
             )
         return cls(BUILTIN_MODEL if model == BUILTIN_MODEL else directory.name, directory)
+
+
+def settled(config: EngineConfig, checkpoint: Checkpoint) -> EngineConfig:
+    """The configuration with its checkpoint's directory for a model of the hub: other processes look for none again."""
+    if config.model == BUILTIN_MODEL or Path(config.model).expanduser().exists():
+        return config
+    names = config.served_model_name or (checkpoint.name,)
+    return replace(config, model=str(checkpoint.directory), revision=None, served_model_name=names)
+
+
+def refuse_gguf(model: str, directory: Path) -> None:
+    """Raises ValueError for a file of llama.cpp's format, or a directory of nothing else."""
+    found = directory if directory.suffix == ".gguf" else next(iter(sorted(directory.glob("*.gguf"))), None)
+    if found is not None and not (directory / "config.json").is_file():
+        raise ValueError(
+            f"model {model!r}: {found.name} is GGUF, which is not read; give the safetensors checkpoint that it was "
+            "made from, such as its id on the hub, or write one: AutoModelForCausalLM.from_pretrained(directory, "
+            "gguf_file=name).save_pretrained(other) with Transformers, and the same with AutoTokenizer"
+        )
 
 
 def read_json(path: Path, *, missing_ok: bool = False) -> dict[str, Any]:
@@ -98,15 +140,15 @@ def read_text(path: Path, limit: int) -> str:
 def tokenizer_file(directory: Path) -> Path:
     """The checkpoint's tokenizer.json. If it is missing, it is converted once and kept in the user's cache.
 
-    The conversion loads Transformers and so torch, in a process of its own. Raises ValueError with the reason when
-    there is no tokenizer to convert, or when the conversion fails.
+    The conversion loads Transformers and so torch, in a process of its own. Raises NoTokenizer where there is
+    none to convert, and ValueError with the reason where the conversion fails.
     """
     own = directory / "tokenizer.json"
     if own.is_file():
         return own
     sources = sorted(p for pattern in ("tokenizer*", "vocab*", "merges*", "*.model") for p in directory.glob(pattern))
     if not sources:
-        raise ValueError(f"{directory} has no tokenizer.json and no other tokenizer file")
+        raise NoTokenizer(f"{directory} has no tokenizer.json and no other tokenizer file")
     state = [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in sources]
     key = hashlib.sha256(json.dumps(state).encode()).hexdigest()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "holdfast" / "tokenizers"

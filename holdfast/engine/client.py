@@ -20,7 +20,7 @@ from holdfast.core.types import (
     TokenLogprobs,
 )
 from holdfast.engine import messages
-from holdfast.engine.checkpoint import Checkpoint
+from holdfast.engine.checkpoint import Checkpoint, settled
 from holdfast.engine.connection import EngineConnection, EngineDead, EngineStartError, QueueFull, fail_all
 from holdfast.engine.spawn import EngineProcess
 from holdfast.engine.text import Text, TextStream
@@ -134,16 +134,23 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         whatever reason, so does the process.
         """
         try:
-            checkpoint = Checkpoint.find(config.model)
+            checkpoint = await asyncio.to_thread(Checkpoint.of, config)  # a model of the hub may have to be fetched
+            config = settled(config, checkpoint)
             client = cls(config, on_progress, measure, process)
         except (ValueError, OSError) as error:
             raise EngineStartError(str(error)) from error
         async with client._starting():
             # At the same time: the tokenizer loads here, the weights in the engine. The first failure ends the wait.
-            text = asyncio.create_task(asyncio.to_thread(Text.from_directory, checkpoint.directory))
+            read = asyncio.to_thread(Text.from_directory, checkpoint.directory, config.chat_template)
+            text = asyncio.create_task(read)
             client.info, client.text = await asyncio.gather(client._ready, text)
             client.adapters.update({adapter.name: adapter for adapter in client.info.adapters})
         return client
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the model itself, first the one that it goes by."""
+        return self.info.model, *self.config.served_model_name[1:]
 
     def stream(
         self,
@@ -201,7 +208,7 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
             except ValueError as error:
                 raise AdapterError(str(error)) from None
             before = self.adapters.get(name)
-            if name == self.info.model or name in self.tuning.names or (before is not None and not replace):
+            if name in self.names or name in self.tuning.names or (before is not None and not replace):
                 raise AdapterError(f"the name {name} is taken")
             loaded = await self._ask(lambda number: messages.LoadAdapter(number, name, path))
             assert loaded is not None

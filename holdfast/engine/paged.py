@@ -12,6 +12,8 @@ from holdfast.engine.checkpoint import Checkpoint
 from holdfast.lm.execution.paged_device import PagedDevice, resolve_device
 from holdfast.lm.execution.place import Place
 from holdfast.lm.kernels.attention import backends as attention
+from holdfast.lm.models.base import Model
+from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.hf import TransformersModel
 from holdfast.lm.models.loader import decoder_spec, load
 from holdfast.lm.models.shard import shard_of
@@ -52,7 +54,20 @@ def make_rank(config: EngineConfig, rank: int, meeting: str, stages: Stages | No
     if device.type == "cuda":
         torch.cuda.set_device(device)
     place = Place(config.layout, rank, device, meeting)
-    return make_paged_device(config, Checkpoint.find(config.model), stages, place)
+    return make_paged_device(config, Checkpoint.of(config), stages, place)
+
+
+def lengths_of(model: Model) -> str:
+    """What may surprise about the longest sequence of a native decoder, in words that follow its name."""
+    if not isinstance(model, Decoder):
+        return ""
+    spec, length = model.decoder, model.spec.max_model_len
+    kind, switch = spec.rope.kind, spec.rope.original_length
+    if kind not in ("dynamic", "longrope") or max(length, spec.most_positions) <= switch:
+        return ""
+    if length > switch:
+        return f"; all positions have the {kind} frequencies of sequences longer than {switch} tokens (max_model_len)"
+    return f"; sequences end at {length} tokens, where its {kind} frequencies change: max_model_len takes them further"
 
 
 class PagedChoice(NamedTuple):
@@ -102,5 +117,7 @@ def make_paged_device(
     )
     return PagedChoice(
         PagedDevice(model, config, name=checkpoint.name, max_step_tokens=capacity, stages=stages, place=place),
-        f"{name} lets Transformers swap its attention" if swapped else f"{name} has a native decoder",
+        f"{name} lets Transformers swap its attention"
+        if swapped
+        else f"{name} has a native decoder{lengths_of(model)}",
     )

@@ -8,9 +8,16 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers
 
-from holdfast.engine.checkpoint import TEMPLATE_LIMIT, TOKENIZER_LIMIT, read_json, read_text, tokenizer_file
+from holdfast.engine.checkpoint import (
+    TEMPLATE_LIMIT,
+    TOKENIZER_LIMIT,
+    NoTokenizer,
+    read_json,
+    read_text,
+    tokenizer_file,
+)
 from holdfast.engine.spelled import BREAK, Spelled
 from holdfast.engine.template import TEXT_LIMIT, ChatTemplate
 from holdfast.lm.limits import CONTEXT_LENGTH_EXCEEDED, RequestRefused
@@ -79,10 +86,18 @@ class Text:
         """The source of the chat template for chats with tools. None without any."""
 
     @classmethod
-    def from_directory(cls, directory: str | Path) -> Text:
-        """Read a checkpoint's tokenizer and template. Raises ValueError with the reason."""
+    def from_directory(cls, directory: str | Path, template: str | None = None) -> Text:
+        """Read a checkpoint's tokenizer and template. Without any tokenizer file, it is `TokenIds`.
+
+        `template` is a file, or the text, of one in place of the checkpoint's. Raises ValueError with the reason.
+        """
         directory = Path(directory)
-        path = tokenizer_file(directory)
+        try:
+            path = tokenizer_file(directory)
+        except NoTokenizer:
+            if template is not None:
+                raise
+            return TokenIds()
         try:
             tokenizer = Tokenizer.from_str(read_text(path, TOKENIZER_LIMIT))
             tokenizer.encode("")  # some faults show only now
@@ -94,6 +109,8 @@ class Text:
         config = read_json(directory / "tokenizer_config.json", missing_ok=True)
         special = _special_tokens(read_json(directory / "special_tokens_map.json", missing_ok=True))
         special |= _special_tokens(config)
+        if template is not None:
+            return cls(tokenizer, given_template(template), special)
         return cls(tokenizer, _chat_template(directory, config), special, _tool_template(directory, config))
 
     def encode(self, text: str, *, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
@@ -223,6 +240,38 @@ def read_tokenizer(directory: Path) -> str:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return str(tokenizer.to_str())
+
+
+class TokenIds(Text):
+    """The text of a model without a tokenizer: the ids of its tokens, with a space before each."""
+
+    def __init__(self) -> None:
+        super().__init__(Tokenizer(models.BPE()))
+
+    def _check(self, text: str, most: int | None) -> None:
+        raise RequestRefused("this model has no tokenizer; give the prompt as token ids", "prompt")
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> str:
+        raise ValueError("this model has no tokenizer; use completions, with the prompt as token ids")
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return "".join(f" {id}" for id in ids)
+
+    def token_strings(self, ids: Sequence[int]) -> list[str]:
+        return [f" {id}" for id in ids]
+
+    def token_bytes(self, token: int) -> bytes:
+        return f" {token}".encode()
+
+    def is_visible(self, token: int) -> bool:
+        return True
 
 
 class TextStream:
@@ -396,6 +445,18 @@ def _reads_all_bytes(vocabulary: Mapping[str, int] | Sequence[tuple[str, float]]
     """Whether a byte-level vocabulary has a token for each byte, so that no text is unknown."""
     known = set(vocabulary if isinstance(vocabulary, Mapping) else (piece for piece, _ in vocabulary))
     return known.issuperset(pre_tokenizers.ByteLevel.alphabet())
+
+
+def given_template(given: str) -> str:
+    """The chat template in a file, or the given text itself. Raises ValueError for what is neither."""
+    if "{%" in given or "{{" in given:
+        if len(given) > TEMPLATE_LIMIT:
+            raise ValueError(f"chat_template has {len(given)} characters; at most {TEMPLATE_LIMIT} are taken")
+        return given
+    path = Path(given).expanduser()
+    if not path.is_file():
+        raise ValueError(f"chat_template is {given[:256]!r}, which is neither a file nor the text of a template")
+    return read_text(path, TEMPLATE_LIMIT)
 
 
 def _chat_template(directory: Path, config: Mapping[str, Any]) -> str | None:

@@ -163,11 +163,11 @@ class Service:
 
     def models(self, tenant: str) -> list[str]:
         """The names that a tenant's requests may have as their model: the model's own, then its adapters'."""
-        return [self.client.info.model, *(name for name in self.client.adapters if self._allowed(name, tenant))]
+        return [*self.client.names, *(name for name in self.client.adapters if self._allowed(name, tenant))]
 
     def check_model(self, name: str, tenant: str) -> None:
         """Raises ApiError: 404 for a name that no model or adapter for this tenant has, 503 for one being loaded."""
-        known = name == self.client.info.model or name in self.client.adapters
+        known = name in self.client.names or name in self.client.adapters
         if name in self.loading and self._allowed(name, tenant):
             reason = f"the adapter {name} is being loaded; try again in a moment"
             raise ApiError(reason, status=503, code="adapter_loading", retry_after=1)

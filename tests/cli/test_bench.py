@@ -297,7 +297,7 @@ def test_a_host_tier_is_simulated(capsys):
             ("--simulate", "mistral-7b@a40", "--kv-cache-dtype", "fp8"),
             "kv_cache_dtype is fp8, which takes a Hopper",
         ),
-        (("--simulate", "opt-13b@h100", "--quantization", "fp8"), "opt-13b runs on Transformers' code"),
+        (("--simulate", "bloom-176b@h100", "--quantization", "fp8"), "bloom-176b runs on Transformers' code"),
         (("--simulate", "PROFILE", "--slo-ttft", "-1s"), "slo_ttft is -1000; it must be above 0"),
         (("--simulate", "PROFILE", "--rates", "-1,2"), "rates is -1; it must be above 0"),
         (("--simulate", "PROFILE", "--tbt-target", "-3ms"), "tbt_target is -3.0; it must be above 0"),

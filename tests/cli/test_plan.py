@@ -202,7 +202,7 @@ def test_advice_has_no_command_if_nothing_that_can_be_served_meets_the_limits():
 
 
 def test_a_model_without_a_native_decoder_is_served_on_one_device():
-    question = question_of(PlanConfig(devices=8), WorkloadConfig(), EngineConfig(), "falcon-180b")
+    question = question_of(PlanConfig(devices=8), WorkloadConfig(), EngineConfig(), "bloom-176b")
     assert most_devices(question) == 1
     assert most_devices(replace(question, model="llama-2-70b")) == 8
 
@@ -281,7 +281,7 @@ def test_a_model_may_be_a_name_a_directory_or_a_config(tmp_path):
         (("mistral-7b", "--host-gb", "0,inf"), "host_gb holds inf; each must be at least 0 and finite"),
         (("mistral-7b", "--slo-tbt", "-30ms"), "slo_tbt is -30; it must be above 0"),
         (("mistral-7b", "--device", "a100-80gb", "--quantization", "fp8"), "quantization is fp8, which takes a Hopper"),
-        (("falcon-180b", "--quantization", "fp8"), "falcon-180b runs on Transformers' code"),
+        (("bloom-176b", "--quantization", "fp8"), "bloom-176b runs on Transformers' code"),
         (("mistral-7b", "--host-gb=-1"), "host_gb holds -1; each must be at least 0"),
         (("mistral-7b", "--tbt-target", "50"), "unknown option --tbt-target"),
         (("mistral-7b", "--json", "/no/such/place/a.json"), "is not a directory"),

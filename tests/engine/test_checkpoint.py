@@ -99,3 +99,16 @@ def test_a_conversion_without_transformers_says_what_to_install(old_checkpoint, 
 def test_a_directory_without_any_tokenizer_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"no tokenizer\.json and no other tokenizer file"):
         tokenizer_file(tmp_path)
+
+
+def test_gguf_is_refused_with_the_way_out(tmp_path):
+    (tmp_path / "model-q4.gguf").touch()
+    for given in (tmp_path, tmp_path / "model-q4.gguf"):
+        with pytest.raises(ValueError, match=r"model-q4.gguf is GGUF, which is not read; give the safetensors"):
+            Checkpoint.find(str(given))
+
+
+def test_a_revision_of_a_directory_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="revision is v1, which is for a model of the hub"):
+        Checkpoint.find(str(tmp_path), "v1")

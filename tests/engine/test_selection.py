@@ -29,10 +29,10 @@ def bloom(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def gpt2(tmp_path_factory):
+def starcoder2(tmp_path_factory):
     """A checkpoint without a native decoder, whose attention can be swapped."""
-    directory = tmp_path_factory.mktemp("models") / "gpt2"
-    make(directory, "GPT2")
+    directory = tmp_path_factory.mktemp("models") / "starcoder2"
+    make(directory, "Starcoder2")
     return directory
 
 
@@ -48,10 +48,10 @@ def tokens_of(loop, prompts, max_tokens=6):
     return [tuple(given[request.id]) for request in requests]
 
 
-def test_auto_takes_the_native_decoder_then_swapped_attention_then_padded_rows(small, gpt2, bloom):
+def test_auto_takes_the_native_decoder_then_swapped_attention_then_padded_rows(small, starcoder2, bloom):
     cases = [
         (small(), PagedExecutor, "LlamaForCausalLM has a native decoder"),
-        (config(gpt2), PagedExecutor, "GPT2LMHeadModel lets Transformers swap its attention"),
+        (config(starcoder2), PagedExecutor, "Starcoder2ForCausalLM lets Transformers swap its attention"),
         (
             config(bloom[0]),
             PaddedExecutor,
@@ -110,7 +110,7 @@ def test_an_option_of_the_paged_executor_is_refused_with_both_reasons(bloom, opt
 
 
 def test_fp8_weights_are_refused_where_there_is_no_native_decoder(bloom):
-    with pytest.raises(ValueError, match="quantization is fp8, which native decoders have"):
+    with pytest.raises(ValueError, match="quantization is fp8, which only native decoders have"):
         build(config(bloom[0], quantization="fp8"))
 
 

@@ -373,3 +373,25 @@ def test_the_bytes_of_tokens_are_the_bytes_of_their_text(written: str) -> None:
         ids = text.encode(written, add_special_tokens=False)
         assert b"".join(map(text.token_bytes, ids)).strip(b" ") == written.encode()
         assert text.token_bytes(1 << 20) == b""
+
+
+def test_a_given_template_goes_before_the_checkpoints(tmp_path):
+    write(tmp_path, tokenizer_config={"chat_template": "its own"})
+    file = tmp_path / "other.jinja"
+    file.write_text("from a file")
+    assert Text.from_directory(tmp_path, str(file)).render_chat(GREETING) == "from a file"
+    assert Text.from_directory(tmp_path, "{{ 'inline' }}").render_chat(GREETING) == "inline"
+    with pytest.raises(ValueError, match=r"chat_template is '.*absent', which is neither a file nor the text"):
+        Text.from_directory(tmp_path, str(tmp_path / "absent"))
+
+
+def test_without_a_tokenizer_the_text_is_the_token_ids(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    text = Text.from_directory(tmp_path)
+    stream = TextStream(text, [" 7"])
+    assert stream.push([12, 5]) + stream.push([7, 1], last=True) == " 12 5"
+    assert text.token_strings([3]) == [" 3"] and text.token_bytes(3) == b" 3"
+    with pytest.raises(RequestRefused, match="give the prompt as token ids"):
+        text.encode("words")
+    with pytest.raises(ValueError, match="has no tokenizer"):
+        Text.from_directory(tmp_path, "{{ 'a template needs a tokenizer' }}")

@@ -675,5 +675,5 @@ def test_options_of_tuning_that_cannot_be_used_are_refused_with_the_reason(
 def padded_model(directory: Path) -> dict[str, Any]:
     from tests.checkpoints import make
 
-    make(directory / "gpt", "GPT2")
-    return {"model": str(directory / "gpt")}
+    make(directory / "other", "Starcoder2")
+    return {"model": str(directory / "other")}

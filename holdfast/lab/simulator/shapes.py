@@ -10,7 +10,9 @@ from holdfast.core.config import CacheTypeName, QuantizationName
 
 BYTES = 2
 """Bytes of a 16-bit number."""
-NATIVE = ("llama", "mistral", "qwen2", "qwen3")
+NATIVE = (
+    "llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text", "olmo2", "opt", "gpt2", "falcon",
+)  # fmt: skip
 """Values of `model_type` with a native decoder in the engine. FP8 weights need one."""
 
 
@@ -79,13 +81,17 @@ def _llama(
 def _opt(name: str, layers: int, hidden: int) -> ModelShape:
     return ModelShape(
         name=name, layers=layers, hidden=hidden, heads=hidden // 128, kv_heads=hidden // 128, head_dim=128,
-        intermediate=4 * hidden, vocab=50_272, max_model_len=2048, gated=False, native=False,
+        intermediate=4 * hidden, vocab=50_272, max_model_len=2048, gated=False,
     )  # fmt: skip
 
 
 FALCON = ModelShape(
     name="falcon-180b", layers=80, hidden=14_848, heads=232, kv_heads=8, head_dim=64, intermediate=4 * 14_848,
-    vocab=65_024, max_model_len=2048, gated=False, reductions=1, native=False,
+    vocab=65_024, max_model_len=2048, gated=False, reductions=1,
+)  # fmt: skip
+BLOOM = ModelShape(
+    name="bloom-176b", layers=70, hidden=14_336, heads=112, kv_heads=112, head_dim=128, intermediate=4 * 14_336,
+    vocab=250_880, max_model_len=2048, gated=False, native=False,
 )  # fmt: skip
 MODELS = {
     shape.name: shape
@@ -101,6 +107,7 @@ MODELS = {
         _opt("opt-13b", 40, 5120),
         _opt("opt-66b", 64, 9216),
         FALCON,
+        BLOOM,
     )
 }
 

@@ -456,6 +456,8 @@ def make_slots(model: Model, config: EngineConfig) -> AdapterSlots | None:
             f"adapter and max_adapters, or serve one of {', '.join(NATIVE)}"
         )
     spec = model.spec
+    if not model.decoder.takes_adapters:
+        raise ValueError(f"adapters are for layers like Llama's, and {spec.architecture} has others; leave them out")
     return AdapterSlots(
         model.decoder,
         slots=config.adapter_slots,

@@ -15,6 +15,10 @@ class UnsupportedCheckpoint(ValueError):
     """A checkpoint that cannot be served. The message says why, and what to do about it if anything helps."""
 
 
+class NotNative(UnsupportedCheckpoint):
+    """The native decoder does not compute this variant of an architecture. Transformers' code may."""
+
+
 LENGTH_LIMIT = 1 << 22
 """Most tokens of a sequence unless max_model_len is given. Block tables are sized for the longest one."""
 

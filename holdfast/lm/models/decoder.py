@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
 import torch
+from torch.nn import functional
 
 from holdfast.lm.kernels.collectives.protocol import Group
 from holdfast.lm.kernels.fp8 import Fp8Weight, Weight, quantize, row_maxima
@@ -23,14 +24,17 @@ from holdfast.lm.models.shard import Piece, Shard, layer_pieces, vocabulary_piec
 class LayerWeights:
     """The tensors of one layer, or this device's part of them; None if the architecture has none."""
 
-    input_norm: torch.Tensor  # [hidden]
+    input_norm: torch.Tensor  # [hidden]; [2 hidden] of a layer norm, with its bias behind; [0] if there is none
     qkv: Weight  # [(H + 2 Hkv) D, hidden]
     o: Weight  # [hidden, H D]
-    post_norm: torch.Tensor  # [hidden]
-    gate_up: Weight  # [2 intermediate, hidden]
+    post_norm: torch.Tensor  # as input_norm: of the stream that the MLP reads
+    gate_up: Weight  # [2 intermediate, hidden]; without a gate [intermediate, hidden]
     down: Weight  # [hidden, intermediate]
-    q_norm: torch.Tensor | None = None  # [D]
-    k_norm: torch.Tensor | None = None  # [D]
+    attention_out_norm: torch.Tensor | None = None  # [hidden], of what attention adds to the stream
+    mlp_out_norm: torch.Tensor | None = None  # [hidden], of what the MLP adds
+    end_norm: torch.Tensor | None = None  # as input_norm: of the stream at the end of the layer
+    q_norm: torch.Tensor | None = None  # [D]; over whole heads together [H D]
+    k_norm: torch.Tensor | None = None  # [D]; [Hkv D]
     qkv_bias: torch.Tensor | None = None
     o_bias: torch.Tensor | None = None
     gate_up_bias: torch.Tensor | None = None
@@ -69,6 +73,14 @@ class Decoder:
         shard = shard or Shard(layers=range(decoder.num_layers))
         self._source, self._device, self._dtype = source, device, dtype
         self._bytes = 0
+        self._no_norm = self._empty(0)
+        """The weight of a norm that there is not."""
+        self._tables = (names.embedding, names.positions)
+        """What is read row by row."""
+        self._pairs = decoder.rope.pairs(decoder.head_dim)
+        fields = names.fields
+        self._paired = (*fields["qkv"][:2], *fields.get("qkv_bias", ())[:2], *fields.get("q_norm", ()))
+        self._paired += fields.get("k_norm", ())
         self.decoder = decoder
         """The whole decoder, of which this may be a shard."""
         self.shard, self.group = shard, group
@@ -82,7 +94,17 @@ class Decoder:
         self._unquantized = self._empty(max(sizes, default=0))
         self.layers = tuple(self._layer(index, pieces, quantized) for index in shard.layers)
         del self._unquantized
-        self.norm = self._fused((names.norm,), (Piece.all_of(decoder.hidden_size),))
+        self.norm = self._no_norm
+        if decoder.final_norm:
+            parts = (names.norm, names.norm_bias)[: 1 + decoder.layer_norm]
+            self.norm = self._norm(parts, (Piece.all_of(decoder.hidden_size),) * len(parts))
+        narrow = bool(decoder.embedding_width)
+        hidden, width = decoder.hidden_size, decoder.embedding_size
+        self._project_in = self._whole(names.project_in, hidden, width) if narrow and shard.first else None
+        self._project_out = self._whole(names.project_out, width, hidden) if narrow and shard.last else None
+        rows = decoder.position_rows if shard.first else 0
+        self._positions = self._whole(names.positions, rows, hidden) if rows else None
+        self._embedding_scale = torch.tensor(decoder.embedding_scale, dtype=dtype).item()
         if decoder.tied and shard.first and shard.last:
             self.lm_head = self.embedding
         elif shard.last:
@@ -91,7 +113,13 @@ class Decoder:
             self.lm_head = self._none
         del self._source
         self._first_token = tokens.own[0].start
-        self._windows = own.windows or (None,) * own.num_layers
+        # A window that no sequence is longer than hides nothing.
+        self._windows = tuple(
+            None if window is None or window >= max_model_len else window
+            for window in own.windows or (None,) * own.num_layers
+        )
+        local = decoder.local_rope
+        self._local = tuple(local is not None and window is not None for window in own.windows)
         shape = LayerShape(
             num_heads=own.num_heads,
             num_kv_heads=own.num_kv_heads,
@@ -99,10 +127,18 @@ class Decoder:
             eps=decoder.rms_eps,
             activation=decoder.activation,
             dtype=dtype,
-            inverse_frequencies=decoder.rope.inverse_frequencies(decoder.head_dim).to(device),
+            inverse_frequencies=decoder.rope.inverse_frequencies(decoder.head_dim, max_model_len).to(device),
             amplitude=decoder.rope.amplitude,
+            layer_norm=decoder.layer_norm,
+            gated=decoder.gated,
+            qk_norm_whole=decoder.qk_norm_whole,
         )
         self._ops = layer_ops_for(shape, group)
+        self._local_ops = self._ops
+        if local is not None:
+            frequencies = local.inverse_frequencies(decoder.head_dim, max_model_len).to(device)
+            shape = replace(shape, inverse_frequencies=frequencies, amplitude=local.amplitude)
+            self._local_ops = layer_ops_for(shape, group)
         self.spec = ModelSpec(
             architecture=decoder.architecture,
             num_layers=own.num_layers,
@@ -127,17 +163,34 @@ class Decoder:
         return self._empty(0, self.decoder.hidden_size)
 
     def _layer(self, index: int, pieces: dict[str, tuple[Piece, ...]], quantized: tuple[str, ...]) -> LayerWeights:
-        family, weights = self.decoder.names, dict[str, Any]()
+        family, weights = self.decoder.names, dict[str, Any](input_norm=self._no_norm, post_norm=self._no_norm)
         for field, parts in pieces.items():
             names = tuple(family.layer.format(index) + name for name in family.fields[field])
-            weights[field] = self._quantized(names, parts) if field in quantized else self._fused(names, parts)
+            if field.endswith("_norm"):
+                weights[field] = self._norm(names, parts)
+            else:
+                weights[field] = self._quantized(names, parts) if field in quantized else self._fused(names, parts)
         return LayerWeights(**weights)
+
+    def _norm(self, names: tuple[str, ...], pieces: tuple[Piece, ...]) -> torch.Tensor:
+        """The weight of a norm. With an offset it stays in float32: 1 + w has fewer digits of w than w has."""
+        if not self.decoder.norm_offset:
+            return self._fused(names, pieces)
+        whole = torch.empty(pieces[0].shape, device=self._device, dtype=torch.promote_types(self._dtype, torch.float32))
+        self._fill(names, pieces, (whole,))
+        whole += self.decoder.norm_offset
+        self._bytes += whole.nbytes
+        return whole
+
+    def _whole(self, name: str, *shape: int) -> torch.Tensor:
+        """A tensor that every device holds whole."""
+        return self._fused((name,), (Piece.all_of(*shape),))
 
     def _fused(self, names: tuple[str, ...], pieces: tuple[Piece, ...]) -> torch.Tensor:
         """One tensor with the rows of all parts."""
         rows = [piece.shape[0] for piece in pieces]
         shape = (sum(rows), *pieces[0].shape[1:])
-        if self._device.type == "cpu" and len(shape) == 2 and names[0] != self.decoder.names.embedding:
+        if self._device.type == "cpu" and len(shape) == 2 and names[0] not in self._tables:
             # Stored by inputs, which MKL computes up to twice as fast for few tokens.
             whole = self._empty(*shape[::-1]).t()
         else:
@@ -161,6 +214,9 @@ class Decoder:
     def _fill(self, names: tuple[str, ...], pieces: tuple[Piece, ...], parts: Sequence[torch.Tensor]) -> None:
         for name, piece, part in zip(names, pieces, parts, strict=True):
             self._source.fill(name, piece, part)
+            if self._pairs is not None and name.endswith(self._paired):
+                heads = torch.arange(0, len(part), len(self._pairs))[:, None]
+                part.copy_(part[(heads + self._pairs).flatten().to(part.device)])
 
     def _empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, device=self._device, dtype=self._dtype)
@@ -176,8 +232,10 @@ class Decoder:
         all tokens, [T, hidden], and nothing else.
         """
         spec, ops = self.decoder, self._ops
-        rotation = ops.rotation(step.positions)
-        stream = ops.embed(step.ids, self.embedding, self._first_token) if step.stream is None else step.stream
+        rotations = [ops.rotation(step.positions)]
+        if self._local_ops is not ops:
+            rotations.append(self._local_ops.rotation(step.positions))
+        stream = self._embedded(step) if step.stream is None else step.stream
         normed = ops.norm(stream, self.layers[0].input_norm)
         adapters = step.adapters
         for index, (layer, window) in enumerate(zip(self.layers, self._windows, strict=True)):
@@ -188,10 +246,11 @@ class Decoder:
                 finish = adapters.tokens.begin(normed, adapters.layers[index].qkv)
                 qkv = ops.linear(normed, layer.qkv, layer.qkv_bias)
                 finish.add(qkv)
+            rotation = rotations[self._local[index]] if self._local else rotations[0]
             query = ops.rotate_and_write(
                 qkv, rotation, layer.q_norm, layer.k_norm, step.caches[index], step.slot_mapping
             )
-            attended = step.attend(index, query, scale=spec.scale, window=window).flatten(1)
+            attended = step.attend(index, query, scale=spec.scale, window=window, softcap=spec.softcap).flatten(1)
             if index < len(self.layers) - 1 or not self.shard.last:
                 normed = self._finish(index, stream, attended, adapters)
         if not self.shard.last:
@@ -204,7 +263,24 @@ class Decoder:
         """Logits [R, own_vocab_size]: the rest of the last layer, and the LM head."""
         stream, attended = rows
         last = len(self.layers) - 1
-        return self._ops.linear(self._finish(last, stream, attended, adapters, sampled=True), self.lm_head)
+        normed = self._finish(last, stream, attended, adapters, sampled=True)
+        if self._project_out is not None:
+            normed = self._ops.linear(normed, self._project_out)
+        logits = self._ops.linear(normed, self.lm_head)
+        if (cap := self.decoder.logit_softcap) is not None:
+            logits = logits.div_(cap).tanh_().mul_(cap)
+        return logits
+
+    def _embedded(self, step: StepInput) -> torch.Tensor:
+        """The stream [T, hidden] as it enters the first layer."""
+        stream = self._ops.embed(step.ids, self.embedding, self._first_token)
+        if self._embedding_scale != 1.0:
+            stream *= self._embedding_scale
+        if self._project_in is not None:
+            stream = self._ops.linear(stream, self._project_in)
+        if self._positions is not None:
+            stream += functional.embedding(step.positions + self.decoder.position_offset, self._positions)
+        return stream
 
     def _finish(
         self,
@@ -219,11 +295,22 @@ class Decoder:
 
         The stream is that of all tokens, or of the `sampled` ones only.
         """
-        ops, layer = self._ops, self.layers[index]
+        ops, layer, spec = self._ops, self.layers[index], self.decoder
         # The normed stream of a stage before the last is not read, so any norm will do for it.
         following = self.norm if index == len(self.layers) - 1 else self.layers[index + 1].input_norm
+        if layer.end_norm is not None:
+            following = layer.end_norm
+        if spec.parallel:
+            normed = ops.norm(stream, layer.post_norm if len(layer.post_norm) else layer.input_norm)
+            inner = ops.gated_linear(normed, layer.gate_up, layer.gate_up_bias)
+            attention, mlp = (attended, layer.o, layer.o_bias), (inner, layer.down, layer.down_bias)
+            return ops.add_linears_norm(stream, attention, mlp, following)
         if adapters is None:
-            normed = ops.add_linear_norm(stream, attended, layer.o, layer.o_bias, layer.post_norm)
+            normed = ops.add_linear_norm(
+                stream, attended, layer.o, layer.o_bias, layer.post_norm, out_norm=layer.attention_out_norm
+            )
+            if spec.norms_stream:
+                normed = stream.copy_(normed)
             inner, first = ops.gated_linear(normed, layer.gate_up, layer.gate_up_bias), nothing
         else:
             # Where a projection ends in the stream, so does what its adapters add.
@@ -234,4 +321,7 @@ class Decoder:
             finish = lora.begin(normed, stacks.gate_up)
             inner = ops.gate(ops.linear(normed, layer.gate_up, layer.gate_up_bias), finish)
             first = partial(lora.begin(inner, stacks.down, stream).add, stream)
-        return ops.add_linear_norm(stream, inner, layer.down, layer.down_bias, following, first)
+        normed = ops.add_linear_norm(
+            stream, inner, layer.down, layer.down_bias, following, first, out_norm=layer.mlp_out_norm
+        )
+        return stream.copy_(normed) if spec.norms_stream else normed

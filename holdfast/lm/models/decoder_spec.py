@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from math import prod
 
 from holdfast.lm.models.rope import Rope
@@ -24,6 +25,7 @@ class DecoderSpec:
     head_dim: int
     max_positions: int
     rms_eps: float
+    """Added under the root of every norm."""
     rope: Rope
     names: WeightNames
     activation: str = "silu"
@@ -38,10 +40,83 @@ class DecoderSpec:
     """By layer, how many positions a query sees, including its own; None or empty: all."""
     init_std: float = 0.02
     """Standard deviation of random weights."""
+    norms: tuple[str, ...] = ("input_norm", "post_norm")
+    """The norms of a layer, as fields of LayerWeights."""
+    final_norm: bool = True
+    """There is a norm before the LM head."""
+    layer_norm: bool = False
+    """Norms are layer norms with a bias, not RMS norms."""
+    norm_offset: float = 0.0
+    """Added to the stored weights of all norms."""
+    norms_stream: bool = False
+    """The stream itself is normed after each half of a layer (Transformer, §3.1), not only what the next half reads."""
+    parallel: bool = False
+    """Attention and MLP of a layer read the same stream. Without a post_norm, they read the same norm of it."""
+    gated: bool = True
+    """The MLP has a gate: activation(gate) * up. Without, it is activation(up)."""
+    qk_norm_whole: bool = False
+    """Queries and keys are normed over all heads together, not within each."""
+    embedding_scale: float = 1.0
+    """Factor on embeddings, rounded to their dtype."""
+    embedding_width: int = 0
+    """Numbers of an embedding, where projections lead to the stream and from it to the LM head; 0: hidden_size."""
+    position_rows: int = 0
+    """Rows of the table of learned positions, which are added to embeddings; 0: none."""
+    position_offset: int = 0
+    """The row of position 0."""
+    local_rope: Rope | None = None
+    """Rotates layers with a window; None: `rope`, as the others."""
+    softcap: float | None = None
+    """Scores of attention become cap * tanh(score / cap)."""
+    logit_softcap: float | None = None
+    """The same for logits."""
+    query_scale: float | None = None
+    """Factor on scores of attention; None: head_dim ** -0.5."""
 
     @property
     def scale(self) -> float:
-        return float(self.head_dim**-0.5)
+        return float(self.head_dim**-0.5) if self.query_scale is None else self.query_scale
+
+    @property
+    def embedding_size(self) -> int:
+        """Numbers of an embedding."""
+        return self.embedding_width or self.hidden_size
+
+    @property
+    def plain_positions(self) -> int:
+        """Positions of the longest sequence where nothing else is asked for: those with one set of frequencies."""
+        return (
+            min(self.max_positions, self.rope.original_length) if self.rope.kind == "longrope" else self.max_positions
+        )
+
+    @property
+    def most_positions(self) -> int:
+        """Positions that max_model_len may ask for. Dynamic scaling goes beyond those of the config."""
+        return int(self.max_positions * self.rope.factor) if self.rope.kind == "dynamic" else self.max_positions
+
+    @property
+    def takes_adapters(self) -> bool:
+        """Whether a layer is Llama's, for which LoRA adapters and tuning are written."""
+        plain = self.norms == ("input_norm", "post_norm") and not (self.layer_norm or self.norm_offset or self.parallel)
+        whole = self.rope.kind != "none" and self.rope.share == 1.0 and self.local_rope is None
+        unscaled = self.softcap is None and self.logit_softcap is None and self.embedding_scale == 1.0
+        return plain and whole and unscaled and self.gated and not self.qk_norm_whole and not self.names.parts
+
+
+@dataclass(frozen=True)
+class Part:
+    """A weight that a checkpoint stores transposed, or together with others in one tensor."""
+
+    name: str
+    """Of the tensor, after the layer's prefix."""
+    shape: Shape
+    """Of the tensor."""
+    rows: Shape = ()
+    """What its rows are, as dimensions: such as KV heads, heads in each of them, numbers in a head."""
+    at: tuple[int, int, int] = (0, 0, 0)
+    """Which of these are the weight's: a dimension of `rows`, start and stop."""
+    transposed: bool = False
+    """The tensor is [inputs, outputs]. Its rows are those of [outputs, inputs]."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +132,20 @@ class WeightNames:
     """By field of LayerWeights, the names after the prefix."""
     ignored: tuple[str, ...] = ()
     """Endings of tensors that are ignored: old checkpoints saved their rope frequencies."""
+    positions: str = ""
+    """The table of learned positions."""
+    project_in: str = ""
+    project_out: str = ""
+    """The projections between embeddings and the stream, where their widths differ."""
+    parts: Mapping[str, Part] = field(default_factory=dict)
+    """By a name that `fields` lists and no tensor has: where that weight is stored."""
+    base: str = ""
+    """Where all names but the LM head's begin. Checkpoints of the bare model leave it out."""
+
+    @property
+    def norm_bias(self) -> str:
+        """The bias of the last norm, if it is a layer norm."""
+        return self.norm.removesuffix("weight") + "bias"
 
 
 LINEAR_FIELDS = ("qkv", "o", "gate_up", "down")
@@ -67,22 +156,24 @@ def layer_shapes(spec: DecoderSpec) -> dict[str, tuple[Shape, ...]]:
     """By field of LayerWeights, the shapes of the parts that are fused along their rows."""
     hidden, inner = spec.hidden_size, spec.intermediate_size
     q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    norm: tuple[Shape, ...] = ((hidden,), (hidden,)) if spec.layer_norm else ((hidden,),)
+    mlp = 2 if spec.gated else 1
     shapes: dict[str, tuple[Shape, ...]] = {
-        "input_norm": ((hidden,),),
         "qkv": ((q, hidden), (kv, hidden), (kv, hidden)),
         "o": ((hidden, q),),
-        "post_norm": ((hidden,),),
-        "gate_up": ((inner, hidden), (inner, hidden)),
+        "gate_up": ((inner, hidden),) * mlp,
         "down": ((hidden, inner),),
+        **dict.fromkeys(spec.norms, norm),
     }
     if spec.qk_norm:
-        shapes |= {"q_norm": ((spec.head_dim,),), "k_norm": ((spec.head_dim,),)}
+        widths = (q, kv) if spec.qk_norm_whole else (spec.head_dim, spec.head_dim)
+        shapes |= {"q_norm": ((widths[0],),), "k_norm": ((widths[1],),)}
     if spec.qkv_bias:
         shapes["qkv_bias"] = ((q,), (kv,), (kv,))
     if spec.o_bias:
         shapes["o_bias"] = ((hidden,),)
     if spec.mlp_bias:
-        shapes |= {"gate_up_bias": ((inner,), (inner,)), "down_bias": ((hidden,),)}
+        shapes |= {"gate_up_bias": ((inner,),) * mlp, "down_bias": ((hidden,),)}
     return shapes
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from holdfast.lm.kernels.linear.layers import ACTIVATIONS
-from holdfast.lm.models.base import UnsupportedCheckpoint
-from holdfast.lm.models.decoder_spec import DecoderSpec, WeightNames
+from holdfast.lm.models.base import NotNative, UnsupportedCheckpoint
+from holdfast.lm.models.decoder_spec import DecoderSpec, Part, WeightNames
+from holdfast.lm.models.layer_norm_families import falcon, gpt2, opt
 from holdfast.lm.models.rope import rope_of
 
 NAMES = WeightNames(
@@ -108,10 +110,109 @@ def windows_of(config: Mapping[str, Any], num_layers: int) -> tuple[int | None, 
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
+def phi3(config: Mapping[str, Any]) -> DecoderSpec:
+    """Phi-3 and Phi-4: queries, keys and values in one tensor, gate and up in another."""
+    fields = shared(config)
+    hidden, inner, dim = fields["hidden_size"], fields["intermediate_size"], fields["head_dim"]
+    heads, kv_heads = fields["num_heads"], fields["num_kv_heads"]
+    all_heads = heads + 2 * kv_heads
+    qkv, gate_up = ((all_heads * dim, hidden), (all_heads, dim)), ((2 * inner, hidden), (2, inner))
+    stored = {
+        "self_attn.q_proj.weight": Part("self_attn.qkv_proj.weight", *qkv, at=(0, 0, heads)),
+        "self_attn.k_proj.weight": Part("self_attn.qkv_proj.weight", *qkv, at=(0, heads, heads + kv_heads)),
+        "self_attn.v_proj.weight": Part("self_attn.qkv_proj.weight", *qkv, at=(0, heads + kv_heads, all_heads)),
+        "mlp.gate_proj.weight": Part("mlp.gate_up_proj.weight", *gate_up, at=(0, 0, 1)),
+        "mlp.up_proj.weight": Part("mlp.gate_up_proj.weight", *gate_up, at=(0, 1, 2)),
+    }
+    fields["names"] = replace(NAMES, parts=stored)
+    return DecoderSpec(**fields, windows=(config.get("sliding_window"),) * fields["num_layers"])
+
+
+def olmo2(config: Mapping[str, Any]) -> DecoderSpec:
+    """OLMo 2: norms of what each half adds to the stream, and of queries and keys over all heads together."""
+    fields = shared({"rms_norm_eps": 1e-5, **config})
+    biased = bool(config.get("attention_bias", False))
+    fields["names"] = named(
+        attention_out_norm="post_attention_layernorm.weight", mlp_out_norm="post_feedforward_layernorm.weight"
+    )
+    norms = ("attention_out_norm", "mlp_out_norm")
+    return DecoderSpec(**fields, norms=norms, qk_norm=True, qk_norm_whole=True, qkv_bias=biased, o_bias=biased)
+
+
+GEMMA_NAMES = dict(
+    attention_out_norm="post_attention_layernorm.weight",
+    post_norm="pre_feedforward_layernorm.weight",
+    mlp_out_norm="post_feedforward_layernorm.weight",
+)
+
+
+def gemma(config: Mapping[str, Any], every: int) -> dict[str, Any]:
+    """What Gemma 2 and 3 have in common: norms before and after each half, of weight 1 + w, and scaled embeddings.
+
+    Every layer has a window but each `every`-th.
+    """
+    if config.get("use_bidirectional_attention"):
+        raise NotNative("use_bidirectional_attention is on, and only causal decoders are served")
+    defaults = dict(num_key_value_heads=4, head_dim=256, sliding_window=4096, tie_word_embeddings=True)
+    config = {**defaults, **config, "use_sliding_window": True}
+    fields = shared({**config, "hidden_act": config.get("hidden_activation") or "gelu_pytorch_tanh"})
+    count = fields["num_layers"]
+    kinds = [("full" if (index + 1) % every == 0 else "sliding") + "_attention" for index in range(count)]
+    biased = bool(config.get("attention_bias", False))
+    return fields | dict(
+        names=named(**GEMMA_NAMES),
+        norms=("input_norm", "attention_out_norm", "post_norm", "mlp_out_norm"),
+        norm_offset=1.0,
+        embedding_scale=float(fields["hidden_size"] ** 0.5),
+        query_scale=float(config.get("query_pre_attn_scalar", 256) ** -0.5),
+        windows=windows_of({**config, "layer_types": config.get("layer_types") or kinds}, count),
+        qkv_bias=biased,
+        o_bias=biased,
+    )
+
+
+def gemma2(config: Mapping[str, Any]) -> DecoderSpec:
+    """Gemma 2: every second layer has a window; scores and logits are capped."""
+    caps = dict(
+        softcap=config.get("attn_logit_softcapping", 50.0), logit_softcap=config.get("final_logit_softcapping", 30.0)
+    )
+    return DecoderSpec(**gemma(config, 2), **caps)
+
+
+def gemma3(config: Mapping[str, Any]) -> DecoderSpec:
+    """Gemma 3's text: five layers of six have a window and a rotation of their own; queries and keys are normed."""
+    if config.get("attn_logit_softcapping") is not None:
+        # Transformers' Gemma 3 reads this key and does not apply it.
+        config = {**config, "attn_logit_softcapping": None}
+    given = config.get("rope_parameters") or {}
+    nested = {key: {**config, "rope_parameters": given.get(key)} for key in ("full_attention", "sliding_attention")}
+    if "full_attention" not in given:
+        nested["full_attention"] = {**config}
+    local = {**nested["sliding_attention"], "rope_theta": config.get("rope_local_base_freq"), "rope_scaling": None}
+    every = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or 6
+    fields = gemma({**config, "rope_parameters": None, "rope_scaling": None}, every)
+    fields["rope"] = rope_of(nested["full_attention"], theta=1e6)
+    return DecoderSpec(
+        **fields, qk_norm=True, local_rope=rope_of(local), logit_softcap=config.get("final_logit_softcapping")
+    )
+
+
+def named(**changed: str) -> WeightNames:
+    """Llama's names, some of them changed."""
+    return replace(NAMES, fields={**NAMES.fields, **{field: (name,) for field, name in changed.items()}})
+
+
 NATIVE: dict[str, Callable[[Mapping[str, Any]], DecoderSpec]] = {
     "LlamaForCausalLM": llama,
     "MistralForCausalLM": mistral,
     "Qwen2ForCausalLM": qwen2,
     "Qwen3ForCausalLM": qwen3,
+    "Phi3ForCausalLM": phi3,
+    "Olmo2ForCausalLM": olmo2,
+    "Gemma2ForCausalLM": gemma2,
+    "Gemma3ForCausalLM": gemma3,
+    "OPTForCausalLM": opt,
+    "FalconForCausalLM": falcon,
+    "GPT2LMHeadModel": gpt2,
 }
 """By architecture, the function that reads its config.json."""

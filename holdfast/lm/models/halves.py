@@ -124,7 +124,7 @@ class Halves:
             eps=spec.rms_eps,
             activation=spec.activation,
             dtype=dtype,
-            inverse_frequencies=spec.rope.inverse_frequencies(spec.head_dim).to(device),
+            inverse_frequencies=spec.rope.inverse_frequencies(spec.head_dim, model.spec.max_model_len).to(device),
             amplitude=spec.rope.amplitude,
         )
         self._ops = training_ops_for(shape)

@@ -161,7 +161,7 @@ def load(
         raise NotPaged(f"{architecture} cannot run on a paged cache: {reason}", module) from None
     except torch.OutOfMemoryError:
         raise
-    except (RuntimeError, TypeError, AttributeError, IndexError) as error:
+    except (RuntimeError, TypeError, AttributeError, LookupError) as error:
         raise NotPaged(f"{architecture} fails on a packed batch: {error}", module) from error
 
 

@@ -16,10 +16,11 @@ from holdfast.core.layout import Layout
 from holdfast.lm.kernels.collectives.protocol import Group
 from holdfast.lm.kernels.fp8 import FIRST_CAPABILITY
 from holdfast.lm.models import hf
-from holdfast.lm.models.base import Model, UnsupportedCheckpoint, check_finite, limited
+from holdfast.lm.models.base import Model, NotNative, UnsupportedCheckpoint, check_finite, limited
 from holdfast.lm.models.decoder import Decoder, WeightSource
-from holdfast.lm.models.decoder_spec import DecoderSpec, layer_shapes
+from holdfast.lm.models.decoder_spec import DecoderSpec, Part, layer_shapes
 from holdfast.lm.models.families import NATIVE
+from holdfast.lm.models.read_ahead import read_ahead
 from holdfast.lm.models.shard import Piece, shard_of
 
 JSON_LIMIT = 64 << 20
@@ -56,38 +57,50 @@ def load(
     """
     directory, device = Path(directory), torch.device(device)
     config = read_json(directory / "config.json")
-    architecture = understood(config)
+    understood(config)
     kind = DTYPES[dtype] if dtype != "auto" else own_dtype(config) if device.type == "cuda" else torch.float32
     options: dict[str, Any] = dict(device=device, dtype=kind, eos_token_ids=eos_token_ids(directory, config))
-    if quantization == "fp8":
-        check_fp8(architecture, device)
-    if architecture not in NATIVE:
+    try:
+        spec = native_spec(config)
+    except NotNative as reason:
+        if quantization == "fp8":
+            raise UnsupportedCheckpoint(f"quantization is fp8, which only native decoders have: {reason}") from None
         if layout.ranks > 1:
             raise UnsupportedCheckpoint(
-                f"tp is {layout.tp} and pp is {layout.pp}, which native decoders take ({', '.join(NATIVE)}); "
-                f"{architecture} runs by Transformers' code on one device: leave them out"
-            )
+                f"tp is {layout.tp} and pp is {layout.pp}, which only native decoders take: {reason}"
+            ) from None
         if load_format == "auto" and (directory / "model.safetensors.index.json").exists():
             files_of(directory)  # Transformers would follow an index to files outside
         return hf.load(directory, config, **options, max_model_len=max_model_len, random=load_format == "random")
-    spec = NATIVE[architecture](config)
+    if quantization == "fp8":
+        check_fp8(device)
     shard = shard_of(spec, layout, rank)
-    length = limited(max_model_len, spec.max_positions)
+    length = limited(max_model_len, spec.most_positions if max_model_len else spec.plain_positions)
     options |= dict(max_model_len=length, fp8=quantization == "fp8", shard=shard, group=group)
     if load_format == "random":
         return Decoder(spec, RandomWeights(spec, device), **options)
-    source = Safetensors(directory)
-    source.check_names(spec)
-    return Decoder(spec, source, **options)
+    source = Safetensors(directory, spec)
+    source.check_names()
+    with read_ahead(files_of(directory), rank, layout.ranks):
+        return Decoder(spec, source, **options)
 
 
 def decoder_spec(directory: str | Path) -> DecoderSpec:
     """The sizes of a native decoder, from its config.json. Raises UnsupportedCheckpoint for any other model."""
     config = read_json(Path(directory) / "config.json")
-    architecture = understood(config)
+    understood(config)
+    return native_spec(config)
+
+
+def native_spec(config: Mapping[str, Any]) -> DecoderSpec:
+    """The sizes of a native decoder. Raises NotNative for other architectures and for variants that it has not."""
+    architecture = architecture_of(config)
     if architecture not in NATIVE:
-        raise UnsupportedCheckpoint(f"{architecture} is no native decoder; those are {', '.join(NATIVE)}")
-    return NATIVE[architecture](config)
+        raise NotNative(f"{architecture} runs by Transformers' code; native decoders are {', '.join(NATIVE)}")
+    try:
+        return NATIVE[architecture](config)
+    except NotNative as reason:
+        raise NotNative(f"{architecture} runs by Transformers' code, because {reason}") from None
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -131,13 +144,8 @@ def refuse_quantized(config: Mapping[str, Any]) -> None:
         raise UnsupportedCheckpoint(f"the checkpoint is quantized ({method}); give one in bfloat16, float16 or float32")
 
 
-def check_fp8(architecture: str, device: torch.device) -> None:
+def check_fp8(device: torch.device) -> None:
     """Raises UnsupportedCheckpoint where weights cannot be FP8."""
-    if architecture not in NATIVE:
-        raise UnsupportedCheckpoint(
-            f"quantization is fp8, which native decoders have ({', '.join(NATIVE)}); {architecture} runs by "
-            "Transformers' code: leave it out"
-        )
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < FIRST_CAPABILITY:
         least = ".".join(str(number) for number in FIRST_CAPABILITY)
         raise UnsupportedCheckpoint(
@@ -167,44 +175,73 @@ def eos_token_ids(directory: Path, config: Mapping[str, Any]) -> tuple[int, ...]
 class Safetensors(WeightSource):
     """The tensors of a directory's safetensors files, single or sharded, memory-mapped."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, spec: DecoderSpec) -> None:
+        self._spec, names = spec, spec.names
         self._files: dict[str, Any] = {}
         for path in files_of(directory):
             try:
                 opened: Any = safe_open(path, framework="pt")
-                names = opened.keys()
+                stored = opened.keys()
             except (SafetensorError, OSError) as error:
                 raise UnsupportedCheckpoint(f"{path.name} cannot be read as safetensors: {error}") from None
-            for name in names:
+            for name in stored:
                 if name in self._files:
                     raise UnsupportedCheckpoint(f"tensor {name} stands in two files, one of them {path.name}")
                 self._files[name] = opened
+        bare = names.embedding not in self._files and names.embedding.removeprefix(names.base) in self._files
+        self._base = names.base if bare else ""
+        """What the checkpoint leaves out where names begin."""
+        layers = [names.layer.format(layer) for layer in range(spec.num_layers)]
+        self._parts = {
+            layer + name: (layer + part.name, part) for layer in layers for name, part in names.parts.items()
+        }
 
     def fill(self, name: str, piece: Piece, into: torch.Tensor) -> None:
-        if name not in self._files:
-            raise UnsupportedCheckpoint(f"the checkpoint has no tensor {name}, which its config.json asks for")
-        stored = self._files[name].get_slice(name)
-        shape = tuple(stored.get_shape())
-        if shape != piece.whole:
-            raise UnsupportedCheckpoint(f"tensor {name} has shape {shape}; config.json makes it {piece.whole}")
+        stored_name, part = self._parts.get(name, (name, None))
+        stored_name = stored_name.removeprefix(self._base)
+        if stored_name not in self._files:
+            raise UnsupportedCheckpoint(f"the checkpoint has no tensor {stored_name}, which its config.json asks for")
+        file = self._files[stored_name]
+        stored = file.get_slice(stored_name)
+        shape, expected = tuple(stored.get_shape()), piece.whole if part is None else part.shape
+        if shape != expected:
+            raise UnsupportedCheckpoint(f"tensor {stored_name} has shape {shape}; config.json makes it {expected}")
         # A whole tensor is mapped into memory, a slice is copied.
-        tensor = self._files[name].get_tensor(name) if piece.shape == shape else stored[piece.slices]
+        if part is not None:
+            tensor = within(file.get_tensor(stored_name), part).reshape(piece.whole)[piece.slices]
+        else:
+            tensor = file.get_tensor(stored_name) if piece.shape == shape else stored[piece.slices]
         if not tensor.is_floating_point() or tensor.element_size() < 2:
-            raise UnsupportedCheckpoint(f"tensor {name} is {tensor.dtype}; quantized checkpoints are not supported")
+            raise UnsupportedCheckpoint(
+                f"tensor {stored_name} is {tensor.dtype}; quantized checkpoints are not supported"
+            )
         into.copy_(tensor)
         # On a GPU the copy is quick to read. On a CPU it may be stored by columns, which is slow to read.
-        check_finite(name, into if into.is_cuda else tensor, into.dtype)
+        check_finite(stored_name, into if into.is_cuda else tensor, into.dtype)
 
-    def check_names(self, spec: DecoderSpec) -> None:
+    def check_names(self) -> None:
         """Raise UnsupportedCheckpoint if the checkpoint holds a tensor that the whole decoder has no use for."""
-        names = spec.names
+        spec, names = self._spec, self._spec.names
         used = {names.embedding, names.norm, names.lm_head}  # of a tied head there may be a copy
+        used |= {names.norm_bias, names.positions, names.project_in, names.project_out}
         fields = [name for field in layer_shapes(spec) for name in names.fields[field]]
-        used.update(names.layer.format(layer) + name for layer in range(spec.num_layers) for name in fields)
+        for layer in range(spec.num_layers):
+            prefix = names.layer.format(layer)
+            used.update(self._parts.get(prefix + name, (prefix + name, None))[0] for name in fields)
+        used = {name.removeprefix(self._base) for name in used}
         if left := sorted(name for name in self._files.keys() - used if not name.endswith(names.ignored)):
             raise UnsupportedCheckpoint(
                 f"the checkpoint holds {len(left)} tensors that its config.json does not explain, first {left[0]}"
             )
+
+
+def within(tensor: torch.Tensor, part: Part) -> torch.Tensor:
+    """The rows of a part, as dimensions of their own; a view of the checkpoint's tensor."""
+    rows = tensor.t() if part.transposed else tensor
+    if not part.rows:
+        return rows
+    dim, start, stop = part.at
+    return rows.reshape(*part.rows, *rows.shape[1:]).narrow(dim, start, stop - start)
 
 
 def files_of(directory: Path) -> list[Path]:
@@ -232,14 +269,14 @@ class RandomWeights(WeightSource):
     """
 
     def __init__(self, spec: DecoderSpec, device: torch.device) -> None:
-        self._std = spec.init_std
+        self._std, self._gain = spec.init_std, 1.0 - spec.norm_offset
         self._generator = torch.Generator(device)
 
     def fill(self, name: str, piece: Piece, into: torch.Tensor) -> None:
         if name.endswith(".bias"):
             into.zero_()
         elif into.ndim == 1:
-            into.fill_(1.0)
+            into.fill_(self._gain)
         else:
             self._draw(name, piece, into)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,22 +18,70 @@ class Rope:
 
     theta: float
     kind: str = "default"
-    """default, linear, llama3 or yarn."""
+    """none, default, linear, dynamic, llama3, yarn or longrope."""
     factor: float = 1.0
     original_length: int = 0
-    """Positions before scaling, for llama3 and yarn."""
+    """Positions before scaling, for dynamic, llama3, yarn and longrope."""
     low_frequency: float = 1.0
     high_frequency: float = 4.0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
     amplitude: float = 1.0
-    """Factor on cosine and sine (yarn)."""
+    """Factor on cosine and sine of what is rotated (yarn, longrope)."""
+    short_factors: tuple[float, ...] = ()
+    """By pair of numbers, how far its wave is stretched up to the original length (longrope)."""
+    long_factors: tuple[float, ...] = ()
+    """The same beyond the original length."""
+    share: float = 1.0
+    """How much of each head is rotated, from its first number on."""
 
-    def inverse_frequencies(self, dim: int) -> torch.Tensor:
-        """Radians per position, [dim / 2] float32."""
-        powers = self.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    def rotated(self, dim: int) -> int:
+        """Numbers of a head that are rotated."""
+        return int(dim * self.share)
+
+    def pairs(self, dim: int) -> torch.Tensor | None:
+        """The order [dim] in which a head's numbers make the pairs i and i + dim / 2; None: as they are stored.
+
+        Where a share of the head is rotated, its pairs are within that share. Queries and keys in the same new order
+        have the same products.
+        """
+        rotated = self.rotated(dim)
+        if rotated == dim:
+            return None
+        turned, still = torch.arange(rotated).chunk(2), torch.arange(rotated, dim).chunk(2)
+        return torch.cat((turned[0], still[0], turned[1], still[1]))
+
+    def inverse_frequencies(self, dim: int, length: int = 0) -> torch.Tensor:
+        """Radians per position of each pair of a head, [dim / 2] float32. A pair that is not rotated has 0.
+
+        `length` is that of the longest sequence to be served. It decides where the kind of scaling has one set of
+        frequencies up to the original length and another beyond (dynamic, longrope). Transformers decides by what a
+        batch holds at the moment; here all sequences have the same, so that cached keys stay valid as a sequence
+        grows, and a sequence's tokens do not depend on its neighbours.
+        """
+        rotated = 0 if self.kind == "none" else self.rotated(dim)
+        if rotated % 2 or dim % 2:
+            raise UnsupportedCheckpoint(f"{rotated} numbers of a head of {dim} are rotated, which makes no pairs")
+        if rotated < dim:
+            still = torch.zeros((dim - rotated) // 2)
+            return still if not rotated else torch.cat((self._of_rotated(rotated, length), still))
+        return self._of_rotated(dim, length)
+
+    def _of_rotated(self, dim: int, length: int) -> torch.Tensor:
+        theta = self.theta
+        if self.kind == "dynamic" and length > self.original_length:
+            stretch = self.factor * length / self.original_length - (self.factor - 1)
+            theta *= stretch ** (dim / (dim - 2))
+        powers = theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
         plain = 1.0 / powers
+        if self.kind == "longrope":
+            factors = self.long_factors if length > self.original_length else self.short_factors
+            if len(factors) != dim // 2:
+                raise UnsupportedCheckpoint(
+                    f"longrope has {len(factors)} factors, and {dim} numbers of a head are rotated in {dim // 2} pairs"
+                )
+            return 1.0 / (torch.tensor(factors, dtype=torch.float32) * powers)
         if self.kind == "linear":
             return plain / self.factor
         if self.kind == "llama3":
@@ -68,38 +116,64 @@ class Rope:
         return stretched * (1 - keep) + plain * keep
 
 
-def rope_of(config: Mapping[str, Any]) -> Rope:
+KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+
+
+def rope_of(config: Mapping[str, Any], *, theta: float = 10000.0) -> Rope:
     """Read `rope_parameters` (Transformers 5) or `rope_theta` and `rope_scaling` of a config.json.
 
-    Raises UnsupportedCheckpoint for an unknown kind of scaling, or one that depends on the longest running sequence,
-    because a sequence's tokens must not depend on its neighbours.
+    `theta` is the base where the config names none. Raises UnsupportedCheckpoint for an unknown kind of scaling.
     """
     given = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     kind = given.get("rope_type", given.get("type", "default"))
-    if kind not in ("default", "linear", "llama3", "yarn"):
-        raise UnsupportedCheckpoint(f"rope scaling {kind!r} is not supported; known: default, linear, llama3, yarn")
-    partial = given.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-    if partial not in (None, 1, 1.0):
-        raise UnsupportedCheckpoint(f"partial_rotary_factor is {partial}; only whole heads are rotated here")
-    theta = float(given.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    if kind not in KINDS:
+        raise UnsupportedCheckpoint(f"rope scaling {kind!r} is not supported; known: {', '.join(KINDS)}")
+    partial = given.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    plain = Rope(float(given.get("rope_theta") or config.get("rope_theta") or theta), share=float(partial))
+    if not 0 < plain.share <= 1:
+        raise UnsupportedCheckpoint(f"partial_rotary_factor is {partial}; it must be above 0 and at most 1")
     if kind == "default":
-        return Rope(theta)
-    original = given.get("original_max_position_embeddings") or config["max_position_embeddings"]
+        return plain
+    longest = int(config["max_position_embeddings"])
+    # Some configs keep the length that they were first trained for beside the scaling, where it has precedence.
+    original = config.get("original_max_position_embeddings") or given.get("original_max_position_embeddings")
+    if kind == "dynamic":  # Transformers counts from the config's length
+        original = longest
+    original = int(original or longest)
     factor = given.get("factor")
-    if factor is None:
-        factor = config["max_position_embeddings"] / original
-    return Rope(
-        theta,
-        kind,
-        factor=float(factor),
-        original_length=int(original),
+    factor = float(longest / original if factor is None else factor)
+    amplitude = 1.0
+    if kind == "yarn":
+        amplitude = _yarn_amplitude(given, factor)
+    elif kind == "longrope":
+        amplitude = _longrope_amplitude(given, factor, original)
+    return replace(
+        plain,
+        kind=kind,
+        factor=factor,
+        original_length=original,
         low_frequency=float(given.get("low_freq_factor", 1.0)),
         high_frequency=float(given.get("high_freq_factor", 4.0)),
         beta_fast=float(given.get("beta_fast") or 32.0),
         beta_slow=float(given.get("beta_slow") or 1.0),
         truncate=bool(given.get("truncate", True)),
-        amplitude=_yarn_amplitude(given, float(factor)) if kind == "yarn" else 1.0,
+        amplitude=amplitude,
+        short_factors=_factors(given, "short_factor") if kind == "longrope" else (),
+        long_factors=_factors(given, "long_factor") if kind == "longrope" else (),
     )
+
+
+def _factors(given: Mapping[str, Any], name: str) -> tuple[float, ...]:
+    if not isinstance(given.get(name), list):
+        raise UnsupportedCheckpoint(f"longrope needs {name}, a list of numbers")
+    return tuple(map(float, given[name]))
+
+
+def _longrope_amplitude(given: Mapping[str, Any], factor: float, original: int) -> float:
+    """The softmax temperature that LongRoPE folds into cosine and sine, as Transformers computes it."""
+    if given.get("attention_factor") is not None:
+        return float(given["attention_factor"])
+    return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
 
 
 def _yarn_amplitude(given: Mapping[str, Any], factor: float) -> float:

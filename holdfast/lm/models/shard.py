@@ -67,8 +67,8 @@ def shard_of(spec: DecoderSpec, layout: Layout, rank: int) -> Shard:
         layout.pp,
         # Weights that one token reads: steps of few tokens take as long as reading them.
         layer_cost=sum(map(elements_of, layer_shapes(spec).values())),
-        embedding_cost=spec.hidden_size,
-        head_cost=spec.vocab_size * spec.hidden_size,
+        embedding_cost=spec.embedding_size,
+        head_cost=spec.vocab_size * spec.embedding_size,
     )
     return Shard(
         layers=stages[stage],
@@ -84,6 +84,8 @@ def check_tp(spec: DecoderSpec, tp: int) -> None:
     for name, size in (("attention heads", spec.num_heads), ("MLP columns", spec.intermediate_size)):
         if size % tp:
             raise ValueError(f"tp is {tp}; it must divide the model's {size} {name}")
+    if tp > 1 and spec.qk_norm and spec.qk_norm_whole:
+        raise ValueError(f"tp is {tp}; {spec.architecture} norms queries over all heads, which one device must hold")
     if spec.num_kv_heads % tp and tp % spec.num_kv_heads:
         raise ValueError(f"tp is {tp}; it must divide, or be divided by, the model's {spec.num_kv_heads} KV heads")
     if tp > 1 and spec.vocab_size < tp * tp:
@@ -116,8 +118,8 @@ class Piece:
 
 def vocabulary_piece(spec: DecoderSpec, shard: Shard) -> Piece:
     """The device's rows of the embedding, and of the LM head."""
-    shape = (spec.vocab_size, spec.hidden_size)
-    return Piece(shape, (shard.vocabulary(spec.vocab_size), range(spec.hidden_size)))
+    shape = (spec.vocab_size, spec.embedding_size)
+    return Piece(shape, (shard.vocabulary(spec.vocab_size), range(spec.embedding_size)))
 
 
 def layer_pieces(spec: DecoderSpec, shard: Shard) -> dict[str, tuple[Piece, ...]]:

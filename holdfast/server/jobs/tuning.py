@@ -161,7 +161,8 @@ class Tuning:
         self._service.check_model(wanted.model, tenant)
         model = self._client.info.model
         if wanted.model != model:
-            reason = f"{wanted.model[:128]} is an adapter; tune the model itself, {model}"
+            what = "another name of it" if wanted.model in self._client.names else "an adapter"
+            reason = f"{wanted.model[:128]} is {what}; tune the model itself, {model}"
             raise ApiError(reason, param="model", code="unsupported_model")
         suffix = wanted.suffix or ""
         if suffix and not re.fullmatch(r"[A-Za-z0-9._-]+", suffix):

@@ -100,10 +100,10 @@ def test_fp8_is_refused_on_devices_without_it(option):
 
 
 def test_fp8_weights_are_refused_without_a_native_decoder():
-    with pytest.raises(ValueError, match=r"quantization is fp8, which native decoders have \(llama.*opt-13b runs on"):
-        configured_shape("opt-13b", "h200", EngineConfig(quantization="fp8"))
-    cached = configured_shape("opt-13b", "h200", EngineConfig(kv_cache_dtype="fp8"))
-    assert cached.token_bytes == MODELS["opt-13b"].token_bytes / 2
+    with pytest.raises(ValueError, match=r"quantization is fp8, which native decoders have \(llama.*bloom-176b runs"):
+        configured_shape("bloom-176b", "h200", EngineConfig(quantization="fp8"))
+    cached = configured_shape("bloom-176b", "h200", EngineConfig(kv_cache_dtype="fp8"))
+    assert cached.token_bytes == MODELS["bloom-176b"].token_bytes / 2
 
 
 @pytest.mark.parametrize(

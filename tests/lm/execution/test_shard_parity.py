@@ -37,6 +37,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {}),  # biases of queries, keys and values, and a window in some layers
     "qwen3": ("Qwen3", dict(tie_word_embeddings=True)),  # norms within heads, and the embedding as the LM head
 }
+LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "opt": ("OPT", {}),  # a table of positions, layer norms
+    "opt-350m": ("OPT", dict(do_layer_norm_before=False, word_embed_proj_dim=32)),  # projections at both ends
+    "gpt2": ("GPT2", dict(n_layer=3)),  # one transposed tensor of queries, keys and values
+    "falcon": ("Falcon", dict(bias=True)),  # halves side by side, and a tensor of groups of heads
+    "falcon-7b": ("Falcon", dict(new_decoder_architecture=False, multi_query=True)),  # one KV head
+    "gemma2": ("Gemma2", {}),  # norms before and after, caps
+    "gemma3": ("Gemma3Text", dict(layer_types=LAYER_TYPES)),  # rotations by layer
+    "phi3": ("Phi3", {}),  # two parts of one tensor
+    "olmo2": ("Olmo2", {}),  # norms after
+}
 LAYOUTS = {"tp2": Layout(tp=2), "tp4": Layout(tp=4), "pp2": Layout(pp=2), "pp3": Layout(pp=3), "2x2": Layout(2, 2)}
 
 
@@ -211,6 +223,23 @@ def test_shards_and_stages_give_the_logits_and_tokens_of_the_whole_model(checkpo
 def test_fp8_shards_give_the_logits_of_the_whole_fp8_model(checkpoint: Path, layout: Layout) -> None:
     quantization: QuantizationName = "fp8"
     check(checkpoint, layout, quantization=quantization)
+
+
+@pytest.mark.parametrize("quantization", ["none", "fp8"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants_are_split_over_both_shards_and_stages(
+    tmp_path: Path, variant: str, quantization: QuantizationName
+) -> None:
+    family, differences = VARIANTS[variant]
+    make(tmp_path, family, **dict(vocab_size=VOCAB, num_hidden_layers=3) | differences)
+    layout = Layout(pp=3) if family == "Olmo2" else Layout(2, 2)
+    check(tmp_path, layout, quantization=quantization)
+
+
+def test_norms_over_all_heads_are_not_split(tmp_path: Path) -> None:
+    make(tmp_path, "Olmo2")
+    with pytest.raises(ValueError, match="tp is 2; Olmo2ForCausalLM norms queries over all heads"):
+        load(tmp_path, device="cpu", layout=Layout(tp=2))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)

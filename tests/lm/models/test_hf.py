@@ -37,9 +37,9 @@ def test_values_narrower_than_keys_are_padded(tmp_path: Path) -> None:
 
 
 def test_random_weights_need_no_tensors(tmp_path: Path) -> None:
-    make(tmp_path, "GPT2")
+    make(tmp_path, "Starcoder2")
     (tmp_path / "model.safetensors").unlink()
-    assert load(tmp_path, device="cpu", load_format="random").spec.architecture == "GPT2LMHeadModel"
+    assert load(tmp_path, device="cpu", load_format="random").spec.architecture == "Starcoder2ForCausalLM"
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_architectures_that_would_not_use_the_cache_are_refused(tmp_path: Path, 
 
 
 def test_a_layer_type_that_is_not_attention_is_refused(tmp_path: Path) -> None:
-    make(tmp_path, "Gemma3Text")
+    make(tmp_path, "SmolLM3")
     config = tmp_path / "config.json"
     config.write_text(config.read_text().replace('"full_attention",', '"chunked_attention",'))
     config.write_text(config.read_text().replace('"full_attention"\n', '"chunked_attention"\n'))
@@ -63,7 +63,7 @@ def test_a_layer_type_that_is_not_attention_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_unknown_attention_keyword_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make(tmp_path, "GPT2")
+    make(tmp_path, "Starcoder2")
     monkeypatch.setattr(hf, "HARMLESS", hf.HARMLESS - {"position_ids"})
     assert "its attention takes 'position_ids'" in refusal(tmp_path)
 
@@ -82,22 +82,21 @@ def test_a_model_whose_paged_logits_differ_is_refused(tmp_path: Path, monkeypatc
 
 
 def test_missing_and_unknown_tensors_are_named(tmp_path: Path) -> None:
-    make(tmp_path, "GPT2")
+    make(tmp_path, "Starcoder2")
     path = tmp_path / "model.safetensors"
     tensors = load_file(path)
     first = min(tensors)
     save_file({name: tensor for name, tensor in tensors.items() if name != first}, path, {"format": "pt"})
     assert "missing tensors" in refusal(tmp_path)
-    save_file(tensors | {"transformer.extra": torch.zeros(3)}, path, {"format": "pt"})
-    assert "unexpected tensors, first transformer.extra" in refusal(tmp_path)
+    save_file(tensors | {"model.extra": torch.zeros(3)}, path, {"format": "pt"})
+    assert "unexpected tensors, first model.extra" in refusal(tmp_path)
 
 
 def test_longrope_beyond_its_original_length_is_refused(tmp_path: Path) -> None:
     factors = [1.0] * 8
     make(
         tmp_path,
-        "Phi3",
-        original_max_position_embeddings=64,
+        "Starcoder2",
         rope_parameters={
             "rope_type": "longrope",
             "rope_theta": 1e4,

@@ -22,6 +22,8 @@ from holdfast.lm.models.loader import decoder_spec, eos_token_ids, load
 from holdfast.lm.models.shard import Piece, layer_pieces, shard_of, vocabulary_piece
 from tests.checkpoints import make
 
+LATER_FAMILIES = ("OPT", "GPT2", "Falcon", "Gemma2", "Gemma3Text", "Phi3", "Olmo2")
+
 
 @pytest.fixture
 def llama(tmp_path: Path) -> Path:
@@ -95,7 +97,7 @@ def test_tied_checkpoints_share_the_embedding(tmp_path: Path) -> None:
     assert model.lm_head is model.embedding
 
 
-@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3", *LATER_FAMILIES])
 def test_fp8_quantizes_only_the_linear_layers(tmp_path: Path, family: str) -> None:
     make(tmp_path, family)
     plain, quantized = (load(tmp_path, device="cpu", quantization=kind) for kind in ("none", "fp8"))
@@ -124,8 +126,10 @@ def test_fp8_quantizes_bfloat16_and_float16_models(llama: Path) -> None:
 
 
 def test_fp8_is_refused_for_transformers_models(tmp_path: Path) -> None:
-    make(tmp_path, "GPT2")
-    assert "fp8, which native decoders have (LlamaForCausalLM" in refusal(tmp_path, quantization="fp8")
+    make(tmp_path, "Starcoder2")
+    assert "fp8, which only native decoders have: Starcoder2ForCausalLM runs by Transformers' code" in refusal(
+        tmp_path, quantization="fp8"
+    )
 
 
 @pytest.mark.gpu
@@ -177,10 +181,10 @@ def test_a_rank_reads_nothing_but_its_own_part(llama: Path, layout: Layout) -> N
 
 @pytest.mark.parametrize("layout", [Layout(tp=2), Layout(pp=2)])
 def test_transformers_models_are_not_split(tmp_path: Path, layout: Layout) -> None:
-    make(tmp_path, "GPT2")
-    reason = f"tp is {layout.tp} and pp is {layout.pp}, which native decoders take"
+    make(tmp_path, "Starcoder2")
+    reason = f"tp is {layout.tp} and pp is {layout.pp}, which only native decoders take"
     assert reason in refusal(tmp_path, layout=layout)
-    with pytest.raises(UnsupportedCheckpoint, match="GPT2LMHeadModel is no native decoder"):
+    with pytest.raises(UnsupportedCheckpoint, match="Starcoder2ForCausalLM runs by Transformers' code"):
         decoder_spec(tmp_path)
 
 
@@ -265,8 +269,13 @@ def test_an_index_cannot_point_out_of_its_directory(llama: Path) -> None:
         ({"hidden_act": "relu6"}, "hidden_act 'relu6' is not supported"),
         ({"hidden_size": None}, "config.json has no 'hidden_size'"),
         ({"num_key_value_heads": 3}, "4 attention heads cannot share 3"),
-        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope scaling 'dynamic'"),
-        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
+        ({"rope_parameters": {"rope_type": "axial"}}, "rope scaling 'axial'"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 1.5}}, "partial_rotary_factor is 1.5"),
+        ({"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0]}}, "longrope needs long_factor"),
+        (
+            {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
+            "longrope has 1 factors, and 16 numbers of a head are rotated in 8 pairs",
+        ),
         ({"architectures": ["MyForCausalLM"], "model_type": "my"}, "no causal decoder that Transformers"),
         ({"architectures": ["MyForCausalLM"], "model_type": "my", "auto_map": {}}, "remote code"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "no causal decoder that Transformers"),
@@ -286,24 +295,25 @@ def test_a_directory_without_a_config_is_refused(tmp_path: Path) -> None:
 
 
 def test_missing_transformers_is_refused_with_the_install_command(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rewrite(llama, architectures=["GPT2LMHeadModel"], model_type="gpt2")
+    rewrite(llama, architectures=["Starcoder2ForCausalLM"], model_type="starcoder2")
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert "pip install holdfast[hf]" in refusal(llama)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("family", ["Llama", "GPT2"])
+@pytest.mark.parametrize("family", ["Llama", "GPT2", "Starcoder2"])
 def test_weights_that_are_not_finite_are_refused_by_name(tmp_path: Path, family: str, value: float) -> None:
     make(tmp_path, family)
-    name = {"Llama": "model.layers.1.mlp.up_proj.weight", "GPT2": "transformer.h.1.mlp.c_fc.weight"}[family]
+    places = {"GPT2": "transformer.h.1.mlp.c_fc.weight", "Starcoder2": "model.layers.1.mlp.c_fc.weight"}
+    name = places.get(family, "model.layers.1.mlp.up_proj.weight")
     retensor(tmp_path, lambda tensors: tensors[name][3].fill_(value))
     assert f"{name} holds NaN or infinite values" in refusal(tmp_path)
 
 
-@pytest.mark.parametrize("family", ["Llama", "GPT2"])
+@pytest.mark.parametrize("family", ["Llama", "GPT2", "Starcoder2"])
 def test_weights_beyond_the_range_of_the_dtype_are_refused(tmp_path: Path, family: str) -> None:
     make(tmp_path, family)
-    name = {"Llama": "model.norm.weight", "GPT2": "transformer.ln_f.weight"}[family]
+    name = "transformer.ln_f.weight" if family == "GPT2" else "model.norm.weight"
     retensor(tmp_path, lambda tensors: tensors[name].fill_(1e6))
     assert load(tmp_path, device="cpu").spec.num_layers == 2
     assert f"{name} holds NaN or infinite values, as float16" in refusal(tmp_path, dtype="float16")
@@ -320,7 +330,7 @@ def test_a_model_of_too_many_positions_needs_a_shorter_length(tmp_path: Path, fa
 
 def test_transformers_models_read_no_file_outside_their_directory(tmp_path: Path) -> None:
     directory = tmp_path / "model"
-    make(directory, "GPT2")
+    make(directory, "Starcoder2")
     weights = directory / "model.safetensors"
     index = {"metadata": {}, "weight_map": dict.fromkeys(load_file(weights), "../secret.safetensors")}
     weights.rename(tmp_path / "secret.safetensors")

@@ -87,5 +87,5 @@ def test_yarns_ramp_stays_within_the_dimensions(original: int, beta_fast: float,
 
 
 def test_unknown_scaling_is_refused() -> None:
-    with pytest.raises(UnsupportedCheckpoint, match="rope scaling 'longrope'"):
-        rope_of({"rope_scaling": {"rope_type": "longrope"}})
+    with pytest.raises(UnsupportedCheckpoint, match="rope scaling 'shortrope'"):
+        rope_of({"rope_scaling": {"rope_type": "shortrope"}})

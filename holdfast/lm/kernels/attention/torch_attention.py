@@ -112,6 +112,8 @@ class TorchAttention(Attention[TileMetadata]):
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        if window is not None and window >= metadata.stop.max(initial=0):
+            window = None  # it hides nothing, so layers with and without it share their groups
         if window not in metadata.groups:
             metadata.groups[window] = list(self._groups(metadata, block_tables, window, query.dtype))
         groups = metadata.groups[window]

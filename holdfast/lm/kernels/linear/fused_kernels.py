@@ -67,9 +67,11 @@ def angles_kernel(
     token = tl.program_id(0).to(tl.int64)
     dim = tl.arange(0, BLOCK_HALF)
     inside = dim < HALF
-    angle = tl.load(positions + token).to(tl.float32) * tl.load(inverse_frequencies + dim, mask=inside, other=0.0)
-    tl.store(cosine + token * HALF + dim, tl.cos(angle) * amplitude, mask=inside)
-    tl.store(sine + token * HALF + dim, tl.sin(angle) * amplitude, mask=inside)
+    frequency = tl.load(inverse_frequencies + dim, mask=inside, other=0.0)
+    angle = tl.load(positions + token).to(tl.float32) * frequency
+    factor = tl.where(frequency == 0.0, 1.0, amplitude)  # what is not rotated keeps its size
+    tl.store(cosine + token * HALF + dim, tl.cos(angle) * factor, mask=inside)
+    tl.store(sine + token * HALF + dim, tl.sin(angle) * factor, mask=inside)
 
 
 @triton.jit

@@ -62,6 +62,8 @@ class FusedLayerOps(LayerOps):
         return self.group.all_reduce(rows)
 
     def norm(self, stream: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        if self.shape.layer_norm or not len(weight):
+            return super().norm(stream, weight)
         return self._add_norm(stream, None, None, weight)
 
     def linear(self, x: Normed, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -73,8 +75,8 @@ class FusedLayerOps(LayerOps):
         return out
 
     def gated_linear(self, x: Normed, weight: Weight, bias: torch.Tensor | None = None) -> Gated:
-        if self.shape.activation != "silu":
-            return super().gated_linear(self.computed(x), weight, bias)
+        if self.shape.activation != "silu" or not self.shape.gated:
+            return super().gate(self.linear(x, weight, bias))
         width = weight.shape[0] // 2
         read, launch = self._input_and_launch(x, weight)
         if launch is not None:
@@ -87,7 +89,7 @@ class FusedLayerOps(LayerOps):
         return silu_mul(gate_up)
 
     def gate(self, gate_up: torch.Tensor, adapters: Finish | None = None) -> torch.Tensor:
-        if self.shape.activation != "silu":
+        if self.shape.activation != "silu" or not self.shape.gated:
             return super().gate(gate_up, adapters)
         if adapters is not None:
             if adapters.gated is not None:
@@ -103,7 +105,11 @@ class FusedLayerOps(LayerOps):
         bias: torch.Tensor | None,
         norm: torch.Tensor,
         first: Callable[[], None] = nothing,
+        out_norm: torch.Tensor | None = None,
     ) -> Normed:
+        if self.shape.layer_norm or out_norm is not None or not len(norm):
+            first()
+            return self._add_apart(stream, x, weight, bias, norm, out_norm)
         launch = None if isinstance(x, Fp8Rows) else self.launch(x, weight, cut=True)
         if self.group is not None:
             partials = self._partials(self.group, x, weight, launch)
@@ -153,6 +159,9 @@ class FusedLayerOps(LayerOps):
             else:
                 torch.addmm(bias, x[part], weight.t(), out=out[part])
         return out
+
+    def _projected(self, x: Gated, weight: Weight) -> torch.Tensor:
+        return super()._projected(x, weight) if isinstance(x, Fp8Rows) else self.linear(x, weight)
 
     def computed(self, x: Normed) -> torch.Tensor:
         return self.norm(x.stream, x.weight) if isinstance(x, Unnormed) else x
@@ -215,6 +224,9 @@ class FusedLayerOps(LayerOps):
         slot_mapping: torch.Tensor,
     ) -> torch.Tensor:
         shape = self.shape
+        if shape.qk_norm_whole and q_norm is not None and k_norm is not None:
+            self._norm_whole(qkv, q_norm, k_norm)
+            q_norm = k_norm = None
         tokens, heads = len(qkv), shape.num_heads + 2 * shape.num_kv_heads
         query = qkv.new_empty(tokens, shape.num_heads, shape.head_dim)
         key_cache, value_cache = caches

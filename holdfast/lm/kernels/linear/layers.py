@@ -18,6 +18,8 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": functional.silu,
     "gelu": functional.gelu,
     "gelu_pytorch_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    "gelu_new": lambda x: functional.gelu(x, approximate="tanh"),
+    "relu": functional.relu,
 }
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
@@ -32,7 +34,7 @@ class LayerShape:
     num_kv_heads: int
     head_dim: int
     eps: float
-    """Of every RMS norm."""
+    """Of every norm."""
     activation: str
     """A key of ACTIVATIONS."""
     dtype: torch.dtype
@@ -40,7 +42,13 @@ class LayerShape:
     inverse_frequencies: torch.Tensor
     """Radians per position, [D / 2] float32, on the device that computes."""
     amplitude: float = 1.0
-    """Factor on cosine and sine."""
+    """Factor on cosine and sine where a frequency is not 0. A pair of numbers with frequency 0 stays as it is."""
+    layer_norm: bool = False
+    """Norms are layer norms, and their weights [2 * hidden]: the biases behind the factors."""
+    gated: bool = True
+    """Whether the MLP has a gate. Without one, `gated_linear` and `gate` are the activation alone."""
+    qk_norm_whole: bool = False
+    """q_norm [H D] and k_norm [Hkv D] norm all heads together."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +83,9 @@ class LayerOps:
 
     def __init__(self, shape: LayerShape, group: Group | None = None) -> None:
         self.shape, self.group = shape, group
+        frequencies = shape.inverse_frequencies
+        self._rotates = bool(frequencies.any())
+        self._amplitudes = torch.where(frequencies == 0, 1.0, shape.amplitude)
 
     def embed(self, ids: torch.Tensor, embedding: torch.Tensor, first: int = 0) -> torch.Tensor:
         """The stream [T, hidden] of tokens ids [T]. `embedding` has this device's tokens, from `first` on."""
@@ -86,7 +97,17 @@ class LayerOps:
         return self.group.all_reduce(rows.masked_fill_(absent[:, None], 0))
 
     def norm(self, stream: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """RMS norm [T, hidden] times weight [hidden], accumulated in float32, in the dtype of the stream."""
+        """RMS norm [T, hidden] times weight [hidden], accumulated in float32, in the dtype of the stream.
+
+        Of a layer norm the weight is [2 * hidden]. A weight of no numbers stands for no norm: the stream itself.
+        """
+        if not len(weight):
+            return stream
+        if self.shape.layer_norm:
+            factor, bias = weight.chunk(2)
+            return functional.layer_norm(stream, factor.shape, factor, bias, self.shape.eps)
+        if weight.dtype != stream.dtype:  # kept more precisely than the stream
+            return functional.rms_norm(stream.to(weight.dtype), weight.shape, weight, self.shape.eps).to(stream.dtype)
         return functional.rms_norm(stream, weight.shape, weight, self.shape.eps)
 
     def linear(self, x: Normed, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -101,6 +122,8 @@ class LayerOps:
         """activation(gate) * up, [T, N], of gate_up [T, 2 N] with what `adapters` add. It may be written to."""
         if adapters is not None:
             adapters.add(gate_up)
+        if not self.shape.gated:
+            return ACTIVATIONS[self.shape.activation](gate_up)
         gate, up = gate_up.chunk(2, dim=-1)
         return ACTIVATIONS[self.shape.activation](gate).mul_(up)
 
@@ -116,13 +139,17 @@ class LayerOps:
         bias: torch.Tensor | None,
         norm: torch.Tensor,
         first: Callable[[], None] = nothing,
+        out_norm: torch.Tensor | None = None,
     ) -> Normed:
         """Add the projection of x to the stream [T, hidden] in place; return the sum normed by `norm` [hidden].
 
         `first` is called before anything here reads or writes the stream. With a group, x and weight are this device's
-        part of the inputs, and the bias is the whole one.
+        part of the inputs, and the bias is the whole one. With `out_norm` [hidden], the projection is normed before it
+        is added. Where `norm` has no numbers, the result is the stream itself.
         """
         first()
+        if out_norm is not None or (self.group is not None and (self.shape.layer_norm or not len(norm))):
+            return self._add_apart(stream, x, weight, bias, norm, out_norm)
         if self.group is not None:
             return self.group.add_norm(stream, self._linear(x, weight, None)[None], bias, norm, self.shape.eps)
         if isinstance(weight, Fp8Weight):
@@ -132,6 +159,46 @@ class LayerOps:
         if bias is not None:
             stream += bias
         return self.norm(stream, norm)
+
+    def add_linears_norm(
+        self,
+        stream: torch.Tensor,
+        one: tuple[Gated, Weight, torch.Tensor | None],
+        other: tuple[Gated, Weight, torch.Tensor | None],
+        norm: torch.Tensor,
+    ) -> torch.Tensor:
+        """`add_linear_norm` of two projections side by side, each with its input, weight and bias, in one sum."""
+        added = self._projected(*one[:2])
+        added += self._projected(*other[:2])
+        if self.group is not None:
+            added = self.group.all_reduce(added)
+        for _, _, bias in (one, other):
+            if bias is not None:
+                added += bias
+        stream += added
+        return self.norm(stream, norm)
+
+    def _add_apart(
+        self,
+        stream: torch.Tensor,
+        x: Gated,
+        weight: Weight,
+        bias: torch.Tensor | None,
+        norm: torch.Tensor,
+        out_norm: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """`add_linear_norm`, one operation after the other: for norms that no kernel is fused with."""
+        added = self._projected(x, weight)
+        if self.group is not None:
+            added = self.group.all_reduce(added)
+        if bias is not None:
+            added += bias
+        stream += added if out_norm is None else self.norm(added, out_norm)
+        return self.norm(stream, norm)
+
+    def _projected(self, x: Gated, weight: Weight) -> torch.Tensor:
+        """x times weight transposed, as a tensor of its own."""
+        return self._linear(x, weight, None)
 
     def rotation(self, positions: torch.Tensor) -> Rotation:
         """Cosine and sine of the angles of positions [T] int64, computed in float32, for all layers of a step."""
@@ -152,21 +219,32 @@ class LayerOps:
         """Rotate queries and keys, write keys and values to the cache, and return the queries [T, H, D].
 
         qkv [T, (H + 2 Hkv) D] holds queries, keys and values, in this order. With q_norm and k_norm [D] (both or
-        neither), queries and keys are normed within each head first. The first half of a head is rotated against its
+        neither), queries and keys are normed within each head first; with `qk_norm_whole`, over all heads, for which
+        qkv is written to. The first half of a head is rotated against its
         second half (the pairing of GPT-NeoX and of Transformers). Caches and slot_mapping are those of
         `Attention.write`.
         """
         shape = self.shape
         heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
+        if shape.qk_norm_whole and q_norm is not None and k_norm is not None:
+            self._norm_whole(qkv, q_norm, k_norm)
+            q_norm = k_norm = None
         turned, value = torch.split(qkv.view(-1, heads + 2 * kv_heads, dim), [heads + kv_heads, kv_heads], dim=1)
         if q_norm is not None and k_norm is not None:
             query, key = torch.split(turned, [heads, kv_heads], dim=1)
             turned = torch.cat((self.norm(query, q_norm), self.norm(key, k_norm)), dim=1)
-        cosine, sine = rotation
-        turned = (turned * cosine).addcmul_(turned.roll(dim // 2, -1), sine)
+        if self._rotates:
+            cosine, sine = rotation
+            turned = (turned * cosine).addcmul_(turned.roll(dim // 2, -1), sine)
         query, key = torch.split(turned, [heads, kv_heads], dim=1)
         write_slots(key, value, *caches, slot_mapping)
         return query
+
+    def _norm_whole(self, qkv: torch.Tensor, q_norm: torch.Tensor, k_norm: torch.Tensor) -> None:
+        """Norm the queries and the keys of qkv [T, (H + 2 Hkv) D] in place, each over all heads together."""
+        query, key, _ = torch.split(qkv, [len(q_norm), len(k_norm), qkv.shape[1] - len(q_norm) - len(k_norm)], dim=1)
+        query.copy_(self.norm(query, q_norm))
+        key.copy_(self.norm(key, k_norm))
 
     def _linear(self, x: Gated, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
         """x times weight transposed, plus bias. An FP8 weight is dequantized first, which is slow."""
@@ -179,5 +257,5 @@ class LayerOps:
         angles = positions[:, None].float() * self.shape.inverse_frequencies
         cosine, sine = angles.cos(), angles.sin()
         if self.shape.amplitude != 1.0:
-            cosine, sine = cosine * self.shape.amplitude, sine * self.shape.amplitude
+            cosine, sine = cosine * self._amplitudes, sine * self._amplitudes
         return cosine, sine

@@ -1,0 +1,114 @@
+"""Models by their id on the Hugging Face Hub: the snapshot in its cache, fetched first if it is not there."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+"""What may be a model's id: its owner and its name."""
+WANTED = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken")
+"""Files that a model is read from: configuration, weights, tokenizer and chat template."""
+UNWANTED = ("*/*", "consolidated*")
+"""Other forms of the same weights: in folders of their own, and Mistral's."""
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def is_id(model: str) -> bool:
+    """Whether a model's name may be an id on the hub."""
+    return ID.fullmatch(model) is not None
+
+
+def snapshot(model: str, revision: str | None = None, *, weights: bool = True, code: bool = False) -> Path:
+    """The directory of a model's snapshot: that in the hub's cache, if it is whole, else fetched into the cache.
+
+    A cached snapshot takes no network, and is not compared with the hub's. Without `weights` they are left out; with
+    `code` the model's own Python files come along. HF_HOME, HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE count as in
+    huggingface_hub. Progress goes to stderr. Raises ValueError with the reason and the way out.
+    """
+    # Imported here because it takes a while, and a directory needs none of it.
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    config = try_to_load_from_cache(model, "config.json", revision=revision)
+    if isinstance(config, str) and lacks(Path(config).parent, weights) is None:
+        return Path(config).parent
+    named = model if revision is None else f"{model} at revision {revision}"
+    if constants.HF_HUB_OFFLINE:
+        raise ValueError(
+            f"model {named} is not in {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE is set; fetch it where there is a "
+            f"network: {command(model, revision)}"
+        )
+    print(f"fetching {named} from {constants.ENDPOINT} to {constants.HF_HUB_CACHE}", file=sys.stderr, flush=True)
+    # In a process of its own, which Ctrl-C ends at once: the library's threads would go on to the end of their files.
+    asked = json.dumps([model, revision, weights, code])
+    done = subprocess.run([sys.executable, "-P", "-m", __name__, asked], stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode != 0:
+        raise ValueError(f"model {named}: {done.stdout.strip() or f'fetching it ended with {done.returncode}'}")
+    fetched = Path(done.stdout.strip())
+    if (missing := lacks(fetched, weights)) is not None:
+        raise ValueError(f"model {named} on {constants.ENDPOINT} has no {missing}; only safetensors are served")
+    return fetched
+
+
+def main() -> None:
+    """Fetch what the argument says, and print the snapshot's directory, or the reason why not, with exit status 1."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    model, revision, weights, code = json.loads(sys.argv[1])
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    endpoint = constants.ENDPOINT
+    wanted = [each for each in WANTED if weights or each != "*.safetensors"] + ["*.py"] * code
+    login = "log in (hf auth login) or set HF_TOKEN"
+    try:
+        print(snapshot_download(model, revision=revision, allow_patterns=wanted, ignore_patterns=[*UNWANTED]))
+        return
+    except GatedRepoError:
+        reason = f"it is gated: accept its terms at {endpoint}/{model}, then {login}"
+    except RepositoryNotFoundError:
+        reason = f"there is no such directory, and {endpoint} shows no such model; for a private one, {login}"
+    except RevisionNotFoundError:
+        reason = f"{endpoint} has no such revision of it"
+    except HfHubHTTPError as error:
+        reason = f"{endpoint} answered: {first_line(error)}"
+    except Exception as error:  # the library, and its HTTP client, have many kinds for no network
+        reason = (
+            f"it is not in {constants.HF_HUB_CACHE}, and {endpoint} cannot be reached ({first_line(error)}); fetch it "
+            f"where there is a network: {command(model, revision)}"
+        )
+    print(reason)
+    sys.exit(1)
+
+
+def command(model: str, revision: str | None) -> str:
+    """The shell command that fetches a model into the cache."""
+    return f"hf download {model}" + (f" --revision {revision}" if revision else "")
+
+
+def lacks(directory: Path, weights: bool) -> str | None:
+    """The first file that a snapshot lacks; None if it is whole."""
+    names = ["config.json"]
+    if weights and not (directory / SINGLE).is_file():
+        names.append(INDEX)
+        try:
+            names += sorted({str(name) for name in json.loads((directory / INDEX).read_text())["weight_map"].values()})
+        except (OSError, ValueError, KeyError, AttributeError, TypeError):
+            names.append(SINGLE)
+    return next((name for name in names if not (directory / name).is_file()), None)
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""Greedy tokens of each family's variants are those of Hugging Face: chunked, with prefixes shared, in small steps."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.core.types import Request, SamplingParams
+from holdfast.lm.models.decoder import Decoder
+from holdfast.lm.models.loader import load
+from tests.checkpoints import VOCAB, make
+from tests.lm.execution.test_parity import Case, run
+
+SHORT, LONG = [1.0 + 0.1 * index for index in range(8)], [4.0 + index for index in range(8)]
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": SHORT, "long_factor": LONG}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+PARTIAL = LONGROPE | {"partial_rotary_factor": 0.75, "short_factor": SHORT[:6], "long_factor": LONG[:6]}
+BOTH = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e3}}
+OLD_FALCON = {"new_decoder_architecture": False, "multi_query": False, "num_kv_heads": 4}
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "opt-350m": ("OPT", dict(do_layer_norm_before=False, word_embed_proj_dim=32)),
+    "opt-plain": ("OPT", dict(enable_bias=False, _remove_final_layer_norm=True, activation_function="gelu")),
+    "opt-untied": ("OPT", dict(tie_word_embeddings=False, word_embed_proj_dim=32)),
+    "gpt2-untied": ("GPT2", dict(tie_word_embeddings=False, n_inner=96, activation_function="relu")),
+    "falcon-7b": ("Falcon", dict(new_decoder_architecture=False, multi_query=True)),
+    "falcon-bias": ("Falcon", dict(**OLD_FALCON, bias=True)),
+    "falcon-sequential": ("Falcon", dict(**OLD_FALCON, parallel_attn=False, tie_word_embeddings=False)),
+    "falcon-one-norm": ("Falcon", dict(num_ln_in_parallel_attn=1, bias=True)),
+    "gemma2-uncapped": ("Gemma2", dict(attn_logit_softcapping=None, final_logit_softcapping=None, attention_bias=True)),
+    "gemma2-untied": ("Gemma2", dict(tie_word_embeddings=False, query_pre_attn_scalar=5, final_logit_softcapping=2.0)),
+    "gemma3-scaled": (
+        "Gemma3Text",
+        dict(
+            attention_bias=True,
+            final_logit_softcapping=3.0,
+            rope_parameters=BOTH | {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e5}},
+        ),
+    ),
+    "phi3-whole": ("Phi3", dict(sliding_window=None, num_key_value_heads=4, tie_word_embeddings=True)),
+    "phi3-longrope": ("Phi3", dict(original_max_position_embeddings=128, rope_parameters=LONGROPE)),
+    "phi3-partial": (
+        "Phi3",
+        dict(original_max_position_embeddings=128, rope_parameters=PARTIAL, partial_rotary_factor=0.75),
+    ),
+    "olmo2-bias": ("Olmo2", dict(attention_bias=True, num_key_value_heads=4, rope_parameters=YARN)),
+    "olmo2-tied": ("Olmo2", dict(tie_word_embeddings=True)),
+    "llama-linear": ("Llama", dict(rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0})),
+    "llama-dynamic": ("Llama", dict(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0})),
+    "llama-llama3": (
+        "Llama",
+        dict(rope_parameters=LLAMA3 | {"rope_theta": 5e5, "original_max_position_embeddings": 32}),
+    ),
+    "llama-yarn": ("Llama", dict(rope_parameters=YARN)),
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def case_of(module: Any, directory: Path, lengths: list[int], device: str = "cpu", **options: Any) -> Case:
+    """Requests of these prompt lengths, some of which begin alike, and what Transformers generates for them."""
+    draw = random.Random(2)
+    start = tuple(draw.randrange(1, VOCAB) for _ in range(lengths[0] // 2))
+    requests, expected = [], {}
+    for number, length in enumerate(lengths):
+        shared, wanted = start[: length // 2], 6
+        prompt = (*shared, *(draw.randrange(1, VOCAB) for _ in range(length - len(shared))))
+        requests.append(Request(str(number), prompt, SamplingParams(temperature=0, max_tokens=wanted, ignore_eos=True)))
+        tokens = module.generate(torch.tensor([prompt], device=device), max_new_tokens=wanted, do_sample=False)
+        expected[str(number)] = tuple(tokens[0, len(prompt) :].tolist())
+    return Case(load(directory, device=device, dtype="float32", **options), "auto", module, requests, expected)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants_give_the_tokens_of_transformers(tmp_path: Path, variant: str, device: str) -> None:
+    family, differences = VARIANTS[variant]
+    module = make(tmp_path, family, **differences).to(device)
+    case = case_of(module, tmp_path, [60, 9, 40, 1, 57], device=device)
+    assert isinstance(case.model, Decoder)
+    tokens, plans = run(case, case.model, 4, 2, budget=24, times=2)
+    assert tokens == case.expected | {f"again {name}": expected for name, expected in case.expected.items()}
+    assert any(segment.start > 0 and segment.stop - segment.start > 1 for plan in plans for segment in plan.segments)
+
+
+def test_longrope_beyond_its_first_length_gives_the_tokens_of_transformers_for_longer_prompts(tmp_path: Path) -> None:
+    module = make(tmp_path, "Phi3", original_max_position_embeddings=32, rope_parameters=LONGROPE)
+    case = case_of(module, tmp_path, [60, 33, 90], max_model_len=200)
+    tokens, _ = run(case, case.model, 4, 2, budget=24)
+    assert tokens == case.expected
+    assert load(tmp_path, device="cpu").spec.max_model_len == 32
+
+
+def test_dynamic_scaling_beyond_the_models_length_has_the_frequencies_of_the_longest_sequence(tmp_path: Path) -> None:
+    scaling = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    module = make(tmp_path, "Llama", max_position_embeddings=32, rope_parameters=scaling)
+    assert load(tmp_path, device="cpu").spec.max_model_len == 32
+    with pytest.raises(ValueError, match="max_model_len is 129; the model was made for 128 tokens at most"):
+        load(tmp_path, device="cpu", max_model_len=129)
+    # Transformers has the same frequencies for a whole prompt of that length.
+    case = case_of(module, tmp_path, [99], max_model_len=100)
+    first = {name: tokens[:1] for name, tokens in run(case, case.model, 4, 1, budget=24)[0].items()}
+    whole = torch.tensor([[*case.requests[0].prompt, 0]])
+    with torch.inference_mode():
+        assert first == {"0": (int(module(whole).logits[0, 98].argmax()),)}

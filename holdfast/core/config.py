@@ -310,6 +310,8 @@ class EngineConfig:
             if "=" not in given or not given.partition("=")[2]:
                 raise ValueError(f"adapter is {given!r}; it must look like NAME=PATH")
             check_adapter_name(name)
+            if name in self.served_model_name:
+                raise ValueError(f"{name} is both an adapter and a served_model_name; give each a name of its own")
             if names.count(name) > 1:
                 raise ValueError(f"adapter {name} is given twice; give each a name of its own")
 

@@ -180,3 +180,16 @@ def test_options_of_tuning_that_cannot_go_together_are_refused(options: dict[str
 def test_tuning_brings_slots_for_the_adapters_that_it_makes() -> None:
     assert [EngineConfig(**options).adapter_slots for options in ({}, {"tuning": True})] == [0, 8]
     assert EngineConfig(tuning=True, max_adapters=3, deferral_bound=float("inf")).adapter_slots == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"served_model_name": ("a b",)}, "served_model_name is 'a b'; it must have 1 to 128 characters and no space"),
+        ({"served_model_name": ("a", "b", "a")}, "served_model_name gives a name twice"),
+        ({"served_model_name": ("a",), "adapter": ("a=x",)}, "a is both an adapter and a served_model_name"),
+    ],
+)
+def test_names_of_the_model_that_it_cannot_have_are_refused(options, reason):
+    with pytest.raises(ValueError, match=reason):
+        EngineConfig(**options)

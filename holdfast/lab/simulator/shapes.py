@@ -11,7 +11,7 @@ from holdfast.core.config import CacheTypeName, QuantizationName
 BYTES = 2
 """Bytes of a 16-bit number."""
 NATIVE = (
-    "llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text", "olmo2", "opt", "gpt2", "falcon",
+    "llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text", "gemma3", "olmo2", "opt", "gpt2", "falcon",
 )  # fmt: skip
 """Values of `model_type` with a native decoder in the engine. FP8 weights need one."""
 

@@ -140,7 +140,11 @@ class WeightNames:
     parts: Mapping[str, Part] = field(default_factory=dict)
     """By a name that `fields` lists and no tensor has: where that weight is stored."""
     base: str = ""
-    """Where all names but the LM head's begin. Checkpoints of the bare model leave it out."""
+    """Where all names but the LM head's begin."""
+    bases: tuple[str, ...] = ("",)
+    """How they begin instead in other checkpoints: those of the bare model, or of one that has it as a part."""
+    others: tuple[str, ...] = ()
+    """Beginnings of tensors that are not the decoder's: those of a vision tower."""
 
     @property
     def norm_bias(self) -> str:

@@ -197,6 +197,20 @@ def gemma3(config: Mapping[str, Any]) -> DecoderSpec:
     )
 
 
+def gemma3_of_several(config: Mapping[str, Any]) -> DecoderSpec:
+    """The text decoder of Gemma 3's models that also see: images are not taken, and their tower is not read."""
+    told = config.get("text_config")
+    if not isinstance(told, Mapping):
+        raise UnsupportedCheckpoint("config.json has no 'text_config'")
+    # Transformers' defaults, which published configs leave out.
+    defaults = dict(vocab_size=262_208, num_attention_heads=8, max_position_embeddings=131_072, architectures=None)
+    spec = gemma3({**defaults, **told, "architectures": config["architectures"]})
+    towers = ("vision_tower.", "multi_modal_projector.")
+    others = (*towers, *(f"model.{tower}" for tower in towers))
+    bases = ("language_model.model.", "model.language_model.")
+    return replace(spec, names=replace(spec.names, base="model.", bases=bases, others=others))
+
+
 def named(**changed: str) -> WeightNames:
     """Llama's names, some of them changed."""
     return replace(NAMES, fields={**NAMES.fields, **{field: (name,) for field, name in changed.items()}})
@@ -211,6 +225,7 @@ NATIVE: dict[str, Callable[[Mapping[str, Any]], DecoderSpec]] = {
     "Olmo2ForCausalLM": olmo2,
     "Gemma2ForCausalLM": gemma2,
     "Gemma3ForCausalLM": gemma3,
+    "Gemma3ForConditionalGeneration": gemma3_of_several,
     "OPTForCausalLM": opt,
     "FalconForCausalLM": falcon,
     "GPT2LMHeadModel": gpt2,

@@ -188,17 +188,22 @@ class Safetensors(WeightSource):
                 if name in self._files:
                     raise UnsupportedCheckpoint(f"tensor {name} stands in two files, one of them {path.name}")
                 self._files[name] = opened
-        bare = names.embedding not in self._files and names.embedding.removeprefix(names.base) in self._files
-        self._base = names.base if bare else ""
-        """What the checkpoint leaves out where names begin."""
+        found = (base for base in (names.base, *names.bases) if self._based(names.embedding, base) in self._files)
+        self._base = next(found, names.base)
+        """How names begin in the checkpoint."""
         layers = [names.layer.format(layer) for layer in range(spec.num_layers)]
         self._parts = {
             layer + name: (layer + part.name, part) for layer in layers for name, part in names.parts.items()
         }
 
+    def _based(self, name: str, base: str) -> str:
+        """A name as it is where the decoder's names begin with `base`."""
+        usual = self._spec.names.base
+        return base + name.removeprefix(usual) if name.startswith(usual) else name
+
     def fill(self, name: str, piece: Piece, into: torch.Tensor) -> None:
         stored_name, part = self._parts.get(name, (name, None))
-        stored_name = stored_name.removeprefix(self._base)
+        stored_name = self._based(stored_name, self._base)
         if stored_name not in self._files:
             raise UnsupportedCheckpoint(f"the checkpoint has no tensor {stored_name}, which its config.json asks for")
         file = self._files[stored_name]
@@ -228,8 +233,9 @@ class Safetensors(WeightSource):
         for layer in range(spec.num_layers):
             prefix = names.layer.format(layer)
             used.update(self._parts.get(prefix + name, (prefix + name, None))[0] for name in fields)
-        used = {name.removeprefix(self._base) for name in used}
-        if left := sorted(name for name in self._files.keys() - used if not name.endswith(names.ignored)):
+        used = {self._based(name, self._base) for name in used}
+        left = [name for name in self._files.keys() - used if not name.endswith(names.ignored)]
+        if left := sorted(name for name in left if not name.startswith(names.others)):
             raise UnsupportedCheckpoint(
                 f"the checkpoint holds {len(left)} tensors that its config.json does not explain, first {left[0]}"
             )

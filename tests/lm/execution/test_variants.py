@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from holdfast.core.types import Request, SamplingParams
 from holdfast.lm.models.decoder import Decoder
@@ -89,6 +91,20 @@ def test_variants_give_the_tokens_of_transformers(tmp_path: Path, variant: str, 
     tokens, plans = run(case, case.model, 4, 2, budget=24, times=2)
     assert tokens == case.expected | {f"again {name}": expected for name, expected in case.expected.items()}
     assert any(segment.start > 0 and segment.stop - segment.start > 1 for plan in plans for segment in plan.segments)
+
+
+@pytest.mark.parametrize("base", ["language_model.model.", "model.language_model."])
+def test_the_text_of_a_gemma_3_that_sees_has_the_tokens_of_transformers(tmp_path: Path, base: str) -> None:
+    module = make(tmp_path, "Gemma3Text")
+    case = case_of(module, tmp_path, [60, 9])
+    weights = load_file(tmp_path / "model.safetensors")
+    moved = {base + name.removeprefix("model."): weight for name, weight in weights.items() if name != "lm_head.weight"}
+    save_file(moved | {"vision_tower.embeddings.weight": torch.zeros(4, 4)}, tmp_path / "model.safetensors")
+    text = json.loads((tmp_path / "config.json").read_text())
+    whole = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    tokens, _ = run(case, load(tmp_path, device="cpu"), 4, 2, budget=24)
+    assert tokens == case.expected
 
 
 def test_longrope_beyond_its_first_length_gives_the_tokens_of_transformers_for_longer_prompts(tmp_path: Path) -> None:

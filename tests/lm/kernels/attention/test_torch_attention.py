@@ -165,3 +165,16 @@ def test_attention_for_refuses_unsupported_sizes_and_devices(change: dict[str, o
     shape = {"device": "cpu", "num_heads": 8, "num_kv_heads": 4, "head_dim": 64, "block_size": 16} | change
     with pytest.raises(ValueError, match=message):
         attention_for(**shape)
+
+
+def test_a_window_that_hides_nothing_costs_nothing() -> None:
+    batch = make_batch([(0, 0, 9), (1, 30, 31)], heads=2, kv_heads=1, head_dim=16, block_size=4)
+    attention = torch_attention.TorchAttention(
+        device=torch.device("cpu"), num_heads=2, num_kv_heads=1, head_dim=16, block_size=4
+    )
+    metadata = attention.make_metadata(batch.segments)
+    attention.write(batch.key, batch.value, batch.key_cache, batch.value_cache, batch.slot_mapping)
+    arguments = (batch.query, batch.key_cache, batch.value_cache, batch.block_tables, metadata)
+    whole, within = (attention.attend(*arguments, scale=0.25, window=window) for window in (None, 31))
+    assert torch.equal(whole, within) and list(metadata.groups) == [None]
+    assert not torch.equal(whole, attention.attend(*arguments, scale=0.25, window=30))

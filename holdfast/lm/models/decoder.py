@@ -10,12 +10,14 @@ from typing import Any, Protocol
 import torch
 
 from holdfast.lm.kernels.collectives.protocol import Group
+from holdfast.lm.kernels.experts.experts import Experts
 from holdfast.lm.kernels.fp8 import Fp8Weight, Weight, quantize, row_maxima
 from holdfast.lm.kernels.linear import layer_ops_for
 from holdfast.lm.kernels.linear.layers import LayerShape, Normed, nothing
 from holdfast.lm.models.adapters import StepAdapters
 from holdfast.lm.models.base import ModelSpec, StepInput
-from holdfast.lm.models.decoder_spec import LINEAR_FIELDS, DecoderSpec, elements_of
+from holdfast.lm.models.decoder_spec import LINEAR_FIELDS, MLP_FIELDS, DecoderSpec, elements_of
+from holdfast.lm.models.experts import read_experts
 from holdfast.lm.models.shard import Piece, Shard, layer_pieces, vocabulary_piece
 
 
@@ -35,6 +37,9 @@ class LayerWeights:
     o_bias: torch.Tensor | None = None
     gate_up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None  # [H]
+    experts: Experts | None = None
+    """In place of the MLP, whose weights are empty then."""
 
 
 class WeightSource(Protocol):
@@ -128,6 +133,13 @@ class Decoder:
 
     def _layer(self, index: int, pieces: dict[str, tuple[Piece, ...]], quantized: tuple[str, ...]) -> LayerWeights:
         family, weights = self.decoder.names, dict[str, Any]()
+        if self.decoder.experts is not None and self.decoder.experts.sparse[index]:
+            pieces = {field: parts for field, parts in pieces.items() if field not in MLP_FIELDS}
+            experts = read_experts(
+                self.decoder, index, self.shard, self._source, device=self._device, dtype=self._dtype
+            )
+            weights = {"experts": experts, "gate_up": self._none, "down": self._none.t()}
+            self._bytes += experts.nbytes
         for field, parts in pieces.items():
             names = tuple(family.layer.format(index) + name for name in family.fields[field])
             weights[field] = self._quantized(names, parts) if field in quantized else self._fused(names, parts)
@@ -191,7 +203,7 @@ class Decoder:
             query = ops.rotate_and_write(
                 qkv, rotation, layer.q_norm, layer.k_norm, step.caches[index], step.slot_mapping
             )
-            attended = step.attend(index, query, scale=spec.scale, window=window).flatten(1)
+            attended = step.attend(index, query, scale=spec.scale, window=window, sinks=layer.sinks).flatten(1)
             if index < len(self.layers) - 1 or not self.shard.last:
                 normed = self._finish(index, stream, attended, adapters)
         if not self.shard.last:
@@ -224,6 +236,8 @@ class Decoder:
         following = self.norm if index == len(self.layers) - 1 else self.layers[index + 1].input_norm
         if adapters is None:
             normed = ops.add_linear_norm(stream, attended, layer.o, layer.o_bias, layer.post_norm)
+            if layer.experts is not None:
+                return ops.add_experts_norm(stream, normed, layer.experts, following)
             inner, first = ops.gated_linear(normed, layer.gate_up, layer.gate_up_bias), nothing
         else:
             # Where a projection ends in the stream, so does what its adapters add.

@@ -18,7 +18,7 @@ from holdfast.lm.kernels.fp8 import FIRST_CAPABILITY
 from holdfast.lm.models import hf
 from holdfast.lm.models.base import Model, UnsupportedCheckpoint, check_finite, limited
 from holdfast.lm.models.decoder import Decoder, WeightSource
-from holdfast.lm.models.decoder_spec import DecoderSpec, layer_shapes
+from holdfast.lm.models.decoder_spec import MLP_FIELDS, DecoderSpec, expert_shapes, layer_shapes
 from holdfast.lm.models.families import NATIVE
 from holdfast.lm.models.shard import Piece, shard_of
 
@@ -200,7 +200,11 @@ class Safetensors(WeightSource):
         names = spec.names
         used = {names.embedding, names.norm, names.lm_head}  # of a tied head there may be a copy
         fields = [name for field in layer_shapes(spec) for name in names.fields[field]]
-        used.update(names.layer.format(layer) + name for layer in range(spec.num_layers) for name in fields)
+        attention = [name for field in layer_shapes(spec) if field not in MLP_FIELDS for name in names.fields[field]]
+        sparse = (False,) * spec.num_layers if spec.experts is None else spec.experts.sparse
+        for layer in range(spec.num_layers):
+            own = [*attention, *expert_shapes(spec)] if sparse[layer] else fields
+            used.update(names.layer.format(layer) + name for name in own)
         if left := sorted(name for name in self._files.keys() - used if not name.endswith(names.ignored)):
             raise UnsupportedCheckpoint(
                 f"the checkpoint holds {len(left)} tensors that its config.json does not explain, first {left[0]}"
@@ -236,10 +240,13 @@ class RandomWeights(WeightSource):
         self._generator = torch.Generator(device)
 
     def fill(self, name: str, piece: Piece, into: torch.Tensor) -> None:
-        if name.endswith(".bias"):
+        if name.endswith("bias"):
             into.zero_()
         elif into.ndim == 1:
             into.fill_(1.0)
+        elif into.ndim == 3:
+            for number, part in zip(piece.own[0], into, strict=True):
+                self._draw(f"{name}.{number}", Piece(piece.whole[1:], piece.own[1:]), part)
         else:
             self._draw(name, piece, into)
 

@@ -10,6 +10,8 @@ import torch
 import triton
 
 from holdfast.lm.kernels.collectives.protocol import Group
+from holdfast.lm.kernels.experts.experts import Experts
+from holdfast.lm.kernels.experts.launches import experts_of_few, few_tokens, grouped_experts
 from holdfast.lm.kernels.fp8 import Fp8Weight, Weight
 from holdfast.lm.kernels.launch import dependent_launch_options
 from holdfast.lm.kernels.linear.fp8_linear import (
@@ -126,6 +128,20 @@ class FusedLayerOps(LayerOps):
         self._run_skinny(x, weight, None, partials, launch)
         first()
         return self._add_norm(stream, partials, bias, norm)
+
+    def add_experts_norm(self, stream: torch.Tensor, x: Normed, experts: Experts, norm: torch.Tensor) -> Normed:
+        if not few_tokens(stream, experts):
+            partials = grouped_experts(self.computed(x), experts)
+            if self.group is not None:
+                return self.group.add_norm(stream, partials, None, norm, self.shape.eps)
+            return self._add_norm(stream, partials, None, norm)
+        read = x.stream if isinstance(x, Unnormed) else x
+        if self.group is not None:
+            partials = self.group.room((1, *stream.shape), torch.float32)
+            experts_of_few(read, experts, partials[0], added=False, **self._norm_of(x))
+            return self.group.add_norm(stream, partials, None, norm, self.shape.eps)
+        experts_of_few(read, experts, stream, added=True, **self._norm_of(x))
+        return Unnormed(stream, norm) if len(stream) == 1 else self._add_norm(stream, None, None, norm)
 
     def _partials(self, group: Group, x: Gated, weight: Weight, launch: SkinnyLaunch | None) -> torch.Tensor:
         """This device's partial sums [P, T, outputs] of the projection of x, where the group can add them up."""

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from holdfast.lm.kernels.cache.kv_cache import write_slots
 from holdfast.lm.kernels.collectives.protocol import Group
+from holdfast.lm.kernels.experts.experts import Experts, apply_experts
 from holdfast.lm.kernels.fp8 import Fp8Weight, Weight
 from holdfast.lm.kernels.lora.protocol import Finish
 
@@ -131,6 +132,17 @@ class LayerOps:
             stream.addmm_(x, weight.t())
         if bias is not None:
             stream += bias
+        return self.norm(stream, norm)
+
+    def add_experts_norm(self, stream: torch.Tensor, x: Normed, experts: Experts, norm: torch.Tensor) -> Normed:
+        """Add the experts' outputs for x to the stream [T, hidden] in place; return the sum normed by `norm` [hidden].
+
+        With a group, the experts are this device's part of each, but the router is whole.
+        """
+        added = apply_experts(x, experts)
+        if self.group is not None:
+            return self.group.add_norm(stream, added[None], None, norm, self.shape.eps)
+        stream += added
         return self.norm(stream, norm)
 
     def rotation(self, positions: torch.Tensor) -> Rotation:

@@ -10,7 +10,7 @@ from holdfast.core.config import CacheTypeName, QuantizationName
 
 BYTES = 2
 """Bytes of a 16-bit number."""
-NATIVE = ("llama", "mistral", "qwen2", "qwen3")
+NATIVE = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gpt_oss")
 """Values of `model_type` with a native decoder in the engine. FP8 weights need one."""
 
 

@@ -89,9 +89,7 @@ def _spec(
         raise UnsupportedCheckpoint(
             f"num_experts_per_tok is {rule.top_k}; of {count} experts, at most {min(count, MOST_CHOSEN)} can be chosen"
         )
-    return ExpertSpec(
-        count=count, intermediate_size=inner, sparse=sparse, rule=rule, biased=biased, names=names
-    )
+    return ExpertSpec(count=count, intermediate_size=inner, sparse=sparse, rule=rule, biased=biased, names=names)
 
 
 def _size(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
@@ -149,7 +147,7 @@ def read_experts(
             biases["down_bias"] = filled(names.down + "_bias") if shard.index == 0 else None
     else:
         for expert in range(count):
-            for name, rows in zip(names.gate_up, gate_up[expert].split(len(own)), strict=True):
+            for name, rows in zip(names.gate_up, torch.split(gate_up[expert], len(own)), strict=True):
                 source.fill(prefix + name.format(expert), Piece((inner, hidden), (own, range(hidden))), rows)
             piece = Piece((hidden, inner), (range(hidden), own))
             source.fill(prefix + names.down.format(expert), piece, down[expert])

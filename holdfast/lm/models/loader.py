@@ -71,6 +71,10 @@ def load(
             files_of(directory)  # Transformers would follow an index to files outside
         return hf.load(directory, config, **options, max_model_len=max_model_len, random=load_format == "random")
     spec = NATIVE[architecture](config)
+    if quantization == "fp8" and spec.experts is not None:
+        raise UnsupportedCheckpoint(
+            f"quantization is fp8, which experts do not have, and {architecture} is a mixture of experts: leave it out"
+        )
     shard = shard_of(spec, layout, rank)
     length = limited(max_model_len, spec.max_positions)
     options |= dict(max_model_len=length, fp8=quantization == "fp8", shard=shard, group=group)

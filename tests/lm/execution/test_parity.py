@@ -29,7 +29,7 @@ from tests.paged import allocated
 from tests.rounded_cache import cache_for
 from tests.scheduling import sampled
 
-FAMILIES = ("Llama", "Qwen3", "Mistral", "Qwen2", "GPT2", "Gemma2", "GptOss", "OPT", "Mixtral")
+FAMILIES = ("Llama", "Qwen3", "Mistral", "Qwen2", "GPT2", "Gemma2", "GptOss", "OPT", "Mixtral", "Qwen3Moe")
 REQUESTS, LONGEST_PROMPT, GENERATED, BUDGET = 32, 70, 12, 64
 WITH_OPTIONS = ("Gemma2", "GptOss")  # windows, caps and sinks
 CASES = [(family, "auto") for family in FAMILIES] + [(family, "fp8") for family in ("Llama", "Gemma2", "GptOss")]

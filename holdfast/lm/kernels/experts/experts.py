@@ -70,7 +70,7 @@ def apply_experts(x: torch.Tensor, experts: Experts) -> torch.Tensor:
     order = pairs.argsort(stable=True)
     counts = torch.bincount(pairs, minlength=len(experts.router)).tolist()
     added = torch.zeros_like(x)
-    for expert, own in enumerate(order.split(counts)):
+    for expert, own in enumerate(torch.split(order, counts)):
         if len(own):
             tokens = own // rule.top_k
             inner = gated(_linear(x[tokens], experts.gate_up, experts.gate_up_bias, expert), rule)

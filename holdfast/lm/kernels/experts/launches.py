@@ -226,7 +226,7 @@ def _block(inputs: int, most: int) -> int:
         block //= 2
     if inputs % block == 0:
         return block
-    return min(most, triton.next_power_of_2(inputs))
+    return min(most, int(triton.next_power_of_2(inputs)))
 
 
 def settings(launch: Any) -> str:

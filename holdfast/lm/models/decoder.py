@@ -48,6 +48,10 @@ class WeightSource(Protocol):
     def fill(self, name: str, piece: Piece, into: torch.Tensor) -> None:
         """Write a piece of the tensor `name` into `into`. Raises UnsupportedCheckpoint if it cannot."""
 
+    def packed(self, names: tuple[str, ...], pieces: tuple[Piece, ...], device: torch.device) -> Weight | None:
+        """A quantized weight with the rows of all these tensors, as kernels read it; None: `fill` gives the numbers."""
+        return None
+
 
 class Decoder:
     """A `Model` of the architectures in `families.NATIVE`, or one device's shard of it, run on packed tokens."""
@@ -142,7 +146,14 @@ class Decoder:
             self._bytes += experts.nbytes
         for field, parts in pieces.items():
             names = tuple(family.layer.format(index) + name for name in family.fields[field])
-            weights[field] = self._quantized(names, parts) if field in quantized else self._fused(names, parts)
+            if field in quantized:
+                weights[field] = self._quantized(names, parts)
+            else:
+                packed = self._packed(names, parts) if field in LINEAR_FIELDS else None
+                weights[field] = self._fused(names, parts) if packed is None else packed
+        if isinstance(weights["gate_up"], Fp8Weight) and isinstance(weights["down"], torch.Tensor):
+            # Activations between the two are FP8 only if both take them.
+            weights["gate_up"] = weights["gate_up"].dequantized(self._dtype)
         return LayerWeights(**weights)
 
     def _fused(self, names: tuple[str, ...], pieces: tuple[Piece, ...]) -> torch.Tensor:
@@ -157,6 +168,12 @@ class Decoder:
         self._fill(names, pieces, torch.split(whole, rows))
         self._bytes += whole.nbytes
         return whole
+
+    def _packed(self, names: tuple[str, ...], pieces: tuple[Piece, ...]) -> Weight | None:
+        """A weight that the checkpoint holds as kernels read it, with the rows of all parts; None if it does not."""
+        weight = self._source.packed(names, pieces, self._device)
+        self._bytes += 0 if weight is None else weight.nbytes
+        return weight
 
     def _quantized(self, names: tuple[str, ...], pieces: tuple[Piece, ...]) -> Fp8Weight:
         """One FP8 weight with the rows of all parts. Its scales are those of whole rows."""

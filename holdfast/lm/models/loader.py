@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,12 +14,13 @@ from safetensors import SafetensorError, safe_open
 from holdfast.core.config import QuantizationName
 from holdfast.core.layout import Layout
 from holdfast.lm.kernels.collectives.protocol import Group
-from holdfast.lm.kernels.fp8 import FIRST_CAPABILITY
+from holdfast.lm.kernels.fp8 import FIRST_CAPABILITY, Weight
 from holdfast.lm.models import hf
 from holdfast.lm.models.base import Model, UnsupportedCheckpoint, check_finite, limited
 from holdfast.lm.models.decoder import Decoder, WeightSource
 from holdfast.lm.models.decoder_spec import MLP_FIELDS, DecoderSpec, expert_shapes, layer_shapes
 from holdfast.lm.models.families import NATIVE
+from holdfast.lm.models.quantized import Quantization, QuantizedReader, quantization_of
 from holdfast.lm.models.shard import Piece, shard_of
 
 JSON_LIMIT = 64 << 20
@@ -80,7 +81,8 @@ def load(
     options |= dict(max_model_len=length, fp8=quantization == "fp8", shard=shard, group=group)
     if load_format == "random":
         return Decoder(spec, RandomWeights(spec, device), **options)
-    source = Safetensors(directory)
+    how = quantization_of(config)
+    source = Safetensors(directory) if how is None else QuantizedSafetensors(directory, how, device)
     source.check_names(spec)
     return Decoder(spec, source, **options)
 
@@ -116,7 +118,10 @@ def understood(config: Mapping[str, Any]) -> str:
     architecture = architecture_of(config)
     if config.get("is_encoder_decoder"):
         raise UnsupportedCheckpoint(f"{architecture} is an encoder-decoder; only causal decoders are served")
-    refuse_quantized(config)
+    if architecture in NATIVE:
+        quantization_of(config)  # raises for a method that is not known
+    else:
+        refuse_quantized(config)
     return architecture
 
 
@@ -132,7 +137,10 @@ def refuse_quantized(config: Mapping[str, Any]) -> None:
     """Raises UnsupportedCheckpoint for weights that are not plain numbers."""
     if quantization := config.get("quantization_config"):
         method = quantization.get("quant_method", "unknown")
-        raise UnsupportedCheckpoint(f"the checkpoint is quantized ({method}); give one in bfloat16, float16 or float32")
+        raise UnsupportedCheckpoint(
+            f"the checkpoint is quantized ({method}), which runs by native decoders over a paged cache "
+            f"({', '.join(NATIVE)}); give one in bfloat16, float16 or float32"
+        )
 
 
 def check_fp8(architecture: str, device: torch.device) -> None:
@@ -199,6 +207,31 @@ class Safetensors(WeightSource):
         # On a GPU the copy is quick to read. On a CPU it may be stored by columns, which is slow to read.
         check_finite(name, into if into.is_cuda else tensor, into.dtype)
 
+    def names(self) -> Iterable[str]:
+        """The names of tensors that `fill` knows."""
+        return self._files.keys()
+
+    def has(self, name: str) -> bool:
+        return name in self._files
+
+    def dtype(self, name: str) -> str:
+        return str(self._files[name].get_slice(name).get_dtype())
+
+    def tensor(self, name: str) -> torch.Tensor:
+        found: torch.Tensor = self._files[name].get_tensor(name)
+        return found
+
+    def slices(self, name: str, shape: tuple[int, ...], cut: tuple[slice, ...]) -> torch.Tensor:
+        if name not in self._files:
+            raise UnsupportedCheckpoint(f"the checkpoint has no tensor {name}, which its config.json asks for")
+        stored = self._files[name].get_slice(name)
+        if tuple(stored.get_shape()) != shape:
+            raise UnsupportedCheckpoint(
+                f"tensor {name} has shape {tuple(stored.get_shape())}; config.json makes it {shape}"
+            )
+        found: torch.Tensor = stored[cut] if cut else self._files[name].get_tensor(name)
+        return found
+
     def check_names(self, spec: DecoderSpec) -> None:
         """Raise UnsupportedCheckpoint if the checkpoint holds a tensor that the whole decoder has no use for."""
         names = spec.names
@@ -209,10 +242,29 @@ class Safetensors(WeightSource):
         for layer in range(spec.num_layers):
             own = [*attention, *expert_shapes(spec)] if sparse[layer] else fields
             used.update(names.layer.format(layer) + name for name in own)
-        if left := sorted(name for name in self._files.keys() - used if not name.endswith(names.ignored)):
+        if left := sorted(name for name in {*self.names()} - used if not name.endswith(names.ignored)):
             raise UnsupportedCheckpoint(
                 f"the checkpoint holds {len(left)} tensors that its config.json does not explain, first {left[0]}"
             )
+
+
+class QuantizedSafetensors(Safetensors):
+    """The tensors of a quantized checkpoint, by the names and shapes of a plain one."""
+
+    def __init__(self, directory: Path, how: Quantization, device: torch.device) -> None:
+        super().__init__(directory)
+        native = device.type == "cpu" or torch.cuda.get_device_capability(device) >= FIRST_CAPABILITY
+        self._reader = QuantizedReader(self, how, native_fp8=native)
+
+    def fill(self, name: str, piece: Piece, into: torch.Tensor) -> None:
+        if not self._reader.fill(name, piece, into):
+            super().fill(name, piece, into)
+
+    def packed(self, names: tuple[str, ...], pieces: tuple[Piece, ...], device: torch.device) -> Weight | None:
+        return self._reader.packed(names, pieces, device)
+
+    def names(self) -> Iterable[str]:
+        return self._reader.names(super().names())
 
 
 def files_of(directory: Path) -> list[Path]:

@@ -12,7 +12,7 @@ from torch.nn import functional
 from holdfast.lm.kernels.cache.kv_cache import write_slots
 from holdfast.lm.kernels.collectives.protocol import Group
 from holdfast.lm.kernels.experts.experts import Experts, apply_experts
-from holdfast.lm.kernels.fp8 import Fp8Weight, Weight
+from holdfast.lm.kernels.fp8 import Weight
 from holdfast.lm.kernels.lora.protocol import Finish
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -126,7 +126,7 @@ class LayerOps:
         first()
         if self.group is not None:
             return self.group.add_norm(stream, self._linear(x, weight, None)[None], bias, norm, self.shape.eps)
-        if isinstance(weight, Fp8Weight):
+        if not isinstance(weight, torch.Tensor):
             stream += self._linear(x, weight, None)
         else:
             stream.addmm_(x, weight.t())
@@ -181,8 +181,8 @@ class LayerOps:
         return query
 
     def _linear(self, x: Gated, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
-        """x times weight transposed, plus bias. An FP8 weight is dequantized first, which is slow."""
-        if isinstance(weight, Fp8Weight):
+        """x times weight transposed, plus bias. A quantized weight is dequantized first, which is slow."""
+        if not isinstance(weight, torch.Tensor):
             weight = weight.dequantized(x.dtype)
         return functional.linear(x, weight, bias)
 

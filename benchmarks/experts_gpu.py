@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,36 @@ INPUTS = 6
 TOKENS = (1, 2, 4, 8, 12, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
 
 
+FEW_TRIALS = [  # which kernel; rows of weights, inputs at a time, warps, stages
+    *((0, settings) for settings in ((1, 2048, 4, 1), (2, 512, 2, 3), (4, 512, 4, 3))),
+    *(
+        (1, settings)
+        for settings in ((8, 512, 4, 3), (8, 256, 2, 4), (16, 256, 2, 4), (16, 512, 4, 3), (16, 512, 8, 3))
+    ),
+    *((1, settings) for settings in ((32, 256, 4, 3), (32, 256, 8, 4), (16, 256, 4, 6), (32, 128, 4, 5))),
+    *((2, settings) for settings in ((8, 128, 8, 3), (8, 256, 8, 2), (8, 128, 4, 4), (16, 128, 8, 3))),
+    *((2, settings) for settings in ((4, 256, 4, 3), (16, 128, 4, 2), (4, 128, 2, 4))),
+]
+GROUPED_TRIALS = [  # for tiles of the rule from and to; pairs of a tile; gate and down: outputs, inputs, warps, stages
+    *(
+        (16, 16, 16, gate, down)
+        for gate, down in (((64, 128, 4, 2), (64, 128, 4, 3)), ((128, 64, 4, 4), (128, 64, 4, 5)))
+    ),
+    (16, 32, 32, (128, 64, 8, 4), (128, 128, 4, 3)),
+    (16, 32, 32, (64, 128, 4, 3), (128, 64, 8, 4)),
+    (32, 64, 64, (128, 64, 8, 4), (128, 64, 8, 4)),
+    (64, 64, 64, (64, 128, 4, 2), (128, 128, 8, 3)),
+    (64, 128, 128, (128, 64, 8, 4), (128, 64, 8, 4)),
+    (64, 128, 64, (128, 64, 8, 3), (256, 64, 8, 4)),
+    (128, 128, 128, (128, 64, 8, 3), (256, 64, 8, 4)),
+    (128, 128, 128, (64, 64, 4, 3), (128, 64, 4, 3)),
+    (128, 128, 128, (128, 128, 8, 2), (256, 128, 8, 2)),
+    (128, 128, 256, (128, 64, 16, 3), (256, 64, 16, 3)),
+    (128, 128, 128, (256, 64, 16, 3), (256, 64, 16, 3)),
+    (128, 128, 256, (64, 64, 8, 4), (128, 64, 8, 4)),
+]
+
+
 @dataclass(frozen=True)
 class Rates:
     """What the device reaches: bytes of a copy, and operations of a product, a second."""
@@ -60,20 +91,23 @@ class Rates:
     product: float
 
 
-def milliseconds(work: Callable[[], object], repeat: int = 10) -> float:
-    """Median time of one call as a CUDA graph."""
+def milliseconds(work: Callable[[], object], repeat: int = 10, *, graph: bool = True) -> float:
+    """Median time of one call, as a CUDA graph unless it is a large copy, which a graph leaves to a slower engine."""
     import torch
 
     work()
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
+    call = work
+    if graph:
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured):
+            work()
+        call = captured.replay
     times = []
     for _ in range(repeat + 2):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
-        graph.replay()
+        call()
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end))
@@ -83,9 +117,9 @@ def milliseconds(work: Callable[[], object], repeat: int = 10) -> float:
 def measured_rates() -> Rates:
     import torch
 
-    source = torch.randn(1 << 29, device="cuda", dtype=torch.bfloat16)
+    source = torch.empty(1 << 32, dtype=torch.uint8, device="cuda").fill_(1)
     target = torch.empty_like(source)
-    copy = 2 * source.nbytes / milliseconds(lambda: target.copy_(source)) * 1e3
+    copy = 2 * source.nbytes / milliseconds(partial(target.copy_, source), graph=False) * 1e3
     a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     product = 2 * 8192**3 / milliseconds(lambda: torch.mm(a, a)) * 1e3
     return Rates(copy, product)
@@ -152,15 +186,14 @@ def kernels(tokens: Sequence[int], rates: Rates, tune: bool) -> list[dict[str, A
         inputs = [torch.randn(count, hidden, device="cuda", dtype=torch.bfloat16) for _ in range(INPUTS)]
         if count <= 16:
             work.append((count, "few", few, inputs))
-            for name, trial in few_trials(launches) if tune and count in (1, 8) else ():
+            for name, trial in few_trials(launches) if tune and count in (1, 4) else ():
                 work.append((count, name, lambda x, out, trial=trial: few(x, out, trial), inputs))
-        if count >= 8:
+        if count >= 4:
             launch = launches.grouped_launch_for(count, experts)
-            settings = launches.settings(launch)
             work.append(
                 (
                     count,
-                    f"grouped {settings}",
+                    f"grouped {launch.block_m}",
                     lambda x, out, it=launch: launches.grouped_experts(x, experts, it),
                     inputs,
                 )
@@ -208,58 +241,21 @@ def attempt(call: Any, x: Any, out: Any) -> None:
 def few_trials(launches: Any) -> list[tuple[str, Any]]:
     """Other launches for a few tokens: each changes one of the three kernels."""
     own = (launches.ROUTER, launches.GATE_FEW, launches.DOWN_FEW)
-    others = [
-        *((0, settings) for settings in ((1, 2048, 4, 1), (4, 512, 4, 3), (2, 2048, 8, 1))),
-        *(
-            (1, settings)
-            for settings in (
-                (8, 512, 4, 3),
-                (8, 256, 2, 4),
-                (16, 512, 4, 3),
-                (32, 256, 4, 3),
-                (16, 256, 4, 6),
-                (4, 1024, 4, 2),
-            )
-        ),
-        *(
-            (2, settings)
-            for settings in (
-                (2, 256, 4, 2),
-                (8, 128, 4, 3),
-                (2, 128, 2, 3),
-                (4, 256, 8, 2),
-                (4, 64, 4, 4),
-                (8, 64, 4, 4),
-                (16, 64, 8, 3),
-            )
-        ),
-    ]
     found = []
-    for index, settings in others:
+    for index, settings in FEW_TRIALS:
         changed = list(own)
-        changed[index] = launches.FewLaunch(*settings)
+        changed[index] = launches.ExpertLaunch(*settings)
         found.append((f"few, {('router', 'gate', 'down')[index]} {'/'.join(map(str, settings))}", tuple(changed)))
     return found
 
 
 def grouped_trials(launches: Any, own: Any) -> list[Any]:
     """Other launches of the grouped products, for tiles like the rule's."""
-    make = launches.GroupedLaunch
-    small = [
-        make(16, 64, 128, 64, 128, 4, 4, 5), make(16, 64, 64, 64, 64, 4, 5, 6), make(16, 64, 256, 64, 256, 4, 2, 3),
-        make(16, 128, 64, 128, 128, 8, 4, 3), make(32, 64, 128, 128, 128, 4, 3, 3),
-        make(32, 128, 64, 128, 128, 8, 4, 3),
-    ]  # fmt: skip
-    middle = [
-        make(32, 64, 128, 128, 128, 4, 3, 3), make(64, 64, 128, 64, 128, 4, 2, 3), make(64, 128, 64, 128, 64, 8, 4, 4),
-        make(64, 64, 64, 128, 128, 4, 4, 3), make(128, 64, 64, 128, 64, 4, 4, 4),
-    ]  # fmt: skip
-    large = [
-        make(64, 128, 64, 256, 64, 8, 4, 4), make(128, 64, 64, 128, 64, 4, 3, 3), make(128, 64, 64, 128, 64, 4, 4, 4),
-        make(128, 128, 64, 128, 64, 8, 4, 4), make(256, 64, 64, 128, 64, 8, 3, 3), make(128, 128, 32, 256, 32, 8, 5, 5),
-    ]  # fmt: skip
-    trials = small if own.block_m <= 16 else middle if own.block_m <= 64 else large
-    return [trial for trial in trials if trial != own]
+    return [
+        launches.GroupedLaunch(block_m, launches.ExpertLaunch(*gate), launches.ExpertLaunch(*down))
+        for low, high, block_m, gate, down in GROUPED_TRIALS
+        if low <= own.block_m <= high
+    ]
 
 
 def grouped_parts(
@@ -269,17 +265,25 @@ def grouped_parts(
     size = launch.block_m
     inner = inputs[0].new_empty(count * experts.rule.top_k, experts.down.shape[2]).normal_()
     room = inputs[0].new_empty(experts.rule.top_k, *inputs[0].shape)
-    gate = f"  gate {launch.block_m}/{launch.gate_n}/{launch.gate_k}/{launch.gate_stages}/{launch.num_warps}"
-    down = f"  down {launch.block_m}/{launch.down_n}/{launch.down_k}/{launch.down_stages}/{launch.num_warps}"
     return [
-        (count, gate, lambda x, out: launches.grouped_gate(x, experts, sorting(x, size), launch), inputs),
         (
             count,
-            down,
+            f"  gate {size}: {shown(launch.gate)}",
+            lambda x, out: launches.grouped_gate(x, experts, sorting(x, size), launch),
+            inputs,
+        ),
+        (
+            count,
+            f"  down {size}: {shown(launch.down)}",
             lambda x, out: launches.grouped_down(inner, experts, sorting(x, size), launch, room),
             inputs,
         ),
     ]
+
+
+def shown(launch: Any) -> str:
+    """A launch in a few characters."""
+    return f"{launch.block_n}/{launch.block_k}/{launch.num_warps}/{launch.num_stages}"
 
 
 def rows(

@@ -1,4 +1,8 @@
-"""Experts for a few tokens, bound by reading weights: each pair of a token and an expert reads the expert's rows."""
+"""Experts for a few tokens, bound by reading weights: each pair of a token and an expert reads the expert's rows.
+
+The next kernel may start once a program has read its weights. If it could start at once, its programs would crowd onto
+the processors that become free first.
+"""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -20,7 +24,6 @@ def router_kernel(
 
     With a `norm`, x is replaced by its RMS norm times `norm`.
     """
-    launch_dependents(DEPENDENT)
     token = tl.program_id(1).to(tl.int64)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.minimum(n, experts - 1)
@@ -40,6 +43,7 @@ def router_kernel(
             squares += values * values
             values *= tl.load(norm + k, mask=inside, other=0.0).to(tl.float32)
         acc += tile.to(tl.float32) * values[None, :]
+    launch_dependents(DEPENDENT)
     result = tl.sum(acc, 1)
     if norm is not None:
         result *= tl.rsqrt(tl.sum(squares, 0) / inputs + eps)
@@ -60,7 +64,6 @@ def gate_few_kernel(
     program of a pair writes the expert and its share; where shares are NORMALIZED, the reader divides by their sum.
     Rows of gate and up are taken in turns. With a `norm`, x is replaced by its RMS norm times `norm`.
     """
-    launch_dependents(DEPENDENT)
     pair = tl.program_id(1).to(tl.int64)
     token = pair // TOP_K
     TAKEN: tl.constexpr = BLOCK_N // 2
@@ -100,6 +103,7 @@ def gate_few_kernel(
             squares += values * values
             values *= tl.load(norm + k, mask=inside, other=0.0).to(tl.float32)
         acc += tile.to(tl.float32) * values[None, :]
+    launch_dependents(DEPENDENT)
     result = tl.sum(acc, 1)
     if norm is not None:
         result *= tl.rsqrt(tl.sum(squares, 0) / inputs + eps)
@@ -121,7 +125,6 @@ def down_few_kernel(
 
     The sum is taken in a fixed order. ADDED: it is added to `out`.
     """
-    launch_dependents(DEPENDENT)
     token = tl.program_id(1).to(tl.int64)
     rank = tl.arange(0, BLOCK_R)
     held = rank < TOP_K
@@ -144,6 +147,7 @@ def down_few_kernel(
             tile = tl.load(weight_at + k[None, None, :], mask=inside[None, :, :], other=0.0)
         values = tl.load(inner_at + k[None, :], mask=inside, other=0.0) * share[:, None]
         acc += tile.to(tl.float32) * values[None, :, :]
+    launch_dependents(DEPENDENT)
     result = tl.sum(tl.sum(acc, 2), 1)
     if bias is not None:
         added = tl.load(bias + expert[None, :] * outputs + row[:, None]).to(tl.float32)

@@ -16,55 +16,76 @@ from holdfast.lm.kernels.launch import launch_dependents, wait_for_previous
 
 @triton.jit(do_not_specialize=["tokens"])
 def route_kernel(
-    x, router, bias, chosen, shares, divisors, counts, tokens, experts, inputs, x_stride,
-    TOP_K: tl.constexpr, NORMALIZED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
-    BLOCK_K: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
+    logits, bias, chosen, shares, divisors, counts, pairs, ends, tile_ends, tokens, experts,
+    PARTS: tl.constexpr, TOP_K: tl.constexpr, NORMALIZED: tl.constexpr, SINGLE: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Choose experts: chosen and shares [T, TOP_K], divisors [T] of the shares. Program (BLOCK_T tokens).
+    """Choose experts by the sum of logits [PARTS, T, experts]: shares [T, TOP_K] and their divisors [T].
 
-    Each program writes how many pairs of its tokens each expert has to its row of counts [programs, experts].
+    Program (BLOCK_T tokens). A SINGLE program also sorts, as `sort_kernel` does. Else each writes the experts to chosen
+    [T, TOP_K], and how many of its pairs each expert has to its row of counts [programs, experts].
     """
     launch_dependents(DEPENDENT)
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     valid = token < tokens
     e = tl.arange(0, BLOCK_E)
-    router_at = router + tl.minimum(e, experts - 1)[None, :] * inputs
-    x_at = x + tl.minimum(token, tokens - 1).to(tl.int64)[:, None] * x_stride
+    held = valid[:, None] & (e < experts)[None, :]
     wait_for_previous(DEPENDENT)
-    acc = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
-    for first in tl.range(0, inputs, BLOCK_K, num_stages=STAGES):
-        k = first + tl.arange(0, BLOCK_K)
-        inside = k < inputs
-        values = tl.load(x_at + k[None, :], mask=inside[None, :], other=0.0)
-        tile = tl.load(router_at + k[:, None], mask=inside[:, None], other=0.0)
-        acc = tl.dot(values, tile, acc, input_precision="ieee")
+    score = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
+    for part in tl.static_range(PARTS):
+        row = (part * tokens + token) * experts
+        score += tl.load(logits + row[:, None] + e[None, :], mask=held, other=0.0)
     if bias is not None:
-        acc += tl.load(bias + e, mask=e < experts, other=0.0).to(tl.float32)[None, :]
-    score = tl.where((e < experts)[None, :], acc, float("-inf"))
+        score += tl.load(bias + e, mask=e < experts, other=0.0).to(tl.float32)[None, :]
+    score = tl.where((e < experts)[None, :], score, float("-inf"))
     top = tl.max(score, 1)
     divisor = tl.zeros([BLOCK_T], tl.float32)
     if not NORMALIZED:
         divisor = tl.sum(tl.exp(score - top[:, None]), 1)
-    count = tl.zeros([BLOCK_E], tl.int32)
+    ranks = tl.full([BLOCK_T, BLOCK_E], -1, tl.int32)
     for rank in tl.static_range(TOP_K):
         best, expert = tl.max(score, 1, return_indices=True)
         expert = tl.minimum(expert, experts - 1)  # whatever NaN leads to
         taken = e[None, :] == expert[:, None]
         score = tl.where(taken, float("-inf"), score)
+        ranks = tl.where(taken & valid[:, None], rank, ranks)
         share = tl.exp(best - top)
         if NORMALIZED:
             divisor += share
-        count += tl.sum((taken & valid[:, None]).to(tl.int32), 0)
-        tl.store(chosen + token * TOP_K + rank, expert, mask=valid)
         tl.store(shares + token * TOP_K + rank, share, mask=valid)
+        if not SINGLE:
+            tl.store(chosen + token * TOP_K + rank, expert, mask=valid)
     tl.store(divisors + token, divisor, mask=valid)
-    tl.store(counts + tl.program_id(0) * experts + e, count, mask=e < experts)
+    count = tl.sum((ranks >= 0).to(tl.int32), 0)
+    if SINGLE:
+        end = tl.cumsum(count, 0)
+        _write_sorted(pairs, ranks, token, end - count, TOP_K)
+        _write_ends(ends, tile_ends, count, end, e, experts, BLOCK_M)
+    else:
+        tl.store(counts + tl.program_id(0) * experts + e, count, mask=e < experts)
+
+
+@triton.jit
+def _write_sorted(pairs, ranks, token, first, TOP_K: tl.constexpr):
+    """Write pairs to their places: `first` [experts] is where each expert's pairs of these tokens begin.
+
+    `ranks` [tokens, experts] is the rank of each expert among a token's, or -1.
+    """
+    hot = (ranks >= 0).to(tl.int32)
+    place = first[None, :] + tl.cumsum(hot, 0) - hot
+    tl.store(pairs + place, token[:, None] * TOP_K + ranks, mask=ranks >= 0)
+
+
+@triton.jit
+def _write_ends(ends, tile_ends, count, end, e, experts, BLOCK_M: tl.constexpr):
+    tl.store(ends + e, end, mask=e < experts)
+    tl.store(tile_ends + e, tl.cumsum((count + BLOCK_M - 1) // BLOCK_M, 0), mask=e < experts)
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def sort_kernel(
     chosen, counts, pairs, ends, tile_ends, tokens, experts,
-    TOP_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr,
+    TOP_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Sort pairs by expert, and within an expert by token: pairs [T * TOP_K]. Program (BLOCK_T tokens).
@@ -74,30 +95,25 @@ def sort_kernel(
     """
     launch_dependents(DEPENDENT)
     own = tl.program_id(0)
+    token = own * BLOCK_T + tl.arange(0, BLOCK_T)
     e = tl.arange(0, BLOCK_E)
     wait_for_previous(DEPENDENT)
+    ranks = tl.full([BLOCK_T, BLOCK_E], -1, tl.int32)
+    for rank in tl.static_range(TOP_K):
+        expert = tl.load(chosen + token * TOP_K + rank, mask=token < tokens, other=-1)
+        ranks = tl.where(e[None, :] == expert[:, None], rank, ranks)
     total = tl.zeros([BLOCK_E], tl.int32)
     before = tl.zeros([BLOCK_E], tl.int32)
-    for first in range(0, tl.num_programs(0), 16):
-        program = first + tl.arange(0, 16)
+    for first in range(0, tl.num_programs(0), 32):
+        program = first + tl.arange(0, 32)
         held = (program < tl.num_programs(0))[:, None] & (e < experts)[None, :]
         count = tl.load(counts + program[:, None] * experts + e[None, :], mask=held, other=0)
         total += tl.sum(count, 0)
         before += tl.sum(tl.where((program < own)[:, None], count, 0), 0)
     end = tl.cumsum(total, 0)
     if own == 0:
-        tl.store(ends + e, end, mask=e < experts)
-        tl.store(tile_ends + e, tl.cumsum((total + BLOCK_M - 1) // BLOCK_M, 0), mask=e < experts)
-    following = end - total + before  # where each expert's next pair goes
-    for first in range(0, BLOCK_T * TOP_K, CHUNK):
-        item = first + tl.arange(0, CHUNK)
-        pair = own * BLOCK_T * TOP_K + item
-        valid = (item < BLOCK_T * TOP_K) & (pair < tokens * TOP_K)
-        expert = tl.load(chosen + pair, mask=valid, other=-1)
-        hot = (expert[:, None] == e[None, :]).to(tl.int32)
-        place = tl.sum(hot * (following[None, :] + tl.cumsum(hot, 0) - 1), 1)
-        tl.store(pairs + place, pair, mask=valid)
-        following += tl.sum(hot, 0)
+        _write_ends(ends, tile_ends, total, end, e, experts, BLOCK_M)
+    _write_sorted(pairs, ranks, token, end - total + before, TOP_K)
 
 
 @triton.jit(do_not_specialize=["tokens"])

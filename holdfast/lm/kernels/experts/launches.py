@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -12,17 +11,24 @@ from holdfast.lm.kernels.experts.experts import ExpertRule, Experts
 from holdfast.lm.kernels.experts.few_kernels import down_few_kernel, gate_few_kernel, router_kernel
 from holdfast.lm.kernels.experts.grouped_kernels import grouped_kernel, route_kernel, sort_kernel
 from holdfast.lm.kernels.launch import dependent_launch_options
+from holdfast.lm.kernels.linear.skinny_gemm import MAX_PARTS, SkinnyLaunch, skinny_gemm
 
-FEW_TOKENS = 8
+FEW_TOKENS = 4
 """Up to this many tokens, each pair of a token and an expert reads the expert's weights for itself."""
 
-FEW_BLOCKS = 512
-"""Up to this many tokens, a program chooses experts for 16 of them; with more, for 64."""
+SKINNY_TOKENS = 128
+"""Up to this many tokens, a skinny GEMM computes the router's logits in parts."""
+
+ONE_PROGRAM = 32
+"""Up to this many tokens, one program chooses their experts and sorts their pairs."""
+
+ROUTED_AT_A_TIME = ((512, 16), (1 << 30, 32))
+"""By up to how many tokens there are, for how many of them a program chooses experts."""
 
 
 @dataclass(frozen=True, slots=True)
-class FewLaunch:
-    """Launch settings of one product for a few tokens."""
+class ExpertLaunch:
+    """Launch settings of one product."""
 
     block_n: int
     """Rows of weights per program."""
@@ -45,29 +51,28 @@ class FewLaunch:
 
 @dataclass(frozen=True, slots=True)
 class GroupedLaunch:
-    """Launch settings of the grouped products: pairs per tile, then outputs and inputs of either product."""
+    """Launch settings of the grouped products."""
 
     block_m: int
-    gate_n: int
-    gate_k: int
-    down_n: int
-    down_k: int
-    num_warps: int
-    gate_stages: int
-    down_stages: int
+    """Pairs of a tile."""
+    gate: ExpertLaunch
+    """Outputs, twice as many rows, and inputs of the first product."""
+    down: ExpertLaunch
 
 
-ROUTER = FewLaunch(block_n=2, block_k=1024, num_warps=4, num_stages=2)
-GATE_FEW = FewLaunch(block_n=16, block_k=256, num_warps=4, num_stages=4)
-DOWN_FEW = FewLaunch(block_n=4, block_k=128, num_warps=4, num_stages=3)
+ROUTER = ExpertLaunch(block_n=2, block_k=1024, num_warps=4, num_stages=2)
+GATE_FEW = ExpertLaunch(block_n=16, block_k=256, num_warps=4, num_stages=4)
+DOWN_FEW = ExpertLaunch(block_n=8, block_k=128, num_warps=4, num_stages=3)
+ROUTER_PARTS = SkinnyLaunch(block_n=16, block_k=128, num_warps=4, num_stages=3)
 
 GROUPED = (
-    (16, GroupedLaunch(16, 64, 128, 64, 128, num_warps=4, gate_stages=3, down_stages=4)),
-    (32, GroupedLaunch(32, 64, 128, 64, 128, num_warps=4, gate_stages=3, down_stages=4)),
-    (64, GroupedLaunch(64, 64, 64, 128, 64, num_warps=4, gate_stages=3, down_stages=4)),
-    (1 << 30, GroupedLaunch(128, 128, 64, 256, 64, num_warps=8, gate_stages=3, down_stages=3)),
+    (10, GroupedLaunch(16, ExpertLaunch(64, 128, 4, 3), ExpertLaunch(128, 128, 8, 3))),
+    (20, GroupedLaunch(32, ExpertLaunch(128, 64, 8, 4), ExpertLaunch(128, 128, 4, 3))),
+    (48, GroupedLaunch(64, ExpertLaunch(128, 64, 8, 4), ExpertLaunch(128, 64, 8, 4))),
+    (1 << 30, GroupedLaunch(128, ExpertLaunch(128, 64, 8, 4), ExpertLaunch(256, 64, 8, 3))),
 )
-"""By up to how many pairs an expert has in the mean, the launch of the grouped products."""
+"""By up to how many pairs an expert has in the mean, the launch of the grouped products. Tuned on an H200
+(benchmarks/experts_gpu.py --tune)."""
 
 
 def few_tokens(x: torch.Tensor, experts: Experts) -> bool:
@@ -89,7 +94,7 @@ def experts_of_few(
     added: bool,
     norm: torch.Tensor | None = None,
     eps: float = 0.0,
-    launches: tuple[FewLaunch, FewLaunch, FewLaunch] = (ROUTER, GATE_FEW, DOWN_FEW),
+    launches: tuple[ExpertLaunch, ExpertLaunch, ExpertLaunch] = (ROUTER, GATE_FEW, DOWN_FEW),
 ) -> None:
     """Write the weighted sum of the outputs of each token's experts to out [T, hidden], or add it (`added`).
 
@@ -145,28 +150,44 @@ class Sorting:
     """More tiles than any choice of experts has."""
 
 
+def router_logits(x: torch.Tensor, experts: Experts) -> torch.Tensor:
+    """The router's logits of x [T, hidden] without its bias, as parts to be added: [parts, T, E] float32."""
+    count, tokens = len(experts.router), len(x)
+    if tokens <= SKINNY_TOKENS:
+        parts = max(1, min(MAX_PARTS, x.shape[1] // (2 * ROUTER_PARTS.block_k)))
+        out = torch.empty(parts, tokens, count, dtype=torch.float32, device=x.device)
+        skinny_gemm(x, experts.router, None, out, replace(ROUTER_PARTS, parts=parts))
+        return out
+    if x.dtype == torch.float32:
+        return torch.mm(x, experts.router.t())[None]
+    return torch.mm(x, experts.router.t(), out_dtype=torch.float32)[None]
+
+
 def sort_pairs(x: torch.Tensor, experts: Experts, block_m: int) -> Sorting:
     """Choose the experts of x [T, hidden], and sort the pairs into tiles of `block_m`."""
-    rule, device = experts.rule, x.device
-    tokens, hidden = x.shape
+    rule, device, tokens = experts.rule, x.device, len(x)
     count, pairs = len(experts.router), tokens * experts.rule.top_k
-    block_t = 16 if tokens <= FEW_BLOCKS else 64
+    single = tokens <= ONE_PROGRAM
+    at_a_time = next(size for most, size in ROUTED_AT_A_TIME if tokens <= most)
+    block_t = max(2, triton.next_power_of_2(tokens)) if single else at_a_time
     programs = triton.cdiv(tokens, block_t)
-    block_e = max(16, triton.next_power_of_2(count))
+    block_e = triton.next_power_of_2(count)
     pdl = dependent_launch_options(device)
+    logits = router_logits(x, experts)
     shares, divisors = (torch.empty(size, dtype=torch.float32, device=device) for size in (pairs, tokens))
     chosen, order, counts, ends, tile_ends = (
         torch.empty(size, dtype=torch.int32, device=device) for size in (pairs, pairs, programs * count, count, count)
     )
     route_kernel[(programs,)](
-        x, experts.router, experts.router_bias, chosen, shares, divisors, counts, tokens, count, hidden, x.stride(0),
-        TOP_K=rule.top_k, NORMALIZED=rule.normalized, BLOCK_T=block_t, BLOCK_E=block_e,
-        BLOCK_K=64 if block_e > 128 or x.element_size() > 2 else 128, STAGES=3, num_warps=4, **pdl,
+        logits, experts.router_bias, chosen, shares, divisors, counts, order, ends, tile_ends, tokens, count,
+        PARTS=len(logits), TOP_K=rule.top_k, NORMALIZED=rule.normalized, SINGLE=single, BLOCK_T=block_t,
+        BLOCK_E=block_e, BLOCK_M=block_m, num_warps=8 if block_t > 16 else 4, **pdl,
     )  # fmt: skip
-    sort_kernel[(programs,)](
-        chosen, counts, order, ends, tile_ends, tokens, count,
-        TOP_K=rule.top_k, BLOCK_T=block_t, BLOCK_E=block_e, BLOCK_M=block_m, CHUNK=32, num_warps=4, **pdl,
-    )  # fmt: skip
+    if not single:
+        sort_kernel[(programs,)](
+            chosen, counts, order, ends, tile_ends, tokens, count,
+            TOP_K=rule.top_k, BLOCK_T=block_t, BLOCK_E=block_e, BLOCK_M=block_m, num_warps=4, **pdl,
+        )  # fmt: skip
     return Sorting(order, ends, tile_ends, shares, divisors, min(pairs, pairs // block_m + count))
 
 
@@ -200,17 +221,14 @@ def _grouped(
     rule = experts.rule
     count, rows, inputs = weight.shape
     outputs = rows // 2 if gated else rows
-    block_n = launch.gate_n if gated else launch.down_n
-    block_k = launch.gate_k if gated else launch.down_k
+    own = launch.gate if gated else launch.down
     if x.element_size() > 2:  # float32 takes twice the shared memory
-        block_k //= 2
-    grouped_kernel[(triton.cdiv(outputs, block_n) * sorting.most_tiles,)](
+        own = replace(own, block_k=own.block_k // 2)
+    grouped_kernel[(triton.cdiv(outputs, own.block_n) * sorting.most_tiles,)](
         x, weight, bias, out, sorting.pairs, sorting.ends, sorting.tile_ends, sorting.shares, sorting.divisors,
         len(sorting.divisors), count, outputs, inputs, x.stride(0), out.stride(-2), *_clamp(rule),
         TOP_K=rule.top_k, GATED=gated, CLAMPED=rule.clamp is not None, BLOCK_E=triton.next_power_of_2(count),
-        BLOCK_M=launch.block_m, BLOCK_N=block_n, BLOCK_K=block_k, EVEN=inputs % block_k == 0,
-        STAGES=launch.gate_stages if gated else launch.down_stages, num_warps=launch.num_warps,
-        **dependent_launch_options(x.device),
+        BLOCK_M=launch.block_m, **own.options(inputs), **dependent_launch_options(x.device),
     )  # fmt: skip
 
 
@@ -227,8 +245,3 @@ def _block(inputs: int, most: int) -> int:
     if inputs % block == 0:
         return block
     return min(most, int(triton.next_power_of_2(inputs)))
-
-
-def settings(launch: Any) -> str:
-    """A launch in a few characters, for tables."""
-    return "/".join(str(getattr(launch, name)) for name in launch.__slots__)

@@ -36,6 +36,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("Mistral", {}),  # a sliding window
     "qwen2": ("Qwen2", {}),  # biases of queries, keys and values, and a window in some layers
     "qwen3": ("Qwen3", dict(tie_word_embeddings=True)),  # norms within heads, and the embedding as the LM head
+    "gpt-oss": ("GptOss", {}),  # experts with biases, sinks, and a window in some layers
 }
 LAYOUTS = {"tp2": Layout(tp=2), "tp4": Layout(tp=4), "pp2": Layout(pp=2), "pp3": Layout(pp=3), "2x2": Layout(2, 2)}
 

@@ -17,7 +17,7 @@ FEW_TOKENS = 4
 """Up to this many tokens, each pair of a token and an expert reads the expert's weights for itself."""
 
 SKINNY_TOKENS = 128
-"""Up to this many tokens, a skinny GEMM computes the router's logits in parts."""
+"""Up to this many tokens of 16 bits, a skinny GEMM computes the router's logits in parts."""
 
 ONE_PROGRAM = 32
 """Up to this many tokens, one program chooses their experts and sorts their pairs."""
@@ -153,7 +153,7 @@ class Sorting:
 def router_logits(x: torch.Tensor, experts: Experts) -> torch.Tensor:
     """The router's logits of x [T, hidden] without its bias, as parts to be added: [parts, T, E] float32."""
     count, tokens = len(experts.router), len(x)
-    if tokens <= SKINNY_TOKENS:
+    if tokens <= (SKINNY_TOKENS if x.element_size() == 2 else ONE_PROGRAM):
         parts = max(1, min(MAX_PARTS, x.shape[1] // (2 * ROUTER_PARTS.block_k)))
         out = torch.empty(parts, tokens, count, dtype=torch.float32, device=x.device)
         skinny_gemm(x, experts.router, None, out, replace(ROUTER_PARTS, parts=parts))

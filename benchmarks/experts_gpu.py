@@ -128,7 +128,7 @@ def measured_rates() -> Rates:
 def random_experts() -> Any:
     import torch
 
-    from holdfast.lm.kernels.experts.experts import ExpertRule, Experts
+    from holdfast.lm.kernels.linear.experts.experts import ExpertRule, Experts
 
     shape = QWEN3_30B_A3B
     count, hidden, inner = shape["num_experts"], shape["hidden_size"], shape["moe_intermediate_size"]
@@ -161,8 +161,8 @@ def kernels(tokens: Sequence[int], rates: Rates, tune: bool) -> list[dict[str, A
     from triton.runtime.errors import OutOfResources
 
     from holdfast.lm.kernels.compilation import list_and_compile
-    from holdfast.lm.kernels.experts import launches
-    from holdfast.lm.kernels.experts.experts import choose
+    from holdfast.lm.kernels.linear.experts import launches
+    from holdfast.lm.kernels.linear.experts.experts import choose
 
     experts = random_experts()
     hidden = experts.down.shape[1]

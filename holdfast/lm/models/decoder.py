@@ -10,9 +10,9 @@ from typing import Any, Protocol
 import torch
 
 from holdfast.lm.kernels.collectives.protocol import Group
-from holdfast.lm.kernels.experts.experts import Experts
 from holdfast.lm.kernels.fp8 import Fp8Weight, Weight, quantize, row_maxima
 from holdfast.lm.kernels.linear import layer_ops_for
+from holdfast.lm.kernels.linear.experts.experts import Experts
 from holdfast.lm.kernels.linear.layers import LayerShape, Normed, nothing
 from holdfast.lm.models.adapters import StepAdapters
 from holdfast.lm.models.base import ModelSpec, StepInput

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from holdfast.lm.kernels.experts.experts import ExpertRule
+from holdfast.lm.kernels.linear.experts.experts import ExpertRule
 from holdfast.lm.models.rope import Rope
 
 Shape = tuple[int, ...]

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from holdfast.lm.kernels.experts.experts import ExpertRule, Experts
+from holdfast.lm.kernels.linear.experts.experts import ExpertRule, Experts
 from holdfast.lm.models.base import UnsupportedCheckpoint
 from holdfast.lm.models.decoder_spec import DecoderSpec, ExpertNames, ExpertSpec, expert_shapes
 from holdfast.lm.models.shard import Piece, Shard

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from holdfast.core.config import EngineConfig
 from holdfast.core.layout import Layout
 from holdfast.lm.execution.paged_device import make_slots
-from holdfast.lm.kernels.experts.experts import ExpertRule
+from holdfast.lm.kernels.linear.experts.experts import ExpertRule
 from holdfast.lm.models.base import UnsupportedCheckpoint
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.decoder_spec import DecoderSpec, layer_elements

@@ -10,11 +10,11 @@ import torch
 import triton
 
 from holdfast.lm.kernels.collectives.protocol import Group
-from holdfast.lm.kernels.experts.experts import Experts
-from holdfast.lm.kernels.experts.launches import experts_of_few, few_tokens, grouped_experts
 from holdfast.lm.kernels.fp8 import Fp8Weight, Weight
 from holdfast.lm.kernels.int4 import Int4Weight
 from holdfast.lm.kernels.launch import dependent_launch_options
+from holdfast.lm.kernels.linear.experts.experts import Experts
+from holdfast.lm.kernels.linear.experts.launches import experts_of_few, few_tokens, grouped_experts
 from holdfast.lm.kernels.linear.fp8_linear import (
     TILE,
     Fp8Rows,

@@ -11,8 +11,8 @@ from torch.nn import functional
 
 from holdfast.lm.kernels.cache.kv_cache import write_slots
 from holdfast.lm.kernels.collectives.protocol import Group
-from holdfast.lm.kernels.experts.experts import Experts, apply_experts
 from holdfast.lm.kernels.fp8 import Weight
+from holdfast.lm.kernels.linear.experts.experts import Experts, apply_experts
 from holdfast.lm.kernels.lora.protocol import Finish
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -11,8 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from holdfast.lm.kernels.experts.gate import gated_product
 from holdfast.lm.kernels.launch import launch_dependents, wait_for_previous
+from holdfast.lm.kernels.linear.experts.gate import gated_product
 
 
 @triton.jit

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 import torch
 import triton
 
-from holdfast.lm.kernels.experts.experts import ExpertRule, Experts
-from holdfast.lm.kernels.experts.few_kernels import down_few_kernel, gate_few_kernel, router_kernel
-from holdfast.lm.kernels.experts.grouped_kernels import grouped_kernel, route_kernel, sort_kernel
 from holdfast.lm.kernels.launch import dependent_launch_options
+from holdfast.lm.kernels.linear.experts.experts import ExpertRule, Experts
+from holdfast.lm.kernels.linear.experts.few_kernels import down_few_kernel, gate_few_kernel, router_kernel
+from holdfast.lm.kernels.linear.experts.grouped_kernels import grouped_kernel, route_kernel, sort_kernel
 from holdfast.lm.kernels.linear.skinny_gemm import MAX_PARTS, SkinnyLaunch, skinny_gemm
 
 FEW_TOKENS = 4

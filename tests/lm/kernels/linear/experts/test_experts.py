@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from holdfast.lm.kernels.experts.experts import ExpertRule, Experts, apply_experts
-from holdfast.lm.kernels.experts.launches import (
+from holdfast.lm.kernels.linear.experts.experts import ExpertRule, Experts, apply_experts
+from holdfast.lm.kernels.linear.experts.launches import (
     ExpertLaunch,
     GroupedLaunch,
     experts_of_few,

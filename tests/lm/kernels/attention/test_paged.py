@@ -42,7 +42,7 @@ MIXED = [(3, 0, 37), (0, 49, 50), (1, 20, 61), (4, 0, 1), (2, 0, 9), (2, 30, 42)
 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "block_size"),
-    [(4, 2, 16, 16), (1, 1, 16, 1), (6, 2, 40, 5), (8, 1, 80, 16), (4, 4, 96, 16), (32, 1, 16, 16)],
+    [(4, 2, 16, 16), (1, 1, 16, 1), (6, 2, 40, 5), (8, 1, 80, 16), (4, 4, 96, 16), (32, 1, 16, 16), (71, 1, 64, 16)],
 )
 def test_a_mixed_batch_equals_the_oracle(
     heads: int, kv_heads: int, head_dim: int, block_size: int, device: str

@@ -252,8 +252,9 @@ def few_trials(launches: Any) -> list[tuple[str, Any]]:
 def grouped_trials(launches: Any, own: Any) -> list[Any]:
     """Other launches of the grouped products, for tiles like the rule's."""
     return [
-        launches.GroupedLaunch(block_m, launches.ExpertLaunch(*gate), launches.ExpertLaunch(*down))
+        launches.GroupedLaunch(block_m, launches.ExpertLaunch(*gate), launches.ExpertLaunch(*down), halved)
         for low, high, block_m, gate, down in GROUPED_TRIALS
+        for halved in ((True, False) if block_m >= 128 else (False,))
         if low <= own.block_m <= high
     ]
 
@@ -262,19 +263,19 @@ def grouped_parts(
     launches: Any, experts: Any, count: int, launch: Any, inputs: list[Any], sorting: Callable[[Any, int], Any]
 ) -> list[tuple[int, str, Callable[[Any, Any], object], Any]]:
     """The two products alone."""
-    size = launch.block_m
+    size, name = launch.block_m, f"{launch.block_m}{' halved' if launch.halved else ''}"
     inner = inputs[0].new_empty(count * experts.rule.top_k, experts.down.shape[2]).normal_()
     room = inputs[0].new_empty(experts.rule.top_k, *inputs[0].shape)
     return [
         (
             count,
-            f"  gate {size}: {shown(launch.gate)}",
+            f"  gate {name}: {shown(launch.gate)}",
             lambda x, out: launches.grouped_gate(x, experts, sorting(x, size), launch),
             inputs,
         ),
         (
             count,
-            f"  down {size}: {shown(launch.down)}",
+            f"  down {name}: {shown(launch.down)}",
             lambda x, out: launches.grouped_down(inner, experts, sorting(x, size), launch, room),
             inputs,
         ),

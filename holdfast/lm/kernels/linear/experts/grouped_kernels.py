@@ -120,23 +120,21 @@ def sort_kernel(
 def grouped_kernel(
     x, weight, bias, out, pairs, ends, tile_ends, shares, divisors, tokens, experts, outputs, inputs,
     x_stride, out_stride, alpha, limit,
-    TOP_K: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
+    TOP_K: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr, HALVED: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """A product of each pair with its expert. Program (BLOCK_M pairs of one expert and BLOCK_N outputs, these first).
 
     GATED: x is [T, inputs], weight [experts, 2 outputs, inputs], and out [T * TOP_K, outputs], gated, in the order of
     `pairs`. Else x is in this order, weight is [experts, outputs, inputs], and out [TOP_K, T, outputs] is by rank and
-    token, times the pair's share.
+    token, times the pair's share. HALVED: an expert's last tile is computed as half a tile if its pairs fit.
     """
     launch_dependents(DEPENDENT)
     blocks = tl.cdiv(outputs, BLOCK_N)
     tile = tl.program_id(0) // blocks
-    n = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
-    # Rows past the last one read it again. That costs nothing and needs no mask; nor do pairs past the last one.
-    row = tl.minimum(n, outputs - 1)
+    first_output = tl.program_id(0) % blocks * BLOCK_N
     e = tl.arange(0, BLOCK_E)
-    item = tl.arange(0, BLOCK_M)
     wait_for_previous(DEPENDENT)
     tile_end = tl.load(tile_ends + e, mask=e < experts, other=2147483647)
     expert = tl.sum((tile_end <= tile).to(tl.int32), 0)
@@ -144,8 +142,34 @@ def grouped_kernel(
         return
     tiles_before = tl.max(tl.where(tile_end <= tile, tile_end, 0), 0)
     stop = tl.load(ends + expert)
-    start = tl.load(ends + expert - 1, mask=expert > 0, other=0)
-    place = start + (tile - tiles_before) * BLOCK_M + item
+    start = tl.load(ends + expert - 1, mask=expert > 0, other=0) + (tile - tiles_before) * BLOCK_M
+    if HALVED:  # noqa: SIM102
+        if stop - start <= BLOCK_M // 2:
+            _tile(
+                x, weight, bias, out, pairs, shares, divisors, tokens, outputs, inputs, x_stride, out_stride,
+                alpha, limit, first_output, expert, start, stop,
+                TOP_K, GATED, CLAMPED, BLOCK_M // 2, BLOCK_N, BLOCK_K, EVEN, STAGES,
+            )  # fmt: skip
+            return
+    _tile(
+        x, weight, bias, out, pairs, shares, divisors, tokens, outputs, inputs, x_stride, out_stride,
+        alpha, limit, first_output, expert, start, stop,
+        TOP_K, GATED, CLAMPED, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, STAGES,
+    )  # fmt: skip
+
+
+@triton.jit
+def _tile(
+    x, weight, bias, out, pairs, shares, divisors, tokens, outputs, inputs, x_stride, out_stride, alpha, limit,
+    first_output, expert, start, stop,
+    TOP_K: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The products of up to BLOCK_M pairs from `start` on, before `stop`, with BLOCK_N outputs of their expert."""
+    n = first_output + tl.arange(0, BLOCK_N)
+    # Rows past the last one read it again. That costs nothing and needs no mask; nor do pairs past the last one.
+    row = tl.minimum(n, outputs - 1)
+    place = start + tl.arange(0, BLOCK_M)
     pair = tl.load(pairs + tl.minimum(place, stop - 1))
     source = pair // TOP_K if GATED else tl.minimum(place, stop - 1)
     x_at = x + source.to(tl.int64)[None, :] * x_stride

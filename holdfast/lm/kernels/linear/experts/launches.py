@@ -58,6 +58,8 @@ class GroupedLaunch:
     gate: ExpertLaunch
     """Outputs, twice as many rows, and inputs of the first product."""
     down: ExpertLaunch
+    halved: bool = False
+    """Whether an expert's last tile may be half a tile."""
 
 
 ROUTER = ExpertLaunch(block_n=2, block_k=1024, num_warps=4, num_stages=2)
@@ -69,7 +71,7 @@ GROUPED = (
     (10, GroupedLaunch(16, ExpertLaunch(64, 128, 4, 3), ExpertLaunch(128, 128, 8, 3))),
     (20, GroupedLaunch(32, ExpertLaunch(128, 64, 8, 4), ExpertLaunch(128, 128, 4, 3))),
     (48, GroupedLaunch(64, ExpertLaunch(128, 64, 8, 4), ExpertLaunch(128, 64, 8, 4))),
-    (1 << 30, GroupedLaunch(128, ExpertLaunch(128, 64, 8, 4), ExpertLaunch(256, 64, 8, 3))),
+    (1 << 30, GroupedLaunch(128, ExpertLaunch(128, 64, 8, 4), ExpertLaunch(256, 64, 8, 3), halved=True)),
 )
 """By up to how many pairs an expert has in the mean, the launch of the grouped products. Tuned on an H200
 (benchmarks/experts_gpu.py --tune)."""
@@ -228,7 +230,7 @@ def _grouped(
         x, weight, bias, out, sorting.pairs, sorting.ends, sorting.tile_ends, sorting.shares, sorting.divisors,
         len(sorting.divisors), count, outputs, inputs, x.stride(0), out.stride(-2), *_clamp(rule),
         TOP_K=rule.top_k, GATED=gated, CLAMPED=rule.clamp is not None, BLOCK_E=triton.next_power_of_2(count),
-        BLOCK_M=launch.block_m, **own.options(inputs), **dependent_launch_options(x.device),
+        HALVED=launch.halved, BLOCK_M=launch.block_m, **own.options(inputs), **dependent_launch_options(x.device),
     )  # fmt: skip
 
 

@@ -146,6 +146,14 @@ def test_pairs_are_sorted_by_expert_and_then_by_token(tokens: int, device: str) 
     assert sorting.most_tiles >= int(sorting.tile_ends[-1])
 
 
+@pytest.mark.parametrize("tokens", [7, 40, 45])
+def test_an_experts_last_tile_may_be_half_a_tile(tokens: int, device: str) -> None:
+    experts = draw(ExpertRule(top_k=2), 5, 32, 16, device, biased=True)
+    x = torch.randn(tokens, 32, device=device)
+    launch = replace(SMALL, block_m=32, halved=True)
+    assert error(grouped_experts(x, experts, launch).sum(0), expected(x, experts)) < 1e-6
+
+
 def test_all_tokens_may_choose_the_same_experts(device: str) -> None:
     experts = draw(ExpertRule(top_k=2), 6, 32, 16, device, biased=True)
     assert experts.router_bias is not None
@@ -184,7 +192,7 @@ SHAPES = {
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_compiled_launches_stay_within_the_precision_of_the_type(shape: str, dtype: torch.dtype) -> None:
     rule, count, hidden, inner, biased = SHAPES[shape]

@@ -1,18 +1,19 @@
 """Time skinny GEMMs on a GPU, and a decoder layer around attention, against cuBLAS and PyTorch.
 
-    python benchmarks/gemv_gpu.py [--tune] [--fp8] [--split N] [--tokens 1 2 4 8 16 32 64] [--out results.json]
+    python benchmarks/gemv_gpu.py [--tune] [--fp8 | --int4] [--split N] [--tokens 1 2 4 8 16 32 64] [--out results.json]
 
 The shapes are Llama-3-8B's, bf16. A product is timed with the operations that the decoder fuses to it (residual and
 norm, or the gate), as one CUDA graph over more weights than L2 holds. Its figure is the weights' bytes over that time,
 as a share of the rate of a device-to-device copy. `--tune` times launches other than the rule's. With `--fp8` the
-weights are FP8; only PyTorch's product is timed beside them, beyond 64 tokens. With `--split` the products are those of
-one of N devices that share each layer. Prints a table, writes JSON lines.
+weights are FP8, with `--int4` of 4 bits; only PyTorch's product is timed beside them, beyond 64 tokens. With `--split`
+the products are those of one of N devices that share each layer. Prints a table, writes JSON lines.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from invocation import provenance
 from triton.runtime.errors import OutOfResources
 
 from holdfast.lm.kernels.fp8 import Fp8Weight, Weight, quantize
+from holdfast.lm.kernels.int4 import HALVES, Int4Weight, pack
 from holdfast.lm.kernels.linear.fused_layers import FusedLayerOps
 from holdfast.lm.kernels.linear.layers import LayerOps, LayerShape
 from holdfast.lm.kernels.linear.skinny_gemm import SkinnyLaunch
@@ -56,6 +58,10 @@ PARTS = (1, 2, 4, 8)
 FP8_ONE_TOKEN = [
     *((16, 256, 4, 6), (16, 512, 4, 4), (8, 512, 4, 4), (8, 1024, 4, 3), (32, 256, 4, 4), (32, 256, 8, 4)),
     *((16, 256, 2, 6), (8, 512, 2, 4), (8, 512, 4, 6), (8, 256, 2, 6)),
+]
+INT4_TOKENS = [  # inputs at a time are a chunk
+    *((64, 128, 4, 3), (64, 128, 4, 4), (64, 128, 4, 8), (64, 128, 8, 4), (128, 128, 4, 4), (128, 128, 8, 4)),
+    *((16, 128, 4, 6), (32, 128, 4, 6)),
 ]
 FP8_FEW_TOKENS = [
     *((64, 128, 4, 3), (64, 128, 4, 4), (64, 128, 4, 6), (128, 128, 4, 4), (128, 128, 8, 4), (128, 128, 8, 3)),
@@ -159,8 +165,17 @@ def layer_time(ops: LayerOps, tokens: int) -> float:
     return milliseconds(captured(run)) / 4 * 1e3
 
 
-def candidates(kind: str, tokens: int, fp8: bool) -> list[SkinnyLaunch]:
-    one, few = (FP8_ONE_TOKEN, FP8_FEW_TOKENS) if fp8 else (ONE_TOKEN, FEW_TOKENS)
+def random_int4(outputs: int, inputs: int, group: int = 128) -> Int4Weight:
+    numbers = torch.randint(16, (outputs, inputs), dtype=torch.uint8, device="cuda")
+    scale = random(outputs, inputs // group).abs_().mul_(0.001)
+    zero = torch.randint(16, scale.shape, dtype=torch.uint8, device="cuda")
+    return pack(numbers, scale, zero, group, HALVES[0])
+
+
+def candidates(kind: str, tokens: int, weight: Weight) -> list[SkinnyLaunch]:
+    one, few = (FP8_ONE_TOKEN, FP8_FEW_TOKENS) if isinstance(weight, Fp8Weight) else (ONE_TOKEN, FEW_TOKENS)
+    if isinstance(weight, Int4Weight):
+        one = few = INT4_TOKENS
     return [
         SkinnyLaunch(*settings, parts)
         for settings in (one if tokens == 1 else few)
@@ -179,10 +194,9 @@ def compare(name: str, tokens: int, weights: Sequence[Weight], rate: float, tune
     kind, weight_bytes = KINDS[name], weights[0].nbytes
     own = FusedLayerOps(shape())
     rule = own.launch(random(tokens, weights[0].shape[1]), weights[0], cut=kind == "add_norm")
-    fp8 = isinstance(weights[0], Fp8Weight)
     lines: list[dict[str, object]] = []
-    firsts = [rule] if fp8 else [None, rule]
-    for launch in [*firsts, *(candidates(kind, tokens, fp8) if tune and rule is not None else [])]:
+    firsts = [None, rule] if isinstance(weights[0], torch.Tensor) else [rule]
+    for launch in [*firsts, *(candidates(kind, tokens, weights[0]) if tune and rule is not None else [])]:
         try:
             taken = product_time(Fixed(launch), kind, weights, tokens)
         except OutOfResources as refused:
@@ -201,6 +215,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tune", action="store_true", help="time other launches than the rule's too")
     parser.add_argument("--fp8", action="store_true", help="FP8 weights; layers are left out")
+    parser.add_argument("--int4", action="store_true", help="4-bit weights in groups of 128; layers are left out")
     parser.add_argument("--products", nargs="*", choices=KINDS, default=list(KINDS))
     parser.add_argument("--split", type=int, default=1, help="devices that share each layer")
     parser.add_argument("--tokens", nargs="*", type=int, default=[1, 2, 4, 8, 16, 32, 64])
@@ -214,14 +229,18 @@ def main() -> None:
     print("product  tokens   share of the copy rate: PyTorch, the rule's launch, the best of the others", flush=True)
     for name in arguments.products:
         outputs, inputs = weight_size(name, arguments.split)
-        size = 1 if arguments.fp8 else DTYPE.itemsize
-        copies = max(1, -(-RING_BYTES // (outputs * inputs * size)))
-        drawn = (random(outputs, inputs, spread=0.01) for _ in range(copies))
-        weights = [quantize(weight) if arguments.fp8 else weight for weight in drawn]
+        size = 1 if arguments.fp8 else 0.5 if arguments.int4 else DTYPE.itemsize
+        copies = max(1, math.ceil(RING_BYTES / (outputs * inputs * size)))
+        weights: list[Weight]
+        if arguments.int4:
+            weights = [random_int4(outputs, inputs) for _ in range(copies)]
+        else:
+            drawn = (random(outputs, inputs, spread=0.01) for _ in range(copies))
+            weights = [quantize(weight) if arguments.fp8 else weight for weight in drawn]
         for tokens in arguments.tokens:
             lines += compare(name, tokens, weights, rate, arguments.tune)
         del weights
-    for tokens in () if arguments.fp8 else arguments.layers:
+    for tokens in () if arguments.fp8 or arguments.int4 else arguments.layers:
         plain, fused = layer_time(LayerOps(shape()), tokens), layer_time(FusedLayerOps(shape()), tokens)
         lines.append(
             dict(work="layer without attention", tokens=tokens, pytorch_us=round(plain, 1), us=round(fused, 1))

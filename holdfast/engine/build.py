@@ -242,6 +242,8 @@ def tuned_model(config: EngineConfig, device: LanguageDevice) -> Decoder | None:
         return None
     if not isinstance(device, PagedDevice) or not isinstance(device.model, Decoder):
         raise ValueError("tuning needs a native decoder over a paged cache, and this model has none; leave it out")
+    if device.model.decoder.experts is not None:
+        raise ValueError("tuning needs a decoder without experts, and this model is a mixture of experts; leave it out")
     if not device.model.decoder.takes_adapters:
         name = device.model.spec.architecture
         raise ValueError(f"tuning is for layers like Llama's, and {name} has others; leave it out")

@@ -322,8 +322,9 @@ async def test_an_engine_with_every_library_loaded_says_nothing_at_its_end(small
 async def test_a_failed_start_gives_its_reason_and_leaves_no_process(small, checkpoint, tmp_path, capfd, room):
     with pytest.raises(EngineStartError, match="does not exist"):
         await EngineClient.start(small(model=str(tmp_path / "absent")))
-    with pytest.raises(EngineStartError, match=r"no tokenizer\.json"):
+    with pytest.raises(EngineStartError, match=r"tokenizer\.json cannot be read as a tokenizer"):
         (tmp_path / "config.json").write_text("{}")
+        (tmp_path / "tokenizer.json").write_text("{}")
         await EngineClient.start(small(model=str(tmp_path)))
     for name in ("tokenizer.json", "chat_template.jinja"):
         (tmp_path / name).write_text((checkpoint / name).read_text())

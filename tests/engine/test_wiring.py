@@ -28,6 +28,7 @@ BLOCK = 2 * 2 * 16 * 2 * 16 * 4
 """Bytes of a block: layers, keys and values, tokens, heads, head size, bytes of a float32."""
 
 REPORTED = {
+    "served_model_name": ({"served_model_name": ("mine", "too")}, "model", "mine"),
     "dtype": ({"dtype": "bfloat16"}, "precision", "bfloat16"),
     "kv_cache_dtype": ({"kv_cache_dtype": "fp8"}, "precision", "float32, fp8 cache"),
     "quantization": ({"quantization": "fp8"}, "precision", "float32, fp8 weights"),
@@ -44,9 +45,9 @@ OTHERS = {
     "model", "device", "load_format", "memory_fraction", "steps_in_flight", "cuda_graphs", "attention_backend", "trace",
     "threads", "executor", "trust_remote_code", "prefill_ahead", "shrink_threshold", "adapter", "max_adapters",
     "max_adapter_rank", "adapter_host_gb", "tuning", "deferral_bound", "tuning_memory_fraction", "tuning_micro_batch",
-    "tuning_progress", "tuning_mirror", "tp", "pp",
+    "tuning_progress", "tuning_mirror", "tp", "pp", "revision", "chat_template",
 }  # fmt: skip
-"""Options with a test of their own below, or in test_tuning or test_many_device."""
+"""Options with a test of their own below, or in test_tuning, test_many_device, test_hub or test_text."""
 
 
 @pytest.fixture(scope="module")

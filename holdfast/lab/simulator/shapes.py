@@ -12,6 +12,7 @@ BYTES = 2
 """Bytes of a 16-bit number."""
 NATIVE = (
     "llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text", "gemma3", "olmo2", "opt", "gpt2", "falcon",
+    "mixtral", "qwen3_moe", "gpt_oss",
 )  # fmt: skip
 """Values of `model_type` with a native decoder in the engine. FP8 weights need one."""
 

@@ -456,6 +456,11 @@ def make_slots(model: Model, config: EngineConfig) -> AdapterSlots | None:
             f"adapter and max_adapters, or serve one of {', '.join(NATIVE)}"
         )
     spec = model.spec
+    if model.decoder.experts is not None:
+        raise ValueError(
+            f"adapters need a decoder without experts, and {spec.architecture} is a mixture of experts; leave out "
+            "adapter and max_adapters"
+        )
     if not model.decoder.takes_adapters:
         raise ValueError(f"adapters are for layers like Llama's, and {spec.architecture} has others; leave them out")
     return AdapterSlots(

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from holdfast.lm.kernels.int4 import Int4Weight
+
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0
 """The largest FP8 number. FP8 has no infinity; a number that rounds above this becomes NaN."""
@@ -38,7 +40,7 @@ class Fp8Weight:
         return (self.data.to(wide) * self.scale[:, None].to(wide)).to(dtype)
 
 
-Weight = torch.Tensor | Fp8Weight
+Weight = torch.Tensor | Fp8Weight | Int4Weight
 """A weight [N, K] of a linear layer."""
 
 

@@ -13,10 +13,12 @@ from torch.nn import functional
 from holdfast.lm.kernels.collectives.protocol import Group
 from holdfast.lm.kernels.fp8 import Fp8Weight, Weight, quantize, row_maxima
 from holdfast.lm.kernels.linear import layer_ops_for
+from holdfast.lm.kernels.linear.experts.experts import Experts
 from holdfast.lm.kernels.linear.layers import LayerShape, Normed, nothing
 from holdfast.lm.models.adapters import StepAdapters
 from holdfast.lm.models.base import ModelSpec, StepInput
-from holdfast.lm.models.decoder_spec import LINEAR_FIELDS, DecoderSpec, elements_of
+from holdfast.lm.models.decoder_spec import LINEAR_FIELDS, MLP_FIELDS, DecoderSpec, elements_of
+from holdfast.lm.models.experts import read_experts
 from holdfast.lm.models.shard import Piece, Shard, layer_pieces, vocabulary_piece
 
 
@@ -39,6 +41,9 @@ class LayerWeights:
     o_bias: torch.Tensor | None = None
     gate_up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None  # [H]
+    experts: Experts | None = None
+    """In place of the MLP, whose weights are empty then."""
 
 
 class WeightSource(Protocol):
@@ -46,6 +51,10 @@ class WeightSource(Protocol):
 
     def fill(self, name: str, piece: Piece, into: torch.Tensor) -> None:
         """Write a piece of the tensor `name` into `into`. Raises UnsupportedCheckpoint if it cannot."""
+
+    def packed(self, names: tuple[str, ...], pieces: tuple[Piece, ...], device: torch.device) -> Weight | None:
+        """A quantized weight with the rows of all these tensors, as kernels read it; None: `fill` gives the numbers."""
+        return None
 
 
 class Decoder:
@@ -164,12 +173,27 @@ class Decoder:
 
     def _layer(self, index: int, pieces: dict[str, tuple[Piece, ...]], quantized: tuple[str, ...]) -> LayerWeights:
         family, weights = self.decoder.names, dict[str, Any](input_norm=self._no_norm, post_norm=self._no_norm)
+        if self.decoder.experts is not None and self.decoder.experts.sparse[index]:
+            pieces = {field: parts for field, parts in pieces.items() if field not in MLP_FIELDS}
+            experts = read_experts(
+                self.decoder, index, self.shard, self._source, device=self._device, dtype=self._dtype
+            )
+            weights |= {"experts": experts, "gate_up": self._none, "down": self._none.t()}
+            self._bytes += experts.nbytes
         for field, parts in pieces.items():
             names = tuple(family.layer.format(index) + name for name in family.fields[field])
             if field.endswith("_norm"):
                 weights[field] = self._norm(names, parts)
+            elif field in quantized:
+                weights[field] = self._quantized(names, parts)
             else:
-                weights[field] = self._quantized(names, parts) if field in quantized else self._fused(names, parts)
+                # Rows in an order of their own are read as numbers.
+                as_stored = field in LINEAR_FIELDS and (field != "qkv" or self._pairs is None)
+                packed = self._packed(names, parts) if as_stored else None
+                weights[field] = self._fused(names, parts) if packed is None else packed
+        if isinstance(weights["gate_up"], Fp8Weight) and isinstance(weights["down"], torch.Tensor):
+            # Activations between the two are FP8 only if both take them.
+            weights["gate_up"] = weights["gate_up"].dequantized(self._dtype)
         return LayerWeights(**weights)
 
     def _norm(self, names: tuple[str, ...], pieces: tuple[Piece, ...]) -> torch.Tensor:
@@ -198,6 +222,12 @@ class Decoder:
         self._fill(names, pieces, torch.split(whole, rows))
         self._bytes += whole.nbytes
         return whole
+
+    def _packed(self, names: tuple[str, ...], pieces: tuple[Piece, ...]) -> Weight | None:
+        """A weight that the checkpoint holds as kernels read it, with the rows of all parts; None if it does not."""
+        weight = self._source.packed(names, pieces, self._device)
+        self._bytes += 0 if weight is None else weight.nbytes
+        return weight
 
     def _quantized(self, names: tuple[str, ...], pieces: tuple[Piece, ...]) -> Fp8Weight:
         """One FP8 weight with the rows of all parts. Its scales are those of whole rows."""
@@ -250,7 +280,9 @@ class Decoder:
             query = ops.rotate_and_write(
                 qkv, rotation, layer.q_norm, layer.k_norm, step.caches[index], step.slot_mapping
             )
-            attended = step.attend(index, query, scale=spec.scale, window=window, softcap=spec.softcap).flatten(1)
+            attended = step.attend(
+                index, query, scale=spec.scale, window=window, softcap=spec.softcap, sinks=layer.sinks
+            ).flatten(1)
             if index < len(self.layers) - 1 or not self.shard.last:
                 normed = self._finish(index, stream, attended, adapters)
         if not self.shard.last:
@@ -309,6 +341,8 @@ class Decoder:
             normed = ops.add_linear_norm(
                 stream, attended, layer.o, layer.o_bias, layer.post_norm, out_norm=layer.attention_out_norm
             )
+            if layer.experts is not None:
+                return ops.add_experts_norm(stream, normed, layer.experts, following)
             if spec.norms_stream:
                 normed = stream.copy_(normed)
             inner, first = ops.gated_linear(normed, layer.gate_up, layer.gate_up_bias), nothing

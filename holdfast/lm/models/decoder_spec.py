@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 
+from holdfast.lm.kernels.linear.experts.experts import ExpertRule
 from holdfast.lm.models.rope import Rope
 
 Shape = tuple[int, ...]
@@ -38,6 +39,10 @@ class DecoderSpec:
     mlp_bias: bool = False
     windows: tuple[int | None, ...] = ()
     """By layer, how many positions a query sees, including its own; None or empty: all."""
+    sinks: bool = False
+    """Each head has a logit without a value (GPT-OSS)."""
+    experts: ExpertSpec | None = None
+    """The experts of layers that have them in place of an MLP."""
     init_std: float = 0.02
     """Standard deviation of random weights."""
     norms: tuple[str, ...] = ("input_norm", "post_norm")
@@ -119,6 +124,35 @@ class Part:
     """The tensor is [inputs, outputs]. Its rows are those of [outputs, inputs]."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class ExpertSpec:
+    """The experts of a decoder, and how its checkpoint holds them."""
+
+    count: int
+    intermediate_size: int
+    """Of one expert."""
+    sparse: tuple[bool, ...]
+    """By layer of the whole decoder, whether it has experts."""
+    rule: ExpertRule
+    biased: bool
+    """Whether router and experts have biases."""
+    names: ExpertNames
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """The names of a layer's experts after the layer's prefix.
+
+    Each expert has tensors of its own, named with {} for its number; or, if `fused`, gate_up is one tensor of all
+    experts [E, hidden, 2 inner], whose columns are gate and up in turns, and down another [E, inner, hidden].
+    """
+
+    router: str
+    gate_up: tuple[str, ...]
+    down: str
+    fused: bool = False
+
+
 @dataclass(frozen=True)
 class WeightNames:
     """The tensor names of a family of checkpoints. A fused weight lists its parts, from its first row down."""
@@ -152,6 +186,9 @@ class WeightNames:
         return self.norm.removesuffix("weight") + "bias"
 
 
+MLP_FIELDS = ("gate_up", "down", "gate_up_bias", "down_bias")
+"""The fields of LayerWeights that a layer with experts has not."""
+
 LINEAR_FIELDS = ("qkv", "o", "gate_up", "down")
 """The fields of LayerWeights that may be FP8: nearly all bytes that a step reads, except the LM head."""
 
@@ -176,9 +213,40 @@ def layer_shapes(spec: DecoderSpec) -> dict[str, tuple[Shape, ...]]:
         shapes["qkv_bias"] = ((q,), (kv,), (kv,))
     if spec.o_bias:
         shapes["o_bias"] = ((hidden,),)
+    if spec.sinks:
+        shapes["sinks"] = ((spec.num_heads,),)
     if spec.mlp_bias:
         shapes |= {"gate_up_bias": ((inner,),) * mlp, "down_bias": ((hidden,),)}
     return shapes
+
+
+def expert_shapes(spec: DecoderSpec) -> dict[str, Shape]:
+    """By name after the layer's prefix, the shapes of the tensors of a layer's experts."""
+    experts, hidden = spec.experts, spec.hidden_size
+    if experts is None:
+        return {}
+    names, count, inner = experts.names, experts.count, experts.intermediate_size
+    shapes: dict[str, Shape] = {names.router + ".weight": (count, hidden)}
+    if experts.biased:
+        shapes[names.router + ".bias"] = (count,)
+    if names.fused:
+        shapes |= {names.gate_up[0]: (count, hidden, 2 * inner), names.down: (count, inner, hidden)}
+        if experts.biased:
+            shapes |= {names.gate_up[0] + "_bias": (count, 2 * inner), names.down + "_bias": (count, hidden)}
+        return shapes
+    for expert in range(count):
+        shapes |= {name.format(expert): (inner, hidden) for name in names.gate_up}
+        shapes[names.down.format(expert)] = (hidden, inner)
+    return shapes
+
+
+def layer_elements(spec: DecoderSpec, layer: int) -> int:
+    """Numbers in all tensors of a layer that one token reads."""
+    shapes, experts = layer_shapes(spec), spec.experts
+    if experts is None or not experts.sparse[layer]:
+        return sum(map(elements_of, shapes.values()))
+    attention = sum(elements_of(parts) for field, parts in shapes.items() if field not in MLP_FIELDS)
+    return attention + 3 * experts.rule.top_k * spec.hidden_size * experts.intermediate_size
 
 
 def elements_of(shapes: tuple[Shape, ...]) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 from holdfast.lm.kernels.linear.layers import ACTIVATIONS
 from holdfast.lm.models.base import NotNative, UnsupportedCheckpoint
 from holdfast.lm.models.decoder_spec import DecoderSpec, Part, WeightNames
+from holdfast.lm.models.experts import gpt_oss_experts, mixtral_experts, qwen3_moe_experts
 from holdfast.lm.models.layer_norm_families import falcon, gpt2, opt
 from holdfast.lm.models.rope import rope_of
 
@@ -25,6 +26,7 @@ NAMES = WeightNames(
         "k_norm": ("self_attn.k_norm.weight",),
         "o": ("self_attn.o_proj.weight",),
         "o_bias": ("self_attn.o_proj.bias",),
+        "sinks": ("self_attn.sinks",),
         "post_norm": ("post_attention_layernorm.weight",),
         "gate_up": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
         "gate_up_bias": ("mlp.gate_proj.bias", "mlp.up_proj.bias"),
@@ -93,6 +95,45 @@ def qwen3(config: Mapping[str, Any]) -> DecoderSpec:
     biased = bool(config.get("attention_bias", False))
     return DecoderSpec(
         **fields, windows=windows_of(config, fields["num_layers"]), qk_norm=True, qkv_bias=biased, o_bias=biased
+    )
+
+
+def mixtral(config: Mapping[str, Any]) -> DecoderSpec:
+    """Mixtral: Mistral with experts in every layer."""
+    fields = shared({"num_key_value_heads": 8, **config})
+    windows = (config.get("sliding_window"),) * fields["num_layers"]
+    return DecoderSpec(**fields, windows=windows, experts=mixtral_experts(config, fields["num_layers"]))
+
+
+def qwen3_moe(config: Mapping[str, Any]) -> DecoderSpec:
+    """Qwen3-MoE: Qwen3 with experts in some layers, all of them by default."""
+    fields = shared({"num_key_value_heads": 4, "intermediate_size": 6144, **config})
+    window = config.get("sliding_window", 4096) if config.get("use_sliding_window", False) else None
+    biased = bool(config.get("attention_bias", False))
+    return DecoderSpec(
+        **fields,
+        windows=(window,) * fields["num_layers"],
+        qk_norm=True,
+        qkv_bias=biased,
+        o_bias=biased,
+        experts=qwen3_moe_experts(config, fields["num_layers"]),
+    )
+
+
+def gpt_oss(config: Mapping[str, Any]) -> DecoderSpec:
+    """GPT-OSS: attention sinks, windows in every second layer, biases, and experts with a clamped gate."""
+    fields = shared({"num_key_value_heads": 8, "head_dim": 64, "rope_theta": 150_000.0, **config})
+    count = fields["num_layers"]
+    kinds = config.get("layer_types") or ["full_attention" if i % 2 else "sliding_attention" for i in range(count)]
+    given = {"sliding_window": 128, **config, "use_sliding_window": True, "layer_types": kinds}
+    biased = bool(config.get("attention_bias", True))
+    return DecoderSpec(
+        **fields,
+        windows=windows_of(given, count),
+        qkv_bias=biased,
+        o_bias=biased,
+        sinks=True,
+        experts=gpt_oss_experts(config, count),
     )
 
 
@@ -229,5 +270,8 @@ NATIVE: dict[str, Callable[[Mapping[str, Any]], DecoderSpec]] = {
     "OPTForCausalLM": opt,
     "FalconForCausalLM": falcon,
     "GPT2LMHeadModel": gpt2,
+    "MixtralForCausalLM": mixtral,
+    "Qwen3MoeForCausalLM": qwen3_moe,
+    "GptOssForCausalLM": gpt_oss,
 }
 """By architecture, the function that reads its config.json."""

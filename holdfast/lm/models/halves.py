@@ -110,10 +110,14 @@ class Halves:
     """The halves of a decoder's layers, and its head. Callers turn gradients off."""
 
     def __init__(self, model: Decoder, layout: AdapterLayout, scale: float) -> None:
-        """`scale` is LoRA's s. Raises ValueError for a model with FP8 weights."""
+        """`scale` is LoRA's s. Raises ValueError for a model with FP8 or 4-bit weights."""
         spec = model.decoder
-        if any(isinstance(getattr(model.layers[0], field), Fp8Weight) for field in LINEAR_FIELDS):
-            raise ValueError("the model's weights are FP8; tuning needs them in 16 or 32 bits: leave out quantization")
+        for weight in (getattr(layer, field) for layer in model.layers for field in LINEAR_FIELDS):
+            if not isinstance(weight, torch.Tensor):
+                kind = "FP8" if isinstance(weight, Fp8Weight) else "4 bits"
+                raise ValueError(
+                    f"the model's weights are {kind}; tuning needs them in 16 or 32 bits: leave out quantization"
+                )
         self.model, self.layout, self.scale = model, layout, scale
         self._spec = spec
         device, dtype = model.spec.device, model.spec.dtype

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,12 +14,13 @@ from safetensors import SafetensorError, safe_open
 from holdfast.core.config import QuantizationName
 from holdfast.core.layout import Layout
 from holdfast.lm.kernels.collectives.protocol import Group
-from holdfast.lm.kernels.fp8 import FIRST_CAPABILITY
+from holdfast.lm.kernels.fp8 import FIRST_CAPABILITY, Weight
 from holdfast.lm.models import hf
 from holdfast.lm.models.base import Model, NotNative, UnsupportedCheckpoint, check_finite, limited
 from holdfast.lm.models.decoder import Decoder, WeightSource
-from holdfast.lm.models.decoder_spec import DecoderSpec, Part, layer_shapes
+from holdfast.lm.models.decoder_spec import MLP_FIELDS, DecoderSpec, Part, expert_shapes, layer_shapes
 from holdfast.lm.models.families import NATIVE
+from holdfast.lm.models.quantized import Quantization, QuantizedReader, quantization_of
 from holdfast.lm.models.read_ahead import read_ahead
 from holdfast.lm.models.shard import Piece, shard_of
 
@@ -69,17 +70,24 @@ def load(
             raise UnsupportedCheckpoint(
                 f"tp is {layout.tp} and pp is {layout.pp}, which only native decoders take: {reason}"
             ) from None
+        refuse_quantized(config)
         if load_format == "auto" and (directory / "model.safetensors.index.json").exists():
             files_of(directory)  # Transformers would follow an index to files outside
         return hf.load(directory, config, **options, max_model_len=max_model_len, random=load_format == "random")
     if quantization == "fp8":
         check_fp8(device)
+        if spec.experts is not None:
+            raise UnsupportedCheckpoint(
+                f"quantization is fp8, which experts do not have, and {spec.architecture} is a mixture of experts: "
+                "leave it out"
+            )
     shard = shard_of(spec, layout, rank)
     length = limited(max_model_len, spec.most_positions if max_model_len else spec.plain_positions)
     options |= dict(max_model_len=length, fp8=quantization == "fp8", shard=shard, group=group)
     if load_format == "random":
         return Decoder(spec, RandomWeights(spec, device), **options)
-    source = Safetensors(directory, spec)
+    how = quantization_of(config)
+    source = Safetensors(directory, spec) if how is None else QuantizedSafetensors(directory, spec, how, device)
     source.check_names()
     with read_ahead(files_of(directory), rank, layout.ranks):
         return Decoder(spec, source, **options)
@@ -125,7 +133,10 @@ def understood(config: Mapping[str, Any]) -> str:
     architecture = architecture_of(config)
     if config.get("is_encoder_decoder"):
         raise UnsupportedCheckpoint(f"{architecture} is an encoder-decoder; only causal decoders are served")
-    refuse_quantized(config)
+    if architecture in NATIVE:
+        quantization_of(config)  # raises for a method that is not known
+    else:
+        refuse_quantized(config)
     return architecture
 
 
@@ -141,7 +152,10 @@ def refuse_quantized(config: Mapping[str, Any]) -> None:
     """Raises UnsupportedCheckpoint for weights that are not plain numbers."""
     if quantization := config.get("quantization_config"):
         method = quantization.get("quant_method", "unknown")
-        raise UnsupportedCheckpoint(f"the checkpoint is quantized ({method}); give one in bfloat16, float16 or float32")
+        raise UnsupportedCheckpoint(
+            f"the checkpoint is quantized ({method}), which runs by native decoders over a paged cache "
+            f"({', '.join(NATIVE)}); give one in bfloat16, float16 or float32"
+        )
 
 
 def check_fp8(device: torch.device) -> None:
@@ -224,17 +238,45 @@ class Safetensors(WeightSource):
         # On a GPU the copy is quick to read. On a CPU it may be stored by columns, which is slow to read.
         check_finite(stored_name, into if into.is_cuda else tensor, into.dtype)
 
+    def names(self) -> Iterable[str]:
+        """The names of tensors that `fill` knows."""
+        return self._files.keys()
+
+    def has(self, name: str) -> bool:
+        return name in self._files
+
+    def dtype(self, name: str) -> str:
+        return str(self._files[name].get_slice(name).get_dtype())
+
+    def tensor(self, name: str) -> torch.Tensor:
+        found: torch.Tensor = self._files[name].get_tensor(name)
+        return found
+
+    def slices(self, name: str, shape: tuple[int, ...], cut: tuple[slice, ...]) -> torch.Tensor:
+        if name not in self._files:
+            raise UnsupportedCheckpoint(f"the checkpoint has no tensor {name}, which its config.json asks for")
+        stored = self._files[name].get_slice(name)
+        if tuple(stored.get_shape()) != shape:
+            raise UnsupportedCheckpoint(
+                f"tensor {name} has shape {tuple(stored.get_shape())}; config.json makes it {shape}"
+            )
+        found: torch.Tensor = stored[cut] if cut else self._files[name].get_tensor(name)
+        return found
+
     def check_names(self) -> None:
         """Raise UnsupportedCheckpoint if the checkpoint holds a tensor that the whole decoder has no use for."""
         spec, names = self._spec, self._spec.names
         used = {names.embedding, names.norm, names.lm_head}  # of a tied head there may be a copy
         used |= {names.norm_bias, names.positions, names.project_in, names.project_out}
         fields = [name for field in layer_shapes(spec) for name in names.fields[field]]
+        attention = [name for field in layer_shapes(spec) if field not in MLP_FIELDS for name in names.fields[field]]
+        sparse = (False,) * spec.num_layers if spec.experts is None else spec.experts.sparse
         for layer in range(spec.num_layers):
+            own = [*attention, *expert_shapes(spec)] if sparse[layer] else fields
             prefix = names.layer.format(layer)
-            used.update(self._parts.get(prefix + name, (prefix + name, None))[0] for name in fields)
+            used.update(self._parts.get(prefix + name, (prefix + name, None))[0] for name in own)
         used = {self._based(name, self._base) for name in used}
-        left = [name for name in self._files.keys() - used if not name.endswith(names.ignored)]
+        left = [name for name in {*self.names()} - used if not name.endswith(names.ignored)]
         if left := sorted(name for name in left if not name.startswith(names.others)):
             raise UnsupportedCheckpoint(
                 f"the checkpoint holds {len(left)} tensors that its config.json does not explain, first {left[0]}"
@@ -248,6 +290,33 @@ def within(tensor: torch.Tensor, part: Part) -> torch.Tensor:
         return rows
     dim, start, stop = part.at
     return rows.reshape(*part.rows, *rows.shape[1:]).narrow(dim, start, stop - start)
+
+
+class QuantizedSafetensors(Safetensors):
+    """The tensors of a quantized checkpoint, by the names and shapes of a plain one.
+
+    Raises UnsupportedCheckpoint for a family that stores several weights in one tensor, or under another beginning.
+    """
+
+    def __init__(self, directory: Path, spec: DecoderSpec, how: Quantization, device: torch.device) -> None:
+        super().__init__(directory, spec)
+        if spec.names.parts or self._base != spec.names.base:
+            raise UnsupportedCheckpoint(
+                f"the checkpoint is quantized ({how.method}), which is not read of {spec.architecture} as it stores "
+                "its weights; give one in bfloat16, float16 or float32"
+            )
+        native = device.type == "cpu" or torch.cuda.get_device_capability(device) >= FIRST_CAPABILITY
+        self._reader = QuantizedReader(self, how, native_fp8=native)
+
+    def fill(self, name: str, piece: Piece, into: torch.Tensor) -> None:
+        if not self._reader.fill(name, piece, into):
+            super().fill(name, piece, into)
+
+    def packed(self, names: tuple[str, ...], pieces: tuple[Piece, ...], device: torch.device) -> Weight | None:
+        return self._reader.packed(names, pieces, device)
+
+    def names(self) -> Iterable[str]:
+        return self._reader.names(super().names())
 
 
 def files_of(directory: Path) -> list[Path]:
@@ -279,10 +348,13 @@ class RandomWeights(WeightSource):
         self._generator = torch.Generator(device)
 
     def fill(self, name: str, piece: Piece, into: torch.Tensor) -> None:
-        if name.endswith(".bias"):
+        if name.endswith("bias"):
             into.zero_()
         elif into.ndim == 1:
             into.fill_(self._gain)
+        elif into.ndim == 3:
+            for number, part in zip(piece.own[0], into, strict=True):
+                self._draw(f"{name}.{number}", Piece(piece.whole[1:], piece.own[1:]), part)
         else:
             self._draw(name, piece, into)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from holdfast.core.layout import Layout, split_layers
-from holdfast.lm.models.decoder_spec import DecoderSpec, Shape, elements_of, layer_shapes
+from holdfast.lm.models.decoder_spec import DecoderSpec, Shape, layer_elements, layer_shapes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,8 @@ class Shard:
             num_layers=len(self.layers),
             num_heads=len(self.part(spec.num_heads)),
             num_kv_heads=len(self.kv_heads(spec.num_kv_heads)),
-            intermediate_size=len(self.part(spec.intermediate_size)),
+            # Where all layers have experts, it has no meaning, and tp need not divide it.
+            intermediate_size=spec.intermediate_size // self.tp,
             windows=spec.windows[self.layers.start : self.layers.stop],
         )
 
@@ -66,7 +67,7 @@ def shard_of(spec: DecoderSpec, layout: Layout, rank: int) -> Shard:
         spec.num_layers,
         layout.pp,
         # Weights that one token reads: steps of few tokens take as long as reading them.
-        layer_cost=sum(map(elements_of, layer_shapes(spec).values())),
+        layer_cost=sum(layer_elements(spec, layer) for layer in range(spec.num_layers)) // spec.num_layers,
         embedding_cost=spec.embedding_size,
         head_cost=spec.vocab_size * spec.embedding_size,
     )
@@ -81,7 +82,12 @@ def shard_of(spec: DecoderSpec, layout: Layout, rank: int) -> Shard:
 
 def check_tp(spec: DecoderSpec, tp: int) -> None:
     """Raises ValueError if the layers cannot be shared by `tp` devices."""
-    for name, size in (("attention heads", spec.num_heads), ("MLP columns", spec.intermediate_size)):
+    sizes = [("attention heads", spec.num_heads)]
+    if spec.experts is None or not all(spec.experts.sparse):
+        sizes.append(("MLP columns", spec.intermediate_size))
+    if spec.experts is not None:
+        sizes.append(("columns of an expert", spec.experts.intermediate_size))
+    for name, size in sizes:
         if size % tp:
             raise ValueError(f"tp is {tp}; it must divide the model's {size} {name}")
     if tp > 1 and spec.qk_norm and spec.qk_norm_whole:
@@ -130,8 +136,9 @@ def layer_pieces(spec: DecoderSpec, shard: Shard) -> dict[str, tuple[Piece, ...]
     heads, kv_heads = shard.part(spec.num_heads), shard.kv_heads(spec.num_kv_heads)
     q, kv = (range(each.start * spec.head_dim, each.stop * spec.head_dim) for each in (heads, kv_heads))
     inner = shard.part(spec.intermediate_size)
-    rows = {"qkv": (q, kv, kv), "gate_up": (inner, inner)}
+    rows: dict[str, tuple[range, ...]] = {"qkv": (q, kv, kv), "gate_up": (inner, inner)}
     rows |= {f"{field}_bias": parts for field, parts in rows.items()}
+    rows["sinks"] = (heads,)
     columns = {"o": q, "down": inner}
 
     def piece(field: str, part: int, shape: Shape) -> Piece:

@@ -43,6 +43,7 @@ FAMILIES = (
     "Phi3",
     "Olmo2",
     "Falcon",
+    "Qwen3Moe",
 )
 REQUESTS, LONGEST_PROMPT, GENERATED, BUDGET = 32, 70, 12, 64
 WITH_OPTIONS = ("Gemma2", "GptOss")  # windows, caps and sinks

@@ -36,6 +36,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("Mistral", {}),  # a sliding window
     "qwen2": ("Qwen2", {}),  # biases of queries, keys and values, and a window in some layers
     "qwen3": ("Qwen3", dict(tie_word_embeddings=True)),  # norms within heads, and the embedding as the LM head
+    "gpt-oss": ("GptOss", {}),  # experts with biases, sinks, and a window in some layers
 }
 LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -219,6 +220,7 @@ def test_shards_and_stages_give_the_logits_and_tokens_of_the_whole_model(checkpo
     check(checkpoint, layout)
 
 
+@pytest.mark.parametrize("checkpoint", [name for name in MODELS if name != "gpt-oss"], indirect=True)
 @pytest.mark.parametrize("layout", [Layout(tp=2), Layout(2, 2)], ids=["tp2", "2x2"])
 def test_fp8_shards_give_the_logits_of_the_whole_fp8_model(checkpoint: Path, layout: Layout) -> None:
     quantization: QuantizationName = "fp8"

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from holdfast.lm.models.decoder import Decoder
+from holdfast.lm.models.decoder import Decoder, WeightSource
 from holdfast.lm.models.decoder_spec import DecoderSpec
 from holdfast.lm.models.families import NAMES
 from holdfast.lm.models.halves import AdapterLayout, Halves, PackedTokens
@@ -22,7 +22,7 @@ from holdfast.lm.models.shard import Piece
 SCALE = 1.5
 
 
-class Drawn:
+class Drawn(WeightSource):
     """Random weights of a moderate size, biases and norms too."""
 
     def __init__(self) -> None:

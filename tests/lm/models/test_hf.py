@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from holdfast.lm.models import hf
 from holdfast.lm.models.base import UnsupportedCheckpoint
+from holdfast.lm.models.families import NATIVE
 from holdfast.lm.models.hf import TransformersModel
 from holdfast.lm.models.loader import load
 from tests.checkpoints import make
@@ -70,6 +71,7 @@ def test_an_unknown_attention_keyword_is_refused(tmp_path: Path, monkeypatch: py
 
 def test_a_model_whose_paged_logits_differ_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make(tmp_path, "GptOss")
+    monkeypatch.delitem(NATIVE, "GptOssForCausalLM")
 
     honest = hf.paged_attention
 

@@ -265,7 +265,7 @@ def test_an_index_cannot_point_out_of_its_directory(llama: Path) -> None:
     [
         ({"architectures": None}, "must name one architecture"),
         ({"is_encoder_decoder": True}, "encoder-decoder"),
-        ({"quantization_config": {"quant_method": "gptq"}}, r"quantized (gptq)"),
+        ({"quantization_config": {"quant_method": "hqq"}}, r"quantized (hqq)"),
         ({"hidden_act": "relu6"}, "hidden_act 'relu6' is not supported"),
         ({"hidden_size": None}, "config.json has no 'hidden_size'"),
         ({"num_key_value_heads": 3}, "4 attention heads cannot share 3"),

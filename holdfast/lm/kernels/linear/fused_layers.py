@@ -11,7 +11,10 @@ import triton
 
 from holdfast.lm.kernels.collectives.protocol import Group
 from holdfast.lm.kernels.fp8 import Fp8Weight, Weight
+from holdfast.lm.kernels.int4 import Int4Weight
 from holdfast.lm.kernels.launch import dependent_launch_options
+from holdfast.lm.kernels.linear.experts.experts import Experts
+from holdfast.lm.kernels.linear.experts.launches import experts_of_few, few_tokens, grouped_experts
 from holdfast.lm.kernels.linear.fp8_linear import (
     TILE,
     Fp8Rows,
@@ -28,6 +31,7 @@ from holdfast.lm.kernels.linear.fused_kernels import (
     rotate_write_kernel,
     silu_mul_kernel,
 )
+from holdfast.lm.kernels.linear.int4_linear import int4_dequantized, int4_launch_for, int4_skinny_gemm
 from holdfast.lm.kernels.linear.layers import Gated, LayerOps, Normed, Rotation, Unnormed, nothing
 from holdfast.lm.kernels.linear.skinny_gemm import SkinnyLaunch, launch_for, skinny_gemm
 from holdfast.lm.kernels.lora.protocol import Finish
@@ -48,7 +52,7 @@ class FusedLayerOps(LayerOps):
     Steps of few tokens are bound by launches and by reading weights. `skinny_gemm` reads the weights, and one more
     launch adds its partial sums, the residual and the norm; for one token these are part of the GEMMs. More tokens go
     to cuBLAS, which adds the residual as it writes: fewer bytes than a later addition, and one rounding less. With FP8
-    weights they go to FP8 tensor cores, with activations quantized by token.
+    weights they go to FP8 tensor cores, with activations quantized by token; 4-bit weights are dequantized for them.
     """
 
     def embed(self, ids: torch.Tensor, embedding: torch.Tensor, first: int = 0) -> torch.Tensor:
@@ -67,6 +71,7 @@ class FusedLayerOps(LayerOps):
         return self._add_norm(stream, None, None, weight)
 
     def linear(self, x: Normed, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
+        x = self._as_read(x, weight)
         read, launch = self._input_and_launch(x, weight)
         if launch is None:
             return super().linear(read, weight, bias)
@@ -78,6 +83,7 @@ class FusedLayerOps(LayerOps):
         if self.shape.activation != "silu" or not self.shape.gated:
             return super().gate(self.linear(x, weight, bias))
         width = weight.shape[0] // 2
+        x = self._as_read(x, weight)
         read, launch = self._input_and_launch(x, weight)
         if launch is not None:
             out = read.new_empty(read.shape[0], width)
@@ -116,7 +122,7 @@ class FusedLayerOps(LayerOps):
             first()
             return self.group.add_norm(stream, partials, bias, norm, self.shape.eps)
         if launch is None:
-            if isinstance(weight, Fp8Weight):
+            if not isinstance(weight, torch.Tensor):
                 partials = self._linear(x, weight, None)[None]
                 first()
                 return self._add_norm(stream, partials, bias, norm)
@@ -124,7 +130,7 @@ class FusedLayerOps(LayerOps):
             for part in _pieces(len(x)):
                 stream[part].addmm_(x[part], weight.t())
             return self._add_norm(stream, None, bias, norm)
-        if len(x) == 1:
+        if len(x) == 1 and not isinstance(weight, Int4Weight):
             first()
             skinny_gemm(x, weight, bias, stream[None], launch, added=True)
             return Unnormed(stream, norm)
@@ -133,6 +139,20 @@ class FusedLayerOps(LayerOps):
         first()
         return self._add_norm(stream, partials, bias, norm)
 
+    def add_experts_norm(self, stream: torch.Tensor, x: Normed, experts: Experts, norm: torch.Tensor) -> Normed:
+        if not few_tokens(stream, experts):
+            partials = grouped_experts(self.computed(x), experts)
+            if self.group is not None:
+                return self.group.add_norm(stream, partials, None, norm, self.shape.eps)
+            return self._add_norm(stream, partials, None, norm)
+        read = x.stream if isinstance(x, Unnormed) else x
+        if self.group is not None:
+            partials = self.group.room((1, *stream.shape), torch.float32)
+            experts_of_few(read, experts, partials[0], added=False, **self._norm_of(x))
+            return self.group.add_norm(stream, partials, None, norm, self.shape.eps)
+        experts_of_few(read, experts, stream, added=True, **self._norm_of(x))
+        return Unnormed(stream, norm) if len(stream) == 1 else self._add_norm(stream, None, None, norm)
+
     def _partials(self, group: Group, x: Gated, weight: Weight, launch: SkinnyLaunch | None) -> torch.Tensor:
         """This device's partial sums [P, T, outputs] of the projection of x, where the group can add them up."""
         outputs = weight.shape[0]
@@ -140,7 +160,7 @@ class FusedLayerOps(LayerOps):
             partials = group.room((launch.parts, len(x), outputs), torch.float32)
             self._run_skinny(x, weight, None, partials, launch)
             return partials
-        if isinstance(weight, Fp8Weight):
+        if not isinstance(weight, torch.Tensor):
             return self._linear(x, weight, None)[None]
         partials = group.room((1, len(x), outputs), x.dtype)
         for part in _pieces(len(x)):
@@ -150,7 +170,7 @@ class FusedLayerOps(LayerOps):
     def _in_pieces(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
         """The library's GEMM [T, N], in the pieces of PIECES."""
         pieces = _pieces(len(x))
-        if len(pieces) == 1 or isinstance(weight, Fp8Weight):
+        if len(pieces) == 1 or not isinstance(weight, torch.Tensor):
             return super().linear(x, weight, bias)
         out = x.new_empty(len(x), weight.shape[0])
         for part in pieces:
@@ -170,6 +190,8 @@ class FusedLayerOps(LayerOps):
         if isinstance(weight, Fp8Weight) and (isinstance(x, Fp8Rows) or has_tiles(x, weight)):
             rows = x if isinstance(x, Fp8Rows) else quantize_rows(x)
             return fp8_gemm(rows, weight, bias, self.shape.dtype)
+        if isinstance(weight, Int4Weight):
+            weight = int4_dequantized(weight, x.dtype)
         return super()._linear(x, weight, bias)
 
     def _run_skinny(
@@ -181,8 +203,10 @@ class FusedLayerOps(LayerOps):
         launch: SkinnyLaunch,
         **fused: Any,
     ) -> None:
-        """`skinny_gemm`; for several tokens and FP8 weights, `fp8_skinny_gemm`."""
-        if isinstance(weight, Fp8Weight) and len(x) > 1:
+        """`skinny_gemm`; for 4-bit weights `int4_skinny_gemm`, for several tokens and FP8 weights `fp8_skinny_gemm`."""
+        if isinstance(weight, Int4Weight):
+            int4_skinny_gemm(x, weight, bias, out, launch, **fused)
+        elif isinstance(weight, Fp8Weight) and len(x) > 1:
             fp8_skinny_gemm(quantize_rows(x, halves=2), weight, bias, out, launch, **fused)
         else:
             skinny_gemm(x, weight, bias, out, launch, **fused)
@@ -192,6 +216,10 @@ class FusedLayerOps(LayerOps):
         read = x.stream if isinstance(x, Unnormed) else x
         launch = self.launch(read, weight)
         return (self.computed(x) if launch is None else read), launch
+
+    def _as_read(self, x: Normed, weight: Weight) -> Normed:
+        """x as a GEMM with this weight takes it: one with 4-bit weights computes no norm."""
+        return self.computed(x) if isinstance(weight, Int4Weight) else x
 
     def _norm_of(self, x: Normed) -> dict[str, Any]:
         """The arguments that make `skinny_gemm` compute a norm that is not computed yet."""
@@ -260,6 +288,8 @@ class FusedLayerOps(LayerOps):
         """The launch of a skinny GEMM; None if the library computes it. `cut`: partial sums are allowed."""
         if isinstance(weight, Fp8Weight):
             return fp8_launch_for(x, weight, cut=cut)
+        if isinstance(weight, Int4Weight):
+            return int4_launch_for(x, weight, cut=cut)
         return launch_for(x, weight, cut=cut)
 
     def _add_norm(

@@ -11,7 +11,8 @@ from torch.nn import functional
 
 from holdfast.lm.kernels.cache.kv_cache import write_slots
 from holdfast.lm.kernels.collectives.protocol import Group
-from holdfast.lm.kernels.fp8 import Fp8Weight, Weight
+from holdfast.lm.kernels.fp8 import Weight
+from holdfast.lm.kernels.linear.experts.experts import Experts, apply_experts
 from holdfast.lm.kernels.lora.protocol import Finish
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -152,7 +153,7 @@ class LayerOps:
             return self._add_apart(stream, x, weight, bias, norm, out_norm)
         if self.group is not None:
             return self.group.add_norm(stream, self._linear(x, weight, None)[None], bias, norm, self.shape.eps)
-        if isinstance(weight, Fp8Weight):
+        if not isinstance(weight, torch.Tensor):
             stream += self._linear(x, weight, None)
         else:
             stream.addmm_(x, weight.t())
@@ -199,6 +200,17 @@ class LayerOps:
     def _projected(self, x: Gated, weight: Weight) -> torch.Tensor:
         """x times weight transposed, as a tensor of its own."""
         return self._linear(x, weight, None)
+
+    def add_experts_norm(self, stream: torch.Tensor, x: Normed, experts: Experts, norm: torch.Tensor) -> Normed:
+        """Add the experts' outputs for x to the stream [T, hidden] in place; return the sum normed by `norm` [hidden].
+
+        With a group, the experts are this device's part of each, but the router is whole.
+        """
+        added = apply_experts(x, experts)
+        if self.group is not None:
+            return self.group.add_norm(stream, added[None], None, norm, self.shape.eps)
+        stream += added
+        return self.norm(stream, norm)
 
     def rotation(self, positions: torch.Tensor) -> Rotation:
         """Cosine and sine of the angles of positions [T] int64, computed in float32, for all layers of a step."""
@@ -247,8 +259,8 @@ class LayerOps:
         key.copy_(self.norm(key, k_norm))
 
     def _linear(self, x: Gated, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
-        """x times weight transposed, plus bias. An FP8 weight is dequantized first, which is slow."""
-        if isinstance(weight, Fp8Weight):
+        """x times weight transposed, plus bias. A quantized weight is dequantized first, which is slow."""
+        if not isinstance(weight, torch.Tensor):
             weight = weight.dequantized(x.dtype)
         return functional.linear(x, weight, bias)
 

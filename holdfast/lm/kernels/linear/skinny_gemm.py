@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from holdfast.lm.kernels.fp8 import Fp8Weight, Weight
+from holdfast.lm.kernels.fp8 import Fp8Weight
 from holdfast.lm.kernels.launch import dependent_launch_options, launch_dependents, wait_for_previous
 
 MAX_ROWS = 64
@@ -100,7 +100,7 @@ def launch_for(x: torch.Tensor, weight: torch.Tensor, *, cut: bool = False) -> S
 
 def skinny_gemm(
     x: torch.Tensor,
-    weight: Weight,
+    weight: torch.Tensor | Fp8Weight,
     bias: torch.Tensor | None,
     out: torch.Tensor,
     launch: SkinnyLaunch,

@@ -1,0 +1,66 @@
+"""4-bit weights (AWQ, GPTQ) with one scale and one zero for each group of inputs, in plain PyTorch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+HALVES = (64, 32)
+"""Inputs of half a chunk: the two halves of a chunk share its bytes."""
+
+ROWS_AT_A_TIME = 1024
+"""Rows that are dequantized together. Meanwhile they take memory in float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Int4Weight:
+    """A weight [N, K] of numbers (q - zero) * scale, with q from 0 to 15.
+
+    The inputs lie in chunks of 2 `half`: the low bits of a chunk's bytes hold its first half, the high bits the second.
+    So a kernel reads a tile of bytes as two tiles of weights, each within one group.
+    """
+
+    data: torch.Tensor  # [N, K / 2] uint8
+    scale: torch.Tensor  # [N, K / group], of any float dtype
+    zero: torch.Tensor  # [N, K / group] uint8
+    group: int
+    """Inputs of a group."""
+    half: int
+
+    @property
+    def shape(self) -> torch.Size:
+        rows, width = self.data.shape
+        return torch.Size((rows, 2 * width))
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes + self.scale.nbytes + self.zero.nbytes
+
+    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
+        """The weight [N, K] in `dtype`, rounded once."""
+        whole = torch.empty(self.shape, dtype=dtype, device=self.data.device)
+        pieces = (torch.split(each, ROWS_AT_A_TIME) for each in (whole, self.data, self.scale, self.zero))
+        for into, data, scale, zero in zip(*pieces, strict=True):
+            chunks = data.view(len(data), -1, self.half)
+            numbers = torch.stack((chunks & 15, chunks >> 4), 2).view(len(data), -1)
+            into.copy_(dequantize(numbers, scale, zero, self.group))
+        return whole
+
+
+def half_for(inputs: int, group: int) -> int | None:
+    """Half a chunk for rows of so many inputs; None if they cannot be cut into chunks."""
+    return next((half for half in HALVES if inputs % (2 * half) == 0 and group % half == 0), None)
+
+
+def pack(numbers: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, group: int, half: int) -> Int4Weight:
+    """Pack numbers [N, K] uint8 from 0 to 15, with scale and zero [N, K / group]."""
+    first, second = numbers.view(len(numbers), -1, 2, half).unbind(2)
+    data = (first | second << 4).reshape(len(numbers), -1)
+    return Int4Weight(data, scale.contiguous(), zero.contiguous(), group, half)
+
+
+def dequantize(numbers: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, group: int) -> torch.Tensor:
+    """(q - zero) * scale of numbers [N, K] and scale and zero [N, K / group], in float32."""
+    grouped = numbers.view(len(numbers), -1, group).float() - zero[:, :, None].float()
+    return (grouped * scale[:, :, None].float()).view(numbers.shape)

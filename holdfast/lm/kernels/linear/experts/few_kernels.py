@@ -1,0 +1,160 @@
+"""Experts for a few tokens, bound by reading weights: each pair of a token and an expert reads the expert's rows.
+
+The next kernel may start once a program has read its weights. If it could start at once, its programs would crowd onto
+the processors that become free first.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from holdfast.lm.kernels.launch import launch_dependents, wait_for_previous
+from holdfast.lm.kernels.linear.experts.gate import gated_product
+
+
+@triton.jit
+def router_kernel(
+    x, norm, router, bias, logits, experts, inputs, x_stride, eps,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Router logits [T, experts] float32 of x [T, inputs]. Program (BLOCK_N experts, token).
+
+    With a `norm`, x is replaced by its RMS norm times `norm`.
+    """
+    token = tl.program_id(1).to(tl.int64)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.minimum(n, experts - 1)
+    weight_at = router + row[:, None] * inputs
+    wait_for_previous(DEPENDENT)
+    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    squares = tl.zeros([BLOCK_K], tl.float32)
+    for first in tl.range(0, inputs, BLOCK_K, num_stages=STAGES):
+        k = first + tl.arange(0, BLOCK_K)
+        inside = k < inputs
+        if EVEN:
+            tile = tl.load(weight_at + k[None, :])
+        else:
+            tile = tl.load(weight_at + k[None, :], mask=inside[None, :], other=0.0)
+        values = tl.load(x + token * x_stride + k, mask=inside, other=0.0).to(tl.float32)
+        if norm is not None:
+            squares += values * values
+            values *= tl.load(norm + k, mask=inside, other=0.0).to(tl.float32)
+        acc += tile.to(tl.float32) * values[None, :]
+    launch_dependents(DEPENDENT)
+    result = tl.sum(acc, 1)
+    if norm is not None:
+        result *= tl.rsqrt(tl.sum(squares, 0) / inputs + eps)
+    if bias is not None:
+        result += tl.load(bias + row).to(tl.float32)
+    tl.store(logits + token * experts + n, result, mask=n < experts)
+
+
+@triton.jit
+def gate_few_kernel(
+    logits, x, norm, weight, bias, inner_out, chosen, shares, experts, inner, inputs, x_stride, eps, alpha, limit,
+    TOP_K: tl.constexpr, NORMALIZED: tl.constexpr, CLAMPED: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """The first product of a pair's expert, gated: [T * TOP_K, inner] float32. Program (BLOCK_N rows, pair).
+
+    Pair t * TOP_K + r is token t with its expert of rank r, which each program finds itself from the logits. The first
+    program of a pair writes the expert and its share; where shares are NORMALIZED, the reader divides by their sum.
+    Rows of gate and up are taken in turns. With a `norm`, x is replaced by its RMS norm times `norm`.
+    """
+    pair = tl.program_id(1).to(tl.int64)
+    token = pair // TOP_K
+    TAKEN: tl.constexpr = BLOCK_N // 2
+    item = tl.arange(0, BLOCK_N)
+    e = tl.arange(0, BLOCK_E)
+    wait_for_previous(DEPENDENT)
+    score = tl.load(logits + token * experts + e, mask=e < experts, other=float("-inf"))
+    top = tl.max(score, 0)
+    left = score
+    best = top
+    expert = tl.program_id(0) * 0
+    for _ in range(pair % TOP_K + 1):
+        best, expert = tl.max(left, 0, return_indices=True)
+        left = tl.where(e == expert, float("-inf"), left)
+    expert = tl.minimum(expert, experts - 1)  # whatever NaN leads to
+    share = tl.exp(best - top)
+    if not NORMALIZED:
+        share = share / tl.sum(tl.exp(score - top), 0)
+    if tl.program_id(0) == 0:
+        tl.store(chosen + pair, expert)
+        tl.store(shares + pair, share)
+    # Programs past the last output read its row again. That costs nothing and needs no mask.
+    row = tl.minimum(tl.program_id(0) * TAKEN + item // 2, inner - 1) + item % 2 * inner
+    row = expert.to(tl.int64) * 2 * inner + row
+    weight_at = weight + row[:, None] * inputs
+    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    squares = tl.zeros([BLOCK_K], tl.float32)
+    for first in tl.range(0, inputs, BLOCK_K, num_stages=STAGES):
+        k = first + tl.arange(0, BLOCK_K)
+        inside = k < inputs
+        if EVEN:
+            tile = tl.load(weight_at + k[None, :])
+        else:
+            tile = tl.load(weight_at + k[None, :], mask=inside[None, :], other=0.0)
+        values = tl.load(x + token * x_stride + k, mask=inside, other=0.0).to(tl.float32)
+        if norm is not None:
+            squares += values * values
+            values *= tl.load(norm + k, mask=inside, other=0.0).to(tl.float32)
+        acc += tile.to(tl.float32) * values[None, :]
+    launch_dependents(DEPENDENT)
+    result = tl.sum(acc, 1)
+    if norm is not None:
+        result *= tl.rsqrt(tl.sum(squares, 0) / inputs + eps)
+    if bias is not None:
+        result += tl.load(bias + row).to(tl.float32)
+    gate, up = tl.split(tl.reshape(result, (TAKEN, 2)))
+    n = tl.program_id(0) * TAKEN + tl.arange(0, TAKEN)
+    tl.store(inner_out + pair * inner + n, gated_product(gate, up, alpha, limit, CLAMPED), mask=n < inner)
+
+
+@triton.jit
+def down_few_kernel(
+    inner_in, weight, bias, chosen, shares, out, inner, outputs, out_stride,
+    TOP_K: tl.constexpr, NORMALIZED: tl.constexpr, ADDED: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """The second product of all experts of a token, times their shares, summed: [T, outputs]. Program (BLOCK_N
+    outputs, token).
+
+    The sum is taken in a fixed order. ADDED: it is added to `out`.
+    """
+    token = tl.program_id(1).to(tl.int64)
+    rank = tl.arange(0, BLOCK_R)
+    held = rank < TOP_K
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.minimum(n, outputs - 1)
+    wait_for_previous(DEPENDENT)
+    expert = tl.load(chosen + token * TOP_K + rank, mask=held, other=0).to(tl.int64)
+    share = tl.load(shares + token * TOP_K + rank, mask=held, other=0.0)
+    if NORMALIZED:
+        share = share / tl.sum(share, 0)
+    weight_at = weight + (expert[None, :] * outputs + row[:, None])[:, :, None] * inner
+    inner_at = inner_in + (token * TOP_K + rank)[:, None] * inner
+    acc = tl.zeros([BLOCK_N, BLOCK_R, BLOCK_K], tl.float32)
+    for first in tl.range(0, inner, BLOCK_K, num_stages=STAGES):
+        k = first + tl.arange(0, BLOCK_K)
+        inside = held[:, None] & (k < inner)[None, :]
+        if EVEN:
+            tile = tl.load(weight_at + k[None, None, :])
+        else:
+            tile = tl.load(weight_at + k[None, None, :], mask=inside[None, :, :], other=0.0)
+        values = tl.load(inner_at + k[None, :], mask=inside, other=0.0) * share[:, None]
+        acc += tile.to(tl.float32) * values[None, :, :]
+    launch_dependents(DEPENDENT)
+    result = tl.sum(tl.sum(acc, 2), 1)
+    if bias is not None:
+        added = tl.load(bias + expert[None, :] * outputs + row[:, None]).to(tl.float32)
+        result += tl.sum(added * share[None, :], 1)
+    place = out + token * out_stride + n
+    if ADDED:
+        result += tl.load(place, mask=n < outputs, other=0.0).to(tl.float32)
+        # Several threads may hold the same element: all must read it before one writes it.
+        tl.debug_barrier()
+    tl.store(place, result.to(out.dtype.element_ty), mask=n < outputs)

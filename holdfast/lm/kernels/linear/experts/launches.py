@@ -1,0 +1,249 @@
+"""The experts of a layer on CUDA: which kernels compute them for how many tokens, and their launches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+
+from holdfast.lm.kernels.launch import dependent_launch_options
+from holdfast.lm.kernels.linear.experts.experts import ExpertRule, Experts
+from holdfast.lm.kernels.linear.experts.few_kernels import down_few_kernel, gate_few_kernel, router_kernel
+from holdfast.lm.kernels.linear.experts.grouped_kernels import grouped_kernel, route_kernel, sort_kernel
+from holdfast.lm.kernels.linear.skinny_gemm import MAX_PARTS, SkinnyLaunch, skinny_gemm
+
+FEW_TOKENS = 4
+"""Up to this many tokens, each pair of a token and an expert reads the expert's weights for itself."""
+
+SKINNY_TOKENS = 128
+"""Up to this many tokens of 16 bits, a skinny GEMM computes the router's logits in parts."""
+
+ONE_PROGRAM = 32
+"""Up to this many tokens, one program chooses their experts and sorts their pairs."""
+
+ROUTED_AT_A_TIME = ((512, 16), (1 << 30, 32))
+"""By up to how many tokens there are, for how many of them a program chooses experts."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLaunch:
+    """Launch settings of one product."""
+
+    block_n: int
+    """Rows of weights per program."""
+    block_k: int
+    """Most inputs per iteration of a program."""
+    num_warps: int
+    num_stages: int
+
+    def options(self, inputs: int) -> dict[str, int]:
+        """The constants that a kernel is compiled for."""
+        block_k = _block(inputs, self.block_k)
+        return dict(
+            BLOCK_N=self.block_n,
+            BLOCK_K=block_k,
+            EVEN=inputs % block_k == 0,
+            STAGES=self.num_stages,
+            num_warps=self.num_warps,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedLaunch:
+    """Launch settings of the grouped products."""
+
+    block_m: int
+    """Pairs of a tile."""
+    gate: ExpertLaunch
+    """Outputs, twice as many rows, and inputs of the first product."""
+    down: ExpertLaunch
+    halved: bool = False
+    """Whether an expert's last tile may be half a tile."""
+
+
+ROUTER = ExpertLaunch(block_n=2, block_k=1024, num_warps=4, num_stages=2)
+GATE_FEW = ExpertLaunch(block_n=16, block_k=256, num_warps=4, num_stages=4)
+DOWN_FEW = ExpertLaunch(block_n=8, block_k=128, num_warps=4, num_stages=3)
+ROUTER_PARTS = SkinnyLaunch(block_n=16, block_k=128, num_warps=4, num_stages=3)
+
+GROUPED = (
+    (10, GroupedLaunch(16, ExpertLaunch(64, 128, 4, 3), ExpertLaunch(128, 128, 8, 3))),
+    (20, GroupedLaunch(32, ExpertLaunch(128, 64, 8, 4), ExpertLaunch(128, 128, 4, 3))),
+    (48, GroupedLaunch(64, ExpertLaunch(128, 64, 8, 4), ExpertLaunch(128, 64, 8, 4))),
+    (1 << 30, GroupedLaunch(128, ExpertLaunch(128, 64, 8, 4), ExpertLaunch(256, 64, 8, 3), halved=True)),
+)
+"""By up to how many pairs an expert has in the mean, the launch of the grouped products. Tuned on an H200
+(benchmarks/experts_gpu.py --tune)."""
+
+
+def few_tokens(x: torch.Tensor, experts: Experts) -> bool:
+    """Whether the kernels for a few tokens compute x [T, hidden]."""
+    return len(x) <= FEW_TOKENS
+
+
+def grouped_launch_for(tokens: int, experts: Experts) -> GroupedLaunch:
+    """The launch for so many tokens."""
+    mean = tokens * experts.rule.top_k / len(experts.router)
+    return next(launch for most, launch in GROUPED if mean <= most)
+
+
+def experts_of_few(
+    x: torch.Tensor,
+    experts: Experts,
+    out: torch.Tensor,
+    *,
+    added: bool,
+    norm: torch.Tensor | None = None,
+    eps: float = 0.0,
+    launches: tuple[ExpertLaunch, ExpertLaunch, ExpertLaunch] = (ROUTER, GATE_FEW, DOWN_FEW),
+) -> None:
+    """Write the weighted sum of the outputs of each token's experts to out [T, hidden], or add it (`added`).
+
+    With `norm` [hidden], x [T, hidden] is replaced by its RMS norm (with eps) times norm, without rounding.
+    """
+    rule, device = experts.rule, x.device
+    tokens, hidden = x.shape
+    count, inner = len(experts.router), experts.down.shape[2]
+    pairs = tokens * rule.top_k
+    pdl = dependent_launch_options(device)
+    router, gate, down = launches
+    logits, shares = (torch.empty(size, dtype=torch.float32, device=device) for size in (tokens * count, pairs))
+    chosen = torch.empty(pairs, dtype=torch.int32, device=device)
+    between = torch.empty(pairs, inner, dtype=torch.float32, device=device)
+    router_kernel[(triton.cdiv(count, router.block_n), tokens)](
+        x, norm, experts.router, experts.router_bias, logits, count, hidden, x.stride(0), eps,
+        **router.options(hidden), **pdl,
+    )  # fmt: skip
+    gate_few_kernel[(triton.cdiv(inner, gate.block_n // 2), pairs)](
+        logits, x, norm, experts.gate_up, experts.gate_up_bias, between, chosen, shares,
+        count, inner, hidden, x.stride(0), eps, *_clamp(rule),
+        TOP_K=rule.top_k, NORMALIZED=rule.normalized, CLAMPED=rule.clamp is not None,
+        BLOCK_E=triton.next_power_of_2(count), **gate.options(hidden), **pdl,
+    )  # fmt: skip
+    block_r = triton.next_power_of_2(rule.top_k)
+    options = down.options(inner)
+    options["EVEN"] = options["EVEN"] and block_r == rule.top_k
+    down_few_kernel[(triton.cdiv(hidden, down.block_n), tokens)](
+        between, experts.down, experts.down_bias, chosen, shares, out, inner, hidden, out.stride(0),
+        TOP_K=rule.top_k, NORMALIZED=rule.normalized, ADDED=added, BLOCK_R=block_r, **options, **pdl,
+    )  # fmt: skip
+
+
+def grouped_experts(x: torch.Tensor, experts: Experts, launch: GroupedLaunch | None = None) -> torch.Tensor:
+    """The outputs of each token's experts times their shares, [top_k, T, hidden], of x [T, hidden]."""
+    rule = experts.rule
+    launch = launch or grouped_launch_for(len(x), experts)
+    sorting = sort_pairs(x, experts, launch.block_m)
+    between = grouped_gate(x, experts, sorting, launch)
+    return grouped_down(between, experts, sorting, launch, x.new_empty(rule.top_k, *x.shape))
+
+
+@dataclass(frozen=True, slots=True)
+class Sorting:
+    """The pairs of a step, sorted by expert."""
+
+    pairs: torch.Tensor  # [T top_k] int32: token * top_k + rank
+    ends: torch.Tensor  # [E] int32: where each expert's pairs end
+    tile_ends: torch.Tensor  # [E] int32: where its tiles end
+    shares: torch.Tensor  # [T, top_k] float32, to be divided
+    divisors: torch.Tensor  # [T] float32
+    most_tiles: int
+    """More tiles than any choice of experts has."""
+
+
+def router_logits(x: torch.Tensor, experts: Experts) -> torch.Tensor:
+    """The router's logits of x [T, hidden] without its bias, as parts to be added: [parts, T, E] float32."""
+    count, tokens = len(experts.router), len(x)
+    if tokens <= (SKINNY_TOKENS if x.element_size() == 2 else ONE_PROGRAM):
+        parts = max(1, min(MAX_PARTS, x.shape[1] // (2 * ROUTER_PARTS.block_k)))
+        out = torch.empty(parts, tokens, count, dtype=torch.float32, device=x.device)
+        skinny_gemm(x, experts.router, None, out, replace(ROUTER_PARTS, parts=parts))
+        return out
+    if x.dtype == torch.float32:
+        return torch.mm(x, experts.router.t())[None]
+    return torch.mm(x, experts.router.t(), out_dtype=torch.float32)[None]
+
+
+def sort_pairs(x: torch.Tensor, experts: Experts, block_m: int) -> Sorting:
+    """Choose the experts of x [T, hidden], and sort the pairs into tiles of `block_m`."""
+    rule, device, tokens = experts.rule, x.device, len(x)
+    count, pairs = len(experts.router), tokens * experts.rule.top_k
+    single = tokens <= ONE_PROGRAM
+    at_a_time = next(size for most, size in ROUTED_AT_A_TIME if tokens <= most)
+    block_t = max(2, triton.next_power_of_2(tokens)) if single else at_a_time
+    programs = triton.cdiv(tokens, block_t)
+    block_e = triton.next_power_of_2(count)
+    pdl = dependent_launch_options(device)
+    logits = router_logits(x, experts)
+    shares, divisors = (torch.empty(size, dtype=torch.float32, device=device) for size in (pairs, tokens))
+    chosen, order, counts, ends, tile_ends = (
+        torch.empty(size, dtype=torch.int32, device=device) for size in (pairs, pairs, programs * count, count, count)
+    )
+    route_kernel[(programs,)](
+        logits, experts.router_bias, chosen, shares, divisors, counts, order, ends, tile_ends, tokens, count,
+        PARTS=len(logits), TOP_K=rule.top_k, NORMALIZED=rule.normalized, SINGLE=single, BLOCK_T=block_t,
+        BLOCK_E=block_e, BLOCK_M=block_m, num_warps=8 if block_t > 16 else 4, **pdl,
+    )  # fmt: skip
+    if not single:
+        sort_kernel[(programs,)](
+            chosen, counts, order, ends, tile_ends, tokens, count,
+            TOP_K=rule.top_k, BLOCK_T=block_t, BLOCK_E=block_e, BLOCK_M=block_m, num_warps=4, **pdl,
+        )  # fmt: skip
+    return Sorting(order, ends, tile_ends, shares, divisors, min(pairs, pairs // block_m + count))
+
+
+def grouped_gate(x: torch.Tensor, experts: Experts, sorting: Sorting, launch: GroupedLaunch) -> torch.Tensor:
+    """The first product of each pair's expert, gated: [T top_k, inner], in sorted order."""
+    inner = experts.down.shape[2]
+    out = x.new_empty(len(sorting.pairs), inner)
+    _grouped(x, experts, sorting, launch, experts.gate_up, experts.gate_up_bias, out, gated=True)
+    return out
+
+
+def grouped_down(
+    x: torch.Tensor, experts: Experts, sorting: Sorting, launch: GroupedLaunch, out: torch.Tensor
+) -> torch.Tensor:
+    """The second product, times the pairs' shares, of x [T top_k, inner] in sorted order: out [top_k, T, hidden]."""
+    _grouped(x, experts, sorting, launch, experts.down, experts.down_bias, out, gated=False)
+    return out
+
+
+def _grouped(
+    x: torch.Tensor,
+    experts: Experts,
+    sorting: Sorting,
+    launch: GroupedLaunch,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    *,
+    gated: bool,
+) -> None:
+    rule = experts.rule
+    count, rows, inputs = weight.shape
+    outputs = rows // 2 if gated else rows
+    own = launch.gate if gated else launch.down
+    if x.element_size() > 2:  # float32 takes twice the shared memory
+        own = replace(own, block_k=own.block_k // 2)
+    grouped_kernel[(triton.cdiv(outputs, own.block_n) * sorting.most_tiles,)](
+        x, weight, bias, out, sorting.pairs, sorting.ends, sorting.tile_ends, sorting.shares, sorting.divisors,
+        len(sorting.divisors), count, outputs, inputs, x.stride(0), out.stride(-2), *_clamp(rule),
+        TOP_K=rule.top_k, GATED=gated, CLAMPED=rule.clamp is not None, BLOCK_E=triton.next_power_of_2(count),
+        HALVED=launch.halved, BLOCK_M=launch.block_m, **own.options(inputs), **dependent_launch_options(x.device),
+    )  # fmt: skip
+
+
+def _clamp(rule: ExpertRule) -> tuple[float, float]:
+    return rule.clamp or (0.0, 0.0)
+
+
+def _block(inputs: int, most: int) -> int:
+    """The largest power of two up to `most` that divides the inputs, if it is at least 64; else `most` or a smaller
+    power that covers them."""
+    block = most
+    while block > 64 and inputs % block:
+        block //= 2
+    if inputs % block == 0:
+        return block
+    return min(most, int(triton.next_power_of_2(inputs)))

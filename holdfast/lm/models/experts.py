@@ -1,0 +1,156 @@
+"""Mixtures of experts in checkpoints: how each family describes and names them, and how their tensors are read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+
+from holdfast.lm.kernels.linear.experts.experts import ExpertRule, Experts
+from holdfast.lm.models.base import UnsupportedCheckpoint
+from holdfast.lm.models.decoder_spec import DecoderSpec, ExpertNames, ExpertSpec, expert_shapes
+from holdfast.lm.models.shard import Piece, Shard
+
+MIXTRAL = ExpertNames(
+    router="block_sparse_moe.gate",
+    gate_up=("block_sparse_moe.experts.{}.w1.weight", "block_sparse_moe.experts.{}.w3.weight"),
+    down="block_sparse_moe.experts.{}.w2.weight",
+)
+QWEN3_MOE = ExpertNames(
+    router="mlp.gate",
+    gate_up=("mlp.experts.{}.gate_proj.weight", "mlp.experts.{}.up_proj.weight"),
+    down="mlp.experts.{}.down_proj.weight",
+)
+GPT_OSS = ExpertNames(
+    router="mlp.router", gate_up=("mlp.experts.gate_up_proj",), down="mlp.experts.down_proj", fused=True
+)
+
+MOST_CHOSEN = 32
+"""Most experts of a token. Kernels are unrolled over them."""
+
+
+def mixtral_experts(config: Mapping[str, Any], num_layers: int) -> ExpertSpec:
+    """Experts in every layer; shares are normalized."""
+    return _spec(
+        config,
+        names=MIXTRAL,
+        count=_size(config, "num_local_experts", 8),
+        inner=_size(config, "intermediate_size"),
+        sparse=(True,) * num_layers,
+        rule=ExpertRule(top_k=_size(config, "num_experts_per_tok", 2)),
+    )
+
+
+def qwen3_moe_experts(config: Mapping[str, Any], num_layers: int) -> ExpertSpec:
+    """Experts in every `decoder_sparse_step`-th layer but `mlp_only_layers`; shares may be normalized."""
+    step, dense = _size(config, "decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
+    rule = ExpertRule(
+        top_k=_size(config, "num_experts_per_tok", 8), normalized=bool(config.get("norm_topk_prob", False))
+    )
+    return _spec(
+        config,
+        names=QWEN3_MOE,
+        count=_size(config, "num_experts", _size(config, "num_local_experts", 128)),
+        inner=_size(config, "moe_intermediate_size", 768),
+        sparse=tuple((layer + 1) % step == 0 and layer not in dense for layer in range(num_layers)),
+        rule=rule,
+    )
+
+
+def gpt_oss_experts(config: Mapping[str, Any], num_layers: int) -> ExpertSpec:
+    """Experts with biases in every layer, and a clamped gate; shares are normalized."""
+    clamp = float(config.get("swiglu_alpha") or 1.702), float(config.get("swiglu_limit") or 7.0)
+    return _spec(
+        config,
+        names=GPT_OSS,
+        count=_size(config, "num_local_experts", 128),
+        inner=_size(config, "intermediate_size"),
+        sparse=(True,) * num_layers,
+        rule=ExpertRule(top_k=_size(config, "num_experts_per_tok", 4), clamp=clamp),
+        biased=True,
+    )
+
+
+def _spec(
+    config: Mapping[str, Any],
+    *,
+    names: ExpertNames,
+    count: int,
+    inner: int,
+    sparse: tuple[bool, ...],
+    rule: ExpertRule,
+    biased: bool = False,
+) -> ExpertSpec:
+    activation = config.get("hidden_act", "silu")
+    if activation != "silu":
+        raise UnsupportedCheckpoint(f"hidden_act {activation!r} is not supported for experts; known: silu")
+    if not 0 < rule.top_k <= min(count, MOST_CHOSEN):
+        raise UnsupportedCheckpoint(
+            f"num_experts_per_tok is {rule.top_k}; of {count} experts, at most {min(count, MOST_CHOSEN)} can be chosen"
+        )
+    return ExpertSpec(count=count, intermediate_size=inner, sparse=sparse, rule=rule, biased=biased, names=names)
+
+
+def _size(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = config.get(key)
+    if value is None:
+        value = default
+    if value is None:
+        raise UnsupportedCheckpoint(f"config.json has no {key!r}")
+    return int(value)
+
+
+class Source(Protocol):
+    """Where weights come from; see `decoder.WeightSource`."""
+
+    def fill(self, name: str, piece: Piece, into: torch.Tensor) -> None: ...
+
+
+def read_experts(
+    spec: DecoderSpec, layer: int, shard: Shard, source: Source, *, device: torch.device, dtype: torch.dtype
+) -> Experts:
+    """The experts of a layer of the whole decoder, or the shard's part of each: its share of their columns.
+
+    The bias of the second product belongs to the shard's first device alone, since the devices' results are added.
+    """
+    experts = spec.experts
+    assert experts is not None
+    names, count, hidden, inner = experts.names, experts.count, spec.hidden_size, experts.intermediate_size
+    prefix, shapes = spec.names.layer.format(layer), expert_shapes(spec)
+    own = shard.part(inner)
+
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, device=device, dtype=dtype)
+
+    def filled(name: str, *parts: range) -> torch.Tensor:
+        """The piece of a tensor that these ranges of its last dimensions are."""
+        whole = shapes[name]
+        piece = Piece(whole, (*map(range, whole[: len(whole) - len(parts)]), *parts))
+        into = empty(*piece.shape)
+        source.fill(prefix + name, piece, into)
+        return into
+
+    biases: dict[str, torch.Tensor | None] = {}
+    gate_up, down = empty(count, 2 * len(own), hidden), empty(count, hidden, len(own))
+    if names.fused:
+        turns = range(2 * own.start, 2 * own.stop)
+        for expert in range(count):
+            one = range(expert, expert + 1)
+            columns = filled(names.gate_up[0], one, range(hidden), turns)[0]
+            gate_up[expert, : len(own)] = columns[:, ::2].t()
+            gate_up[expert, len(own) :] = columns[:, 1::2].t()
+            down[expert] = filled(names.down, one, own, range(hidden))[0].t()
+        if experts.biased:
+            both = filled(names.gate_up[0] + "_bias", turns)
+            biases["gate_up_bias"] = torch.cat((both[:, ::2], both[:, 1::2]), 1)
+            biases["down_bias"] = filled(names.down + "_bias") if shard.index == 0 else None
+    else:
+        for expert in range(count):
+            for name, rows in zip(names.gate_up, torch.split(gate_up[expert], len(own)), strict=True):
+                source.fill(prefix + name.format(expert), Piece((inner, hidden), (own, range(hidden))), rows)
+            piece = Piece((hidden, inner), (range(hidden), own))
+            source.fill(prefix + names.down.format(expert), piece, down[expert])
+    if experts.biased:
+        biases["router_bias"] = filled(names.router + ".bias")
+    return Experts(rule=experts.rule, router=filled(names.router + ".weight"), gate_up=gate_up, down=down, **biases)

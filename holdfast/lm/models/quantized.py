@@ -1,0 +1,296 @@
+"""Quantized checkpoints: AWQ and GPTQ with 4 bits, FP8 as published, and MXFP4, behind the names of plain tensors.
+
+What a kernel can read stays quantized: linear layers of 4 bits, and of FP8 with one scale for a tensor or a row. The
+rest is dequantized as it is read, rounded once: experts, blockwise FP8 (DeepSeek, Qwen), MXFP4 (GPT-OSS), and linear
+layers whose parts or sizes a kernel does not take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Protocol
+
+import torch
+
+from holdfast.lm.kernels.fp8 import FP8, Fp8Weight, Weight
+from holdfast.lm.kernels.int4 import dequantize, half_for, pack
+from holdfast.lm.models.base import UnsupportedCheckpoint, check_finite
+from holdfast.lm.models.shard import Piece
+
+AWQ_SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)
+"""Where in a 32-bit word each of eight columns is (AWQ's gemm layout)."""
+SHIFTS = tuple(range(0, 32, 4))
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""The numbers of MXFP4 (OCP Microscaling Formats 1.0, §5.3.3)."""
+MXFP4_BLOCK = 32
+"""Numbers of MXFP4 with one scale, a power of two."""
+
+PARTS = (
+    *(".qweight", ".qzeros", ".scales", ".g_idx"),
+    *(".weight_scale_inv", ".weight_scale", ".input_scale", ".k_scale", ".v_scale", ".q_scale", ".output_scale"),
+    *("_blocks", "_scales"),
+)
+"""Endings of the tensors that a quantized one is stored in, beside or in place of its own name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """How a checkpoint says that it is quantized."""
+
+    method: str
+    """awq, gptq, fp8 or mxfp4."""
+    group: int = -1
+    """Inputs of a group of 4-bit weights; -1: all."""
+    zero_offset: int = 0
+    """Added to zeros as stored: 1 for GPTQ's first format."""
+    block: tuple[int, int] | None = None
+    """Rows and columns of a block of FP8 weights with one scale; None: a scale for a row or the whole tensor."""
+
+
+def quantization_of(config: Mapping[str, Any]) -> Quantization | None:
+    """What config.json says; None for plain numbers. Raises UnsupportedCheckpoint for a method that is not known."""
+    given = config.get("quantization_config")
+    if not given:
+        return None
+    method = str(given.get("quant_method", "unknown"))
+    if method in ("awq", "gptq"):
+        bits, group = given.get("bits", 4), int(given.get("group_size", 128))
+        if bits != 4:
+            raise UnsupportedCheckpoint(f"the checkpoint is quantized ({method}) with {bits} bits; 4 are supported")
+        if method == "gptq":
+            return Quantization("gptq", group, 0 if given.get("checkpoint_format") == "gptq_v2" else 1)
+        layout = str(given.get("version", "gemm")).lower()
+        if layout != "gemm":
+            raise UnsupportedCheckpoint(f"the checkpoint is quantized (awq) in layout {layout!r}; gemm is supported")
+        return Quantization("awq", group)
+    if method == "fp8":
+        block = given.get("weight_block_size")
+        return Quantization("fp8", block=None if block is None else (int(block[0]), int(block[1])))
+    if method == "compressed-tensors":
+        return _compressed(given)
+    if method == "mxfp4":
+        return Quantization("mxfp4")
+    raise UnsupportedCheckpoint(
+        f"the checkpoint is quantized ({method}); known: awq, gptq, fp8, compressed-tensors of FP8, mxfp4"
+    )
+
+
+def _compressed(given: Mapping[str, Any]) -> Quantization:
+    """FP8 weights as compressed-tensors describes them."""
+    groups = list((given.get("config_groups") or {}).values())
+    block: tuple[int, int] | None = None
+    for group in groups:
+        weights = group.get("weights") or {}
+        kind, bits, strategy = weights.get("type"), weights.get("num_bits"), weights.get("strategy")
+        if kind != "float" or bits != 8 or strategy not in ("tensor", "channel", "block"):
+            raise UnsupportedCheckpoint(
+                f"the checkpoint is quantized (compressed-tensors) with {bits}-bit {kind} weights by {strategy}; "
+                "known: 8-bit float by tensor, channel or block"
+            )
+        if strategy == "block":
+            block = (int(weights["block_structure"][0]), int(weights["block_structure"][1]))
+    if not groups:
+        raise UnsupportedCheckpoint("the checkpoint is quantized (compressed-tensors) without config_groups")
+    return Quantization("fp8", block=block)
+
+
+class Stored(Protocol):
+    """The tensors of a checkpoint as they are stored."""
+
+    def has(self, name: str) -> bool: ...
+
+    def dtype(self, name: str) -> str:
+        """The type of a tensor in safetensors' words."""
+
+    def tensor(self, name: str) -> torch.Tensor: ...
+
+    def slices(self, name: str, shape: tuple[int, ...], cut: tuple[slice, ...]) -> torch.Tensor:
+        """The slices of a tensor's first dimensions. Raises UnsupportedCheckpoint if it lacks, or has another shape."""
+
+
+class QuantizedReader:
+    """Reads the tensors of a quantized checkpoint by the names and shapes of a plain one."""
+
+    def __init__(self, stored: Stored, quantization: Quantization, *, native_fp8: bool) -> None:
+        """`native_fp8`: the device multiplies FP8, so weights stay FP8."""
+        self._stored, self._how, self._native_fp8 = stored, quantization, native_fp8
+
+    def fill(self, name: str, piece: Piece, into: torch.Tensor) -> bool:
+        """Write a piece of a tensor into `into`, dequantized. False, and no effect, if it holds plain numbers."""
+        kind = self._kind(name)
+        if kind is None:
+            return False
+        if kind == "mxfp4":
+            found = self._mxfp4(name, piece, into.device)
+        elif kind == "fp8":
+            found = self._dequantized_fp8(name, piece, into.device)
+        else:
+            numbers, scale, zero, group = self._int4(name, piece, into.device)
+            found = dequantize(numbers, scale, zero, group)
+        into.copy_(found)
+        check_finite(name, found, into.dtype)
+        return True
+
+    def packed(self, names: tuple[str, ...], pieces: tuple[Piece, ...], device: torch.device) -> Weight | None:
+        """One weight with the rows of all parts, as a kernel reads it; None if none does."""
+        kinds = {self._kind(name) for name in names}
+        if kinds == {"int4"}:
+            return self._packed_int4(names, pieces, device)
+        if kinds == {"fp8"} and self._native_fp8 and self._how.block is None:
+            data, scale = zip(*map(self._fp8, names, pieces, [device] * len(names)), strict=True)
+            return Fp8Weight(torch.cat(data), torch.cat(scale))
+        return None
+
+    def names(self, stored: Iterable[str]) -> Iterable[str]:
+        """The names of plain tensors that stored ones stand for. Biases of zeros, as GPTQ's tools add, are left out."""
+        for name in stored:
+            ending = next((ending for ending in PARTS if name.endswith(ending)), "")
+            stem = name.removesuffix(ending)
+            if ending.startswith("."):
+                yield f"{stem}.weight"
+            elif not (
+                stem.endswith(".bias")
+                and self._stored.has(stem.removesuffix(".bias") + ".qweight")
+                and self._zeros(stem)
+            ):
+                yield stem
+
+    def _zeros(self, name: str) -> bool:
+        return not bool(self._stored.tensor(name).any())
+
+    def _kind(self, name: str) -> str | None:
+        """How a tensor is stored: int4, fp8, mxfp4, or None for plain numbers."""
+        if self._stored.has(name):
+            return "fp8" if self._stored.dtype(name) == "F8_E4M3" else None
+        if self._stored.has(name + "_blocks"):
+            return "mxfp4"
+        return "int4" if self._stored.has(name.removesuffix(".weight") + ".qweight") else None
+
+    def _packed_int4(self, names: tuple[str, ...], pieces: tuple[Piece, ...], device: torch.device) -> Weight | None:
+        inputs = pieces[0].shape[1]
+        half = half_for(inputs, self._group(pieces[0].whole[1], inputs))
+        if half is None:
+            return None
+        parts = [self._int4(name, piece, device) for name, piece in zip(names, pieces, strict=True)]
+        numbers, scale, zero, groups = zip(*parts, strict=True)
+        return pack(torch.cat(numbers), torch.cat(scale), torch.cat(zero), groups[0], half)
+
+    def _group(self, whole: int, own: int) -> int:
+        """Inputs of a group, where the device has `own` inputs of a whole row."""
+        return own if self._how.group == -1 else min(self._how.group, whole)
+
+    def _int4(
+        self, name: str, piece: Piece, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+        """A piece [N, K] as numbers, scales and zeros, and the size of a group."""
+        stem = name.removesuffix(".weight")
+        outputs, inputs = piece.whole
+        group = inputs if self._how.group == -1 else min(self._how.group, inputs)
+        groups = inputs // group
+        self._check_order(stem, inputs, group)
+        words, zero_words, scale = (
+            self._part(f"{stem}.{part}", shape).to(device)
+            for part, shape in (
+                ("qweight", (inputs, outputs // 8) if self._how.method == "awq" else (inputs // 8, outputs)),
+                ("qzeros", (groups, outputs // 8)),
+                ("scales", (groups, outputs)),
+            )
+        )
+        check_finite(f"{stem}.scales", scale, scale.dtype)
+        shifts = AWQ_SHIFTS if self._how.method == "awq" else SHIFTS
+        numbers = _columns(words, shifts) if self._how.method == "awq" else _columns(words.t(), shifts).t()
+        zero = _columns(zero_words, shifts).add_(self._how.zero_offset).bitwise_and_(15)
+        rows, columns = piece.own
+        taken = range(0, groups)
+        if len(columns) < inputs and groups > 1:
+            if columns.start % group or columns.stop % group:
+                raise UnsupportedCheckpoint(
+                    f"tensor {name} is quantized in groups of {group} inputs, which tp would cut: "
+                    f"{len(columns)} of {inputs} inputs are one device's"
+                )
+            taken = range(columns.start // group, columns.stop // group)
+        elif len(columns) < inputs:
+            group = len(columns)
+        cut = slice(rows.start, rows.stop)
+        numbers = numbers[columns.start : columns.stop, cut].t().contiguous()
+        scale, zero = (each[taken.start : taken.stop, cut].t().contiguous() for each in (scale, zero))
+        return numbers, scale, zero, group
+
+    def _check_order(self, stem: str, inputs: int, group: int) -> None:
+        """Refuse groups that are not of successive inputs (GPTQ's desc_act)."""
+        name = f"{stem}.g_idx"
+        if self._stored.has(name) and not torch.equal(self._stored.tensor(name).long(), torch.arange(inputs) // group):
+            raise UnsupportedCheckpoint(
+                f"tensor {name} orders inputs by activation (desc_act), which is not supported; give a checkpoint "
+                "quantized without it"
+            )
+
+    def _fp8(self, name: str, piece: Piece, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """A piece [N, K] of FP8 and the scale of each row, float32."""
+        data = self._fp8_data(name, piece).to(device)
+        if bool(data.to(torch.float32).isnan().any()):
+            raise UnsupportedCheckpoint(f"tensor {name} holds NaN: the checkpoint is damaged")
+        scale = self._scale(name)
+        if scale.numel() not in (1, piece.whole[0]):
+            raise UnsupportedCheckpoint(
+                f"the scale of tensor {name} has shape {tuple(scale.shape)}; one number, or one for each of "
+                f"{piece.whole[0]} rows is supported"
+            )
+        rows = piece.own[0]
+        scale = scale.flatten().expand(piece.whole[0])[rows.start : rows.stop]
+        return data, scale.to(device).contiguous()
+
+    def _dequantized_fp8(self, name: str, piece: Piece, device: torch.device) -> torch.Tensor:
+        if self._how.block is None:
+            data, scale = self._fp8(name, piece, device)
+            return data.float() * scale[:, None]
+        data, scale = self._fp8_data(name, piece).to(device), self._scale(name).to(device)
+        wanted = tuple(-(-size // block) for size, block in zip(piece.whole, self._how.block, strict=True))
+        if tuple(scale.shape) != wanted:
+            raise UnsupportedCheckpoint(f"the scale of tensor {name} has shape {tuple(scale.shape)}, not {wanted}")
+        rows, columns = (
+            torch.arange(own.start, own.stop, device=device) // block
+            for own, block in zip(piece.own, self._how.block, strict=True)
+        )
+        return data.float() * scale[rows][:, columns]
+
+    def _fp8_data(self, name: str, piece: Piece) -> torch.Tensor:
+        """A piece of an FP8 tensor as it is stored."""
+        whole = self._part(name, piece.whole)
+        if whole.dtype != FP8:
+            raise UnsupportedCheckpoint(f"tensor {name} is {whole.dtype}; {FP8} is supported")
+        return whole.view(torch.uint8)[piece.slices].view(FP8)
+
+    def _scale(self, name: str) -> torch.Tensor:
+        stem = name.removesuffix(".weight")
+        for ending in (".weight_scale_inv", ".weight_scale"):
+            if self._stored.has(stem + ending):
+                scale = self._stored.tensor(stem + ending).float()
+                check_finite(stem + ending, scale, torch.float32)
+                return scale
+        raise UnsupportedCheckpoint(f"the checkpoint has no {stem}.weight_scale, the scale of tensor {name}")
+
+    def _mxfp4(self, name: str, piece: Piece, device: torch.device) -> torch.Tensor:
+        """A piece of a tensor of all experts [E, inputs, outputs], stored by outputs in blocks of inputs."""
+        count, inputs, outputs = piece.whole
+        experts, columns, rows = piece.own
+        shape = (count, outputs, inputs // MXFP4_BLOCK, MXFP4_BLOCK // 2)
+        cut = (slice(experts.start, experts.stop), slice(rows.start, rows.stop))
+        blocks = self._stored.slices(name + "_blocks", shape, cut).to(device)
+        scales = self._stored.slices(name + "_scales", shape[:3], cut).to(device)
+        table = torch.tensor(FP4, device=device)
+        numbers = torch.stack((table[(blocks & 15).int()], table[(blocks >> 4).int()]), -1).flatten(-2)
+        numbers = torch.ldexp(numbers, (scales.int() - 127)[..., None])
+        whole = numbers.view(len(experts), len(rows), prod(shape[2:]) * 2)
+        return whole[..., columns.start : columns.stop].transpose(1, 2)
+
+    def _part(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        return self._stored.slices(name, shape, ())
+
+
+def _columns(words: torch.Tensor, shifts: tuple[int, ...]) -> torch.Tensor:
+    """The 4-bit numbers of words [R, C] int32, eight columns of each: [R, 8 C] uint8."""
+    by = torch.tensor(shifts, device=words.device, dtype=torch.int32)
+    return ((words[..., None] >> by) & 15).to(torch.uint8).flatten(1)

@@ -1,0 +1,247 @@
+"""Experts by PyTorch and by Triton against each token's own sum in float64: interpreted without a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn import functional
+
+from holdfast.lm.kernels.linear.experts.experts import ExpertRule, Experts, apply_experts
+from holdfast.lm.kernels.linear.experts.launches import (
+    ExpertLaunch,
+    GroupedLaunch,
+    experts_of_few,
+    grouped_experts,
+    grouped_launch_for,
+    sort_pairs,
+)
+
+RULES = [
+    ExpertRule(top_k=2),
+    ExpertRule(top_k=3, normalized=False),
+    ExpertRule(top_k=4, clamp=(1.7, 0.5)),
+]
+BOTH = [(RULES[0], False), (RULES[1], False), (RULES[2], True)]
+SMALL = GroupedLaunch(16, ExpertLaunch(16, 32, 4, 2), ExpertLaunch(32, 16, 4, 2))
+FEW = (ExpertLaunch(2, 64, 4, 2), ExpertLaunch(8, 32, 4, 2), ExpertLaunch(4, 32, 4, 2))
+
+
+def draw(
+    rule: ExpertRule,
+    count: int,
+    hidden: int,
+    inner: int,
+    device: str,
+    *,
+    biased: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> Experts:
+    generator = torch.Generator(device).manual_seed(count * hidden + inner)
+
+    def random(*shape: int, spread: float) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device=device).mul_(spread).to(dtype)
+
+    experts = Experts(
+        rule=rule,
+        router=random(count, hidden, spread=hidden**-0.5),
+        gate_up=random(count, 2 * inner, hidden, spread=hidden**-0.5),
+        down=random(count, hidden, inner, spread=inner**-0.5),
+    )
+    if not biased:
+        return experts
+    return replace(
+        experts,
+        router_bias=random(count, spread=1.0),
+        gate_up_bias=random(count, 2 * inner, spread=1.0),
+        down_bias=random(count, hidden, spread=1.0),
+    )
+
+
+def expected(x: torch.Tensor, experts: Experts) -> torch.Tensor:
+    """Token by token, in float64."""
+    rule, rows = experts.rule, []
+
+    def bias(tensor: torch.Tensor | None, expert: int) -> torch.Tensor | float:
+        return 0.0 if tensor is None else tensor[expert].double()
+
+    for token in x.double():
+        logits = experts.router.double() @ token
+        if experts.router_bias is not None:
+            logits += experts.router_bias.double()
+        shares, chosen = logits.softmax(0).topk(rule.top_k)
+        if rule.normalized:
+            shares = shares / shares.sum()
+        total = torch.zeros_like(token)
+        for share, expert in zip(shares, chosen.tolist(), strict=True):
+            gate, up = (experts.gate_up[expert].double() @ token + bias(experts.gate_up_bias, expert)).chunk(2)
+            if rule.clamp is None:
+                inner = functional.silu(gate) * up
+            else:
+                alpha, limit = rule.clamp
+                gate = gate.clamp(max=limit)
+                inner = gate * torch.sigmoid(alpha * gate) * (up.clamp(-limit, limit) + 1)
+            total += share * (experts.down[expert].double() @ inner + bias(experts.down_bias, expert))
+        rows.append(total)
+    return torch.stack(rows)
+
+
+def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found.double() - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("rule", RULES)
+def test_pytorch_gives_each_token_the_weighted_sum_of_its_experts(rule: ExpertRule, biased: bool) -> None:
+    experts = draw(rule, 6, 24, 20, "cpu", biased=biased)
+    x = torch.randn(13, 24)
+    assert error(apply_experts(x, experts), expected(x, experts)) < 1e-6
+
+
+@pytest.mark.parametrize(("rule", "biased"), BOTH)
+@pytest.mark.parametrize(("tokens", "sizes"), [(1, (6, 64, 32)), (3, (5, 40, 20))])
+def test_a_few_tokens_get_the_weighted_sum_of_their_experts(
+    tokens: int, sizes: tuple[int, int, int], rule: ExpertRule, biased: bool, device: str
+) -> None:
+    experts = draw(rule, *sizes, device, biased=biased)
+    x = torch.randn(tokens, sizes[1], device=device)
+    out = torch.full_like(x, torch.nan)
+    experts_of_few(x, experts, out, added=False, launches=FEW)
+    assert error(out, expected(x, experts)) < 1e-6
+    experts_of_few(x, experts, out, added=True, launches=FEW)
+    assert error(out, 2 * expected(x, experts)) < 1e-6
+
+
+def test_a_norm_that_is_not_computed_yet_is_computed_by_who_reads_it(device: str) -> None:
+    experts = draw(RULES[0], 6, 64, 32, device)
+    x, norm = 3 * torch.randn(2, 64, device=device), torch.rand(64, device=device)
+    out = torch.empty_like(x)
+    experts_of_few(x, experts, out, added=False, norm=norm, eps=1e-5, launches=FEW)
+    assert error(out, expected(functional.rms_norm(x, (64,), norm, 1e-5), experts)) < 1e-6
+
+
+@pytest.mark.parametrize(("rule", "biased"), BOTH)
+@pytest.mark.parametrize(("tokens", "sizes"), [(9, (6, 64, 32)), (37, (5, 40, 20))])
+def test_grouped_tokens_get_the_weighted_sum_of_their_experts(
+    tokens: int, sizes: tuple[int, int, int], rule: ExpertRule, biased: bool, device: str
+) -> None:
+    experts = draw(rule, *sizes, device, biased=biased)
+    x = torch.randn(tokens, sizes[1], device=device)
+    parts = grouped_experts(x, experts, SMALL)
+    assert parts.shape == (rule.top_k, *x.shape)
+    assert error(parts.sum(0), expected(x, experts)) < 1e-6
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 32, 53, 140])
+def test_pairs_are_sorted_by_expert_and_then_by_token(tokens: int, device: str) -> None:
+    experts = draw(ExpertRule(top_k=2), 7, 32, 16, device)
+    x = torch.randn(tokens, 32, device=device)
+    sorting = sort_pairs(x, experts, 16)
+    chosen = (x @ experts.router.t()).topk(2).indices.flatten()
+    assert torch.equal(sorting.pairs.long(), chosen.argsort(stable=True))
+    counts = torch.bincount(chosen, minlength=7)
+    assert torch.equal(sorting.ends.long(), counts.cumsum(0))
+    assert torch.equal(sorting.tile_ends.long(), ((counts + 15) // 16).cumsum(0))
+    assert sorting.most_tiles >= int(sorting.tile_ends[-1])
+
+
+@pytest.mark.parametrize("tokens", [7, 40, 45])
+def test_an_experts_last_tile_may_be_half_a_tile(tokens: int, device: str) -> None:
+    experts = draw(ExpertRule(top_k=2), 5, 32, 16, device, biased=True)
+    x = torch.randn(tokens, 32, device=device)
+    launch = replace(SMALL, block_m=32, halved=True)
+    assert error(grouped_experts(x, experts, launch).sum(0), expected(x, experts)) < 1e-6
+
+
+def test_all_tokens_may_choose_the_same_experts(device: str) -> None:
+    experts = draw(ExpertRule(top_k=2), 6, 32, 16, device, biased=True)
+    assert experts.router_bias is not None
+    experts.router_bias[[1, 4]] = 100.0
+    x = torch.randn(40, 32, device=device)
+    assert error(grouped_experts(x, experts, SMALL).sum(0), expected(x, experts)) < 1e-5
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+@pytest.mark.parametrize("tokens", [3, 20])
+def test_a_token_of_nan_stays_in_its_row(tokens: int, device: str) -> None:
+    experts = draw(ExpertRule(top_k=2), 5, 32, 16, device)
+    x = torch.randn(tokens, 32, device=device)
+    x[1] = torch.nan
+    if tokens == 3:
+        out = torch.empty_like(x)
+        experts_of_few(x, experts, out, added=False, launches=FEW)
+    else:
+        out = grouped_experts(x, experts, SMALL).sum(0)
+    rest = [index for index in range(tokens) if index != 1]
+    assert out[1].isnan().all()
+    assert error(out[rest], expected(x[rest], experts)) < 1e-6
+
+
+def test_tiles_grow_with_the_pairs_of_an_expert() -> None:
+    experts = draw(ExpertRule(top_k=8), 128, 16, 16, "cpu")
+    sizes = [grouped_launch_for(tokens, experts).block_m for tokens in (16, 256, 512, 1024, 8192)]
+    assert sizes == sorted(sizes) and sizes[0] == 16 and sizes[-1] == 128
+
+
+SHAPES = {
+    "qwen3-30b-a3b": (ExpertRule(top_k=8), 128, 2048, 768, False),
+    "mixtral": (ExpertRule(top_k=2), 8, 1024, 1792, False),
+    "gpt-oss": (ExpertRule(top_k=4, clamp=(1.702, 7.0)), 32, 2880, 2880, True),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_compiled_launches_stay_within_the_precision_of_the_type(shape: str, dtype: torch.dtype) -> None:
+    rule, count, hidden, inner, biased = SHAPES[shape]
+    experts = draw(rule, count, hidden, inner, "cuda", biased=biased, dtype=dtype)
+    for tokens in (1, 2, 8, 9, 33, 130, 700, 2100):
+        x = torch.randn(tokens, hidden, device="cuda", dtype=dtype)
+        few = tokens <= 8
+        if few:
+            found = torch.full((tokens, hidden), torch.nan, device="cuda")
+            experts_of_few(x, experts, found, added=False)
+        else:
+            found = grouped_experts(x, experts).float().sum(0)
+        exact = replace(
+            experts,
+            **{
+                name: value.double()
+                for name in ("router", "gate_up", "down", "router_bias", "gate_up_bias", "down_bias")
+                if (value := getattr(experts, name)) is not None
+            },
+        )
+        wanted = apply_experts(x.double(), exact)
+        # Where two experts have nearly the same logits, a token may take the other one.
+        rows = (found.double() - wanted).norm(dim=1) / wanted.norm(dim=1)
+        limit = 1e-3 if few else 1e-2
+        assert rows.median() < limit and (rows < 2 * limit).double().mean() > 0.98, (tokens, rows.max())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [4, 100])
+def test_a_graph_follows_the_tokens_choices(tokens: int) -> None:
+    experts = draw(ExpertRule(top_k=4), 32, 512, 256, "cuda", dtype=torch.bfloat16)
+    x = torch.randn(tokens, 512, device="cuda", dtype=torch.bfloat16)
+    out = torch.empty(tokens, 512, device="cuda")
+
+    def work() -> None:
+        if tokens <= 8:
+            experts_of_few(x, experts, out, added=False)
+        else:
+            torch.sum(grouped_experts(x, experts), 0, dtype=torch.float32, out=out)
+
+    work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    for _ in range(3):
+        x.copy_(torch.randn_like(x))
+        graph.replay()
+        again = out.clone()
+        out.zero_()
+        work()
+        assert torch.equal(again, out)

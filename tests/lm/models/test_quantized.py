@@ -1,0 +1,246 @@
+"""Quantized checkpoints give the logits of Transformers' module with the dequantized weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from holdfast.core.layout import Layout
+from holdfast.lm.kernels.fp8 import FP8, Fp8Weight
+from holdfast.lm.kernels.int4 import Int4Weight
+from holdfast.lm.models.base import UnsupportedCheckpoint
+from holdfast.lm.models.decoder import Decoder
+from holdfast.lm.models.hf import _paged_logits
+from holdfast.lm.models.loader import load
+from tests.checkpoints import make
+
+Tensors = dict[str, torch.Tensor]
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+def words(numbers: torch.Tensor, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
+    """Numbers [R, 8 C] from 0 to 15 as words [R, C]; the i-th four bits of a word are its column order[i]."""
+    eights = numbers.view(len(numbers), -1, 8).long()
+    packed = sum(eights[:, :, column] << 4 * place for place, column in enumerate(order))
+    assert isinstance(packed, torch.Tensor)
+    return torch.where(packed >= 1 << 31, packed - (1 << 32), packed).int()
+
+
+def four_bits(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Numbers [N, K], zeros and scales [N, K / group] of a weight [N, K], and the weight that they stand for."""
+    grouped = weight.view(len(weight), -1, weight.shape[1] if group == -1 else group)
+    low, high = grouped.amin(-1).clamp(max=0), grouped.amax(-1).clamp(min=0)
+    scale = ((high - low) / 15).half().clamp(min=1e-4)
+    zero = (-low / scale.float()).round().clamp(0, 15)
+    numbers = (grouped / scale.float()[..., None] + zero[..., None]).round().clamp(0, 15)
+    plain = (numbers - zero[..., None]) * scale.float()[..., None]
+    return numbers.view(weight.shape), zero, scale, plain.view(weight.shape)
+
+
+def awq(stem: str, weight: torch.Tensor, group: int) -> tuple[Tensors, torch.Tensor]:
+    numbers, zero, scale, plain = four_bits(weight, group)
+    return {
+        f"{stem}.qweight": words(numbers.t().contiguous(), AWQ_ORDER),
+        f"{stem}.qzeros": words(zero.t().contiguous(), AWQ_ORDER),
+        f"{stem}.scales": scale.t().contiguous(),
+    }, plain
+
+
+def gptq(stem: str, weight: torch.Tensor, group: int, offset: int = 1) -> tuple[Tensors, torch.Tensor]:
+    numbers, zero, scale, plain = four_bits(weight, group)
+    inputs = weight.shape[1]
+    size = inputs if group == -1 else group
+    return {
+        f"{stem}.qweight": words(numbers).t().contiguous(),
+        f"{stem}.qzeros": words(((zero - offset) % 16).t().contiguous()),
+        f"{stem}.scales": scale.t().contiguous(),
+        f"{stem}.g_idx": (torch.arange(inputs) // size).int(),
+        f"{stem}.bias": torch.zeros(len(weight)),
+    }, plain
+
+
+def fp8(stem: str, weight: torch.Tensor, how: str) -> tuple[Tensors, torch.Tensor]:
+    if how == "block":
+        blocks = weight.view(weight.shape[0] // 32, 32, weight.shape[1] // 32, 32)
+        scale = blocks.abs().amax((1, 3)) / 448
+        spread = scale.repeat_interleave(32, 0).repeat_interleave(32, 1)
+    elif how == "channel":
+        scale = spread = weight.abs().amax(1, keepdim=True) / 448
+    else:
+        scale = spread = weight.abs().max() / 448
+    data = (weight / spread).to(FP8)
+    name = "weight_scale_inv" if how == "block" else "weight_scale"
+    return {f"{stem}.weight": data, f"{stem}.{name}": scale.clone()}, data.float() * spread
+
+
+def compressed(strategy: str) -> dict[str, Any]:
+    weights = dict(num_bits=8, type="float", strategy=strategy)
+    return dict(quant_method="compressed-tensors", config_groups=dict(group_0=dict(weights=weights)))
+
+
+Quantize = Callable[[str, torch.Tensor], tuple[Tensors, torch.Tensor]]
+METHODS: dict[str, tuple[dict[str, Any], Quantize]] = {
+    "awq-32": (dict(quant_method="awq", bits=4, group_size=32), lambda s, w: awq(s, w, 32)),
+    "awq-64": (dict(quant_method="awq", bits=4, group_size=64, version="GEMM"), lambda s, w: awq(s, w, 64)),
+    "gptq-32": (dict(quant_method="gptq", bits=4, group_size=32), lambda s, w: gptq(s, w, 32)),
+    "gptq-rows": (
+        dict(quant_method="gptq", bits=4, group_size=-1, checkpoint_format="gptq_v2"),
+        lambda s, w: gptq(s, w, -1, 0),
+    ),
+    "fp8-tensor": (dict(quant_method="fp8", activation_scheme="dynamic"), lambda s, w: fp8(s, w, "tensor")),
+    "fp8-block": (dict(quant_method="fp8", weight_block_size=[32, 32]), lambda s, w: fp8(s, w, "block")),
+    "compressed-channel": (compressed("channel"), lambda s, w: fp8(s, w, "channel")),
+    "compressed-tensor": (compressed("tensor"), lambda s, w: fp8(s, w, "tensor")),
+}
+
+
+def quantized(directory: Path, family: str, method: str, **differences: Any) -> Any:
+    """Write a checkpoint and quantize its layers; gives Transformers' module of the dequantized one."""
+    make(directory / "plain", family, **differences)
+    given, quantize = METHODS[method]
+    tensors = load_file(directory / "plain" / "model.safetensors")
+    stored: Tensors = {}
+    for name, tensor in list(tensors.items()):
+        if ".layers." in name and tensor.ndim == 2 and "gate.weight" not in name:
+            parts, tensors[name] = quantize(name.removesuffix(".weight"), tensor)
+            stored |= parts
+        else:
+            stored[name] = tensor
+    # A bias of the model's own is not one of zeros that a tool added.
+    stored |= {name: tensor for name, tensor in tensors.items() if name.endswith(".bias")}
+    save_file(tensors, directory / "plain" / "model.safetensors")
+    save_file(stored, directory / "model.safetensors")
+    config = json.loads((directory / "plain" / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | dict(quantization_config=given)))
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(directory / "plain", dtype=torch.float32).eval()
+
+
+@torch.inference_mode()
+def difference(model: Any, module: Any) -> float:
+    """The largest difference of two models' logits, in relation to the largest logit."""
+    ids = torch.arange(24) * 7 % 384 + 3
+    expected = module(ids[None]).logits[0]
+    return float((_paged_logits(model, ids) - expected).abs().max() / expected.abs().max())
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3Moe"])
+def test_logits_are_those_of_the_dequantized_checkpoint(tmp_path: Path, family: str, method: str) -> None:
+    differences = dict(moe_intermediate_size=64) if family == "Qwen3Moe" else {}
+    module = quantized(tmp_path, family, method, **differences)
+    model = load(tmp_path, device="cpu")
+    assert isinstance(model, Decoder)
+    assert difference(model, module) < 1e-5
+    kind = type(model.layers[0].qkv)
+    assert kind is {"fp8-block": torch.Tensor, "awq": Int4Weight, "gptq": Int4Weight}.get(
+        method if method == "fp8-block" else method.split("-")[0], Fp8Weight
+    )
+
+
+def test_quantized_weights_take_their_own_bytes(tmp_path: Path) -> None:
+    module = quantized(tmp_path, "Llama", "awq-32")
+    model = load(tmp_path, device="cpu")
+    layers = sum(weight.numel() for name, weight in module.named_parameters() if "proj" in name)
+    rest = sum(weight.nbytes for name, weight in module.named_parameters() if "proj" not in name)
+    assert model.spec.weight_bytes == rest + layers // 2 + 3 * layers // 32  # numbers, and 3 bytes for each group
+
+
+@pytest.mark.parametrize("method", ["awq-32", "gptq-rows", "fp8-tensor", "fp8-block"])
+def test_shards_hold_the_pieces_of_the_whole(tmp_path: Path, method: str) -> None:
+    quantized(tmp_path, "Llama", method)
+    whole = load(tmp_path, device="cpu")
+    assert isinstance(whole, Decoder)
+    downs, ups = [], []
+    for rank in range(2):
+        part = load(tmp_path, device="cpu", layout=Layout(tp=2), rank=rank)
+        assert isinstance(part, Decoder)
+        downs.append(plain(part.layers[1].down))
+        ups.append(plain(part.layers[1].gate_up).chunk(2)[1])
+    assert torch.equal(torch.cat(downs, 1), plain(whole.layers[1].down))
+    assert torch.equal(torch.cat(ups), plain(whole.layers[1].gate_up).chunk(2)[1])
+
+
+def plain(weight: Any) -> torch.Tensor:
+    return weight if isinstance(weight, torch.Tensor) else weight.dequantized(torch.float32)
+
+
+def test_tp_cuts_no_group(tmp_path: Path) -> None:
+    quantized(tmp_path, "Llama", "awq-64")
+    with pytest.raises(UnsupportedCheckpoint, match="groups of 64 inputs, which tp would cut: 32 of 128 inputs"):
+        load(tmp_path, device="cpu", layout=Layout(tp=4), rank=0)
+
+
+def test_weights_that_stay_plain_are_read_as_they_are(tmp_path: Path) -> None:
+    module = quantized(tmp_path, "Llama", "fp8-tensor")
+    stored = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.0.mlp.down_proj.weight"
+    stored[name] = load_file(tmp_path / "plain" / "model.safetensors")[name]
+    del stored[name + "_scale"]
+    save_file(stored, tmp_path / "model.safetensors")
+    assert difference(load(tmp_path, device="cpu"), module) < 1e-5
+
+
+def test_inputs_ordered_by_activation_are_refused(tmp_path: Path) -> None:
+    quantized(tmp_path, "Llama", "gptq-32")
+    stored = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.0.self_attn.q_proj.g_idx"
+    stored[name] = stored[name].flip(0).contiguous()
+    save_file(stored, tmp_path / "model.safetensors")
+    with pytest.raises(UnsupportedCheckpoint, match=f"{name} orders inputs by activation"):
+        load(tmp_path, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (dict(quant_method="bitsandbytes"), r"quantized \(bitsandbytes\); known: awq, gptq"),
+        (dict(quant_method="gptq", bits=8), r"\(gptq\) with 8 bits; 4 are supported"),
+        (dict(quant_method="awq", version="gemv"), r"\(awq\) in layout 'gemv'; gemm is supported"),
+        (compressed("group"), r"with 8-bit float weights by group; known"),
+        (dict(quant_method="compressed-tensors"), r"without config_groups"),
+    ],
+)
+def test_other_methods_are_refused_by_name(tmp_path: Path, given: dict[str, Any], reason: str) -> None:
+    make(tmp_path, "Llama")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | dict(quantization_config=given)))
+    with pytest.raises(UnsupportedCheckpoint, match=reason):
+        load(tmp_path, device="cpu")
+
+
+def test_mxfp4_experts_are_those_that_transformers_dequantizes(tmp_path: Path) -> None:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    make(tmp_path / "plain", "GptOss", hidden_size=64, intermediate_size=96)
+    tensors = load_file(tmp_path / "plain" / "model.safetensors")
+    stored: Tensors = {}
+    generator = torch.Generator().manual_seed(1)
+    for name, tensor in tensors.items():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            count, inputs, outputs = tensor.shape
+            size = (count, outputs, inputs // 32)
+            blocks = torch.randint(256, (*size, 16), generator=generator).to(torch.uint8)
+            scales = torch.randint(120, 125, size, generator=generator).to(torch.uint8)
+            stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            tensors[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).contiguous()
+        else:
+            stored[name] = tensor
+    save_file(tensors, tmp_path / "plain" / "model.safetensors")
+    save_file(stored, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "plain" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | dict(quantization_config=dict(quant_method="mxfp4"))))
+    for layout in (Layout(), Layout(tp=2)):
+        ours, theirs = (load(at, device="cpu", layout=layout, rank=0) for at in (tmp_path, tmp_path / "plain"))
+        assert isinstance(ours, Decoder) and isinstance(theirs, Decoder)
+        for layer, other in zip(ours.layers, theirs.layers, strict=True):
+            assert layer.experts is not None and other.experts is not None
+            assert torch.equal(layer.experts.gate_up, other.experts.gate_up)
+            assert torch.equal(layer.experts.down, other.experts.down)

@@ -4,9 +4,9 @@
 
 Each request has one to four tools with random schemas, in one of the formats in turn: with and without reasoning
 before the call, one call or several, any tool or a named one. The built-in model, which does not know these tools,
-answers at temperature 1 (any engine flag as --set name=value), biased to tokens that end strings and lists. An answer that the model ended is read as the server
-reads it: it is valid if it calls at least one tool, and every call is of an allowed tool with arguments that the
-jsonschema package accepts. An answer that `max_tokens` cut is counted apart.
+answers at temperature 1 (any engine flag as --set name=value), with a bias to tokens that end strings and lists. An
+answer that the model ended is read as the server reads it: it is valid if it calls at least one tool, and every call is
+of an allowed tool with arguments that the jsonschema package accepts. An answer that `max_tokens` cut is counted apart.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Time skinny GEMMs on a GPU, and a decoder layer around attention, against cuBLAS and PyTorch.
 
-    python benchmarks/gemv_gpu.py [--tune] [--fp8] [--split N] [--tokens 1 2 4 8 16 32 64] [--out results.json]
+    python benchmarks/gemv_gpu.py [--tune] [--fp8] [--shape 70b] [--split N] [--tokens 1 2 4 8 16 32 64]
+        [--out results.json]
 
-The shapes are Llama-3-8B's, bf16. A product is timed with the operations that the decoder fuses to it (residual and
+The shapes are Llama-3-8B's or 70B's, bf16; layers are 8B's. A product is timed with the operations that the decoder fuses to it (residual and
 norm, or the gate), as one CUDA graph over more weights than L2 holds. Its figure is the weights' bytes over that time,
 as a share of the rate of a device-to-device copy. `--tune` times launches other than the rule's. With `--fp8` the
 weights are FP8; only PyTorch's product is timed beside them, beyond 64 tokens. With `--split` the products are those of
@@ -28,6 +29,11 @@ from holdfast.lm.kernels.linear.skinny_gemm import SkinnyLaunch
 
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 4096, 14336, 32, 8, 128, 128256
 QKV = (HEADS + 2 * KV_HEADS) * HEAD_DIM
+SHAPES = {
+    "8b": dict(qkv=(QKV, HIDDEN), o=(HIDDEN, HIDDEN), gate_up=(2 * INNER, HIDDEN), down=(HIDDEN, INNER)),
+    "70b": dict(qkv=(10240, 8192), o=(8192, 8192), gate_up=(57344, 8192), down=(8192, 28672)),
+}
+"""By product, rows and columns of its weight, but for the LM head."""
 DTYPE = torch.bfloat16
 RING_BYTES = 400_000_000  # weights that pass before one is read again
 
@@ -35,11 +41,11 @@ KINDS = {"qkv": "linear", "o": "add_norm", "gate_up": "gated", "down": "add_norm
 """By product, the operations that are timed with it."""
 
 
-def weight_size(product: str, split: int) -> tuple[int, int]:
+def weight_size(shape: str, product: str, split: int) -> tuple[int, int]:
     """Rows and columns of the weight of one of `split` devices."""
-    if KINDS[product] == "add_norm":
-        return HIDDEN, {"o": HIDDEN, "down": INNER}[product] // split
-    return {"qkv": QKV, "gate_up": 2 * INNER, "lm_head": VOCAB}[product] // split, HIDDEN
+    sizes = SHAPES[shape]
+    outputs, inputs = sizes.get(product, (VOCAB, sizes["qkv"][1]))
+    return (outputs, inputs // split) if KINDS[product] == "add_norm" else (outputs // split, inputs)
 
 
 ONE_TOKEN = [  # rows of weights, inputs at a time, warps, stages
@@ -125,8 +131,8 @@ def random(*size: int, spread: float = 1.0) -> torch.Tensor:
 
 def product_time(ops: LayerOps, kind: str, weights: Sequence[Weight], tokens: int) -> float:
     """Microseconds of one product with its fused operations, over several weights [N, K] in turns."""
-    x, norm = random(tokens, weights[0].shape[1]), random(HIDDEN)
-    stream = random(tokens, HIDDEN)
+    x, norm = random(tokens, weights[0].shape[1]), random(weights[0].shape[0])
+    stream = random(tokens, weights[0].shape[0])
 
     def run() -> None:
         for weight in weights:
@@ -202,6 +208,7 @@ def main() -> None:
     parser.add_argument("--tune", action="store_true", help="time other launches than the rule's too")
     parser.add_argument("--fp8", action="store_true", help="FP8 weights; layers are left out")
     parser.add_argument("--products", nargs="*", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument("--split", type=int, default=1, help="devices that share each layer")
     parser.add_argument("--tokens", nargs="*", type=int, default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--layers", nargs="*", type=int, default=[1, 2, 4, 8, 16, 64, 256, 2048], metavar="TOKENS")
@@ -213,7 +220,7 @@ def main() -> None:
     print(json.dumps(lines[0]), flush=True)
     print("product  tokens   share of the copy rate: PyTorch, the rule's launch, the best of the others", flush=True)
     for name in arguments.products:
-        outputs, inputs = weight_size(name, arguments.split)
+        outputs, inputs = weight_size(arguments.shape, name, arguments.split)
         size = 1 if arguments.fp8 else DTYPE.itemsize
         copies = max(1, -(-RING_BYTES // (outputs * inputs * size)))
         drawn = (random(outputs, inputs, spread=0.01) for _ in range(copies))

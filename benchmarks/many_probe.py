@@ -1,9 +1,11 @@
 """Sums over the GPUs of one host: right or wrong, and what they take by size, beside NCCL and PyTorch's own.
 
-    torchrun --nproc-per-node 2 benchmarks/many_probe.py [--seconds 170] [--only check time best link] [--out FILE]
+    torchrun --nproc-per-node 2 benchmarks/many_probe.py [--seconds 170] [--only check time ...] [--out FILE]
 
 `check` compares sums with float64, and all devices bit by bit, with random delays on some of them, inside CUDA graphs
-and outside. `time` prints microseconds by size: the median over replays of a graph of calls one behind the other.
+and outside. `copied` does so for sums in parts, which copy engines carry. `layers` times the prefill of layers of
+Llama-3's 8B and 70B shapes without attention, with sums in parts, with sums in kernels, and without sums; and each
+product. `time` prints microseconds by size: the median over replays of a graph of calls one behind the other.
 Ends by itself, with status 3, if a kernel waits forever. Prints JSON lines.
 """
 
@@ -31,6 +33,7 @@ import torch.distributed._symmetric_memory as symm
 
 from holdfast.core.layout import Layout
 from holdfast.lm.execution.peer_link import PeerLink
+from holdfast.lm.kernels.collectives import symmetric
 from holdfast.lm.kernels.collectives.peer_memory import PeerMemory
 from holdfast.lm.kernels.collectives.reduce_kernels import (
     BEST_PROGRAMS,
@@ -43,6 +46,8 @@ from holdfast.lm.kernels.collectives.symmetric import ROOM_BYTES, SymmetricGroup
 from holdfast.lm.kernels.compilation import compile_once
 from holdfast.lm.kernels.launch import dependent_launch_options
 from holdfast.lm.kernels.linear.fused_kernels import norm_kernel
+from holdfast.lm.kernels.linear.fused_layers import FusedLayerOps, silu_mul
+from holdfast.lm.kernels.linear.layers import LayerShape
 
 BF16, F32 = torch.bfloat16, torch.float32
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -457,8 +462,210 @@ def check_link(probe: Probe) -> None:
         )  # fmt: skip
 
 
+def check_copied(probe: Probe, rounds: int = 200) -> None:
+    """Sums in parts of random sizes, with random delays, outside of graphs and, from the middle on, in graphs."""
+    if probe.group is None:
+        return
+    width, everyone, own = 8192, random.Random(6), random.Random(7 + probe.rank)
+    sizes = [(rows, width) for rows in (300, 512, 1000, 2048, 4096)] + [(2500, 4096), (8192, 4096)]
+    stream, norm = probe.draw(1, (8, 4096)), probe.draw(2, (4096,))
+    right, graphs, seed = [torch.ones((), dtype=torch.bool, device=probe.device)], {}, 0
+
+    def run(given: list[torch.Tensor], delays: list[int]) -> list[torch.Tensor]:
+        """Two sums, between which a mailbox is used too; what is received."""
+        received = []
+        for addends in given:
+            sums = probe.group.begin_sum(*addends.shape, BF16)  # type: ignore[union-attr, call-arg]
+            assert sums is not None
+            for part, rows in enumerate(sums.parts):
+                sums.room(part).copy_(addends[rows])
+                torch.cuda._sleep(delays[part])
+                sums.send(part)
+            reduce_rows(probe.box, stream[None], None, stream.clone(), norm, EPS, wire=BF16, two_shot=False)
+            for part in range(len(sums.parts)):
+                torch.cuda._sleep(delays[2 + part])
+                received.append(sums.receive(part).clone())
+        return received
+
+    least, symmetric.LEAST_COPIED_BYTES = symmetric.LEAST_COPIED_BYTES, 1
+    try:
+        for turn in range(rounds):
+            if turn % 20 == 0 and not probe.time_left(60):
+                break
+            probe.step = f"copied {turn}"
+            shape, graphed = everyone.choice(sizes), turn >= rounds // 2
+            seed += 10
+            everyones = [[probe.draw(seed + 2 * r + i, shape) for i in range(2)] for r in range(probe.size)]
+            delays = [own.choice((0, 0, 0, 10_000, 100_000, 700_000)) for _ in range(4)]
+            if not graphed:
+                received = run(everyones[probe.rank], delays)
+            else:
+                if shape not in graphs:
+                    inputs = [torch.empty(shape, dtype=BF16, device=probe.device) for _ in range(2)]
+                    graph = torch.cuda.CUDAGraph()
+                    with torch.cuda.graph(graph):
+                        received = run(inputs, delays)
+                    graphs[shape] = graph, inputs, received
+                graph, inputs, received = graphs[shape]
+                for place, addends in zip(inputs, everyones[probe.rank], strict=True):
+                    place.copy_(addends)
+                torch.cuda._sleep(own.choice((0, 0, 0, 10_000, 700_000)))
+                for _ in range(everyone.choice((1, 1, 3))):
+                    graph.replay()
+            for sum_ in range(2):
+                for rank in range(probe.size):
+                    found = torch.cat([part[rank] for part in received[2 * sum_ : 2 * sum_ + 2]])
+                    right.append((found == everyones[rank][sum_]).all())
+            if turn in (0, rounds - 1):
+                wrong = int((~torch.stack(right)).sum())
+                probe.tell("copied so far", turn=turn, wrong=wrong)
+        wrong = int((~torch.stack(right)).sum())
+        probe.check("copied", not wrong, wrong=wrong)
+        # Through the layer's operations, against float64.
+        for rows, hidden, inputs in ((2048, 4096, 1024), (1500, 8192, 512)):
+            ops = FusedLayerOps(llama_shape(probe, hidden, 8, 1), probe.group)
+            xs = [probe.draw(seed + 100 + r, (rows, inputs)) for r in range(probe.size)]
+            weights = [probe.draw(seed + 200 + r, (hidden, inputs), scale=inputs**-0.5) for r in range(probe.size)]
+            after, gain = probe.draw(seed + 300, (rows, hidden)), probe.draw(seed + 301, (hidden,)) + 1
+            exact = after.double() + sum(x.double() @ w.double().t() for x, w in zip(xs, weights, strict=True))
+            for _ in range(2):  # an even number of sums
+                stream_, probe.step = after.clone(), f"copied layer {rows}"
+                normed = ops.computed(ops.add_linear_norm(stream_, xs[probe.rank], weights[probe.rank], None, gain))
+            expected = torch.nn.functional.rms_norm(exact, (hidden,), gain.double(), EPS)
+            error = float((normed.double() - expected).norm() / expected.norm())
+            probe.check("copied layer", error < 0.01, rows=rows, error=error)
+            probe.check("copied same bits", probe.agree(stream_, normed), rows=rows)
+            probe.tell("copied layer", rows=rows, hidden=hidden, error=error)
+    finally:
+        symmetric.LEAST_COPIED_BYTES = least
+    probe.tell("checked copied", rounds=turn + 1, failures=probe.failures)
+
+
+SHAPES = {"8b": (4096, 14336, 32, 8), "70b": (8192, 28672, 64, 8)}
+"""Hidden, inner, heads, KV heads; of 128 numbers each."""
+
+
+def llama_shape(probe: Probe, hidden: int, heads: int, kv_heads: int) -> LayerShape:
+    powers = torch.arange(0, 128, 2, dtype=F32, device=probe.device) / 128
+    return LayerShape(
+        num_heads=heads, num_kv_heads=kv_heads, head_dim=128, eps=EPS, activation="silu", dtype=BF16,
+        inverse_frequencies=500000.0**-powers,
+    )  # fmt: skip
+
+
+def time_layers(probe: Probe, layers: int = 3) -> None:
+    """Layers without attention in a graph, and outside of one, where the host launches each kernel."""
+    if probe.group is None:
+        return
+    for name, (hidden, inner, heads, kv_heads) in SHAPES.items():
+        shape = llama_shape(probe, hidden, heads // probe.size, kv_heads // probe.size)
+        grouped, alone = FusedLayerOps(shape, probe.group), FusedLayerOps(shape)
+        qkv_rows, width = (heads + 2 * kv_heads) // probe.size * 128, inner // probe.size
+        sizes = {
+            "qkv": (qkv_rows, hidden), "o": (hidden, heads // probe.size * 128), "gate_up": (2 * width, hidden),
+            "down": (hidden, width),
+        }  # fmt: skip
+        weights = {each: probe.draw(11 + at, size, scale=0.01) for at, (each, size) in enumerate(sizes.items())}
+        norm = probe.draw(3, (hidden,)) + 1
+        for rows in (512, 1024, 1536, 2048, 3072, 4096, 8192):
+            if not probe.time_left(20):
+                return
+            stream, at = probe.draw(2, (rows, hidden)), torch.arange(rows, device=probe.device)
+            cache = torch.zeros(2, -(-rows // 16), 16, kv_heads // probe.size, 128, dtype=BF16, device=probe.device)
+            rotation = alone.rotation(at)
+
+            def work(ops: FusedLayerOps) -> None:
+                normed = ops.norm(stream, norm)  # noqa: B023 - run at once
+                for _ in range(layers):
+                    qkv = ops.linear(normed, weights["qkv"])  # noqa: B023
+                    query = ops.rotate_and_write(qkv, rotation, None, None, (cache[0], cache[1]), at)  # noqa: B023
+                    normed = ops.add_linear_norm(stream, query.flatten(1), weights["o"], None, norm)  # noqa: B023
+                    gated = ops.gated_linear(normed, weights["gate_up"])  # noqa: B023
+                    normed = ops.add_linear_norm(stream, gated, weights["down"], None, norm)  # noqa: B023
+                ops.computed(normed)
+
+            row: dict[str, Any] = dict(shape=name, rows=rows)
+            for way, ops, least in (
+                ("sums in kernels", grouped, float("inf")), ("sums in parts", grouped, 1), ("no sums", alone, 1),
+            ):  # fmt: skip
+                probe.step = f"layers {name} {rows} {way}"
+                before, symmetric.LEAST_COPIED_BYTES = symmetric.LEAST_COPIED_BYTES, least  # type: ignore[assignment]
+                try:
+                    row[way] = round(probe.microseconds(lambda: work(ops), 1, 9) / layers, 1)  # noqa: B023
+                    if rows in (2048, 8192):
+                        row[f"{way}, eager, host"], row[f"{way}, eager"] = eager(probe, lambda: work(ops), layers)  # noqa: B023
+                finally:
+                    symmetric.LEAST_COPIED_BYTES = before
+            probe.tell("layers", **row)
+            if rows in (1024, 2048, 4096, 8192):
+                time_pieces(probe, name, rows, weights, stream, width)
+
+
+def eager(probe: Probe, work: Callable[[], None], layers: int) -> tuple[float, float]:
+    """Microseconds a layer that the host takes to launch work, and until it is done."""
+    spent = []
+    for _ in range(3):
+        torch.cuda.synchronize()
+        dist.barrier()
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        work()
+        launched = time.perf_counter()
+        torch.cuda.synchronize()
+        spent.append((launched - begin, time.perf_counter() - begin))
+    host, done = min(spent)
+    return round(host * 1e6 / layers, 1), round(done * 1e6 / layers, 1)
+
+
+def time_pieces(
+    probe: Probe, name: str, rows: int, weights: dict[str, torch.Tensor], stream: torch.Tensor, width: int
+) -> None:
+    """Each product and kernel of a layer by itself, of all rows and of half of them."""
+    row: dict[str, Any] = dict(shape=name, rows=rows)
+    for each, weight in weights.items():
+        x, out = probe.draw(5, (rows, weight.shape[1])), stream.new_empty(rows, weight.shape[0])
+        tera = 2e-6 * rows * weight.numel()
+        calls = 10
+        whole = probe.microseconds(lambda: torch.mm(x, weight.t(), out=out), calls, 5)  # noqa: B023
+        half = rows // 2
+
+        def in_halves() -> None:
+            torch.mm(x[:half], weight.t(), out=out[:half])  # noqa: B023
+            torch.mm(x[half:], weight.t(), out=out[half:])  # noqa: B023
+
+        halves = probe.microseconds(in_halves, calls, 5)
+        row[each] = whole
+        row[f"{each}_tflops"], row[f"{each}_halves_tflops"] = round(tera / whole, 1), round(tera / halves, 1)
+    gate_up = probe.draw(6, (rows, 2 * width))
+    row["silu_mul"] = probe.microseconds(lambda: silu_mul(gate_up), 10, 5)
+    ops = FusedLayerOps(llama_shape(probe, stream.shape[1], 8, 1))
+    norm, partials = torch.ones_like(stream[0]), stream.new_zeros(2, *stream.shape)
+    row["add_norm_of_two"] = probe.microseconds(lambda: ops._add_norm(stream, partials, None, norm), 10, 5)
+    if probe.group is not None:
+        partials = partials[:1]
+        row["sum_in_kernel"] = probe.microseconds(
+            lambda: probe.group.add_norm(stream, partials, None, norm, EPS), 10, 5  # type: ignore[union-attr]
+        )  # fmt: skip
+        symmetric.LEAST_COPIED_BYTES, before = 1, symmetric.LEAST_COPIED_BYTES
+
+        def in_parts() -> None:
+            """A sum in parts with nothing to compute in the meantime."""
+            sums = probe.group.begin_sum(*stream.shape, BF16)  # type: ignore[union-attr, call-arg]
+            assert sums is not None
+            for part in range(2):
+                sums.send(part)
+            for part in range(2):
+                sums.receive(part)
+
+        row["sum_in_parts"] = probe.microseconds(in_parts, 10, 5)
+        symmetric.LEAST_COPIED_BYTES = before
+    probe.tell("pieces", **row)
+
+
 PARTS = {
     "check": (compile_kernels, check_alone, check_sums, check_chains),
+    "copied": (check_copied,),
+    "layers": (time_layers,),
     "best": (time_best,),
     "link": (check_link,),
     "time": (time_sums,),

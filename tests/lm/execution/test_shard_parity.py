@@ -16,6 +16,7 @@ from holdfast.core.config import EngineConfig, QuantizationName
 from holdfast.core.layout import Layout
 from holdfast.core.types import Request, SamplingParams
 from holdfast.lm.execution.executor import PagedExecutor
+from holdfast.lm.kernels.collectives import torch_group
 from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.models.base import StepInput
 from holdfast.lm.models.decoder import Decoder
@@ -210,6 +211,15 @@ def test_shards_and_stages_give_the_logits_and_tokens_of_the_whole_model(checkpo
 @pytest.mark.parametrize("layout", [Layout(tp=2), Layout(2, 2)], ids=["tp2", "2x2"])
 def test_fp8_shards_give_the_logits_of_the_whole_fp8_model(checkpoint: Path, layout: Layout) -> None:
     quantization: QuantizationName = "fp8"
+    check(checkpoint, layout, quantization=quantization)
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(2, 2)], ids=["tp2", "2x2"])
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+def test_sums_in_halves_give_the_logits_of_the_whole_model(
+    checkpoint: Path, layout: Layout, quantization: QuantizationName | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_group, "HALVED_ROWS", 5)
     check(checkpoint, layout, quantization=quantization)
 
 

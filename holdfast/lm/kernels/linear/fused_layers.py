@@ -28,7 +28,7 @@ from holdfast.lm.kernels.linear.fused_kernels import (
     rotate_write_kernel,
     silu_mul_kernel,
 )
-from holdfast.lm.kernels.linear.layers import Gated, LayerOps, Normed, Rotation, Unnormed, nothing
+from holdfast.lm.kernels.linear.layers import Arriving, Gated, LayerOps, Normed, Rotation, Unnormed, nothing
 from holdfast.lm.kernels.linear.skinny_gemm import SkinnyLaunch, launch_for, skinny_gemm
 from holdfast.lm.kernels.lora.protocol import Finish
 
@@ -65,6 +65,8 @@ class FusedLayerOps(LayerOps):
         return self._add_norm(stream, None, None, weight)
 
     def linear(self, x: Normed, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if isinstance(x, Arriving):
+            return self._linear_of_parts(x, weight, bias)
         read, launch = self._input_and_launch(x, weight)
         if launch is None:
             return super().linear(read, weight, bias)
@@ -76,12 +78,15 @@ class FusedLayerOps(LayerOps):
         if self.shape.activation != "silu":
             return super().gated_linear(self.computed(x), weight, bias)
         width = weight.shape[0] // 2
-        read, launch = self._input_and_launch(x, weight)
-        if launch is not None:
-            out = read.new_empty(read.shape[0], width)
-            self._run_skinny(read, weight, bias, out[None], launch, gated=True, **self._norm_of(x))
-            return out
-        gate_up = self._in_pieces(read, weight, bias)
+        if isinstance(x, Arriving):
+            read, gate_up = x.stream, self._linear_of_parts(x, weight, bias)
+        else:
+            read, launch = self._input_and_launch(x, weight)
+            if launch is not None:
+                out = read.new_empty(read.shape[0], width)
+                self._run_skinny(read, weight, bias, out[None], launch, gated=True, **self._norm_of(x))
+                return out
+            gate_up = self._in_pieces(read, weight, bias)
         if isinstance(weight, Fp8Weight) and has_tiles(read, weight) and width % TILE == 0:
             return quantize_rows(gate_up, gated=True)  # the next GEMM reads FP8
         return silu_mul(gate_up)
@@ -106,6 +111,9 @@ class FusedLayerOps(LayerOps):
     ) -> Normed:
         launch = None if isinstance(x, Fp8Rows) else self.launch(x, weight, cut=True)
         if self.group is not None:
+            if launch is None and (arriving := self._begin_sum(stream, x, weight, bias, norm)) is not None:
+                first()
+                return arriving
             partials = self._partials(self.group, x, weight, launch)
             first()
             return self.group.add_norm(stream, partials, bias, norm, self.shape.eps)
@@ -137,25 +145,26 @@ class FusedLayerOps(LayerOps):
         if isinstance(weight, Fp8Weight):
             return self._linear(x, weight, None)[None]
         partials = group.room((1, len(x), outputs), x.dtype)
-        for part in _pieces(len(x)):
-            torch.mm(x[part], weight.t(), out=partials[0, part])
+        self._linear_into(partials[0], x, weight, None)
         return partials
 
     def _in_pieces(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
         """The library's GEMM [T, N], in the pieces of PIECES."""
-        pieces = _pieces(len(x))
-        if len(pieces) == 1 or isinstance(weight, Fp8Weight):
+        if len(_pieces(len(x))) == 1 or isinstance(weight, Fp8Weight):
             return super().linear(x, weight, bias)
         out = x.new_empty(len(x), weight.shape[0])
-        for part in pieces:
-            if bias is None:
-                torch.mm(x[part], weight.t(), out=out[part])
-            else:
-                torch.addmm(bias, x[part], weight.t(), out=out[part])
+        self._linear_into(out, x, weight, bias)
         return out
 
+    def _linear_into(self, out: torch.Tensor, x: Gated, weight: Weight, bias: torch.Tensor | None) -> None:
+        if isinstance(weight, Fp8Weight):
+            super()._linear_into(out, x, weight, bias)
+            return
+        for part in _pieces(len(x)):
+            super()._linear_into(out[part], x[part], weight, bias)
+
     def computed(self, x: Normed) -> torch.Tensor:
-        return self.norm(x.stream, x.weight) if isinstance(x, Unnormed) else x
+        return self.norm(x.stream, x.weight) if isinstance(x, Unnormed) else super().computed(x)
 
     def _linear(self, x: Gated, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
         if isinstance(weight, Fp8Weight) and (isinstance(x, Fp8Rows) or has_tiles(x, weight)):

@@ -3,11 +3,11 @@
     python benchmarks/gemv_gpu.py [--tune] [--fp8] [--shape 70b] [--split N] [--tokens 1 2 4 8 16 32 64]
         [--out results.json]
 
-The shapes are Llama-3-8B's or 70B's, bf16; layers are 8B's. A product is timed with the operations that the decoder fuses to it (residual and
-norm, or the gate), as one CUDA graph over more weights than L2 holds. Its figure is the weights' bytes over that time,
-as a share of the rate of a device-to-device copy. `--tune` times launches other than the rule's. With `--fp8` the
-weights are FP8; only PyTorch's product is timed beside them, beyond 64 tokens. With `--split` the products are those of
-one of N devices that share each layer. Prints a table, writes JSON lines.
+The shapes are Llama-3-8B's or 70B's, bf16; layers are 8B's. A product is timed with the operations that the decoder
+fuses to it (residual and norm, or the gate), as one CUDA graph over more weights than L2 holds. Its figure is the
+weights' bytes over that time, as a share of the rate of a device-to-device copy. `--tune` times launches other than the
+rule's. With `--fp8` the weights are FP8; only PyTorch's product is timed beside them, beyond 64 tokens. With `--split`
+the products are those of one of N devices that share each layer. Prints a table, writes JSON lines.
 """
 
 from __future__ import annotations

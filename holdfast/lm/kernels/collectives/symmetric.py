@@ -11,7 +11,7 @@ import torch
 from torch._C._distributed_c10d import Store
 from torch.distributed.distributed_c10d import PrefixStore
 
-from holdfast.lm.kernels.collectives.copied_sum import CopiedSums
+from holdfast.lm.kernels.collectives.copied_sum import FLAGS_BYTES, CopiedSums
 from holdfast.lm.kernels.collectives.peer_exchange import PeerExchange
 from holdfast.lm.kernels.collectives.peer_memory import PeerMemory
 from holdfast.lm.kernels.collectives.protocol import Group, SumInParts, columns_by_device, rows_of_device
@@ -74,7 +74,7 @@ class SymmetricGroup(Group):
         self.mailboxes.empty()
         no_addresses.copy_(torch.tensor(sums.open()))
         self._exchange = PeerExchange(PeerMemory(PrefixStore("rows", store), rank, size, device, EXCHANGE_BYTES))
-        copied = PeerMemory(PrefixStore("copied sums", store), rank, size, device, COPIED_BYTES)
+        copied = PeerMemory(PrefixStore("copied sums", store), rank, size, device, FLAGS_BYTES + COPIED_BYTES)
         self._copied = CopiedSums(copied, self.mailboxes.is_alone, lambda: self._alone > 0)
         self._two_shot = two_shot_bytes(size)
         self._alone = 0

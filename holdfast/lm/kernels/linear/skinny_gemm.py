@@ -71,7 +71,7 @@ MANY_OUTPUTS = 16_384
 ONE_TOKEN_OUTPUTS = 12_288
 """The same for one token."""
 SMALL_OUTPUTS, SMALL_INPUTS = 4096, 2048
-"""Up to these sizes, as devices that share a layer have them, a GEMM for one token is over before its pipeline is full."""
+"""Up to these sizes, which devices that share a layer have, a GEMM for one token is better with more stages."""
 
 PROGRAMS = 128
 """A GEMM that may be cut over its inputs is cut until it has about this many programs."""

@@ -3,10 +3,11 @@
     torchrun --nproc-per-node 2 benchmarks/many_probe.py [--seconds 170] [--only check time ...] [--out FILE]
 
 `check` compares sums with float64, and all devices bit by bit, with random delays on some of them, inside CUDA graphs
-and outside. `copied` does so for sums in parts, which copy engines carry. `layers` times the prefill of layers of
-Llama-3's 8B and 70B shapes without attention, with sums in parts, with sums in kernels, and without sums; and each
-product. `time` prints microseconds by size: the median over replays of a graph of calls one behind the other.
-Ends by itself, with status 3, if a kernel waits forever. Prints JSON lines.
+and outside. `copied` does so for sums in parts, which copy engines carry. `layers` and `decode` time layers of
+Llama-3's 8B and 70B shapes without attention: many tokens with sums in parts, in kernels, and without, and each
+product; few tokens by how much of the weights is fetched ahead. `time` prints microseconds by size: the median over
+replays of a graph of calls one behind the other. Ends by itself, with status 3, if a kernel waits forever. Prints JSON
+lines.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from holdfast.lm.kernels.collectives.reduce_kernels import (
 from holdfast.lm.kernels.collectives.symmetric import ROOM_BYTES, SymmetricGroup
 from holdfast.lm.kernels.compilation import compile_once
 from holdfast.lm.kernels.launch import dependent_launch_options
+from holdfast.lm.kernels.linear import skinny_gemm
 from holdfast.lm.kernels.linear.fused_kernels import norm_kernel
 from holdfast.lm.kernels.linear.fused_layers import FusedLayerOps, silu_mul
 from holdfast.lm.kernels.linear.layers import LayerShape
@@ -560,12 +562,7 @@ def time_layers(probe: Probe, layers: int = 3) -> None:
     for name, (hidden, inner, heads, kv_heads) in SHAPES.items():
         shape = llama_shape(probe, hidden, heads // probe.size, kv_heads // probe.size)
         grouped, alone = FusedLayerOps(shape, probe.group), FusedLayerOps(shape)
-        qkv_rows, width = (heads + 2 * kv_heads) // probe.size * 128, inner // probe.size
-        sizes = {
-            "qkv": (qkv_rows, hidden), "o": (hidden, heads // probe.size * 128), "gate_up": (2 * width, hidden),
-            "down": (hidden, width),
-        }  # fmt: skip
-        weights = {each: probe.draw(11 + at, size, scale=0.01) for at, (each, size) in enumerate(sizes.items())}
+        weights, width = shard_weights(probe, name), inner // probe.size
         norm = probe.draw(3, (hidden,)) + 1
         for rows in (512, 1024, 1536, 2048, 3072, 4096, 8192):
             if not probe.time_left(20):
@@ -575,14 +572,7 @@ def time_layers(probe: Probe, layers: int = 3) -> None:
             rotation = alone.rotation(at)
 
             def work(ops: FusedLayerOps) -> None:
-                normed = ops.norm(stream, norm)  # noqa: B023 - run at once
-                for _ in range(layers):
-                    qkv = ops.linear(normed, weights["qkv"])  # noqa: B023
-                    query = ops.rotate_and_write(qkv, rotation, None, None, (cache[0], cache[1]), at)  # noqa: B023
-                    normed = ops.add_linear_norm(stream, query.flatten(1), weights["o"], None, norm)  # noqa: B023
-                    gated = ops.gated_linear(normed, weights["gate_up"])  # noqa: B023
-                    normed = ops.add_linear_norm(stream, gated, weights["down"], None, norm)  # noqa: B023
-                ops.computed(normed)
+                layers_without_attention(ops, stream, norm, weights, rotation, cache, at, layers)  # noqa: B023
 
             row: dict[str, Any] = dict(shape=name, rows=rows)
             for way, ops, least in (
@@ -599,6 +589,62 @@ def time_layers(probe: Probe, layers: int = 3) -> None:
             probe.tell("layers", **row)
             if rows in (1024, 2048, 4096, 8192):
                 time_pieces(probe, name, rows, weights, stream, width)
+
+
+def time_decode(probe: Probe, layers: int = 4) -> None:
+    """Layers without attention, for few tokens, by how many bytes of each row of weights are fetched ahead."""
+    if probe.group is None:
+        return
+    for name, (hidden, _, heads, kv_heads) in SHAPES.items():
+        shape = llama_shape(probe, hidden, heads // probe.size, kv_heads // probe.size)
+        ops, weights = FusedLayerOps(shape, probe.group), shard_weights(probe, name)
+        norm = probe.draw(3, (hidden,)) + 1
+        for rows in (1, 8, 32, 64) if name == "8b" else (1, 32):
+            stream, at = probe.draw(2, (rows, hidden)), torch.arange(rows, device=probe.device)
+            cache = torch.zeros(2, 4, 16, kv_heads // probe.size, 128, dtype=BF16, device=probe.device)
+            rotation = ops.rotation(at)
+
+            def work() -> None:
+                layers_without_attention(ops, stream, norm, weights, rotation, cache, at, layers)  # noqa: B023
+
+            rule, row = skinny_gemm.FETCHED_BYTES, dict[str, Any](shape=name, rows=rows)
+            for fetched in (0, 512, 1024, 2048, 4096):
+                if not probe.time_left(10):
+                    return
+                probe.step = f"decode {name} {rows} {fetched}"
+                skinny_gemm.FETCHED_BYTES = fetched
+                row[f"fetched {fetched}"] = round(probe.microseconds(work, 2, 15) / layers, 2)
+            skinny_gemm.FETCHED_BYTES = rule
+            probe.tell("decode", **row)
+
+
+def shard_weights(probe: Probe, name: str) -> dict[str, torch.Tensor]:
+    """The weights of one device's shard of a layer."""
+    hidden, inner, heads, kv_heads = SHAPES[name]
+    sizes = {
+        "qkv": ((heads + 2 * kv_heads) // probe.size * 128, hidden), "o": (hidden, heads // probe.size * 128),
+        "gate_up": (2 * inner // probe.size, hidden), "down": (hidden, inner // probe.size),
+    }  # fmt: skip
+    return {each: probe.draw(11 + at, size, scale=0.01) for at, (each, size) in enumerate(sizes.items())}
+
+
+def layers_without_attention(
+    ops: FusedLayerOps,
+    stream: torch.Tensor,
+    norm: torch.Tensor,
+    weights: dict[str, torch.Tensor],
+    rotation: Any,
+    cache: torch.Tensor,
+    at: torch.Tensor,
+    count: int,
+) -> None:
+    normed = ops.norm(stream, norm)
+    for _ in range(count):
+        qkv = ops.linear(normed, weights["qkv"])
+        query = ops.rotate_and_write(qkv, rotation, None, None, (cache[0], cache[1]), at)
+        normed = ops.add_linear_norm(stream, query.flatten(1), weights["o"], None, norm)
+        normed = ops.add_linear_norm(stream, ops.gated_linear(normed, weights["gate_up"]), weights["down"], None, norm)
+    ops.computed(normed)
 
 
 def eager(probe: Probe, work: Callable[[], None], layers: int) -> tuple[float, float]:
@@ -666,6 +712,7 @@ PARTS = {
     "check": (compile_kernels, check_alone, check_sums, check_chains),
     "copied": (check_copied,),
     "layers": (time_layers,),
+    "decode": (time_decode,),
     "best": (time_best,),
     "link": (check_link,),
     "time": (time_sums,),

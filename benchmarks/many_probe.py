@@ -468,16 +468,17 @@ def check_copied(probe: Probe, rounds: int = 200) -> None:
     """Sums in parts of random sizes, with random delays, outside of graphs and, from the middle on, in graphs."""
     if probe.group is None:
         return
+    copied = probe.group._copied
     width, everyone, own = 8192, random.Random(6), random.Random(7 + probe.rank)
     sizes = [(rows, width) for rows in (300, 512, 1000, 2048, 4096)] + [(2500, 4096), (8192, 4096)]
     stream, norm = probe.draw(1, (8, 4096)), probe.draw(2, (4096,))
     right, graphs, seed = [torch.ones((), dtype=torch.bool, device=probe.device)], {}, 0
 
-    def run(given: list[torch.Tensor], delays: list[int]) -> list[torch.Tensor]:
+    def run(given: list[torch.Tensor], delays: list[int], two_hops: bool) -> list[torch.Tensor]:
         """Two sums, between which a mailbox is used too; what is received."""
         received = []
         for addends in given:
-            sums = probe.group.begin_sum(*addends.shape, BF16)  # type: ignore[union-attr, call-arg]
+            sums = copied.begin(*addends.shape, BF16, two_hops=two_hops)
             assert sums is not None
             for part, rows in enumerate(sums.parts):
                 sums.room(part).copy_(addends[rows])
@@ -495,29 +496,31 @@ def check_copied(probe: Probe, rounds: int = 200) -> None:
             if turn % 20 == 0 and not probe.time_left(60):
                 break
             probe.step = f"copied {turn}"
-            shape, graphed = everyone.choice(sizes), turn >= rounds // 2
+            shape, graphed, two_hops = everyone.choice(sizes), turn >= rounds // 2, everyone.random() < 0.5
             seed += 10
             everyones = [[probe.draw(seed + 2 * r + i, shape) for i in range(2)] for r in range(probe.size)]
             delays = [own.choice((0, 0, 0, 10_000, 100_000, 700_000)) for _ in range(4)]
             if not graphed:
-                received = run(everyones[probe.rank], delays)
+                received = run(everyones[probe.rank], delays, two_hops)
             else:
-                if shape not in graphs:
+                if (shape, two_hops) not in graphs:
                     inputs = [torch.empty(shape, dtype=BF16, device=probe.device) for _ in range(2)]
                     graph = torch.cuda.CUDAGraph()
                     with torch.cuda.graph(graph):
-                        received = run(inputs, delays)
-                    graphs[shape] = graph, inputs, received
-                graph, inputs, received = graphs[shape]
+                        received = run(inputs, delays, two_hops)
+                    graphs[shape, two_hops] = graph, inputs, received
+                graph, inputs, received = graphs[shape, two_hops]
                 for place, addends in zip(inputs, everyones[probe.rank], strict=True):
                     place.copy_(addends)
                 torch.cuda._sleep(own.choice((0, 0, 0, 10_000, 700_000)))
                 for _ in range(everyone.choice((1, 1, 3))):
                     graph.replay()
             for sum_ in range(2):
-                for rank in range(probe.size):
-                    found = torch.cat([part[rank] for part in received[2 * sum_ : 2 * sum_ + 2]])
-                    right.append((found == everyones[rank][sum_]).all())
+                parts, wanted = received[2 * sum_ : 2 * sum_ + 2], [each[sum_] for each in everyones]
+                if two_hops:
+                    wanted = [torch.stack(wanted).sum(0, dtype=F32).to(BF16)]
+                for place, expected in enumerate(wanted):
+                    right.append((torch.cat([part[place] for part in parts]) == expected).all())
             if turn in (0, rounds - 1):
                 wrong = int((~torch.stack(right)).sum())
                 probe.tell("copied so far", turn=turn, wrong=wrong)

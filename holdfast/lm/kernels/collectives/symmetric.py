@@ -106,7 +106,7 @@ class SymmetricGroup(Group):
     def begin_sum(self, rows: int, width: int, dtype: torch.dtype) -> SumInParts | None:
         if rows * width * dtype.itemsize < LEAST_COPIED_BYTES:
             return None
-        return self._copied.begin(rows, width, dtype)
+        return self._copied.begin(rows, width, dtype, two_hops=self.size > 2)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         two_shot = x.nbytes >= self._two_shot

@@ -58,6 +58,7 @@ FEW_TOKENS = [
     *((16, 256, 2, 4), (32, 256, 2, 4), (64, 64, 4, 6)),
     *((64, 128, 4, 6), (128, 128, 8, 4), (128, 64, 4, 6)),
 ]
+MORE_TOKENS = [(64, 128, 4, 4), (64, 64, 4, 6), (128, 64, 4, 6), (128, 64, 8, 4), (128, 128, 8, 3)]
 PARTS = (1, 2, 4, 8)
 FP8_ONE_TOKEN = [
     *((16, 256, 4, 6), (16, 512, 4, 4), (8, 512, 4, 4), (8, 1024, 4, 3), (32, 256, 4, 4), (32, 256, 8, 4)),
@@ -166,7 +167,7 @@ def layer_time(ops: LayerOps, tokens: int) -> float:
 
 
 def candidates(kind: str, tokens: int, fp8: bool) -> list[SkinnyLaunch]:
-    one, few = (FP8_ONE_TOKEN, FP8_FEW_TOKENS) if fp8 else (ONE_TOKEN, FEW_TOKENS)
+    one, few = (FP8_ONE_TOKEN, FP8_FEW_TOKENS) if fp8 else (ONE_TOKEN, FEW_TOKENS if tokens <= 32 else MORE_TOKENS)
     return [
         SkinnyLaunch(*settings, parts)
         for settings in (one if tokens == 1 else few)
@@ -188,7 +189,7 @@ def compare(name: str, tokens: int, weights: Sequence[Weight], rate: float, tune
     fp8 = isinstance(weights[0], Fp8Weight)
     lines: list[dict[str, object]] = []
     firsts = [rule] if fp8 else [None, rule]
-    for launch in [*firsts, *(candidates(kind, tokens, fp8) if tune and rule is not None else [])]:
+    for launch in [*firsts, *(candidates(kind, tokens, fp8) if tune else [])]:
         try:
             taken = product_time(Fixed(launch), kind, weights, tokens)
         except OutOfResources as refused:

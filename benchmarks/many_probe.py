@@ -3,11 +3,10 @@
     torchrun --nproc-per-node 2 benchmarks/many_probe.py [--seconds 170] [--only check time ...] [--out FILE]
 
 `check` compares sums with float64, and all devices bit by bit, with random delays on some of them, inside CUDA graphs
-and outside. `copied` does so for sums in parts, which copy engines carry. `layers` and `decode` time layers of
-Llama-3's 8B and 70B shapes without attention: many tokens with sums in parts, in kernels, and without, and each
-product; few tokens by how much of the weights is fetched ahead. `time` prints microseconds by size: the median over
-replays of a graph of calls one behind the other. Ends by itself, with status 3, if a kernel waits forever. Prints JSON
-lines.
+and outside. `copied` does so for sums in parts, which copy engines carry. `layers` times layers of Llama-3's 8B and
+70B shapes without attention, with sums in parts, in kernels, and without, and each product; `load` does so at the
+power limit, for several ways to cut the sums. `time` prints microseconds by size: the median over replays of a graph
+of calls one behind the other. Ends by itself, with status 3, if a kernel waits forever. Prints JSON lines.
 """
 
 from __future__ import annotations
@@ -34,8 +33,9 @@ import torch.distributed._symmetric_memory as symm
 
 from holdfast.core.layout import Layout
 from holdfast.lm.execution.peer_link import PeerLink
-from holdfast.lm.kernels.collectives import symmetric
+from holdfast.lm.kernels.collectives import copied_sum, symmetric
 from holdfast.lm.kernels.collectives.peer_memory import PeerMemory
+from holdfast.lm.kernels.collectives.protocol import halves
 from holdfast.lm.kernels.collectives.reduce_kernels import (
     BEST_PROGRAMS,
     REGIONS,
@@ -45,16 +45,17 @@ from holdfast.lm.kernels.collectives.reduce_kernels import (
 )
 from holdfast.lm.kernels.collectives.symmetric import ROOM_BYTES, SymmetricGroup
 from holdfast.lm.kernels.compilation import compile_once
+from holdfast.lm.kernels.fp8 import Weight
 from holdfast.lm.kernels.launch import dependent_launch_options
-from holdfast.lm.kernels.linear import skinny_gemm
 from holdfast.lm.kernels.linear.fused_kernels import norm_kernel
 from holdfast.lm.kernels.linear.fused_layers import FusedLayerOps, silu_mul
-from holdfast.lm.kernels.linear.layers import LayerShape
+from holdfast.lm.kernels.linear.layers import Arriving, LayerShape
 
 BF16, F32 = torch.bfloat16, torch.float32
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 WIDTHS = (4096, 8192)
 EPS = 1e-5
+LEAST = symmetric.LEAST_COPIED_BYTES
 CALLS = 30
 
 
@@ -594,31 +595,68 @@ def time_layers(probe: Probe, layers: int = 3) -> None:
                 time_pieces(probe, name, rows, weights, stream, width)
 
 
-def time_decode(probe: Probe, layers: int = 4) -> None:
-    """Layers without attention, for few tokens, by how many bytes of each row of weights are fetched ahead."""
+class WholeReaders(FusedLayerOps):
+    """What reads a sum in parts waits for all of them."""
+
+    def _linear_of_parts(self, x: Arriving, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
+        return self.linear(self.computed(x), weight, bias)
+
+
+def time_load(probe: Probe, layers: int = 4, seconds: float = 0.3) -> None:
+    """Layers without attention under load, at the power limit: each way for a while, in turns."""
     if probe.group is None:
         return
     for name, (hidden, _, heads, kv_heads) in SHAPES.items():
         shape = llama_shape(probe, hidden, heads // probe.size, kv_heads // probe.size)
-        ops, weights = FusedLayerOps(shape, probe.group), shard_weights(probe, name)
-        norm = probe.draw(3, (hidden,)) + 1
-        for rows in (1, 8, 32, 64) if name == "8b" else (1, 32):
-            stream, at = probe.draw(2, (rows, hidden)), torch.arange(rows, device=probe.device)
-            cache = torch.zeros(2, 4, 16, kv_heads // probe.size, 128, dtype=BF16, device=probe.device)
-            rotation = ops.rotation(at)
-
-            def work() -> None:
-                layers_without_attention(ops, stream, norm, weights, rotation, cache, at, layers)  # noqa: B023
-
-            rule, row = skinny_gemm.FETCHED_BYTES, dict[str, Any](shape=name, rows=rows)
-            for fetched in (0, 512, 1024, 2048, 4096):
-                if not probe.time_left(10):
-                    return
-                probe.step = f"decode {name} {rows} {fetched}"
-                skinny_gemm.FETCHED_BYTES = fetched
-                row[f"fetched {fetched}"] = round(probe.microseconds(work, 2, 15) / layers, 2)
-            skinny_gemm.FETCHED_BYTES = rule
-            probe.tell("decode", **row)
+        alone, grouped, whole = (
+            FusedLayerOps(shape),
+            FusedLayerOps(shape, probe.group),
+            WholeReaders(shape, probe.group),
+        )
+        weights, norm = shard_weights(probe, name), probe.draw(3, (hidden,)) + 1
+        for rows in (1024, 2048, 4096, 8192):
+            if not probe.time_left(20):
+                return
+            start, at = probe.draw(2, (rows, hidden)), torch.arange(rows, device=probe.device)
+            stream = start.clone()
+            cache = torch.zeros(2, -(-rows // 16), 16, kv_heads // probe.size, 128, dtype=BF16, device=probe.device)
+            rotation = alone.rotation(at)
+            graphs = {}
+            for way, ops, least, quarters in (
+                ("no sums", alone, 1, 2), ("sums in kernels", grouped, float("inf"), 2), ("halves", grouped, 1, 2),
+                ("halves, readers whole", whole, 1, 2), ("3:1", grouped, 1, 3), ("3:1, readers whole", whole, 1, 3),
+            ):  # fmt: skip
+                probe.step = f"load {name} {rows} {way}"
+                symmetric.LEAST_COPIED_BYTES = least  # type: ignore[assignment]
+                copied_sum.halves = lambda rows, _, quarters=quarters: (  # type: ignore[assignment, misc]
+                    slice(0, rows * quarters // 4), slice(rows * quarters // 4, rows)
+                )  # fmt: skip
+                arguments = (ops, stream, norm, weights, rotation, cache, at, layers)
+                layers_without_attention(*arguments)
+                torch.cuda.synchronize()
+                graphs[way] = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graphs[way]):
+                    stream.copy_(start)
+                    layers_without_attention(*arguments)
+            symmetric.LEAST_COPIED_BYTES, copied_sum.halves = LEAST, halves
+            times: dict[str, list[float]] = {way: [] for way in graphs}
+            for _ in range(3):
+                for way, graph in graphs.items():
+                    probe.step = f"load {name} {rows} {way}"
+                    graph.replay()
+                    torch.cuda.synchronize()
+                    dist.barrier()
+                    # As many for every way and rank, so that their heat is alike.
+                    count = max(1, round(seconds / (8.5e-11 * layers * rows * hidden * (1 if name == "8b" else 1.9))))
+                    first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                    first.record()
+                    for _ in range(count):
+                        graph.replay()
+                    last.record()
+                    last.synchronize()
+                    times[way].append(first.elapsed_time(last) * 1e3 / count / layers)
+            medians = {way: round(sorted(each)[1], 1) for way, each in times.items()}
+            probe.tell("load", shape=name, rows=rows, replays=count, **medians)
 
 
 def shard_weights(probe: Probe, name: str) -> dict[str, torch.Tensor]:
@@ -689,7 +727,7 @@ def time_pieces(
     row["silu_mul"] = probe.microseconds(lambda: silu_mul(gate_up), 10, 5)
     ops = FusedLayerOps(llama_shape(probe, stream.shape[1], 8, 1))
     norm, partials = torch.ones_like(stream[0]), stream.new_zeros(2, *stream.shape)
-    row["add_norm_of_two"] = probe.microseconds(lambda: ops._add_norm(stream, partials, None, norm), 10, 5)
+    row["add_norm_of_two"] = probe.microseconds(lambda: ops._normed(stream, partials, None, norm), 10, 5)
     if probe.group is not None:
         partials = partials[:1]
         row["sum_in_kernel"] = probe.microseconds(
@@ -715,7 +753,7 @@ PARTS = {
     "check": (compile_kernels, check_alone, check_sums, check_chains),
     "copied": (check_copied,),
     "layers": (time_layers,),
-    "decode": (time_decode,),
+    "load": (time_load,),
     "best": (time_best,),
     "link": (check_link,),
     "time": (time_sums,),

@@ -42,23 +42,6 @@ def wait_for_previous(DEPENDENT: tl.constexpr):
         gdc_wait()
 
 
-@triton.jit
-def fetch_ahead(places, num_bytes, DEPENDENT: tl.constexpr):
-    """Ask for `num_bytes` at each of the `places` to be brought to L2. Both are multiples of 16.
-
-    What the host placed before the step can be fetched before `wait_for_previous`, while memory may be idle.
-    """
-    if DEPENDENT:
-        tl.inline_asm_elementwise(
-            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
-            "=r,l,r",
-            [places, num_bytes],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-
-
 class SideStream:
     """A high-priority stream that forks from the current stream and joins it again. CUDA graphs capture both.
 

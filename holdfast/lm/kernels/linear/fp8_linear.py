@@ -20,7 +20,7 @@ from torch.nn.functional import ScalingType
 
 from holdfast.lm.kernels.fp8 import FP8, LARGEST, Fp8Weight
 from holdfast.lm.kernels.fp8_conversion import round_to_fp8
-from holdfast.lm.kernels.launch import dependent_launch_options, fetch_ahead, launch_dependents, wait_for_previous
+from holdfast.lm.kernels.launch import dependent_launch_options, launch_dependents, wait_for_previous
 from holdfast.lm.kernels.linear.skinny_gemm import (
     FEW,
     LEAST_ROW_BYTES,
@@ -166,7 +166,7 @@ def fp8_skinny_gemm(
         GATED=gated,
         LOWER=LOWER,
         BLOCK_M=max(16, triton.next_power_of_2(rows)),
-        **launch.options(weight.data),
+        **launch.options(inputs),
         **dependent_launch_options(out.device),
     )
 
@@ -207,8 +207,7 @@ def fp8_skinny_gemm_kernel(
     x, x_scale, weight, scale, bias, out, rows, outputs, inputs, part_length,
     x_stride_half, x_stride, weight_stride, out_stride_part, out_stride,
     GATED: tl.constexpr, LOWER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    FETCHED: tl.constexpr, FETCHED_AT_ONCE: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    EVEN: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """x [rows, inputs], two numbers each, times weight transposed. Program (BLOCK_N rows of weight, part).
 
@@ -227,9 +226,6 @@ def fp8_skinny_gemm_kernel(
     weight_at = weight + row.to(tl.int64)[:, None] * weight_stride
     x_at = x + token[None, :] * x_stride
     begin = tl.program_id(1) * part_length
-    if FETCHED > 0:
-        ahead = begin + tl.arange(0, FETCHED // FETCHED_AT_ONCE) * FETCHED_AT_ONCE
-        fetch_ahead(weight_at + ahead[None, :], FETCHED_AT_ONCE, DEPENDENT)
     wait_for_previous(DEPENDENT)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     lower = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)

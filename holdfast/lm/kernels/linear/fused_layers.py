@@ -62,7 +62,7 @@ class FusedLayerOps(LayerOps):
         return self.group.all_reduce(rows)
 
     def norm(self, stream: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return self._add_norm(stream, None, None, weight)
+        return self._normed(stream, None, None, weight)
 
     def linear(self, x: Normed, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
         if isinstance(x, Arriving):
@@ -121,11 +121,11 @@ class FusedLayerOps(LayerOps):
             if isinstance(weight, Fp8Weight):
                 partials = self._linear(x, weight, None)[None]
                 first()
-                return self._add_norm(stream, partials, bias, norm)
+                return self._normed(stream, partials, bias, norm)
             first()
             for part in _pieces(len(x)):
                 stream[part].addmm_(x[part], weight.t())
-            return self._add_norm(stream, None, bias, norm)
+            return self._normed(stream, None, bias, norm)
         if len(x) == 1:
             first()
             skinny_gemm(x, weight, bias, stream[None], launch, added=True)
@@ -133,7 +133,7 @@ class FusedLayerOps(LayerOps):
         partials = x.new_empty(launch.parts, *stream.shape, dtype=torch.float32)
         self._run_skinny(x, weight, None, partials, launch)
         first()
-        return self._add_norm(stream, partials, bias, norm)
+        return self._normed(stream, partials, bias, norm)
 
     def _partials(self, group: Group, x: Gated, weight: Weight, launch: SkinnyLaunch | None) -> torch.Tensor:
         """This device's partial sums [P, T, outputs] of the projection of x, where the group can add them up."""
@@ -259,12 +259,23 @@ class FusedLayerOps(LayerOps):
             return fp8_launch_for(x, weight, cut=cut)
         return launch_for(x, weight, cut=cut)
 
-    def _add_norm(
+    def _normed(
         self, stream: torch.Tensor, partials: torch.Tensor | None, bias: torch.Tensor | None, weight: torch.Tensor
     ) -> torch.Tensor:
-        """Add partial sums [P, T, hidden] of any float dtype and a bias to the stream in place; return its RMS norm."""
-        tokens, width = stream.shape
+        """`_add_norm` into a new tensor."""
         out = torch.empty_like(stream)
+        self._add_norm(stream, partials, bias, weight, out)
+        return out
+
+    def _add_norm(
+        self,
+        stream: torch.Tensor,
+        partials: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        weight: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        tokens, width = stream.shape
         block = triton.next_power_of_2(width)
         norm_kernel[(tokens,)](
             stream,
@@ -281,7 +292,6 @@ class FusedLayerOps(LayerOps):
             num_warps=max(1, min(16, block // 256)),
             **dependent_launch_options(stream.device),
         )
-        return out
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:

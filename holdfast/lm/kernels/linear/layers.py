@@ -122,7 +122,7 @@ class LayerOps:
         if isinstance(x, Arriving):
             normed = torch.empty_like(x.stream)
             for part, rows in enumerate(x.sums.parts):
-                normed[rows] = self._arrived(x, part)
+                self._arrived(x, part, normed[rows])
             return normed
         return x  # type: ignore[no-any-return]
 
@@ -208,18 +208,25 @@ class LayerOps:
             self._linear_into(out[rows], self._arrived(x, part), weight, bias)
         return out
 
-    def _arrived(self, x: Arriving, part: int) -> torch.Tensor:
-        """Add a part of a sum to its rows of the stream; their norm."""
+    def _arrived(self, x: Arriving, part: int, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Add a part of a sum to its rows of the stream; their norm, in `out` if given."""
         rows, addends = x.sums.parts[part], x.sums.receive(part)
-        return self._add_norm(x.stream[rows], addends, x.bias, x.weight)
+        out = torch.empty_like(x.stream[rows]) if out is None else out
+        self._add_norm(x.stream[rows], addends, x.bias, x.weight, out)
+        return out
 
     def _add_norm(
-        self, stream: torch.Tensor, partials: torch.Tensor, bias: torch.Tensor | None, weight: torch.Tensor
-    ) -> torch.Tensor:
-        """Add partial sums [P, T, hidden] of any float dtype and a bias to the stream in place; return its RMS norm."""
+        self,
+        stream: torch.Tensor,
+        partials: torch.Tensor,
+        bias: torch.Tensor | None,
+        weight: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """Add partial sums [P, T, hidden] of any float dtype and a bias to the stream in place; write its RMS norm."""
         added = partials.sum(0, dtype=torch.float32)
         stream += added if bias is None else added.add_(bias)
-        return self.norm(stream, weight)
+        out.copy_(self.norm(stream, weight))
 
     def _linear_into(self, out: torch.Tensor, x: Gated, weight: Weight, bias: torch.Tensor | None) -> None:
         """Write x times weight transposed, plus bias, to `out`."""

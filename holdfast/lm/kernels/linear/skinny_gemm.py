@@ -11,13 +11,10 @@ import triton
 import triton.language as tl
 
 from holdfast.lm.kernels.fp8 import Fp8Weight, Weight
-from holdfast.lm.kernels.launch import dependent_launch_options, fetch_ahead, launch_dependents, wait_for_previous
+from holdfast.lm.kernels.launch import dependent_launch_options, launch_dependents, wait_for_previous
 
 MAX_ROWS = 64
 """Up to this many tokens the kernel reads weights faster than cuBLAS. With more, a tiled GEMM is better."""
-
-FETCHED_BYTES = 0
-"""So much of each row of weights is fetched while the kernel before still runs, if its programs leave room."""
 
 LEAST_ROW_BYTES = 512
 """A shorter row of weights does not fill the pipeline of the loop."""
@@ -45,23 +42,9 @@ class SkinnyLaunch:
         blocks = -(-inputs // self.block_k)
         return -(-blocks // self.parts) * self.block_k
 
-    def fetched(self, weight: torch.Tensor) -> tuple[int, int]:
-        """Numbers of each row of a part that are fetched to L2 ahead, and how many of them each thread fetches."""
-        inputs, item = weight.shape[1], weight.element_size()
-        numbers = FETCHED_BYTES // item
-        begins = self.part_length(inputs) * (self.parts - 1)
-        aligned = (weight.stride(0) * item) % 16 == 0 and self.part_length(inputs) * item % 16 == 0
-        if not aligned or weight.data_ptr() % 16 or begins + numbers > inputs:
-            return 0, 0
-        return numbers, min(numbers, max(16 // item, self.block_n * numbers // (32 * self.num_warps)))
-
-    def options(self, weight: torch.Tensor) -> dict[str, int]:
+    def options(self, inputs: int) -> dict[str, int]:
         """The constants that the kernel is compiled for."""
-        inputs = weight.shape[1]
-        fetched, at_once = self.fetched(weight)
         return dict(
-            FETCHED=fetched,
-            FETCHED_AT_ONCE=at_once,
             BLOCK_N=self.block_n,
             BLOCK_K=self.block_k,
             EVEN=inputs % self.block_k == 0,
@@ -87,6 +70,8 @@ MANY_OUTPUTS = 16_384
 
 ONE_TOKEN_OUTPUTS = 12_288
 """The same for one token."""
+ONE_TOKEN_OUTPUTS_CUT = 8192
+"""The same for one token where the inputs may be cut."""
 SMALL_OUTPUTS, SMALL_INPUTS = 4096, 2048
 """Up to these sizes, which devices that share a layer have, a GEMM for one token is better with more stages."""
 
@@ -108,11 +93,7 @@ def launch_for(x: torch.Tensor, weight: torch.Tensor, *, cut: bool = False) -> S
         return None
     outputs = weight.shape[0]
     if rows == 1:
-        if inputs <= SMALL_INPUTS if cut else outputs <= SMALL_OUTPUTS:
-            return ONE_TOKEN_SMALL
-        if cut and inputs <= PART_INPUTS:
-            return ONE_TOKEN_SHORT
-        return ONE_TOKEN_DEEP if cut or outputs >= ONE_TOKEN_OUTPUTS else ONE_TOKEN
+        return _for_one_token(outputs, inputs, cut=cut)
     if not cut and rows > FEW:
         return MORE_TOKENS if outputs >= MANY_OUTPUTS else None
     if not cut:
@@ -121,6 +102,18 @@ def launch_for(x: torch.Tensor, weight: torch.Tensor, *, cut: bool = False) -> S
     programs = -(-outputs // own.block_n)
     wanted = max(round(PROGRAMS / programs), -(-inputs // PART_INPUTS))
     return replace(own, parts=max(1, min(MAX_PARTS, wanted, inputs // (4 * own.block_k))))
+
+
+def _for_one_token(outputs: int, inputs: int, *, cut: bool) -> SkinnyLaunch:
+    if not cut:
+        if outputs <= SMALL_OUTPUTS:
+            return ONE_TOKEN_SMALL
+        return ONE_TOKEN_DEEP if outputs >= ONE_TOKEN_OUTPUTS else ONE_TOKEN
+    if outputs >= ONE_TOKEN_OUTPUTS_CUT:
+        return ONE_TOKEN
+    if inputs <= SMALL_INPUTS:
+        return ONE_TOKEN_SMALL
+    return ONE_TOKEN_SHORT if inputs <= PART_INPUTS else ONE_TOKEN_DEEP
 
 
 def skinny_gemm(
@@ -164,7 +157,7 @@ def skinny_gemm(
         GATED=gated,
         ADDED=added,
         BLOCK_M=1 if rows == 1 else max(16, triton.next_power_of_2(rows)),
-        **launch.options(data),
+        **launch.options(inputs),
         **dependent_launch_options(x.device),
     )
 
@@ -174,8 +167,7 @@ def skinny_gemm_kernel(
     x, norm, weight, scale, bias, out, rows, outputs, inputs, part_length,
     x_stride, weight_stride, out_stride_part, out_stride, eps,
     GATED: tl.constexpr, ADDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    FETCHED: tl.constexpr, FETCHED_AT_ONCE: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    EVEN: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """x [rows, inputs] times weight transposed, for a few rows. Program (BLOCK_N rows of weight, part).
 
@@ -197,11 +189,6 @@ def skinny_gemm_kernel(
         row = tl.minimum(tl.program_id(0) * TAKEN + item, outputs - 1)
     weight_at = weight + row.to(tl.int64)[:, None] * weight_stride
     begin = tl.program_id(1) * part_length
-    if FETCHED > 0:
-        ahead = begin + tl.arange(0, FETCHED // FETCHED_AT_ONCE) * FETCHED_AT_ONCE
-        fetch_ahead(
-            weight_at + ahead[None, :], FETCHED_AT_ONCE * weight.dtype.element_ty.primitive_bitwidth // 8, DEPENDENT
-        )
     wait_for_previous(DEPENDENT)
     if BLOCK_M == 1:
         # One token: sums stay separate by column until the end, so that the loop only multiplies and adds.

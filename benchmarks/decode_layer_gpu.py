@@ -2,9 +2,10 @@
 
     python benchmarks/decode_layer_gpu.py [--work 32x600 1x8192] [--split N] [--tune] [--out results.jsonl]
 
-The shape is Llama-3-8B's, or that of one of N devices that share it, bf16, blocks of 16 in random order. Four layers are one CUDA graph, with the kernels in a
-step's order; a layer's weights drive the keys of the one before out of L2. Attention's time is that of the layers minus
-that of the same layers without attention; its share is the time of copying its keys and values over that.
+The shape is Llama-3-8B's, or that of one of N devices that share it, bf16, blocks of 16 in random order. Four layers
+are one CUDA graph, with the kernels in a step's order; a layer's weights drive the keys of the one before out of L2.
+Attention's time is that of the layers minus that of the same layers without attention; its share is the time of copying
+its keys and values over that.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ from holdfast.lm.kernels.fp8 import Weight
 from holdfast.lm.kernels.launch import dependent_launch_options
 from holdfast.lm.kernels.linear.fused_kernels import norm_kernel
 from holdfast.lm.kernels.linear.fused_layers import FusedLayerOps, silu_mul
-from holdfast.lm.kernels.linear.layers import Arriving, LayerShape
+from holdfast.lm.kernels.linear.layers import LayerShape, NormInParts
 
 BF16, F32 = torch.bfloat16, torch.float32
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -598,7 +598,7 @@ def time_layers(probe: Probe, layers: int = 3) -> None:
 class WholeReaders(FusedLayerOps):
     """What reads a sum in parts waits for all of them."""
 
-    def _linear_of_parts(self, x: Arriving, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
+    def _linear_of_parts(self, x: NormInParts, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
         return self.linear(self.computed(x), weight, bias)
 
 

@@ -31,8 +31,12 @@ EXCHANGE_BYTES = 64 << 20
 COPIED_BYTES = 512 << 20
 """Memory on each device for sums that copy engines carry: of 8,192 rows of 8,192 numbers, for two devices."""
 
-LEAST_COPIED_BYTES = 8 << 20
-"""From so many bytes of a sum on, its halves travel by copy engine."""
+LEAST_COPIED_BYTES = 12 << 20
+"""From so many bytes of a sum on, its halves travel by copy engine.
+
+Layers of Llama-3's shapes on two H200s: 8B takes 5% longer so with 1,024 rows (8 MB), and 4% less time with 1,536
+(12 MB); 70B takes 9% longer with 512 rows (8 MB), and 3% less time with 1,024 (benchmarks/many_probe.py).
+"""
 
 SECOND_SHOT = 2.1e-6
 """Seconds that two shots take longer than one, for sums of a few rows."""

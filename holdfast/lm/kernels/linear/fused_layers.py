@@ -28,7 +28,7 @@ from holdfast.lm.kernels.linear.fused_kernels import (
     rotate_write_kernel,
     silu_mul_kernel,
 )
-from holdfast.lm.kernels.linear.layers import Arriving, Gated, LayerOps, Normed, Rotation, Unnormed, nothing
+from holdfast.lm.kernels.linear.layers import Gated, LayerOps, Normed, NormInParts, Rotation, Unnormed, nothing
 from holdfast.lm.kernels.linear.skinny_gemm import SkinnyLaunch, launch_for, skinny_gemm
 from holdfast.lm.kernels.lora.protocol import Finish
 
@@ -65,7 +65,7 @@ class FusedLayerOps(LayerOps):
         return self._normed(stream, None, None, weight)
 
     def linear(self, x: Normed, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
-        if isinstance(x, Arriving):
+        if isinstance(x, NormInParts):
             return self._linear_of_parts(x, weight, bias)
         read, launch = self._input_and_launch(x, weight)
         if launch is None:
@@ -78,7 +78,7 @@ class FusedLayerOps(LayerOps):
         if self.shape.activation != "silu":
             return super().gated_linear(self.computed(x), weight, bias)
         width = weight.shape[0] // 2
-        if isinstance(x, Arriving):
+        if isinstance(x, NormInParts):
             read, gate_up = x.stream, self._linear_of_parts(x, weight, bias)
         else:
             read, launch = self._input_and_launch(x, weight)
@@ -111,9 +111,9 @@ class FusedLayerOps(LayerOps):
     ) -> Normed:
         launch = None if isinstance(x, Fp8Rows) else self.launch(x, weight, cut=True)
         if self.group is not None:
-            if launch is None and (arriving := self._begin_sum(stream, x, weight, bias, norm)) is not None:
+            if launch is None and (in_parts := self._begin_sum(stream, x, weight, bias, norm)) is not None:
                 first()
-                return arriving
+                return in_parts
             partials = self._partials(self.group, x, weight, launch)
             first()
             return self.group.add_norm(stream, partials, bias, norm, self.shape.eps)

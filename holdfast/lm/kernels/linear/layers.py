@@ -52,7 +52,7 @@ class Unnormed:
 
 
 @dataclass(frozen=True)
-class Arriving:
+class NormInParts:
     """An RMS norm of a stream to which a sum over devices is yet to be added, part by part, as its parts arrive."""
 
     sums: SumInParts
@@ -62,7 +62,7 @@ class Arriving:
 
 
 Normed = Any
-"""From `add_linear_norm`, for one call of the same object that reads it: a tensor, `Unnormed`, or `Arriving`."""
+"""From `add_linear_norm`, for one call of the same object that reads it: a tensor, `Unnormed`, or `NormInParts`."""
 
 Gated = Any
 """From `gated_linear`, for `add_linear_norm` of the same object: a tensor, or its FP8 form."""
@@ -102,7 +102,7 @@ class LayerOps:
 
     def linear(self, x: Normed, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [T, K] times weight [N, K] transposed, plus bias [N]: [T, N]."""
-        if isinstance(x, Arriving):
+        if isinstance(x, NormInParts):
             return self._linear_of_parts(x, weight, bias)
         return self._linear(x, weight, bias)
 
@@ -119,10 +119,10 @@ class LayerOps:
 
     def computed(self, x: Normed) -> torch.Tensor:
         """The tensor of a result of `add_linear_norm`."""
-        if isinstance(x, Arriving):
+        if isinstance(x, NormInParts):
             normed = torch.empty_like(x.stream)
             for part, rows in enumerate(x.sums.parts):
-                self._arrived(x, part, normed[rows])
+                self._received(x, part, normed[rows])
             return normed
         return x  # type: ignore[no-any-return]
 
@@ -142,9 +142,9 @@ class LayerOps:
         """
         first()
         if self.group is not None:
-            arriving = self._begin_sum(stream, x, weight, bias, norm)
-            if arriving is not None:
-                return arriving
+            in_parts = self._begin_sum(stream, x, weight, bias, norm)
+            if in_parts is not None:
+                return in_parts
             return self.group.add_norm(stream, self._linear(x, weight, None)[None], bias, norm, self.shape.eps)
         if isinstance(weight, Fp8Weight):
             stream += self._linear(x, weight, None)
@@ -191,7 +191,7 @@ class LayerOps:
 
     def _begin_sum(
         self, stream: torch.Tensor, x: Gated, weight: Weight, bias: torch.Tensor | None, norm: torch.Tensor
-    ) -> Arriving | None:
+    ) -> NormInParts | None:
         """Compute and send the projection of x part by part; None where one sum of all rows is as fast."""
         sums = None if self.group is None else self.group.begin_sum(len(stream), stream.shape[1], stream.dtype)
         if sums is None:
@@ -199,16 +199,16 @@ class LayerOps:
         for part, rows in enumerate(sums.parts):
             self._linear_into(sums.room(part), x[rows], weight, None)
             sums.send(part)
-        return Arriving(sums, stream, bias, norm)
+        return NormInParts(sums, stream, bias, norm)
 
-    def _linear_of_parts(self, x: Arriving, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
+    def _linear_of_parts(self, x: NormInParts, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
         """x times weight transposed, plus bias, of each part as it arrives."""
         out = x.stream.new_empty(len(x.stream), weight.shape[0])
         for part, rows in enumerate(x.sums.parts):
-            self._linear_into(out[rows], self._arrived(x, part), weight, bias)
+            self._linear_into(out[rows], self._received(x, part), weight, bias)
         return out
 
-    def _arrived(self, x: Arriving, part: int, out: torch.Tensor | None = None) -> torch.Tensor:
+    def _received(self, x: NormInParts, part: int, out: torch.Tensor | None = None) -> torch.Tensor:
         """Add a part of a sum to its rows of the stream; their norm, in `out` if given."""
         rows, addends = x.sums.parts[part], x.sums.receive(part)
         out = torch.empty_like(x.stream[rows]) if out is None else out

@@ -12,7 +12,7 @@ from holdfast.lm.kernels.collectives.protocol import Group, SumInParts
 from holdfast.lm.kernels.fp8 import Weight, quantize, row_maxima
 from holdfast.lm.kernels.linear.fp8_linear import Fp8Rows
 from holdfast.lm.kernels.linear.fused_layers import FusedLayerOps
-from holdfast.lm.kernels.linear.layers import Arriving, LayerOps
+from holdfast.lm.kernels.linear.layers import LayerOps, NormInParts
 from tests.lm.kernels.linear.test_layers import assert_near, drawn, oracle, shape_of
 
 KINDS = pytest.mark.parametrize("kind", [LayerOps, FusedLayerOps])
@@ -134,7 +134,7 @@ def test_a_sum_in_parts_is_added_and_normed_where_it_is_read(
             group, own_stream = Half(gave, device, in_parts=in_parts), stream.clone()
             ops = kind(shape, group)
             normed = ops.add_linear_norm(own_stream, own_x.contiguous(), own, bias, norm)
-            assert isinstance(normed, Arriving) == in_parts
+            assert isinstance(normed, NormInParts) == in_parts
             if reader == "computed":
                 result = ops.computed(normed)
             else:

@@ -19,7 +19,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -55,8 +56,21 @@ BF16, F32 = torch.bfloat16, torch.float32
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 WIDTHS = (4096, 8192)
 EPS = 1e-5
-LEAST = symmetric.LEAST_COPIED_BYTES
 CALLS = 30
+
+
+@contextmanager
+def copied_from(least: float) -> Iterator[None]:
+    """Inside, sums of so many bytes and more travel in parts, in graphs and outside."""
+    names = ("LEAST_COPIED_BYTES", "LEAST_LAUNCHED_BYTES")
+    rules = {name: getattr(symmetric, name) for name in names}
+    try:
+        for name in names:
+            setattr(symmetric, name, least)
+        yield
+    finally:
+        for name, rule in rules.items():
+            setattr(symmetric, name, rule)
 
 
 class Probe:
@@ -491,59 +505,57 @@ def check_copied(probe: Probe, rounds: int = 200) -> None:
                 received.append(sums.receive(part).clone())
         return received
 
-    least, symmetric.LEAST_COPIED_BYTES = symmetric.LEAST_COPIED_BYTES, 1
-    try:
-        for turn in range(rounds):
-            if turn % 20 == 0 and not probe.time_left(60):
-                break
-            probe.step = f"copied {turn}"
-            shape, graphed, two_hops = everyone.choice(sizes), turn >= rounds // 2, everyone.random() < 0.5
-            seed += 10
-            everyones = [[probe.draw(seed + 2 * r + i, shape) for i in range(2)] for r in range(probe.size)]
-            delays = [own.choice((0, 0, 0, 10_000, 100_000, 700_000)) for _ in range(4)]
-            if not graphed:
-                received = run(everyones[probe.rank], delays, two_hops)
-            else:
-                if (shape, two_hops) not in graphs:
-                    inputs = [torch.empty(shape, dtype=BF16, device=probe.device) for _ in range(2)]
-                    graph = torch.cuda.CUDAGraph()
-                    with torch.cuda.graph(graph):
-                        received = run(inputs, delays, two_hops)
-                    graphs[shape, two_hops] = graph, inputs, received
-                graph, inputs, received = graphs[shape, two_hops]
-                for place, addends in zip(inputs, everyones[probe.rank], strict=True):
-                    place.copy_(addends)
-                torch.cuda._sleep(own.choice((0, 0, 0, 10_000, 700_000)))
-                for _ in range(everyone.choice((1, 1, 3))):
-                    graph.replay()
-            for sum_ in range(2):
-                parts, wanted = received[2 * sum_ : 2 * sum_ + 2], [each[sum_] for each in everyones]
-                if two_hops:
-                    wanted = [torch.stack(wanted).sum(0, dtype=F32).to(BF16)]
-                for place, expected in enumerate(wanted):
-                    right.append((torch.cat([part[place] for part in parts]) == expected).all())
-            if turn in (0, rounds - 1):
-                wrong = int((~torch.stack(right)).sum())
-                probe.tell("copied so far", turn=turn, wrong=wrong)
-        wrong = int((~torch.stack(right)).sum())
-        probe.check("copied", not wrong, wrong=wrong)
-        # Through the layer's operations, against float64.
-        for rows, hidden, inputs in ((2048, 4096, 1024), (1500, 8192, 512)):
-            ops = FusedLayerOps(llama_shape(probe, hidden, 8, 1), probe.group)
-            xs = [probe.draw(seed + 100 + r, (rows, inputs)) for r in range(probe.size)]
-            weights = [probe.draw(seed + 200 + r, (hidden, inputs), scale=inputs**-0.5) for r in range(probe.size)]
-            after, gain = probe.draw(seed + 300, (rows, hidden)), probe.draw(seed + 301, (hidden,)) + 1
-            exact = after.double() + sum(x.double() @ w.double().t() for x, w in zip(xs, weights, strict=True))
-            for _ in range(2):  # an even number of sums
-                stream_, probe.step = after.clone(), f"copied layer {rows}"
-                normed = ops.computed(ops.add_linear_norm(stream_, xs[probe.rank], weights[probe.rank], None, gain))
-            expected = torch.nn.functional.rms_norm(exact, (hidden,), gain.double(), EPS)
-            error = float((normed.double() - expected).norm() / expected.norm())
-            probe.check("copied layer", error < 0.01, rows=rows, error=error)
-            probe.check("copied same bits", probe.agree(stream_, normed), rows=rows)
-            probe.tell("copied layer", rows=rows, hidden=hidden, error=error)
-    finally:
-        symmetric.LEAST_COPIED_BYTES = least
+    for turn in range(rounds):
+        if turn % 20 == 0 and not probe.time_left(60):
+            break
+        probe.step = f"copied {turn}"
+        shape, graphed, two_hops = everyone.choice(sizes), turn >= rounds // 2, everyone.random() < 0.5
+        seed += 10
+        everyones = [[probe.draw(seed + 2 * r + i, shape) for i in range(2)] for r in range(probe.size)]
+        delays = [own.choice((0, 0, 0, 10_000, 100_000, 700_000)) for _ in range(4)]
+        if not graphed:
+            received = run(everyones[probe.rank], delays, two_hops)
+        else:
+            if (shape, two_hops) not in graphs:
+                inputs = [torch.empty(shape, dtype=BF16, device=probe.device) for _ in range(2)]
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    received = run(inputs, delays, two_hops)
+                graphs[shape, two_hops] = graph, inputs, received
+            graph, inputs, received = graphs[shape, two_hops]
+            for place, addends in zip(inputs, everyones[probe.rank], strict=True):
+                place.copy_(addends)
+            torch.cuda._sleep(own.choice((0, 0, 0, 10_000, 700_000)))
+            for _ in range(everyone.choice((1, 1, 3))):
+                graph.replay()
+        for sum_ in range(2):
+            parts, wanted = received[2 * sum_ : 2 * sum_ + 2], [each[sum_] for each in everyones]
+            if two_hops:
+                wanted = [torch.stack(wanted).sum(0, dtype=F32).to(BF16)]
+            for place, expected in enumerate(wanted):
+                right.append((torch.cat([part[place] for part in parts]) == expected).all())
+        if turn in (0, rounds - 1):
+            wrong = int((~torch.stack(right)).sum())
+            probe.tell("copied so far", turn=turn, wrong=wrong)
+    wrong = int((~torch.stack(right)).sum())
+    probe.check("copied", not wrong, wrong=wrong)
+    # Through the layer's operations, against float64.
+    for rows, hidden, inputs in ((2048, 4096, 1024), (1500, 8192, 512)):
+        ops = FusedLayerOps(llama_shape(probe, hidden, 8, 1), probe.group)
+        xs = [probe.draw(seed + 100 + r, (rows, inputs)) for r in range(probe.size)]
+        weights = [probe.draw(seed + 200 + r, (hidden, inputs), scale=inputs**-0.5) for r in range(probe.size)]
+        after, gain = probe.draw(seed + 300, (rows, hidden)), probe.draw(seed + 301, (hidden,)) + 1
+        exact = after.double() + sum(x.double() @ w.double().t() for x, w in zip(xs, weights, strict=True))
+        for _ in range(2):  # an even number of sums
+            stream_, probe.step = after.clone(), f"copied layer {rows}"
+            with copied_from(1):
+                in_parts = ops.add_linear_norm(stream_, xs[probe.rank], weights[probe.rank], None, gain)
+            normed = ops.computed(in_parts)
+        expected = torch.nn.functional.rms_norm(exact, (hidden,), gain.double(), EPS)
+        error = float((normed.double() - expected).norm() / expected.norm())
+        probe.check("copied layer", error < 0.01, rows=rows, error=error)
+        probe.check("copied same bits", probe.agree(stream_, normed), rows=rows)
+        probe.tell("copied layer", rows=rows, hidden=hidden, error=error)
     probe.tell("checked copied", rounds=turn + 1, failures=probe.failures)
 
 
@@ -583,13 +595,10 @@ def time_layers(probe: Probe, layers: int = 3) -> None:
                 ("sums in kernels", grouped, float("inf")), ("sums in parts", grouped, 1), ("no sums", alone, 1),
             ):  # fmt: skip
                 probe.step = f"layers {name} {rows} {way}"
-                before, symmetric.LEAST_COPIED_BYTES = symmetric.LEAST_COPIED_BYTES, least  # type: ignore[assignment]
-                try:
+                with copied_from(least):
                     row[way] = round(probe.microseconds(lambda: work(ops), 1, 9) / layers, 1)  # noqa: B023
                     if rows in (2048, 8192):
                         row[f"{way}, eager, host"], row[f"{way}, eager"] = eager(probe, lambda: work(ops), layers)  # noqa: B023
-                finally:
-                    symmetric.LEAST_COPIED_BYTES = before
             probe.tell("layers", **row)
             if rows in (1024, 2048, 4096, 8192):
                 time_pieces(probe, name, rows, weights, stream, width)
@@ -627,18 +636,18 @@ def time_load(probe: Probe, layers: int = 4, seconds: float = 0.3) -> None:
                 ("halves, readers whole", whole, 1, 2), ("3:1", grouped, 1, 3), ("3:1, readers whole", whole, 1, 3),
             ):  # fmt: skip
                 probe.step = f"load {name} {rows} {way}"
-                symmetric.LEAST_COPIED_BYTES = least  # type: ignore[assignment]
                 copied_sum.halves = lambda rows, _, quarters=quarters: (  # type: ignore[assignment, misc]
                     slice(0, rows * quarters // 4), slice(rows * quarters // 4, rows)
                 )  # fmt: skip
                 arguments = (ops, stream, norm, weights, rotation, cache, at, layers)
-                layers_without_attention(*arguments)
-                torch.cuda.synchronize()
-                graphs[way] = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graphs[way]):
-                    stream.copy_(start)
+                with copied_from(least):
                     layers_without_attention(*arguments)
-            symmetric.LEAST_COPIED_BYTES, copied_sum.halves = LEAST, halves
+                    torch.cuda.synchronize()
+                    graphs[way] = torch.cuda.CUDAGraph()
+                    with torch.cuda.graph(graphs[way]):
+                        stream.copy_(start)
+                        layers_without_attention(*arguments)
+            copied_sum.halves = halves
             times: dict[str, list[float]] = {way: [] for way in graphs}
             for _ in range(3):
                 for way, graph in graphs.items():
@@ -733,7 +742,6 @@ def time_pieces(
         row["sum_in_kernel"] = probe.microseconds(
             lambda: probe.group.add_norm(stream, partials, None, norm, EPS), 10, 5  # type: ignore[union-attr]
         )  # fmt: skip
-        symmetric.LEAST_COPIED_BYTES, before = 1, symmetric.LEAST_COPIED_BYTES
 
         def in_parts() -> None:
             """A sum in parts with nothing to compute in the meantime."""
@@ -744,8 +752,8 @@ def time_pieces(
             for part in range(2):
                 sums.receive(part)
 
-        row["sum_in_parts"] = probe.microseconds(in_parts, 10, 5)
-        symmetric.LEAST_COPIED_BYTES = before
+        with copied_from(1):
+            row["sum_in_parts"] = probe.microseconds(in_parts, 10, 5)
     probe.tell("pieces", **row)
 
 

@@ -38,6 +38,9 @@ Layers of Llama-3's shapes on two H200s: 8B takes 5% longer so with 1,024 rows (
 (12 MB); 70B takes 9% longer with 512 rows (8 MB), and 3% less time with 1,024 (benchmarks/many_probe.py).
 """
 
+LEAST_LAUNCHED_BYTES = 32 << 20
+"""The same where no graph captures the sum: the host launches a layer of an 8B shape so in 1.4 ms, else in 0.6."""
+
 SECOND_SHOT = 2.1e-6
 """Seconds that two shots take longer than one, for sums of a few rows."""
 LINK_SPEED = 300e9
@@ -108,7 +111,9 @@ class SymmetricGroup(Group):
         return reduce_rows(self.mailboxes, partials, bias, stream, norm, eps, wire=stream.dtype, two_shot=two_shot)
 
     def begin_sum(self, rows: int, width: int, dtype: torch.dtype) -> SumInParts | None:
-        if rows * width * dtype.itemsize < LEAST_COPIED_BYTES:
+        # Whoever is alone rehearses a capture.
+        captured = self._alone or torch.cuda.is_current_stream_capturing()
+        if rows * width * dtype.itemsize < (LEAST_COPIED_BYTES if captured else LEAST_LAUNCHED_BYTES):
             return None
         return self._copied.begin(rows, width, dtype, two_hops=self.size > 2)
 

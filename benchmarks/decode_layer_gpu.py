@@ -1,10 +1,11 @@
 """Time one layer of a decode step on a GPU, attention included, by launch and split of the attention.
 
-    python benchmarks/decode_layer_gpu.py [--work 32x600 1x8192] [--tune] [--out results.jsonl]
+    python benchmarks/decode_layer_gpu.py [--work 32x600 1x8192] [--split N] [--tune] [--out results.jsonl]
 
-The shape is Llama-3-8B's, bf16, blocks of 16 in random order. Four layers are one CUDA graph, with the kernels in a
-step's order; a layer's weights drive the keys of the one before out of L2. Attention's time is that of the layers minus
-that of the same layers without attention; its share is the time of copying its keys and values over that.
+The shape is Llama-3-8B's, or that of one of N devices that share it, bf16, blocks of 16 in random order. Four layers
+are one CUDA graph, with the kernels in a step's order; a layer's weights drive the keys of the one before out of L2.
+Attention's time is that of the layers minus that of the same layers without attention; its share is the time of copying
+its keys and values over that.
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ LAUNCHES = [
 class Variant(PagedAttention):
     """The backend with other launch settings, and every context split into `parts`."""
 
-    def __init__(self, settings: dict[str, int]) -> None:
+    def __init__(self, settings: dict[str, int], split: int) -> None:
         properties = torch.cuda.get_device_properties("cuda")
         super().__init__(
             device=torch.device("cuda"),
             num_processors=properties.multi_processor_count,
-            num_heads=HEADS,
-            num_kv_heads=KV_HEADS,
+            num_heads=HEADS // split,
+            num_kv_heads=KV_HEADS // split,
             head_dim=HEAD_DIM,
             block_size=BLOCK_SIZE,
         )
@@ -70,10 +71,11 @@ class Variant(PagedAttention):
 class Layers:
     """Layers of one batch and context; the weights are made once for all batches."""
 
-    def __init__(self, weights: list[torch.Tensor], batch: int, context: int) -> None:
-        self.ops, self.weights, self.batch, self.context = FusedLayerOps(layer_shape()), weights, batch, context
+    def __init__(self, weights: list[torch.Tensor], batch: int, context: int, split: int) -> None:
+        shape = replace(layer_shape(), num_heads=HEADS // split, num_kv_heads=KV_HEADS // split)
+        self.ops, self.weights, self.batch, self.split = FusedLayerOps(shape), weights, batch, split
         per_row = -(-context // BLOCK_SIZE)
-        self.cache = random(2, batch * per_row, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
+        self.cache = random(2, batch * per_row, BLOCK_SIZE, KV_HEADS // split, HEAD_DIM)
         self.tables = torch.randperm(batch * per_row, device="cuda").view(batch, per_row).int()
         last = context - 1
         self.slots = self.tables[:, last // BLOCK_SIZE].long() * BLOCK_SIZE + last % BLOCK_SIZE
@@ -88,7 +90,7 @@ class Layers:
     def work(self, settings: dict[str, int] | None) -> Callable[[], None] | None:
         """The layers with this attention launch (None: without attention); None if the split does not fit."""
         qkv, o, gate_up, down = self.weights
-        ops, attention = self.ops, Variant(settings or {})
+        ops, attention = self.ops, Variant(settings or {}, self.split)
         metadata = attention.reserve(self.batch)
         if not attention.refill(metadata, self.segments):
             return None
@@ -139,6 +141,7 @@ def compile_all(layers: Layers, tried: list[dict[str, int]], threads: int) -> No
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", nargs="*", default=list(WORK), metavar="BATCHxCONTEXT")
+    parser.add_argument("--split", type=int, default=1, help="devices that share each layer")
     parser.add_argument("--tune", action="store_true", help="time other launches and cuts than the rule's")
     parser.add_argument("--threads", type=int, default=12, help="that compile kernels")
     parser.add_argument("--out", type=Path, help="write every measurement here, a JSON line each")
@@ -147,17 +150,17 @@ def main() -> None:
     rate = copy_rate()
     lines: list[dict[str, Any]] = [provenance() | dict(copy_TB_per_s=round(rate, 3))]
     print(json.dumps(lines[0]), flush=True)
-    weights = [
-        random(*size, spread=0.01) for size in ((QKV, HIDDEN), (HIDDEN, HIDDEN), (2 * INNER, HIDDEN), (HIDDEN, INNER))
-    ]
+    split = arguments.split
+    sizes = ((QKV // split, HIDDEN), (HIDDEN, HIDDEN // split), (2 * INNER // split, HIDDEN), (HIDDEN, INNER // split))
+    weights = [random(*size, spread=0.01) for size in sizes]
     for name in arguments.work:
         batch, context = map(int, name.split("x"))
-        layers = Layers(weights, batch, context)
+        layers = Layers(weights, batch, context, split)
         tried = candidates(batch, arguments.tune)
         compile_all(layers, tried, arguments.threads)
         without = layers.microseconds(None)
         assert without is not None
-        fewest = 2 * batch * context * KV_HEADS * HEAD_DIM * DTYPE.itemsize / rate / 1e6
+        fewest = 2 * batch * context * KV_HEADS // split * HEAD_DIM * DTYPE.itemsize / rate / 1e6
         for settings in tried:
             taken = layers.microseconds(settings)
             if taken is not None:

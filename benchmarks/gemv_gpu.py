@@ -1,12 +1,13 @@
 """Time skinny GEMMs on a GPU, and a decoder layer around attention, against cuBLAS and PyTorch.
 
-    python benchmarks/gemv_gpu.py [--tune] [--fp8 | --int4] [--split N] [--tokens 1 2 4 8 16 32 64] [--out results.json]
+    python benchmarks/gemv_gpu.py [--tune] [--fp8 | --int4] [--shape 70b] [--split N] [--tokens 1 2 4 8 16 32 64]
+        [--out results.json]
 
-The shapes are Llama-3-8B's, bf16. A product is timed with the operations that the decoder fuses to it (residual and
-norm, or the gate), as one CUDA graph over more weights than L2 holds. Its figure is the weights' bytes over that time,
-as a share of the rate of a device-to-device copy. `--tune` times launches other than the rule's. With `--fp8` the
-weights are FP8, with `--int4` of 4 bits; only PyTorch's product is timed beside them, beyond 64 tokens. With `--split`
-the products are those of one of N devices that share each layer. Prints a table, writes JSON lines.
+The shapes are Llama-3-8B's or 70B's, bf16; layers are 8B's. A product is timed with the operations that the decoder
+fuses to it (residual and norm, or the gate), as one CUDA graph over more weights than L2 holds. Its figure is the
+weights' bytes over that time, as a share of the rate of a device-to-device copy. `--tune` times launches other than the
+rule's. With `--fp8` the weights are FP8, with `--int4` of 4 bits; only PyTorch's product is timed beside them, beyond
+64 tokens. With `--split` the products are those of one of N devices that share each layer. Prints a table, writes JSON lines.
 """
 
 from __future__ import annotations
@@ -30,6 +31,11 @@ from holdfast.lm.kernels.linear.skinny_gemm import SkinnyLaunch
 
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 4096, 14336, 32, 8, 128, 128256
 QKV = (HEADS + 2 * KV_HEADS) * HEAD_DIM
+SHAPES = {
+    "8b": dict(qkv=(QKV, HIDDEN), o=(HIDDEN, HIDDEN), gate_up=(2 * INNER, HIDDEN), down=(HIDDEN, INNER)),
+    "70b": dict(qkv=(10240, 8192), o=(8192, 8192), gate_up=(57344, 8192), down=(8192, 28672)),
+}
+"""By product, rows and columns of its weight, but for the LM head."""
 DTYPE = torch.bfloat16
 RING_BYTES = 400_000_000  # weights that pass before one is read again
 
@@ -37,11 +43,11 @@ KINDS = {"qkv": "linear", "o": "add_norm", "gate_up": "gated", "down": "add_norm
 """By product, the operations that are timed with it."""
 
 
-def weight_size(product: str, split: int) -> tuple[int, int]:
+def weight_size(shape: str, product: str, split: int) -> tuple[int, int]:
     """Rows and columns of the weight of one of `split` devices."""
-    if KINDS[product] == "add_norm":
-        return HIDDEN, {"o": HIDDEN, "down": INNER}[product] // split
-    return {"qkv": QKV, "gate_up": 2 * INNER, "lm_head": VOCAB}[product] // split, HIDDEN
+    sizes = SHAPES[shape]
+    outputs, inputs = sizes.get(product, (VOCAB, sizes["qkv"][1]))
+    return (outputs, inputs // split) if KINDS[product] == "add_norm" else (outputs // split, inputs)
 
 
 ONE_TOKEN = [  # rows of weights, inputs at a time, warps, stages
@@ -54,6 +60,7 @@ FEW_TOKENS = [
     *((16, 256, 2, 4), (32, 256, 2, 4), (64, 64, 4, 6)),
     *((64, 128, 4, 6), (128, 128, 8, 4), (128, 64, 4, 6)),
 ]
+MORE_TOKENS = [(64, 128, 4, 4), (64, 64, 4, 6), (128, 64, 4, 6), (128, 64, 8, 4), (128, 128, 8, 3)]
 PARTS = (1, 2, 4, 8)
 FP8_ONE_TOKEN = [
     *((16, 256, 4, 6), (16, 512, 4, 4), (8, 512, 4, 4), (8, 1024, 4, 3), (32, 256, 4, 4), (32, 256, 8, 4)),
@@ -131,8 +138,8 @@ def random(*size: int, spread: float = 1.0) -> torch.Tensor:
 
 def product_time(ops: LayerOps, kind: str, weights: Sequence[Weight], tokens: int) -> float:
     """Microseconds of one product with its fused operations, over several weights [N, K] in turns."""
-    x, norm = random(tokens, weights[0].shape[1]), random(HIDDEN)
-    stream = random(tokens, HIDDEN)
+    x, norm = random(tokens, weights[0].shape[1]), random(weights[0].shape[0])
+    stream = random(tokens, weights[0].shape[0])
 
     def run() -> None:
         for weight in weights:
@@ -173,7 +180,11 @@ def random_int4(outputs: int, inputs: int, group: int = 128) -> Int4Weight:
 
 
 def candidates(kind: str, tokens: int, weight: Weight) -> list[SkinnyLaunch]:
-    one, few = (FP8_ONE_TOKEN, FP8_FEW_TOKENS) if isinstance(weight, Fp8Weight) else (ONE_TOKEN, FEW_TOKENS)
+    one, few = (
+        (FP8_ONE_TOKEN, FP8_FEW_TOKENS)
+        if isinstance(weight, Fp8Weight)
+        else (ONE_TOKEN, FEW_TOKENS if tokens <= 32 else MORE_TOKENS)
+    )
     if isinstance(weight, Int4Weight):
         one = few = INT4_TOKENS
     return [
@@ -195,8 +206,9 @@ def compare(name: str, tokens: int, weights: Sequence[Weight], rate: float, tune
     own = FusedLayerOps(shape())
     rule = own.launch(random(tokens, weights[0].shape[1]), weights[0], cut=kind == "add_norm")
     lines: list[dict[str, object]] = []
-    firsts = [None, rule] if isinstance(weights[0], torch.Tensor) else [rule]
-    for launch in [*firsts, *(candidates(kind, tokens, weights[0]) if tune and rule is not None else [])]:
+    plain = isinstance(weights[0], torch.Tensor)
+    firsts = [None, rule] if plain else [rule]
+    for launch in [*firsts, *(candidates(kind, tokens, weights[0]) if tune and (plain or rule is not None) else [])]:
         try:
             taken = product_time(Fixed(launch), kind, weights, tokens)
         except OutOfResources as refused:
@@ -217,6 +229,7 @@ def main() -> None:
     parser.add_argument("--fp8", action="store_true", help="FP8 weights; layers are left out")
     parser.add_argument("--int4", action="store_true", help="4-bit weights in groups of 128; layers are left out")
     parser.add_argument("--products", nargs="*", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument("--split", type=int, default=1, help="devices that share each layer")
     parser.add_argument("--tokens", nargs="*", type=int, default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--layers", nargs="*", type=int, default=[1, 2, 4, 8, 16, 64, 256, 2048], metavar="TOKENS")
@@ -228,7 +241,7 @@ def main() -> None:
     print(json.dumps(lines[0]), flush=True)
     print("product  tokens   share of the copy rate: PyTorch, the rule's launch, the best of the others", flush=True)
     for name in arguments.products:
-        outputs, inputs = weight_size(name, arguments.split)
+        outputs, inputs = weight_size(arguments.shape, name, arguments.split)
         size = 1 if arguments.fp8 else 0.5 if arguments.int4 else DTYPE.itemsize
         copies = max(1, math.ceil(RING_BYTES / (outputs * inputs * size)))
         weights: list[Weight]

@@ -35,7 +35,7 @@ from invocation import add_engine_options, provenance, settle
 from holdfast.core.config import EngineConfig
 from holdfast.core.cost import CostModel
 from holdfast.core.types import Request, SamplingParams
-from holdfast.engine.build import build
+from holdfast.engine.build import Engine, build_engine
 from holdfast.engine.profiles import CostProfile
 from holdfast.lm.types import StepPlan, StepResult
 from holdfast.loop.contracts import Executor
@@ -76,6 +76,24 @@ QWEN3_06B = LLAMA_3_8B | dict(
 )
 
 Lengths = list[tuple[int, int]]
+
+
+def directory_of(shape: dict[str, Any]) -> str:
+    """A new directory with a config.json alone, for random weights."""
+    directory = tempfile.mkdtemp(prefix="shape-")
+    Path(directory, "config.json").write_text(json.dumps(shape))
+    return directory
+
+
+def started(shape: dict[str, Any], **options: Any) -> tuple[Engine, dict[str, float]]:
+    """An engine with random weights of a shape, and the seconds of each stage of its start."""
+    marks = [("starting", time.perf_counter())]
+    engine = build_engine(
+        EngineConfig(model=directory_of(shape), load_format="random", **{"max_waiting": 10_000} | options),
+        on_progress=lambda stage: marks.append((stage, time.perf_counter())),
+    )
+    marks.append(("ready", time.perf_counter()))
+    return engine, {stage: round(end - start, 2) for (stage, start), (_, end) in pairwise(marks)}
 
 
 def draw(rng: random.Random, count: int) -> tuple[int, ...]:
@@ -271,19 +289,11 @@ def main() -> None:
         if arguments.json:
             arguments.json.write_text(json.dumps(provenance() | found, indent=1))
         return
-    options = dict(max_sequences=512, prefix_sharing=False, max_waiting=10_000)
-    options |= dict(arguments.set)
-    directory = Path(tempfile.mkdtemp(prefix="llama8b-"))
-    (directory / "config.json").write_text(
-        json.dumps((QWEN3_06B if arguments.qwen else LLAMA_3_8B) | json.loads(arguments.shape))
-    )
+    options = dict(max_sequences=512, prefix_sharing=False) | dict(arguments.set)
+    shape = (QWEN3_06B if arguments.qwen else LLAMA_3_8B) | json.loads(arguments.shape)
     begin = time.perf_counter()
-    marks = [("starting", begin)]
-    loop, info = build(
-        EngineConfig(model=str(directory), load_format="random", **options),
-        on_progress=lambda stage: marks.append((stage, time.perf_counter())),
-    )
-    marks.append(("ready", time.perf_counter()))
+    engine, stages = started(shape, **options)
+    loop, info = engine.loop, engine.info
     # As the engine's process does: what exists now lives on, and no collection falls into a step.
     gc.collect()
     gc.freeze()
@@ -294,7 +304,7 @@ def main() -> None:
         blocks=info.num_blocks,
         token_budget=info.token_budget,
         started_in=round(time.perf_counter() - begin, 2),
-        stages={stage: round(end - start, 2) for (stage, start), (_, end) in pairwise(marks)},
+        stages=stages,
     )
     print("HOLDFAST " + json.dumps(about), flush=True)
     if arguments.rows != ["first"]:

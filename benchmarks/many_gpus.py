@@ -26,8 +26,6 @@ import time
 import traceback
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 LIMITS = {"group": 40.0, "small": 100.0, "killed": 45.0, "served": 100.0}
@@ -68,26 +66,14 @@ def tell(kind: str, **values: Any) -> None:
     print(json.dumps({"kind": kind, **values}), flush=True)
 
 
-def directory_of(shape: dict[str, Any]) -> str:
-    directory = tempfile.mkdtemp(prefix="many-gpus-")
-    Path(directory, "config.json").write_text(json.dumps(shape))
-    return directory
+def engine_of(layout: str, shape: dict[str, Any], **options: Any) -> Any:
+    """An engine on a layout, and in a JSON line what its start took."""
+    from llama8b import started
 
-
-def started(name: str, **options: Any) -> Any:
-    """An engine, and in a JSON line what its start took."""
-    from holdfast.core.config import EngineConfig
-    from holdfast.engine.build import build_engine
-
-    began = time.perf_counter()
-    marks = [("begin", began)]
-    config = EngineConfig(load_format="random", **{"max_waiting": 10_000} | options)
-    engine = build_engine(config, on_progress=lambda stage: marks.append((stage, time.perf_counter())))
-    marks.append(("end", time.perf_counter()))
-    stages = {stage: round(end - start, 2) for (stage, start), (_, end) in pairwise(marks)}
+    engine, stages = started(shape, **options, **LAYOUTS[layout])
     info = engine.info
     device = info.memory.device
-    tell("started", layout=name, device=device, blocks=info.num_blocks, stages=stages, megabytes=memory_used())
+    tell("started", layout=layout, device=device, blocks=info.num_blocks, stages=stages, megabytes=memory_used())
     return engine
 
 
@@ -177,10 +163,10 @@ def group(arguments: argparse.Namespace) -> None:
 # --- small
 
 
-def small_options(layout: str) -> dict[str, Any]:
+def small_options() -> dict[str, Any]:
     """So few blocks that running sequences are suspended to the host."""
     tiers = dict(cache_gb=40.5 * BLOCK / 1e9, host_cache_gb=100.5 * BLOCK / 1e9, chunk_size=16, headroom=0.0)
-    return dict(dtype="float32", max_sequences=8, token_budget=64, **tiers, **LAYOUTS[layout])
+    return dict(dtype="float32", max_sequences=8, token_budget=64, **tiers)
 
 
 def run_to_the_end(loop: Any, tokens: dict[str, list[int]] | None = None) -> dict[str, list[int]]:
@@ -223,12 +209,11 @@ def history(loop: Any, seed: int, steps: int) -> tuple[dict[str, Any], set[str],
 def small(arguments: argparse.Namespace) -> None:
     from dataclasses import replace
 
-    directory = directory_of(SMALL_SHAPE)
     alone: dict[tuple[int, str], list[int]] = {}
     differing: list[tuple[str, str, int, int, Any]] = []
     seeds, steps = arguments.seeds, 150
     for layout in ("one", *arguments.layouts_small):
-        engine = started(layout, model=directory, **small_options(layout))
+        engine = engine_of(layout, SMALL_SHAPE, **small_options())
         loop, began = engine.loop, time.perf_counter()
         while loop.prepare():
             pass
@@ -270,14 +255,14 @@ def small(arguments: argparse.Namespace) -> None:
         loop.close()
         tell("closed", layout=layout, seconds=round(time.perf_counter() - began, 2))
     if differing:
-        tell_gaps(directory, differing)
+        tell_gaps(differing)
 
 
-def tell_gaps(directory: str, differing: list[tuple[str, str, int, int, Any]]) -> None:
+def tell_gaps(differing: list[tuple[str, str, int, int, Any]]) -> None:
     """How far one GPU holds a wrong greedy token below the right one: rounding explains 1e-4, not 1e-2."""
     from dataclasses import replace
 
-    engine = started("one", model=directory, **small_options("one"))
+    engine = engine_of("one", SMALL_SHAPE, **small_options())
     for layout, name, got, expected, request in differing:
         params = replace(request.params, max_tokens=1, logprobs=20)
         engine.loop.add(replace(request, id="gap", params=params))
@@ -298,7 +283,7 @@ def killed(arguments: argparse.Namespace) -> None:
     """A rank is killed while steps run: how long until the loop raises, and what."""
     from holdfast.core.types import Request, SamplingParams
 
-    engine = started("tp2", model=directory_of(SMALL_SHAPE), **small_options("tp2"))
+    engine = engine_of("tp2", SMALL_SHAPE, **small_options())
     params = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
     for number in range(2):
         engine.loop.add(Request(str(number), (1, 2, 3), params))
@@ -327,7 +312,7 @@ def served(arguments: argparse.Namespace) -> None:
     shape = {"8b": LLAMA_3_8B, "0.6b": QWEN3_06B, "small": SMALL_SHAPE}[arguments.shape]
     layout = arguments.layout
     options: dict[str, Any] = dict(max_sequences=128, prefix_sharing=False, host_cache_gb=0.0)
-    engine = started(layout, model=directory_of(shape), **options, **LAYOUTS[layout])
+    engine = engine_of(layout, shape, **options)
     loop = engine.loop
     offline(loop, "warm-up", [(PROMPT, 8)] * 4)
     for rows in (1, 32, 128):

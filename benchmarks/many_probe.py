@@ -1,10 +1,12 @@
 """Sums over the GPUs of one host: right or wrong, and what they take by size, beside NCCL and PyTorch's own.
 
-    torchrun --nproc-per-node 2 benchmarks/many_probe.py [--seconds 170] [--only check time best link] [--out FILE]
+    torchrun --nproc-per-node 2 benchmarks/many_probe.py [--seconds 170] [--only check time ...] [--out FILE]
 
 `check` compares sums with float64, and all devices bit by bit, with random delays on some of them, inside CUDA graphs
-and outside. `time` prints microseconds by size: the median over replays of a graph of calls one behind the other.
-Ends by itself, with status 3, if a kernel waits forever. Prints JSON lines.
+and outside. `copied` does so for sums in parts, which copy engines carry. `layers` times layers of Llama-3's 8B and
+70B shapes without attention, with sums in parts, in kernels, and without, and each product; `load` does so at the
+power limit, for several ways to cut the sums. `time` prints microseconds by size: the median over replays of a graph
+of calls one behind the other. Ends by itself, with status 3, if a kernel waits forever. Prints JSON lines.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +34,9 @@ import torch.distributed._symmetric_memory as symm
 
 from holdfast.core.layout import Layout
 from holdfast.lm.execution.peer_link import PeerLink
+from holdfast.lm.kernels.collectives import copied_sum, symmetric
 from holdfast.lm.kernels.collectives.peer_memory import PeerMemory
+from holdfast.lm.kernels.collectives.protocol import halves
 from holdfast.lm.kernels.collectives.reduce_kernels import (
     BEST_PROGRAMS,
     REGIONS,
@@ -41,14 +46,31 @@ from holdfast.lm.kernels.collectives.reduce_kernels import (
 )
 from holdfast.lm.kernels.collectives.symmetric import ROOM_BYTES, SymmetricGroup
 from holdfast.lm.kernels.compilation import compile_once
+from holdfast.lm.kernels.fp8 import Weight
 from holdfast.lm.kernels.launch import dependent_launch_options
 from holdfast.lm.kernels.linear.fused_kernels import norm_kernel
+from holdfast.lm.kernels.linear.fused_layers import FusedLayerOps, silu_mul
+from holdfast.lm.kernels.linear.layers import LayerShape, NormInParts
 
 BF16, F32 = torch.bfloat16, torch.float32
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 WIDTHS = (4096, 8192)
 EPS = 1e-5
 CALLS = 30
+
+
+@contextmanager
+def copied_from(least: float) -> Iterator[None]:
+    """Inside, sums of so many bytes and more travel in parts, in graphs and outside."""
+    names = ("LEAST_COPIED_BYTES", "LEAST_LAUNCHED_BYTES")
+    rules = {name: getattr(symmetric, name) for name in names}
+    try:
+        for name in names:
+            setattr(symmetric, name, least)
+        yield
+    finally:
+        for name, rule in rules.items():
+            setattr(symmetric, name, rule)
 
 
 class Probe:
@@ -457,8 +479,289 @@ def check_link(probe: Probe) -> None:
         )  # fmt: skip
 
 
+def check_copied(probe: Probe, rounds: int = 200) -> None:
+    """Sums in parts of random sizes, with random delays, outside of graphs and, from the middle on, in graphs."""
+    if probe.group is None:
+        return
+    copied = probe.group._copied
+    width, everyone, own = 8192, random.Random(6), random.Random(7 + probe.rank)
+    sizes = [(rows, width) for rows in (300, 512, 1000, 2048, 4096)] + [(2500, 4096), (8192, 4096)]
+    stream, norm = probe.draw(1, (8, 4096)), probe.draw(2, (4096,))
+    right, graphs, seed = [torch.ones((), dtype=torch.bool, device=probe.device)], {}, 0
+
+    def run(given: list[torch.Tensor], delays: list[int], two_hops: bool) -> list[torch.Tensor]:
+        """Two sums, between which a mailbox is used too; what is received."""
+        received = []
+        for addends in given:
+            sums = copied.begin(*addends.shape, BF16, two_hops=two_hops)
+            assert sums is not None
+            for part, rows in enumerate(sums.parts):
+                sums.room(part).copy_(addends[rows])
+                torch.cuda._sleep(delays[part])
+                sums.send(part)
+            reduce_rows(probe.box, stream[None], None, stream.clone(), norm, EPS, wire=BF16, two_shot=False)
+            for part in range(len(sums.parts)):
+                torch.cuda._sleep(delays[2 + part])
+                received.append(sums.receive(part).clone())
+        return received
+
+    for turn in range(rounds):
+        if turn % 20 == 0 and not probe.time_left(60):
+            break
+        probe.step = f"copied {turn}"
+        shape, graphed, two_hops = everyone.choice(sizes), turn >= rounds // 2, everyone.random() < 0.5
+        seed += 10
+        everyones = [[probe.draw(seed + 2 * r + i, shape) for i in range(2)] for r in range(probe.size)]
+        delays = [own.choice((0, 0, 0, 10_000, 100_000, 700_000)) for _ in range(4)]
+        if not graphed:
+            received = run(everyones[probe.rank], delays, two_hops)
+        else:
+            if (shape, two_hops) not in graphs:
+                inputs = [torch.empty(shape, dtype=BF16, device=probe.device) for _ in range(2)]
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    received = run(inputs, delays, two_hops)
+                graphs[shape, two_hops] = graph, inputs, received
+            graph, inputs, received = graphs[shape, two_hops]
+            for place, addends in zip(inputs, everyones[probe.rank], strict=True):
+                place.copy_(addends)
+            torch.cuda._sleep(own.choice((0, 0, 0, 10_000, 700_000)))
+            for _ in range(everyone.choice((1, 1, 3))):
+                graph.replay()
+        for sum_ in range(2):
+            parts, wanted = received[2 * sum_ : 2 * sum_ + 2], [each[sum_] for each in everyones]
+            if two_hops:
+                wanted = [torch.stack(wanted).sum(0, dtype=F32).to(BF16)]
+            for place, expected in enumerate(wanted):
+                right.append((torch.cat([part[place] for part in parts]) == expected).all())
+        if turn in (0, rounds - 1):
+            wrong = int((~torch.stack(right)).sum())
+            probe.tell("copied so far", turn=turn, wrong=wrong)
+    wrong = int((~torch.stack(right)).sum())
+    probe.check("copied", not wrong, wrong=wrong)
+    # Through the layer's operations, against float64.
+    for rows, hidden, inputs in ((2048, 4096, 1024), (1500, 8192, 512)):
+        ops = FusedLayerOps(llama_shape(probe, hidden, 8, 1), probe.group)
+        xs = [probe.draw(seed + 100 + r, (rows, inputs)) for r in range(probe.size)]
+        weights = [probe.draw(seed + 200 + r, (hidden, inputs), scale=inputs**-0.5) for r in range(probe.size)]
+        after, gain = probe.draw(seed + 300, (rows, hidden)), probe.draw(seed + 301, (hidden,)) + 1
+        exact = after.double() + sum(x.double() @ w.double().t() for x, w in zip(xs, weights, strict=True))
+        for _ in range(2):  # an even number of sums
+            stream_, probe.step = after.clone(), f"copied layer {rows}"
+            with copied_from(1):
+                in_parts = ops.add_linear_norm(stream_, xs[probe.rank], weights[probe.rank], None, gain)
+            normed = ops.computed(in_parts)
+        expected = torch.nn.functional.rms_norm(exact, (hidden,), gain.double(), EPS)
+        error = float((normed.double() - expected).norm() / expected.norm())
+        probe.check("copied layer", error < 0.01, rows=rows, error=error)
+        probe.check("copied same bits", probe.agree(stream_, normed), rows=rows)
+        probe.tell("copied layer", rows=rows, hidden=hidden, error=error)
+    probe.tell("checked copied", rounds=turn + 1, failures=probe.failures)
+
+
+SHAPES = {"8b": (4096, 14336, 32, 8), "70b": (8192, 28672, 64, 8)}
+"""Hidden, inner, heads, KV heads; of 128 numbers each."""
+
+
+def llama_shape(probe: Probe, hidden: int, heads: int, kv_heads: int) -> LayerShape:
+    powers = torch.arange(0, 128, 2, dtype=F32, device=probe.device) / 128
+    return LayerShape(
+        num_heads=heads, num_kv_heads=kv_heads, head_dim=128, eps=EPS, activation="silu", dtype=BF16,
+        inverse_frequencies=500000.0**-powers,
+    )  # fmt: skip
+
+
+def time_layers(probe: Probe, layers: int = 3) -> None:
+    """Layers without attention in a graph, and outside of one, where the host launches each kernel."""
+    if probe.group is None:
+        return
+    for name, (hidden, inner, heads, kv_heads) in SHAPES.items():
+        shape = llama_shape(probe, hidden, heads // probe.size, kv_heads // probe.size)
+        grouped, alone = FusedLayerOps(shape, probe.group), FusedLayerOps(shape)
+        weights, width = shard_weights(probe, name), inner // probe.size
+        norm = probe.draw(3, (hidden,)) + 1
+        for rows in (512, 1024, 1536, 2048, 3072, 4096, 8192):
+            if not probe.time_left(20):
+                return
+            stream, at = probe.draw(2, (rows, hidden)), torch.arange(rows, device=probe.device)
+            cache = torch.zeros(2, -(-rows // 16), 16, kv_heads // probe.size, 128, dtype=BF16, device=probe.device)
+            rotation = alone.rotation(at)
+
+            def work(ops: FusedLayerOps) -> None:
+                layers_without_attention(ops, stream, norm, weights, rotation, cache, at, layers)  # noqa: B023
+
+            row: dict[str, Any] = dict(shape=name, rows=rows)
+            for way, ops, least in (
+                ("sums in kernels", grouped, float("inf")), ("sums in parts", grouped, 1), ("no sums", alone, 1),
+            ):  # fmt: skip
+                probe.step = f"layers {name} {rows} {way}"
+                with copied_from(least):
+                    row[way] = round(probe.microseconds(lambda: work(ops), 1, 9) / layers, 1)  # noqa: B023
+                    if rows in (2048, 8192):
+                        row[f"{way}, eager, host"], row[f"{way}, eager"] = eager(probe, lambda: work(ops), layers)  # noqa: B023
+            probe.tell("layers", **row)
+            if rows in (1024, 2048, 4096, 8192):
+                time_pieces(probe, name, rows, weights, stream, width)
+
+
+class WholeReaders(FusedLayerOps):
+    """What reads a sum in parts waits for all of them."""
+
+    def _linear_of_parts(self, x: NormInParts, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
+        return self.linear(self.computed(x), weight, bias)
+
+
+def time_load(probe: Probe, layers: int = 4, seconds: float = 0.3) -> None:
+    """Layers without attention under load, at the power limit: each way for a while, in turns."""
+    if probe.group is None:
+        return
+    for name, (hidden, _, heads, kv_heads) in SHAPES.items():
+        shape = llama_shape(probe, hidden, heads // probe.size, kv_heads // probe.size)
+        alone, grouped, whole = (
+            FusedLayerOps(shape),
+            FusedLayerOps(shape, probe.group),
+            WholeReaders(shape, probe.group),
+        )
+        weights, norm = shard_weights(probe, name), probe.draw(3, (hidden,)) + 1
+        for rows in (1024, 2048, 4096, 8192):
+            if not probe.time_left(20):
+                return
+            start, at = probe.draw(2, (rows, hidden)), torch.arange(rows, device=probe.device)
+            stream = start.clone()
+            cache = torch.zeros(2, -(-rows // 16), 16, kv_heads // probe.size, 128, dtype=BF16, device=probe.device)
+            rotation = alone.rotation(at)
+            graphs = {}
+            for way, ops, least, quarters in (
+                ("no sums", alone, 1, 2), ("sums in kernels", grouped, float("inf"), 2), ("halves", grouped, 1, 2),
+                ("halves, readers whole", whole, 1, 2), ("3:1", grouped, 1, 3), ("3:1, readers whole", whole, 1, 3),
+            ):  # fmt: skip
+                probe.step = f"load {name} {rows} {way}"
+                copied_sum.halves = lambda rows, _, quarters=quarters: (  # type: ignore[assignment, misc]
+                    slice(0, rows * quarters // 4), slice(rows * quarters // 4, rows)
+                )  # fmt: skip
+                arguments = (ops, stream, norm, weights, rotation, cache, at, layers)
+                with copied_from(least):
+                    layers_without_attention(*arguments)
+                    torch.cuda.synchronize()
+                    graphs[way] = torch.cuda.CUDAGraph()
+                    with torch.cuda.graph(graphs[way]):
+                        stream.copy_(start)
+                        layers_without_attention(*arguments)
+            copied_sum.halves = halves
+            times: dict[str, list[float]] = {way: [] for way in graphs}
+            for _ in range(3):
+                for way, graph in graphs.items():
+                    probe.step = f"load {name} {rows} {way}"
+                    graph.replay()
+                    torch.cuda.synchronize()
+                    dist.barrier()
+                    # As many for every way and rank, so that their heat is alike.
+                    count = max(1, round(seconds / (8.5e-11 * layers * rows * hidden * (1 if name == "8b" else 1.9))))
+                    first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                    first.record()
+                    for _ in range(count):
+                        graph.replay()
+                    last.record()
+                    last.synchronize()
+                    times[way].append(first.elapsed_time(last) * 1e3 / count / layers)
+            medians = {way: round(sorted(each)[1], 1) for way, each in times.items()}
+            probe.tell("load", shape=name, rows=rows, replays=count, **medians)
+
+
+def shard_weights(probe: Probe, name: str) -> dict[str, torch.Tensor]:
+    """The weights of one device's shard of a layer."""
+    hidden, inner, heads, kv_heads = SHAPES[name]
+    sizes = {
+        "qkv": ((heads + 2 * kv_heads) // probe.size * 128, hidden), "o": (hidden, heads // probe.size * 128),
+        "gate_up": (2 * inner // probe.size, hidden), "down": (hidden, inner // probe.size),
+    }  # fmt: skip
+    return {each: probe.draw(11 + at, size, scale=0.01) for at, (each, size) in enumerate(sizes.items())}
+
+
+def layers_without_attention(
+    ops: FusedLayerOps,
+    stream: torch.Tensor,
+    norm: torch.Tensor,
+    weights: dict[str, torch.Tensor],
+    rotation: Any,
+    cache: torch.Tensor,
+    at: torch.Tensor,
+    count: int,
+) -> None:
+    normed = ops.norm(stream, norm)
+    for _ in range(count):
+        qkv = ops.linear(normed, weights["qkv"])
+        query = ops.rotate_and_write(qkv, rotation, None, None, (cache[0], cache[1]), at)
+        normed = ops.add_linear_norm(stream, query.flatten(1), weights["o"], None, norm)
+        normed = ops.add_linear_norm(stream, ops.gated_linear(normed, weights["gate_up"]), weights["down"], None, norm)
+    ops.computed(normed)
+
+
+def eager(probe: Probe, work: Callable[[], None], layers: int) -> tuple[float, float]:
+    """Microseconds a layer that the host takes to launch work, and until it is done."""
+    spent = []
+    for _ in range(3):
+        torch.cuda.synchronize()
+        dist.barrier()
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        work()
+        launched = time.perf_counter()
+        torch.cuda.synchronize()
+        spent.append((launched - begin, time.perf_counter() - begin))
+    host, done = min(spent)
+    return round(host * 1e6 / layers, 1), round(done * 1e6 / layers, 1)
+
+
+def time_pieces(
+    probe: Probe, name: str, rows: int, weights: dict[str, torch.Tensor], stream: torch.Tensor, width: int
+) -> None:
+    """Each product and kernel of a layer by itself, of all rows and of half of them."""
+    row: dict[str, Any] = dict(shape=name, rows=rows)
+    for each, weight in weights.items():
+        x, out = probe.draw(5, (rows, weight.shape[1])), stream.new_empty(rows, weight.shape[0])
+        tera = 2e-6 * rows * weight.numel()
+        calls = 10
+        whole = probe.microseconds(lambda: torch.mm(x, weight.t(), out=out), calls, 5)  # noqa: B023
+        half = rows // 2
+
+        def in_halves() -> None:
+            torch.mm(x[:half], weight.t(), out=out[:half])  # noqa: B023
+            torch.mm(x[half:], weight.t(), out=out[half:])  # noqa: B023
+
+        halves = probe.microseconds(in_halves, calls, 5)
+        row[each] = whole
+        row[f"{each}_tflops"], row[f"{each}_halves_tflops"] = round(tera / whole, 1), round(tera / halves, 1)
+    gate_up = probe.draw(6, (rows, 2 * width))
+    row["silu_mul"] = probe.microseconds(lambda: silu_mul(gate_up), 10, 5)
+    ops = FusedLayerOps(llama_shape(probe, stream.shape[1], 8, 1))
+    norm, partials = torch.ones_like(stream[0]), stream.new_zeros(2, *stream.shape)
+    row["add_norm_of_two"] = probe.microseconds(lambda: ops._normed(stream, partials, None, norm), 10, 5)
+    if probe.group is not None:
+        partials = partials[:1]
+        row["sum_in_kernel"] = probe.microseconds(
+            lambda: probe.group.add_norm(stream, partials, None, norm, EPS), 10, 5  # type: ignore[union-attr]
+        )  # fmt: skip
+
+        def in_parts() -> None:
+            """A sum in parts with nothing to compute in the meantime."""
+            sums = probe.group.begin_sum(*stream.shape, BF16)  # type: ignore[union-attr, call-arg]
+            assert sums is not None
+            for part in range(2):
+                sums.send(part)
+            for part in range(2):
+                sums.receive(part)
+
+        with copied_from(1):
+            row["sum_in_parts"] = probe.microseconds(in_parts, 10, 5)
+    probe.tell("pieces", **row)
+
+
 PARTS = {
     "check": (compile_kernels, check_alone, check_sums, check_chains),
+    "copied": (check_copied,),
+    "layers": (time_layers,),
+    "load": (time_load,),
     "best": (time_best,),
     "link": (check_link,),
     "time": (time_sums,),

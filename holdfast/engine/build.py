@@ -363,6 +363,7 @@ def make_many_device(config: EngineConfig, ranks: Ranks, stages: Stages) -> Choi
     own, answers = ranks.together(
         StartRank(config, ranks.meeting), partial(make_rank, config, 0, ranks.meeting, stages)
     )
+    ranks.met()
     loaded = [answer for answer in answers if isinstance(answer, Loaded)]
     return Choice(ManyDevice(own.device, ranks, loaded), own.reason)
 

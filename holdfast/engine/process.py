@@ -31,7 +31,7 @@ LINGER_MS = 2000
 """Time for the last message to leave."""
 
 STALE_SECONDS = 3600.0
-"""Age at which a socket's directory cannot belong to a start: the engine connects within seconds."""
+"""Age at which a directory cannot belong to a start, in which processes find each other within seconds."""
 
 ADDRESS_LIMIT = 4096
 """Most bytes of the socket's address."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -22,7 +23,7 @@ from typing import NamedTuple, TypeVar
 from holdfast.core.config import EngineConfig
 from holdfast.engine import rank_messages as messages
 from holdfast.engine.mailbox import LINE, WORD, Bell, Mailbox, Reader, SharedWords, Ticket
-from holdfast.engine.process import FAILED, in_words
+from holdfast.engine.process import FAILED, STALE_SECONDS, in_words
 from holdfast.engine.spawn import child_environment
 
 BEAT_SECONDS = 0.045
@@ -40,6 +41,9 @@ CAUSE_SECONDS = 0.5
 """After a failure, how long to wait for an earlier one: the others fail because the first did."""
 GRACE_SECONDS = 2.0
 """Time for ranks to end by themselves."""
+
+MEETING = "holdfast-ranks-"
+"""The beginning of the names of directories where ranks meet."""
 
 BOARD_WORDS = LINE // WORD
 BEATS, STEPS, HOST_READY, HOST_BLOCKS = range(4)
@@ -141,7 +145,8 @@ class Ranks:
         self._reported: list[tuple[float, str]] = []
         """When ranks have failed, and why, as they say themselves."""
         self._own = ThreadPoolExecutor(1, "holdfast-rank-0")
-        self._meeting = tempfile.TemporaryDirectory(prefix="holdfast-ranks-")  # mode 0700
+        remove_stale_meetings()
+        self._meeting = tempfile.TemporaryDirectory(prefix=MEETING)  # mode 0700
         self._bell = Bell.new()
         self._commands = Mailbox(tuple(Bell.new() for _ in others))
         self._board = Board(self.layout.ranks)
@@ -159,6 +164,10 @@ class Ranks:
     def meeting(self) -> str:
         """A directory of this start alone, where ranks leave word how they can be reached."""
         return self._meeting.name
+
+    def met(self) -> None:
+        """Remove the directory: all ranks reach each other. Nothing is left behind then when all are killed."""
+        self._meeting.cleanup()
 
     @property
     def pids(self) -> list[int]:
@@ -341,6 +350,14 @@ class Ranks:
             rank.process.wait()
             assert rank.process.stdin is not None
             rank.process.stdin.close()
+
+
+def remove_stale_meetings() -> None:
+    """Remove the directories of starts that were killed before their ranks had met."""
+    for left in Path(tempfile.gettempdir()).glob(f"{MEETING}*"):
+        with contextlib.suppress(OSError):  # another user's, or removed by another start
+            if time.time() - left.stat().st_mtime > STALE_SECONDS:
+                shutil.rmtree(left)
 
 
 def is_stopped(pid: int) -> bool:

@@ -6,6 +6,7 @@ import asyncio
 import os
 import shutil
 import signal
+import tempfile
 import time
 from contextlib import aclosing
 from pathlib import Path
@@ -21,7 +22,7 @@ from holdfast.engine.client import EngineClient
 from holdfast.engine.connection import EngineDead, EngineStartError
 from holdfast.engine.mailbox import Bell, Ticket
 from holdfast.engine.rank_messages import Done, PlanWriter, Prepare
-from holdfast.engine.ranks import RankFailure, Seat
+from holdfast.engine.ranks import RankFailure, Seat, remove_stale_meetings
 from holdfast.lm.types import BlockCopy, Segment, StepPlan
 from tests.engine.conftest import SMALL, wait_for_end
 from tests.scheduling import create_requests
@@ -84,7 +85,8 @@ async def test_streams_end_with_the_rank_that_is_killed_or_hangs(checkpoint, num
         await client.close()
 
 
-async def test_an_idle_engine_ends_with_its_rank_and_ranks_with_their_engine(checkpoint):
+async def test_an_idle_engine_ends_with_its_rank_and_ranks_with_their_engine(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     for victim in ("rank", "engine"):
         client = await EngineClient.start(EngineConfig(**{**SMALL, "model": str(checkpoint), "pp": 2}))
         try:
@@ -94,8 +96,19 @@ async def test_an_idle_engine_ends_with_its_rank_and_ranks_with_their_engine(che
             assert (f"rank 1 (process {rank}) was killed" in client.reason) == (victim == "rank")
             for pid in (rank, client.pid):
                 wait_for_end(pid)
+            assert list(tmp_path.iterdir()) == []
         finally:
             await client.close()
+
+
+def test_a_start_removes_the_directory_of_one_that_was_killed_an_hour_ago(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name, age in (("holdfast-ranks-old", 4000), ("holdfast-ranks-new", 10), ("another", 4000)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "ranks").touch()
+        os.utime(tmp_path / name, (time.time() - age,) * 2)
+    remove_stale_meetings()
+    assert {path.name for path in tmp_path.iterdir()} == {"holdfast-ranks-new", "another"}
 
 
 async def test_a_rank_that_cannot_start_is_named(checkpoint, tmp_path):

@@ -286,6 +286,7 @@ class Decoder:
             if index < len(self.layers) - 1 or not self.shard.last:
                 normed = self._finish(index, stream, attended, adapters)
         if not self.shard.last:
+            ops.computed(normed)  # completes the stream
             return (stream,)
         if step.sample_at is None:
             return stream, attended

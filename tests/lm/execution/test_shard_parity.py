@@ -16,6 +16,7 @@ from holdfast.core.config import EngineConfig, QuantizationName
 from holdfast.core.layout import Layout
 from holdfast.core.types import Request, SamplingParams
 from holdfast.lm.execution.executor import PagedExecutor
+from holdfast.lm.kernels.collectives import torch_group
 from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.models.base import StepInput
 from holdfast.lm.models.decoder import Decoder
@@ -242,6 +243,15 @@ def test_norms_over_all_heads_are_not_split(tmp_path: Path) -> None:
     make(tmp_path, "Olmo2")
     with pytest.raises(ValueError, match="tp is 2; Olmo2ForCausalLM norms queries over all heads"):
         load(tmp_path, device="cpu", layout=Layout(tp=2))
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(2, 2)], ids=["tp2", "2x2"])
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+def test_sums_in_halves_give_the_logits_of_the_whole_model(
+    checkpoint: Path, layout: Layout, quantization: QuantizationName | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_group, "HALVED_ROWS", 5)
+    check(checkpoint, layout, quantization=quantization)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)

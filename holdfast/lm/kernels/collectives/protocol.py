@@ -2,10 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
+
+
+@runtime_checkable
+class SumInParts(Protocol):
+    """A sum over devices of which one part travels while the devices compute the next.
+
+    Each device sends all parts in order, and then receives all of them in order, before it begins another such sum.
+    """
+
+    @property
+    def parts(self) -> Sequence[slice]:
+        """The rows of each part."""
+        ...
+
+    def room(self, part: int) -> torch.Tensor:
+        """An empty tensor [rows, width] for this device's addends of a part."""
+        ...
+
+    def send(self, part: int) -> None:
+        """Let the addends in the room of a part travel. Waits for nobody."""
+        ...
+
+    def receive(self, part: int) -> torch.Tensor:
+        """Addends [P, rows, width] of a part, whose sum over P, in this order, is the sum over all devices.
+
+        Every device gets the same bits. The caller reads them before it begins another sum.
+        """
+        ...
 
 
 class Group(Protocol):
@@ -48,6 +77,13 @@ class Group(Protocol):
         """
         ...
 
+    def begin_sum(self, rows: int, width: int, dtype: torch.dtype) -> SumInParts | None:
+        """Begin a sum of addends [rows, width]; None where `add_norm` is as fast. Steps begin an even number of them.
+
+        Other calls may come between those of the sum.
+        """
+        ...
+
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of x [T, hidden] over all devices, in its dtype. x may be from `room`."""
         ...
@@ -78,6 +114,12 @@ class Group(Protocol):
         be nested.
         """
         ...
+
+
+def halves(rows: int, multiple: int) -> tuple[slice, slice]:
+    """So many rows in two parts, the first of which is a multiple of `multiple`."""
+    first = -(-rows // (2 * multiple)) * multiple
+    return slice(0, first), slice(first, rows)
 
 
 def own_rows(count: int, size: int, rank: int) -> range:

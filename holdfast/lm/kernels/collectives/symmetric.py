@@ -11,9 +11,10 @@ import torch
 from torch._C._distributed_c10d import Store
 from torch.distributed.distributed_c10d import PrefixStore
 
+from holdfast.lm.kernels.collectives.copied_sum import FLAGS_BYTES, CopiedSums
 from holdfast.lm.kernels.collectives.peer_exchange import PeerExchange
 from holdfast.lm.kernels.collectives.peer_memory import PeerMemory
-from holdfast.lm.kernels.collectives.protocol import Group, columns_by_device, rows_of_device
+from holdfast.lm.kernels.collectives.protocol import Group, SumInParts, columns_by_device, rows_of_device
 from holdfast.lm.kernels.collectives.reduce_kernels import (
     BEST_PROGRAMS,
     REGIONS,
@@ -26,6 +27,19 @@ ROOM_BYTES = 64 << 20
 """Memory for sums on each device. Longer ones take several launches."""
 EXCHANGE_BYTES = 64 << 20
 """Memory for rows of logits on each device. More of them go piece by piece."""
+
+COPIED_BYTES = 512 << 20
+"""Memory on each device for sums that copy engines carry: of 8,192 rows of 8,192 numbers, for two devices."""
+
+LEAST_COPIED_BYTES = 12 << 20
+"""From so many bytes of a sum on, its halves travel by copy engine.
+
+Layers of Llama-3's shapes on two H200s: 8B takes 5% longer so with 1,024 rows (8 MB), and 4% less time with 1,536
+(12 MB); 70B takes 9% longer with 512 rows (8 MB), and 3% less time with 1,024 (benchmarks/many_probe.py).
+"""
+
+LEAST_LAUNCHED_BYTES = 32 << 20
+"""The same where no graph captures the sum: the host launches a layer of an 8B shape so in 1.4 ms, else in 0.6."""
 
 SECOND_SHOT = 2.1e-6
 """Seconds that two shots take longer than one, for sums of a few rows."""
@@ -49,8 +63,9 @@ class SymmetricGroup(Group):
     """GPUs of one host, each in a process of its own.
 
     Sums and the best tokens go through mailboxes, in kernels that CUDA graphs may capture. What travels of a sum is in
-    the stream's dtype: float32 would take 0.5 us longer for one row, and twice as long for many. Rows of logits, and
-    what is gathered, are copied by the host's command, so graphs cannot capture `exchange_rows` and `gather`.
+    the stream's dtype: float32 would take 0.5 us longer for one row, and twice as long for many. Large sums may go by
+    copy engine instead, in parts, while the processors compute. Rows of logits, and what is gathered, are copied by the
+    host's command, so graphs cannot capture `exchange_rows` and `gather`.
     """
 
     def __init__(self, store: Store, rank: int, size: int, device: torch.device) -> None:
@@ -66,6 +81,8 @@ class SymmetricGroup(Group):
         self.mailboxes.empty()
         no_addresses.copy_(torch.tensor(sums.open()))
         self._exchange = PeerExchange(PeerMemory(PrefixStore("rows", store), rank, size, device, EXCHANGE_BYTES))
+        copied = PeerMemory(PrefixStore("copied sums", store), rank, size, device, FLAGS_BYTES + COPIED_BYTES)
+        self._copied = CopiedSums(copied, self.mailboxes.is_alone, lambda: self._alone > 0)
         self._two_shot = two_shot_bytes(size)
         self._alone = 0
         """Callers that are inside `alone`."""
@@ -92,6 +109,13 @@ class SymmetricGroup(Group):
     ) -> torch.Tensor:
         two_shot = stream.nbytes >= self._two_shot
         return reduce_rows(self.mailboxes, partials, bias, stream, norm, eps, wire=stream.dtype, two_shot=two_shot)
+
+    def begin_sum(self, rows: int, width: int, dtype: torch.dtype) -> SumInParts | None:
+        # Whoever is alone rehearses a capture.
+        captured = self._alone or torch.cuda.is_current_stream_capturing()
+        if rows * width * dtype.itemsize < (LEAST_COPIED_BYTES if captured else LEAST_LAUNCHED_BYTES):
+            return None
+        return self._copied.begin(rows, width, dtype, two_hops=self.size > 2)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         two_shot = x.nbytes >= self._two_shot

@@ -9,7 +9,10 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from holdfast.lm.kernels.collectives.protocol import Group, columns_by_device, rows_of_device
+from holdfast.lm.kernels.collectives.protocol import Group, SumInParts, columns_by_device, halves, rows_of_device
+
+HALVED_ROWS = 256
+"""From so many rows on, one half of a sum travels while the other is computed."""
 
 
 class TorchGroup(Group):
@@ -42,6 +45,11 @@ class TorchGroup(Group):
             added += bias
         stream += added
         return functional.rms_norm(stream, norm.shape, norm, eps)
+
+    def begin_sum(self, rows: int, width: int, dtype: torch.dtype) -> SumInParts | None:
+        if rows < HALVED_ROWS:
+            return None
+        return GlooSum(self._processes, rows, width, dtype, alone=self._alone)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return self._sum(x).to(x.dtype)
@@ -79,3 +87,31 @@ class TorchGroup(Group):
         if x.numel() and not self._alone:
             self._processes.allreduce(x).wait()
         return x
+
+
+class GlooSum(SumInParts):
+    """A sum in two halves, which threads of gloo add up."""
+
+    def __init__(self, processes: dist.ProcessGroup, rows: int, width: int, dtype: torch.dtype, *, alone: bool) -> None:
+        self._processes, self._alone = processes, alone
+        self._addends = torch.empty(rows, width, dtype=dtype)
+        self._parts = halves(rows, 1)
+        self._sums: list[torch.Tensor] = []
+        self._works: list[dist.Work] = []
+
+    @property
+    def parts(self) -> tuple[slice, ...]:
+        return self._parts
+
+    def room(self, part: int) -> torch.Tensor:
+        return self._addends[self._parts[part]]
+
+    def send(self, part: int) -> None:
+        self._sums.append(self.room(part).float())
+        if not self._alone:
+            self._works.append(self._processes.allreduce(self._sums[part]))
+
+    def receive(self, part: int) -> torch.Tensor:
+        if not self._alone:
+            self._works[part].wait()
+        return self._sums[part][None]

@@ -55,6 +55,9 @@ class Fp8Rows:
     data: torch.Tensor  # [1 or 2, T, K] float8_e4m3fn
     scale: torch.Tensor  # [T] float32
 
+    def __getitem__(self, tokens: slice) -> Fp8Rows:
+        return Fp8Rows(self.data[:, tokens], self.scale[tokens])
+
 
 def fp8_launch_for(x: torch.Tensor, weight: Fp8Weight, *, cut: bool = False) -> SkinnyLaunch | None:
     """The launch of `skinny_gemm` (one token) or `fp8_skinny_gemm` for x [T, K] and an FP8 weight [N, K].

@@ -32,7 +32,7 @@ from holdfast.lm.kernels.linear.fused_kernels import (
     silu_mul_kernel,
 )
 from holdfast.lm.kernels.linear.int4_linear import int4_dequantized, int4_launch_for, int4_skinny_gemm
-from holdfast.lm.kernels.linear.layers import Gated, LayerOps, Normed, Rotation, Unnormed, nothing
+from holdfast.lm.kernels.linear.layers import Gated, LayerOps, Normed, NormInParts, Rotation, Unnormed, nothing
 from holdfast.lm.kernels.linear.skinny_gemm import SkinnyLaunch, launch_for, skinny_gemm
 from holdfast.lm.kernels.lora.protocol import Finish
 
@@ -68,9 +68,11 @@ class FusedLayerOps(LayerOps):
     def norm(self, stream: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         if self.shape.layer_norm or not len(weight):
             return super().norm(stream, weight)
-        return self._add_norm(stream, None, None, weight)
+        return self._normed(stream, None, None, weight)
 
     def linear(self, x: Normed, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if isinstance(x, NormInParts):
+            return self._linear_of_parts(x, weight, bias)
         x = self._as_read(x, weight)
         read, launch = self._input_and_launch(x, weight)
         if launch is None:
@@ -83,13 +85,16 @@ class FusedLayerOps(LayerOps):
         if self.shape.activation != "silu" or not self.shape.gated:
             return super().gate(self.linear(x, weight, bias))
         width = weight.shape[0] // 2
-        x = self._as_read(x, weight)
-        read, launch = self._input_and_launch(x, weight)
-        if launch is not None:
-            out = read.new_empty(read.shape[0], width)
-            self._run_skinny(read, weight, bias, out[None], launch, gated=True, **self._norm_of(x))
-            return out
-        gate_up = self._in_pieces(read, weight, bias)
+        if isinstance(x, NormInParts):
+            read, gate_up = x.stream, self._linear_of_parts(x, weight, bias)
+        else:
+            x = self._as_read(x, weight)
+            read, launch = self._input_and_launch(x, weight)
+            if launch is not None:
+                out = read.new_empty(read.shape[0], width)
+                self._run_skinny(read, weight, bias, out[None], launch, gated=True, **self._norm_of(x))
+                return out
+            gate_up = self._in_pieces(read, weight, bias)
         if isinstance(weight, Fp8Weight) and has_tiles(read, weight) and width % TILE == 0:
             return quantize_rows(gate_up, gated=True)  # the next GEMM reads FP8
         return silu_mul(gate_up)
@@ -118,6 +123,9 @@ class FusedLayerOps(LayerOps):
             return self._add_apart(stream, x, weight, bias, norm, out_norm)
         launch = None if isinstance(x, Fp8Rows) else self.launch(x, weight, cut=True)
         if self.group is not None:
+            if launch is None and (in_parts := self._begin_sum(stream, x, weight, bias, norm)) is not None:
+                first()
+                return in_parts
             partials = self._partials(self.group, x, weight, launch)
             first()
             return self.group.add_norm(stream, partials, bias, norm, self.shape.eps)
@@ -125,11 +133,11 @@ class FusedLayerOps(LayerOps):
             if not isinstance(weight, torch.Tensor):
                 partials = self._linear(x, weight, None)[None]
                 first()
-                return self._add_norm(stream, partials, bias, norm)
+                return self._normed(stream, partials, bias, norm)
             first()
             for part in _pieces(len(x)):
                 stream[part].addmm_(x[part], weight.t())
-            return self._add_norm(stream, None, bias, norm)
+            return self._normed(stream, None, bias, norm)
         if len(x) == 1 and not isinstance(weight, Int4Weight):
             first()
             skinny_gemm(x, weight, bias, stream[None], launch, added=True)
@@ -137,21 +145,21 @@ class FusedLayerOps(LayerOps):
         partials = x.new_empty(launch.parts, *stream.shape, dtype=torch.float32)
         self._run_skinny(x, weight, None, partials, launch)
         first()
-        return self._add_norm(stream, partials, bias, norm)
+        return self._normed(stream, partials, bias, norm)
 
     def add_experts_norm(self, stream: torch.Tensor, x: Normed, experts: Experts, norm: torch.Tensor) -> Normed:
         if not few_tokens(stream, experts):
             partials = grouped_experts(self.computed(x), experts)
             if self.group is not None:
                 return self.group.add_norm(stream, partials, None, norm, self.shape.eps)
-            return self._add_norm(stream, partials, None, norm)
+            return self._normed(stream, partials, None, norm)
         read = x.stream if isinstance(x, Unnormed) else x
         if self.group is not None:
             partials = self.group.room((1, *stream.shape), torch.float32)
             experts_of_few(read, experts, partials[0], added=False, **self._norm_of(x))
             return self.group.add_norm(stream, partials, None, norm, self.shape.eps)
         experts_of_few(read, experts, stream, added=True, **self._norm_of(x))
-        return Unnormed(stream, norm) if len(stream) == 1 else self._add_norm(stream, None, None, norm)
+        return Unnormed(stream, norm) if len(stream) == 1 else self._normed(stream, None, None, norm)
 
     def _partials(self, group: Group, x: Gated, weight: Weight, launch: SkinnyLaunch | None) -> torch.Tensor:
         """This device's partial sums [P, T, outputs] of the projection of x, where the group can add them up."""
@@ -163,28 +171,29 @@ class FusedLayerOps(LayerOps):
         if not isinstance(weight, torch.Tensor):
             return self._linear(x, weight, None)[None]
         partials = group.room((1, len(x), outputs), x.dtype)
-        for part in _pieces(len(x)):
-            torch.mm(x[part], weight.t(), out=partials[0, part])
+        self._linear_into(partials[0], x, weight, None)
         return partials
 
     def _in_pieces(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
         """The library's GEMM [T, N], in the pieces of PIECES."""
-        pieces = _pieces(len(x))
-        if len(pieces) == 1 or not isinstance(weight, torch.Tensor):
+        if len(_pieces(len(x))) == 1 or not isinstance(weight, torch.Tensor):
             return super().linear(x, weight, bias)
         out = x.new_empty(len(x), weight.shape[0])
-        for part in pieces:
-            if bias is None:
-                torch.mm(x[part], weight.t(), out=out[part])
-            else:
-                torch.addmm(bias, x[part], weight.t(), out=out[part])
+        self._linear_into(out, x, weight, bias)
         return out
 
     def _projected(self, x: Gated, weight: Weight) -> torch.Tensor:
         return super()._projected(x, weight) if isinstance(x, Fp8Rows) else self.linear(x, weight)
 
+    def _linear_into(self, out: torch.Tensor, x: Gated, weight: Weight, bias: torch.Tensor | None) -> None:
+        if not isinstance(weight, torch.Tensor):
+            super()._linear_into(out, x, weight, bias)
+            return
+        for part in _pieces(len(x)):
+            super()._linear_into(out[part], x[part], weight, bias)
+
     def computed(self, x: Normed) -> torch.Tensor:
-        return self.norm(x.stream, x.weight) if isinstance(x, Unnormed) else x
+        return self.norm(x.stream, x.weight) if isinstance(x, Unnormed) else super().computed(x)
 
     def _linear(self, x: Gated, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
         if isinstance(weight, Fp8Weight) and (isinstance(x, Fp8Rows) or has_tiles(x, weight)):
@@ -292,12 +301,23 @@ class FusedLayerOps(LayerOps):
             return int4_launch_for(x, weight, cut=cut)
         return launch_for(x, weight, cut=cut)
 
-    def _add_norm(
+    def _normed(
         self, stream: torch.Tensor, partials: torch.Tensor | None, bias: torch.Tensor | None, weight: torch.Tensor
     ) -> torch.Tensor:
-        """Add partial sums [P, T, hidden] of any float dtype and a bias to the stream in place; return its RMS norm."""
-        tokens, width = stream.shape
+        """`_add_norm` into a new tensor."""
         out = torch.empty_like(stream)
+        self._add_norm(stream, partials, bias, weight, out)
+        return out
+
+    def _add_norm(
+        self,
+        stream: torch.Tensor,
+        partials: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        weight: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        tokens, width = stream.shape
         block = triton.next_power_of_2(width)
         norm_kernel[(tokens,)](
             stream,
@@ -314,7 +334,6 @@ class FusedLayerOps(LayerOps):
             num_warps=max(1, min(16, block // 256)),
             **dependent_launch_options(stream.device),
         )
-        return out
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:

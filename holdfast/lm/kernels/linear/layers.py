@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from holdfast.lm.kernels.cache.kv_cache import write_slots
-from holdfast.lm.kernels.collectives.protocol import Group
+from holdfast.lm.kernels.collectives.protocol import Group, SumInParts
 from holdfast.lm.kernels.fp8 import Weight
 from holdfast.lm.kernels.linear.experts.experts import Experts, apply_experts
 from holdfast.lm.kernels.lora.protocol import Finish
@@ -60,8 +60,18 @@ class Unnormed:
     weight: torch.Tensor  # [hidden]
 
 
+@dataclass(frozen=True)
+class NormInParts:
+    """An RMS norm of a stream to which a sum over devices is yet to be added, part by part, as its parts arrive."""
+
+    sums: SumInParts
+    stream: torch.Tensor  # [T, hidden]
+    bias: torch.Tensor | None  # [hidden]
+    weight: torch.Tensor  # [hidden]
+
+
 Normed = Any
-"""From `add_linear_norm`, for `linear` and `gated_linear` of the same object: a tensor, or `Unnormed`."""
+"""From `add_linear_norm`, for one call of the same object that reads it: a tensor, `Unnormed`, or `NormInParts`."""
 
 Gated = Any
 """From `gated_linear`, for `add_linear_norm` of the same object: a tensor, or its FP8 form."""
@@ -76,10 +86,11 @@ class LayerOps:
 
     This is the backend of a CPU and the oracle of the Triton kernels. A projection and its neighbours are one call, so
     that a backend may fuse them. The projection that ends each half of a layer adds to the residual stream in place,
-    and returns the stream normed for the next half.
+    and returns the stream normed for the next half. The stream is complete once the norm was read.
 
     With a `group`, each device has its own heads, and its own rows of what reads the stream. What adds to the stream
     has its own columns, so its results are partial sums, which the group adds up. The stream is equal on all devices.
+    In large steps one part of the rows travels between devices while the next one is computed.
     """
 
     def __init__(self, shape: LayerShape, group: Group | None = None) -> None:
@@ -113,11 +124,13 @@ class LayerOps:
 
     def linear(self, x: Normed, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [T, K] times weight [N, K] transposed, plus bias [N]: [T, N]."""
+        if isinstance(x, NormInParts):
+            return self._linear_of_parts(x, weight, bias)
         return self._linear(x, weight, bias)
 
     def gated_linear(self, x: Normed, weight: Weight, bias: torch.Tensor | None = None) -> Gated:
         """activation(gate) * up, [T, N]. weight [2 N, K] and bias [2 N] stack the rows of gate above those of up."""
-        return LayerOps.gate(self, self._linear(x, weight, bias))
+        return LayerOps.gate(self, LayerOps.linear(self, x, weight, bias))
 
     def gate(self, gate_up: torch.Tensor, adapters: Finish | None = None) -> torch.Tensor:
         """activation(gate) * up, [T, N], of gate_up [T, 2 N] with what `adapters` add. It may be written to."""
@@ -130,6 +143,11 @@ class LayerOps:
 
     def computed(self, x: Normed) -> torch.Tensor:
         """The tensor of a result of `add_linear_norm`."""
+        if isinstance(x, NormInParts):
+            normed = torch.empty_like(x.stream)
+            for part, rows in enumerate(x.sums.parts):
+                self._received(x, part, normed[rows])
+            return normed
         return x  # type: ignore[no-any-return]
 
     def add_linear_norm(
@@ -152,6 +170,9 @@ class LayerOps:
         if out_norm is not None or (self.group is not None and (self.shape.layer_norm or not len(norm))):
             return self._add_apart(stream, x, weight, bias, norm, out_norm)
         if self.group is not None:
+            in_parts = self._begin_sum(stream, x, weight, bias, norm)
+            if in_parts is not None:
+                return in_parts
             return self.group.add_norm(stream, self._linear(x, weight, None)[None], bias, norm, self.shape.eps)
         if not isinstance(weight, torch.Tensor):
             stream += self._linear(x, weight, None)
@@ -206,7 +227,7 @@ class LayerOps:
 
         With a group, the experts are this device's part of each, but the router is whole.
         """
-        added = apply_experts(x, experts)
+        added = apply_experts(self.computed(x), experts)
         if self.group is not None:
             return self.group.add_norm(stream, added[None], None, norm, self.shape.eps)
         stream += added
@@ -257,6 +278,54 @@ class LayerOps:
         query, key, _ = torch.split(qkv, [len(q_norm), len(k_norm), qkv.shape[1] - len(q_norm) - len(k_norm)], dim=1)
         query.copy_(self.norm(query, q_norm))
         key.copy_(self.norm(key, k_norm))
+
+    def _begin_sum(
+        self, stream: torch.Tensor, x: Gated, weight: Weight, bias: torch.Tensor | None, norm: torch.Tensor
+    ) -> NormInParts | None:
+        """Compute and send the projection of x part by part; None where one sum of all rows is as fast."""
+        sums = None if self.group is None else self.group.begin_sum(len(stream), stream.shape[1], stream.dtype)
+        if sums is None:
+            return None
+        for part, rows in enumerate(sums.parts):
+            self._linear_into(sums.room(part), x[rows], weight, None)
+            sums.send(part)
+        return NormInParts(sums, stream, bias, norm)
+
+    def _linear_of_parts(self, x: NormInParts, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
+        """x times weight transposed, plus bias, of each part as it arrives."""
+        out = x.stream.new_empty(len(x.stream), weight.shape[0])
+        for part, rows in enumerate(x.sums.parts):
+            self._linear_into(out[rows], self._received(x, part), weight, bias)
+        return out
+
+    def _received(self, x: NormInParts, part: int, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Add a part of a sum to its rows of the stream; their norm, in `out` if given."""
+        rows, addends = x.sums.parts[part], x.sums.receive(part)
+        out = torch.empty_like(x.stream[rows]) if out is None else out
+        self._add_norm(x.stream[rows], addends, x.bias, x.weight, out)
+        return out
+
+    def _add_norm(
+        self,
+        stream: torch.Tensor,
+        partials: torch.Tensor,
+        bias: torch.Tensor | None,
+        weight: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """Add partial sums [P, T, hidden] of any float dtype and a bias to the stream in place; write its RMS norm."""
+        added = partials.sum(0, dtype=torch.float32)
+        stream += added if bias is None else added.add_(bias)
+        out.copy_(self.norm(stream, weight))
+
+    def _linear_into(self, out: torch.Tensor, x: Gated, weight: Weight, bias: torch.Tensor | None) -> None:
+        """Write x times weight transposed, plus bias, to `out`."""
+        if not isinstance(weight, torch.Tensor):
+            out.copy_(self._linear(x, weight, bias))
+        elif bias is None:
+            torch.mm(x, weight.t(), out=out)
+        else:
+            torch.addmm(bias, x, weight.t(), out=out)
 
     def _linear(self, x: Gated, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
         """x times weight transposed, plus bias. A quantized weight is dequantized first, which is slow."""

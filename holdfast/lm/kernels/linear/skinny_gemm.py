@@ -54,6 +54,7 @@ class SkinnyLaunch:
 
 
 ONE_TOKEN = SkinnyLaunch(block_n=16, block_k=256, num_warps=4, num_stages=4)
+ONE_TOKEN_SMALL = SkinnyLaunch(block_n=16, block_k=256, num_warps=4, num_stages=6)
 ONE_TOKEN_DEEP = SkinnyLaunch(block_n=8, block_k=512, num_warps=4, num_stages=3)
 ONE_TOKEN_SHORT = SkinnyLaunch(block_n=4, block_k=1024, num_warps=4, num_stages=3)
 FEW_TOKENS = SkinnyLaunch(block_n=64, block_k=128, num_warps=4, num_stages=4)
@@ -66,6 +67,13 @@ FEW = 32
 
 MANY_OUTPUTS = 16_384
 """From here on there are enough programs to fill the device without cutting the inputs."""
+
+ONE_TOKEN_OUTPUTS = 12_288
+"""The same for one token."""
+ONE_TOKEN_OUTPUTS_CUT = 8192
+"""The same for one token where the inputs may be cut."""
+SMALL_OUTPUTS, SMALL_INPUTS = 4096, 2048
+"""Up to these sizes, which devices that share a layer have, a GEMM for one token is better with more stages."""
 
 PROGRAMS = 128
 """A GEMM that may be cut over its inputs is cut until it has about this many programs."""
@@ -85,9 +93,7 @@ def launch_for(x: torch.Tensor, weight: torch.Tensor, *, cut: bool = False) -> S
         return None
     outputs = weight.shape[0]
     if rows == 1:
-        if cut and inputs <= PART_INPUTS:
-            return ONE_TOKEN_SHORT
-        return ONE_TOKEN_DEEP if cut or outputs >= MANY_OUTPUTS else ONE_TOKEN
+        return _for_one_token(outputs, inputs, cut=cut)
     if not cut and rows > FEW:
         return MORE_TOKENS if outputs >= MANY_OUTPUTS else None
     if not cut:
@@ -96,6 +102,18 @@ def launch_for(x: torch.Tensor, weight: torch.Tensor, *, cut: bool = False) -> S
     programs = -(-outputs // own.block_n)
     wanted = max(round(PROGRAMS / programs), -(-inputs // PART_INPUTS))
     return replace(own, parts=max(1, min(MAX_PARTS, wanted, inputs // (4 * own.block_k))))
+
+
+def _for_one_token(outputs: int, inputs: int, *, cut: bool) -> SkinnyLaunch:
+    if not cut:
+        if outputs <= SMALL_OUTPUTS:
+            return ONE_TOKEN_SMALL
+        return ONE_TOKEN_DEEP if outputs >= ONE_TOKEN_OUTPUTS else ONE_TOKEN
+    if outputs >= ONE_TOKEN_OUTPUTS_CUT:
+        return ONE_TOKEN
+    if inputs <= SMALL_INPUTS:
+        return ONE_TOKEN_SMALL
+    return ONE_TOKEN_SHORT if inputs <= PART_INPUTS else ONE_TOKEN_DEEP
 
 
 def skinny_gemm(

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from holdfast.lm.kernels.collectives.protocol import own_rows
-from holdfast.lm.kernels.collectives.torch_group import TorchGroup
+from holdfast.lm.kernels.collectives.protocol import halves, own_rows
+from holdfast.lm.kernels.collectives.torch_group import HALVED_ROWS, TorchGroup
 from tests.ranks import in_group
 
 SIZES = pytest.mark.parametrize("size", [2, 3])
@@ -40,6 +40,37 @@ def test_add_norm_adds_all_partial_sums_and_the_bias_once(size: int, bias: bool,
         torch.testing.assert_close(own, expected, **tolerance)
         torch.testing.assert_close(normed, functional.rms_norm(expected, (16,), norm, 1e-5), **tolerance)
         assert torch.equal(own, results[0][0]) and torch.equal(normed, results[0][1])
+
+
+@SIZES
+@pytest.mark.parametrize("rows", [HALVED_ROWS, HALVED_ROWS + 45])
+def test_a_sum_in_parts_equals_the_sum(size: int, rows: int) -> None:
+    addends = [normal(rows, 6, seed=rank, dtype=torch.bfloat16) for rank in range(size)]
+
+    def work(group: TorchGroup) -> torch.Tensor:
+        sums = group.begin_sum(rows, 6, torch.bfloat16)
+        assert sums is not None
+        for part, held in enumerate(sums.parts):
+            sums.room(part).copy_(addends[group.rank][held])
+            sums.send(part)
+        return torch.cat([sums.receive(part).sum(0) for part in range(len(sums.parts))])
+
+    expected = torch.stack(addends).double().sum(0)
+    results = in_group(size, work)
+    for result in results:
+        torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-5)
+        assert torch.equal(result, results[0])
+
+
+def test_few_rows_are_not_summed_in_parts() -> None:
+    assert in_group(2, lambda group: group.begin_sum(HALVED_ROWS - 1, 6, torch.float32)) == [None, None]
+
+
+@pytest.mark.parametrize("rows", [257, 300, 512, 513, 8192])
+def test_halves_hold_every_row_once_and_the_first_has_whole_tiles(rows: int) -> None:
+    first, second = halves(rows, 256)
+    assert [*range(rows)][first] + [*range(rows)][second] == [*range(rows)]
+    assert first.stop % 256 == 0 and 0 < rows - first.stop <= first.stop
 
 
 @SIZES
@@ -93,9 +124,14 @@ def test_alone_a_device_waits_for_no_other() -> None:
                 group.exchange_rows(torch.ones(3, 4), 8),
                 group.gather(torch.arange(4)),
             ]
+            sums = group.begin_sum(HALVED_ROWS, 8, torch.float32)
+            assert sums is not None
+            for part in range(2):
+                sums.send(part)
+            given += [sums.receive(part) for part in range(2)]
         return [tuple(each.shape) for each in given]
 
-    assert in_group(2, work)[0] == [(3, 8), (3, 8), (3,), (2, 8), (2, 4)]
+    assert in_group(2, work)[0] == [(3, 8), (3, 8), (3,), (2, 8), (2, 4), *[(1, HALVED_ROWS // 2, 8)] * 2]
 
 
 @pytest.mark.parametrize("count", range(9))

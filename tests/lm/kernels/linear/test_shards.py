@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch.nn import functional
 
-from holdfast.lm.kernels.collectives.protocol import Group
+from holdfast.lm.kernels.collectives.protocol import Group, SumInParts
 from holdfast.lm.kernels.fp8 import Weight, quantize, row_maxima
+from holdfast.lm.kernels.linear.fp8_linear import Fp8Rows
 from holdfast.lm.kernels.linear.fused_layers import FusedLayerOps
-from holdfast.lm.kernels.linear.layers import LayerOps
+from holdfast.lm.kernels.linear.layers import LayerOps, NormInParts
 from tests.lm.kernels.linear.test_layers import assert_near, drawn, oracle, shape_of
 
 KINDS = pytest.mark.parametrize("kind", [LayerOps, FusedLayerOps])
@@ -22,8 +23,11 @@ class Half(Group):
 
     size = 2
 
-    def __init__(self, gave: torch.Tensor | float, device: str) -> None:
-        self.gives, self._device = gave, device
+    def __init__(self, gave: torch.Tensor | float, device: str, *, in_parts: bool = False) -> None:
+        self.gives, self._device, self._in_parts = gave, device, in_parts
+
+    def begin_sum(self, rows: int, width: int, dtype: torch.dtype) -> SumInParts | None:
+        return HalfSum(self, rows, width, dtype) if self._in_parts else None
 
     def room(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.full(shape, torch.nan, dtype=dtype, device=self._device)
@@ -47,6 +51,29 @@ class Half(Group):
 
     def alone(self) -> AbstractContextManager[None]:
         return nullcontext()
+
+
+class HalfSum(SumInParts):
+    """One device's part of a sum in three parts."""
+
+    parts: tuple[slice, ...] = ()
+
+    def __init__(self, half: Half, rows: int, width: int, dtype: torch.dtype) -> None:
+        self._gave = half.gives
+        self.gives = half.gives = half.room((rows, width), dtype)
+        self.parts = (slice(0, 3), slice(3, rows - 1), slice(rows - 1, rows))
+        self.sent: list[int] = []
+
+    def room(self, part: int) -> torch.Tensor:
+        return self.gives[self.parts[part]]
+
+    def send(self, part: int) -> None:
+        self.sent.append(part)
+
+    def receive(self, part: int) -> torch.Tensor:
+        assert self.sent == [0, 1, 2]
+        own = self.room(part)
+        return torch.stack((self._gave[self.parts[part]], own)) if isinstance(self._gave, torch.Tensor) else own[None]
 
 
 def halves(weight: torch.Tensor, fp8: bool) -> list[Weight]:
@@ -85,6 +112,40 @@ def test_partial_sums_of_two_devices_are_added_and_normed(
     else:
         assert_near(own_stream, expected_stream)
         assert_near(normed, expected)
+
+
+@KINDS
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("reader", ["linear", "gated_linear", "computed"])
+def test_a_sum_in_parts_is_added_and_normed_where_it_is_read(
+    reader: str, dtype: torch.dtype, fp8: bool, kind: type[LayerOps], device: str
+) -> None:
+    tokens, width, inputs = 70, 64, 128
+    stream, x = (drawn(tokens, size, device=device, dtype=dtype) for size in (width, inputs))
+    weight, after = (drawn(*size, device=device, dtype=dtype, spread=0.1) for size in ((width, inputs), (96, width)))
+    bias, norm, last = (drawn(size, device=device, dtype=dtype) for size in (width, width, 96))
+    shape = shape_of(device, dtype)
+    read = quantize(after) if fp8 else after
+    results = []
+    for in_parts in (False, True):
+        gave: torch.Tensor | float = 0.0
+        for own_x, own in zip(x.chunk(2, dim=1), halves(weight, fp8), strict=True):
+            group, own_stream = Half(gave, device, in_parts=in_parts), stream.clone()
+            ops = kind(shape, group)
+            normed = ops.add_linear_norm(own_stream, own_x.contiguous(), own, bias, norm)
+            assert isinstance(normed, NormInParts) == in_parts
+            if reader == "computed":
+                result = ops.computed(normed)
+            else:
+                result = getattr(ops, reader)(normed, read, last)
+            gave = group.gives
+        if isinstance(result, Fp8Rows):
+            result = result.data[0].float() * result.scale[:, None]
+        results.append((own_stream, result))
+    for whole, parts in zip(*results, strict=True):
+        # The library's GEMM rounds activations to FP8, if there are more than 64 of them.
+        assert (parts - whole).norm() / whole.norm() < (0.06 if fp8 else 2e-3)
 
 
 @KINDS

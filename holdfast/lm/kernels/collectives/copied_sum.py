@@ -1,0 +1,227 @@
+"""Sums of many rows over GPUs of one host, whose halves travel by copy engine while the processors compute."""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+
+from holdfast.lm.kernels.collectives.peer_memory import PeerMemory, copy
+from holdfast.lm.kernels.collectives.protocol import SumInParts, halves, own_rows
+
+FLAG_BYTES = 128
+"""Room of a number that tells whether a device's rows have come."""
+MOST_DEVICES = 32
+TURNS = 2
+"""Successive sums use the two halves of the memory in turns."""
+PARTS = 2
+HOPS = 2
+"""A device's rows go to the others once, or twice: to the device that adds them up, and from there to all."""
+FLAGS_BYTES = TURNS * PARTS * HOPS * MOST_DEVICES * FLAG_BYTES
+"""Room of all flags."""
+ROWS = 256
+"""The first part has a multiple of so many rows, for which matrix products have whole tiles."""
+
+
+class CopiedSums:
+    """The memory that successive sums of one group share, and the streams of their copies.
+
+    Whatever a device sends, it copies to where it is needed in another device's memory, and then a flag after it. The
+    receiver waits for the flag, and takes it away again.
+
+    A device cannot overwrite what another one still reads. Before it sends parts of the sum after next, it has
+    received all parts of the next one, and the others had then read all of this one. Places do not depend on what was
+    before. So CUDA graphs may capture sums and be replayed in any order, as each step begins with the same turn.
+    """
+
+    def __init__(self, memory: PeerMemory, alone: torch.Tensor, is_alone: Callable[[], bool]) -> None:
+        """`memory` is of all devices of the group, not opened, and only used for this.
+
+        `alone` [1] int32, on the device, and `is_alone` tell whether nothing is sent and nobody waits.
+        """
+        if memory.size > MOST_DEVICES:
+            raise ValueError(f"{memory.size} devices cannot share layers, at most {MOST_DEVICES} can")
+        self.memory, self.addresses = memory, memory.open()
+        self.alone, self.is_alone = alone, is_alone
+        device = memory.device
+        self.streams = [torch.cuda.Stream(device) for _ in range(memory.size - 1)]  # type: ignore[no-untyped-call]
+        """One for each other device, by its distance in rank less one."""
+        self.adding = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        self.flag = torch.ones(1, dtype=torch.int32, device=device)
+        self._turn = 0
+
+    @property
+    def turn_bytes(self) -> int:
+        """Memory of one turn."""
+        return (self.memory.num_bytes - FLAGS_BYTES) // TURNS // FLAG_BYTES * FLAG_BYTES
+
+    def begin(self, rows: int, width: int, dtype: torch.dtype, *, two_hops: bool) -> DirectSum | SharedSum | None:
+        """The next sum of so many rows; None if there is no room for it, or not a row for each part."""
+        kind = SharedSum if two_hops else DirectSum
+        if rows <= ROWS or kind.num_rows(rows, self.memory.size) * width * dtype.itemsize > self.turn_bytes:
+            return None
+        turn = self._turn
+        if not self.is_alone():  # threads that compile kernels are alone, and count no turns
+            self._turn = (turn + 1) % TURNS
+        return kind(self, turn, rows, width, dtype)
+
+    def send(self, distance: int, source: torch.Tensor, place: int, flag: int, after: torch.cuda.Stream) -> None:
+        """Copy `source` to a place in the memory of the device at a distance, and a flag after it.
+
+        After what a stream does now.
+        """
+        stream, memory = self.streams[distance - 1], self.memory
+        there = self.addresses[(memory.rank + distance) % memory.size]
+        stream.wait_stream(after)
+        copy(there + place, source.data_ptr(), source.nbytes, stream)
+        copy(there + flag, self.flag.data_ptr(), self.flag.nbytes, stream)
+
+    def take_flags(self, first: int) -> None:
+        """On the current stream, wait for the flags of all other devices, and take them away."""
+        memory = self.memory
+        flags = memory.own[first : first + memory.size * FLAG_BYTES].view(torch.int32)
+        take_flags_kernel[(1,)](
+            flags, self.alone, memory.size, memory.rank, EACH=FLAG_BYTES // 4, SENDERS=MOST_DEVICES, num_warps=1
+        )
+
+
+class _CopiedSum(SumInParts):
+    """One sum. Of a turn's memory, each part has as many rows as it needs."""
+
+    def __init__(self, sums: CopiedSums, turn: int, rows: int, width: int, dtype: torch.dtype) -> None:
+        self._sums, self._turn, self._width, self._dtype = sums, turn, width, dtype
+        self._parts = halves(rows, ROWS)
+        self._sent: list[list[torch.cuda.Event]] = []
+        """By part, what has passed once this device needs nothing more of its other streams."""
+
+    @property
+    def parts(self) -> tuple[slice, ...]:
+        return self._parts
+
+    @staticmethod
+    def num_rows(rows: int, size: int) -> int:
+        """Rows of memory for so many rows of a part, or of all, among `size` devices."""
+        raise NotImplementedError
+
+    def _count(self, part: int) -> int:
+        return int(self._parts[part].stop - self._parts[part].start)
+
+    def _rows(self, part: int, first: int, count: int) -> torch.Tensor:
+        """Rows of a part's memory, [count, width]."""
+        memory, row_bytes = self._sums.memory, self._width * self._dtype.itemsize
+        before = sum(self.num_rows(self._count(earlier), memory.size) for earlier in range(part))
+        begin = FLAGS_BYTES + self._turn * self._sums.turn_bytes + (before + first) * row_bytes
+        return memory.own[begin : begin + count * row_bytes].view(self._dtype).view(count, self._width)
+
+    def _place(self, rows: torch.Tensor) -> int:
+        """Where rows are, in this device's memory, and so in that of every other one."""
+        return rows.data_ptr() - self._sums.memory.address
+
+    def _flag(self, part: int, hop: int, sender: int) -> int:
+        """The place of a flag."""
+        return (((self._turn * PARTS + part) * HOPS + hop) * MOST_DEVICES + sender) * FLAG_BYTES
+
+    def _wait_for_own(self, part: int) -> None:
+        """Whoever then waits for the others has sent all that they wait for."""
+        for sent in self._sent[part]:
+            torch.cuda.current_stream(self._sums.memory.device).wait_event(sent)
+
+
+class DirectSum(_CopiedSum):
+    """A sum in which every device sends all its addends to all others: one hop, for two devices.
+
+    A part's memory has the addends of every device, by rank. A device computes its own where they belong.
+    """
+
+    @staticmethod
+    def num_rows(rows: int, size: int) -> int:
+        return rows * size
+
+    def room(self, part: int) -> torch.Tensor:
+        count = self._count(part)
+        return self._rows(part, self._sums.memory.rank * count, count)
+
+    def send(self, part: int) -> None:
+        sums, own = self._sums, self.room(part)
+        self._sent.append([])
+        if sums.is_alone():
+            return
+        current = torch.cuda.current_stream(sums.memory.device)
+        for distance, stream in enumerate(sums.streams, 1):
+            sums.send(distance, own, self._place(own), self._flag(part, 0, sums.memory.rank), current)
+            self._sent[part].append(stream.record_event())
+
+    def receive(self, part: int) -> torch.Tensor:
+        self._wait_for_own(part)
+        self._sums.take_flags(self._flag(part, 0, 0))
+        count, size = self._count(part), self._sums.memory.size
+        return self._rows(part, 0, size * count).view(size, count, self._width)
+
+
+class SharedSum(_CopiedSum):
+    """A sum in which each device adds up its share of the rows, and sends the result to all: two hops, fewer bytes.
+
+    A part's memory has a device's own addends, then those of all devices for its share, then all results. The sum runs
+    beside what the device computes.
+    """
+
+    @staticmethod
+    def num_rows(rows: int, size: int) -> int:
+        return 2 * rows + size * -(-rows // size)
+
+    def room(self, part: int) -> torch.Tensor:
+        return self._rows(part, 0, self._count(part))
+
+    def send(self, part: int) -> None:
+        sums, count, own = self._sums, self._count(part), self.room(part)
+        memory, adding = sums.memory, sums.adding
+        share = -(-count // memory.size)
+        current = torch.cuda.current_stream(memory.device)
+        mine = own_rows(count, memory.size, memory.rank)
+        results = self._rows(part, count + memory.size * share + mine.start, len(mine))
+        self._sent.append([])
+        if not sums.is_alone():
+            for distance in range(1, memory.size):
+                theirs = own_rows(count, memory.size, (memory.rank + distance) % memory.size)
+                place = self._place(self._rows(part, count + memory.rank * share, share))
+                flag = self._flag(part, 0, memory.rank)
+                sums.send(distance, own[theirs.start : theirs.stop], place, flag, current)
+        adding.wait_stream(current)
+        with torch.cuda.stream(adding):
+            arrived = self._rows(part, count, memory.size * share).view(memory.size, share, self._width)
+            arrived[memory.rank, : len(mine)].copy_(own[mine.start : mine.stop])
+            sums.take_flags(self._flag(part, 0, 0))
+            torch.sum(arrived[:, : len(mine)], 0, out=results)
+        self._sent[part].append(adding.record_event())
+        if not sums.is_alone():
+            for distance, stream in enumerate(sums.streams, 1):
+                sums.send(distance, results, self._place(results), self._flag(part, 1, memory.rank), adding)
+                self._sent[part].append(stream.record_event())
+
+    def receive(self, part: int) -> torch.Tensor:
+        self._wait_for_own(part)
+        self._sums.take_flags(self._flag(part, 1, 0))
+        count, size = self._count(part), self._sums.memory.size
+        return self._rows(part, count + size * -(-count // size), count)[None]
+
+
+@triton.jit(do_not_specialize=["size", "rank"])
+def take_flags_kernel(flags, alone, size, rank, EACH: tl.constexpr, SENDERS: tl.constexpr):
+    """Wait for the flag of every device but `rank`, and take it away. Flag i is at flags[i * EACH]. One program.
+
+    Of SENDERS threads, the first `size` look at a flag each.
+    """
+    sender = tl.arange(0, SENDERS)
+    is_other = (sender < size) & (sender != rank)
+    flag_at = flags + sender * EACH
+    if tl.load(alone) == 0:
+        flag = tl.load(flag_at, mask=is_other, other=1, volatile=True)
+        missing = tl.max((flag == 0).to(tl.int32), 0)
+        while missing > 0:
+            flag = tl.load(flag_at, mask=is_other, other=1, volatile=True)
+            missing = tl.max((flag == 0).to(tl.int32), 0)
+        tl.store(flag_at, tl.zeros([SENDERS], tl.int32), mask=is_other)

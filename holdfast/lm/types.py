@@ -486,6 +486,10 @@ class SchedulerStats:
     """Device time of their slices."""
     deferred_seconds: float = 0.0
     """How long requests have waited by the deferral bound, summed."""
+    tokens_drafted: int = 0
+    """Drafted tokens that were verified."""
+    drafts_accepted: int = 0
+    """Those of them that were the model's own."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from holdfast.lm.kernels.sampling.sampler import Drawn, Sampler, Wishes
 from holdfast.lm.models.adapters import StepAdapters
 from holdfast.lm.models.base import LayerCache, LayerCaches, Model, StepInput
 from holdfast.lm.types import StepPlan, StepResult, TableWrite, TrainingResult, TrainingSlice
+from holdfast.lm.verification import drafts_of, verified
 
 Layers = tuple[LayerCache, ...]
 """By layer, its key cache and its value cache."""
@@ -140,8 +141,8 @@ class PagedExecutor:
         self._device = model.spec.device
         self.training: Training | None = None
         """What computes the slices of plans. Set before the first of them."""
-        self._in_flight: deque[tuple[StagedStep | None, bool, Flight]] = deque()
-        """With each step, whether it is complete only when its copies are."""
+        self._in_flight: deque[tuple[StagedStep | None, bool, Flight, list[tuple[int, ...]] | None]] = deque()
+        """With each step, whether it is complete only when its copies are, and its drafts."""
         self._late_writes: tuple[TableWrite, ...] = ()
         """Those of plans without segments, for the next batch."""
         self._nothing = Drawn(torch.empty(0, dtype=torch.int64, device=self._device))
@@ -159,7 +160,7 @@ class PagedExecutor:
             flight = self._worker.submit(self._run_on_cpu, plan, staged)
         else:
             flight = self._start_on_cuda(plan, staged)
-        self._in_flight.append((staged, staged is None and plan.training is None, flight))
+        self._in_flight.append((staged, staged is None and plan.training is None, flight, drafts_of(plan)))
 
     def wait(self, seconds: float) -> bool:
         """Wait for the oldest step in flight, at most so long. Returns whether it has ended."""
@@ -168,8 +169,10 @@ class PagedExecutor:
 
     def collect(self) -> StepResult:
         """Wait for the oldest step in flight. Raises what that step raised."""
-        staged, waits, flight = self._in_flight.popleft()
+        staged, waits, flight, drafts = self._in_flight.popleft()
         result, memory = flight.result(), self.memory
+        if drafts is not None:
+            result = verified(result, drafts)
         if staged is not None:
             memory.batch.release(staged)
         if memory.transfers is not None:

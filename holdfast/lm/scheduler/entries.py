@@ -48,6 +48,8 @@ class Entry:
     later as a pipeline has stages, or the next step once the token is known. After drafted tokens, whose outcome is
     uncertain, it is AWAITED.
     """
+    drawn_last: bool = True
+    """Its last token is the one that its row drew last. Not so once a draft was verified: the host tells it then."""
     lost_before: int = 0
     """Plans of a lower number may give it no token: its state was lost."""
     adapter: str = ""

@@ -99,23 +99,29 @@ class Matcher:
 
         What follows the end of the stream is what follows the position, over and over: text that repeats goes on so.
         """
-        held, mask, length, start = self._tokens, self._mask, self.length, position + 1
-        guesses: list[int] = []
-        for at in range(start, start + count):
-            token = held[at & mask] if at < length else guesses[at - length] if guesses else SEPARATOR
-            if token == SEPARATOR:
-                break
-            guesses.append(token)
-        return tuple(guesses)
+        start = position + 1
+        guesses = self._slice(start, min(self.length, start + count))
+        if SEPARATOR in guesses:
+            return guesses[: guesses.index(SEPARATOR)]
+        if guesses and len(guesses) < count:
+            guesses = (guesses * (count // len(guesses) + 1))[:count]
+        return guesses
+
+    def _slice(self, start: int, stop: int) -> tuple[int, ...]:
+        """The tokens at [start, stop), which are kept."""
+        first, last = start & self._mask, stop & self._mask
+        if first < last or start == stop:
+            return tuple(self._tokens[first:last])
+        return (*self._tokens[first:], *self._tokens[:last])
 
     def _matched(self, position: int, end: Matcher, most: int) -> int:
         """How many tokens up to a position are the last ones of `end`."""
-        held, mask, others, other_mask, last = self._tokens, self._mask, end._tokens, end._mask, end.length - 1
         most = min(most, LONGEST, end.length, end._mask + 1)
-        for count in range(most):
-            if held[(position - count) & mask] != others[(last - count) & other_mask]:
-                return count
-        return most
+        here = self._slice(position + 1 - most, position + 1)
+        there = end._slice(end.length - most, end.length)
+        if here == there:
+            return most
+        return next(count for count in range(most) if here[-1 - count] != there[-1 - count])
 
 
 class Drafter(ABC):

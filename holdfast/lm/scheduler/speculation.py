@@ -106,6 +106,11 @@ class Speculation(Policy):
         self._drafts: dict[Entry, tuple[int, ...]] = {}
         """Of the step under construction."""
 
+    @property
+    def gap(self) -> float:
+        """Seconds that the device waits for the host before a step that is not planned ahead, as measured."""
+        return self._gaps[True]
+
     def plan(self, step: StepBuilder) -> None:
         self._noted = self._drafter.learn(NOTED)
         decoding = [entry for entry in step.running if entry.decoding]
@@ -160,12 +165,10 @@ class Speculation(Policy):
 
     def _pays(self, decoding: Sequence[Entry]) -> bool:
         """Whether it is expected to pay to wait for the tokens of these decodes."""
-        chances = []
+        chances, each = [], self._each(len(decoding))
         for entry in decoding:
-            self._look(entry)
-            row = self._rows.get(entry)
-            if row is not None and row.chance:
-                chances.append((row.chance, self._room(entry)))
+            if chance := self._look(entry).chance:
+                chances.append((chance, self._room(entry, each)))
         if sum(chance / (1 - chance) for chance, _ in chances) < (MARGIN - 1) * len(decoding):
             return False
         return bool(self._shares(chances, [entry.cache.planned + 1 for entry in decoding], inf))
@@ -174,14 +177,14 @@ class Speculation(Policy):
         """Draft for those decodes of the step whose tokens are known, as far as it pays."""
         found: list[tuple[Entry, tuple[int, ...]]] = []
         chances: list[tuple[float, int]] = []
+        each = self._each(len(step.sampling))
         for entry in step.sampling:
             if entry.sequence.in_flight > 1:  # the token that this step samples is one
                 continue
-            self._look(entry)
-            row = self._rows[entry]
+            row = self._look(entry)
             if not row.chance or not self._catch_up(entry, row):
                 continue
-            guesses = self._drafter.propose(row.own, entry.sequence.request.identity, self._room(entry))
+            guesses = self._drafter.propose(row.own, entry.sequence.request.identity, self._room(entry, each))
             if guesses:
                 found.append((entry, guesses))
                 chances.append((row.chance, len(guesses)))
@@ -206,8 +209,9 @@ class Speculation(Policy):
         plain = self._ratio[False] * (self._predictor.drafted(rows, []) + attention) + self._gaps[False]
         order = sorted([chance**place for chance, count in chances for place in range(1, count + 1)], reverse=True)
         best, share, gain = MARGIN * rows / plain, 0, 0.0
+        order = order[: int(min(room, len(order)))]
         every = 1 if len(order) <= 64 else 8
-        for count, chance in enumerate(order[: int(min(room, len(order)))], 1):
+        for count, chance in enumerate(order, 1):
             gain += chance
             if count % every and count < len(order):
                 continue
@@ -227,18 +231,22 @@ class Speculation(Policy):
             left -= taken
         return shares
 
-    def _room(self, entry: Entry) -> int:
-        """Most guesses for a sequence: its last token is sampled, never guessed."""
-        return max(0, min(self._most, entry.limit - len(entry.sequence.tokens) - 1))
+    def _each(self, rows: int) -> int:
+        """Most guesses that are looked for each of so many sequences: twice what all could have."""
+        return min(self._most, max(1, 2 * (self._sampled - rows) // max(1, rows)))
 
-    def _look(self, entry: Entry) -> None:
-        """Compare what a sequence was guessed to say with what it said, and guess anew where that is due."""
+    def _room(self, entry: Entry, most: int) -> int:
+        """Most guesses for a sequence: its last token is sampled, never guessed."""
+        return max(0, min(most, entry.limit - len(entry.sequence.tokens) - 1))
+
+    def _look(self, entry: Entry) -> Row:
+        """What is known of a sequence. Compares its last guess with what came, and guesses anew where that is due."""
         tokens, row = entry.sequence.tokens, self._rows.get(entry)
         known = len(tokens)
         if row is None:
             row = self._rows[entry] = Row(self._drafter.begin(entry.limit), next_guess=known)
         if known < row.next_guess:
-            return
+            return row
         if row.guess:
             came = tokens[row.guess_at : row.guess_at + len(row.guess)]
             hits = next((at for at, (one, other) in enumerate(zip(came, row.guess, strict=False)) if one != other), -1)
@@ -246,19 +254,20 @@ class Speculation(Policy):
             row.guess = ()
             if not hits:
                 self._pause(row, known)
-                return
+                return row
             row.pause = 1
         if row.chance:  # what is drafted will show more
             row.next_guess = known + LONGEST_PAUSE
-            return
+            return row
         if not self._catch_up(entry, row):
-            return
+            return row
         guess = self._drafter.propose(row.own, entry.sequence.request.identity, GUESSED)
         if guess:
             row.guess, row.guess_at, row.next_guess = guess, known, known + len(guess)
         else:
             row.count(0, missed=True)
             self._pause(row, known)
+        return row
 
     @staticmethod
     def _pause(row: Row, known: int) -> None:

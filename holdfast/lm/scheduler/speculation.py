@@ -13,11 +13,12 @@ from holdfast.lm.scheduler.entries import Entry
 from holdfast.lm.types import StepPlan, StepResult
 
 GAIN = 0.2
-"""Weight of one token in the running rate of hits. Some ten hits in a row are enough to begin."""
+"""Weight of one token in the running rate of hits, and of one search in that of matches."""
 MOST_RATE = 0.98
 """The rate of hits counts as at most this."""
 COLD = 0.1
-"""Below this rate of hits no tokens are drafted for a sequence; now and then a guess shows whether it has risen."""
+"""Below this rate, of matches times hits, no tokens are drafted for a sequence; now and then a guess shows whether it
+has risen."""
 LONGEST_PAUSE = 8
 """Tokens between two such guesses, at most. It doubles while they fail."""
 GUESSED = 4
@@ -39,8 +40,10 @@ class Row:
     """What speculation knows of one sequence."""
 
     own: Matcher
-    rate: float = 0.0
-    """Running share of tokens that were guessed right, of those that were guessed or should have been."""
+    hits: float = 0.0
+    """Running share of guesses that were right, of those whose predecessors were."""
+    matches: float = 0.5
+    """Running share of searches that gave a guess."""
     guess: tuple[int, ...] = ()
     """A guess that was not put into a step, only to see whether it comes true."""
     guess_at: int = 0
@@ -50,15 +53,19 @@ class Row:
     pause: int = 1
 
     def count(self, hits: int, missed: bool) -> None:
-        """Learn that so many guesses in a row were right, and whether the one behind them was wrong or missing."""
-        self.rate = 1 - (1 - self.rate) * (1 - GAIN) ** hits
+        """Learn that so many guesses in a row were right, and whether the one behind them was wrong."""
+        self.hits = 1 - (1 - self.hits) * (1 - GAIN) ** hits
         if missed:
-            self.rate *= 1 - GAIN
+            self.hits *= 1 - GAIN
+
+    def searched(self, found: bool) -> None:
+        """Learn whether a search gave a guess."""
+        self.matches += GAIN * (found - self.matches)
 
     @property
     def chance(self) -> float:
         """The chance of a guess to be right, if those in front of it are; 0 for a cold sequence."""
-        return min(self.rate, MOST_RATE) if self.rate >= COLD else 0.0
+        return min(self.hits, MOST_RATE) if self.hits * self.matches >= COLD else 0.0
 
 
 class Speculation(Policy):
@@ -167,16 +174,17 @@ class Speculation(Policy):
         """Whether it is expected to pay to wait for the tokens of these decodes."""
         chances, each = [], self._each(len(decoding))
         for entry in decoding:
-            if chance := self._look(entry).chance:
-                chances.append((chance, self._room(entry, each)))
-        if sum(chance / (1 - chance) for chance, _ in chances) < (MARGIN - 1) * len(decoding):
+            row = self._look(entry)
+            if chance := row.chance:
+                chances.append((chance, self._room(entry, each), row.matches))
+        if sum(match * chance / (1 - chance) for chance, _, match in chances) < (MARGIN - 1) * len(decoding):
             return False
         return bool(self._shares(chances, [entry.cache.planned + 1 for entry in decoding], inf))
 
     def _draft(self, step: StepBuilder) -> None:
         """Draft for those decodes of the step whose tokens are known, as far as it pays."""
         found: list[tuple[Entry, tuple[int, ...]]] = []
-        chances: list[tuple[float, int]] = []
+        chances: list[tuple[float, int, float]] = []
         each = self._each(len(step.sampling))
         for entry in step.sampling:
             if entry.sequence.in_flight > 1:  # the token that this step samples is one
@@ -185,11 +193,11 @@ class Speculation(Policy):
             if not row.chance or not self._catch_up(entry, row):
                 continue
             guesses = self._drafter.propose(row.own, entry.sequence.request.identity, self._room(entry, each))
+            row.searched(bool(guesses))
+            row.guess, row.next_guess = (), len(entry.sequence.tokens) + LONGEST_PAUSE  # the step will show more
             if guesses:
                 found.append((entry, guesses))
-                chances.append((row.chance, len(guesses)))
-            else:
-                row.count(0, missed=True)
+                chances.append((min(row.hits, MOST_RATE), len(guesses), 1.0))
         if not found:
             return
         contexts = [entry.cache.planned for entry in step.sampling]
@@ -198,18 +206,19 @@ class Speculation(Policy):
         if wanted:
             self._drafts = step.speculate(lambda entry: wanted.get(entry, ()))
 
-    def _shares(self, chances: Sequence[tuple[float, int]], contexts: list[int], room: float) -> list[int]:
-        """How many guesses of each sequence to verify, given their chance and number; empty if it does not pay.
+    def _shares(self, chances: Sequence[tuple[float, int, float]], contexts: list[int], room: float) -> list[int]:
+        """How many guesses of each sequence to verify; empty if it does not pay.
 
-        `contexts` are those of all decodes of the step. At most `room` guesses in all. The guesses with the highest
-        chance to be of use come first: that of the n-th of a sequence is the n-th power of its chance.
+        Of each sequence: the chance of a guess, their number, and how likely there are any. `contexts` are those of all
+        decodes of the step. At most `room` guesses in all. The guesses with the highest chance to be of use come first:
+        that of the n-th of a sequence is the n-th power of its chance.
         """
         rows = len(contexts)
         attention = self._predictor.decodes(contexts)
         plain = self._ratio[False] * (self._predictor.drafted(rows, []) + attention) + self._gaps[False]
-        order = sorted([chance**place for chance, count in chances for place in range(1, count + 1)], reverse=True)
+        uses = [match * chance**place for chance, count, match in chances for place in range(1, count + 1)]
         best, share, gain = MARGIN * rows / plain, 0, 0.0
-        order = order[: int(min(room, len(order)))]
+        order = sorted(uses, reverse=True)[: int(min(room, len(uses)))]
         every = 1 if len(order) <= 64 else 8
         for count, chance in enumerate(order, 1):
             gain += chance
@@ -223,9 +232,9 @@ class Speculation(Policy):
         if not share:
             return []
         least, left, shares = order[share - 1], share, []
-        for chance, count in chances:
+        for chance, count, match in chances:
             taken = 0
-            while taken < min(count, left) and chance ** (taken + 1) >= least:
+            while taken < min(count, left) and match * chance ** (taken + 1) >= least:
                 taken += 1
             shares.append(taken)
             left -= taken
@@ -256,16 +265,13 @@ class Speculation(Policy):
                 self._pause(row, known)
                 return row
             row.pause = 1
-        if row.chance:  # what is drafted will show more
-            row.next_guess = known + LONGEST_PAUSE
-            return row
         if not self._catch_up(entry, row):
             return row
         guess = self._drafter.propose(row.own, entry.sequence.request.identity, GUESSED)
+        row.searched(bool(guess))
         if guess:
             row.guess, row.guess_at, row.next_guess = guess, known, known + len(guess)
         else:
-            row.count(0, missed=True)
             self._pause(row, known)
         return row
 

@@ -100,8 +100,8 @@ class Speculation(Policy):
         self._rows: dict[Entry, Row] = {}
         self._noted = 0
         """Tokens noted in the step under construction."""
-        self._ratio = {False: 1.0, True: 1.0}
-        """Measured over predicted time of steps of decodes alone; those with drafts, and the others."""
+        self._ratio = self._drafts_ratio = 1.0
+        """Measured over predicted time of steps of decodes alone: without drafts, and how that of drafts differs."""
         self._gaps = {False: 0.0, True: GAP}
         """Seconds between steps: of steps that are not planned ahead (True), and of the others."""
         self._planned: dict[int, tuple[list[Entry], dict[Entry, tuple[int, ...]], float]] = {}
@@ -142,7 +142,10 @@ class Speculation(Policy):
         sampling, drafts, predicted = self._planned.pop(plan.step)
         if predicted and result.seconds:
             ratio = min(max(result.seconds / predicted, 1 / MOST_RATIO), MOST_RATIO)
-            self._ratio[bool(drafts)] += WEIGHT * (ratio - self._ratio[bool(drafts)])
+            if drafts:
+                self._drafts_ratio += WEIGHT * (ratio / self._ratio - self._drafts_ratio)
+            else:
+                self._ratio += WEIGHT * (ratio - self._ratio)
         if not drafts:
             return
         counts = result.counts if result.counts is not None else [1] * len(sampling)
@@ -215,16 +218,16 @@ class Speculation(Policy):
         """
         rows = len(contexts)
         attention = self._predictor.decodes(contexts)
-        plain = self._ratio[False] * (self._predictor.drafted(rows, []) + attention) + self._gaps[False]
+        plain = self._ratio * (self._predictor.drafted(rows, []) + attention) + self._gaps[False]
         uses = [match * chance**place for chance, count, match in chances for place in range(1, count + 1)]
-        best, share, gain = MARGIN * rows / plain, 0, 0.0
+        best, share, gain, ratio = MARGIN * rows / plain, 0, 0.0, self._ratio * self._drafts_ratio
         order = sorted(uses, reverse=True)[: int(min(room, len(uses)))]
         every = 1 if len(order) <= 64 else 8
         for count, chance in enumerate(order, 1):
             gain += chance
             if count % every and count < len(order):
                 continue
-            seconds = self._ratio[True] * (self._predictor.drafted(rows + count, []) + attention)
+            seconds = ratio * (self._predictor.drafted(rows + count, []) + attention)
             if seconds > self._target:
                 break
             if (rate := (rows + gain) / (seconds + self._gaps[True])) > best:

@@ -109,7 +109,8 @@ def compare(loop: LanguageLoop, workload: str, batch: int, tokens: int, repeat: 
         drafted=drafting.tokens_drafted - drafted,
         accepted=drafting.drafts_accepted - accepted,
         equal=round(statistics.fmean(same), 4),
-        gap_us=round(1e6 * drafting.gap),
+        gap_us=round(1e6 * drafting.account(batch).gap),
+        trust=round(drafting.account(batch).trust, 3),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
+from typing import NamedTuple
 
 from holdfast.core.cost import CostModel
 from holdfast.lm.scheduler.builder import Policy, StepBuilder
@@ -27,8 +28,13 @@ MARGIN = 1.05
 """Drafts must give this many times the tokens a second that steps without them give, as predictions err."""
 NOTED = 1024
 """Tokens that are noted in one step, at most, so that the host keeps up: about half a millisecond."""
-GAP = 5e-4
-"""Seconds that the device is taken to wait for the host where a step is not planned ahead, before that was measured."""
+GAP, GAP_OF_ROW = 7e-4, 3e-5
+"""Seconds that the device is taken to wait for the host where a step is not planned ahead, before that was measured;
+what each decode adds."""
+PATIENCE = 512
+"""Steps without drafts after which disappointment with them is forgotten by two thirds."""
+PRIOR = 10
+"""Steps that predictions of a new batch size are trusted as much as what comes."""
 WEIGHT = 0.1
 """Weight of one step in the running means of gaps and of measured over predicted times."""
 MOST_GAP, MOST_RATIO = 0.02, 4.0
@@ -68,6 +74,48 @@ class Row:
         return min(self.hits, MOST_RATE) if self.hits * self.matches >= COLD else 0.0
 
 
+class Planned(NamedTuple):
+    """The last step that was planned."""
+
+    number: int
+    at: float
+    """When."""
+    waited: bool
+    """Nothing was in flight then."""
+    rows: int = 0
+    """Sequences that it samples for."""
+    promise: float = 0.0
+    """Predicted tokens a second, if it waited for tokens to be drafted behind."""
+
+
+@dataclass(slots=True)
+class Account:
+    """How steps with drafts have done, for batches of a size."""
+
+    gap: float
+    """Seconds that the device waits for the host before such a step."""
+    given: float = 0.0
+    """Tokens that they gave, the latest counting most."""
+    promised: float = 0.0
+    """Tokens that they were predicted to give in the time that they took."""
+
+    @property
+    def trust(self) -> float:
+        """The share of the predicted tokens a second that comes; at most 1."""
+        return min(1.0, self.given / self.promised) if self.promised else 1.0
+
+    def settle(self, given: float, promised: float) -> None:
+        """Note what one step gave, and what was promised."""
+        if not self.promised:
+            self.given = self.promised = PRIOR * promised
+        self.given += given - self.given / PRIOR / 2
+        self.promised += promised - self.promised / PRIOR / 2
+
+    def forget(self) -> None:
+        """Trust a little more in predictions, as a step went by without drafts."""
+        self.given += (self.promised - self.given) / PATIENCE
+
+
 class Speculation(Policy):
     """Lets the decodes of a policy's steps verify drafted tokens where that gives more tokens a second.
 
@@ -102,41 +150,47 @@ class Speculation(Policy):
         """Tokens noted in the step under construction."""
         self._ratio = self._drafts_ratio = 1.0
         """Measured over predicted time of steps of decodes alone: without drafts, and how that of drafts differs."""
-        self._gaps = {False: 0.0, True: GAP}
-        """Seconds between steps: of steps that are not planned ahead (True), and of the others."""
+        self._accounts: dict[int, Account] = {}
+        """By the power of two that the number of decodes is below."""
+        self._idle = 0.0
+        """Seconds that the device waits for the host before a step that was planned ahead."""
+        self._promise = 0.0
+        """Predicted tokens a second of the step that waits for tokens; 0: none waits."""
         self._planned: dict[int, tuple[list[Entry], dict[Entry, tuple[int, ...]], float]] = {}
         """Of each step in flight: who samples, who drafts what, and its predicted seconds if it has decodes alone."""
-        self._last = (-1, 0.0, False)
-        """Number of the last step, when it was planned, and whether nothing was in flight then."""
-        self._seconds = inf
-        """What the last step took of which the result is known."""
+        self._last = Planned(-1, 0.0, waited=False)
+        self._seconds, self._given = inf, 0
+        """What the last step took of which the result is known, and the tokens that it gave."""
         self._drafts: dict[Entry, tuple[int, ...]] = {}
         """Of the step under construction."""
 
-    @property
-    def gap(self) -> float:
-        """Seconds that the device waits for the host before a step that is not planned ahead, as measured."""
-        return self._gaps[True]
+    def account(self, rows: int) -> Account:
+        """How steps with drafts have done with about so many decodes."""
+        size = rows.bit_length()
+        if size not in self._accounts:
+            self._accounts[size] = Account(GAP + GAP_OF_ROW * rows)
+        return self._accounts[size]
 
     def plan(self, step: StepBuilder) -> None:
         self._noted = self._drafter.learn(NOTED)
         decoding = [entry for entry in step.running if entry.decoding]
         if step.in_flight and any(unknown(entry) for entry in decoding) and self._pays(decoding):
             return  # planned once their tokens are known
-        self._measure_gap(step)
-        self._drafts = {}
-        step.after_decode = lambda: self._draft(step)
+        self._measure(step)
+        promise, self._promise, self._drafts = self._promise, 0.0, {}
+        step.after_decode = lambda: self._draft(step, waited=promise > 0)
         self.inner.plan(step)
         if step.num_tokens:
             alone = step.num_tokens == len(step.sampling) + sum(map(len, self._drafts.values()))
             contexts = [entry.cache.planned for entry in step.sampling]
             seconds = self._predictor.drafted(step.num_tokens, contexts) if alone else 0.0
             self._planned[step.number] = step.sampling, self._drafts, seconds
-            self._last = step.number, step.now, not step.in_flight
+            rows = len(step.sampling)
+            self._last = Planned(step.number, step.now, not step.in_flight, rows, promise if alone else 0.0)
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:
         self.inner.observe(plan, result)
-        self._seconds = result.seconds
+        self._seconds, self._given = result.seconds, len(result.tokens)
         if plan.step not in self._planned:
             return
         sampling, drafts, predicted = self._planned.pop(plan.step)
@@ -163,29 +217,45 @@ class Speculation(Policy):
             request = entry.sequence.request
             self._drafter.end(request.identity, entry.sequence.tokens[len(request.prompt) :])
 
-    def _measure_gap(self, step: StepBuilder) -> None:
-        """Learn how long the device waited before this step, if it follows the last one at once."""
-        number, then, alone = self._last
-        ahead = step.in_flight
-        if number != step.number - 1 or alone is ahead or not step.running:
+    def _measure(self, step: StepBuilder) -> None:
+        """Learn from the time since the last step was planned, if this one follows it at once."""
+        last, waited = self._last, not step.in_flight
+        if last.number != step.number - 1 or last.waited is not waited or not step.running:
             return
-        gap = step.now - then - self._seconds
-        if gap < MOST_GAP + self._seconds:
-            self._gaps[not ahead] += WEIGHT * (min(max(gap, 0.0), MOST_GAP) - self._gaps[not ahead])
+        cycle = step.now - last.at
+        gap = cycle - self._seconds
+        if gap >= MOST_GAP + self._seconds:
+            return
+        gap = min(max(gap, 0.0), MOST_GAP)
+        if not waited:
+            self._idle += WEIGHT * (gap - self._idle)
+            return
+        account = self.account(last.rows)
+        account.gap += WEIGHT * (gap - account.gap)
+        if last.promise:
+            account.settle(self._given, last.promise * cycle)
 
     def _pays(self, decoding: Sequence[Entry]) -> bool:
         """Whether it is expected to pay to wait for the tokens of these decodes."""
-        chances, each = [], self._each(len(decoding))
+        rows = len(decoding)
+        chances, each = [], self._each(rows)
         for entry in decoding:
             row = self._look(entry)
             if chance := row.chance:
                 chances.append((chance, self._room(entry, each), row.matches))
-        if sum(match * chance / (1 - chance) for chance, _, match in chances) < (MARGIN - 1) * len(decoding):
+        if sum(match * chance / (1 - chance) for chance, _, match in chances) < (MARGIN - 1) * rows:
             return False
-        return bool(self._shares(chances, [entry.cache.planned + 1 for entry in decoding], inf))
+        contexts = [entry.cache.planned + 1 for entry in decoding]
+        _, self._promise = self._shares(chances, contexts, self._sampled - rows)
+        if not self._promise:
+            self.account(rows).forget()
+        return self._promise > 0
 
-    def _draft(self, step: StepBuilder) -> None:
-        """Draft for those decodes of the step whose tokens are known, as far as it pays."""
+    def _draft(self, step: StepBuilder, *, waited: bool) -> None:
+        """Draft for those decodes of the step whose tokens are known, as far as it pays.
+
+        `waited`: the device has waited for these tokens, which it did whether or not there are drafts now.
+        """
         found: list[tuple[Entry, tuple[int, ...]]] = []
         chances: list[tuple[float, int, float]] = []
         each = self._each(len(step.sampling))
@@ -204,24 +274,30 @@ class Speculation(Policy):
         if not found:
             return
         contexts = [entry.cache.planned for entry in step.sampling]
-        shares = self._shares(chances, contexts, min(step.budget, self._sampled - len(contexts)))
+        room = min(step.budget, self._sampled - len(contexts))
+        shares, _ = self._shares(chances, contexts, room, waited=waited)
         wanted = {entry: guesses[:share] for (entry, guesses), share in zip(found, shares, strict=False) if share}
         if wanted:
             self._drafts = step.speculate(lambda entry: wanted.get(entry, ()))
 
-    def _shares(self, chances: Sequence[tuple[float, int, float]], contexts: list[int], room: float) -> list[int]:
-        """How many guesses of each sequence to verify; empty if it does not pay.
+    def _shares(
+        self, chances: Sequence[tuple[float, int, float]], contexts: list[int], room: int, *, waited: bool = False
+    ) -> tuple[list[int], float]:
+        """How many guesses of each sequence to verify, and predicted tokens a second; none and 0 if it does not pay.
 
         Of each sequence: the chance of a guess, their number, and how likely there are any. `contexts` are those of all
         decodes of the step. At most `room` guesses in all. The guesses with the highest chance to be of use come first:
-        that of the n-th of a sequence is the n-th power of its chance.
+        that of the n-th of a sequence is the n-th power of its chance. What they must beat is a step that was planned
+        ahead, or where the device has `waited` anyway, one that was not.
         """
         rows = len(contexts)
         attention = self._predictor.decodes(contexts)
-        plain = self._ratio * (self._predictor.drafted(rows, []) + attention) + self._gaps[False]
         uses = [match * chance**place for chance, count, match in chances for place in range(1, count + 1)]
-        best, share, gain, ratio = MARGIN * rows / plain, 0, 0.0, self._ratio * self._drafts_ratio
-        order = sorted(uses, reverse=True)[: int(min(room, len(uses)))]
+        account, ratio = self.account(rows), self._ratio * self._drafts_ratio
+        plain = self._ratio * (self._predictor.drafted(rows, []) + attention)
+        best = rows / (plain + account.gap) if waited else MARGIN * rows / (plain + self._idle) / account.trust
+        share, gain = 0, 0.0
+        order = sorted(uses, reverse=True)[: max(0, room)]
         every = 1 if len(order) <= 64 else 8
         for count, chance in enumerate(order, 1):
             gain += chance
@@ -230,10 +306,10 @@ class Speculation(Policy):
             seconds = ratio * (self._predictor.drafted(rows + count, []) + attention)
             if seconds > self._target:
                 break
-            if (rate := (rows + gain) / (seconds + self._gaps[True])) > best:
+            if (rate := (rows + gain) / (seconds + account.gap)) > best:
                 best, share = rate, count
         if not share:
-            return []
+            return [], 0.0
         least, left, shares = order[share - 1], share, []
         for chance, count, match in chances:
             taken = 0
@@ -241,7 +317,7 @@ class Speculation(Policy):
                 taken += 1
             shares.append(taken)
             left -= taken
-        return shares
+        return shares, best
 
     def _each(self, rows: int) -> int:
         """Most guesses that are looked for each of so many sequences: twice what all could have."""

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from holdfast.lm.types import CopyTime, LanguageExecutor, Segment, StepPlan, StepResult
-from holdfast.lm.verification import drafts_of
 from holdfast.loop.contracts import Clock
 
 MICROSECONDS = 1e6
@@ -142,7 +141,7 @@ class TracedExecutor:
     def _events(self, plan: StepPlan, began: float, seconds: float) -> list[str]:
         decodes = sum(segment.length == 1 for segment in plan.segments)
         sampled = [segment for segment in plan.segments if segment.sampling is not None]
-        drafts = zip(sampled, drafts_of(plan) or (), strict=False)
+        drafts = zip(sampled, plan.drafts or (), strict=False)
         verified = {segment.row: segment.length for segment, draft in drafts if draft}
         decodes += sum(verified.values())
         prefill = plan.num_tokens - decodes

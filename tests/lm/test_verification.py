@@ -8,7 +8,6 @@ import torch
 from holdfast.core.types import TokenLogprobs
 from holdfast.lm.kernels.sampling.sample import sample
 from holdfast.lm.types import PENDING, Sampling, Segment, StepPlan, StepResult
-from holdfast.lm.verification import drafts_of, verified
 
 GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 
@@ -20,8 +19,8 @@ def test_the_drafts_of_a_plan_are_the_ends_of_its_sampling_segments() -> None:
         Segment("c", 2, 3, 4, (PENDING,), GREEDY),
         Segment("d", 3, 9, 11, (1, 2), GREEDY),
     )
-    assert drafts_of(StepPlan(0, segments, samples=(3, 1, 2))) == [(8, 9), (), (2,)]
-    assert drafts_of(StepPlan(0, segments)) is None
+    assert StepPlan(0, segments, samples=(3, 1, 2)).drafts == [(8, 9), (), (2,)]
+    assert StepPlan(0, segments).drafts is None
 
 
 @pytest.mark.parametrize(
@@ -30,13 +29,13 @@ def test_the_drafts_of_a_plan_are_the_ends_of_its_sampling_segments() -> None:
 def test_tokens_are_given_up_to_the_first_that_differs_from_its_guess(
     drawn: tuple[int, ...], given: tuple[int, ...]
 ) -> None:
-    result = verified(StepResult(0, (6, *drawn, 5), 0.1), [(), (8, 9), ()])
+    result = StepResult(0, (6, *drawn, 5), 0.1).verified([(), (8, 9), ()])
     assert (result.tokens, result.counts) == ((6, *given, 5), (1, len(given), 1))
 
 
 def test_log_probabilities_stay_with_their_tokens() -> None:
     told = [TokenLogprobs(-float(token), (), ()) for token in (1, 9, 3)]
-    result = verified(StepResult(0, (1, 9, 3), 0.1, logprobs=(told[0], None, told[2])), [(2,), ()])
+    result = StepResult(0, (1, 9, 3), 0.1, logprobs=(told[0], None, told[2])).verified([(2,), ()])
     assert (result.tokens, result.logprobs) == ((1, 3), (told[0], told[2]))
 
 
@@ -61,7 +60,7 @@ def test_tokens_are_distributed_as_without_drafts(draft: int, filters: tuple[int
         for place, row in enumerate(logits)
     ]
     tokens = tuple(torch.stack(drawn, 1).flatten().tolist())
-    result = verified(StepResult(0, tokens, 0.0), [(draft,)] * count)
+    result = StepResult(0, tokens, 0.0).verified([(draft,)] * count)
     assert result.counts is not None
     rest = iter(result.tokens)
     given = [[next(rest) for _ in range(number)] for number in result.counts]

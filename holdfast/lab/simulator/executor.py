@@ -13,7 +13,6 @@ from holdfast.lab.simulator.deployment import Pipeline
 from holdfast.lab.simulator.training import SimulatedTrainer
 from holdfast.lm.scheduler.drafts import Drafter, Matcher
 from holdfast.lm.types import PENDING, CopyTime, StepPlan, StepResult, TrainingResult
-from holdfast.lm.verification import drafts_of, verified
 
 TOKEN, OTHER = 7, 8
 """What steps sample: the first, or the other where a guess is to be wrong. No model runs: a sequence ends at its
@@ -85,7 +84,7 @@ class StepTimes:
         """Seconds that each stage computes at its steady pace, without a burst."""
         columns = plan.columns
         spans = list(zip(columns.column("start"), columns.column("stop"), strict=True))
-        if (drafts := drafts_of(plan)) is None:
+        if (drafts := plan.drafts) is None:
             return [stage.segments(spans) for stage in self._stages]
         lengths = iter(map(len, drafts))
         drafted = [sampling is not None and next(lengths) > 0 for sampling in columns.column("sampling")]
@@ -216,8 +215,8 @@ class SimulatedExecutor:
             tokens = tuple([TOKEN if self._random.random() < self._acceptance else OTHER for _ in range(sampled)])
         seconds, of_stages = sum(stages) + sent, stages if len(stages) > 1 else ()
         result = StepResult(plan.step, tokens, seconds, out, into, tuple(done), training=trained, stages=of_stages)
-        drafts = drafts_of(plan)
-        return result if drafts is None else verified(result, drafts)
+        drafts = plan.drafts
+        return result if drafts is None else result.verified(drafts)
 
     @property
     def busy(self) -> float:

@@ -25,7 +25,6 @@ from holdfast.lm.kernels.sampling.sampler import Drawn, Sampler, Wishes
 from holdfast.lm.models.adapters import StepAdapters
 from holdfast.lm.models.base import LayerCache, LayerCaches, Model, StepInput
 from holdfast.lm.types import StepPlan, StepResult, TableWrite, TrainingResult, TrainingSlice
-from holdfast.lm.verification import drafts_of, verified
 
 Layers = tuple[LayerCache, ...]
 """By layer, its key cache and its value cache."""
@@ -160,7 +159,7 @@ class PagedExecutor:
             flight = self._worker.submit(self._run_on_cpu, plan, staged)
         else:
             flight = self._start_on_cuda(plan, staged)
-        self._in_flight.append((staged, staged is None and plan.training is None, flight, drafts_of(plan)))
+        self._in_flight.append((staged, staged is None and plan.training is None, flight, plan.drafts))
 
     def wait(self, seconds: float) -> bool:
         """Wait for the oldest step in flight, at most so long. Returns whether it has ended."""
@@ -172,7 +171,7 @@ class PagedExecutor:
         staged, waits, flight, drafts = self._in_flight.popleft()
         result, memory = flight.result(), self.memory
         if drafts is not None:
-            result = verified(result, drafts)
+            result = result.verified(drafts)
         if staged is not None:
             memory.batch.release(staged)
         if memory.transfers is not None:

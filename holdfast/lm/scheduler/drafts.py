@@ -138,7 +138,7 @@ class Drafter(ABC):
     def end(self, identity: Identity, answer: Sequence[int]) -> None:  # noqa: B027  most learn nothing from it
         """Note the answer of a sequence that has ended."""
 
-    def learn(self, budget: int) -> int:
+    def index(self, budget: int) -> int:
         """Add up to so many tokens of noted answers to what is searched. Returns how many it added."""
         return 0
 
@@ -181,7 +181,7 @@ class SuffixDrafter(Drafter):
             self._noted.append((identity, array("I", answer)))
             self._waiting += len(answer)
 
-    def learn(self, budget: int) -> int:
+    def index(self, budget: int) -> int:
         added = 0
         while self._noted and added < budget:
             identity, answer = self._noted.popleft()

@@ -24,7 +24,7 @@ LONGEST_PAUSE = 8
 """Tokens between two such guesses, at most. It doubles while they fail."""
 GUESSED = 4
 """Tokens of such a guess."""
-MARGIN = 1.05
+MARGIN = 1.1
 """Drafts must give this many times the tokens a second that steps without them give, as predictions err."""
 NOTED = 1024
 """Tokens that are noted in one step, at most, so that the host keeps up: about half a millisecond."""
@@ -172,7 +172,7 @@ class Speculation(Policy):
         return self._accounts[size]
 
     def plan(self, step: StepBuilder) -> None:
-        self._noted = self._drafter.learn(NOTED)
+        self._noted = self._drafter.index(NOTED)
         decoding = [entry for entry in step.running if entry.decoding]
         if step.in_flight and any(unknown(entry) for entry in decoding) and self._pays(decoding):
             return  # planned once their tokens are known

@@ -58,11 +58,11 @@ def propose(drafter: Drafter, tokens: list[int], most: int, identity: Identity =
     return drafter.propose(own, identity, most)
 
 
-def learned(*answers: list[int], identity: Identity = NOBODY) -> SuffixDrafter:
+def indexed(*answers: list[int], identity: Identity = NOBODY) -> SuffixDrafter:
     drafter = SuffixDrafter()
     for answer in answers:
         drafter.end(identity, answer)
-    while drafter.learn(7):
+    while drafter.index(7):
         pass
     return drafter
 
@@ -88,7 +88,7 @@ def test_an_earlier_answer_is_followed_where_it_matches_longer(answer: list[int]
     expected = repeated(tokens, at, most) if longest else ()
     if other > longest:
         expected = tuple(answer[place + 1 : place + 1 + most])
-    assert propose(learned(answer), tokens, most) == expected
+    assert propose(indexed(answer), tokens, most) == expected
 
 
 @given(st.lists(st.integers(0, 3), min_size=NGRAM, max_size=300))
@@ -113,7 +113,7 @@ def test_tokens_in_pieces_are_noted_as_all_at_once() -> None:
 
 
 def test_nobody_is_told_what_others_were_answered() -> None:
-    drafter = learned([1, 2, 3, 4, 5], identity=SOMEBODY)
+    drafter = indexed([1, 2, 3, 4, 5], identity=SOMEBODY)
     assert propose(drafter, [1, 2, 3], 2, SOMEBODY) == (4, 5)
     assert propose(drafter, [1, 2, 3], 2) == ()
 
@@ -121,19 +121,19 @@ def test_nobody_is_told_what_others_were_answered() -> None:
 def test_answers_are_not_kept_where_nothing_is_shared() -> None:
     drafter = SuffixDrafter(sharing=False)
     drafter.end(NOBODY, [1, 2, 3, 4, 5])
-    assert drafter.learn(100) == 0
+    assert drafter.index(100) == 0
     assert propose(drafter, [1, 2, 3], 2) == ()
 
 
 def test_a_guess_ends_with_the_answer_that_it_comes_from() -> None:
-    assert propose(learned([1, 2, 3, 4], [5, 6, 7, 8]), [1, 2, 3], 5) == (4,)
+    assert propose(indexed([1, 2, 3, 4], [5, 6, 7, 8]), [1, 2, 3], 5) == (4,)
 
 
 def test_a_step_adds_no_more_of_the_answers_than_it_may() -> None:
     drafter = SuffixDrafter()
     drafter.end(NOBODY, list(range(10)))
     drafter.end(NOBODY, list(range(20, 30)))
-    assert [drafter.learn(8) for _ in range(4)] == [8, 8, 4, 0]
+    assert [drafter.index(8) for _ in range(4)] == [8, 8, 4, 0]
     assert propose(drafter, [22, 23, 24], 2) == (25, 26)
 
 
@@ -143,10 +143,10 @@ def test_memory_is_bounded_by_tokens_and_by_identities(monkeypatch: pytest.Monke
     drafter = SuffixDrafter()
     for name in names:
         drafter.end(name, [1, 2, 3, 4, 5])
-        drafter.learn(100)
+        drafter.index(100)
     assert [bool(propose(drafter, [1, 2, 3], 1, name)) for name in names] == [False] * 3 + [True] * IDENTITIES
     drafter.end(names[-1], [*range(100, 180)])
-    drafter.learn(1000)
+    drafter.index(1000)
     assert propose(drafter, [1, 2, 3], 1, names[-1]) == ()
     assert propose(drafter, [170, 171, 172], 1, names[-1]) == (173,)
 
@@ -155,4 +155,4 @@ def test_answers_that_come_faster_than_they_are_added_are_left_out() -> None:
     drafter = SuffixDrafter()
     for _ in range(3):
         drafter.end(NOBODY, [7] * (PAST_TOKENS // 2))
-    assert drafter.learn(10 * PAST_TOKENS) == PAST_TOKENS
+    assert drafter.index(10 * PAST_TOKENS) == PAST_TOKENS

@@ -16,7 +16,6 @@ from holdfast.lm.scheduler.policies import StallFree
 from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.scheduler.speculation import GAP, Row, Speculation
 from holdfast.lm.types import StepPlan, StepResult
-from holdfast.lm.verification import drafts_of, verified
 from tests.invariants import check_scheduler
 from tests.scheduling import create_requests, create_scheduler
 
@@ -88,8 +87,8 @@ class Device:
         sampled = [segment for segment in plan.segments if segment.sampling is not None]
         for segment, most in zip(sampled, plan.samples or [1] * len(sampled), strict=True):
             drawn += [self.source(segment.sequence_id, segment.stop - behind) for behind in reversed(range(most))]
-        result, drafts = StepResult(plan.step, tuple(drawn), seconds), drafts_of(plan)
-        return result if drafts is None else verified(result, drafts)
+        result, drafts = StepResult(plan.step, tuple(drawn), seconds), plan.drafts
+        return result if drafts is None else result.verified(drafts)
 
 
 def looping(name: str, position: int) -> int:
@@ -138,7 +137,7 @@ def test_drafts_are_longer_where_rows_cost_less() -> None:
         device.run(*create_requests(8, max_tokens=400))
         return max(max(plan.samples or (1,)) for plan in device.seen)
 
-    assert longest(1e-6) > longest(2e-3) > 1
+    assert longest(1e-6) > longest(5e-3) > 1
 
 
 def test_a_step_with_drafts_stays_within_the_target() -> None:

@@ -7,7 +7,8 @@ The shapes are Llama-3-8B's or 70B's, bf16; layers are 8B's. A product is timed 
 fuses to it (residual and norm, or the gate), as one CUDA graph over more weights than L2 holds. Its figure is the
 weights' bytes over that time, as a share of the rate of a device-to-device copy. `--tune` times launches other than the
 rule's. With `--fp8` the weights are FP8, with `--int4` of 4 bits; only PyTorch's product is timed beside them, beyond
-64 tokens. With `--split` the products are those of one of N devices that share each layer. Prints a table, writes JSON lines.
+64 tokens. With `--split` the products are those of one of N devices that share each layer. Prints a table, writes JSON
+lines.
 """
 
 from __future__ import annotations

@@ -6,13 +6,19 @@ from typing import Any
 
 from holdfast.lm.memory.retention import EVICTIONS
 from holdfast.lm.scheduler.scheduler import Scheduler
+from holdfast.lm.scheduler.speculation import Speculation
 
 
 def settings_of(scheduler: Scheduler) -> dict[str, Any]:
     """By name of the option: what the scheduler was made with."""
     queues, policy, order = scheduler._queues, scheduler._policy, scheduler._order
     pool = queues.pool
+    drafting = policy if isinstance(policy, Speculation) else None
+    if drafting is not None:
+        policy = drafting.inner
     return {
+        "speculation": None if drafting is None else type(drafting._drafter).__name__,
+        "draft_tokens": None if drafting is None else drafting._most,
         "scheduler": type(policy).__name__,
         "token_budget": getattr(policy, "token_budget", None),
         "tbt_target": getattr(policy, "target", None),

@@ -31,6 +31,8 @@ OrderName = Literal["fcfs", "priority", "deadline", "fair"]
 QuantizationName = Literal["none", "fp8"]
 CacheTypeName = Literal["auto", "fp8"]
 ExecutorName = Literal["paged", "padded"]
+SpeculationName = Literal["auto", "off", "ngram", "suffix"]
+DrafterName = Literal["ngram", "suffix"]
 
 ROW_SCHEDULERS: tuple[SchedulerName, ...] = (
     "run-to-completion", "prefill-apart", "shaping", "embedding", "padded-batches",
@@ -40,12 +42,16 @@ AHEAD_SCHEDULERS: tuple[SchedulerName, ...] = ("prefill-apart", "embedding")
 """Schedulers that prefill prompts before there is a row for them in the batch."""
 PADDED_OPTIONS = ("trust_remote_code", "prefill_ahead", "shrink_threshold")
 """Options that only the padded executor reads."""
-PAGED_OPTIONS = ("quantization", "kv_cache_dtype", "attention_backend", "adapter", "max_adapters", "tuning")
+PAGED_OPTIONS = (
+    "quantization", "kv_cache_dtype", "attention_backend", "adapter", "max_adapters", "tuning", "speculation",
+)  # fmt: skip
 """Options that only the paged executor reads."""
 TUNING_OPTIONS = (
     "deferral_bound", "tuning_memory_fraction", "tuning_micro_batch", "tuning_progress", "tuning_mirror",
 )  # fmt: skip
 """Options that are read with `tuning` only."""
+LEAST_SAMPLES = 64
+"""Tokens that a step can draw at least, where drafts are verified."""
 DEFAULT_ADAPTERS = 8
 """Adapters that the device holds at a time where some are served."""
 KEY_VARIABLE = "HOLDFAST_API_KEY"
@@ -195,6 +201,13 @@ class EngineConfig:
         "corrected by what steps take in service",
         unit="ms",
     )
+    speculation: SpeculationName = option(  # noqa: RUF009  a string
+        "auto",
+        "guess tokens and verify several in one step, where the cost model says that it pays; the text stays as it is; "
+        "ngram guesses what followed the last three tokens before, suffix what followed the longest match, also in "
+        "earlier answers; auto is suffix on a GPU or with tbt_target, where it can be",
+    )
+    draft_tokens: int = option(15, "most tokens guessed for a sequence in one step")
     steps_in_flight: int = option(
         2, "steps in flight at once, and one more for each stage after the first; 1 waits before planning the next"
     )
@@ -234,6 +247,7 @@ class EngineConfig:
             ("max_adapters", 0, 1024),
             ("max_adapter_rank", 4, 128),
             ("tuning_micro_batch", 16, 1 << 20),
+            ("draft_tokens", 1, 63),
         ):
             value = getattr(self, name)
             if value is not None and value != "auto" and not low <= value <= high:
@@ -294,6 +308,8 @@ class EngineConfig:
         self._check_adapters()
         self._check_tuning()
         self._check_layout()
+        if self.speculation in ("ngram", "suffix") and (reason := self._no_drafts):
+            raise ValueError(f"speculation is {self.speculation}, and {reason}; drop one")
 
     def _refuse_set(self, names: tuple[str, ...], owner: str) -> None:
         """Raises ValueError for the first of these options that has another value than its default."""
@@ -351,6 +367,29 @@ class EngineConfig:
         for name, given in (("tuning", self.tuning), ("adapter", self.adapter), ("max_adapters", self.max_adapters)):
             if given:
                 raise ValueError(f"{said}, and {name} needs the whole model on one device; drop one")
+
+    @property
+    def _no_drafts(self) -> str:
+        """Why no drafts can be verified, if they cannot."""
+        if self.pp > 1:
+            return f"pp is {self.pp}: drafts are verified on one stage"
+        if self.tuning:
+            return "tuning plans its slices for decodes without drafts"
+        if self.scheduler != "stall-free":
+            return f"scheduler is {self.scheduler}: drafts are for the stall-free one"
+        return "executor is padded, which verifies none" if self.executor == "padded" else ""
+
+    @property
+    def drafter(self) -> DrafterName | None:
+        """What guesses tokens; None where none are verified."""
+        if self.speculation == "off" or self._no_drafts:
+            return None
+        return "suffix" if self.speculation == "auto" else self.speculation
+
+    @property
+    def max_samples(self) -> int:
+        """Most tokens that a step draws."""
+        return max(self.max_sequences, LEAST_SAMPLES if self.drafter else 0)
 
     @property
     def layout(self) -> Layout:

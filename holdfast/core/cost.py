@@ -314,6 +314,16 @@ class Predictor:
         rest = self._decodes_alone(tokens) if tokens == len(contexts) else self.linear(tokens)
         return rest + seconds + self.decodes(contexts)
 
+    def drafted(self, tokens: int, contexts: list[int]) -> float:
+        """Seconds of a step that decodes these contexts, with so many tokens in all, drafted ones included.
+
+        It runs as a step of so many decodes. The tokens of one draft share the reading of their context.
+        """
+        seconds, rows = self._decodes_alone(tokens), self.cost.decode_rows
+        if rows and tokens > rows[-1]:
+            seconds = max(self._decodes_alone(rows[-1]), self.linear(tokens))
+        return seconds + (self.decodes(contexts) if contexts else 0.0)
+
     def _decodes_alone(self, rows: int) -> float:
         seconds = self._decode_only.get(rows)
         if seconds is None:

@@ -40,7 +40,7 @@ from holdfast.lm.models.hf import NotPaged
 from holdfast.lm.padded.cost_profile import estimate_padded_cost, measure_padded_cost
 from holdfast.lm.padded.device import PaddedDevice
 from holdfast.lm.padded.loading import load_unmodified
-from holdfast.lm.scheduler.choice import choose_policy, make_scheduler, make_tuner, steps_in_flight
+from holdfast.lm.scheduler.choice import choose_policy, make_drafter, make_scheduler, make_tuner, steps_in_flight
 from holdfast.lm.scheduler.deferral import DEFAULT_BOUND
 from holdfast.lm.scheduler.policies import LatencyTarget, StallFree
 from holdfast.lm.scheduler.scheduler import Scheduler
@@ -147,7 +147,10 @@ def put_together(
     path = cached_profile_path(checkpoint.directory, device.precision, pace)
     profile = None
     ranks_chunks = shape.rows is None and shape.num_host_blocks > 0 and config.eviction == "retention"
-    if measure or config.tbt_target is not None or ranks_chunks or tuned is not None:
+    drafter = make_drafter(config) if shape.rows is None else None
+    if config.speculation == "auto" and device.kind == "cpu" and config.tbt_target is None:
+        drafter = None  # an estimate of a CPU's pace takes seconds
+    if measure or config.tbt_target is not None or ranks_chunks or tuned is not None or drafter is not None:
         profile = find_profile(device, shape, path, stages, measure=measure, on_progress=on_progress)
     cost = profile.cost if profile is not None else None
     policy = choose_policy(config, shape, cost, stages=config.pp)
@@ -170,6 +173,7 @@ def put_together(
         tuner=tuner,
         deferral_bound=config.deferral_bound,
         tuning_progress=config.tuning_progress,
+        drafter=drafter,
     )
     desk = None
     if isinstance(device, PagedDevice) and device.adapter_store is not None:

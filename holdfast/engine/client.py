@@ -357,11 +357,19 @@ class _Stream:
         if not self._count:
             self._first, self._scheduled, self._cached = now, output.scheduled_at, output.cached_tokens
         self._last = now
-        self._count += len(tokens)
-        self._tokens.extend(tokens)
         # The token that stopped the sequence is not part of its text.
         visible = tokens[:-1] if reason is FinishReason.STOP else tokens
-        self._pieces.append(self._text.push(visible, last=reason is not None))
+        if len(visible) > 1 and self.request.params.stop:
+            # Those behind the end of a stop string do not count, as if each had come alone.
+            for count, token in enumerate(visible, 1):
+                self._pieces.append(self._text.push((token,), last=reason is not None and count == len(visible)))
+                if self._text.stopped:
+                    tokens = visible = visible[:count]
+                    break
+        else:
+            self._pieces.append(self._text.push(visible, last=reason is not None))
+        self._count += len(tokens)
+        self._tokens.extend(tokens)
         if output.logprobs:
             self._logprobs.extend(output.logprobs[: len(visible)])
         self.finish_reason = FinishReason.STOP if self._text.stopped else reason

@@ -80,6 +80,8 @@ class Plan(Message, tag="plan"):
     awaits: int
     block_moves: tuple[BlockMove, ...]
     histories: tuple[History, ...] = ()
+    most: tuple[int, ...] | None = None
+    """As `StepPlan.samples`."""
 
 
 class End(Message, tag="end"):
@@ -185,6 +187,7 @@ class PlanWriter:
             awaits=plan.awaits,
             block_moves=plan.block_moves,
             histories=plan.histories,
+            most=plan.samples,
         )
 
 
@@ -218,4 +221,5 @@ class PlanReader:
             awaits=message.awaits,
             block_moves=message.block_moves,
             histories=message.histories,
+            samples=message.most,
         )

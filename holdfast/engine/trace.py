@@ -140,6 +140,10 @@ class TracedExecutor:
 
     def _events(self, plan: StepPlan, began: float, seconds: float) -> list[str]:
         decodes = sum(segment.length == 1 for segment in plan.segments)
+        sampled = [segment for segment in plan.segments if segment.sampling is not None]
+        drafts = zip(sampled, plan.drafts or (), strict=False)
+        verified = {segment.row: segment.length for segment, draft in drafts if draft}
+        decodes += sum(verified.values())
         prefill = plan.num_tokens - decodes
         numbers: dict[str, object] = {
             "step": plan.step,
@@ -163,16 +167,16 @@ class TracedExecutor:
             if plan.forwards:
                 events.append(event("X", DEVICE, FORWARDS, began, share, name=run.name, args=run.numbers))
             for segment in plan.segments[at : run.stop]:
-                events += self._segment(segment, began, share)
+                kind = "verify" if segment.row in verified else "decode" if segment.length == 1 else "prefill"
+                events += self._segment(segment, kind, began, share)
             at, began = run.stop, began + share
         return events
 
-    def _segment(self, segment: Segment, began: float, seconds: float) -> list[str]:
+    def _segment(self, segment: Segment, kind: str, began: float, seconds: float) -> list[str]:
         events = []
         if segment.row not in self._lanes:
             self._lanes.add(segment.row)
             events.append(event("M", ROWS, segment.row, name="thread_name", args={"name": f"row {segment.row}"}))
-        kind = "decode" if segment.length == 1 else "prefill"
         span = {"sequence": segment.sequence_id, "start": segment.start, "stop": segment.stop}
         events.append(event("X", ROWS, segment.row, began, seconds, name=kind, args=span))
         return events

@@ -382,6 +382,15 @@ class StepPlan:
         return idle
 
     @property
+    def drafts(self) -> list[tuple[int, ...]] | None:
+        """The drafted tokens of each sampling segment, in plan order; None for a plan without any."""
+        if self.samples is None:
+            return None
+        pairs = zip(self.columns.column("tokens"), self.columns.column("sampling"), strict=True)
+        sampled = [tokens for tokens, sampling in pairs if sampling is not None]
+        return [tokens[len(tokens) - most + 1 :] for tokens, most in zip(sampled, self.samples, strict=True)]
+
+    @property
     def num_sampled(self) -> int:
         """Sampling segments: the length of StepResult.tokens where `samples` is None."""
         return sum([sampling is not None for sampling in self.columns.column("sampling")])
@@ -430,6 +439,27 @@ class StepResult:
     """Of each of the tokens; None for one whose request does not ask. Empty: no request of the step does."""
     forced: tuple[Forced, ...] = ()
     """What must follow some of the tokens. Not told where `Sampling.skips` is false."""
+
+    def verified(self, drafts: abc.Sequence[abc.Sequence[int]]) -> StepResult:
+        """This result, with a token drawn at every sampled position, cut to those that follow from right guesses.
+
+        Position by position the model draws what it would draw without a draft, with the noise of that position. A draw
+        is the sequence's next token if all guesses in front of it were right. So the tokens are those that it would
+        have had, one by one: also with a temperature, for the same seed. (Rejection sampling, as by Leviathan et al.
+        2023, would keep the distribution only.)
+        """
+        kept: list[int] = []
+        counts: list[int] = []
+        at, tokens = 0, self.tokens
+        for draft in drafts:
+            right = 0
+            while right < len(draft) and tokens[at + right] == draft[right]:
+                right += 1
+            kept.extend(range(at, at + right + 1))
+            counts.append(right + 1)
+            at += len(draft) + 1
+        logprobs = tuple([self.logprobs[place] for place in kept]) if self.logprobs else ()
+        return replace(self, tokens=tuple([tokens[place] for place in kept]), counts=tuple(counts), logprobs=logprobs)
 
 
 @dataclass(slots=True, eq=False)
@@ -528,6 +558,10 @@ class SchedulerStats:
     """Device time of their slices."""
     deferred_seconds: float = 0.0
     """How long requests have waited by the deferral bound, summed."""
+    tokens_drafted: int = 0
+    """Drafted tokens that were verified."""
+    drafts_accepted: int = 0
+    """Those of them that were the model's own."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,8 @@ STATS = {
         "counter", "tokens_recovered", "Dropped positions computed again in front of cached state of their sequence"
     ),
     "tokens_computed": ("counter", "tokens_computed", "Query tokens that steps computed"),
+    "tokens_drafted": ("counter", "tokens_drafted", "Guessed tokens that steps have verified"),
+    "drafts_accepted": ("counter", "drafts_accepted", "Guessed tokens that were right"),
     "adapters_known": ("gauge", "adapters", "LoRA adapters that requests may name"),
     "adapters_resident": ("gauge", "adapters_resident", "LoRA adapters in a slot on the device"),
     "adapter_loads": ("counter", "adapter_loads", "Copies of LoRA adapters to a slot on the device"),
@@ -68,6 +70,8 @@ VLLM = {
     "preemptions": "num_preemptions",
     "prefix_tokens_queried": "prefix_cache_queries",
     "prefix_tokens_hit": "prefix_cache_hits",
+    "tokens_drafted": "spec_decode_num_draft_tokens",
+    "drafts_accepted": "spec_decode_num_accepted_tokens",
 }
 """Metrics that vLLM has as well, with their names there, so that its dashboards work here. Of a counter, the name is
 what comes before _total."""

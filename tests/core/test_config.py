@@ -35,6 +35,8 @@ from holdfast.core.config import ROW_SCHEDULERS, AppConfig, EngineConfig
         ("max_adapter_rank", 3),
         ("max_adapter_rank", 129),
         ("adapter_host_gb", 0.0),
+        ("draft_tokens", 0),
+        ("draft_tokens", 64),
     ],
 )
 def test_an_error_names_the_field_and_value_out_of_range(field, value):
@@ -92,6 +94,31 @@ def test_ttft_target_needs_the_deadline_order():
     assert EngineConfig(order="deadline", ttft_target=500.0).ttft_target == 500.0
     with pytest.raises(ValueError, match="ttft_target is for the deadline order, and order is priority"):
         EngineConfig(ttft_target=500.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"pp": 2}, "pp is 2"),
+        ({"tuning": True}, "tuning"),
+        ({"scheduler": "orca"}, "scheduler is orca"),
+        ({"executor": "padded"}, "padded"),
+    ],
+)
+def test_drafts_are_refused_where_none_are_verified_and_left_out_by_default(
+    options: dict[str, Any], reason: str
+) -> None:
+    for speculation in ("ngram", "suffix"):
+        with pytest.raises(ValueError, match=f"speculation is {speculation}.*{reason}"):
+            EngineConfig(**options, speculation=speculation)
+    assert EngineConfig(**options).drafter is None
+    assert EngineConfig(speculation="ngram").drafter == "ngram"
+    assert (EngineConfig().drafter, EngineConfig(speculation="off").drafter) == ("suffix", None)
+
+
+def test_a_step_can_draw_64_tokens_where_drafts_are_verified() -> None:
+    assert [EngineConfig(max_sequences=rows).max_samples for rows in (1, 200)] == [64, 200]
+    assert EngineConfig(max_sequences=1, speculation="off").max_samples == 1
 
 
 def test_a_host_tier_without_prefix_sharing_is_refused():

@@ -57,6 +57,7 @@ plans = st.builds(
     swap_out=copies,
     awaits=st.integers(-1, 100),
     block_moves=st.lists(st.builds(BlockMove, numbers, numbers), max_size=3).map(tuple),
+    samples=st.none() | st.lists(st.integers(1, 8), max_size=6).map(tuple),
 )
 
 

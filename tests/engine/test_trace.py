@@ -11,6 +11,7 @@ from holdfast.lm.types import (
     CopyTime,
     Forward,
     RowMove,
+    Sampling,
     Segment,
     StepPlan,
     StepResult,
@@ -163,6 +164,21 @@ class PaddedDevice:
 
     def close(self):
         pass
+
+
+def test_a_draft_is_verified_and_its_tokens_count_as_decodes(tmp_path):
+    path = tmp_path / "t.json"
+    device = FakeDevice(4, 4)
+    executor = TracedExecutor(device, path, lambda: 0.0)
+    greedy = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
+    segments = (Segment("a", 0, 0, 2, (5, 6), None), Segment("b", 1, 3, 6, (7, 8, 9), greedy))
+    device.submit = lambda plan: None
+    device.collect = lambda: StepResult(0, (8, 1), 0.1, counts=(2,))
+    executor.submit(StepPlan(0, segments, samples=(3,)))
+    executor.collect()
+    executor.close()
+    assert [bar["name"] for bar in events_of(path, "X") if bar["pid"] == 1] == ["prefill", "verify"]
+    assert events_of(path, "C")[0]["args"] == {"decodes": 3, "prefill": 2}
 
 
 def test_forwards_share_the_bar_of_their_step_by_the_tokens_that_they_compute(tmp_path):

@@ -45,7 +45,7 @@ OTHERS = {
     "model", "device", "load_format", "memory_fraction", "steps_in_flight", "cuda_graphs", "attention_backend", "trace",
     "threads", "executor", "trust_remote_code", "prefill_ahead", "shrink_threshold", "adapter", "max_adapters",
     "max_adapter_rank", "adapter_host_gb", "tuning", "deferral_bound", "tuning_memory_fraction", "tuning_micro_batch",
-    "tuning_progress", "tuning_mirror", "tp", "pp", "revision", "chat_template",
+    "tuning_progress", "tuning_mirror", "tp", "pp", "speculation", "draft_tokens", "revision", "chat_template",
 }  # fmt: skip
 """Options with a test of their own below, or in test_tuning, test_many_device, test_hub or test_text."""
 
@@ -158,6 +158,18 @@ def test_the_cache_on_a_gpu_takes_the_given_share_of_memory_beside_what_others_a
 def test_as_many_steps_are_submitted_at_once_as_the_option_says(small):
     for steps in (1, 2, 3):
         assert build(small(steps_in_flight=steps))[0]._steps_in_flight == steps
+
+
+def test_drafts_are_guessed_as_the_options_say(small):
+    def drafting(**options):
+        settings = settings_of(build(small(**options))[0].planner)
+        return settings["speculation"], settings["draft_tokens"]
+
+    assert drafting(speculation="ngram", draft_tokens=5) == ("NgramDrafter", 5)
+    assert drafting(speculation="suffix") == ("SuffixDrafter", 15)
+    assert drafting(token_budget=None, tbt_target=40.0) == ("SuffixDrafter", 15)
+    for off in ({}, {"token_budget": None, "tbt_target": 40.0, "speculation": "off"}):
+        assert drafting(**off) == (None, None)
 
 
 def test_a_trace_is_written_to_the_given_file(small, tmp_path):

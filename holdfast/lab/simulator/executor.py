@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from random import Random
 from typing import NamedTuple
 
 from holdfast.core.cost import HEAVY, Burst, CostModel, Predictor
+from holdfast.core.types import Identity
 from holdfast.lab.simulator.deployment import Pipeline
 from holdfast.lab.simulator.training import SimulatedTrainer
+from holdfast.lm.scheduler.drafts import Drafter, Matcher
 from holdfast.lm.types import PENDING, CopyTime, StepPlan, StepResult, TrainingResult
 
-TOKEN = 7
-"""The token that every step samples. No model runs: a sequence ends at its maximum length."""
+TOKEN, OTHER = 7, 8
+"""What steps sample: the first, or the other where a guess is to be wrong. No model runs: a sequence ends at its
+maximum length."""
 
 
 class Copying(NamedTuple):
@@ -80,7 +84,11 @@ class StepTimes:
         """Seconds that each stage computes at its steady pace, without a burst."""
         columns = plan.columns
         spans = list(zip(columns.column("start"), columns.column("stop"), strict=True))
-        return [stage.segments(spans) for stage in self._stages]
+        if (drafts := plan.drafts) is None:
+            return [stage.segments(spans) for stage in self._stages]
+        lengths = iter(map(len, drafts))
+        drafted = [sampling is not None and next(lengths) > 0 for sampling in columns.column("sampling")]
+        return [with_drafts(stage, spans, drafted) for stage in self._stages]
 
     def hop(self, plan: StepPlan) -> float:
         """Seconds to send the plan's activations to the next stage."""
@@ -89,6 +97,29 @@ class StepTimes:
     def hop_of_tokens(self) -> float:
         """Seconds to send a step's sampled tokens from the last stage to the first: the shortest message."""
         return self._pipeline.hop(0) if self._pipeline else 0.0
+
+
+def with_drafts(predictor: Predictor, spans: Sequence[tuple[int, int]], drafted: Sequence[bool]) -> float:
+    """Seconds of a step that computes these [start, stop) segments, some of which verify drafts."""
+    chunks, contexts, tokens = [], [], 0
+    for (start, stop), is_draft in zip(spans, drafted, strict=True):
+        if is_draft or stop - start == 1:
+            contexts.append(stop)
+            tokens += stop - start
+        else:
+            chunks.append((start, stop))
+    if not chunks:
+        return predictor.drafted(tokens, contexts)
+    prompts = sum(stop - start for start, stop in chunks)
+    attention = predictor.decodes(contexts) + sum(predictor.chunk(*chunk) for chunk in chunks)
+    return predictor.mixed(tokens, prompts) + attention
+
+
+class SimulatedDrafter(Drafter):
+    """Guesses TOKEN, which the simulated model gives as often as guesses are to be right."""
+
+    def propose(self, own: Matcher, identity: Identity, most: int) -> tuple[int, ...]:
+        return (TOKEN,) * most
 
 
 class SimulatedExecutor:
@@ -104,6 +135,7 @@ class SimulatedExecutor:
     - Copies: they run on their own link, as in `lm.execution.transfer`. Swap-in starts after the computation submitted
       so far. A step that needs these blocks reads them layer by layer, so it ends no earlier than they do. Swap-out
       waits for both the computation and swap-in. Results report the copies that have completed.
+    - Drafts: of the tokens of each sampled position, the share `acceptance` is TOKEN, which is what is guessed.
     - Training: a plan's slice follows its segments, on one stage; the copies of a job's vectors take as
       long as they do on the link.
     """
@@ -115,8 +147,10 @@ class SimulatedExecutor:
         host_seconds: float = 0.0,
         pace: Callable[[float], float] = lambda now: 1.0,
         trainer: SimulatedTrainer | None = None,
+        acceptance: float = 1.0,
     ) -> None:
         self._trainer = trainer
+        self._acceptance, self._random = acceptance, Random(0)
         self._step_times = step_times
         self._clock = clock
         self._host_seconds = host_seconds
@@ -175,9 +209,14 @@ class SimulatedExecutor:
             while copies and copies[0].ends <= clock.now:
                 done.append(copies.popleft().time)
         out, into = (copies[0].time.step - 1 if copies else self._last_step for copies in directions)
-        tokens = (TOKEN,) * plan.num_sampled
+        sampled = plan.num_sampled if plan.samples is None else sum(plan.samples)
+        tokens = (TOKEN,) * sampled
+        if self._acceptance < 1:
+            tokens = tuple([TOKEN if self._random.random() < self._acceptance else OTHER for _ in range(sampled)])
         seconds, of_stages = sum(stages) + sent, stages if len(stages) > 1 else ()
-        return StepResult(plan.step, tokens, seconds, out, into, tuple(done), training=trained, stages=of_stages)
+        result = StepResult(plan.step, tokens, seconds, out, into, tuple(done), training=trained, stages=of_stages)
+        drafts = plan.drafts
+        return result if drafts is None else result.verified(drafts)
 
     @property
     def busy(self) -> float:

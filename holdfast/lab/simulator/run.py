@@ -14,7 +14,7 @@ from holdfast.core.types import Request, SamplingParams
 from holdfast.engine.profiles import CostProfile
 from holdfast.lab.metrics import Record
 from holdfast.lab.simulator.deployment import Pipeline
-from holdfast.lab.simulator.executor import SimulatedExecutor, StepTimes, VirtualClock
+from holdfast.lab.simulator.executor import SimulatedDrafter, SimulatedExecutor, StepTimes, VirtualClock
 from holdfast.lab.simulator.padded import ENGINE, PaddedStepTimes, RowSoftware
 from holdfast.lab.simulator.training import SimulatedTrainer, Tuning
 from holdfast.lab.workloads import PromptTokens, Workload
@@ -77,6 +77,7 @@ def simulate(
     make_policy: Callable[[EngineShape], Policy] | None = None,
     until: float = inf,
     tuning: Tuning | None = None,
+    acceptance: float | None = None,
 ) -> Outcome:
     """Serve `workload` with the engine that `config` describes on the device that `profile` was measured on.
 
@@ -85,8 +86,9 @@ def simulate(
     step that starts at t. With a `pipeline`, one more step is in flight for each further stage, and `profile.cost` must
     be its `whole()`. `wrap` may wrap the executor. `on_progress` receives the number of requests that have ended.
     With the executor "padded", or a profile of padded rows, plans are of padded rows, which `software` runs.
-    `make_policy` replaces the policy that `config` asks for. `tuning` has jobs of training beside the requests; the run
-    ends with the last request. After `until` virtual seconds it ends with what is recorded by then.
+    `make_policy` replaces the policy that `config` asks for. With an `acceptance`, decodes verify drafts as
+    `config.speculation` says, and each guess is right with this chance. `tuning` has jobs of training beside the
+    requests; the run ends with the last request. After `until` virtual seconds it ends with what is recorded by then.
 
     Deterministic: the same arguments give the same outcome. Raises ValueError for a request that this engine can never
     serve, and for a host tier if the profile has no cache size or copy rate.
@@ -105,7 +107,10 @@ def simulate(
     if tuning is not None:
         block_bytes = profile.token_bytes * config.block_size
         tuner, trainer = _begin_tuning(config, profile, shape, tuning, block_bytes)
-    executor = SimulatedExecutor(step_times, clock, host_seconds, pace, trainer)
+    drafter = SimulatedDrafter() if acceptance is not None and config.drafter else None
+    executor = SimulatedExecutor(
+        step_times, clock, host_seconds, pace, trainer, 1.0 if acceptance is None else acceptance
+    )
     policy = make_policy(shape) if make_policy else None
     scheduler = make_scheduler(
         config,
@@ -116,6 +121,7 @@ def simulate(
         tuner=tuner,
         deferral_bound=tuning.deferral_bound if tuning is not None else None,
         tuning_progress=tuning is not None and tuning.progress,
+        drafter=drafter,
     )
     loop = Loop(scheduler, wrap(executor, clock), steps_in_flight(config, stages), clock)
     clients = Clients(workload, loop, clock, vocab_size=VOCAB_SIZE, concurrency=concurrency)

@@ -137,8 +137,13 @@ class Batch:
         block_size: int,
         device: torch.device,
         adapter_slots: int = 0,
+        samples: int | None = None,
     ) -> None:
-        """A batch of `adapter_slots` above 0 has room for the tiles of tokens by adapter."""
+        """A batch of `adapter_slots` above 0 has room for the tiles of tokens by adapter.
+
+        `samples` is the most tokens that a step draws, by default one for each row.
+        """
+        samples = samples or rows
         self.block_size, self.max_tokens, self.device = block_size, max_tokens, device
         # One row beyond the usable ones takes the table entries that pad a step.
         self.block_tables = torch.zeros(rows + 1, max_blocks, dtype=torch.int32, device=device)
@@ -151,12 +156,12 @@ class Batch:
         """Where adapters are computed beside the layers."""
         # The places of the fields are fixed, so that a captured graph finds them.
         self._sizes = dict.fromkeys(("ids", "positions", "slots", "token_rows"), max_tokens)
-        self._sizes |= dict.fromkeys(("sample_at", "sample_rows", "sample_position", *SAMPLING), rows)
+        self._sizes |= dict.fromkeys(("sample_at", "sample_rows", "sample_position", *SAMPLING), samples)
         # A step's own tokens need at most this many new blocks. Only prefix hits bring more; those are uploaded apart.
         self._sizes |= dict.fromkeys(("write_at", "write_block"), max_tokens + rows)
         self._plain = sum(self._sizes.values())
         """Numbers of the buffer that a step without adapters needs."""
-        for name, most in zip(ADAPTED, (max_tokens, rows), strict=True) if adapter_slots else ():
+        for name, most in zip(ADAPTED, (max_tokens, samples), strict=True) if adapter_slots else ():
             self._sizes |= {f"{name}_order": most, f"{name}_used": 2}
             self._sizes |= dict.fromkeys([f"{name}_{field}" for field in TILE_FIELDS], most_tiles(most, adapter_slots))
         self._mirror = np.full((rows, max_blocks), -1, np.int32)
@@ -190,7 +195,8 @@ class Batch:
             slots = np.array(plan.adapter_slots, np.int64)
             sampled = np.array([sampling is not None for sampling in plan.columns.column("sampling")])
             tokens = groups_of(np.repeat(slots, np.diff(segments.query_start)))
-            adapted = tokens, tokens if num_sampled == num_tokens else groups_of(slots[sampled])
+            drawn = slots[sampled] if plan.samples is None else np.repeat(slots[sampled], plan.samples)
+            adapted = tokens, tokens if num_sampled == num_tokens else groups_of(drawn)
         return StagedStep(
             host=host,
             segments=segments,
@@ -365,27 +371,36 @@ class Batch:
         """Pack how each token is drawn; the count, whether any is random or filtered, and what else is asked for."""
         drawn = plan.columns.column("sampling")
         at = np.flatnonzero(np.fromiter([sampling is not None for sampling in drawn], np.bool_, len(drawn)))
-        count, rows = len(at), segments.row[at]
-        arrays["sample_at"][:count] = segments.query_start[1:][at] - 1
-        arrays["sample_rows"][:count] = rows
-        for index, row in zip(at.tolist(), rows.tolist(), strict=True):
+        for index, row in zip(at.tolist(), segments.row[at].tolist(), strict=True):
             if self._drawn[row] is not (sampling := drawn[index]):
                 self._drawn[row] = sampling
                 self._settings[row] = sampling.columns
                 self._wishes[row] = sampling.asks
+        places: npt.NDArray[np.integer] = segments.query_start[1:][at] - 1
+        positions: npt.NDArray[np.integer] = segments.context_stop[at]
+        if plan.samples is not None:  # the last tokens of a segment, in order
+            most = np.array(plan.samples, np.int64)
+            behind = np.repeat(np.cumsum(most), most) - np.arange(int(most.sum())) - 1
+            at = np.repeat(at, most)
+            places, positions = np.repeat(places, most) - behind, np.repeat(positions, most) - behind
+        count, rows = len(at), segments.row[at]
+        if count > len(arrays["sample_at"]):
+            raise ValueError(f"step {plan.step} draws {count} tokens; the batch holds {len(arrays['sample_at'])}")
+        arrays["sample_at"][:count] = places
+        arrays["sample_rows"][:count] = rows
         settings = self._settings[rows]
         any_random = bool((settings["temperature"] > 0).any())
         any_filtered = False
         if any_random:
-            arrays["sample_position"][:count] = segments.context_stop[at]
+            arrays["sample_position"][:count] = positions
             for name in SAMPLING:
                 arrays[name][:count] = settings[name]
             filters = (settings["top_k"] > 0) | (settings["top_p"] < 1)
             any_filtered = bool((filters & (settings["temperature"] > 0)).any())
         wishes = None
         if self._wishes[rows].any():
-            records, positions = [drawn[index] for index in at.tolist()], segments.context_stop[at].tolist()
-            wishes = Wishes.of(records, rows.tolist(), positions, plan.histories)
+            records = [drawn[index] for index in at.tolist()]
+            wishes = Wishes.of(records, rows.tolist(), positions.tolist(), plan.histories)
         return count, any_random, any_filtered, wishes
 
     def _constrained(self, plan: StepPlan, masked: Sequence[int]) -> tuple[ConstrainedRow, ...]:

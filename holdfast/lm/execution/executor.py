@@ -193,8 +193,8 @@ class PagedExecutor:
         """Drawn steps with grammars whose tokens the matchers have not read."""
         self._undrawn: CudaFlight | None = None
         """The newest step in flight, if its draw waits for tokens of earlier ones."""
-        self._in_flight: deque[tuple[StagedStep | None, bool, Flight]] = deque()
-        """With each step, whether it is complete only when its copies are."""
+        self._in_flight: deque[tuple[StagedStep | None, bool, Flight, list[tuple[int, ...]] | None]] = deque()
+        """With each step, whether it is complete only when its copies are, and its drafts."""
         self._late_writes: tuple[TableWrite, ...] = ()
         """Those of plans without segments, for the next batch."""
         self._nothing = Drawn(torch.empty(0, dtype=torch.int64, device=self._device))
@@ -212,7 +212,7 @@ class PagedExecutor:
             flight = self._worker.submit(self._run_on_cpu, plan, staged)
         else:
             flight = self._start_on_cuda(plan, staged)
-        self._in_flight.append((staged, staged is None and plan.training is None, flight))
+        self._in_flight.append((staged, staged is None and plan.training is None, flight, plan.drafts))
 
     def wait(self, seconds: float) -> bool:
         """Wait for the oldest step in flight, at most so long. Returns whether it has ended."""
@@ -221,11 +221,13 @@ class PagedExecutor:
 
     def collect(self) -> StepResult:
         """Wait for the oldest step in flight. Raises what that step raised."""
-        staged, waits, flight = self._in_flight.popleft()
+        staged, waits, flight, drafts = self._in_flight.popleft()
         if isinstance(flight, CudaFlight):
             while flight in self._unread:
                 self._read_next()
         result, memory = flight.result(), self.memory
+        if drafts is not None:
+            result = result.verified(drafts)
         if self._undrawn is not None and self._in_flight[0][2] is self._undrawn:
             self._draw_late()
         if staged is not None:

@@ -33,7 +33,7 @@ class GraphSizes:
     """The sizes that are captured, ascending. A step is padded to the next size."""
 
     decodes: tuple[int, ...]
-    """Rows of steps that only decode. Up to 256 rows, at most 7 are padding."""
+    """Tokens of steps that sample after each of their tokens. Up to 256, at most 7 are padding."""
     tokens: tuple[int, ...]
     """Tokens of all other steps: sizes with fast matrix products, so that padding costs little."""
     rows: tuple[int, ...]
@@ -42,10 +42,10 @@ class GraphSizes:
     """Segments of those steps. A captured attention launch has room for a fixed number, and unused room costs time."""
 
     @classmethod
-    def of(cls, max_sequences: int, max_tokens: int) -> GraphSizes:
-        """The sizes for steps of at most this many sequences and tokens, and at most MAX_TOKENS."""
+    def of(cls, max_samples: int, max_tokens: int) -> GraphSizes:
+        """The sizes for steps of at most this many sampled and other tokens, and at most MAX_TOKENS."""
         max_tokens = min(max_tokens, MAX_TOKENS)
-        most = min(max_sequences, max_tokens)
+        most = min(max_samples, max_tokens)
 
         def up_to(last: int, *spans: range) -> tuple[int, ...]:
             return (*(size for span in spans for size in span if size < last), last)
@@ -132,11 +132,11 @@ class Captured:
 class StepGraphs:
     """The forward pass of steps, captured by size.
 
-    A step in which each segment is one token that samples runs as one graph, chosen by its rows. Any other step runs as
-    two: the model's body, chosen by its tokens, and its head, chosen by the rows that sample. Attention skips padding,
-    and its results are never read. A graph reads the batch's persistent buffer, into which the step was uploaded, and
-    writes the logits; both keep their addresses. Graphs share one memory pool: only one runs at a time, and nothing in
-    the pool outlives its graph's run.
+    A step that samples after each of its tokens, so that it has decodes and drafts only, runs as one graph, chosen by
+    its tokens. Any other step runs as two: the model's body, chosen by its tokens, and its head, chosen by the rows
+    that sample. Attention skips padding, and its results are never read. A graph reads the batch's persistent buffer,
+    into which the step was uploaded, and writes the logits; both keep their addresses. Graphs share one memory pool:
+    only one runs at a time, and nothing in the pool outlives its graph's run.
     """
 
     def __init__(
@@ -256,9 +256,11 @@ class StepGraphs:
         rows, tokens = staged.num_sampled, staged.num_tokens
         if tokens > self.sizes.tokens[-1]:
             return None
-        if rows == tokens == len(staged.segments.row):
+        if rows == tokens:
             size = _next(self._ready_decodes, tokens)
-            return self._start(staged, self._decodes[size], size)
+            started = self._start(staged, self._decodes[size], size)
+            if started is not None or tokens == len(staged.segments.row):
+                return started
         body = self.sizes.body(tokens, len(staged.segments.row), self._ready_bodies)
         head = _next(self._ready_heads, rows) if rows and self._model.spec.last else None
         started = self._start(staged, self._bodies[body], body[0], head)

@@ -296,7 +296,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
 
     @property
     def _graph_sizes(self) -> GraphSizes:
-        return GraphSizes.of(self.config.max_sequences, self.max_step_tokens)
+        return GraphSizes.of(self.config.max_samples, self.max_step_tokens)
 
     def _run_once(self, plans: list[StepPlan], blocks: int) -> None:
         """Run these steps over a cache of this many blocks, which is freed when this returns."""
@@ -343,6 +343,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
             block_size=config.block_size,
             device=spec.device,
             adapter_slots=0 if self.adapter_slots is None else len(self.adapter_slots),
+            samples=config.max_samples,
         )
         return cache, tuple(cache.layer(index) for index in range(spec.num_layers)), batch
 
@@ -436,8 +437,10 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
             count = min(max(count, -(-tokens // longest)), tokens, most)
             length = min(tokens // count, longest)
             width = -(-length // self.config.block_size)
+            samples = max(1, min(length, self.config.max_samples // count))
             yield StepPlan(
                 step,
+                samples=(samples,) * count if samples > 1 else None,
                 segments=tuple(Segment(str(row), row, 0, length, (0,) * length, drawn) for row in range(count)),
                 adapter_slots=() if slots is None else tuple(row % len(slots) for row in range(count)),
                 table_writes=tuple(

@@ -25,6 +25,8 @@ class Policy(ABC):
 
     deferred_seconds = 0.0
     """How long requests have waited so far because training goes first, summed."""
+    tokens_drafted = drafts_accepted = 0
+    """Drafted tokens that steps have verified so far, and those of them that were right."""
 
     @abstractmethod
     def plan(self, step: StepBuilder) -> None:
@@ -32,6 +34,9 @@ class Policy(ABC):
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:  # noqa: B027  most policies learn nothing
         """Learn from the result of a step. Results come in the order of the plans."""
+
+    def ended(self, entry: Entry) -> None:  # noqa: B027
+        """Forget a sequence that has ended."""
 
 
 class StepBuilder:
@@ -85,6 +90,10 @@ class StepBuilder:
         self._adapted = queues.adapters is not None and queues.adapters.in_use
         self._writes: list[TableWrite] = []
         self._block_moves: tuple[BlockMove, ...] = ()
+        self._decodes: list[tuple[int, int]] = []
+        """Of each decode: its place among the segments, and in `sampling`."""
+        self.after_decode: Callable[[], None] | None = None
+        """Called once decodes are planned, where a policy adds drafts to them."""
         self.due: Callable[[Entry], bool] | None = None
         """Which waiting sequences may start, where a policy lets some wait. Others pass those that may not."""
         if queues.slabs is not None:
@@ -170,17 +179,21 @@ class StepBuilder:
                 left -= weigh(entry)
                 if left <= least:
                     break
+        first, place = len(self._ids), len(self.sampling)
+        self._decodes += zip(range(first, first + len(chosen)), range(place, place + len(chosen)), strict=True)
         self._ids += [entry.id for entry in chosen]
         self._rows += [entry.row for entry in chosen]
         self._starts += starts
         self._stops += stops
-        self._tokens += [LAST_SAMPLED] * len(chosen)
+        self._tokens += [LAST_SAMPLED if entry.drawn_last else last_known(entry) for entry in chosen]
         self._samplings += [entry.sampling for entry in chosen]
         self.sampling += chosen
         if self._adapted:
             self._slots += [entry.slot for entry in chosen]
         self.num_tokens += len(chosen)
         self.budget -= len(chosen)
+        if self.after_decode is not None:
+            self.after_decode()
         if self._queues.forced:
             self._catch_up()
 
@@ -193,16 +206,15 @@ class StepBuilder:
             if entry in queues.forced and entry.next_step <= self.number and self.budget > 0:
                 self._chunk(entry)
 
-    def speculate(self, draft: Callable[[Entry], Sequence[int]]) -> None:
+    def speculate(self, draft: Callable[[Entry], Sequence[int]]) -> dict[Entry, tuple[int, ...]]:
         """Extend the decodes planned so far by drafted tokens, as far as budget, free blocks and limits allow.
 
-        A decode with a draft of n tokens gives between 0 and n + 1 tokens. Its positions count as computed only when
-        the result accepts them, and its sequence sits out every step until then.
+        Returns the drafts. A decode with a draft of n tokens gives between 0 and n + 1 tokens. Its positions count as
+        computed only when the result accepts them, and its sequence sits out every step until then.
         """
-        sampling = [index for index, sampling in enumerate(self._samplings) if sampling is not None]
-        for place, (index, entry) in enumerate(zip(sampling, self.sampling, strict=True)):
-            if self._tokens[index] is not LAST_SAMPLED:
-                continue
+        drafts: dict[Entry, tuple[int, ...]] = {}
+        for index, place in self._decodes:
+            entry = self.sampling[place]
             stop = self._stops[index]
             guesses = tuple(draft(entry))[: max(0, min(self.budget, entry.limit - 1 - stop))]
             self._preemption.grow_freely(entry, stop + len(guesses))
@@ -216,6 +228,8 @@ class StepBuilder:
                 entry.cache.rollback(self._starts[index])
                 entry.sequence.length += len(guesses)
                 entry.next_step = AWAITED
+                drafts[entry] = guesses
+        return drafts
 
     def prefill(self) -> None:
         """Plan the next chunk of every running sequence that lacks more than its last token."""
@@ -341,7 +355,7 @@ class StepBuilder:
             if last:
                 self.sampling.append(entry)
                 sequence.length += 1
-                entry.decoding = True
+                entry.decoding = entry.drawn_last = True
                 entry.next_step = self._after_sampling
             else:
                 entry.history_in = NO_ROW, 0  # the segment that samples will not have these tokens
@@ -353,3 +367,9 @@ class StepBuilder:
             return False
         entry.decode_limit = min(entry.cache.capacity, entry.limit - 1)
         return True
+
+
+def last_known(entry: Entry) -> tuple[int]:
+    """The last token of a sequence whose row has not drawn it last: that was a token behind a wrong guess."""
+    entry.drawn_last = True
+    return (entry.sequence.tokens[-1],)

@@ -17,6 +17,7 @@ from holdfast.lm.memory.row_pool import RowPool
 from holdfast.lm.scheduler.baselines import ChunkedOnly, HybridOnly, Orca, PrefillFirst, RequestLevel, Unified
 from holdfast.lm.scheduler.builder import Policy
 from holdfast.lm.scheduler.deferral import DEFAULT_BOUND, Deferred
+from holdfast.lm.scheduler.drafts import Drafter, NgramDrafter, SuffixDrafter
 from holdfast.lm.scheduler.order import make_order
 from holdfast.lm.scheduler.pipeline_target import PipelineLatencyTarget
 from holdfast.lm.scheduler.policies import (
@@ -40,6 +41,7 @@ from holdfast.lm.scheduler.row_policies import (
 from holdfast.lm.scheduler.row_scheduler import RowScheduler
 from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.scheduler.slices import LAUNCH_SHARE, RESERVE, TrainingSlices
+from holdfast.lm.scheduler.speculation import Speculation
 from holdfast.lm.scheduler.tuner import Tuner
 from holdfast.lm.types import EngineShape, RowShape
 
@@ -226,21 +228,26 @@ def make_scheduler(
     tuner: Tuner | None = None,
     deferral_bound: float | None = None,
     tuning_progress: bool = False,
+    drafter: Drafter | None = None,
 ) -> Scheduler:
     """The scheduler of an engine of this shape, real or simulated, with its own memory.
 
     `policy` replaces the one that the configuration asks for. `stages` is the number of pipeline stages. With a
     `tuner` (`make_tuner`) it plans training too: in slices beside streams if there is a target between tokens, else by
     the deferral rule with `deferral_bound` seconds (None: DEFAULT_BOUND). `Scheduler.tuner` is that tuner. With
-    `tuning_progress`, slices go on however full the steps are. Raises
-    ValueError as `choose_policy`, for padded rows in a pipeline, for a tuner on padded rows, in a pipeline or under a
-    scheduler that is not stall-free, and for a bound with a target or without a tuner.
+    `tuning_progress`, slices go on however full the steps are. With a `drafter` (`make_drafter`), decodes verify drafts
+    where `cost` says that it pays. Raises ValueError as `choose_policy`, for padded rows in a pipeline, for a tuner on
+    padded rows, in a pipeline or under a scheduler that is not stall-free, and for a bound with a target or without a
+    tuner.
     """
     policy = policy or choose_policy(config, shape, cost, stages=stages)
     if tuner is not None:
         policy = _with_training(config, shape, cost, policy, tuner, stages, deferral_bound, tuning_progress)
     elif deferral_bound is not None:
         raise ValueError(f"deferral_bound is {deferral_bound}, and no training is taken; drop it")
+    if drafter is not None and cost is not None:
+        target = inf if config.tbt_target is None else config.tbt_target / 1000
+        policy = Speculation(policy, drafter, cost, most=config.draft_tokens, rows=config.max_samples, target=target)
     settings: dict[str, Any] = dict(
         max_sequences=config.max_sequences,
         max_model_len=shape.max_model_len,
@@ -280,6 +287,16 @@ def make_scheduler(
     )
     adapters = AdapterPool(shape.adapter_slots) if shape.adapter_slots else None
     return Scheduler(policy, pool, **settings, adapters=adapters, tuner=tuner, stages=stages)
+
+
+def make_drafter(config: EngineConfig) -> Drafter | None:
+    """What guesses tokens by a configuration; None where none are verified."""
+    match config.drafter:
+        case "ngram":
+            return NgramDrafter()
+        case "suffix":
+            return SuffixDrafter(sharing=config.prefix_sharing)
+    return None
 
 
 def _with_training(

@@ -50,6 +50,8 @@ class Entry:
     """
     known_before: int = 0
     """Plans of a lower number give it tokens that it has already: its grammar forces them."""
+    drawn_last: bool = True
+    """Its last token is the one that its row drew last. Not so once a draft was verified: the host tells it then."""
     lost_before: int = 0
     """Plans of a lower number may give it no token: its state was lost."""
     adapter: str = ""

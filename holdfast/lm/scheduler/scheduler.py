@@ -266,6 +266,7 @@ class Scheduler:
                 if tokens:
                     cache.plan(cache.planned, cache.planned + len(tokens))
                 entry.next_step = 0
+                entry.drawn_last = False
             for index, token in enumerate(tokens):
                 if sequence.finish_reason is None:
                     self._append([entry], [token])
@@ -383,6 +384,8 @@ class Scheduler:
             training_tokens=self._training_tokens,
             training_seconds=self._training_seconds,
             deferred_seconds=self._policy.deferred_seconds,
+            tokens_drafted=self._policy.tokens_drafted,
+            drafts_accepted=self._policy.drafts_accepted,
         )
 
     def _end(self, entry: Entry, reason: FinishReason) -> None:
@@ -391,6 +394,7 @@ class Scheduler:
         self._counting -= depends(entry.sampling)
         del self._entries[entry.id]
         self._queues.stop(entry, self._now)
+        self._policy.ended(entry)
         if self._adapters is not None and entry.adapter:
             self._adapters.users[entry.adapter] -= 1
             self._retire(entry.adapter)

@@ -78,6 +78,20 @@ def test_as_many_simulated_steps_are_in_flight_as_the_option_says():
     assert one.seconds == pytest.approx(two.seconds + 49 * 0.002, rel=0.01)
 
 
+def test_drafts_are_simulated_by_the_share_of_guesses_that_are_right():
+    def seconds(acceptance, **config):
+        outcome = run(separate_requests(2, 10, 200), config=config, acceptance=acceptance)
+        assert [len(record.token_times) for record in outcome.records] == [200, 200]
+        return outcome.seconds
+
+    plain = seconds(None)
+    assert seconds(1.0) < 0.3 * plain
+    assert seconds(1.0) < seconds(0.8) < seconds(0.5) < plain
+    assert seconds(0.0) == pytest.approx(plain, rel=0.02)
+    assert seconds(1.0, speculation="off") == plain
+    assert seconds(1.0, draft_tokens=1) == pytest.approx(plain / 2, rel=0.15)
+
+
 def test_orcas_steps_are_bounded_by_the_pool_unless_a_budget_is_given():
     def most_tokens(**options):
         return engine_shape(EngineConfig(scheduler="orca", max_sequences=16, **options), PROFILE).max_step_tokens

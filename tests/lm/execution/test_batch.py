@@ -57,6 +57,24 @@ def test_two_segments_of_one_row_share_its_table() -> None:
     assert packed.slot_mapping.tolist() == [4, 0, 1]
 
 
+def test_a_draft_is_sampled_after_each_of_its_last_tokens_as_its_positions_ask() -> None:
+    seeded = replace(GREEDY, temperature=0.5, seed=9)
+    batch, writes = make_batch(), (TableWrite(0, 0, (5, 2, 3)), TableWrite(3, 0, (7,)))
+    segments = (segment(0, 4, (1, 2, 3, 4, 5), GREEDY), segment(3, 0, (6, 7)), segment(3, 2, (8,), seeded))
+    packed = batch.enter(batch.stage(StepPlan(0, segments, writes, samples=(3, 1))))
+    assert packed.sample_at.tolist() == [2, 3, 4, 7]
+    assert packed.sample_rows.tolist() == [0, 0, 0, 3]
+    assert packed.sample_position.tolist() == [7, 8, 9, 3]
+    assert packed.sampling["seed"].tolist() == [0, 0, 0, 9]
+
+
+def test_more_samples_than_there_is_room_for_are_refused() -> None:
+    batch = make_batch(rows=2)
+    plan = StepPlan(0, (segment(0, 0, (1, 2, 3), GREEDY),), (TableWrite(0, 0, (5,)),), samples=(3,))
+    with pytest.raises(ValueError, match="draws 3 tokens; the batch holds 2"):
+        batch.stage(plan)
+
+
 def test_pending_tokens_are_the_last_sampled_of_their_row() -> None:
     batch = make_batch()
     batch.last_token.copy_(torch.tensor([100, 101, 102, 103]))

@@ -121,6 +121,12 @@ def test_a_step_whose_own_graph_is_not_there_yet_runs_the_next_larger_one(record
     ]
 
 
+def test_decodes_with_drafts_run_as_a_step_of_as_many_decodes(recorded: Any) -> None:
+    graphs, _, run, _ = recorded
+    graphs.run(staged(16, 16, 3))
+    assert run == [("_decode", 16, None)]
+
+
 def test_other_sizes_are_captured_one_at_a_time_and_then_used(recorded: Any) -> None:
     graphs, captured, run, batch = recorded
     first = list(captured)

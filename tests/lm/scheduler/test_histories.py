@@ -22,11 +22,22 @@ from holdfast.core.types import Identity, Request, SamplingParams
 from holdfast.lm.memory.retention import EVICTIONS
 from holdfast.lm.scheduler.builder import Policy
 from holdfast.lm.scheduler.choice import RESERVING, capacity_of, make_policy
+from holdfast.lm.scheduler.drafts import Drafter, Matcher
 from holdfast.lm.scheduler.order import Deadline, Fair, Fcfs, Priority
 from holdfast.lm.scheduler.pipeline_target import PipelineLatencyTarget
 from holdfast.lm.scheduler.policies import LatencyTarget
+from holdfast.lm.scheduler.speculation import Speculation
 from tests.invariants import check_scheduler
-from tests.scheduling import EOS, VOCABULARY, FakeDevice, create_scheduler, run_alone, sampled
+from tests.scheduling import (
+    EOS,
+    VOCABULARY,
+    FakeDevice,
+    create_scheduler,
+    model_state,
+    run_alone,
+    sampled,
+    sampled_from,
+)
 
 MAX_MODEL_LEN = 48
 STEPS = 100
@@ -34,6 +45,7 @@ STEPS = 100
 
 OTHERS = (
     "request-level", "orca", "prefill-first", "chunked-only", "hybrid-only", "unified", "latency-target", "speculating",
+    "where it pays",
 )  # fmt: skip
 
 COST = CostModel(
@@ -61,6 +73,35 @@ class Speculating(Policy):
         step.speculate(self.draft)
         step.prefill()
         step.admit()
+
+
+class Noted(Matcher):
+    """The tokens of a sequence."""
+
+    def __init__(self):
+        super().__init__(1)
+        self.tokens = []
+
+    def extend(self, tokens):
+        self.tokens += tokens
+        self.length += len(tokens)
+
+
+class Seer(Drafter):
+    """Mostly guesses what the model is going to say, and at times nothing."""
+
+    def __init__(self, choose):
+        self.choose = choose
+
+    def begin(self, limit):
+        return Noted()
+
+    def propose(self, own, identity, most):
+        guesses = []
+        while len(guesses) < most and self.choose.random() < 0.8:
+            token = sampled_from(model_state((*own.tokens, *guesses))[-1])
+            guesses.append(token if self.choose.random() < 0.9 else token + 1)
+        return tuple(guesses)
 
 
 class AnyOrder(Policy):
@@ -135,6 +176,11 @@ class History:
             return AnyOrder(self.budget, self.random)
         if name == "speculating":
             return Speculating(self.budget, self.draft)
+        if name == "where it pays":
+            inner = self.policy(self.random.choice(("stall-free", "latency-target")))
+            return Speculation(
+                inner, Seer(self.random), COST, most=5, rows=self.random.choice((self.max_sequences, 64))
+            )
         if name == "latency-target":
             tile, target = self.random.choice((1, 4, 16)), self.random.choice((0.5, 3.0, 8.0))
             self.budget = max(self.budget, tile)
@@ -386,12 +432,13 @@ def test_random_histories_in_a_pipeline_exercise_tokens_that_the_host_does_not_k
     assert seen["suspended"] > 5
 
 
-def test_random_histories_exercise_drafts_that_give_no_and_several_tokens():
+@pytest.mark.parametrize(("name", "often"), [("speculating", 200), ("where it pays", 50)])
+def test_random_histories_exercise_drafts_that_give_no_and_several_tokens(name, often):
     seen = Counter()
     for seed in range(20):
-        history = play(seed, "speculating")
+        history = play(seed, name)
         seen += history.seen + Counter(refused=history.device.refused)
-    assert seen["several"] > 200
-    assert seen["refused"] > 200
+    assert seen["several"] > often
+    assert seen["refused"] > often
     assert seen["preempted"] > 20
     assert seen["swapped in"] > 20

@@ -92,7 +92,7 @@ class CapturableAttention(Attention[Metadata]):
 
     @abstractmethod
     def reserve(self, segments: int, tokens: int | None = None) -> Metadata:
-        """Empty metadata with room for any batch of at most `segments` segments of one token each.
+        """Empty metadata with room for any batch of at most `segments` tokens, in segments of a few tokens each.
 
         With `tokens`: for batches of up to `tokens` tokens in up to `segments` segments. Not every such batch fits,
         since many segments of a few tokens take more room.

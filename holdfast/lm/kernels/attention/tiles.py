@@ -233,9 +233,7 @@ class DeviceTilesBuilder:
 
     def refill(self, reserved: tuple[DeviceTiles, ...], segments: Segments) -> bool:
         """Write the tiles of a batch into reserved lists. False if they have no room; nothing is written then."""
-        lists = self._lists(segments)
-        if len(reserved) == 1 and len(lists[0].work) > 0:
-            return False
+        lists = self._lists(segments, all_narrow=len(reserved) == 1)
         places = [place for tiles in reserved for place in (tiles.work, tiles.merges)]
         parts = [records for tiles in lists[-len(reserved) :] for records in (tiles.work, tiles.merges)]
         if any(len(records) > len(place) for records, place in zip(parts, places, strict=True)):
@@ -249,9 +247,9 @@ class DeviceTilesBuilder:
         places[0].as_strided(host.shape, host.stride()).copy_(host, non_blocking=True)
         return True
 
-    def _lists(self, segments: Segments) -> tuple[TileList, TileList]:
-        """Wide and narrow tiles of a batch."""
-        narrow = segments.query_length * self.group_size <= self.narrow_m
+    def _lists(self, segments: Segments, *, all_narrow: bool = False) -> tuple[TileList, TileList]:
+        """Wide and narrow tiles of a batch. With `all_narrow` a long segment has several narrow ones."""
+        narrow = all_narrow | (segments.query_length * self.group_size <= self.narrow_m)
         tiles = partial(tile_list, segments, group_size=self.group_size)
         wide = tiles(~narrow, block_m=self.wide_m, split_for=self.split_wide)
         return wide, tiles(narrow, block_m=self.narrow_m, split_for=self.split_narrow)

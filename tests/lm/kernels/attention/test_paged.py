@@ -289,7 +289,14 @@ def test_reserved_metadata_serves_one_decode_batch_after_another(device: str) ->
     metadata = attention.reserve(len(decodes))
     assert attend_reserved(attention, metadata, full, 4)
     assert attend_reserved(attention, metadata, small, 4)
-    assert not attention.refill(metadata, make_batch([(0, 10, 60)]).segments)
+
+
+@pytest.mark.parametrize("heads", [4, 8, 32])  # of 2 KV heads: tiles of 8, 4 and 1 tokens
+def test_metadata_reserved_for_decodes_serves_drafts_of_several_tokens(heads: int, device: str) -> None:
+    drafts = [(0, 299, 315), (1, 0, 1), (2, 180, 184), (3, 15, 18)]
+    batch = make_batch(drafts, heads=heads, kv_heads=2, device=device)
+    attention = make_attention(batch, num_processors=40)
+    assert attend_reserved(attention, attention.reserve(24), batch, 24)
 
 
 def test_reserved_metadata_serves_mixed_batches(device: str) -> None:

@@ -1,0 +1,382 @@
+"""Speculation: whether and how far the decodes of a step verify drafted tokens, by what the cost model says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import NamedTuple
+
+from holdfast.core.cost import CostModel
+from holdfast.lm.scheduler.builder import Policy, StepBuilder
+from holdfast.lm.scheduler.drafts import Drafter, Matcher
+from holdfast.lm.scheduler.entries import Entry
+from holdfast.lm.types import StepPlan, StepResult
+
+GAIN = 0.2
+"""Weight of one token in the running rate of hits, and of one search in that of matches."""
+MOST_RATE = 0.98
+"""The rate of hits counts as at most this."""
+COLD = 0.1
+"""Below this rate, of matches times hits, no tokens are drafted for a sequence; now and then a guess shows whether it
+has risen."""
+LONGEST_PAUSE = 8
+"""Tokens between two such guesses, at most. It doubles while they fail."""
+GUESSED = 4
+"""Tokens of such a guess."""
+MARGIN = 1.1
+"""Drafts must give this many times the tokens a second that steps without them give, as predictions err."""
+NOTED = 1024
+"""Tokens that are noted in one step, at most, so that the host keeps up: about half a millisecond."""
+GAP, GAP_OF_ROW = 7e-4, 3e-5
+"""Seconds that the device is taken to wait for the host where a step is not planned ahead, before that was measured;
+what each decode adds."""
+PATIENCE = 512
+"""Steps without drafts after which disappointment with them is forgotten by two thirds."""
+PRIOR = 10
+"""Steps that predictions of a new batch size are trusted as much as what comes."""
+WEIGHT = 0.1
+"""Weight of one step in the running means of gaps and of measured over predicted times."""
+MOST_GAP, MOST_RATIO = 0.02, 4.0
+"""Limits of a single measurement."""
+
+
+@dataclass(slots=True)
+class Row:
+    """What speculation knows of one sequence."""
+
+    own: Matcher
+    hits: float = 0.0
+    """Running share of guesses that were right, of those whose predecessors were."""
+    matches: float = 0.5
+    """Running share of searches that gave a guess."""
+    guess: tuple[int, ...] = ()
+    """A guess that was not put into a step, only to see whether it comes true."""
+    guess_at: int = 0
+    """Position of its first token."""
+    next_guess: int = 0
+    """The next such guess is due when so many tokens are known."""
+    pause: int = 1
+
+    def count(self, hits: int, missed: bool) -> None:
+        """Learn that so many guesses in a row were right, and whether the one behind them was wrong."""
+        self.hits = 1 - (1 - self.hits) * (1 - GAIN) ** hits
+        if missed:
+            self.hits *= 1 - GAIN
+
+    def searched(self, found: bool) -> None:
+        """Learn whether a search gave a guess."""
+        self.matches += GAIN * (found - self.matches)
+
+    @property
+    def chance(self) -> float:
+        """The chance of a guess to be right, if those in front of it are; 0 for a cold sequence."""
+        return min(self.hits, MOST_RATE) if self.hits * self.matches >= COLD else 0.0
+
+
+class Planned(NamedTuple):
+    """The last step that was planned."""
+
+    number: int
+    at: float
+    """When."""
+    waited: bool
+    """Nothing was in flight then."""
+    rows: int = 0
+    """Sequences that it samples for."""
+    promise: float = 0.0
+    """Predicted tokens a second, if it waited for tokens to be drafted behind."""
+
+
+@dataclass(slots=True)
+class Account:
+    """How steps with drafts have done, for batches of a size."""
+
+    gap: float
+    """Seconds that the device waits for the host before such a step."""
+    given: float = 0.0
+    """Tokens that they gave, the latest counting most."""
+    promised: float = 0.0
+    """Tokens that they were predicted to give in the time that they took."""
+
+    @property
+    def trust(self) -> float:
+        """The share of the predicted tokens a second that comes; at most 1."""
+        return min(1.0, self.given / self.promised) if self.promised else 1.0
+
+    def settle(self, given: float, promised: float) -> None:
+        """Note what one step gave, and what was promised."""
+        if not self.promised:
+            self.given = self.promised = PRIOR * promised
+        self.given += given - self.given / PRIOR / 2
+        self.promised += promised - self.promised / PRIOR / 2
+
+    def forget(self) -> None:
+        """Trust a little more in predictions, as a step went by without drafts."""
+        self.given += (self.promised - self.given) / PATIENCE
+
+
+class Speculation(Policy):
+    """Lets the decodes of a policy's steps verify drafted tokens where that gives more tokens a second.
+
+    A draft needs the last token of its sequence, so such a step can be planned only when the results of all steps
+    before it are known. The device then waits for the host in between. So either all decodes wait for each other's
+    tokens, or no draft is made and steps are planned ahead as ever; the better of the two is chosen for each step.
+
+    The tokens a second of a step are its decodes, and for each guess the chance that it and those in front of it are
+    right, over the predicted time of the step and of the wait. Chances come from how often guesses came true, for each
+    sequence; while none are drafted, a guess is made now and then only to be compared with what comes.
+    """
+
+    def __init__(
+        self,
+        inner: Policy,
+        drafter: Drafter,
+        cost: CostModel,
+        *,
+        most: int,
+        rows: int,
+        target: float = inf,
+    ) -> None:
+        """`most` guesses for each sequence; `rows` is how many tokens a step can sample in all.
+
+        A step with drafts is predicted to end within the `target`, in seconds.
+        """
+        self.inner, self._drafter = inner, drafter
+        self._most, self._sampled, self._target = most, rows, target
+        self._predictor = cost.predictor()
+        self._rows: dict[Entry, Row] = {}
+        self._noted = 0
+        """Tokens noted in the step under construction."""
+        self._ratio = self._drafts_ratio = 1.0
+        """Measured over predicted time of steps of decodes alone: without drafts, and how that of drafts differs."""
+        self._accounts: dict[int, Account] = {}
+        """By the power of two that the number of decodes is below."""
+        self._idle = 0.0
+        """Seconds that the device waits for the host before a step that was planned ahead."""
+        self._promise = 0.0
+        """Predicted tokens a second of the step that waits for tokens; 0: none waits."""
+        self._planned: dict[int, tuple[list[Entry], dict[Entry, tuple[int, ...]], float]] = {}
+        """Of each step in flight: who samples, who drafts what, and its predicted seconds if it has decodes alone."""
+        self._last = Planned(-1, 0.0, waited=False)
+        self._seconds, self._given = inf, 0
+        """What the last step took of which the result is known, and the tokens that it gave."""
+        self._drafts: dict[Entry, tuple[int, ...]] = {}
+        """Of the step under construction."""
+
+    def account(self, rows: int) -> Account:
+        """How steps with drafts have done with about so many decodes."""
+        size = rows.bit_length()
+        if size not in self._accounts:
+            self._accounts[size] = Account(GAP + GAP_OF_ROW * rows)
+        return self._accounts[size]
+
+    def plan(self, step: StepBuilder) -> None:
+        self._noted = self._drafter.index(NOTED)
+        decoding = [entry for entry in step.running if entry.decoding]
+        if step.in_flight and any(unknown(entry) for entry in decoding) and self._pays(decoding):
+            return  # planned once their tokens are known
+        self._measure(step)
+        promise, self._promise, self._drafts = self._promise, 0.0, {}
+        step.after_decode = lambda: self._draft(step, waited=promise > 0)
+        self.inner.plan(step)
+        if step.num_tokens:
+            alone = step.num_tokens == len(step.sampling) + sum(map(len, self._drafts.values()))
+            contexts = [entry.cache.planned for entry in step.sampling]
+            seconds = self._predictor.drafted(step.num_tokens, contexts) if alone else 0.0
+            self._planned[step.number] = step.sampling, self._drafts, seconds
+            rows = len(step.sampling)
+            self._last = Planned(step.number, step.now, not step.in_flight, rows, promise if alone else 0.0)
+
+    def observe(self, plan: StepPlan, result: StepResult) -> None:
+        self.inner.observe(plan, result)
+        self._seconds, self._given = result.seconds, len(result.tokens)
+        if plan.step not in self._planned:
+            return
+        sampling, drafts, predicted = self._planned.pop(plan.step)
+        if predicted and result.seconds:
+            ratio = min(max(result.seconds / predicted, 1 / MOST_RATIO), MOST_RATIO)
+            if drafts:
+                self._drafts_ratio += WEIGHT * (ratio / self._ratio - self._drafts_ratio)
+            else:
+                self._ratio += WEIGHT * (ratio - self._ratio)
+        if not drafts:
+            return
+        counts = result.counts if result.counts is not None else [1] * len(sampling)
+        for entry, given in zip(sampling, counts, strict=True):
+            guesses = drafts.get(entry, ())
+            if guesses and given:
+                self.tokens_drafted += len(guesses)
+                self.drafts_accepted += given - 1
+                if entry in self._rows:
+                    self._rows[entry].count(given - 1, missed=given <= len(guesses))
+
+    def ended(self, entry: Entry) -> None:
+        self.inner.ended(entry)
+        if self._rows.pop(entry, None) is not None:
+            request = entry.sequence.request
+            self._drafter.end(request.identity, entry.sequence.tokens[len(request.prompt) :])
+
+    def _measure(self, step: StepBuilder) -> None:
+        """Learn from the time since the last step was planned, if this one follows it at once."""
+        last, waited = self._last, not step.in_flight
+        if last.number != step.number - 1 or last.waited is not waited or not step.running:
+            return
+        cycle = step.now - last.at
+        gap = cycle - self._seconds
+        if gap >= MOST_GAP + self._seconds:
+            return
+        gap = min(max(gap, 0.0), MOST_GAP)
+        if not waited:
+            self._idle += WEIGHT * (gap - self._idle)
+            return
+        account = self.account(last.rows)
+        account.gap += WEIGHT * (gap - account.gap)
+        if last.promise:
+            account.settle(self._given, last.promise * cycle)
+
+    def _pays(self, decoding: Sequence[Entry]) -> bool:
+        """Whether it is expected to pay to wait for the tokens of these decodes."""
+        rows = len(decoding)
+        chances, each = [], self._each(rows)
+        for entry in decoding:
+            if not draftable(entry):
+                continue
+            row = self._look(entry)
+            if chance := row.chance:
+                chances.append((chance, self._room(entry, each), row.matches))
+        if sum(match * chance / (1 - chance) for chance, _, match in chances) < (MARGIN - 1) * rows:
+            return False
+        contexts = [entry.cache.planned + 1 for entry in decoding]
+        _, self._promise = self._shares(chances, contexts, self._sampled - rows)
+        if not self._promise:
+            self.account(rows).forget()
+        return self._promise > 0
+
+    def _draft(self, step: StepBuilder, *, waited: bool) -> None:
+        """Draft for those decodes of the step whose tokens are known, as far as it pays.
+
+        `waited`: the device has waited for these tokens, which it did whether or not there are drafts now.
+        """
+        found: list[tuple[Entry, tuple[int, ...]]] = []
+        chances: list[tuple[float, int, float]] = []
+        each = self._each(len(step.sampling))
+        for entry in step.sampling:
+            if entry.sequence.in_flight > 1 or not draftable(entry):  # the token that this step samples is one
+                continue
+            row = self._look(entry)
+            if not row.chance or not self._catch_up(entry, row):
+                continue
+            guesses = self._drafter.propose(row.own, entry.sequence.request.identity, self._room(entry, each))
+            row.searched(bool(guesses))
+            row.guess, row.next_guess = (), len(entry.sequence.tokens) + LONGEST_PAUSE  # the step will show more
+            if guesses:
+                found.append((entry, guesses))
+                chances.append((min(row.hits, MOST_RATE), len(guesses), 1.0))
+        if not found:
+            return
+        contexts = [entry.cache.planned for entry in step.sampling]
+        room = min(step.budget, self._sampled - len(contexts))
+        shares, _ = self._shares(chances, contexts, room, waited=waited)
+        wanted = {entry: guesses[:share] for (entry, guesses), share in zip(found, shares, strict=False) if share}
+        if wanted:
+            self._drafts = step.speculate(lambda entry: wanted.get(entry, ()))
+
+    def _shares(
+        self, chances: Sequence[tuple[float, int, float]], contexts: list[int], room: int, *, waited: bool = False
+    ) -> tuple[list[int], float]:
+        """How many guesses of each sequence to verify, and predicted tokens a second; none and 0 if it does not pay.
+
+        Of each sequence: the chance of a guess, their number, and how likely there are any. `contexts` are those of all
+        decodes of the step. At most `room` guesses in all. The guesses with the highest chance to be of use come first:
+        that of the n-th of a sequence is the n-th power of its chance. What they must beat is a step that was planned
+        ahead, or where the device has `waited` anyway, one that was not.
+        """
+        rows = len(contexts)
+        attention = self._predictor.decodes(contexts)
+        uses = [match * chance**place for chance, count, match in chances for place in range(1, count + 1)]
+        account, ratio = self.account(rows), self._ratio * self._drafts_ratio
+        plain = self._ratio * (self._predictor.drafted(rows, []) + attention)
+        best = rows / (plain + account.gap) if waited else MARGIN * rows / (plain + self._idle) / account.trust
+        share, gain = 0, 0.0
+        order = sorted(uses, reverse=True)[: max(0, room)]
+        every = 1 if len(order) <= 64 else 8
+        for count, chance in enumerate(order, 1):
+            gain += chance
+            if count % every and count < len(order):
+                continue
+            seconds = ratio * (self._predictor.drafted(rows + count, []) + attention)
+            if seconds > self._target:
+                break
+            if (rate := (rows + gain) / (seconds + account.gap)) > best:
+                best, share = rate, count
+        if not share:
+            return [], 0.0
+        least, left, shares = order[share - 1], share, []
+        for chance, count, match in chances:
+            taken = 0
+            while taken < min(count, left) and match * chance ** (taken + 1) >= least:
+                taken += 1
+            shares.append(taken)
+            left -= taken
+        return shares, best
+
+    def _each(self, rows: int) -> int:
+        """Most guesses that are looked for each of so many sequences: twice what all could have."""
+        return min(self._most, max(1, 2 * (self._sampled - rows) // max(1, rows)))
+
+    def _room(self, entry: Entry, most: int) -> int:
+        """Most guesses for a sequence: its last token is sampled, never guessed."""
+        return max(0, min(most, entry.limit - len(entry.sequence.tokens) - 1))
+
+    def _look(self, entry: Entry) -> Row:
+        """What is known of a sequence. Compares its last guess with what came, and guesses anew where that is due."""
+        tokens, row = entry.sequence.tokens, self._rows.get(entry)
+        known = len(tokens)
+        if row is None:
+            row = self._rows[entry] = Row(self._drafter.begin(entry.limit), next_guess=known)
+        if known < row.next_guess:
+            return row
+        if row.guess:
+            came = tokens[row.guess_at : row.guess_at + len(row.guess)]
+            hits = next((at for at, (one, other) in enumerate(zip(came, row.guess, strict=False)) if one != other), -1)
+            row.count(len(came) if hits < 0 else hits, missed=hits >= 0)
+            row.guess = ()
+            if not hits:
+                self._pause(row, known)
+                return row
+            row.pause = 1
+        if not self._catch_up(entry, row):
+            return row
+        guess = self._drafter.propose(row.own, entry.sequence.request.identity, GUESSED)
+        row.searched(bool(guess))
+        if guess:
+            row.guess, row.guess_at, row.next_guess = guess, known, known + len(guess)
+        else:
+            self._pause(row, known)
+        return row
+
+    @staticmethod
+    def _pause(row: Row, known: int) -> None:
+        """Make no guess for a while."""
+        row.next_guess = known + row.pause
+        row.pause = min(2 * row.pause, LONGEST_PAUSE)
+
+    def _catch_up(self, entry: Entry, row: Row) -> bool:
+        """Note the tokens of a sequence that are new. Whether all are noted: a step takes note of so many only."""
+        own, tokens = row.own, entry.sequence.tokens
+        if own.length < len(tokens):
+            some = tokens[own.length : own.length + NOTED - self._noted]
+            self._noted += len(some)
+            own.extend(some)
+        return own.length == len(tokens)
+
+
+def draftable(entry: Entry) -> bool:
+    """Whether guesses of a sequence can be verified. Under a grammar each place would need a mask of its own."""
+    return entry.sampling.grammar is None
+
+
+def unknown(entry: Entry) -> bool:
+    """Whether a token of a decoding sequence is still to come."""
+    return entry.sequence.in_flight > 0

@@ -1,0 +1,88 @@
+"""Drafts through a whole engine: texts, log probabilities, usage and what is reported stay as without them."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast import LLM, SamplingParams
+from holdfast.core.config import EngineConfig
+from holdfast.core.types import Request
+from holdfast.engine import build as build_module
+from holdfast.engine.build import build
+from holdfast.engine.profiles import CostProfile
+from tests.engine.conftest import SMALL
+
+FEW = SamplingParams(temperature=0.3, max_tokens=60, ignore_eos=True, logit_bias=((70, 60.0), (71, 60.0), (72, 59.0)))
+PROMPTS = [f"{number} hello world " * (number % 3 + 1) for number in range(1, 9)]
+KINDS: list[dict[str, Any]] = [
+    dict(temperature=0.0),
+    dict(logprobs=2),
+    dict(frequency_penalty=0.2, logprobs=0),
+    dict(min_tokens=25),
+    dict(),
+]
+
+
+@pytest.fixture(autouse=True)
+def rows_cost_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the pace of the machine that tests run on, drafts pay."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    estimate = build_module.make_profile
+
+    def cheap(*given: Any, **options: Any) -> CostProfile:
+        profile = estimate(*given, **options)
+        free: dict[str, Any] = dict(linear_tokens=(1, 512), linear_seconds=(1.0, 1.01))
+        cost = replace(profile.cost, **free, decode_rows=(), decode_seconds=(), decode_attention=())
+        return replace(profile, cost=cost)
+
+    monkeypatch.setattr(build_module, "make_profile", cheap)
+
+
+def test_texts_with_drafts_are_those_without(checkpoint: Path) -> None:
+    build(EngineConfig(model=str(checkpoint), **SMALL, speculation="suffix"))[0].close()  # stores the profile
+    asked = [replace(FEW, seed=number, **KINDS[number % len(KINDS)]) for number in range(len(PROMPTS))]
+    with LLM(str(checkpoint), **SMALL) as llm:
+        open_ended = llm.generate(PROMPTS, asked, progress=False)
+        # Two characters from the middle end the text, wherever they fall in what one step gives.
+        stops = [each.text[len(each.text) // 2 :][:2] for each in open_ended]
+        asked += [replace(params, stop=(stop,)) for params, stop in zip(asked, stops, strict=True)]
+        expected = llm.generate(PROMPTS * 2, asked, progress=False)
+    with LLM(str(checkpoint), **SMALL, speculation="suffix") as llm:
+        found = llm.generate(PROMPTS * 2, asked, progress=False)
+        stats = llm._thread.run(llm._client.health())
+    assert stats.drafts_accepted > 50
+    assert [each.text for each in found] == [each.text for each in expected]
+    assert [each.token_ids for each in found] == [each.token_ids for each in expected]
+    assert [each.finish_reason for each in found] == [each.finish_reason for each in expected]
+    assert [each.timings.tokens for each in found] == [each.timings.tokens for each in expected]
+    for one, other in zip(found, expected, strict=True):
+        assert [told.top_ids for told in one.logprobs] == [told.top_ids for told in other.logprobs]
+        chances, others = ([told.logprob for told in each.logprobs] for each in (one, other))
+        assert chances == pytest.approx(others, abs=1e-4)
+
+
+@pytest.mark.parametrize("options", [{"tp": 2}, {"max_adapters": 2}])
+def test_drafts_are_verified_on_several_devices_and_beside_slots_for_adapters(
+    checkpoint: Path, options: dict[str, Any]
+) -> None:
+    answers = []
+    for speculation in ("off", "ngram"):
+        config = EngineConfig(model=str(checkpoint), **SMALL | options, speculation=speculation)
+        loop, info = build(config)
+        choose = random.Random(0)
+        given: dict[str, list[int]] = {str(number): [] for number in range(3)}
+        for name in given:
+            prompt = tuple(choose.randrange(info.vocab_size) for _ in range(9))
+            loop.add(Request(name, prompt, replace(FEW, seed=int(name))))
+        while loop.has_work():
+            for output in loop.step() or ():
+                given[output.request_id] += output.tokens
+        assert (loop.stats().drafts_accepted > 10) == (speculation == "ngram")
+        answers.append(given)
+        loop.close()
+    assert answers[0] == answers[1]

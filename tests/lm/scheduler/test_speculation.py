@@ -1,0 +1,247 @@
+"""Speculation: drafts are verified where that pays, steps are planned ahead where it does not."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from holdfast.core.cost import CostModel
+from holdfast.core.types import Identity, Request
+from holdfast.lm.scheduler.drafts import Drafter, Matcher, NgramDrafter, SuffixDrafter
+from holdfast.lm.scheduler.policies import StallFree
+from holdfast.lm.scheduler.scheduler import Scheduler
+from holdfast.lm.scheduler.speculation import GAP, Row, Speculation
+from holdfast.lm.types import StepPlan, StepResult
+from tests.invariants import check_scheduler
+from tests.scheduling import create_requests, create_scheduler
+
+Source = Callable[[str, int], int]
+"""The token of a sequence, by its name, at a position."""
+
+
+def cost(row: float, step: float = 5e-3) -> CostModel:
+    """Steps take so long for each row, and for all together."""
+    return CostModel(
+        model="m",
+        device="d",
+        linear_tokens=(1, 1024),
+        linear_seconds=(step + row, step + 1024 * row),
+        attention_queries=(1, 64),
+        attention_contexts=(1, 64),
+        attention_seconds=((0.0, 0.0), (0.0, 0.0)),
+    )
+
+
+def speculating(model: CostModel, drafter: Drafter | None = None, most: int = 7, **options: Any) -> Scheduler:
+    rows = options.pop("rows", 64)
+    target = options.pop("target", float("inf"))
+    policy = Speculation(StallFree(512), drafter or SuffixDrafter(), model, most=most, rows=rows, target=target)
+    return create_scheduler(policy=policy, blocks=4000, max_sequences=256, max_model_len=2000, **options)
+
+
+class Device:
+    """Runs plans as long as a cost model says, on a clock of its own; `source` gives the tokens."""
+
+    def __init__(self, scheduler: Scheduler, model: CostModel, source: Source, host: float = 2e-4) -> None:
+        self.scheduler, self.model, self.source, self.host = scheduler, model, source, host
+        self.now = self.free_at = 0.0
+        self.plans: deque[tuple[StepPlan, float, float]] = deque()
+        self.answers: dict[str, list[int]] = {}
+        self.seen: list[StepPlan] = []
+        self.late: Request | None = None
+        """Comes once drafts are verified."""
+
+    def run(self, *requests: Request) -> float:
+        """Seconds until all requests have ended."""
+        began = self.now
+        for request in requests:
+            self.add(request)
+        while self.scheduler.has_work():
+            while len(self.plans) < 2 and (plan := self.scheduler.schedule(self.now)) is not None:
+                self.now += self.host
+                seconds = self.model.linear(plan.num_tokens)
+                self.free_at = max(self.now, self.free_at) + seconds
+                self.plans.append((plan, seconds, self.free_at))
+                self.seen.append(plan)
+                if plan.samples and self.late is not None:
+                    self.add(self.late)
+                    self.late = None
+                check_scheduler(self.scheduler)
+            plan, seconds, ends = self.plans.popleft()
+            self.now = max(self.now, ends)
+            for output in self.scheduler.update(plan, self.result(plan, seconds), self.now):
+                self.answers[output.request_id] += output.tokens
+            check_scheduler(self.scheduler)
+        return self.now - began
+
+    def add(self, request: Request) -> None:
+        self.scheduler.add(request)
+        self.answers[request.id] = []
+
+    def result(self, plan: StepPlan, seconds: float) -> StepResult:
+        drawn: list[int] = []
+        sampled = [segment for segment in plan.segments if segment.sampling is not None]
+        for segment, most in zip(sampled, plan.samples or [1] * len(sampled), strict=True):
+            drawn += [self.source(segment.sequence_id, segment.stop - behind) for behind in reversed(range(most))]
+        result, drafts = StepResult(plan.step, tuple(drawn), seconds), plan.drafts
+        return result if drafts is None else result.verified(drafts)
+
+
+def looping(name: str, position: int) -> int:
+    return position % 5 + 10 * int(name)
+
+
+def random_text(name: str, position: int) -> int:
+    return random.Random(f"{name} {position}").randrange(50_000)
+
+
+def pace(batch: int, source: Source, model: CostModel, drafter: Drafter | None = None, tokens: int = 200) -> float:
+    """How many times as many tokens a second as without drafts."""
+    requests = create_requests(*[8] * batch, max_tokens=tokens)
+    plain = create_scheduler(policy=StallFree(512), blocks=4000, max_sequences=256, max_model_len=2000)
+    before = Device(plain, model, source)
+    seconds = before.run(*requests)
+    device = Device(speculating(model, drafter), model, source)
+    ratio = seconds / device.run(*requests)
+    assert device.answers == before.answers
+    assert [len(answer) for answer in device.answers.values()] == [tokens] * batch
+    return ratio
+
+
+@pytest.mark.parametrize("drafter", [NgramDrafter, SuffixDrafter])
+def test_text_that_repeats_is_several_times_as_fast_at_batch_1(drafter: type[Drafter]) -> None:
+    assert pace(1, looping, cost(row=1e-5), drafter()) > 4
+
+
+@pytest.mark.parametrize("batch", [1, 8, 64])
+def test_random_text_loses_nothing(batch: int) -> None:
+    assert pace(batch, random_text, cost(row=1e-5)) > 0.99
+
+
+def test_where_a_row_costs_as_much_as_a_step_nothing_is_drafted() -> None:
+    model = cost(row=5e-3, step=1e-6)
+    assert pace(4, looping, model) > 0.99
+    device = Device(speculating(model), model, looping)
+    device.run(*create_requests(8, max_tokens=100))
+    assert not any(plan.samples for plan in device.seen)
+
+
+def test_drafts_are_longer_where_rows_cost_less() -> None:
+    def longest(row: float) -> int:
+        model = cost(row=row)
+        device = Device(speculating(model, most=31), model, lambda name, at: looping(name, at) if at % 20 else at)
+        device.run(*create_requests(8, max_tokens=400))
+        return max(max(plan.samples or (1,)) for plan in device.seen)
+
+    assert longest(1e-6) > longest(2e-3) > 1
+
+
+def test_a_step_with_drafts_stays_within_the_target() -> None:
+    model = cost(row=1e-3)
+    device = Device(speculating(model, target=8e-3), model, looping)
+    device.run(*create_requests(4, max_tokens=200))
+    drafted = [plan for plan in device.seen if plan.samples]
+    assert drafted and max(model.linear(plan.num_tokens) for plan in drafted) <= 8e-3
+
+
+def test_a_step_samples_no_more_tokens_than_there_is_room_for() -> None:
+    model = cost(row=1e-6)
+    device = Device(speculating(model, rows=20), model, looping)
+    device.run(*create_requests(*[4] * 6, max_tokens=200))
+    assert max(sum(plan.samples) for plan in device.seen if plan.samples) == 20
+
+
+def test_while_drafts_pay_a_step_waits_for_the_tokens_before_it() -> None:
+    model = cost(row=1e-6)
+    device = Device(speculating(model), model, looping)
+    device.run(*create_requests(8, max_tokens=100))
+    first = next(index for index, plan in enumerate(device.seen) if plan.samples)
+    assert all(plan.samples for plan in device.seen[first:-1])
+    assert [plan.segments[0].tokens[0] for plan in device.seen[first + 1 :]] == [
+        looping("0", plan.segments[0].start) for plan in device.seen[first + 1 :]
+    ], "the host tells the last token, since a row has drawn others behind it"
+
+
+def test_drafting_ends_with_the_repetition_and_comes_back_with_it() -> None:
+    model = cost(row=1e-5)
+
+    def source(name: str, position: int) -> int:
+        return random_text(name, position) if 150 <= position < 400 else looping(name, position)
+
+    device = Device(speculating(model), model, source)
+    device.run(*create_requests(8, max_tokens=600))
+    drafted = [plan.segments[0].start for plan in device.seen if plan.samples]
+    assert drafted[0] < 50 and not [at for at in drafted if 200 <= at < 400] and [at for at in drafted if at > 420]
+
+
+def test_what_one_request_was_answered_speeds_up_the_next() -> None:
+    model = cost(row=1e-5)
+    device = Device(speculating(model), model, lambda name, at: random_text("", at))
+    request, again = create_requests(8, 8, max_tokens=200)
+    stranger = create_requests(8, 8, 8, max_tokens=200, identity=Identity(tenant="other"))[2]
+    first, second, third = (device.run(each) for each in (request, again, stranger))
+    assert device.answers["0"] == device.answers["1"] == device.answers["2"]
+    assert second < first / 2 and third > 0.99 * first
+
+
+def test_prompts_are_planned_beside_drafts() -> None:
+    model = cost(row=1e-5)
+    device = Device(speculating(model), model, looping)
+    first, device.late = create_requests(8, 900, max_tokens=100)
+    device.run(first)
+    assert any(plan.samples and plan.num_tokens == 512 for plan in device.seen)
+    assert device.answers["1"] == [looping("1", at) for at in range(900, 1000)]
+
+
+def test_tokens_drafted_and_accepted_are_counted() -> None:
+    model = cost(row=1e-5)
+    scheduler = speculating(model)
+    device = Device(scheduler, model, looping)
+    device.run(*create_requests(8, max_tokens=100))
+    stats = scheduler.stats()
+    assert stats.tokens_drafted == sum(sum(plan.samples) - 1 for plan in device.seen if plan.samples)
+    assert 0 < stats.drafts_accepted <= stats.tokens_drafted
+    assert len(device.seen) + stats.drafts_accepted >= 100
+
+
+def test_the_wait_for_the_host_is_measured_and_counts() -> None:
+    model = cost(row=1e-5, step=1e-3)
+    scheduler = speculating(model)
+    Device(scheduler, model, looping, host=9.9e-4).run(*create_requests(8, max_tokens=400))
+    policy: Any = scheduler._policy
+    assert GAP < policy.account(1).gap < 1e-3
+
+
+def test_what_is_known_of_a_sequence_ends_with_it() -> None:
+    model = cost(row=1e-5)
+    scheduler = speculating(model)
+    policy: Any = scheduler._policy
+    Device(scheduler, model, looping).run(*create_requests(8, 8, max_tokens=30))
+    assert not policy._rows
+    for request in create_requests(8, 8, max_tokens=30):
+        scheduler.add(request)
+    plan = scheduler.schedule(0.0)
+    assert plan is not None and scheduler.schedule(0.0) is not None
+    for name in ("0", "1"):
+        scheduler.abort(name)
+    assert not policy._rows
+
+
+def test_the_rate_of_hits_rises_and_falls_with_them() -> None:
+    row = Row(Matcher(16))
+    assert row.chance == 0
+    row.count(10, missed=False)
+    assert 0.85 < row.chance < 0.95
+    row.count(1000, missed=False)
+    assert row.chance < 1
+    for _ in range(20):
+        row.count(0, missed=True)
+    assert row.chance == 0
+    row.count(10, missed=False)
+    for _ in range(20):
+        row.searched(False)
+    assert row.chance == 0

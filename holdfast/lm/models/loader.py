@@ -169,8 +169,9 @@ def check_fp8(device: torch.device) -> None:
 
 
 def own_dtype(config: Mapping[str, Any]) -> torch.dtype:
-    """The dtype in the checkpoint's config; float32 by default."""
-    name = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+    """The dtype in the checkpoint's config. By default float32; bfloat16 if it is quantized (GPT-OSS names none)."""
+    default = "bfloat16" if config.get("quantization_config") else "float32"
+    name = str(config.get("dtype") or config.get("torch_dtype") or default).removeprefix("torch.")
     if name not in DTYPES:
         raise UnsupportedCheckpoint(f"the checkpoint's dtype is {name}; choose one with dtype: {', '.join(DTYPES)}")
     return DTYPES[name]

@@ -17,7 +17,7 @@ from holdfast.lm.kernels.int4 import Int4Weight
 from holdfast.lm.models.base import UnsupportedCheckpoint
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.hf import _paged_logits
-from holdfast.lm.models.loader import load
+from holdfast.lm.models.loader import load, own_dtype
 from tests.checkpoints import make
 
 Tensors = dict[str, torch.Tensor]
@@ -151,6 +151,12 @@ def test_quantized_weights_take_their_own_bytes(tmp_path: Path) -> None:
     layers = sum(weight.numel() for name, weight in module.named_parameters() if "proj" in name)
     rest = sum(weight.nbytes for name, weight in module.named_parameters() if "proj" not in name)
     assert model.spec.weight_bytes == rest + layers // 2 + 3 * layers // 32  # numbers, and 3 bytes for each group
+
+
+def test_a_quantized_checkpoint_that_names_no_dtype_is_bfloat16() -> None:
+    assert own_dtype({"quantization_config": {"quant_method": "mxfp4"}}) == torch.bfloat16
+    assert own_dtype({"quantization_config": {"quant_method": "awq"}, "torch_dtype": "float16"}) == torch.float16
+    assert own_dtype({}) == torch.float32
 
 
 @pytest.mark.parametrize("method", ["awq-32", "gptq-rows", "fp8-tensor", "fp8-block"])

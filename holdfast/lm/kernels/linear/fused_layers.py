@@ -14,7 +14,7 @@ from holdfast.lm.kernels.fp8 import Fp8Weight, Weight
 from holdfast.lm.kernels.int4 import Int4Weight
 from holdfast.lm.kernels.launch import dependent_launch_options
 from holdfast.lm.kernels.linear.experts.experts import Experts
-from holdfast.lm.kernels.linear.experts.launches import experts_of_few, few_tokens, grouped_experts
+from holdfast.lm.kernels.linear.experts.launches import FEW_TOKENS, experts_of_few, grouped_experts
 from holdfast.lm.kernels.linear.fp8_linear import (
     TILE,
     Fp8Rows,
@@ -148,7 +148,7 @@ class FusedLayerOps(LayerOps):
         return self._normed(stream, partials, bias, norm)
 
     def add_experts_norm(self, stream: torch.Tensor, x: Normed, experts: Experts, norm: torch.Tensor) -> Normed:
-        if not few_tokens(stream, experts):
+        if len(stream) > FEW_TOKENS:
             partials = grouped_experts(self.computed(x), experts)
             if self.group is not None:
                 return self.group.add_norm(stream, partials, None, norm, self.shape.eps)

@@ -77,11 +77,6 @@ GROUPED = (
 (benchmarks/experts_gpu.py --tune)."""
 
 
-def few_tokens(x: torch.Tensor, experts: Experts) -> bool:
-    """Whether the kernels for a few tokens compute x [T, hidden]."""
-    return len(x) <= FEW_TOKENS
-
-
 def grouped_launch_for(tokens: int, experts: Experts) -> GroupedLaunch:
     """The launch for so many tokens."""
     mean = tokens * experts.rule.top_k / len(experts.router)

@@ -226,7 +226,7 @@ class PagedExecutor:
             while flight in self._unread:
                 self._read_next()
         result, memory = flight.result(), self.memory
-        if drafts is not None:
+        if drafts is not None and result.tokens:  # a stage before the last draws none
             result = result.verified(drafts)
         if self._undrawn is not None and self._in_flight[0][2] is self._undrawn:
             self._draw_late()

@@ -120,8 +120,11 @@ class ResponseRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknown_
     def items(self) -> list[Item]:
         """The input as items. Raises ApiError for unsupported content, and for parameters that exclude each other."""
         if self.previous_response_id is not None and self.conversation is not None:
-            reason = "previous_response_id and conversation exclude each other; give one of them"
+            reason = "previous_response_id and conversation are mutually exclusive; give one of them"
             raise ApiError(reason, param="previous_response_id", code="mutually_exclusive_parameters")
+        if self.conversation_id is not None and not self.conversation_id.startswith("conv_"):
+            reason = f"conversation is {self.conversation_id[:64]!r}; a conversation's id begins with conv_"
+            raise ApiError(reason, param="conversation", code="invalid_value")
         if self.background and not self.store:
             reason = "background needs store: true, as its answer is fetched later"
             raise ApiError(reason, param="background", code="invalid_value")
@@ -315,7 +318,7 @@ class ResponseShape:
         for item in self.response["output"]:
             (part,) = item["content"]
             yield self._part("response.output_text.done", text=part["text"], logprobs=_in_event(part["logprobs"]))
-            yield self._part("response.content_part.done", part=part)
+            yield self._part("response.content_part.done", part=part | {"logprobs": []})
             yield self._event("response.output_item.done", output_index=0, item=item)
         yield self._event(f"response.{LAST_EVENTS[self.response['status']]}", response=self.response)
 
@@ -326,6 +329,8 @@ class ResponseShape:
         return self._event("response.failed", response=self.response)
 
     def _event(self, kind: str, **fields: Any) -> Event:
+        if kind.startswith("response.content_part."):  # more than OpenAI's types have: llama-stack's clients read it
+            fields["response_id"] = self.response["id"]
         return {"type": kind, "sequence_number": next(self.numbers), **fields}
 
     def _part(self, kind: str, **fields: Any) -> Event:

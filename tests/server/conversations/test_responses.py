@@ -120,9 +120,9 @@ async def test_the_tokens_of_a_turn_are_counted_with_what_it_builds_on(
 
 async def test_events_of_a_part_name_its_response(api: openai.AsyncOpenAI) -> None:
     async with api.responses.stream(model="tiny", input="hello") as stream:
-        events = [event.model_dump() async for event in stream]
-    parts = [event["response_id"] for event in events if event["type"].startswith("response.content_part.")]
-    assert parts == [events[-1]["response"]["id"]] * 2
+        events: list[Any] = [event async for event in stream]
+    parts = [event.response_id for event in events if event.type.startswith("response.content_part.")]
+    assert parts == [events[-1].response.id] * 2
 
 
 async def test_what_is_no_conversations_id_is_refused_as_such(api: openai.AsyncOpenAI) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -155,12 +155,14 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         tenant: str = "",
         adapter: str = "",
         deadline: float | None = None,
+        shown: Collection[int] = (),
     ) -> AsyncGenerator[Delta, None]:
         """The deltas of one request. It is submitted when the first delta is awaited.
 
         `adapter` is the name of a loaded adapter; empty: none. The request shares cached prefixes only with requests of
         the same `tenant`, and with the same adapter. `deadline` is the time until
-        the first token is due, in seconds from now, for the deadline order. Leaving the iterator before its last Delta
+        the first token is due, in seconds from now, for the deadline order. `shown` are special tokens whose names
+        belong to the text. Leaving the iterator before its last Delta
         (aclose, cancellation) aborts the request. Raises RequestRefused at once for a request that can never be served,
         QueueFull, and EngineDead, also while it runs.
         """
@@ -183,7 +185,7 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
             deadline=deadline,
         )
         try:
-            text = TextStream(self.text, params.stop, params.min_tokens)
+            text = TextStream(self.text, params.stop, params.min_tokens, shown)
         except ValueError as error:
             raise RequestRefused(str(error), "stop") from error
         return self._run(_Stream(request, text))
@@ -283,10 +285,10 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
                     self._deliver(output, now)
             case messages.Steps(tokens, seconds):
                 self.on_steps(tokens, seconds)
-            case messages.Refused(request_id, reason):
+            case messages.Refused(request_id, reason, param):
                 stream = self._streams.get(request_id)
                 if stream is not None and self._forget(request_id):
-                    stream.fail(RequestRefused(reason, "prompt"))
+                    stream.fail(RequestRefused(reason, param))
             case messages.AdapterLoaded(number, info):
                 self._settle(self._asked.pop(number, None), info)
             case messages.AdapterUnloaded(number):

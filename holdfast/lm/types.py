@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, Protocol
 
 from holdfast.core.columns import Columns
 from holdfast.core.config import CacheTypeName, ExecutorName, QuantizationName
-from holdfast.core.types import FinishReason, Request, SamplingParams, SequenceOutput, TokenLogprobs
+from holdfast.core.types import FinishReason, Grammar, Request, SamplingParams, SequenceOutput, TokenLogprobs
 from holdfast.loop.contracts import Device, Executor
 from holdfast.loop.loop import Loop
 
@@ -64,6 +64,8 @@ class Sampling:
     """Alternatives to tell with the log probability of each token; None: tell nothing."""
     shaping: Shaping | None = None
     """None: the logits are not changed."""
+    grammar: Grammar | None = None
+    """What the answer must match; None: anything."""
 
     @classmethod
     def of(cls, params: SamplingParams, seed: int, *, prompt: int = 0, ends: abc.Collection[int] = ()) -> Sampling:
@@ -82,17 +84,22 @@ class Sampling:
             ends=tuple(sorted(ends)),
         )
         told = None if shaping.is_neutral else shaping
-        return cls(params.temperature, params.top_k, params.top_p, seed, params.logprobs, told)
+        return cls(params.temperature, params.top_k, params.top_p, seed, params.logprobs, told, params.grammar)
 
     @property
     def asks(self) -> bool:
         """Whether it asks for more than a token drawn from the model's logits."""
-        return self.logprobs is not None or self.shaping is not None
+        return self.logprobs is not None or self.shaping is not None or self.grammar is not None
 
     @property
     def counts(self) -> bool:
         """Whether the draw depends on the tokens so far."""
         return self.shaping is not None and self.shaping.counts
+
+    @property
+    def skips(self) -> bool:
+        """Whether tokens that its grammar forces may be taken over without a draw, as nothing else is told of them."""
+        return self.grammar is not None and self.logprobs is None and not self.counts
 
     @property
     def columns(self) -> tuple[float, int, float, int]:
@@ -132,6 +139,37 @@ class History(NamedTuple):
     """The known tokens of a row whose draw depends on them (`Shaping.counts`), from position 0 on."""
 
     row: int
+    tokens: tuple[int, ...]
+
+
+class Answer(NamedTuple):
+    """What a sequence with a grammar has answered so far."""
+
+    row: int
+    start: int
+    """Tokens of its prompt."""
+    tokens: tuple[int, ...]
+
+
+class ConstrainedRow(NamedTuple):
+    """A sampled row whose token a grammar restricts."""
+
+    at: int
+    """Its index among the step's sampled rows."""
+    row: int
+    """Of the executor."""
+    start: int
+    """The segment's, as are those below."""
+    stop: int
+    tokens: tuple[int, ...]
+    sampling: Sampling
+
+
+class Forced(NamedTuple):
+    """Tokens that must follow a sampled one, as its sequence's grammar allows no other."""
+
+    at: int
+    """Index of the sampling segment, in plan order."""
     tokens: tuple[int, ...]
 
 
@@ -309,6 +347,8 @@ class StepPlan:
     histories: tuple[History, ...] = ()
     """Of sampling segments. On paged rows only the first one of a sequence in its row has it: the executor notes the
     tokens of later ones."""
+    answers: tuple[Answer, ...] = ()
+    """Of sampling segments with a grammar: the first one of a sequence in its row has it."""
     training: TrainingSlice | None = None
     """Computed after the segments. A plan may have a slice and no segments."""
 
@@ -388,6 +428,8 @@ class StepResult:
     """The time that each stage of a pipeline spent on the step; empty for one stage."""
     logprobs: tuple[TokenLogprobs | None, ...] = ()
     """Of each of the tokens; None for one whose request does not ask. Empty: no request of the step does."""
+    forced: tuple[Forced, ...] = ()
+    """What must follow some of the tokens. Not told where `Sampling.skips` is false."""
 
 
 @dataclass(slots=True, eq=False)

@@ -17,9 +17,11 @@ from holdfast.engine.client import Delta, EngineClient
 from holdfast.engine.connection import EngineConnection, EngineDead, QueueFull
 from holdfast.lm.limits import CONTEXT_LENGTH_EXCEEDED, RequestRefused
 from holdfast.server.config import ServerConfig
+from holdfast.server.formats.registry import AnswerFormat, Reading
 from holdfast.server.metrics import Metrics
 from holdfast.server.protocol import ApiError, ChatRequest, CompletionRequest, SampledRequest
 from holdfast.server.replies import Reply, RequestUsage, Shape, Written
+from holdfast.server.tools import chat_toolset
 
 log = logging.getLogger("holdfast.server")
 T = TypeVar("T")
@@ -143,6 +145,8 @@ class Service:
         """Names of adapters that belong to the tenant of the tuning job that made them: that tenant, and the job."""
         self.loading: set[str] = set()
         """Names of adapters that will be served in a moment."""
+        self.format = AnswerFormat.find(client.text, config.tool_call_parser, config.reasoning_parser)
+        """How the model writes its answers."""
         self.started_at = int(time.time())
         self._small = ThreadPoolExecutor(SMALL_WORKERS, "holdfast-text")
         self._chats = ThreadPoolExecutor(1, "holdfast-chat-text")
@@ -190,21 +194,26 @@ class Service:
         text, most = self.client.text, self.client.info.max_model_len
         if isinstance(wanted, ChatRequest):
             messages = wanted.conversation()
+            reading = Reading(self.format, chat_toolset(wanted), wanted.template_options)
             size = sum(len(message["content"]) for message in messages)
 
             def render() -> list[list[int]]:
-                return [text.encode_chat(messages, most=most)]
+                return [text.encode(reading.render(text, messages), add_special_tokens=False, most=most)]
 
-            return Answer(
-                self, wanted, tenant, lambda: self.off_loop(size, render, renders=True, lane=lane), 1, lane, name
-            )
+            def begin() -> Awaitable[list[list[int]]]:
+                return self.off_loop(size, render, renders=True, lane=lane)
+
+            return Answer(self, wanted, tenant, begin, reading, 1, lane, name)
         prompts = wanted.prompts()
         size = sum(map(len, prompts))
 
         def encode() -> list[list[int]]:
             return [text.encode(prompt, most=most) if isinstance(prompt, str) else prompt for prompt in prompts]
 
-        return Answer(self, wanted, tenant, lambda: self.off_loop(size, encode, lane=lane), len(prompts), lane, name)
+        reading = Reading(self.format.unread, None, {})
+        return Answer(
+            self, wanted, tenant, lambda: self.off_loop(size, encode, lane=lane), reading, len(prompts), lane, name
+        )
 
 
 class Answer:
@@ -216,11 +225,12 @@ class Answer:
         wanted: SampledRequest,
         tenant: str,
         encode: Callable[[], Awaitable[Sequence[Sequence[int]]]],
+        reading: Reading,
         num_prompts: int = 1,
         lane: Lane | None = None,
         name: str | None = None,
     ) -> None:
-        """`encode` returns the prompts' tokens; it is called after admission."""
+        """`encode` returns the prompts' tokens; it is called after admission. `reading` reads the answers."""
         self.service = service
         self.lane = lane or service.lane
         self.name = name
@@ -228,6 +238,7 @@ class Answer:
         self.wanted = wanted
         self.tenant = tenant
         self.encode = encode
+        self.reading = reading
         self.num_choices = wanted.candidates * num_prompts
         self.arrival = time.monotonic()
         self.most_tokens = wanted.most_tokens
@@ -262,7 +273,7 @@ class Answer:
         written = [Written() for _ in range(self.num_choices)]
         async with aclosing(self.deltas()) as deltas:
             async for choice, delta in deltas:
-                written[choice].add(delta)
+                written[choice].add(delta, shape.read(choice, delta))
         return shape.whole(self._best(written), self.usage)
 
     def _best(self, written: list[Written]) -> list[Written]:
@@ -298,9 +309,13 @@ class Answer:
 
     def _choices(self, prompt: Sequence[int]) -> list[AsyncGenerator[Delta, None]]:
         most = self.most_tokens or self.service.client.info.max_model_len - len(prompt)
-        return [
-            self._choice(prompt, self.wanted.sampling(choice, most), choice) for choice in range(self.wanted.candidates)
-        ]
+        try:
+            params = [
+                self.reading.constrained(self.wanted.sampling(choice, most)) for choice in range(self.wanted.candidates)
+            ]
+        except ValueError as error:  # the grammar of the tools is too long
+            raise ApiError(str(error), param="tools", code="invalid_value") from None
+        return [self._choice(prompt, each, choice) for choice, each in enumerate(params)]
 
     async def _choice(self, prompt: Sequence[int], params: SamplingParams, number: int) -> AsyncGenerator[Delta, None]:
         """The deltas of a prompt's choice of this number. Records its metrics."""
@@ -318,6 +333,7 @@ class Answer:
                 tenant=self.tenant,
                 adapter=self.service.adapter_of(wanted.model, self.tenant),
                 deadline=own if lane.deadline is None else lane.deadline,
+                shown=self.reading.shown,
             )
             async with aclosing(stream) as deltas:
                 async for delta in deltas:

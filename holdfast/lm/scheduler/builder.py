@@ -9,7 +9,7 @@ from math import inf
 
 from holdfast.core.columns import Columns
 from holdfast.lm.scheduler.admission import Admission
-from holdfast.lm.scheduler.entries import AWAITED, Entry
+from holdfast.lm.scheduler.entries import AWAITED, NO_ROW, Entry
 from holdfast.lm.scheduler.preemption import Preemption
 from holdfast.lm.scheduler.queues import Queues
 from holdfast.lm.types import PENDING, AdapterLoad, BlockMove, Sampling, Segment, StepPlan, StepResult, TableWrite
@@ -305,8 +305,10 @@ class StepBuilder:
         """Plan what a sequence lacks, as far as the budget lasts: a segment for each missing range."""
         sequence, cache = entry.sequence, entry.cache
         entry.next_step = self.number + 1
+        if sequence.length > cache.capacity:  # tokens that its grammar forces have no blocks yet
+            self._preemption.grow_to(entry, sequence.length)
         for start, end in cache.missing(sequence.length):
-            stop = min(end, start + self.budget)
+            stop = min(end, start + self.budget, cache.capacity)
             if self.pace is not None and (most := start + self.pace(start, stop)) < stop:
                 stop, self.budget = most, most - start
             if start == stop:
@@ -328,6 +330,8 @@ class StepBuilder:
                 sequence.length += 1
                 entry.decoding = True
                 entry.next_step = self._after_sampling
+            else:
+                entry.history_in = NO_ROW, 0  # the segment that samples will not have these tokens
         cache.cache_blocks(sequence.tokens)
 
     def _extend(self, entry: Entry, stop: int) -> bool:

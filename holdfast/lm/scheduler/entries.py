@@ -48,6 +48,8 @@ class Entry:
     later as a pipeline has stages, or the next step once the token is known. After drafted tokens, whose outcome is
     uncertain, it is AWAITED.
     """
+    known_before: int = 0
+    """Plans of a lower number give it tokens that it has already: its grammar forces them."""
     lost_before: int = 0
     """Plans of a lower number may give it no token: its state was lost."""
     adapter: str = ""
@@ -57,7 +59,7 @@ class Entry:
     held: bool = False
     """It waits for its adapter, outside of the waiting queue."""
     history_in: tuple[int, int] = (NO_ROW, 0)
-    """The row that its history was sent to, and how often it had been preempted by then."""
+    """The row that its history or its answer was sent to, and how often it had been preempted by then."""
     swap_in_step: int = -1
     """Number of the plan that copies in its state from the host; -1 once it is there or the next plan waits for it."""
 

@@ -1,6 +1,7 @@
 """Grammars of answers that call tools, in llguidance's dialect of Lark: reasoning, tags and arguments by their schemas.
 
-Special tokens are written by their ids. Free text cannot hold them. A tag that is ordinary text ends free text where
+Tags that are tokens are written by their ids, as added tokens are special to llguidance, and free text cannot hold
+them. A tag that is ordinary text ends free text where
 it first occurs, by a lazy lexeme (llguidance, docs/syntax.md, "Tool calling").
 """
 
@@ -24,14 +25,14 @@ PLAIN_OBJECT = {"type", "properties", "required", "additionalProperties", "descr
 """What the schema of arguments may say for each of them to be written apart."""
 
 TokenOf = Callable[[str], int | None]
-"""The id of a tag that is a special token; None for one that is text."""
+"""The id of a tag that is a token; None for one that is text."""
 
 
 class GrammarText:
     """A grammar that is being written: its rules, by name."""
 
-    def __init__(self, special: TokenOf) -> None:
-        self.special = special
+    def __init__(self, token: TokenOf) -> None:
+        self.token = token
         self.rules: dict[str, str] = {}
 
     def written(self, start: str) -> str:
@@ -41,12 +42,12 @@ class GrammarText:
 
     def tag(self, tag: str) -> str:
         """A tag where it must come."""
-        token = self.special(tag)
-        return literal(tag) if token is None else f"<[{token}]>"
+        id = self.token(tag)
+        return literal(tag) if id is None else f"<[{id}]>"
 
     def up_to(self, name: str, tag: str) -> str:
         """A rule for any text up to the tag, which belongs to it."""
-        if self.special(tag) is None:
+        if self.token(tag) is None:
             self.rules[f"{name}[lazy]"] = f"TEXT {literal(tag)}"
         else:
             self.rules[name] = f"TEXT {self.tag(tag)}"
@@ -180,7 +181,7 @@ def llama(tag: str) -> Callable[[GrammarText, Toolset], str]:
         grammar.rules["calls"] = whole
         # What begins with a brace is a call.
         grammar.rules["SAID"] = "/[ \\n]*[^ \\n{](.|\\n)*/"
-        if grammar.special(tag) is None:
+        if grammar.token(tag) is None:
             return "(calls | SAID)?"
         return f"(calls | SAID? ({grammar.tag(tag)} calls)?)"
 
@@ -191,7 +192,7 @@ def mistral(tag: str, arguments: str) -> Callable[[GrammarText, Toolset], str]:
     """Calls of Mistral: a list behind the tag, or each call's name and arguments where there is a tag between them."""
 
     def write(grammar: GrammarText, toolset: Toolset) -> str:
-        if grammar.special(arguments) is None:
+        if grammar.token(arguments) is None:
             calls = [named(grammar, at, tool) for at, tool in enumerate(toolset.callable)]
             call = any_of(grammar, "call", calls)
             whole = f"{literal('[')} {several(call, literal(', '), toolset)} {literal(']')}"

@@ -143,8 +143,8 @@ class AnswerFormat:
     """Special tokens that are tags of the reasoning."""
     shown_calls: frozenset[int]
     """Special tokens that are tags of calls."""
-    special: Mapping[str, int]
-    """The ids of tags that are special tokens."""
+    tokens: Mapping[str, int]
+    """The ids of tags that are tokens."""
 
     @classmethod
     def find(cls, text: Template, calls: str | None = None, reasoning: str | None = None) -> AnswerFormat:
@@ -156,15 +156,15 @@ class AnswerFormat:
         if calls is None and not knows:
             form = HERMES
         around = () if tags is None else (tags.open, tags.close)
-        known = {tag: token for tag in (*around, *form.tags) if (token := text.token_id(tag)) is not None}
-        special = {tag: token for tag, token in known.items() if not text.is_visible(token)}
+        tokens = {tag: token for tag in (*around, *form.tags) if (token := text.token_id(tag)) is not None}
+        special = {tag: token for tag, token in tokens.items() if not text.is_visible(token)}
         return cls(
             calls=form,
             reasoning=tags,
             knows_tools=knows,
             shown=frozenset(special[tag] for tag in around if tag in special),
             shown_calls=frozenset(special[tag] for tag in form.tags if tag in special),
-            special=special,
+            tokens=tokens,
         )
 
     @property
@@ -215,7 +215,7 @@ class Reading:
             return params
         if toolset.mode == "auto":
             toolset = toolset.free()
-        grammar = GrammarText(format.special.get)
+        grammar = GrammarText(format.tokens.get)
         body = format.calls.grammar(grammar, toolset)
         tags = format.reasoning
         if tags is not None and not self.closed:

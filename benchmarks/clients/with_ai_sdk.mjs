@@ -15,7 +15,7 @@ const apis = {
 };
 const cases = {};
 for (const [api, model] of Object.entries(apis)) {
-  const asked = { model, prompt, temperature: 0, maxOutputTokens: 64, maxRetries: 0 };
+  const asked = { model, prompt, temperature: 0, maxOutputTokens: 256, maxRetries: 0 };
   const calls = [];
   const add = tool({
     description: "Add two numbers.",

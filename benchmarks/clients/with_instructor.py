@@ -21,7 +21,7 @@ ASKED: dict[str, Any] = {
     "model": MODEL,
     "messages": [{"role": "user", "content": "My name is Ada. I am 36 years old."}],
     "temperature": 0,
-    "max_tokens": 64,
+    "max_tokens": 256,
     "max_retries": 0,
 }
 

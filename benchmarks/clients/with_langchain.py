@@ -15,7 +15,7 @@ SUM = "What is 2 plus 2?"
 
 def chat(**options: Any) -> ChatOpenAI:
     return ChatOpenAI(
-        model=MODEL, base_url=URL, api_key=KEY, **{"temperature": 0, "max_tokens": 64, "max_retries": 0} | options
+        model=MODEL, base_url=URL, api_key=KEY, **{"temperature": 0, "max_tokens": 256, "max_retries": 0} | options
     )
 
 
@@ -155,7 +155,7 @@ def json_schema() -> None:
 @case
 def json_mode() -> None:
     """structured output by JSON mode"""
-    model = chat(max_tokens=512).with_structured_output(None, method="json_mode")
+    model = chat().with_structured_output(None, method="json_mode")
     assert isinstance(model.invoke("Tell me about Ada as JSON."), dict)
 
 

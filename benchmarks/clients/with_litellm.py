@@ -32,7 +32,7 @@ class Person(BaseModel):
 
 def asked(**options: Any) -> dict[str, Any]:
     given = {"model": f"hosted_vllm/{MODEL}", "api_base": URL, "api_key": KEY, "messages": SUM}
-    return given | {"temperature": 0, "max_tokens": 64, "num_retries": 0} | options
+    return given | {"temperature": 0, "max_tokens": 256, "num_retries": 0} | options
 
 
 @case

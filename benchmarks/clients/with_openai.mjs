@@ -5,7 +5,7 @@ import { z } from "zod";
 import { KEY, MODEL, URL, equal, holds, run } from "./harness.mjs";
 
 const client = new OpenAI({ baseURL: URL, apiKey: KEY, maxRetries: 0 });
-const asked = { model: MODEL, messages: [{ role: "user", content: "What is 2 plus 2?" }], temperature: 0, max_tokens: 64 };
+const asked = { model: MODEL, messages: [{ role: "user", content: "What is 2 plus 2?" }], temperature: 0, max_tokens: 256 };
 const Person = z.object({ name: z.string().max(12), age: z.number().int().min(0).max(150) });
 const add = zodFunction({
   name: "add",

@@ -35,7 +35,7 @@ class Person(BaseModel):
 
 def agent(kind: type, **options: object) -> Agent:
     model = kind(MODEL, AsyncOpenAI(base_url=URL, api_key=KEY, max_retries=0))
-    settings = {"temperature": 0, "max_tokens": 64} | options.pop("settings", {})
+    settings = {"temperature": 0, "max_tokens": 256} | options.pop("settings", {})
     return Agent(name="helper", model=model, model_settings=ModelSettings(**settings), **options)
 
 

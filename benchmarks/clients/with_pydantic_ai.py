@@ -30,7 +30,7 @@ class Person(BaseModel):
 
 def agent(kind: type, **options: Any) -> Agent[None, Any]:
     model = kind(MODEL, provider=OpenAIProvider(base_url=URL, api_key=KEY))
-    return Agent(model, model_settings=ModelSettings(temperature=0, max_tokens=64), **options)
+    return Agent(model, model_settings=ModelSettings(temperature=0, max_tokens=256), **options)
 
 
 async def runs(kind: type) -> None:

@@ -452,7 +452,12 @@ def refused(error: RequestRefused, wanted: SampledRequest, client: EngineClient)
     """
     if error.code == CONTEXT_LENGTH_EXCEEDED:
         return context_exceeded(client.info.max_model_len, str(error))
-    param = {"prompt": wanted.prompt_param, "max_tokens": wanted.max_tokens_param}.get(error.param, error.param)
+    names = {
+        "prompt": wanted.prompt_param,
+        "max_tokens": wanted.max_tokens_param,
+        "grammar": wanted.grammar_param or "tools",
+    }
+    param = names.get(error.param, error.param)
     return ApiError(str(error), param=param, code=error.code)
 
 

@@ -18,6 +18,7 @@ from holdfast.lm.execution.graphs import StepGraphs
 from holdfast.lm.execution.host_memory import HostMemory
 from holdfast.lm.execution.stage_link import StageEnd
 from holdfast.lm.execution.transfer import Transfers
+from holdfast.lm.grammar.compiler import mask_words
 from holdfast.lm.grammar.matchers import Matchers
 from holdfast.lm.kernels.attention.protocol import Attention
 from holdfast.lm.kernels.cache.kv_cache import KVCache, copy_blocks
@@ -84,12 +85,13 @@ QUERY_SECONDS = 2e-5
 
 
 class MaskBuffers:
-    """Where masks go on their way to a GPU: written on the host, then copied beside the step that they are for."""
+    """Where masks are written, and copied to a GPU beside the step that they are for."""
 
     def __init__(self, rows: int, words: int, device: torch.device) -> None:
-        self._host = torch.empty(rows, words, dtype=torch.int32, pin_memory=True)
-        self._device = torch.empty(rows, words, dtype=torch.int32, device=device)
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        on_gpu = device.type == "cuda"
+        self._host = torch.empty(rows, words, dtype=torch.int32, pin_memory=on_gpu)
+        self._device = torch.empty_like(self._host, device=device) if on_gpu else self._host
+        self._stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
 
     def host(self, rows: int) -> torch.Tensor:
         """Room for the masks of so many rows [rows, words]. The draw by the last masks must have ended."""
@@ -98,9 +100,10 @@ class MaskBuffers:
     def upload(self, rows: int) -> torch.Tensor:
         """The masks on the device, for what is launched from now on."""
         masks = self._device[:rows]
-        with torch.cuda.stream(self._stream):
-            masks.copy_(self._host[:rows], non_blocking=True)
-        torch.cuda.current_stream(masks.device).wait_stream(self._stream)
+        if self._stream is not None:
+            with torch.cuda.stream(self._stream):
+                masks.copy_(self._host[:rows], non_blocking=True)
+            torch.cuda.current_stream(masks.device).wait_stream(self._stream)
         return masks
 
 
@@ -329,17 +332,13 @@ class PagedExecutor:
         if not rows:
             return None
         if self.matchers is None:
-            words = 2 * -(-self._model.spec.vocab_size // 64)
+            words = mask_words(self._model.spec.vocab_size)
             return torch.zeros(len(rows), words, dtype=torch.int32, device=self._device)
-        if self._device.type == "cpu":
-            masks = torch.empty(len(rows), self.matchers.words, dtype=torch.int32)
-            self.matchers.masks(rows, staged.answers, masks.numpy())
-            return masks
         while self._unread:
             self._read_next()
         if self._mask_buffers is None:
-            most = len(self.memory.batch.last_token)
-            self._mask_buffers = MaskBuffers(most, self.matchers.words, self._device)
+            rows_of_batch = len(self.memory.batch.last_token)
+            self._mask_buffers = MaskBuffers(rows_of_batch, self.matchers.words, self._device)
         self.matchers.masks(rows, staged.answers, self._mask_buffers.host(len(rows)).numpy())
         return self._mask_buffers.upload(len(rows))
 

@@ -26,6 +26,7 @@ from holdfast.lm.execution.link_times import LinkTimes, time_links
 from holdfast.lm.execution.place import Place
 from holdfast.lm.execution.stage_link import StageEnd
 from holdfast.lm.execution.transfer import CopyStream, Transfers, stream_for
+from holdfast.lm.grammar.compiler import mask_words
 from holdfast.lm.grammar.matchers import Matchers
 from holdfast.lm.kernels.attention.backends import attention_for
 from holdfast.lm.kernels.attention.protocol import CapturableAttention
@@ -205,7 +206,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
             partial(sampler.draw, logits, packed.columns, None, any_random=random, any_filtered=filtered)
             for random, filtered in SAMPLING_VARIANTS
         ]
-        masks = torch.zeros(1, 2 * -(-spec.vocab_size // 64), dtype=torch.int32, device=self.device)
+        masks = torch.zeros(1, mask_words(spec.vocab_size), dtype=torch.int32, device=self.device)
         draws.append(partial(forbid, logits, masks, np.zeros(1, np.int64)))
         works: list[Callable[[], object]] = [*graphs.rehearsals(), *draws]
         if adapter_graphs is not None:

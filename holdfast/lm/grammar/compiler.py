@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from holdfast.core.types import Grammar
+from holdfast.lm.grammar.dialects import ONE_LINE
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions  # its stub alone has it
@@ -31,8 +33,6 @@ MASK_FUEL, MASK_ITEMS = 200_000, 50_000
 """Bound the work of one mask, to about 20 ms."""
 REASON_LENGTH = 1000
 """Most characters of llguidance's reason that are told."""
-ONE_LINE: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""How JSON is laid out unless the schema's `x-guidance` says otherwise: on one line, as Python's json.dumps does."""
 
 
 class GrammarError(ValueError):
@@ -65,7 +65,7 @@ class GrammarCompiler:
     @property
     def words(self) -> int:
         """32-bit words of a mask, an even number: one bit for each token."""
-        return 2 * -(-self._vocab_size // 64)
+        return mask_words(self._vocab_size)
 
     @property
     def ends(self) -> list[int]:
@@ -108,7 +108,8 @@ class GrammarCompiler:
                 if not self._ends:
                     raise GrammarError("this model names no end-of-sequence token, which an answer by a grammar needs")
                 try:
-                    self._tokenizer = LLTokenizer(self._read(), n_vocab=self._vocab_size, eos_token=self._ends)
+                    text, size = without_spares(self._read(), self._vocab_size), 32 * self.words
+                    self._tokenizer = LLTokenizer(text, n_vocab=size, eos_token=self._ends)
                 except Exception as error:  # llguidance's own types, as it sees fit
                     raise GrammarError(f"this model's tokenizer cannot follow a grammar: {in_brief(error)}") from None
             return self._tokenizer
@@ -116,6 +117,22 @@ class GrammarCompiler:
     def _check(self, grammar: Grammar, matcher: LLMatcher) -> None:
         if matcher.is_error():
             raise GrammarError(f"the {grammar.kind} grammar cannot be followed: {in_brief(matcher.get_error())}")
+
+
+def mask_words(vocab_size: int) -> int:
+    """32-bit words of a mask for so many tokens, an even number."""
+    return 2 * -(-vocab_size // 64)
+
+
+def without_spares(tokenizer: str, vocab_size: int) -> str:
+    """A tokenizer without the added tokens that the model has no logits for. Gemma 3 has one."""
+    fields = json.loads(tokenizer)
+    added = [each for each in fields.get("added_tokens") or () if each["id"] < vocab_size]
+    return (
+        tokenizer
+        if len(added) == len(fields.get("added_tokens") or ())
+        else json.dumps({**fields, "added_tokens": added})
+    )
 
 
 def serialized(grammar: Grammar) -> str:
@@ -127,7 +144,7 @@ def serialized(grammar: Grammar) -> str:
     if (depth := depth_of(grammar.text)) > MOST_DEPTH:
         raise GrammarError(f"the schema nests {depth} levels deep; at most {MOST_DEPTH} are taken")
     try:
-        return str(LLMatcher.grammar_from_json_schema(grammar.text, defaults=ONE_LINE))
+        return str(LLMatcher.grammar_from_json_schema(grammar.text, defaults=cast("JsonCompileOptions", ONE_LINE)))
     except ValueError as error:
         raise GrammarError(f"the schema cannot be read: {in_brief(error)}") from None
 

@@ -17,7 +17,7 @@ from holdfast.lm.memory.adapter_pool import AdapterPool
 from holdfast.lm.memory.protocol import AnyMemory, AnyState
 from holdfast.lm.memory.sequence_cache import SequenceCache
 from holdfast.lm.scheduler.builder import Policy, StepBuilder
-from holdfast.lm.scheduler.entries import Entry
+from holdfast.lm.scheduler.entries import NO_ROW, Entry
 from holdfast.lm.scheduler.order import Order, Priority
 from holdfast.lm.scheduler.queues import Queues
 from holdfast.lm.scheduler.tuner import Tuner
@@ -302,6 +302,7 @@ class Scheduler:
         sequence = entry.sequence
         if (
             sequence.finish_reason is not None
+            or entry.row == NO_ROW
             or not entry.decoding
             or not entry.sampling.skips
             or len(forced.tokens) - sequence.in_flight < LEAST_FORCED
@@ -316,6 +317,7 @@ class Scheduler:
         if sequence.finish_reason is None:
             sequence.length = len(sequence.tokens)
             entry.decoding = False
+            self._queues.forced.add(entry)
             if length > known:
                 entry.known_before = self._known_before = self._steps
         return added

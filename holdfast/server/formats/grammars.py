@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from holdfast.core.types import Grammar
 from holdfast.server.formats.tagged import CLOSE, FUNCTION, FUNCTION_END, OPEN, PARAMETER, PARAMETER_END
 from holdfast.server.formats.toolset import Tool, Toolset
 
@@ -34,10 +35,12 @@ class GrammarText:
     def __init__(self, token: TokenOf) -> None:
         self.token = token
         self.rules: dict[str, str] = {}
+        self.given = ""
+        """The rules that a client gave."""
 
     def written(self, start: str) -> str:
         """The grammar as a text."""
-        rules = "".join(f"{name}: {rule}\n" for name, rule in self.rules.items())
+        rules = "".join(f"{name}: {rule}\n" for name, rule in self.rules.items()) + f"{self.given}\n"
         return f"%llguidance {{}}\nstart: {start}\n{rules}TEXT: /(.|\\n)*/\nBLANKS: /[ \\n]+/\n"
 
     def tag(self, tag: str) -> str:
@@ -58,10 +61,27 @@ class GrammarText:
         self.rules[name] = f"%json {json.dumps({**schema, 'x-guidance': ONE_LINE}, ensure_ascii=False)}"
         return name
 
+    def answer(self, given: Grammar) -> str:
+        """A rule for a grammar of the whole answer, which a client gave."""
+        if given.kind == "json":
+            schema = json.loads(given.text)
+            return self.schema("answer", schema if isinstance(schema, dict) else {"allOf": [schema]})
+        if given.kind == "regex":
+            expression = re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", given.text, flags=re.DOTALL)
+            self.rules["ANSWER"] = "/(" + expression.replace("\n", r"\n") + ")/"
+            return "ANSWER"
+        self.given = re.sub(r"(?m)^\s*(%llguidance.*|start(?=\s*[:\[]))", _renamed, given.text)
+        return "answer"
+
     def reasoning(self, open: str, close: str, opened: bool) -> str:
         """What comes before the answer: reasoning that the prompt has opened, or that the model may open."""
         thought = self.up_to("thought", close)
         return f"{thought} BLANKS? " if opened else f"({self.tag(open)} {thought} BLANKS?)? "
+
+
+def _renamed(found: re.Match[str]) -> str:
+    """The beginning of a client's grammar, which is not the beginning any more."""
+    return "answer" if found[1] == "start" else ""
 
 
 def literal(text: str) -> str:

@@ -209,16 +209,26 @@ class Reading:
         return prompt
 
     def constrained(self, params: SamplingParams) -> SamplingParams:
-        """The sampling of an answer, once the prompt is rendered: with the grammar that its calls need, if any."""
-        toolset, format = self.toolset, self.format
-        if toolset is None or not toolset.constrained:
+        """The sampling of an answer, once the prompt is rendered: with the grammar that its calls need, if any.
+
+        A grammar that the request gives is for what comes behind the reasoning, unless the answer is a call.
+        """
+        toolset, tags, given = self.toolset, None if self.closed else self.format.reasoning, params.grammar
+        if given is None and not (toolset is not None and toolset.constrained):
             return params
-        if toolset.mode == "auto":
-            toolset = toolset.free()
-        grammar = GrammarText(format.tokens.get)
-        body = format.calls.grammar(grammar, toolset)
-        tags = format.reasoning
-        if tags is not None and not self.closed:
+        if given is not None and toolset is None and tags is None:
+            return params
+        grammar = GrammarText(self.format.tokens.get)
+        bodies = []
+        if given is not None and not (toolset is not None and toolset.mode == "required"):
+            bodies.append(grammar.answer(given))
+        if toolset is not None:
+            calls = toolset if toolset.mode == "required" else toolset.free()
+            if given is not None:  # the answer is a call, or what was asked for
+                calls = replace(calls, mode="required")
+            bodies.append(self.format.calls.grammar(grammar, calls))
+        body = f"({' | '.join(bodies)})"
+        if tags is not None:
             body = grammar.reasoning(tags.open, tags.close, self.opened) + body
         return replace(params, grammar=Grammar("lark", grammar.written(body)))
 

@@ -76,7 +76,6 @@ class ResponseRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknown_
     unsupported = SampledRequest.unsupported | {
         "context_management": ([],),
         "logprobs": (False,),
-        "max_tool_calls": (),
         "prompt": (),
         "truncation": ("disabled",),
     }
@@ -97,7 +96,8 @@ class ResponseRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknown_
     tool_choice: str | dict[str, Any] = "auto"
     parallel_tool_calls: bool = True
     chat_template_kwargs: TemplateOptions = field(default_factory=dict)
-    # Told in the answer, and without effect on it.
+    # Told in the answer, and without effect on it: OpenAI's limit of calls is for tools that the server runs.
+    max_tool_calls: Count | None = None
     prompt_cache_key: Label | None = None
     reasoning: ReasoningOptions = ReasoningOptions()
     safety_identifier: Label | None = None
@@ -197,7 +197,7 @@ def new_response(wanted: ResponseRequest, served: str) -> Response:
         "incomplete_details": None,
         "instructions": wanted.instructions,
         "max_output_tokens": wanted.max_output_tokens,
-        "max_tool_calls": None,
+        "max_tool_calls": wanted.max_tool_calls,
         "metadata": wanted.metadata,
         "model": served,
         "output": [],

@@ -13,13 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from holdfast.core.types import Grammar
+from holdfast.lm.grammar.dialects import laid_out
 from holdfast.server.formats.tagged import CLOSE, FUNCTION, FUNCTION_END, OPEN, PARAMETER, PARAMETER_END
 from holdfast.server.formats.toolset import Tool, Toolset
 
 MOST_CALLS = 32
 """Most calls of one answer that a grammar sees to."""
-ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""How arguments are laid out."""
 PLAIN = {"type", "description", "title", "default", "examples", "enum"}
 """What the schema of a string may say for it to be written without quotes."""
 PLAIN_OBJECT = {"type", "properties", "required", "additionalProperties", "description", "title", "$schema"}
@@ -56,16 +55,16 @@ class GrammarText:
             self.rules[name] = f"TEXT {self.tag(tag)}"
         return name
 
-    def schema(self, name: str, schema: Mapping[str, Any]) -> str:
-        """A rule for JSON that follows a schema."""
-        self.rules[name] = f"%json {json.dumps({**schema, 'x-guidance': ONE_LINE}, ensure_ascii=False)}"
+    def schema(self, name: str, schema: Mapping[str, Any], *, lenient: bool = False) -> str:
+        """A rule for JSON by a schema. `lenient` ignores keywords that llguidance does not know."""
+        self.rules[name] = f"%json {json.dumps(laid_out(schema, lenient=lenient), ensure_ascii=False)}"
         return name
 
     def answer(self, given: Grammar) -> str:
         """A rule for a grammar of the whole answer, which a client gave."""
         if given.kind == "json":
-            schema = json.loads(given.text)
-            return self.schema("answer", schema if isinstance(schema, dict) else {"allOf": [schema]})
+            self.rules["answer"] = f"%json {given.text}"
+            return "answer"
         if given.kind == "regex":
             expression = re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", given.text, flags=re.DOTALL)
             self.rules["ANSWER"] = "/(" + expression.replace("\n", r"\n") + ")/"
@@ -100,7 +99,7 @@ def arguments_schema(tool: Tool) -> dict[str, Any]:
 
 def named(grammar: GrammarText, at: int, tool: Tool, key: str = "arguments") -> str:
     """A call as a JSON object."""
-    schema = grammar.schema(f"arguments_{at}", arguments_schema(tool))
+    schema = grammar.schema(f"arguments_{at}", arguments_schema(tool), lenient=not tool.strict)
     before = f'{{"name": {json.dumps(tool.name)}, "{key}": '
     return f"{literal(before)} {schema} {literal('}')}"
 
@@ -219,7 +218,7 @@ def mistral(tag: str, arguments: str) -> Callable[[GrammarText, Toolset], str]:
         else:
             calls = [
                 f"{literal(tool.name)} {grammar.tag(arguments)} "
-                f"{grammar.schema(f'arguments_{at}', arguments_schema(tool))}"
+                f"{grammar.schema(f'arguments_{at}', arguments_schema(tool), lenient=not tool.strict)}"
                 for at, tool in enumerate(toolset.callable)
             ]
             whole = several(any_of(grammar, "call", calls), grammar.tag(tag), toolset)

@@ -261,6 +261,8 @@ SUITES = (
     Suite("guidellm", "twelve requests of guidellm", guidellm, python=("guidellm",)),
 )
 
+NO_CALL = "the model does not call the tool that it may call, or calls it once where two calls are wanted"
+NO_END = "the model does not end a text or a list that the schema leaves open"
 REASONS = (
     (
         r"expected '(earth|saturn|paris)'|'paris' in|built\. got",
@@ -275,6 +277,17 @@ REASONS = (
     (r"'max_output_tokens' == 'length'", "expects a reason that OpenAI's types do not have"),
     (r"== '(priority|flex)'", "expects a service tier that did not serve it"),
     (r"405 - /v1/conversations does not take GET", "OpenAI's API does not list conversations"),
+    (r"auto_creates|continue_conv|items_populated|conversation_preserved", "expects a conversation for every response"),
+    (r"conversation_item_delete", "expects the item; OpenAI's types return the conversation"),
+    (r"test_add_and_list_items", "expects a text; OpenAI's types have a list of parts"),
+    (r"max_infer_iters|guardrails", "a parameter of llama-stack's own"),
+    (r"below_minimum", "expects that fewer than 16 tokens are refused"),
+    (r"background_and_stream", "expects a refusal; OpenAI's API streams background responses"),
+    (r"stream_options needs stream", "gives stream_options without a stream, which OpenAI's API refuses"),
+    (r"compact_chain|compact_response_is", "a compacted response is not stored"),
+    (r"== 'function_call'|\"function_call\" but|assert 0 (?:==|>)|assert 1 == 2|Los Angeles", NO_CALL),
+    (r"langchain_chain|langchain_multi|langgraph_multi", "asks about the world, which the model does not know"),
+    (r"length limit|timed? ?out|`response.incomplete`|got 1, not 2", NO_END),
     (r"hosted by remote::openai|return reasoning|live mode|reasoning_effort", "skipped for servers of this kind"),
 )
 """Patterns of a case and its message, in any case, and what to say of it instead of the message."""
@@ -293,7 +306,7 @@ def reason_of(case: Case) -> str:
 def server(log: Path) -> Iterator[str]:
     """`holdfast serve` with the built-in model. Yields its URL."""
     keys = [word for key in (KEY, *TENANTS.values()) for word in ("--api-key", key)]
-    options = ("--port", "0", "--store", "memory", "--cache-gb", "0.5", *keys)
+    options = ("--port", "0", "--store", "memory", "--cache-gb", "0.5", "--max-model-len", "1024", *keys)
     command = [sys.executable, "-m", "holdfast.cli", "serve", MODEL, *options]
     with (
         log.open("w") as errors,

@@ -411,6 +411,13 @@ def page(results: Sequence[dict[str, Any]], about: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def write(results: Sequence[dict[str, Any]], file: Path, document: Path) -> None:
+    """Write the results as JSON, and the page. After each suite, so that an interruption loses one at most."""
+    about = provenance() | {"command": "python benchmarks/clients/run.py"}
+    file.write_text(json.dumps(about | {"suites": results}, indent=1) + "\n")
+    document.write_text(page(results, about))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("suites", nargs="*", metavar="SUITE", help=", ".join(suite.name for suite in SUITES))
@@ -432,10 +439,8 @@ def main() -> int:
             print(f"{suite.name}: needs --source {suite.name}=DIR")
             continue
         results[suite.name] = measure(suite, arguments.environments / suite.name, sources.get(suite.name))
+        write([results[suite.name] for suite in SUITES if suite.name in results], arguments.json, arguments.page)
     ordered = [results[suite.name] for suite in SUITES if suite.name in results]
-    about = provenance()
-    arguments.json.write_text(json.dumps(about | {"suites": ordered}, indent=1) + "\n")
-    arguments.page.write_text(page(ordered, about))
     return int(any(result["passed"] < result["least"] for result in ordered))
 
 

@@ -4,9 +4,9 @@
 
 Each request has one to four tools with random schemas, in one of the formats in turn: with and without reasoning
 before the call, one call or several, any tool or a named one. The built-in model, which does not know these tools,
-answers at temperature 1 (any engine flag as --set name=value), biased to tokens that end strings and lists. An answer that the model ended is read as the server
-reads it: it is valid if it calls at least one tool, and every call is of an allowed tool with arguments that the
-jsonschema package accepts. An answer that `max_tokens` cut is counted apart.
+answers at temperature 1 (any engine flag as --set name=value), with a bias to tokens that end strings and lists. An
+answer that the model ended is read as the server reads it: it is valid if it calls at least one tool, and every call is
+of an allowed tool with arguments that the jsonschema package accepts. An answer that `max_tokens` cut is counted apart.
 """
 
 from __future__ import annotations
@@ -83,10 +83,8 @@ def random_request(choose: random.Random, text: Text, number: int) -> Asked:
 
 def ends_of(text: Text) -> tuple[tuple[int, float], ...]:
     """A bias to the tokens that may end a string, a list, an object or a tag."""
-    tokens = [
-        token for token in range(4096) if any(end in text.token_bytes(token) for end in (b'"', b"}", b"]", b"</"))
-    ]
-    return tuple((token, 4.0) for token in tokens[:1024])
+    tokens = [token for token in range(4096) if any(end in text.token_bytes(token) for end in (b'"', b"}", b"]", b"<"))]
+    return tuple((token, 12.0) for token in tokens[:1024])
 
 
 def fault_of(asked: Asked, text: Text, tokens: list[int]) -> str | None:

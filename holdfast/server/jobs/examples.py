@@ -13,10 +13,13 @@ from holdfast.server.jobs.lines import MAX_FAULTS, BadLine, split
 from holdfast.server.jobs.values import LineFault
 from holdfast.server.protocol import (
     MAX_MESSAGES,
+    MESSAGE_FIELDS,
     ApiError,
     check_parts,
+    checked_role,
     read_message,
     read_object,
+    refuse_extra,
     shown,
 )  # fmt: skip
 
@@ -179,6 +182,8 @@ def _read_chat(messages: Any) -> tuple[list[dict[str, str]], list[int]]:
         name = f"messages[{index}]"
         rest = {key: value for key, value in message.items() if key != "weight"}
         weight = message.get("weight")
+        checked_role(rest, name)
+        refuse_extra(rest, MESSAGE_FIELDS, name)  # calls of tools are not learned
         chat.append(read_message(rest, name))
         assistant = chat[-1]["role"] == "assistant"
         if weight is not None:

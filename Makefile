@@ -10,7 +10,7 @@ READY := $(VENV)/.ready
 # gigabytes of CUDA libraries, which a CPU does not need. To serve on a GPU, install the build for your CUDA version.
 TORCH := torch==2.13.0
 
-.PHONY: help setup demo demo-padded demo-tuning test lint types unit fuzz families mutants gpu-test memcheck rooms clean
+.PHONY: help setup demo demo-padded demo-tuning test lint types unit fuzz families mutants gpu-test memcheck rooms package clean
 
 help:
 	@echo "make demo      serve the built-in model and hold a conversation with it"
@@ -26,6 +26,7 @@ help:
 	@echo "make gpu-test  the tests that need a CUDA device"
 	@echo "make memcheck  every kernel's smallest tests under compute-sanitizer, on a CUDA device"
 	@echo "make rooms     draw docs/rooms.svg, the rooms of the package and the imports between them"
+	@echo "make package   build the sdist, and the wheel from it, in dist"
 	@echo "make setup     the environment alone, in $(VENV)"
 
 setup: $(READY)
@@ -88,6 +89,14 @@ memcheck: $(READY)
 # Needs Python 3.11 or newer alone. `scripts/rooms.py --sizes` prints files and lines by room.
 rooms:
 	@$(PYTHON) scripts/rooms.py
+
+# The wheel is built from the unpacked sdist, so that it shows the sdist to be whole. Nothing is downloaded.
+package: $(READY)
+	rm -rf dist build/sdist
+	mkdir -p build/sdist
+	$(BIN)/python -m hatchling build -t sdist -d dist
+	tar -xzf dist/holdfast-*.tar.gz -C build/sdist --strip-components 1
+	cd build/sdist && $(abspath $(BIN))/python -m hatchling build -t wheel -d $(CURDIR)/dist
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -76,7 +76,6 @@ class ResponseRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknown_
     unsupported = SampledRequest.unsupported | {
         "context_management": ([],),
         "logprobs": (False,),
-        "max_tool_calls": (),
         "prompt": (),
         "truncation": ("disabled",),
     }
@@ -97,7 +96,8 @@ class ResponseRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknown_
     tool_choice: str | dict[str, Any] = "auto"
     parallel_tool_calls: bool = True
     chat_template_kwargs: TemplateOptions = field(default_factory=dict)
-    # Told in the answer, and without effect on it.
+    # Told in the answer, and without effect on it: OpenAI's limit of calls is for tools that the server runs.
+    max_tool_calls: Count | None = None
     prompt_cache_key: Label | None = None
     reasoning: ReasoningOptions = ReasoningOptions()
     safety_identifier: Label | None = None
@@ -134,8 +134,11 @@ class ResponseRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknown_
     def items(self) -> list[Item]:
         """The input as items. Raises ApiError for unsupported content, and for parameters that exclude each other."""
         if self.previous_response_id is not None and self.conversation is not None:
-            reason = "previous_response_id and conversation exclude each other; give one of them"
+            reason = "previous_response_id and conversation are mutually exclusive; give one of them"
             raise ApiError(reason, param="previous_response_id", code="mutually_exclusive_parameters")
+        if self.conversation_id is not None and not self.conversation_id.startswith("conv_"):
+            reason = f"conversation is {self.conversation_id[:64]!r}; a conversation's id begins with conv_"
+            raise ApiError(reason, param="conversation", code="invalid_value")
         if self.background and not self.store:
             reason = "background needs store: true, as its answer is fetched later"
             raise ApiError(reason, param="background", code="invalid_value")
@@ -194,7 +197,7 @@ def new_response(wanted: ResponseRequest, served: str) -> Response:
         "incomplete_details": None,
         "instructions": wanted.instructions,
         "max_output_tokens": wanted.max_output_tokens,
-        "max_tool_calls": None,
+        "max_tool_calls": wanted.max_tool_calls,
         "metadata": wanted.metadata,
         "model": served,
         "output": [],
@@ -376,7 +379,7 @@ class ResponseShape:
                 part = item["content"][0]
                 logprobs = _in_event(part["logprobs"])
                 yield self._part("response.output_text.done", text=part["text"], logprobs=logprobs)
-                yield self._part("response.content_part.done", part=part)
+                yield self._part("response.content_part.done", part=part | {"logprobs": []})
         yield self._event("response.output_item.done", output_index=len(self.output) - 1, item=item)
 
     def _ended(self, status: str) -> list[Item]:
@@ -386,6 +389,8 @@ class ResponseShape:
         return [*self.output[:-1], self.output[-1] | {"status": status}]
 
     def _event(self, kind: str, **fields: Any) -> Event:
+        if kind.startswith("response.content_part."):  # more than OpenAI's types have: llama-stack's clients read it
+            fields["response_id"] = self.response["id"]
         return {"type": kind, "sequence_number": next(self.numbers), **fields}
 
     def _of_item(self, kind: str, **fields: Any) -> Event:

@@ -141,7 +141,7 @@ class Responses:
             await background.stop()
         found = await self.retrieve(tenant, response)
         if not found["background"]:
-            reason = "only responses with background: true can be cancelled; to stop another, close its connection"
+            reason = "cannot cancel it: it has not background: true; to stop such a response, close its connection"
             raise ApiError(reason, param="response_id", code="invalid_value")
         return found
 

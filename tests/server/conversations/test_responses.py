@@ -76,6 +76,7 @@ async def test_a_response_tells_what_was_sent_and_has_no_effect(api: openai.Asyn
         "user": "somebody",
         "safety_identifier": "abc",
         "prompt_cache_key": "def",
+        "max_tool_calls": 3,
         "parallel_tool_calls": False,
         "tool_choice": "none",
         "reasoning": {"effort": "low", "summary": "auto"},
@@ -94,6 +95,7 @@ async def test_a_response_tells_what_was_sent_and_has_no_effect(api: openai.Asyn
         "user": None,
         "safety_identifier": None,
         "prompt_cache_key": None,
+        "max_tool_calls": None,
         "parallel_tool_calls": True,
         "tool_choice": "auto",
         "reasoning": {"effort": None, "summary": None},
@@ -116,6 +118,18 @@ async def test_the_tokens_of_a_turn_are_counted_with_what_it_builds_on(
     assert nameless.input_tokens == 9000 + len("<user><assistant>"), "also beyond the context"
     with pytest.raises(openai.NotFoundError):
         await api.responses.input_tokens.count(model="other", input="on")
+
+
+async def test_events_of_a_part_name_its_response(api: openai.AsyncOpenAI) -> None:
+    async with api.responses.stream(model="tiny", input="hello") as stream:
+        events: list[Any] = [event async for event in stream]
+    parts = [event.response_id for event in events if event.type.startswith("response.content_part.")]
+    assert parts == [events[-1].response.id] * 2
+
+
+async def test_what_is_no_conversations_id_is_refused_as_such(api: openai.AsyncOpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="begins with conv_"):
+        await api.responses.create(model="tiny", input="hello", conversation="resp_1")
 
 
 async def test_stream_events_arrive_in_openais_order(api: openai.AsyncOpenAI) -> None:

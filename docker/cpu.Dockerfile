@@ -1,0 +1,22 @@
+# Holdfast on a CPU. From the checkout: docker build -f docker/cpu.Dockerfile -t holdfast:cpu .
+FROM python:3.12-slim AS build
+WORKDIR /source
+RUN pip install --no-cache-dir "hatchling>=1.27"
+COPY pyproject.toml README.md LICENSE CHANGELOG.md ./
+COPY holdfast holdfast
+RUN python -m hatchling build -t wheel -d /dist
+
+FROM python:3.12-slim
+# PyTorch's own index has the build without CUDA; PyPI's brings gigabytes of it.
+RUN pip install --no-cache-dir --index-url https://download.pytorch.org/whl/cpu torch==2.13.0
+RUN --mount=from=build,source=/dist,target=/dist \
+    wheel=$(echo /dist/holdfast-*.whl) && pip install --no-cache-dir "${wheel}[cells,hf,postgres]"
+# Conversations and measured profiles are kept in the volume.
+ENV XDG_DATA_HOME=/data XDG_CACHE_HOME=/data/cache
+RUN useradd --create-home holdfast && install -d -o holdfast /data
+USER holdfast
+VOLUME /data
+EXPOSE 8000
+HEALTHCHECK --start-period=5m CMD ["python", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:8000/health', timeout=5)"]
+ENTRYPOINT ["holdfast"]
+CMD ["serve", "--host", "0.0.0.0"]

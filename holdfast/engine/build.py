@@ -205,6 +205,7 @@ def put_together(
         stages=tuple(stages.done),
         adapters=tuple(adapters),
         adapter_slots=shape.adapter_slots,
+        tells_prompts=shape.tells_prompts,
         tp=config.tp,
         pp=config.pp,
     )

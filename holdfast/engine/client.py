@@ -78,8 +78,10 @@ class Delta:
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
     timings: Timings | None = None
-    logprobs: tuple[TokenLogprobs, ...] = ()
+    logprobs: tuple[TokenLogprobs | None, ...] = ()
     """Of each of the tokens, if the request asks; not of the end token, which has no place in the text."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of the prompt's next tokens, from its second one on, if the request asks. All come before the answer's end."""
 
 
 class AdapterError(ValueError):
@@ -336,6 +338,7 @@ class _Stream:
         self._pieces: list[str] = []
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: list[TokenLogprobs] = []
         self._count = 0
         self._cached = 0
         self._scheduled = self._first = self._last = 0.0
@@ -355,6 +358,8 @@ class _Stream:
         self._pieces.append(self._text.push(visible, last=reason is not None))
         if output.logprobs:
             self._logprobs.extend(output.logprobs[: len(visible)])
+        if output.prompt_logprobs:
+            self._prompt_logprobs.extend(output.prompt_logprobs)
         self.finish_reason = FinishReason.STOP if self._text.stopped else reason
         self._changed.set()
 
@@ -370,13 +375,13 @@ class _Stream:
         if self._error is not None:
             raise self._error
         text, tokens, logprobs = "".join(self._pieces), tuple(self._tokens), tuple(self._logprobs)
-        self._pieces.clear()
-        self._tokens.clear()
-        self._logprobs.clear()
+        prompt = tuple(self._prompt_logprobs)
+        for taken in (self._pieces, self._tokens, self._logprobs, self._prompt_logprobs):
+            taken.clear()
         if self.finish_reason is None:
-            return Delta(text, tokens, logprobs=logprobs)
+            return Delta(text, tokens, logprobs=logprobs, prompt_logprobs=prompt)
         self.given = True
         request = self.request
         usage = Usage(len(request.prompt), self._count, self._cached)
         timings = Timings(request.arrival, self._scheduled, self._first, self._last, self._count)
-        return Delta(text, tokens, self.finish_reason, usage, timings, logprobs)
+        return Delta(text, tokens, self.finish_reason, usage, timings, logprobs, prompt)

@@ -17,6 +17,7 @@ from holdfast.lm.types import (
     Segment,
     StepPlan,
     TableWrite,
+    Telling,
 )
 
 
@@ -80,6 +81,7 @@ class Plan(Message, tag="plan"):
     awaits: int
     block_moves: tuple[BlockMove, ...]
     histories: tuple[History, ...] = ()
+    tells: tuple[Telling, ...] = ()
 
 
 class End(Message, tag="end"):
@@ -113,6 +115,7 @@ class Stepped(Message, tag="stepped"):
     seconds: float
     logprobs: tuple[TokenLogprobs | None, ...] = ()
     """As in `StepResult`, from the last stage."""
+    prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
 
 
 class Copied(Message, tag="copied"):
@@ -185,6 +188,7 @@ class PlanWriter:
             awaits=plan.awaits,
             block_moves=plan.block_moves,
             histories=plan.histories,
+            tells=plan.tells,
         )
 
 
@@ -218,4 +222,5 @@ class PlanReader:
             awaits=message.awaits,
             block_moves=message.block_moves,
             histories=message.histories,
+            tells=message.tells,
         )

@@ -33,6 +33,8 @@ class RequestLimits:
     """Positions that the KV cache holds on the device."""
     served: Identity | None = None
     """The model, adapter and dtype that the engine serves. None: a request may name any."""
+    tells_prompts: bool = True
+    """Whether the log probabilities of prompts can be told."""
 
     def check(
         self,
@@ -58,6 +60,13 @@ class RequestLimits:
         length = len(prompt)
         self.check_length(length)
         tokens = self._token_ids("prompt", prompt)
+        if params.prompt_logprobs is not None and not self.tells_prompts:
+            raise RequestRefused(
+                "log probabilities of the prompt need a native decoder, and this model runs on Transformers' own code; "
+                "leave out prompt_logprobs, and echo with logprobs",
+                "prompt_logprobs",
+                "unsupported_parameter",
+            )
         if params.stop_token_ids:
             self._token_ids("stop_token_ids", params.stop_token_ids)
         if params.logit_bias:

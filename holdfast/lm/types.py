@@ -135,6 +135,19 @@ class History(NamedTuple):
     tokens: tuple[int, ...]
 
 
+class Telling(NamedTuple):
+    """Tell the log probabilities of prompt tokens that follow tokens of one segment."""
+
+    segment: int
+    """Its index in the plan."""
+    first: int
+    """The first of its tokens whose following token is told."""
+    targets: tuple[int, ...]
+    """The tokens that follow it and the tokens after it."""
+    alternatives: int
+    """How many of the most probable tokens are told beside each."""
+
+
 class TableWrite(NamedTuple):
     """New entries of a row's block table: `blocks` go to its indices [start, start + len(blocks))."""
 
@@ -309,6 +322,8 @@ class StepPlan:
     histories: tuple[History, ...] = ()
     """Of sampling segments. On paged rows only the first one of a sequence in its row has it: the executor notes the
     tokens of later ones."""
+    tells: tuple[Telling, ...] = ()
+    """Of paged rows, in the order of their segments."""
     training: TrainingSlice | None = None
     """Computed after the segments. A plan may have a slice and no segments."""
 
@@ -388,6 +403,8 @@ class StepResult:
     """The time that each stage of a pipeline spent on the step; empty for one stage."""
     logprobs: tuple[TokenLogprobs | None, ...] = ()
     """Of each of the tokens; None for one whose request does not ask. Empty: no request of the step does."""
+    prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
+    """For each of the plan's `tells`, the records of its targets."""
 
 
 @dataclass(slots=True, eq=False)
@@ -679,6 +696,8 @@ class EngineShape:
     """Position at which a token's attention costs as much as all its other work. Used where no cost was measured."""
     adapter_slots: int = 0
     """Adapters that the device holds at a time; 0: none are served."""
+    tells_prompts: bool = False
+    """Whether the log probabilities of prompts can be told."""
     executor: ExecutorName = "paged"
     rows: RowShape | None = None
     """Of the padded executor; None for the paged one. Raises ValueError if it does not go with `executor`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct, field
@@ -149,6 +149,20 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
         """Alternatives to tell with each token's log probability; None: tell nothing. Raises ApiError."""
         raise NotImplementedError
 
+    @property
+    def most_prompt_logprobs(self) -> int | None:
+        """Alternatives to tell with the log probability of each token of the prompt; None: tell nothing."""
+        return None
+
+    @property
+    def echoes(self) -> bool:
+        """Whether the answer begins with the prompt."""
+        return False
+
+    def kept_tokens(self, context: int) -> int | None:
+        """How many of a prompt's last tokens are kept; None: all. Raises ApiError."""
+        return None
+
     def sampling(self, choice: int, max_tokens: int) -> SamplingParams:
         """The sampling of one choice. Choice i uses seed + i, so that choices differ and are reproducible.
 
@@ -167,6 +181,7 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
             stop_token_ids=tuple(self.stop_token_ids),
             ignore_eos=self.ignore_eos,
             logprobs=self.most_logprobs if self.candidates == self.n else self.most_logprobs or 0,
+            prompt_logprobs=self.most_prompt_logprobs,
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
             repetition_penalty=self.repetition_penalty,
@@ -193,7 +208,6 @@ class GenerationRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknow
         "audio": (),
         "chat_template": (),
         "chat_template_kwargs": ({},),
-        "echo": (False,),
         "function_call": ("none", "auto"),
         "functions": ([],),
         "include_stop_str_in_output": (False,),
@@ -209,17 +223,37 @@ class GenerationRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknow
 
     max_tokens: Count | None = None
     n: Annotated[int, Meta(ge=1, le=1024)] = 1
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    """vLLM's: tell the log probabilities of the prompt's tokens, too."""
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=1 << 24)] | None = None
+    """vLLM's: keep so many of the prompt's last tokens; -1: as many as the context holds beside the answer."""
+
+    def kept_tokens(self, context: int) -> int | None:
+        kept = self.truncate_prompt_tokens
+        if kept == 0:
+            reason = "truncate_prompt_tokens is 0; it must be at least 1, or -1 for what fits"
+            raise ApiError(reason, param="truncate_prompt_tokens", code="invalid_value")
+        return max(1, context - (self.most_tokens or 1)) if kept == -1 else kept
+
+    @property
+    def most_prompt_logprobs(self) -> int | None:
+        if self.prompt_logprobs is not None and self.stream:
+            reason = "prompt_logprobs are told with whole answers alone; leave out stream"
+            raise ApiError(reason, param="prompt_logprobs", code="invalid_value")
+        return self.prompt_logprobs
 
 
 class ChatRequest(GenerationRequest, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """POST /v1/chat/completions."""
 
-    unsupported = GenerationRequest.unsupported | {"best_of": (1,)}
+    unsupported = GenerationRequest.unsupported | {"best_of": (1,), "echo": (False,)}
     route = "/v1/chat/completions"
     prompt_param = "messages"
 
     messages: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Count | None = None
+    truncation: Literal["auto", "disabled"] = "disabled"
+    """Whether the oldest turns leave a conversation that exceeds the context."""
     logprobs: bool = False
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] = 0
 
@@ -256,6 +290,9 @@ class CompletionRequest(GenerationRequest, kw_only=True, frozen=True, forbid_unk
 
     prompt: str | list[Any]
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | bool = False
+    echo: bool = False
+    max_tokens: Annotated[int, Meta(ge=0, le=1 << 24)] | None = None
+    """0 goes with `echo` alone: nothing is written."""
 
     @property
     def candidates(self) -> int:
@@ -269,12 +306,27 @@ class CompletionRequest(GenerationRequest, kw_only=True, frozen=True, forbid_unk
         return None if self.logprobs is False else self.logprobs
 
     @property
+    def echoes(self) -> bool:
+        return self.echo
+
+    @property
+    def most_prompt_logprobs(self) -> int | None:
+        """With `echo`, `logprobs` are told of the prompt, too."""
+        asked, echoed = super().most_prompt_logprobs, self.most_logprobs if self.echo else None
+        return max((each for each in (asked, echoed) if each is not None), default=None)
+
+    @property
     def most_tokens(self) -> int:
         """The most tokens of each choice; 16 when not given, as in OpenAI's API."""
         return 16 if self.max_tokens is None else self.max_tokens
 
     def prompts(self) -> list[str | list[int]]:
         """The prompts, each as text or as token ids. Raises ApiError for anything else, and for a wrong `best_of`."""
+        if self.max_tokens == 0 and not self.echo:
+            raise ApiError("max_tokens is 0, which needs echo: true", param="max_tokens", code="invalid_value")
+        if self.echo and self.candidates > self.n:
+            reason = f"best_of is {self.candidates} and n is {self.n}; with echo: true they must be equal"
+            raise ApiError(reason, param="best_of", code="invalid_value")
         if self.candidates < self.n or (self.candidates > self.n and self.stream):
             rule = "with stream: true they must be equal" if self.candidates > self.n else "it must be at least n"
             reason = f"best_of is {self.candidates} and n is {self.n}; {rule}"

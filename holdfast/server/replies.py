@@ -12,9 +12,10 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from holdfast.core.types import TokenLogprobs
 from holdfast.engine.client import Delta
 from holdfast.engine.text import Text
-from holdfast.server.logprobs import CompletionLogprobs, ToldToken, records, told_tokens
+from holdfast.server.logprobs import CompletionLogprobs, ToldToken, prompt_records, records, told_tokens
 from holdfast.server.protocol import GenerationRequest
 
 encode = msgspec.json.Encoder().encode
@@ -62,6 +63,9 @@ class Written:
     reason: str = ""
     told: list[ToldToken] = field(default_factory=list)
     """Its tokens with their log probabilities, if they are asked for."""
+    prompt: Sequence[int] = ()
+    told_of_prompt: list[TokenLogprobs] = field(default_factory=list)
+    """Of each token of its prompt but the first, if they are asked for."""
 
     @property
     def likelihood(self) -> float:
@@ -73,6 +77,7 @@ class Written:
         """Add what came."""
         self.texts.append(delta.text)
         self.reason = delta.finish_reason or self.reason
+        self.told_of_prompt += delta.prompt_logprobs
         if delta.logprobs:
             self.told += told_tokens(delta)
 
@@ -89,6 +94,7 @@ class Shape:
         id = f"{self.id_prefix}-{uuid.uuid4().hex}"
         self.head: Reply = {"id": id, "created": int(time.time()), "model": wanted.model}
         self.text = text
+        self.prompt_logprobs = wanted.prompt_logprobs
         no_usage = {"usage": None} if wanted.stream_options.include_usage else {}
         self.chunk_head: Reply = {**self.head, "object": self.chunk_object, **no_usage}
         self.held: dict[int, list[ToldToken]] = {}
@@ -127,7 +133,16 @@ class Shape:
             )
             for index, choice in enumerate(written)
         ]
-        return {**self.head, "object": self.whole_object, "choices": choices, "usage": usage.reply()}
+        reply = {**self.head, "object": self.whole_object, "choices": choices, "usage": usage.reply()}
+        most = self.prompt_logprobs
+        if most is not None:
+            told = [prompt_records(self.text, each.prompt, each.told_of_prompt, most) for each in written]
+            self.tell_prompts(reply, told)
+        return reply
+
+    def tell_prompts(self, reply: Reply, told: Sequence[Any]) -> None:
+        """Add to a whole answer what is told of the prompt of each choice."""
+        raise NotImplementedError
 
     def _chunk(self, choice: int, content: Reply, reason: str | None = None, *, tells: bool = True) -> Reply:
         held = self.held.pop(choice, None) if tells else None
@@ -160,6 +175,9 @@ class ChatShape(Shape):
     def content(self, text: str) -> Reply:
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
+    def tell_prompts(self, reply: Reply, told: Sequence[Any]) -> None:
+        reply["prompt_logprobs"] = told[0]
+
     def logprobs(self, choice: int, told: Sequence[ToldToken]) -> Reply:
         return {"content": records(self.text, told), "refusal": None}
 
@@ -179,6 +197,10 @@ class TextShape(Shape):
 
     def content(self, text: str) -> Reply:
         return {"text": text}
+
+    def tell_prompts(self, reply: Reply, told: Sequence[Any]) -> None:
+        for choice, each in zip(reply["choices"], told, strict=True):
+            choice["prompt_logprobs"] = each
 
     def logprobs(self, choice: int, told: Sequence[ToldToken]) -> Reply:
         return self.columns[choice].columns(told)

@@ -7,19 +7,22 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, aclosing, contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
-from holdfast.core.types import BATCH_CLASS, MAX_DEADLINE, SamplingParams
+from holdfast.core.types import BATCH_CLASS, MAX_DEADLINE, FinishReason, SamplingParams, TokenLogprobs
 from holdfast.engine.client import Delta, EngineClient
 from holdfast.engine.connection import EngineConnection, EngineDead, QueueFull
 from holdfast.lm.limits import CONTEXT_LENGTH_EXCEEDED, RequestRefused
 from holdfast.server.config import ServerConfig
+from holdfast.server.logprobs import echoed
 from holdfast.server.metrics import Metrics
 from holdfast.server.protocol import ApiError, ChatRequest, CompletionRequest, SampledRequest
 from holdfast.server.replies import Reply, RequestUsage, Shape, Written
+from holdfast.server.truncation import Truncation
 
 log = logging.getLogger("holdfast.server")
 T = TypeVar("T")
@@ -143,6 +146,7 @@ class Service:
         """Names of adapters that belong to the tenant of the tuning job that made them: that tenant, and the job."""
         self.loading: set[str] = set()
         """Names of adapters that will be served in a moment."""
+        self.truncation = Truncation(client.text, client.info.max_model_len)
         self.started_at = int(time.time())
         self._small = ThreadPoolExecutor(SMALL_WORKERS, "holdfast-text")
         self._chats = ThreadPoolExecutor(1, "holdfast-chat-text")
@@ -187,13 +191,19 @@ class Service:
         """
         self.check_model(wanted.model, tenant)
         # Prompts are checked now and tokenized after admission, off the event loop.
-        text, most = self.client.text, self.client.info.max_model_len
+        text = self.client.text
+        most = self.client.info.max_model_len if wanted.truncate_prompt_tokens is None else None
         if isinstance(wanted, ChatRequest):
             messages = wanted.conversation()
             size = sum(len(message["content"]) for message in messages)
 
+            def encode_chat(messages: Sequence[Mapping[str, str]]) -> list[int]:
+                return text.encode_chat(messages, most=most)
+
             def render() -> list[list[int]]:
-                return [text.encode_chat(messages, most=most)]
+                if wanted.truncation == "auto":
+                    return [self.truncation.compose(messages, wanted.most_tokens, encode_chat)]
+                return [encode_chat(messages)]
 
             return Answer(
                 self, wanted, tenant, lambda: self.off_loop(size, render, renders=True, lane=lane), 1, lane, name
@@ -204,7 +214,9 @@ class Service:
         def encode() -> list[list[int]]:
             return [text.encode(prompt, most=most) if isinstance(prompt, str) else prompt for prompt in prompts]
 
-        return Answer(self, wanted, tenant, lambda: self.off_loop(size, encode, lane=lane), len(prompts), lane, name)
+        answer = Answer(self, wanted, tenant, lambda: self.off_loop(size, encode, lane=lane), len(prompts), lane, name)
+        answer.given = prompts
+        return answer
 
 
 class Answer:
@@ -231,8 +243,12 @@ class Answer:
         self.num_choices = wanted.candidates * num_prompts
         self.arrival = time.monotonic()
         self.most_tokens = wanted.most_tokens
+        self.given: Sequence[str | Sequence[int]] = ()
+        """The prompts as the client gave them, for an answer that echoes them."""
         self.usage = RequestUsage()
         """Token counts so far."""
+        self.prompts: Sequence[Sequence[int]] = ()
+        """The prompts' tokens, once they are known."""
 
     async def deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
         """(choice, delta) as they arrive. Closing the generator aborts the running choices. Raises ApiError."""
@@ -241,9 +257,10 @@ class Answer:
             reason = f"the request asks for {self.num_choices} choices (n times prompts); at most {config.max_choices}"
             raise ApiError(reason, param="n", code="invalid_value")
         with self.lane.admission.admit(self.num_choices, self.tenant):
-            prompts = await self._prompts()
+            self.prompts = await self._prompts()
             try:
-                async with aclosing(side_by_side([self._choices(prompt) for prompt in prompts])) as merged:
+                choices = [self._choices(number, prompt) for number, prompt in enumerate(self.prompts)]
+                async with aclosing(side_by_side(choices)) as merged:
                     async for choice, delta in merged:
                         yield choice, delta
                 self.ended("ok")
@@ -263,6 +280,8 @@ class Answer:
         async with aclosing(self.deltas()) as deltas:
             async for choice, delta in deltas:
                 written[choice].add(delta)
+        for number, each in enumerate(written):
+            each.prompt = self.prompts[number // self.wanted.candidates]
         return shape.whole(self._best(written), self.usage)
 
     def _best(self, written: list[Written]) -> list[Written]:
@@ -291,16 +310,47 @@ class Answer:
             raise refused(error, self.wanted, self.service.client) from None
         except ValueError as error:  # the chat template refuses these messages
             raise ApiError(str(error), param=self.wanted.prompt_param, code="invalid_value") from None
+        if (kept := self.wanted.kept_tokens(self.service.client.info.max_model_len)) is not None:
+            if self.given:
+                pairs = zip(self.given, prompts, strict=True)
+                self.given = [prompt[-kept:] if len(prompt) > kept else given for given, prompt in pairs]
+            prompts = [prompt[-kept:] for prompt in prompts]
         for prompt in prompts:
             check_length(len(prompt), self.service.client, self.wanted)
             self.usage.prompt_tokens += len(prompt)
         return prompts
 
-    def _choices(self, prompt: Sequence[int]) -> list[AsyncGenerator[Delta, None]]:
-        most = self.most_tokens or self.service.client.info.max_model_len - len(prompt)
-        return [
-            self._choice(prompt, self.wanted.sampling(choice, most), choice) for choice in range(self.wanted.candidates)
-        ]
+    def _choices(self, number: int, prompt: Sequence[int]) -> list[AsyncGenerator[Delta, None]]:
+        wanted, most = self.wanted, self.most_tokens
+        # The engine writes a token at least.
+        most = self.service.client.info.max_model_len - len(prompt) if most is None else max(most, 1)
+        choices = [self._choice(prompt, wanted.sampling(choice, most), choice) for choice in range(wanted.candidates)]
+        return [self._echoing(number, prompt, choice) for choice in choices] if wanted.echoes else choices
+
+    async def _echoing(
+        self, number: int, prompt: Sequence[int], choice: AsyncGenerator[Delta, None]
+    ) -> AsyncGenerator[Delta, None]:
+        """The deltas of a choice of this prompt, with the prompt before them."""
+        given, begun, told = self.given[number], False, list[TokenLogprobs]()
+        async with aclosing(choice) as deltas:
+            async for delta in deltas:
+                if begun:
+                    yield delta
+                    continue
+                told += delta.prompt_logprobs
+                if not (delta.tokens or delta.finish_reason):  # more is to be told of the prompt
+                    yield delta
+                    continue
+                begun = True
+                text = (
+                    given
+                    if isinstance(given, str)
+                    else self.service.client.text.decode(given, skip_special_tokens=False)
+                )
+                if self.most_tokens == 0:
+                    delta = replace(delta, text="", tokens=(), logprobs=(), finish_reason=FinishReason.LENGTH)
+                most = self.wanted.most_logprobs
+                yield echoed(prompt, text, told if most is not None else (), delta, most or 0)
 
     async def _choice(self, prompt: Sequence[int], params: SamplingParams, number: int) -> AsyncGenerator[Delta, None]:
         """The deltas of a prompt's choice of this number. Records its metrics."""
@@ -330,7 +380,7 @@ class Answer:
                             wait.observe(now - since)
                         last = now
                         metrics.generated_tokens.inc(len(delta.tokens))
-                        self.usage.completion_tokens += len(delta.tokens)
+                        self.usage.completion_tokens += 0 if self.most_tokens == 0 else len(delta.tokens)
                     if delta.usage is not None:
                         if number == 0:
                             self.usage.cached_tokens += delta.usage.cached_tokens

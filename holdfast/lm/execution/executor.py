@@ -21,9 +21,11 @@ from holdfast.lm.execution.transfer import Transfers
 from holdfast.lm.kernels.attention.protocol import Attention
 from holdfast.lm.kernels.cache.kv_cache import KVCache, copy_blocks
 from holdfast.lm.kernels.collectives.protocol import Group
-from holdfast.lm.kernels.sampling.sampler import Drawn, Sampler, Wishes
+from holdfast.lm.kernels.sampling.logprobs import Logprobs
+from holdfast.lm.kernels.sampling.sampler import Drawn, Sampler
+from holdfast.lm.kernels.upload import upload
 from holdfast.lm.models.adapters import StepAdapters
-from holdfast.lm.models.base import LayerCache, LayerCaches, Model, StepInput
+from holdfast.lm.models.base import HiddenModel, LayerCache, LayerCaches, Model, StepInput
 from holdfast.lm.types import StepPlan, StepResult, TableWrite, TrainingResult, TrainingSlice
 
 Layers = tuple[LayerCache, ...]
@@ -88,7 +90,7 @@ class CudaFlight:
 
     step: int
     drawn: Drawn
-    wishes: Wishes | None
+    staged: StagedStep | None
     began: torch.cuda.Event
     done: torch.cuda.Event
     """Before the slice of training."""
@@ -98,8 +100,7 @@ class CudaFlight:
         self.done.synchronize()
         seconds = self.began.elapsed_time(self.done) / 1000
         training = None if self.training is None else self.training.result()
-        tokens, logprobs = tuple(self.drawn.tokens.tolist()), self.drawn.told(self.wishes)
-        return StepResult(self.step, tokens, seconds, training=training, logprobs=logprobs)
+        return replace(_result(self.step, self.drawn, self.staged, seconds), training=training)
 
     def wait(self, seconds: float) -> bool:
         deadline = time.monotonic() + seconds
@@ -207,14 +208,12 @@ class PagedExecutor:
         if self._stage is not None and staged is not None:
             self._stage.enter(staged, self.memory.batch.last_token)
             began = time.perf_counter()  # the time that a stage waits for others is not the step's
-        drawn, wishes = self._nothing, None
-        if staged is not None:
-            drawn, wishes = self._forward(staged, layers), staged.wishes
-        tokens, logprobs = tuple(drawn.tokens.tolist()), drawn.told(wishes)
+        drawn = self._nothing if staged is None else self._forward(staged, layers)
+        result = _result(plan.step, drawn, staged, 0.0)
         seconds = time.perf_counter() - began
         launched = self._train(plan)
         training = None if launched is None else launched.result()
-        return StepResult(plan.step, tokens, seconds, training=training, logprobs=logprobs)
+        return replace(result, seconds=seconds, training=training)
 
     def _start_on_cuda(self, plan: StepPlan, staged: StagedStep | None) -> Flight:
         try:
@@ -231,7 +230,7 @@ class PagedExecutor:
             failed: Future[StepResult] = Future()
             failed.set_exception(error)
             return failed
-        return CudaFlight(plan.step, drawn, None if staged is None else staged.wishes, began, done, training)
+        return CudaFlight(plan.step, drawn, staged, began, done, training)
 
     def _train(self, plan: StepPlan) -> LaunchedTraining | None:
         """Launch a plan's slice of training, if it has one. Raises ValueError without a trainer."""
@@ -251,10 +250,13 @@ class PagedExecutor:
         # A graph cannot wait, layer by layer, for blocks that are being swapped in.
         swapping_in = layers is not memory.layers
         graphs = memory.graphs if staged.adapted is None else memory.adapter_graphs
-        started = graphs.run(staged) if graphs is not None and not swapping_in else None
+        captured = graphs is not None and not swapping_in and not staged.tells
+        started = graphs.run(staged) if graphs is not None and captured else None
         packed, given = started or self._eager(staged, layers)
-        stage, drawn = self._stage, self._nothing
+        stage, drawn, prompts = self._stage, self._nothing, None
         if stage is None or stage.last:
+            if staged.tells:
+                given, prompts = self._tell(staged, packed, given)
             kinds = {"any_random": staged.any_random, "any_filtered": staged.any_filtered}
             last = None if staged.wishes is None else packed.ids.index_select(0, packed.sample_at)
             drawn = self._sampler.draw(given, packed.columns, staged.wishes, **kinds, last=last)
@@ -262,16 +264,26 @@ class PagedExecutor:
             memory.batch.last_token.index_copy_(0, packed.sample_rows, given)
         if stage is not None:
             stage.leave(staged, packed.sample_rows, given)
-        return drawn
+        return drawn if prompts is None else drawn._replace(prompts=prompts)
+
+    def _tell(self, staged: StagedStep, packed: PackedStep, hidden: torch.Tensor) -> tuple[torch.Tensor, Logprobs]:
+        """Of a step's hidden states [T, hidden]: the logits of sampled rows, and the log probabilities of prompts."""
+        model = self._model
+        assert isinstance(model, HiddenModel)
+        at, targets = (upload(numbers, self._device) for numbers in staged.told())
+        most = max(each.alternatives for each in staged.tells)
+        prompts = self._sampler.tell_targets(hidden.index_select(0, at), model.logits, targets, most)
+        return model.logits(hidden.index_select(0, packed.sample_at)), prompts
 
     def _eager(self, staged: StagedStep, layers: LayerCaches) -> tuple[PackedStep, torch.Tensor]:
         """Upload a step and launch its kernels one by one; its inputs, and its logits [R, own_vocab_size].
 
-        Before the last stage of a pipeline, its stream [T, width].
+        Of a step that tells of prompts, its hidden states [T, hidden]. Before the last stage of a pipeline, its stream
+        [T, width].
         """
         batch, attention = self.memory.batch, self._attention
         packed = batch.enter(staged)
-        sample_at = packed.sample_at if staged.num_sampled < staged.num_tokens else None
+        sample_at = packed.sample_at if staged.num_sampled < staged.num_tokens and not staged.tells else None
         tables, metadata = batch.block_tables, attention.make_metadata(staged.segments)
         adapters = None
         if staged.adapted is not None:
@@ -291,4 +303,20 @@ class PagedExecutor:
             adapters,
             None if incoming is None else incoming[: staged.num_tokens],
         )
-        return packed, self._model.forward(step)
+        if not staged.tells:
+            return packed, self._model.forward(step)
+        if not isinstance(self._model, HiddenModel):
+            raise ValueError(
+                f"the log probabilities of prompts are asked for, and {self._model.spec.architecture} "
+                "gives no hidden states"
+            )
+        return packed, self._model.hidden(step)
+
+
+def _result(step: int, drawn: Drawn, staged: StagedStep | None, seconds: float) -> StepResult:
+    """What a step gave, once all of it is on the host."""
+    tokens = tuple(drawn.tokens.tolist())
+    if staged is None:
+        return StepResult(step, tokens, seconds)
+    logprobs, prompts = drawn.told(staged.wishes), drawn.of_prompts(staged.tells)
+    return StepResult(step, tokens, seconds, logprobs=logprobs, prompt_logprobs=prompts)

@@ -169,6 +169,15 @@ class Decoder:
         rows = self.body(step)
         return self.head(rows, step.adapters) if self.shard.last else rows[0]
 
+    def hidden(self, step: StepInput) -> torch.Tensor:
+        """The final norm's output [R, hidden]; in a stage before the last its stream [T, hidden]."""
+        rows = self.body(step)
+        return self._ops.computed(self._last(rows, step.adapters)) if self.shard.last else rows[0]
+
+    def logits(self, hidden: Normed) -> torch.Tensor:
+        """Logits [R, own_vocab_size] of rows of `hidden`."""
+        return self._ops.linear(hidden, self.lm_head)
+
     def body(self, step: StepInput) -> tuple[torch.Tensor, ...]:
         """The residual stream and the last layer's attention output, [R, ...]. Only these rows are needed from here on.
 
@@ -202,9 +211,12 @@ class Decoder:
 
     def head(self, rows: tuple[torch.Tensor, ...], adapters: StepAdapters | None = None) -> torch.Tensor:
         """Logits [R, own_vocab_size]: the rest of the last layer, and the LM head."""
+        return self.logits(self._last(rows, adapters))
+
+    def _last(self, rows: tuple[torch.Tensor, ...], adapters: StepAdapters | None) -> Normed:
+        """The final norm's output [R, hidden] from the result of `body`."""
         stream, attended = rows
-        last = len(self.layers) - 1
-        return self._ops.linear(self._finish(last, stream, attended, adapters, sampled=True), self.lm_head)
+        return self._finish(len(self.layers) - 1, stream, attended, adapters, sampled=True)
 
     def _finish(
         self,

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct, field
 
 from holdfast.core.types import MAX_LOGPROBS, FinishReason
-from holdfast.server.conversations.compaction import OPENING, decode_summary, encode_summary
+from holdfast.server.conversations.compaction import OPENING, Compacted, decode_compacted, encode_compacted
 from holdfast.server.conversations.values import Item
 from holdfast.server.protocol import (
     MAX_MESSAGES,
@@ -80,7 +80,6 @@ class ResponseRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknown_
         "logprobs": (False,),
         "max_tool_calls": (),
         "prompt": (),
-        "truncation": ("disabled",),
     }
     harmless = (*SampledRequest.harmless, "prompt_cache_options")
 
@@ -91,6 +90,8 @@ class ResponseRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknown_
     store: bool = True
     background: bool = False
     max_output_tokens: Count | None = None
+    truncation: Literal["auto", "disabled"] = "disabled"
+    """Whether the oldest turns leave a prompt that exceeds the context. The conversation keeps them."""
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = field(default_factory=list)
     """The log probabilities of the answer's tokens. There is no reasoning to encrypt."""
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] = 0
@@ -179,15 +180,22 @@ def _output_text(text: str, logprobs: Sequence[dict[str, Any]] = ()) -> dict[str
 def read_items(given: Sequence[Mapping[str, Any]], name: str) -> list[Item]:
     """A client's items with new ids. Raises ApiError for anything other than a text message, or too many parts."""
     check_parts(given, name)
-    return [_read_item(item, f"{name}[{index}]") for index, item in enumerate(given)]
+    items: list[Item] = []
+    for index, item in enumerate(given):
+        place = f"{name}[{index}]"
+        items += _read_compaction(item, place) if item.get("type") == "compaction" else [_read_item(item, place)]
+    return items
+
+
+def _read_compaction(item: Mapping[str, Any], name: str) -> list[Item]:
+    """What a compaction stands for: the user's messages, then the summary."""
+    refuse_extra(item, ("type", "id", "encrypted_content", "created_by"), name)
+    found = decode_compacted(item.get("encrypted_content"), f"{name}.encrypted_content")
+    return [*(new_item("user", text) for text in found.said), new_item("assistant", f"{OPENING}{found.summary}")]
 
 
 def _read_item(item: Mapping[str, Any], name: str) -> Item:
     kind = item.get("type", "message")
-    if kind == "compaction":
-        refuse_extra(item, ("type", "id", "encrypted_content", "created_by"), name)
-        summary = decode_summary(item.get("encrypted_content"), f"{name}.encrypted_content")
-        return new_item("assistant", f"{OPENING}{summary}")
     if kind != "message":
         reason = f"{name}.type is {shown(kind)}; only messages are supported"
         raise ApiError(reason, param=f"{name}.type", code="unsupported_content")
@@ -245,7 +253,7 @@ def new_response(wanted: ResponseRequest, served: str) -> Response:
         "tools": [],
         "top_logprobs": wanted.top_logprobs,
         "top_p": wanted.top_p,
-        "truncation": "disabled",
+        "truncation": wanted.truncation,
         "usage": None,
         "user": wanted.user,
     }
@@ -345,14 +353,15 @@ def _in_event(logprobs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def compacted(response: Response, items: Sequence[Item]) -> dict[str, Any]:
-    """The answer to /v1/responses/compact: what the user said in these items, then the summary in the response."""
+    """The answer to /v1/responses/compact: what the user said in these items and the summary in the response."""
     summary = "".join(part["text"] for item in response["output"] for part in item["content"])
-    said = [item for item in items if item["role"] == "user"]
+    said = ["\n".join(part["text"] for part in item["content"]) for item in items if item["role"] == "user"]
+    content = encode_compacted(Compacted(summary, said))
     return {
         "id": response["id"],
         "object": "response.compaction",
         "created_at": response["created_at"],
-        "output": [*said, {"id": new_id("cmp"), "type": "compaction", "encrypted_content": encode_summary(summary)}],
+        "output": [{"id": new_id("cmp"), "type": "compaction", "encrypted_content": content}],
         "usage": response["usage"],
     }
 

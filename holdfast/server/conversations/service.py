@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -252,11 +252,18 @@ class Writing:
         if not said:
             raise ApiError("input is missing: there is nothing to answer", param="input", code="invalid_value")
         try:
-            text = service.client.text
+            text, wanted = service.client.text, self.wanted
             size = sum(len(message["content"]) for message in said)
-            return await service.off_loop(
-                size, lambda: compose(text, said, self.context, most), renders=True, lane=self.answer.lane
-            )
+
+            def build(kept: Sequence[Mapping[str, Any]]) -> Prompt:
+                return compose(text, kept, self.context, most)
+
+            def work() -> Prompt:
+                if wanted.truncation == "auto":
+                    return service.truncation.compose(said, wanted.most_tokens, build)
+                return build(said)
+
+            return await service.off_loop(size, work, renders=True, lane=self.answer.lane)
         except RequestRefused as error:
             raise refused(error, self.wanted, service.client) from None
         except ValueError as error:  # the chat template refuses these messages
